@@ -1,0 +1,74 @@
+"""Where a trial keeps its files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from realsys.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPaths:
+    """Every file and folder of one trial, under ``{fileroot}/{experiment}/{trial}``."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, config: Config) -> TrialPaths:
+        return cls(Path(config.fileroot).resolve() / config.experiment / config.trial)
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def errors(self) -> Path:
+        """One JSON file per failed process."""
+        return self.root / "errors"
+
+    @property
+    def name_store(self) -> Path:
+        return self.root / "name_store"
+
+    @property
+    def token(self) -> Path:
+        """The trial's token for state-changing calls of the manager, mode 0600."""
+        return self.root / "token"
+
+    @property
+    def model(self) -> Path:
+        """The model made on the spot, when the user gave none."""
+        return self.root / "model"
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.jsonl"
+
+    @property
+    def steps(self) -> Path:
+        """One JSON record per warm-up step, train step and evaluation, appended by the MasterWorker."""
+        return self.root / "steps.jsonl"
+
+    @property
+    def final_model(self) -> Path:
+        return self.root / "checkpoint"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def curves(self) -> Path:
+        return self.root / "curves.png"
+
+    def weights(self, role: str = "actor") -> Path:
+        return self.root / "weights" / role

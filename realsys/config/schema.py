@@ -1,0 +1,241 @@
+"""The typed configuration of a trial: every field with its bound. Composition is in compose.py.
+
+Workers never compose: they read the resolved dump (`config.json` in the trial folder).
+Names follow the AReaL paper where it has one (eta is ``max_head_offpolicyness``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+OpenProbability = Annotated[float, Field(gt=0, le=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys and lossy conversions are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class NameStoreConfig(Section):
+    backend: Literal["file", "etcd"] = "file"
+    address: str = Field("127.0.0.1:2379", description="host:port of etcd")
+    root: str = Field("", description="directory of the file backend; empty: {trial folder}/name_store")
+
+
+class ClusterConfig(Section):
+    name_store: NameStoreConfig = NameStoreConfig()
+    host: str = Field("127.0.0.1", description="address the workers bind to and advertise")
+    heartbeat_s: PositiveFloat = 2.0
+    lease_s: PositiveFloat = 20.0
+    connect_timeout_s: PositiveFloat = Field(120.0, description="bound on every wait for another worker at start")
+    request_timeout_s: PositiveFloat = Field(1800.0, description="bound on one model function call")
+    stop_timeout_s: PositiveFloat = Field(8.0, description="a stopping run kills what is left after this")
+    max_restarts: NonNegative = Field(5, description="restarts of a stateless worker before the run fails")
+
+
+class TinyModelConfig(Section):
+    """A random Qwen2 made on the spot, with a character tokenizer, when ``model.path`` is empty."""
+
+    hidden_size: Positive = 128
+    num_hidden_layers: Positive = 2
+    num_attention_heads: Positive = 4
+    num_key_value_heads: Positive = 2
+    head_dim: Positive = 32
+    intermediate_size: Positive = 256
+    max_position_embeddings: Positive = 512
+    tie_word_embeddings: bool = False
+
+
+class ModelConfig(Section):
+    path: str = Field("", description="HF directory (Qwen2, Qwen3, Llama); empty: make the tiny model")
+    tiny: TinyModelConfig = TinyModelConfig()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class ArithConfig(Section):
+    """Running sums written out step by step; answer lengths have a heavy tail (P(n) ~ n^-alpha)."""
+
+    min_operands: Annotated[int, Field(ge=2, le=26)] = 2
+    max_operands: Annotated[int, Field(ge=2, le=26)] = 20
+    alpha: float = 1.5
+    max_operand: Positive = 9
+    train_size: Positive = 20000
+    eval_size: Positive = 1024
+    demo_size: NonNegative = Field(27000, description="demonstrations for the supervised warm-up")
+    demo_noise: Probability = Field(0.15, description="probability that a demonstrated step's sum is wrong")
+
+
+class DataConfig(Section):
+    kind: Literal["arith", "jsonl"] = "jsonl"
+    train: str = Field("", description="JSONL with prompt and answer")
+    eval: str = Field("", description="JSONL of held-out problems; empty: eval_fraction of train")
+    eval_fraction: Probability = 0.05
+    demos: str = Field("", description="JSONL with prompt and response, for the supervised warm-up")
+    max_prompt_tokens: Positive = 1024
+    chat_template: bool = Field(True, description="wrap prompts in the tokenizer's chat template if it has one")
+    verifier: Literal["math", "exact"] = "math"
+    arith: ArithConfig = ArithConfig()
+
+
+class SamplingConfig(Section):
+    temperature: PositiveFloat = 1.0
+    top_p: OpenProbability = 1.0
+    top_k: int = Field(-1, ge=-1, description="-1: off")
+    max_new_tokens: Positive = 27648
+    min_new_tokens: NonNegative = 0
+
+
+class EmbeddedConfig(Section):
+    """The embedded engine: continuous batching in torch."""
+
+    max_running: Positive = Field(64, description="sequences decoded together")
+    max_queued: Positive = 8192
+    context_length: NonNegative = Field(0, description="tokens per sequence; 0: prompt + answer limits")
+
+
+class SglangConfig(Section):
+    python: str = Field("", description="interpreter that has sglang; empty: this one")
+    args: dict[str, Any] = {}
+
+
+class GenerationConfig(Section):
+    backend: Literal["embedded", "sglang"] = "embedded"
+    sampling: SamplingConfig = SamplingConfig()
+    embedded: EmbeddedConfig = EmbeddedConfig()
+    sglang: SglangConfig = SglangConfig()
+    request_timeout_s: PositiveFloat = 3600.0
+    threads: Positive = Field(1, description="torch threads of a server on CPU")
+
+
+class RewardConfig(Section):
+    processes: Positive = Field(1, description="verifier processes per RolloutWorker")
+    timeout_s: PositiveFloat = 10.0
+    correct: float = 5.0
+    wrong: float = -5.0
+
+
+class RolloutConfig(Section):
+    workers: Positive = 2
+    group_size: Positive = Field(16, description="answers per prompt")
+    max_concurrent: Positive = Field(64, description="running groups per RolloutWorker")
+    agent: str = "math_single_turn"
+    max_attempts: Positive = Field(3, description="attempts of one ticket before it is dropped")
+    reward: RewardConfig = RewardConfig()
+
+
+class AsyncConfig(Section):
+    """The knobs of asynchrony (paper, section 4 and 5)."""
+
+    max_head_offpolicyness: NonNegative = Field(4, description="eta")
+    stale_policy: Literal["drop", "train"] = "drop"
+    interruptible: bool = Field(True, description="update weights in the middle of answers; else drain first")
+
+
+class ManagerConfig(Section):
+    port: NonNegative = Field(0, description="0: any free port")
+    routing: Literal["round_robin", "least_requests", "least_tokens", "sticky"] = "sticky"
+    update_timeout_s: PositiveFloat = 600.0
+    rollout_lease_s: PositiveFloat = Field(3600.0, description="a running ticket without news is re-issued after this")
+
+
+class NormalisationConfig(Section):
+    """Advantage normalisation: GRPO, Dr.GRPO, RLOO and the paper's batch norm are settings of this."""
+
+    mean: Literal["none", "group", "batch"] = "batch"
+    std: Literal["none", "group", "batch"] = "batch"
+    leave_one_out: bool = False
+    eps: PositiveFloat = 1e-6
+
+
+class PPOConfig(Section):
+    use_decoupled_loss: bool = True
+    eps_clip: PositiveFloat = 0.2
+    eps_clip_higher: NonNegativeFloat = Field(0.0, description="upper clip if set (DAPO)")
+    c_clip: NonNegativeFloat = Field(0.0, description="dual clip constant, > 1; 0: off")
+    behav_imp_weight_cap: NonNegativeFloat = Field(0.0, description="tokens with a larger weight contribute 0; 0: off")
+    minibatches: Positive = 4
+    gamma: Probability = 1.0
+    lam: Probability = 1.0
+    reward_scale: float = 1.0
+    reward_bias: float = 0.0
+    reward_clip: PositiveFloat = 20.0
+    mask_no_eos_with_zero: bool = False
+    advantage: NormalisationConfig = NormalisationConfig()
+    skip_zero_advantage: bool = Field(
+        False, description="no forward pass for answers whose advantage is 0; they stay in the denominator"
+    )
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = 2e-5
+    beta1: Probability = 0.9
+    beta2: Probability = 0.95
+    eps: PositiveFloat = 1e-5
+    weight_decay: NonNegativeFloat = 0.05
+    clip_grad: NonNegativeFloat = 1.0
+    warmup_fraction: Probability = Field(0.001, description="of the total steps")
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: Probability = 0.0
+
+
+class TrainConfig(Section):
+    batch_groups: Positive = Field(512, description="B: prompts per train step")
+    total_steps: Positive = Field(100, description="stop after this many train steps")
+    total_epochs: NonNegative = Field(0, description="stop after this many passes over the prompts; 0: no limit")
+    max_seconds: NonNegativeFloat = Field(0.0, description="stop after this long; 0: no limit")
+    microbatch_tokens: Positive = 32768
+    min_microbatches: Positive = 1
+    threads: Positive = Field(1, description="torch threads of a rank on CPU")
+    optimizer: OptimizerConfig = OptimizerConfig()
+    ppo: PPOConfig = PPOConfig()
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    recompute: bool = False
+    keep_versions: Annotated[int, Field(ge=1)] = Field(
+        2, description="weight versions kept on disk beyond those in use"
+    )
+
+
+class WarmupConfig(Section):
+    """Supervised phase before reinforcement, run by the same ModelWorkers."""
+
+    steps: NonNegative = 0
+    batch: Positive = 64
+    optimizer: OptimizerConfig = OptimizerConfig(
+        lr=3e-3, beta2=0.98, eps=1e-8, weight_decay=0.01, schedule="linear", min_lr_ratio=0.05, warmup_fraction=0.12
+    )
+
+
+class EvalConfig(Section):
+    problems: NonNegative = Field(512, description="held-out problems before and after training; 0: no evaluation")
+    every_steps: NonNegative = Field(0, description="evaluate while training, beside it; 0: never")
+    every_problems: Positive = 256
+
+
+class Config(Section):
+    """One trial."""
+
+    experiment: Name = "math"
+    trial: Name = "trial"
+    fileroot: str = "runs"
+    seed: NonNegative = 1
+    allocation: str = Field("sglang.d1p1m1+d1p1m1", description="inference + training parallelism")
+    cluster: ClusterConfig = ClusterConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    generation: GenerationConfig = GenerationConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    asynchronous: AsyncConfig = AsyncConfig()
+    manager: ManagerConfig = ManagerConfig()
+    train: TrainConfig = TrainConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    evaluation: EvalConfig = EvalConfig()

@@ -1,0 +1,117 @@
+"""Every error a user of realsys can meet.
+
+RealsysError
+├── ConfigError           a field of the configuration is wrong (exit code 2)
+├── DataError             a line of a dataset is wrong (exit code 2)
+├── ModelError            a model directory is wrong or does not fit the layout (exit code 2)
+├── NameStoreError        the name store did not answer, or refused
+│   ├── KeyMissing        the key is not there
+│   └── KeyExists         the key is there already and replace was not asked for
+├── WaitTimeout           a bounded wait ran out; says what was waited for
+├── StreamError           a message could not be sent, or a peer answered with an error
+│   └── RemoteError       the peer's handler raised; carries its traceback
+├── DecodeError           bytes that are no message of ours
+├── WeightsError          a weight version is missing, truncated, corrupt, or not the one asked for
+├── GenerationError       a generation server refused or failed a request
+├── RewardError           a verifier raised, hung or died; never turned into a reward
+├── LedgerError           an event that the rollout ledger cannot accept
+├── StuckError            the run can make no further progress; says why
+├── WorkerLost            a worker's lease lapsed or its process ended
+└── Fenced                this process lost its own lease and must stop
+
+The message of each is one line: which process or field, which value, what to do.
+"""
+
+from __future__ import annotations
+
+
+class RealsysError(Exception):
+    """Base of all; ``exit_code`` is what the command returns when this ends it."""
+
+    exit_code = 1
+
+
+class ConfigError(RealsysError):
+    """A field of the configuration is wrong. ``field`` is its dotted path."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: object, problem: str) -> None:
+        self.field, self.value, self.problem = field, value, problem
+        super().__init__(f"config: {field}={value!r}: {problem}")
+
+
+class DataError(RealsysError):
+    """A record of a dataset is wrong. The message names file and line."""
+
+    exit_code = 2
+
+
+class ModelError(RealsysError):
+    """A model directory is unusable, or its sizes do not divide by the layout."""
+
+    exit_code = 2
+
+
+class NameStoreError(RealsysError):
+    """The name store did not answer, or refused."""
+
+
+class KeyMissing(NameStoreError):
+    """The key is not in the name store."""
+
+
+class KeyExists(NameStoreError):
+    """The key is in the name store already."""
+
+
+class WaitTimeout(RealsysError):
+    """A bounded wait ran out. The message says what was waited for, and for how long."""
+
+
+class StreamError(RealsysError):
+    """A message could not be delivered."""
+
+
+class RemoteError(StreamError):
+    """The handler at the other end raised. ``remote_traceback`` is its text."""
+
+    def __init__(self, message: str, remote_traceback: str = "") -> None:
+        self.remote_traceback = remote_traceback
+        super().__init__(message)
+
+
+class DecodeError(RealsysError):
+    """Bytes that are no message of ours."""
+
+
+class WeightsError(RealsysError):
+    """A weight version is missing, truncated, corrupt, or not the one asked for."""
+
+
+class GenerationError(RealsysError):
+    """A generation server refused or failed a request. ``retryable``: another server may do it."""
+
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
+        self.retryable = retryable
+        super().__init__(message)
+
+
+class RewardError(RealsysError):
+    """A verifier raised, hung or died. Never turned into a reward."""
+
+
+class LedgerError(RealsysError):
+    """An event that the rollout ledger cannot accept."""
+
+
+class StuckError(RealsysError):
+    """The run can make no further progress; the message says why."""
+
+
+class WorkerLost(RealsysError):
+    """A worker's lease lapsed or its process ended."""
+
+
+class Fenced(RealsysError):
+    """This process lost its own lease and must stop at once."""

@@ -1,0 +1,1 @@
+"""Weights on disk: sharded files, visible only through a manifest written last, verified before use."""

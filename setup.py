@@ -1,0 +1,52 @@
+"""Package metadata of realsys. Loose ranges here; the exact pins that are tested live in constraints.txt."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="realsys",
+    version="0.1.0",
+    description="Asynchronous reinforcement learning for language models",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["realsys*", "workers*", "launch*", "configs*"]),
+    package_data={"configs": ["**/*.yaml", "*.yaml"], "realsys.admission": ["*.html"], "workers": ["*.html"]},
+    install_requires=[
+        "aiohttp>=3.10",  # HTTP client of masters, managers and rollout workers
+        "etcd3>=0.12",  # name store in production
+        "fastapi>=0.110",
+        "httptools>=0.6",
+        "hydra-core>=1.3",
+        "matplotlib>=3.8",
+        "math-verify>=0.8",
+        "megatron-core>=0.16.1,<0.17",
+        "msgspec>=0.18",
+        "numpy>=1.26",
+        "prometheus-client>=0.20",
+        "protobuf>=4",
+        "psutil>=5.9",  # Megatron's checkpointing hangs without it
+        "pydantic>=2.7",
+        "pyzmq>=26",
+        "rich>=13",
+        "safetensors>=0.4",
+        "tokenizers>=0.20",
+        "torch>=2.11",
+        "transformers>=4.50",
+        "uvicorn>=0.30",
+        "uvloop>=0.19",
+        "xxhash>=3.4",
+    ],
+    extras_require={
+        "dev": [
+            "hypothesis>=6.100",
+            "import-linter>=2.0",
+            "mypy>=1.10",
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "ruff>=0.6",
+            "types-PyYAML",
+            "types-protobuf",
+            "types-psutil",
+        ]
+    },
+    entry_points={"console_scripts": ["realsys=launch.cli:main"]},
+)
