@@ -1,0 +1,1 @@
+"""The shipped configuration files; a package so that hydra finds them wherever realsys is installed."""

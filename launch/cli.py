@@ -1,0 +1,91 @@
+"""The `realsys` command. Arguments are parsed before anything heavy is imported, so that --help answers at once.
+
+Exit codes: 0 done, 1 the run failed, 2 bad input (one line on stderr says which), 130 Ctrl-C, 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_CTRL_C = 0, 1, 2, 130
+
+_EXAMPLES = """\
+examples:
+  realsys run experiment=arith                        a whole run on two CPU cores, minutes
+  realsys run experiment=arith train.total_steps=5    any field of the configuration
+  realsys run experiment=math model.path=DIR data.train=FILE --dry-run
+  realsys status                                      the newest trial under runs/
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="realsys",
+        description="Asynchronous reinforcement learning for language models.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="run a trial on this machine",
+        description="Run a trial on this machine: make its folder, start its processes, show it, report it.",
+    )
+    run.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="experiment=NAME, group=OPTION or field.path=value")
+    run.add_argument("--trial", metavar="NAME", help="name of the trial; without it, date and time")
+    run.add_argument("--config-dir", type=Path, metavar="DIR", help="configuration files of your own (DIR/experiment/*.yaml)")
+    run.add_argument("--dry-run", action="store_true", help="check everything, print the processes, start nothing")
+    run.add_argument("--plain", action="store_true", help="one line per step instead of the live display")
+    status = commands.add_parser("status", help="show a running or finished trial")
+    status.add_argument("trial_dir", nargs="?", type=Path, metavar="TRIAL_DIR", help="default: the newest under runs/")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `realsys` command; returns the exit code."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        # argparse takes positional arguments in one piece only; overrides may stand on either side of an option.
+        unknown = [text for text in rest if text.startswith("-")]
+        if unknown or args.command != "run":
+            parser.error(f"unknown argument: {' '.join(unknown or rest)}")
+        args.overrides += rest
+    if args.version:
+        from realsys import __version__
+
+        print(f"realsys {__version__}")
+        return EXIT_OK
+    if args.command is None:
+        parser.print_help()
+        return EXIT_OK
+    return _dispatch(args)
+
+
+def _dispatch(args: argparse.Namespace) -> int:
+    """Run a command; what it raises becomes one line and an exit code."""
+    from realsys.errors import RealsysError
+
+    try:
+        if args.command == "status":
+            from launch.status import show_status
+
+            return show_status(args.trial_dir)
+        from launch.run import RunOptions, run
+
+        options = RunOptions(args.trial, args.config_dir, args.dry_run, args.plain)
+        return run(args.overrides, options)
+    except RealsysError as exc:
+        print(f"realsys: {exc}", file=sys.stderr)
+        return exc.exit_code
+    except KeyboardInterrupt:
+        print("realsys: stopped", file=sys.stderr)
+        return EXIT_CTRL_C
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Which failure came first, and what its log says. The loudest failure is seldom the first one."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from launch.supervisor import Outcome
+
+_LOG_LINES = 15
+_TAIL_BYTES = 1 << 16
+
+
+class ErrorRecord(Protocol):
+    """What an error file of a process says (realsys.cluster.failure)."""
+
+    @property
+    def time(self) -> float: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FirstFailure:
+    """The cause of a failed run."""
+
+    process: str
+    pid: int
+    time: float
+    problem: str
+    log: Path
+    log_tail: list[str]
+
+
+def first_failure(outcome: Outcome, errors: Iterable[ErrorRecord], logs: Path) -> FirstFailure | None:
+    """The earliest of all error files and all deaths without one.
+
+    Errors of processes that were restarted are no cause: the run went on after them.
+    """
+    mended = {death.pid for death in outcome.restarted}
+    found = [
+        (e.time, f"{e.kind}/{e.index}", e.pid, f"{e.type}: {e.message}", logs / f"{e.kind}-{e.index}.log")
+        for e in errors
+        if e.pid not in mended
+    ]
+    explained = {pid for _, _, pid, _, _ in found}
+    found += [(d.time, d.name, d.pid, d.how, d.log) for d in outcome.deaths if d.pid not in explained]
+    if not found:
+        return None
+    when, name, pid, problem, log = min(found)
+    return FirstFailure(name, pid, when, problem, log, tail(log, _LOG_LINES))
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last lines of a text file; empty when there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    return list(deque(text.splitlines(), maxlen=lines))

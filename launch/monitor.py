@@ -1,0 +1,77 @@
+"""Keeps a Progress up to date while a trial runs: follows the step log, asks the manager for its status."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import aiohttp
+
+from launch.progress import Progress
+from realsys.cluster.name_store import NameStore, make_name_store
+from realsys.cluster.names import Names
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import NameStoreError
+from realsys.telemetry.steps import StepTail
+
+_REFRESH_S = 1.0
+_STATUS_TIMEOUT_S = 2.0
+
+
+class Screen(Protocol):
+    """What the monitor shows the progress on."""
+
+    def refresh(self, progress: Progress) -> None: ...
+
+
+class Monitor:
+    """Refreshes ``progress`` and the screen about once a second until it is cancelled.
+
+    The manager is looked up in the name store, again whenever it does not answer: a restarted one has a new address.
+    """
+
+    def __init__(self, config: Config, paths: TrialPaths, progress: Progress, screen: Screen) -> None:
+        self._config, self._paths = config, paths
+        self._progress, self._screen = progress, screen
+        self._tail = StepTail(paths.steps)
+
+    def read_steps(self) -> None:
+        """Take in what the MasterWorker wrote since the last time."""
+        self._progress.add(self._tail.read())
+        self._screen.refresh(self._progress)
+
+    async def run(self) -> None:
+        store = await asyncio.to_thread(make_name_store, self._config, self._paths)
+        try:
+            timeout = aiohttp.ClientTimeout(total=_STATUS_TIMEOUT_S)
+            async with aiohttp.ClientSession(timeout=timeout) as session:
+                while True:
+                    await self._ask_manager(session, store)
+                    self.read_steps()
+                    await asyncio.sleep(_REFRESH_S)
+        finally:
+            store.close()
+
+    async def _ask_manager(self, session: aiohttp.ClientSession, store: NameStore) -> None:
+        progress = self._progress
+        if progress.address is None:
+            progress.address = await asyncio.to_thread(_lookup, store, trial_names(self._config))
+            if progress.address is None:
+                return
+        try:
+            async with session.get(f"{progress.address}/status") as response:
+                response.raise_for_status()
+                status = await response.json()
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            progress.address = None  # the display shows the last status it got
+            return
+        if isinstance(status, dict):
+            progress.status = status
+
+
+def _lookup(store: NameStore, names: Names) -> str | None:
+    try:
+        return store.get(names.gserver_manager)
+    except NameStoreError:
+        return None

@@ -1,0 +1,128 @@
+"""Which processes a trial needs: Config -> list[ProcessSpec]. Pure: nothing is read, written or started here.
+
+gserver_manager x 1, generation_server x (data part of inference), model_worker x (world size of training),
+rollout_worker x rollout.workers, master_worker x 1
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from realsys.config.allocation import Allocation, parse_allocation
+from realsys.config.machine import Machine
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+
+Kind = Literal["gserver_manager", "generation_server", "model_worker", "rollout_worker", "master_worker"]
+
+#: What losing one means. Stateless kinds are restarted; the training side ends the run.
+STATELESS: frozenset[str] = frozenset({"gserver_manager", "generation_server", "rollout_worker"})
+
+_SOURCE_ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process to start. ``env`` is laid over the launcher's own environment."""
+
+    kind: Kind
+    index: int
+    argv: tuple[str, ...]
+    log: Path
+    restart: bool
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}/{self.index}"
+
+
+def plan(config: Config, paths: TrialPaths, machine: Machine, run_id: str) -> list[ProcessSpec]:
+    """The processes of one trial, in the order they are started.
+
+    ``run_id`` is written into every environment (REALSYS_RUN_ID), so that what belongs to a run can be told afterwards.
+    """
+    allocation = parse_allocation(config.allocation)
+    devices = _Devices.share(config, allocation, machine)
+    specs = [_spec("gserver_manager", 0, paths, run_id, 1, devices.none)]
+    for index in range(allocation.inference.data):
+        specs.append(
+            _spec("generation_server", index, paths, run_id, config.generation.threads, devices.of_server(index))
+        )
+    for rank in range(allocation.training.world_size):
+        specs.append(_spec("model_worker", rank, paths, run_id, config.train.threads, devices.of_rank(rank)))
+    for index in range(config.rollout.workers):
+        specs.append(_spec("rollout_worker", index, paths, run_id, 1, devices.none))
+    specs.append(_spec("master_worker", 0, paths, run_id, 1, devices.none))
+    return specs
+
+
+def _spec(kind: Kind, index: int, paths: TrialPaths, run_id: str, threads: int, devices: str | None) -> ProcessSpec:
+    env = {
+        "OMP_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": str(_SOURCE_ROOT),  # this realsys, also when it runs from a checkout that is not installed
+        "PYTHONUNBUFFERED": "1",
+        "REALSYS_RUN_ID": run_id,
+        "TOKENIZERS_PARALLELISM": "false",  # the tokenizer's thread pool does not survive the fork of a verifier
+    }
+    if devices is not None:
+        env["CUDA_VISIBLE_DEVICES"] = devices
+    # -P: a folder named `workers` where the user stands must not be imported in place of ours.
+    argv = (sys.executable, "-P", "-m", f"workers.{kind}", "--trial-dir", str(paths.root), "--index", str(index))
+    log = paths.logs / f"{kind}-{index}.log"
+    return ProcessSpec(kind, index, argv, log, kind in STATELESS, env)
+
+
+@dataclass(frozen=True, slots=True)
+class _Devices:
+    """Who gets which GPU: every training rank one of its own (NCCL refuses to share), servers what is left.
+
+    Where nothing is left the servers share the training devices, so that one GPU is enough for a whole run.
+    """
+
+    ranks: tuple[str, ...]
+    servers: tuple[str, ...]
+    per_server: int
+    any_gpu: bool
+
+    @classmethod
+    def share(cls, config: Config, allocation: Allocation, machine: Machine) -> _Devices:
+        world, width = allocation.training.world_size, allocation.inference.tensor
+        ranks = machine.trainer_gpus[:world]
+        visible = machine.gpus if config.generation.backend == "sglang" else machine.trainer_gpus
+        free = tuple(gpu for gpu in visible if gpu not in ranks)
+        servers = free if len(free) >= width else visible
+        return cls(ranks, servers, width, bool(machine.gpus))
+
+    @property
+    def none(self) -> str | None:
+        return "" if self.any_gpu else None
+
+    def of_rank(self, rank: int) -> str | None:
+        return self.ranks[rank] if self.ranks else self.none
+
+    def of_server(self, index: int) -> str | None:
+        if not self.servers:
+            return self.none
+        slots = max(1, len(self.servers) // self.per_server)
+        first = index % slots * self.per_server
+        return ",".join(self.servers[first : first + self.per_server])
+
+
+def as_rows(specs: Sequence[ProcessSpec]) -> list[tuple[str, str, str, str, str]]:
+    """(process, threads, devices, when it dies, command) for a table."""
+    return [
+        (
+            spec.name,
+            spec.env["OMP_NUM_THREADS"],
+            spec.env.get("CUDA_VISIBLE_DEVICES", "") or "cpu",
+            "restarted" if spec.restart else "ends the run",
+            " ".join(["python", *spec.argv[1:]]),
+        )
+        for spec in specs
+    ]

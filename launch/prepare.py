@@ -1,0 +1,120 @@
+"""Makes the trial folder: token, model, data, resolved configuration. Everything a user can get wrong is found here.
+
+Nothing is started. If it fails, the folder is gone again, so that the same trial name can be used for the next try.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+from realsys.config.allocation import parse_allocation
+from realsys.config.checks import check_model
+from realsys.config.dump import write_config
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+
+DEFAULT_TRIAL = str(Config.model_fields["trial"].default)
+
+
+def resolve(config: Config, *, now: datetime) -> Config:
+    """Give the trial a name if it has none, and make every path absolute: workers read the result, wherever they run."""
+    update: dict[str, object] = {"fileroot": str(Path(config.fileroot).resolve())}
+    if config.trial == DEFAULT_TRIAL:
+        update["trial"] = _free_name(Path(config.fileroot).resolve() / config.experiment, now)
+    if config.model.path:
+        update["model"] = config.model.model_copy(update={"path": _absolute(config.model.path)})
+    data = config.data
+    files = {"train": _absolute(data.train), "eval": _absolute(data.eval), "demos": _absolute(data.demos)}
+    update["data"] = data.model_copy(update=files)
+    return config.model_copy(update=update)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).resolve()) if path else ""
+
+
+def _free_name(parent: Path, now: datetime) -> str:
+    """The time of the start; with a number when two runs start within one second."""
+    stem = now.strftime("%Y%m%d-%H%M%S")
+    name, number = stem, 2
+    while (parent / name).exists():
+        name, number = f"{stem}-{number}", number + 1
+    return name
+
+
+def refuse_existing(paths: TrialPaths, config: Config) -> None:
+    """A trial folder is written once. Raises ConfigError."""
+    if paths.root.exists():
+        problem = f"exists already in {paths.root}; choose another name, or leave it out for one made of date and time"
+        raise ConfigError("trial", config.trial, problem)
+
+
+def prepare(config: Config, say: Callable[[str], None]) -> TrialPaths:
+    """Make the folder of a resolved trial ready for its workers.
+
+    Raises ConfigError, ModelError or DataError; then nothing is left of the folder.
+    """
+    paths = TrialPaths.of(config)
+    refuse_existing(paths, config)
+    try:
+        paths.root.mkdir(parents=True)
+    except OSError as exc:
+        raise ConfigError("fileroot", config.fileroot, f"cannot make {paths.root}: {exc.strerror}") from None
+    try:
+        for folder in (paths.logs, paths.errors, paths.data):
+            folder.mkdir()
+        _write_token(paths.token)
+        _make_inputs(config, paths, say)
+        _clear_names(config, paths)
+        write_config(config, paths.config)
+    except BaseException:
+        shutil.rmtree(paths.root, ignore_errors=True)
+        raise
+    return paths
+
+
+def _write_token(path: Path) -> None:
+    """A fresh secret that only this user can read; the mode is set at creation, not after it."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w", encoding="ascii") as file:
+        file.write(secrets.token_urlsafe(32))
+
+
+def _make_inputs(config: Config, paths: TrialPaths, say: Callable[[str], None]) -> None:
+    """Tiny model and generated data where the trial asks for them; then read every line of the datasets once."""
+    from realsys.data import arith
+    from realsys.data.files import dataset_files
+    from realsys.data.prompts import PromptDataset
+    from realsys.data.tokenizer import TextTokenizer
+
+    if config.data.kind == "arith":
+        arith.write_dataset(config.data.arith, paths.data, seed=config.seed)
+    if not config.model.path:
+        paths.model.mkdir()
+        tokenizer = arith.write_char_tokenizer(paths.model)
+        arith.make_tiny_model(config.model.tiny, paths.model, seed=config.seed)
+        del tokenizer
+    model = Path(config.model.path) if config.model.path else paths.model
+    check_model(model, config, parse_allocation(config.allocation))
+    files = dataset_files(config, paths)
+    prompts = PromptDataset(config, paths, TextTokenizer(model))
+    say(f"{prompts.size('train')} prompts to train on, {prompts.size('eval')} held out ({files.train})")
+
+
+def _clear_names(config: Config, paths: TrialPaths) -> None:
+    """An etcd server outlives trials: forget the addresses of an earlier one of the same name."""
+    if config.cluster.name_store.backend == "file":
+        return
+    from realsys.cluster.name_store import make_name_store
+
+    store = make_name_store(config, paths)
+    try:
+        store.clear_subtree("")
+    finally:
+        store.close()

@@ -1,0 +1,74 @@
+"""What is known of a run: step records and the manager's status folded into one state. Pure.
+
+Fields that a record or the status lacks stay None; a display must never be what stops a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Record = Mapping[str, Any]
+
+#: The parts a train step's time is split into, in the order they happen.
+TIME_PARTS = ("wait", "inf", "train", "save", "publish")
+
+
+@dataclass(slots=True)
+class Progress:
+    """The state of a run as the launcher knows it."""
+
+    phase: str = "starting"
+    phase_since: float | None = None
+    phases: list[tuple[str, float]] = field(default_factory=list)  # (phase, unix seconds it began)
+    warmup: list[Record] = field(default_factory=list)
+    train: list[Record] = field(default_factory=list)
+    evals: dict[str, Record] = field(default_factory=dict)
+    status: Record = field(default_factory=dict)  # GET /status of the manager
+    address: str | None = None  # of the manager
+    notes: list[str] = field(default_factory=list)  # restarts and the like
+
+    def add(self, records: Iterable[Record]) -> None:
+        for record in records:
+            match record.get("kind"):
+                case "phase":
+                    self.phase = str(record.get("phase", "?"))
+                    self.phase_since = number(record, "time")
+                    if self.phase_since is not None:
+                        self.phases.append((self.phase, self.phase_since))
+                case "warmup":
+                    self.warmup.append(record)
+                case "train":
+                    self.train.append(record)
+                case "eval":
+                    self.evals[str(record.get("eval_id", "?"))] = record
+
+    @property
+    def step(self) -> tuple[int, int]:
+        """(steps done, steps in all) of the phase that has steps."""
+        last = self.train[-1] if self.train else self.warmup[-1] if self.warmup else {}
+        return int(number(last, "step") or 0), int(number(last, "total") or 0)
+
+    def phase_seconds(self, end: float) -> dict[str, float]:
+        """Wall seconds spent in each phase; a phase entered twice is summed."""
+        seconds: dict[str, float] = {}
+        for (name, start), (_, stop) in zip(self.phases, [*self.phases[1:], ("", end)], strict=True):
+            if name != "done":
+                seconds[name] = seconds.get(name, 0.0) + max(0.0, stop - start)
+        return seconds
+
+
+def number(record: object, *path: str) -> float | None:
+    """The number at ``path`` of nested mappings, or None where there is none."""
+    for key in path:
+        if not isinstance(record, Mapping):
+            return None
+        record = record.get(key)
+    return float(record) if isinstance(record, int | float) and not isinstance(record, bool) else None
+
+
+def mean(records: Iterable[Record], *path: str) -> float | None:
+    """Mean over the records that have a number at ``path``."""
+    values = [v for v in (number(r, *path) for r in records) if v is not None]
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,118 @@
+"""`realsys run`: compose, check, prepare, plan; then supervise and show until the end; then report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from launch.display import View, make_view, print_plan
+from launch.failures import FirstFailure, first_failure
+from launch.monitor import Monitor
+from launch.plan import ProcessSpec, plan
+from launch.prepare import prepare, refuse_existing, resolve
+from launch.progress import Progress
+from launch.supervisor import Outcome, Supervisor
+from realsys.config.checks import check
+from realsys.config.compose import compose
+from realsys.config.machine import Machine
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What the command line says besides the overrides."""
+
+    trial: str | None = None
+    config_dir: Path | None = None
+    dry_run: bool = False
+    plain: bool = False
+
+
+def run(overrides: Sequence[str], options: RunOptions) -> int:
+    """Run one trial on this machine and return the exit code. Raises RealsysError for bad input."""
+    given = list(overrides)
+    if options.trial is not None:
+        escaped = options.trial.replace("\\", "\\\\").replace("'", "\\'")
+        given.append(f"trial='{escaped}'")
+    config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
+    machine = Machine.here()
+    check(config, machine)
+    run_id = f"{config.experiment}-{config.trial}-{uuid.uuid4().hex[:8]}"
+    paths = TrialPaths.of(config)
+    specs = plan(config, paths, machine, run_id)
+    console = Console()
+    if options.dry_run:
+        refuse_existing(paths, config)
+        print_plan(console, config, paths, specs)
+        return 0
+    console.print(f"trial [bold]{config.experiment}/{config.trial}[/] in {paths.root}", highlight=False, soft_wrap=True)
+    prepare(config, lambda text: console.print(text, highlight=False, soft_wrap=True))
+    return asyncio.run(_supervise(config, paths, specs, make_view(console, config, paths, plain=options.plain)))
+
+
+async def _supervise(config: Config, paths: TrialPaths, specs: Sequence[ProcessSpec], view: View) -> int:
+    """consumes the plan; waits for the supervisor, which ends with the run; produces the report."""
+    started = time.time()
+    progress = Progress()
+    supervisor = Supervisor(
+        specs,
+        stop_timeout_s=config.cluster.stop_timeout_s,
+        max_restarts=config.cluster.max_restarts,
+        say=view.note,
+    )
+    monitor = Monitor(config, paths, progress, view)
+    with view:
+        watching = asyncio.create_task(monitor.run())
+        try:
+            outcome = await supervisor.run()
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+            monitor.read_steps()
+    return _conclude(config, paths, progress, outcome, started)
+
+
+def _conclude(config: Config, paths: TrialPaths, progress: Progress, outcome: Outcome, started: float) -> int:
+    """Write and print the report; returns the exit code."""
+    from launch.report import print_summary, summarise, write_report
+    from realsys.cluster.failure import read_errors
+
+    failure = None
+    if outcome.status == "failed":
+        failure = first_failure(outcome, read_errors(paths.errors), paths.logs)
+    summary = summarise(config, paths, progress, outcome, started=started, ended=time.time(), failure=failure)
+    write_report(summary, progress, paths)
+    if outcome.status == "failed":
+        _print_failure(outcome, failure, paths)
+        return 1
+    print_summary(Console(), summary)
+    if outcome.status == "interrupted":
+        print(f"realsys: {outcome.reason}; what was written is in {paths.root}", file=sys.stderr)
+        return 128 + (outcome.signal or 2)
+    return 0
+
+
+def _print_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialPaths) -> None:
+    """One line with the cause; then where it can be read, and its last lines."""
+    lines: list[Any] = []
+    if failure is None:
+        lines.append(f"realsys: the run failed: {outcome.reason}")
+    else:
+        lines.append(f"realsys: the run failed: {failure.process} (pid {failure.pid}): {failure.problem}")
+        if failure.process not in outcome.reason:
+            lines.append(f"  noticed when {outcome.reason}")
+        lines += [f"  last lines of {failure.log}:", *(f"  | {line}" for line in failure.log_tail)]
+    lines.append(f"  logs: {paths.logs}   errors: {paths.errors}")
+    print("\n".join(lines), file=sys.stderr)

@@ -1,0 +1,96 @@
+"""What the journal records. The state of ledger and evaluations is a function of these, in order.
+
+    Granted ──> Finished(accepted) ──> Trained
+       │  ^        ├─(failed, retry) ─┐
+       │  └────────┴── Reissued <─────┘        the same ticket_id, attempt + 1
+       └──> Finished(rejected | failed) / Dropped
+
+Times are unix seconds of the manager's clock.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Outcome = Literal["accepted", "rejected", "failed"]
+
+
+class Granted(msgspec.Struct, frozen=True, tag="granted"):
+    """A train ticket went to a worker. ``position`` is that of the prompt in the order, -1 if it was given back before."""
+
+    ticket_id: str
+    attempt: int
+    prompt_index: int
+    position: int
+    worker: str
+    incarnation: str  # of the worker; "" when it had no heartbeat yet
+    version: int
+    time: float
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """The worker reported the end of an attempt. ``retry``: the attempt failed and there will be another."""
+
+    ticket_id: str
+    attempt: int
+    outcome: Outcome
+    reason: str
+    retry: bool
+    time: float
+
+
+class Reissued(msgspec.Struct, frozen=True, tag="reissued"):
+    """The attempt is lost (lease lapsed, worker died, training rolled back); the ticket waits for its next one."""
+
+    ticket_id: str
+    attempt: int  # the one that was lost
+    cause: str
+    time: float
+
+
+class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
+    """The trainer gave the group back. ``requeue``: its prompt gets a fresh ticket (it was too stale, not bad)."""
+
+    ticket_id: str
+    reason: str
+    requeue: bool
+    time: float
+
+
+class Trained(msgspec.Struct, frozen=True, tag="trained"):
+    """These tickets are in the weights of ``version``."""
+
+    version: int
+    step: int
+    tickets: list[str]
+    time: float
+
+
+class EvalStarted(msgspec.Struct, frozen=True, tag="eval_started"):
+    """An evaluation of ``total`` problems; only servers at ``version`` or newer may answer."""
+
+    eval_id: str
+    split: str
+    total: int
+    seed: int
+    version: int
+    time: float
+
+
+class EvalAnswered(msgspec.Struct, frozen=True, tag="eval_answered"):
+    """One problem of an evaluation is done. ``failed``: every attempt failed, so there is no answer."""
+
+    eval_id: str
+    prompt_index: int
+    failed: bool
+    correct: bool
+    length: int
+    version_min: int
+    version_max: int
+
+
+TicketEvent = Granted | Finished | Reissued | Dropped | Trained
+EvalEvent = EvalStarted | EvalAnswered
+Event = Granted | Finished | Reissued | Dropped | Trained | EvalStarted | EvalAnswered

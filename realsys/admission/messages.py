@@ -1,0 +1,128 @@
+"""Bodies of the GserverManager's HTTP calls, all JSON. Shared by the manager, the RolloutWorkers and the master."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from realsys.admission.events import Outcome
+from realsys.types import FinishReason, Ticket
+
+Refusal = Literal["staleness", "exhausted", "no_server", "paused"]
+Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Text = Annotated[str, msgspec.Meta(max_length=8192)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class AllocateRequest(msgspec.Struct):
+    """POST /allocate_rollout: held up to ``wait_s`` (at most 10 s) until something can be granted."""
+
+    worker: Identifier
+    max_tickets: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    wait_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
+class AllocateReply(msgspec.Struct):
+    """``reason`` says why there are no tickets; ask again after ``retry_after_s``."""
+
+    tickets: list[Ticket]
+    reason: Refusal | None = None
+    retry_after_s: float = 0.0
+
+
+class ScheduleRequest(msgspec.Struct):
+    """POST /schedule_request: which server to generate on. Asking again moves the reservation."""
+
+    ticket_id: Identifier
+    attempt: Count
+    prompt_len: Count
+    max_new_tokens: Count
+    n: Annotated[int, msgspec.Meta(ge=1)] = 1
+    failed_server: str | None = None
+    failure: Text | None = None
+
+
+class ScheduleReply(msgspec.Struct):
+    """``version`` is what the server has proved to serve."""
+
+    server: str
+    url: str
+    version: int
+
+
+class Answer(msgspec.Struct):
+    """What the manager keeps of one answer."""
+
+    reward: float
+    correct: bool
+    length: Count
+    finish_reason: FinishReason
+    version_min: int
+    version_max: int
+
+
+class FinishRequest(msgspec.Struct):
+    """POST /finish_rollout: the end of one attempt; releases its reservation."""
+
+    ticket_id: Identifier
+    attempt: Count
+    worker: Identifier
+    outcome: Outcome
+    reason: Text | None = ""
+    answers: list[Answer] = []
+
+
+class FinishReply(msgspec.Struct):
+    """``known`` False: the attempt was superseded or never granted. ``retry``: there will be another attempt."""
+
+    known: bool
+    retry: bool = False
+
+
+class TrainedRequest(msgspec.Struct):
+    """POST /trained, idempotent. A drop for a reason that starts with "stale" gives the prompt a fresh ticket."""
+
+    step: int
+    version: int
+    trained: list[Identifier] = []
+    dropped: list[tuple[Identifier, Text]] = []
+    staleness: dict[str, Count] = {}  # versions behind -> sequences, of this step
+
+
+class TrainedReply(msgspec.Struct):
+    """How many of the named tickets changed state; 0 when the call was a repetition."""
+
+    trained: int
+    dropped: int
+
+
+class EvaluateRequest(msgspec.Struct):
+    """POST /evaluate: answer the first ``n`` problems of ``split`` once each. The same id again changes nothing."""
+
+    eval_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    split: Identifier
+    n: Annotated[int, msgspec.Meta(ge=1)]
+    seed: Count = 0
+
+
+class EvaluateReply(msgspec.Struct):
+    total: int
+
+
+class EvaluationReply(msgspec.Struct):
+    """GET /evaluate/{eval_id}. ``accuracy`` is over the problems that were answered; failures are not wrong answers."""
+
+    done: int
+    total: int
+    failed: int
+    accuracy: float
+    length_mean: float
+    version_min: int
+    version_max: int
+
+
+class VersionReply(msgspec.Struct):
+    """GET /get_model_version; -1: nothing published yet."""
+
+    version: int

@@ -1,0 +1,212 @@
+"""Dynamic micro-batching: sequences of very different lengths into few micro-batches of bounded size.
+
+    lengths --pack--> micro-batches of one DP rank --pack_equal--> the same number of micro-batches on every rank
+
+Three packers with one signature: ``fewest_sequences`` is Algorithm 1 of the paper, ``first_fit`` needs fewer
+micro-batches, ``balanced`` spreads those evenly. ``pack`` is the default, chosen by benchmarks/microbatch.py.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from heapq import heapreplace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from realsys.errors import DataError
+
+Lengths = Sequence[int] | npt.NDArray[np.integer]
+
+#: ``balanced`` leaves micro-batches alone that are filled to 1/_FULL on average.
+_FULL = 1.01
+
+
+class Packer(Protocol):
+    """Sequence lengths into micro-batches of at most ``capacity`` tokens, at least ``k_min`` of them."""
+
+    def __call__(self, lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]]: ...
+
+
+def fewest_sequences(lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]]:
+    """Algorithm 1: longest first, each into the fitting micro-batch with the fewest sequences.
+
+    A new micro-batch is opened while there are fewer than ``k_min``, and where none has room. Among those with equally
+    few sequences the one that has had room for longest is taken. Returns indices into ``lengths``. Raises DataError
+    naming a sequence that is longer than ``capacity`` tokens, or empty.
+    """
+    order, distinct, starts = _runs_by_length(lengths, capacity)
+    batches: list[list[int]] = []
+    room: list[int] = []
+    # Lengths only fall, so a micro-batch with room keeps it until it is filled further. fitting[c]: those with c
+    # sequences and room for the current length. waking[d]: those that will have room when distinct[d] comes.
+    fitting: list[deque[int]] = [deque(), deque()]
+    waking: list[list[int]] = [[] for _ in distinct]
+    low = 1  # no fitting[c] with c < low holds anything
+    for d in range(len(distinct) - 1, -1, -1):
+        length = distinct[d]
+        for b in waking[d]:
+            count = len(batches[b])
+            fitting[count].append(b)
+            low = min(low, count)
+        for index in order[starts[d] : starts[d + 1]]:
+            while low < len(fitting) and not fitting[low]:
+                low += 1
+            if len(batches) < k_min or low == len(fitting):
+                b, count = len(batches), 1
+                batches.append([index])
+                room.append(capacity - length)
+                low = 1
+            else:
+                b, count = fitting[low].popleft(), low + 1
+                batches[b].append(index)
+                room[b] -= length
+                if count == len(fitting):
+                    fitting.append(deque())
+            if room[b] >= length:
+                fitting[count].append(b)
+            elif room[b] >= distinct[0]:
+                waking[bisect_right(distinct, room[b], 0, d) - 1].append(b)
+    return batches
+
+
+def first_fit(lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]]:
+    """First-fit decreasing, one micro-batch at a time: the longest sequence left that still fits, until none does.
+
+    With fewer than ``k_min`` micro-batches the largest are split. Same returns and errors as ``fewest_sequences``.
+    """
+    order, distinct, starts = _runs_by_length(lengths, capacity)
+    left = [starts[d + 1] - starts[d] for d in range(len(distinct))]
+    below = list(range(-1, len(distinct) - 1))  # a chain from each used-up length down to one that is left
+
+    def longest_left(d: int) -> int:
+        """The largest d' <= d with sequences left, or -1; shortens the chain on its way."""
+        while d >= 0 and not left[d]:
+            nearer = below[d]
+            if nearer >= 0 and not left[nearer]:
+                below[d] = below[nearer]
+            d = nearer
+        return d
+
+    batches: list[list[int]] = []
+    top = len(distinct) - 1
+    while top >= 0:
+        batch: list[int] = []
+        room, d = capacity, top
+        while d >= 0:
+            length, last = distinct[d], starts[d] + left[d]
+            take = room // length
+            if take > 1:
+                take = min(take, left[d])
+            batch += order[last - take : last]
+            left[d] -= take
+            room -= take * length
+            if room < distinct[0]:
+                break
+            d = bisect_right(distinct, room, 0, d) - 1
+            if d >= 0 and not left[d]:
+                d = longest_left(d)
+        batches.append(batch)
+        if not left[top]:
+            top = longest_left(top)
+    return split_to(batches, lengths, k_min) if len(batches) < k_min else batches
+
+
+def balanced(lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]]:
+    """As few micro-batches as ``first_fit``, with the tokens spread evenly over them where the capacity allows.
+
+    First fit leaves the last micro-batch nearly empty. Spreading its count evenly costs no forward pass more, and the
+    largest micro-batch, which sets the peak of memory, gets smaller. Has ``max(count of first_fit, k_min)``
+    micro-batches, or one per sequence where that is less: ``pack_equal`` relies on it.
+    """
+    packed = first_fit(lengths, capacity, k_min)
+    total = int(np.sum(lengths))
+    if len(packed) * capacity <= total * _FULL:
+        return packed  # nearly full, nothing to spread; the even split would take long and overflow
+    return _spread(lengths, len(packed), capacity) or packed
+
+
+pack: Packer = balanced
+
+
+def pack_equal(lengths: Sequence[Lengths], capacity: int, k_min: int = 1) -> list[list[list[int]]]:
+    """Micro-batches of every DP rank, the same number on each: the maximum over ranks, at least ``k_min``.
+
+    ``lengths[d]`` are those of rank d; ``result[d][m]`` indexes them. Pipeline schedules and collectives need the
+    ranks in step. A rank with fewer sequences than micro-batches gets empty ones, which it must run on a masked dummy.
+    """
+    needed = [len(first_fit(own, capacity)) for own in lengths]
+    count = max([k_min, *needed])
+    equal = [pack(own, capacity, count) if len(own) else [] for own in lengths]
+    return [batches + [[] for _ in range(count - len(batches))] for batches in equal]
+
+
+def split_to(batches: list[list[int]], lengths: Lengths, count: int) -> list[list[int]]:
+    """Split micro-batches until there are ``count`` or each holds one sequence. Splitting cannot exceed a capacity.
+
+    The one with the most tokens is halved each time, longest first onto the lighter half.
+    """
+    tokens = [sum(int(lengths[i]) for i in batch) for batch in batches]
+    result = [list(batch) for batch in batches]
+    while len(result) < count:
+        splittable = [b for b, batch in enumerate(result) if len(batch) > 1]
+        if not splittable:
+            break
+        b = max(splittable, key=tokens.__getitem__)
+        halves: tuple[list[int], list[int]] = ([], [])
+        sums = [0, 0]
+        for index in sorted(result[b], key=lambda i: (-int(lengths[i]), i)):
+            side = 0 if sums[0] <= sums[1] else 1
+            halves[side].append(index)
+            sums[side] += int(lengths[index])
+        result[b], tokens[b] = halves[0], sums[0]
+        result.append(halves[1])
+        tokens.append(sums[1])
+    return result
+
+
+def lower_bound(lengths: Lengths, capacity: int, k_min: int = 1) -> int:
+    """No packing has fewer micro-batches: ``ceil(sum / capacity)``, and ``k_min`` where there are enough sequences."""
+    return max(-(-int(np.sum(lengths)) // capacity), min(k_min, len(lengths)))
+
+
+def _spread(lengths: Lengths, count: int, capacity: int) -> list[list[int]] | None:
+    """Longest first, each into the micro-batch with the fewest tokens; None as soon as one does not fit."""
+    array = np.asarray(lengths, np.int64)
+    order = np.argsort(-array, kind="stable")
+    result: list[list[int]] = [[] for _ in range(count)]
+    # One integer per micro-batch, tokens * count + number: a heap of integers is twice as fast as one of pairs.
+    heap = list(range(count))
+    last = capacity * count + count - 1
+    for index, cost in zip(order.tolist(), (array[order] * count).tolist(), strict=True):
+        lightest = heap[0]
+        if lightest + cost > last:
+            return None
+        result[lightest % count].append(index)
+        heapreplace(heap, lightest + cost)
+    return result
+
+
+def _runs_by_length(lengths: Lengths, capacity: int) -> tuple[list[int], list[int], list[int]]:
+    """Indices sorted by length (ascending, stable), the distinct lengths, and where each one's run starts.
+
+    ``order[starts[d]:starts[d + 1]]`` are the sequences of length ``distinct[d]``.
+    """
+    array = np.asarray(lengths, np.int64)
+    if array.size == 0:
+        return [], [], [0]
+    longest, shortest = int(array.argmax()), int(array.argmin())
+    if array[longest] > capacity:
+        raise DataError(
+            f"sequence {longest} has {array[longest]} tokens, a micro-batch holds {capacity}: raise"
+            " train.microbatch_tokens or lower generation.sampling.max_new_tokens"
+        )
+    if array[shortest] < 1:
+        raise DataError(f"sequence {shortest} has {array[shortest]} tokens: an empty sequence cannot be trained")
+    order = np.argsort(array, kind="stable")
+    ascending = array[order]
+    starts = np.flatnonzero(np.diff(ascending, prepend=0))
+    return order.tolist(), ascending[starts].tolist(), [*starts.tolist(), array.size]

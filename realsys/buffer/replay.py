@@ -1,0 +1,210 @@
+"""The replay buffer of the master: which groups are there, and which are trained next. Metadata only, no clock.
+
+    notices ──add──> incomplete ──(group_size answers)──> ready ──take──> in training ──(next take)──> remembered
+              └─> rejected (a copy)                         └───take──> dropped (too stale) ───────────┘
+
+``add`` *consumes* what the stream delivers, in any order and possibly twice. ``take`` *waits for* nothing: it returns
+no groups while too few are ready. What the owners may forget comes back as ``clear``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from realsys.types import SampleMeta
+
+StalePolicy = Literal["drop", "train"]
+STALE = "stale"  # the reason of a drop here
+
+
+@dataclass(slots=True)
+class Added:
+    """What ``add`` made of the samples. ``clear``: copies that nobody will train, to be forgotten by their owners."""
+
+    accepted: int = 0
+    rejected: int = 0
+    clear: list[SampleMeta] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Batch:
+    """The groups of one train step, oldest ticket first, and what was sorted out on the way.
+
+    ``groups`` is empty when fewer than the asked number remain after drops; those then stay in the buffer.
+    ``stale`` counts groups of this batch beyond the bound (policy ``train``). ``oldest_lag`` and ``newest_lag`` count
+    the batch's answers by the versions their oldest and newest token is behind.
+    """
+
+    groups: list[list[SampleMeta]] = field(default_factory=list)
+    dropped: list[tuple[str, str]] = field(default_factory=list)  # (ticket_id, reason)
+    clear: list[SampleMeta] = field(default_factory=list)
+    stale: int = 0
+    oldest_lag: dict[int, int] = field(default_factory=dict)
+    newest_lag: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Group:
+    """The answers to one prompt from one attempt, by sample id."""
+
+    attempt: int
+    samples: dict[str, SampleMeta] = field(default_factory=dict)
+
+    def ordered(self) -> list[SampleMeta]:
+        """By answer number: ``t/10`` comes after ``t/9``."""
+        return sorted(self.samples.values(), key=lambda s: (len(s.sample_id), s.sample_id))
+
+    def oldest_version(self) -> int:
+        return min(sample.version_min for sample in self.samples.values())
+
+
+class SequenceBuffer:
+    """Groups by ticket; each ticket leaves at most once.
+
+    ``group_size`` answers make a group complete. A second copy of a ticket that is here, in training or trained is
+    rejected; so is one of a dropped ticket, unless it is a later attempt. The last ``remember`` finished tickets are
+    known; one older than that would be beyond any staleness bound by then.
+    """
+
+    def __init__(self, group_size: int, remember: int = 65536) -> None:
+        if group_size < 1 or remember < 1:
+            raise ValueError(f"SequenceBuffer: group_size={group_size}, remember={remember}: both must be at least 1")
+        self.group_size = group_size
+        self.rejected = 0  # samples, since the start
+        self._remember = remember
+        self._incomplete: dict[str, _Group] = {}
+        self._ready: dict[str, _Group] = {}
+        self._training: dict[str, _Group] = {}
+        self._deferred: list[SampleMeta] = []  # copies whose clearing would hit the batch in training
+        self._finished: OrderedDict[str, int | None] = OrderedDict()  # ticket -> attempt dropped, None: trained
+
+    @property
+    def ready_groups(self) -> int:
+        """Complete groups, stale ones included."""
+        return len(self._ready)
+
+    @property
+    def incomplete_groups(self) -> int:
+        return len(self._incomplete)
+
+    def fresh_groups(self, version: int, eta: int) -> int:
+        """Complete groups that ``take`` would not drop: what a step loop waits for under policy ``drop``."""
+        return sum(version - group.oldest_version() <= eta for group in self._ready.values())
+
+    def __contains__(self, ticket_id: str) -> bool:
+        return ticket_id in self._ready or ticket_id in self._incomplete
+
+    def add(self, samples: Iterable[SampleMeta]) -> Added:
+        """Take in samples, complete groups or parts of them. Never raises on a copy: it is rejected and counted."""
+        result = Added()
+        for sample in samples:
+            if self._accept(sample, result):
+                result.accepted += 1
+            else:
+                result.rejected += 1
+                self.rejected += 1
+        return result
+
+    def take(self, batch_groups: int, version: int, eta: int, stale_policy: StalePolicy) -> Batch:
+        """The ``batch_groups`` oldest complete groups, for training on top of version ``version``.
+
+        Under ``drop`` every complete group whose oldest token is more than ``eta`` versions behind leaves the buffer
+        with reason ``stale``, whether or not the batch fills. The batch taken before counts as trained from here on.
+        """
+        batch = Batch(clear=self._settle())
+        if stale_policy == "drop":
+            self._drop_stale(version, eta, batch)
+        if len(self._ready) < batch_groups:
+            return batch
+        # ids are zero-padded numbers, so their lexical order is the order of the grants
+        for ticket_id in sorted(self._ready)[:batch_groups]:
+            group = self._ready.pop(ticket_id)
+            self._training[ticket_id] = group
+            batch.groups.append(group.ordered())
+            batch.stale += version - group.oldest_version() > eta
+        for sample in (sample for group in batch.groups for sample in group):
+            _increment(batch.oldest_lag, version - sample.version_min)
+            _increment(batch.newest_lag, version - sample.version_max)
+        return batch
+
+    def _accept(self, sample: SampleMeta, result: Added) -> bool:
+        ticket_id = sample.ticket_id
+        held = self._ready.get(ticket_id) or self._training.get(ticket_id)
+        if held is not None:
+            self._refuse(sample, held, result)
+            return False
+        if ticket_id in self._finished:
+            attempt = self._finished[ticket_id]
+            if attempt is None or sample.attempt <= attempt:
+                result.clear.append(sample)
+                return False
+            del self._finished[ticket_id]
+        group = self._incomplete.setdefault(ticket_id, _Group(sample.attempt))
+        if sample.attempt < group.attempt or (sample.attempt == group.attempt and sample.sample_id in group.samples):
+            self._refuse(sample, group, result)
+            return False
+        if sample.attempt > group.attempt:
+            self._supersede(group, sample, result)
+        group.samples[sample.sample_id] = sample
+        if len(group.samples) == self.group_size:
+            self._ready[ticket_id] = self._incomplete.pop(ticket_id)
+        return True
+
+    def _refuse(self, copy: SampleMeta, held: _Group, result: Added) -> None:
+        """Attempts share their sample ids, so on the same owner clearing the copy would clear the original."""
+        original = held.samples.get(copy.sample_id)
+        if original is None or original.owner != copy.owner:
+            result.clear.append(copy)
+        elif copy.ticket_id in self._training:
+            self._deferred.append(copy)
+
+    def _supersede(self, group: _Group, newer: SampleMeta, result: Added) -> None:
+        """A later attempt replaces an incomplete one; the old samples go, where the new do not lie in their place."""
+        old = [s for s in group.samples.values() if s.owner != newer.owner]
+        result.rejected += len(group.samples)
+        self.rejected += len(group.samples)
+        result.clear.extend(old)
+        group.samples.clear()
+        group.attempt = newer.attempt
+
+    def _drop_stale(self, version: int, eta: int, batch: Batch) -> None:
+        stale = sorted(t for t, group in self._ready.items() if version - group.oldest_version() > eta)
+        for ticket_id in stale:
+            group = self._ready.pop(ticket_id)
+            batch.dropped.append((ticket_id, STALE))
+            batch.clear.extend(group.ordered())
+            self._finish(ticket_id, group.attempt)
+
+    def _settle(self) -> list[SampleMeta]:
+        """The batch taken before has been trained; returns the copies that may be cleared now."""
+        for ticket_id in self._training:
+            self._finish(ticket_id, None)
+        self._training.clear()
+        released, self._deferred = self._deferred, []
+        return released
+
+    def _finish(self, ticket_id: str, attempt: int | None) -> None:
+        self._finished[ticket_id] = attempt
+        while len(self._finished) > self._remember:
+            self._finished.popitem(last=False)
+
+
+def lag_summary(lags: dict[int, int]) -> dict[str, float]:
+    """min, mean and max of a histogram lag -> count; zeros when it is empty."""
+    count = sum(lags.values())
+    if not count:
+        return {"min": 0.0, "mean": 0.0, "max": 0.0}
+    mean = sum(lag * n for lag, n in lags.items()) / count
+    return {"min": float(min(lags)), "mean": mean, "max": float(max(lags))}
+
+
+def owners_of(groups: Sequence[Sequence[SampleMeta]]) -> dict[str, set[int]]:
+    """sample id -> the worker the stream brought it to: what ``plan_transfers`` starts from."""
+    return {sample.sample_id: {sample.owner} for group in groups for sample in group}
+
+
+def _increment(histogram: dict[int, int], lag: int) -> None:
+    histogram[lag] = histogram.get(lag, 0) + 1

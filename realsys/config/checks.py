@@ -1,0 +1,266 @@
+"""Rules that span several fields, and those that need the file system or the machine. Types and bounds: schema.py.
+
+``check`` runs before anything is written or started; ``check_model`` once the model directory exists (the tiny model is
+made at start). Each rule is a small function that raises ConfigError for the field to change.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from realsys.config.allocation import Allocation, ParallelLayout, parse_allocation
+from realsys.config.machine import Machine
+from realsys.config.schema import Config
+from realsys.errors import ConfigError, ModelError
+
+ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+
+_TORCH_PROCESS_BYTES = (
+    600 << 20
+)  # resident memory of a process that has imported torch and Megatron, with a small model
+_LIGHT_PROCESS_BYTES = 120 << 20
+
+
+def check(config: Config, machine: Machine) -> Allocation:
+    """Check everything that can be known before the trial folder exists. Returns the parsed allocation.
+
+    Raises ConfigError or ModelError.
+    """
+    allocation = parse_allocation(config.allocation)
+    _check_generation(config, allocation)
+    _check_machine(config, allocation, machine)
+    _check_batch(config, allocation.training)
+    _check_lengths(config)
+    _check_algorithm(config)
+    _check_data(config, allocation.training)
+    _check_cluster(config)
+    if config.model.path:
+        check_model(Path(config.model.path), config, allocation)
+    else:
+        _check_tiny(config, allocation)
+    return allocation
+
+
+# ---- processes and machine
+
+
+def _check_generation(config: Config, allocation: Allocation) -> None:
+    sglang = config.generation.sglang
+    if config.generation.backend == "embedded":
+        if allocation.inference.tensor > 1:
+            raise ConfigError("allocation", config.allocation, "the embedded engine serves with m1; add servers with d")
+    elif sglang.python:
+        if shutil.which(sglang.python) is None:
+            raise ConfigError("generation.sglang.python", sglang.python, "is no executable file")
+    elif importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            "generation.sglang.python", "", "sglang is not installed here; name an interpreter that has it"
+        )
+    embedded = config.generation.embedded
+    running = config.rollout.workers * config.rollout.max_concurrent * config.rollout.group_size
+    capacity = allocation.inference.data * (embedded.max_running + embedded.max_queued)
+    if config.generation.backend == "embedded" and running > capacity:
+        problem = (
+            f"{running} answers (rollout.workers x max_concurrent x group_size) "
+            f"are more than the servers run and queue ({capacity}); lower it or raise generation.embedded.max_queued"
+        )
+        raise ConfigError("rollout.max_concurrent", config.rollout.max_concurrent, problem)
+
+
+def _check_machine(config: Config, allocation: Allocation, machine: Machine) -> None:
+    ranks, servers = allocation.training.world_size, allocation.inference.data
+    total = ranks + servers + config.rollout.workers + 2
+    bound = max(32, 8 * machine.cpus)
+    if total > bound:
+        raise ConfigError(
+            "allocation",
+            config.allocation,
+            f"{total} processes are too many for {machine.cpus} CPU cores; at most {bound} on this machine",
+        )
+    if machine.trainer_gpus:
+        if ranks > len(machine.trainer_gpus):
+            problem = f"{ranks} training ranks need a device each, and there are {len(machine.trainer_gpus)}"
+            raise ConfigError("allocation", config.allocation, problem)
+    else:
+        heavy = ranks + (servers if config.generation.backend == "embedded" else 0)
+        need = heavy * _TORCH_PROCESS_BYTES + (total - heavy) * _LIGHT_PROCESS_BYTES
+        if need > machine.memory_bytes:
+            problem = (
+                f"{total} processes need about {need / 2**30:.1f} GiB, {machine.memory_bytes / 2**30:.1f} GiB are free"
+            )
+            raise ConfigError("allocation", config.allocation, problem)
+    if config.generation.backend == "sglang" and machine.gpus and allocation.inference.tensor > len(machine.gpus):
+        problem = (
+            f"a server with m{allocation.inference.tensor} needs as many devices, and there are {len(machine.gpus)}"
+        )
+        raise ConfigError("allocation", config.allocation, problem)
+
+
+def _check_cluster(config: Config) -> None:
+    cluster = config.cluster
+    if cluster.lease_s < 2 * cluster.heartbeat_s:
+        problem = (
+            f"must be at least twice cluster.heartbeat_s ({cluster.heartbeat_s}), or one late heartbeat kills a worker"
+        )
+        raise ConfigError("cluster.lease_s", cluster.lease_s, problem)
+    if cluster.name_store.backend == "etcd":
+        host, _, port = cluster.name_store.address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError("cluster.name_store.address", cluster.name_store.address, "write host:port")
+    root = Path(config.fileroot).resolve()
+    existing = next(p for p in (root, *root.parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError("fileroot", config.fileroot, f"cannot write into {existing}")
+
+
+# ---- training settings
+
+
+def _check_batch(config: Config, training: ParallelLayout) -> None:
+    sequences = config.train.batch_groups * config.rollout.group_size
+    needed = config.train.ppo.minibatches * training.data
+    if sequences < needed:
+        problem = (
+            f"{config.train.batch_groups} groups x {config.rollout.group_size} answers are fewer than "
+            f"{config.train.ppo.minibatches} minibatches x {training.data} data-parallel ranks"
+        )
+        raise ConfigError("train.batch_groups", config.train.batch_groups, problem)
+    if config.warmup.steps and config.warmup.batch < training.data:
+        problem = f"must be at least the {training.data} data-parallel ranks"
+        raise ConfigError("warmup.batch", config.warmup.batch, problem)
+    if config.train.sequence_parallel and training.tensor == 1:
+        raise ConfigError("train.sequence_parallel", True, f"needs tensor parallelism; the training part is {training}")
+
+
+def _check_lengths(config: Config) -> None:
+    sampling, longest = config.generation.sampling, longest_sequence(config)
+    parts = f"data.max_prompt_tokens {config.data.max_prompt_tokens} + max_new_tokens {sampling.max_new_tokens}"
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        problem = f"must not exceed max_new_tokens ({sampling.max_new_tokens})"
+        raise ConfigError("generation.sampling.min_new_tokens", sampling.min_new_tokens, problem)
+    context = config.generation.embedded.context_length
+    if config.generation.backend == "embedded" and 0 < context < longest:
+        raise ConfigError("generation.embedded.context_length", context, f"must hold {parts} = {longest}")
+    if config.train.microbatch_tokens < longest:
+        problem = f"one answer may have more tokens than that: {parts} = {longest}"
+        raise ConfigError("train.microbatch_tokens", config.train.microbatch_tokens, problem)
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt with the longest answer."""
+    return config.data.max_prompt_tokens + config.generation.sampling.max_new_tokens
+
+
+def _check_algorithm(config: Config) -> None:
+    ppo, group_size = config.train.ppo, config.rollout.group_size
+    if 0 < ppo.c_clip <= 1:
+        raise ConfigError("train.ppo.c_clip", ppo.c_clip, "must be above 1, or 0 for off")
+    if ppo.advantage.leave_one_out and ppo.advantage.mean != "group":
+        raise ConfigError("train.ppo.advantage.leave_one_out", True, "needs train.ppo.advantage.mean=group")
+    if group_size == 1 and "group" in (ppo.advantage.mean, ppo.advantage.std):
+        raise ConfigError("rollout.group_size", 1, "group normalisation needs at least 2 answers per prompt")
+    if config.rollout.reward.correct <= config.rollout.reward.wrong:
+        problem = f"must be above rollout.reward.wrong ({config.rollout.reward.wrong})"
+        raise ConfigError("rollout.reward.correct", config.rollout.reward.correct, problem)
+
+
+def _check_data(config: Config, training: ParallelLayout) -> None:
+    data, evaluation = config.data, config.evaluation
+    if data.kind == "arith":
+        arith = data.arith
+        if arith.max_operands < arith.min_operands:
+            problem = f"must be at least min_operands ({arith.min_operands})"
+            raise ConfigError("data.arith.max_operands", arith.max_operands, problem)
+        wanted = max(evaluation.problems, evaluation.every_problems if evaluation.every_steps else 0)
+        if wanted > arith.eval_size:
+            raise ConfigError(
+                "evaluation.problems", wanted, f"only data.arith.eval_size={arith.eval_size} are held out"
+            )
+        if config.warmup.steps and arith.demo_size < config.warmup.batch:
+            raise ConfigError("data.arith.demo_size", arith.demo_size, f"warmup.batch needs {config.warmup.batch}")
+        if config.train.total_epochs * arith.train_size < config.train.batch_groups and config.train.total_epochs:
+            raise ConfigError("data.arith.train_size", arith.train_size, "is less than one batch (train.batch_groups)")
+        return
+    if not data.train:
+        raise ConfigError("data.train", "", "name a JSONL file with prompt and answer on every line")
+    for field, path in (("data.train", data.train), ("data.eval", data.eval), ("data.demos", data.demos)):
+        if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
+            raise ConfigError(field, path, "is no readable file")
+    if config.warmup.steps and not data.demos:
+        raise ConfigError("data.demos", "", "the supervised warm-up (warmup.steps) needs demonstrations")
+    if evaluation.problems and not data.eval and not data.eval_fraction:
+        raise ConfigError("data.eval_fraction", 0.0, "nothing is held out; name data.eval or set evaluation.problems=0")
+
+
+# ---- model
+
+
+def check_model(path: Path, config: Config, allocation: Allocation) -> None:
+    """Check an HF model directory against the layouts and the lengths. Raises ConfigError or ModelError."""
+    if not path.is_dir():
+        raise ConfigError("model.path", str(path), "is no directory; only local paths are read")
+    try:
+        hf = json.loads((path / "config.json").read_text("utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"model.path={str(path)!r}: no config.json in it") from None
+    except (OSError, ValueError) as exc:
+        raise ModelError(f"model.path={str(path)!r}: config.json cannot be read: {exc}") from None
+    if not isinstance(hf, dict):
+        raise ModelError(f"model.path={str(path)!r}: config.json is no object")
+    names = hf.get("architectures") or ["none"]
+    if names[0] not in ARCHITECTURES:
+        problem = f"architecture {names[0]} is not supported; known: {', '.join(ARCHITECTURES)}"
+        raise ModelError(f"model.path={str(path)!r}: {problem}")
+    if not (path / "tokenizer.json").is_file():
+        raise ModelError(f"model.path={str(path)!r}: no tokenizer.json in it")
+    if not any(path.glob("*.safetensors")):
+        raise ModelError(f"model.path={str(path)!r}: no *.safetensors in it")
+    _check_sizes(hf, config, allocation, "model.path", str(path))
+
+
+def _check_tiny(config: Config, allocation: Allocation) -> None:
+    if config.data.kind != "arith":
+        raise ConfigError("model.path", "", "name a HF model directory; only data.kind=arith makes a model of its own")
+    tiny = config.model.tiny
+    if tiny.num_attention_heads % tiny.num_key_value_heads:
+        problem = f"must divide model.tiny.num_attention_heads ({tiny.num_attention_heads})"
+        raise ConfigError("model.tiny.num_key_value_heads", tiny.num_key_value_heads, problem)
+    _check_sizes(tiny.model_dump(), config, allocation, "model.tiny", "the tiny model")
+
+
+def _check_sizes(hf: dict[str, Any], config: Config, allocation: Allocation, field: str, model: str) -> None:
+    """Heads, layers, vocabulary and positions of a model against the layouts and the lengths."""
+    heads = _size(hf, "num_attention_heads", model)
+    kv_heads = _size(hf, "num_key_value_heads", model) if hf.get("num_key_value_heads") else heads
+    sharded = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sharded["intermediate_size"] = _size(hf, "intermediate_size", model)
+    if "vocab_size" in hf:
+        sharded["vocab_size"] = _size(hf, "vocab_size", model)
+    for what, layout in (("training", allocation.training), ("inference", allocation.inference)):
+        for name, size in sharded.items():
+            if size % layout.tensor:
+                problem = f"{name} {size} of {model} does not divide by m{layout.tensor} of the {what} part"
+                raise ConfigError("allocation", config.allocation, problem)
+    layers = _size(hf, "num_hidden_layers", model)
+    if layers % allocation.training.pipeline:
+        problem = f"{layers} layers of {model} do not divide by p{allocation.training.pipeline} of the training part"
+        raise ConfigError("allocation", config.allocation, problem)
+    positions = hf.get("max_position_embeddings")
+    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    factor = float(scaling.get("factor") or 1.0) if isinstance(scaling, dict) else 1.0
+    longest = longest_sequence(config)
+    if isinstance(positions, int) and longest > positions * factor:
+        problem = f"{model} has {positions * factor:.0f} positions, prompt + answer may have {longest} tokens"
+        raise ConfigError("generation.sampling.max_new_tokens", config.generation.sampling.max_new_tokens, problem)
+
+
+def _size(hf: dict[str, Any], name: str, model: str) -> int:
+    value = hf.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{model}: config.json: {name}={value!r} must be a positive integer")
+    return value

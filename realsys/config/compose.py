@@ -1,0 +1,217 @@
+"""Composition: shipped YAML + overrides -> one validated Config, done once per trial.
+
+    configs/config.yaml <- generation/, name_store/ <- experiment/NAME.yaml <- key=value overrides
+                                    | hydra (merging only)
+                                    v
+                       realsys.config.schema.Config (types, bounds, unknown keys)
+
+Every error leaves as a ConfigError that names the field, its value and the problem; hydra's, OmegaConf's and pydantic's
+own exceptions stay in here. hydra is imported inside ``compose`` so that ``realsys --help`` does not pay for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+    from pydantic_core import ErrorDetails
+
+CONFIG_MODULE = "configs"
+_ROOT = "config"
+_EXPERIMENT = "experiment"
+
+
+def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Config:
+    """Compose and validate the configuration of one trial.
+
+    ``overrides`` are hydra's: ``group=option`` or ``field.path=value``. ``config_dir`` is searched besides the
+    shipped files, for experiments of one's own. Cross-field rules are in checks.py.
+    Raises ConfigError.
+    """
+    return validate(_merge(list(overrides), config_dir))
+
+
+def validate(tree: object) -> Config:
+    """Check a plain tree of values against the schema. Raises ConfigError for the first wrong field, naming others."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as exc:
+        errors = exc.errors(include_url=False)
+        field, value, problem = _explain(errors[0])
+        if len(errors) > 1:
+            others = ", ".join(_path(e) for e in errors[1:4])
+            problem += f" (also wrong: {others}{', ...' if len(errors) > 4 else ''})"
+        raise ConfigError(field, value, problem) from None
+
+
+def fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all leaf fields of the schema."""
+    for name, info in section.model_fields.items():
+        nested = _section_of(info.annotation)
+        if nested is None:
+            yield prefix + name
+        else:
+            yield from fields(nested, f"{prefix}{name}.")
+
+
+def _section_of(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return None
+
+
+# ---- hydra
+
+
+def _merge(overrides: list[str], config_dir: Path | None) -> object:
+    """Let hydra merge the files and the overrides; returns a plain tree of values."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError("--config-dir", str(config_dir), "is no directory")
+    # The schema's defaults are a node of the composition, so that interpolations such as ${train.total_steps} resolve.
+    ConfigStore.instance().store(name="schema", node=Config().model_dump(), provider="realsys")
+    search = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
+    with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        groups = {g: loader.get_group_options(g) for g in loader.list_groups("") if g != "hydra"}
+        if config_dir is not None:
+            for group in groups:
+                groups[group] = sorted({*groups[group], *(p.stem for p in (config_dir / group).glob("*.yaml"))})
+        prepared = [_prepare(text, groups) for text in overrides]
+        if not any(text.startswith(f"{_EXPERIMENT}=") for text in prepared):
+            raise ConfigError(_EXPERIMENT, "", f"say which one: {_EXPERIMENT}={'|'.join(groups[_EXPERIMENT])}")
+        try:
+            merged = hydra_compose(_ROOT, overrides=search + prepared)
+            return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        except OmegaConfBaseException as exc:
+            raise ConfigError(exc.full_key or "override", "", _first_line(exc)) from None
+        except HydraException as exc:
+            cause = exc.__cause__
+            raise ConfigError("override", " ".join(overrides), _first_line(cause or exc)) from None
+
+
+def _prepare(text: str, groups: dict[str, list[str]]) -> str:
+    """Check one override; field overrides become ``++field=value`` so that the schema judges unknown fields."""
+    parsed = _parse(text)
+    key, value = parsed.key_or_group, parsed.value()
+    if not key:
+        raise ConfigError("override", text, "names no field; write field=value")
+    if key.partition("@")[0].partition(".")[0] == "hydra":
+        raise ConfigError(key, value, "hydra's own settings do not apply here")
+    if parsed.is_sweep_override():
+        raise ConfigError(key, parsed.get_value_string(), "one value only; a list is written [a,b]")
+    if key in groups:
+        if parsed.is_delete():
+            raise ConfigError(key, "~", f"cannot be left out; known: {', '.join(groups[key])}")
+        if not isinstance(value, str) or value not in groups[key]:
+            raise ConfigError(
+                key, value, f"unknown; known: {', '.join(groups[key])}{_did_you_mean(value, groups[key])}"
+            )
+        return f"{key}={value}"
+    if parsed.is_delete():
+        raise ConfigError(key, "~", "a field cannot be deleted; set it to the value you want")
+    return f"++{key}={parsed.get_value_string()}"
+
+
+def _parse(text: str) -> Override:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if "=" not in text and not text.startswith("~"):
+        raise ConfigError(text, "", "cannot be read; write field=value")
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        key, _, value = text.partition("=")
+        problem = "cannot be read; put a value with spaces or special characters in quotes: field=\"'...'\""
+        raise ConfigError(key, value, problem) from None
+
+
+def _first_line(exc: BaseException) -> str:
+    lines = str(exc).strip().splitlines()
+    return lines[0] if lines else type(exc).__name__
+
+
+# ---- pydantic
+
+
+def _path(error: ErrorDetails) -> str:
+    return ".".join(str(part) for part in error["loc"])
+
+
+def _explain(error: ErrorDetails) -> tuple[str, object, str]:
+    """(field, value, problem) in our words."""
+    path, value = _path(error), error["input"]
+    if error["type"] == "extra_forbidden":
+        return path, value, f"unknown field{_did_you_mean_field(path)}"
+    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return path, value, f"is a section; set one of its fields, e.g. {path}.{_first_field(path)}"
+    if error["type"] == "string_type" and isinstance(value, bool | int | float):
+        return path, value, f"must be text; write {path}=\"'{value}'\""
+    if error["type"] == "string_pattern_mismatch":
+        return path, value, "must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
+    message = error["msg"].replace("Input should be", "must be")
+    return path, value, message + _did_you_mean(value, _literal_choices(path))
+
+
+def _did_you_mean(value: object, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(value), known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _did_you_mean_field(path: str) -> str:
+    """The nearest field: the same name in another section, one described by that word (eta), or the one misspelt."""
+    known = list(fields())
+    name = path.rpartition(".")[2]
+    close = [k for k in known if k.rpartition(".")[2] == name or _description(k) == name]
+    if not close:
+        close = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
+    if not close:
+        matches = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in known], n=1, cutoff=0.7)
+        close = [k for k in known if matches and k.rpartition(".")[2] == matches[0]]
+    return f"; did you mean {' or '.join(close[:3])}?" if close else ""
+
+
+def _field_info(path: str) -> FieldInfo | None:
+    """The schema's field, or None where the path leaves the schema."""
+    section: type[BaseModel] | None = Config
+    info = None
+    for part in path.split("."):
+        if section is None or part not in section.model_fields:
+            return None
+        info = section.model_fields[part]
+        section = _section_of(info.annotation)
+    return info
+
+
+def _description(path: str) -> str | None:
+    info = _field_info(path)
+    return info.description if info else None
+
+
+def _first_field(path: str) -> str:
+    info = _field_info(path)
+    section = _section_of(info.annotation) if info else None
+    return next(iter((section or Config).model_fields))
+
+
+def _literal_choices(path: str) -> list[str]:
+    info = _field_info(path)
+    return [choice for choice in get_args(info.annotation) if isinstance(choice, str)] if info else []

@@ -1,0 +1,35 @@
+"""The resolved configuration on disk: written once per trial by the launcher, read by every worker."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Write ``config`` as JSON, atomically: a worker sees all of it or nothing."""
+    staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with staged.open("w", encoding="utf-8") as file:
+        file.write(config.model_dump_json(indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    staged.replace(path)
+
+
+def read_config(path: Path) -> Config:
+    """Read a dump back. Raises ConfigError naming the file if it is missing or not ours."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError("config.json", str(path), exc.strerror or "cannot be read") from None
+    try:
+        return Config.model_validate_json(text)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError("config.json", str(path), f"{where or 'content'}: {first['msg']}") from None

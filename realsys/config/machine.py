@@ -1,0 +1,60 @@
+"""What this machine has, found without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One node as the launcher sees it. ``gpus`` are the ids to write into CUDA_VISIBLE_DEVICES."""
+
+    cpus: int
+    memory_bytes: int  # available now
+    gpus: tuple[str, ...] = ()
+    torch_has_cuda: bool = False
+
+    @property
+    def trainer_gpus(self) -> tuple[str, ...]:
+        """Devices that torch of this interpreter can use; SGLang may bring an interpreter of its own."""
+        return self.gpus if self.torch_has_cuda else ()
+
+    @classmethod
+    def here(cls, environment: Mapping[str, str] = os.environ) -> Machine:
+        return cls(
+            cpus=len(os.sched_getaffinity(0)),
+            memory_bytes=_available_memory(),
+            gpus=_visible_gpus(environment),
+            torch_has_cuda=_torch_has_cuda(),
+        )
+
+
+def _available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 8 * _GIB  # kernels older than 3.14 do not say
+
+
+def _visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
+    present = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return tuple(str(i) for i in range(len(present)))
+    return tuple(part.strip() for part in chosen.split(",") if part.strip()) if present else ()
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the installed torch is a CUDA build, read from its version file: importing it takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    version = Path(spec.origin).with_name("version.py")
+    return version.is_file() and re.search(r"^cuda\b.*=\s*['\"]", version.read_text("utf-8"), re.MULTILINE) is not None

@@ -1,0 +1,68 @@
+"""Publication of a weight version: every rank writes, the master commits, and only then the name store tells."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from realsys.cluster.name_store import NameStore
+from realsys.types import PublishedVersion, SaveWeightsReply, SaveWeightsRequest
+from realsys.weights import manifest
+
+log = logging.getLogger(__name__)
+
+SaveEverywhere = Callable[[SaveWeightsRequest], Awaitable[list[SaveWeightsReply]]]
+
+
+class Publisher:
+    """Owns the version counter of one role. Versions only grow."""
+
+    def __init__(
+        self,
+        *,
+        store: NameStore,
+        key: str,
+        root: Path,
+        model_dir: Path,
+        incarnation: str,
+        keep: int,
+        save: SaveEverywhere,
+        role: str = "actor",
+    ) -> None:
+        self._store, self._key, self._root, self._model_dir = store, key, root, model_dir
+        self._incarnation, self._keep, self._save, self._role = incarnation, keep, save, role
+        self.newest: PublishedVersion | None = None
+
+    async def publish(self, version: int, step: int) -> dict[str, float]:
+        """Write and publish ``version``; returns seconds spent in ``save`` and ``publish``.
+
+        On any error nothing is published and the last version stays what it was.
+        """
+        if self.newest is not None and version <= self.newest.version:
+            raise ValueError(f"version {version} does not follow {self.newest.version}")
+        start = time.perf_counter()
+        tmp = await asyncio.to_thread(manifest.prepare, self._root, version, self._incarnation)
+        replies = await self._save(SaveWeightsRequest(self._role, version, str(tmp)))
+        saved = time.perf_counter()
+        shards = [shard for reply in replies for shard in reply.shards]
+        final = await asyncio.to_thread(
+            manifest.commit,
+            tmp,
+            version=version,
+            incarnation=self._incarnation,
+            step=step,
+            shards=shards,
+            model_dir=self._model_dir,
+        )
+        published = PublishedVersion(version, self._incarnation, str(final), step)
+        value = msgspec.json.encode(published).decode()
+        await asyncio.to_thread(self._store.add, self._key, value, replace=True)
+        self.newest = published
+        gone = await asyncio.to_thread(manifest.prune, self._root, keep=self._keep, in_use=[final])
+        log.info("published version %d (%s), pruned %d", version, final.name, len(gone))
+        return {"save": saved - start, "publish": time.perf_counter() - saved}

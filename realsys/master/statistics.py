@@ -1,0 +1,44 @@
+"""The statistics of a train batch that go into the step log, from metadata alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from realsys.types import SampleMeta
+
+
+def batch_statistics(samples: Sequence[SampleMeta], *, version: int, correct_reward: float) -> dict[str, Any]:
+    """What a train batch was, from metadata alone. ``version`` is that of the weights it is trained with.
+
+    Staleness of a sequence is ``version`` minus the version of its oldest token.
+    """
+    correct = [s for s in samples if s.reward >= correct_reward]
+    wrong = [s for s in samples if s.reward < correct_reward]
+    lags = [version - s.version_min for s in samples]
+    histogram = Counter(lags)
+    return {
+        "groups": len({s.ticket_id for s in samples}),
+        "sequences": len(samples),
+        "tokens": sum(s.length for s in samples),
+        "answer_tokens": sum(s.answer_len for s in samples),
+        "reward_mean": _mean([s.reward for s in samples]),
+        "accuracy": len(correct) / len(samples),
+        "length_mean": _mean([s.answer_len for s in samples]),
+        "length_max": max(s.answer_len for s in samples),
+        "length_correct": _mean([s.answer_len for s in correct]),
+        "length_wrong": _mean([s.answer_len for s in wrong]),
+        "truncated_fraction": sum(s.truncated for s in samples) / len(samples),
+        "staleness": {
+            "min": min(version - s.version_max for s in samples),
+            "mean": _mean(lags),
+            "max": max(lags),
+            "histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
+        },
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    """None where there is nothing to average: an absent number is not zero."""
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,143 @@
+"""CURVE keys of a trial: who may speak on its sockets.
+
+Every process of a trial reads the same key file (mode 0600): holding it is what makes a process a member. A server
+proves itself with the server key, a client is let in only with the trial's client key. On loopback no keys are needed;
+a socket bound beyond loopback is refused without them (see ``sockets.bind_server``).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.auth.thread
+
+from realsys.errors import StreamError
+
+KEY_FILE = "stream.keys"
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """Z85 key pairs of one trial."""
+
+    server_public: bytes
+    server_secret: bytes = field(repr=False)
+    client_public: bytes
+    client_secret: bytes = field(repr=False)
+
+    @classmethod
+    def generate(cls) -> CurveKeys:
+        server_public, server_secret = zmq.curve_keypair()
+        client_public, client_secret = zmq.curve_keypair()
+        return cls(server_public, server_secret, client_public, client_secret)
+
+    def secure_server(self, server: zmq.Socket[bytes]) -> None:
+        server.curve_server = True
+        server.curve_secretkey = self.server_secret
+        server.curve_publickey = self.server_public
+
+    def secure_client(self, client: zmq.Socket[bytes]) -> None:
+        client.curve_serverkey = self.server_public
+        client.curve_secretkey = self.client_secret
+        client.curve_publickey = self.client_public
+
+    def start_authenticator(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.auth.thread.ThreadAuthenticator:
+        """Answer the handshakes of all servers of ``context``: without it CURVE would let in any client key."""
+        authenticator = zmq.auth.thread.ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve_callback("*", _OneClient(self.client_public))
+        return authenticator
+
+
+class _OneClient:
+    """What pyzmq's authenticator asks about a client's key."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return secrets.compare_digest(key, self._public)
+
+
+class _KeyFile(msgspec.Struct):
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+
+def ensure_keys(directory: Path) -> CurveKeys:
+    """The keys kept in ``directory``, made on the first call; concurrent first calls agree on one set."""
+    path = directory / KEY_FILE
+    if not path.exists():
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _create(path, CurveKeys.generate())
+    return load_keys(directory)
+
+
+def load_keys(directory: Path) -> CurveKeys:
+    """The keys kept in ``directory``; StreamError if there are none, or if others may read them."""
+    path = directory / KEY_FILE
+    try:
+        mode = path.stat().st_mode
+        content = path.read_bytes()
+    except OSError as err:
+        raise StreamError(f"stream keys {path}: {err.strerror}; the launcher makes them with ensure_keys") from err
+    if stat.S_IMODE(mode) & 0o077:
+        raise StreamError(f"stream keys {path}: mode {stat.S_IMODE(mode):04o} lets others read them; chmod 600 it")
+    try:
+        texts = msgspec.json.decode(content, type=_KeyFile)
+        keys = [getattr(texts, name).encode("ascii") for name in texts.__struct_fields__]
+    except (msgspec.MsgspecError, ValueError) as err:
+        raise StreamError(f"stream keys {path}: {err}; delete the file to have new ones made") from err
+    if any(len(key) != 40 for key in keys):
+        raise StreamError(f"stream keys {path}: a key is not 40 characters long; delete the file to have new ones made")
+    return CurveKeys(*keys)
+
+
+def keys_for(host: str, directory: Path) -> CurveKeys | None:
+    """The keys a process bound to (or connecting from) ``host`` needs: none on loopback."""
+    return None if is_loopback(host) else ensure_keys(directory)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether everything ``host`` resolves to is this machine's loopback."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(str(a).split("%")[0]).is_loopback for a in found)
+
+
+def _create(path: Path, keys: CurveKeys) -> None:
+    texts = _KeyFile(
+        keys.server_public.decode(),
+        keys.server_secret.decode(),
+        keys.client_public.decode(),
+        keys.client_secret.decode(),
+    )
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(texts))
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, path)  # unlike rename, leaves the keys of another process that came first
+        except FileExistsError:
+            return
+    finally:
+        draft.unlink()

@@ -1,0 +1,179 @@
+"""Sockets made in one place, so that all have the same limits, heartbeats and security."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+import zmq.auth.thread
+from zmq.utils.monitor import parse_monitor_message
+
+from realsys.errors import StreamError
+from realsys.stream.security import CurveKeys, is_loopback
+
+ZContext = zmq.Context[zmq.Socket[bytes]]
+ZSocket = zmq.Socket[bytes]
+
+#: a peer that announces a larger frame is disconnected by libzmq before memory is taken for it
+MAX_FRAME_BYTES = 1 << 30
+HEARTBEAT_MS = 5_000
+HEARTBEAT_TIMEOUT_MS = 20_000  # a peer silent for this long (host gone, cable cut) counts as disconnected
+
+CONNECTION_EVENTS = (
+    zmq.Event.HANDSHAKE_SUCCEEDED
+    | zmq.Event.DISCONNECTED
+    | zmq.Event.CLOSED
+    | zmq.Event.CONNECT_RETRIED
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+)
+REJECTED_EVENTS = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH,
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
+)
+
+
+@dataclass(slots=True)
+class Server:
+    """A bound ROUTER with its own context. ``address`` may be registered: the socket is bound."""
+
+    context: ZContext
+    socket: ZSocket
+    address: str
+    authenticator: zmq.auth.thread.ThreadAuthenticator | None
+
+    def close(self) -> None:
+        self.socket.close(linger=1000)  # lets a last acknowledgement out; bounded, so that term() returns
+        if self.authenticator is not None:
+            self.authenticator.stop()
+        self.context.term()
+
+
+def bind_server(host: str, keys: CurveKeys | None, *, receive_limit: int = 0) -> Server:
+    """A ROUTER on ``host``, port chosen by the system; at most ``receive_limit`` messages of a peer wait (0: any)."""
+    if keys is None and not is_loopback(host):
+        raise StreamError(f"socket on host={host}: beyond loopback it needs keys; pass keys=ensure_keys(directory)")
+    context: ZContext = zmq.Context()
+    authenticator = keys.start_authenticator(context) if keys is not None else None
+    router = context.socket(zmq.ROUTER)
+    _limit(router)
+    router.rcvhwm = receive_limit
+    router.router_mandatory = True  # an error instead of silence when the peer is gone
+    if keys is not None:
+        keys.secure_server(router)
+    shown = f"[{host}]" if ":" in host else host
+    if ":" in host:
+        router.ipv6 = True
+    try:
+        router.bind(f"tcp://{shown}:0")
+    except zmq.ZMQError as err:
+        router.close(linger=0)
+        if authenticator is not None:
+            authenticator.stop()
+        context.term()
+        raise StreamError(
+            f"socket on host={host}: cannot bind: {err.strerror}; is it an address of this host?"
+        ) from err
+    endpoint = bytes(router.getsockopt(zmq.LAST_ENDPOINT))  # type: ignore[arg-type]
+    port = endpoint.rstrip(b"\0").decode().rsplit(":", 1)[1]
+    return Server(context, router, f"tcp://{shown}:{port}", authenticator)
+
+
+def connect_client(context: ZContext, address: str, keys: CurveKeys | None) -> tuple[ZSocket, ZSocket]:
+    """A DEALER that connects to ``address`` in the background, and the monitor that tells of its connection."""
+    dealer = context.socket(zmq.DEALER)
+    _limit(dealer)
+    dealer.rcvhwm = 0
+    dealer.reconnect_ivl = 50
+    dealer.reconnect_ivl_max = 2_000
+    dealer.ipv6 = "[" in address
+    if keys is not None:
+        keys.secure_client(dealer)
+    monitor = dealer.get_monitor_socket(int(CONNECTION_EVENTS))
+    try:
+        dealer.connect(address)
+    except zmq.ZMQError as err:
+        close_client(dealer, monitor)
+        raise StreamError(f"cannot connect to address={address!r}: {err.strerror}") from err
+    return dealer, monitor
+
+
+def close_client(dealer: ZSocket, monitor: ZSocket) -> None:
+    """Close both; what is still queued is thrown away (callers keep what was not acknowledged)."""
+    dealer.disable_monitor()
+    monitor.close(linger=0)
+    dealer.close(linger=0)
+
+
+def monitor_event(frames: Sequence[zmq.Frame]) -> zmq.Event:
+    """The event of one message of a monitor socket."""
+    return zmq.Event(parse_monitor_message([f.bytes for f in frames])["event"])
+
+
+def sender_of(frames: Sequence[zmq.Frame]) -> str:
+    """Who sent these frames, for a log line: network address and the socket's routing id."""
+    route = frames[0]
+    try:
+        peer = route.get("Peer-Address")
+    except zmq.ZMQError:
+        peer = "unknown address"
+    return f"{peer} (route {route.bytes.hex()})"
+
+
+def _limit(sock: ZSocket) -> None:
+    sock.linger = 0
+    sock.sndhwm = 0  # what may be in flight is bounded by the protocols above, not by the socket
+    sock.maxmsgsize = MAX_FRAME_BYTES
+    sock.heartbeat_ivl = HEARTBEAT_MS
+    sock.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
+
+
+class LoopReader:
+    """Hands each message of a plain ZMQ socket to a callback on the event loop.
+
+    A thin stand-in for ``zmq.asyncio``, which makes a future and a timer per message. ZMQ's descriptor is
+    edge-triggered and sending may swallow the edge, so whoever sends on the socket calls ``nudge`` afterwards.
+    """
+
+    BUDGET = 64  # messages per turn of the loop, so that other tasks get theirs
+
+    def __init__(self, sock: ZSocket, on_message: Callable[[list[zmq.Frame]], None]) -> None:
+        self._socket, self._on_message = sock, on_message
+        self._loop = asyncio.get_running_loop()
+        self._descriptor: int = sock.getsockopt(zmq.FD)  # type: ignore[assignment]
+        self._scheduled = False
+        self._closed = False
+        self._loop.add_reader(self._descriptor, self._drain)
+        self._schedule()
+
+    def nudge(self) -> None:
+        """Look again: to be called after each send on the socket."""
+        if not self._scheduled and not self._closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._schedule()
+
+    def close(self) -> None:
+        """Stop reading; before the socket is closed."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._descriptor)
+
+    def _schedule(self) -> None:
+        self._scheduled = True
+        self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._scheduled = False
+        for _ in range(self.BUDGET):
+            if self._closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._on_message(frames)
+        if not self._closed:
+            self._schedule()

@@ -1,0 +1,121 @@
+"""The tensors of samples that this ModelWorker holds, by sample id and key.
+
+Filled by the I/O thread (groups from rollout) and the request loop (demos, transfers, results); the keys and their
+dtypes are ``realsys.types.ARRAY_KEYS``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from realsys.types import ARRAY_KEYS, SampleMeta, SamplesArrived, SequenceRef, TrajectoryGroup
+
+Array = npt.NDArray[Any]
+
+
+class DataManager:
+    """Thread-safe. Holds an array until the master clears its sample; nothing else frees it."""
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self._lock = threading.Lock()
+        self._samples: dict[str, dict[str, Array]] = {}
+
+    def put(self, sample_id: str, arrays: Mapping[str, Array]) -> None:
+        """Store or add to a sample. Raises KeyError for an unknown key."""
+        checked = {key: np.ascontiguousarray(array, dtype=ARRAY_KEYS[key][0]) for key, array in arrays.items()}
+        with self._lock:
+            self._samples.setdefault(sample_id, {}).update(checked)
+
+    def get(self, sample_id: str, key: str) -> Array:
+        """Raises KeyError saying which worker lacks what."""
+        with self._lock:
+            sample = self._samples.get(sample_id)
+            if sample is None or key not in sample:
+                held = "the sample is not here" if sample is None else f"it has {', '.join(sorted(sample))}"
+                raise KeyError(f"model_worker/{self._worker} has no {key} of sample {sample_id}: {held}")
+            return sample[key]
+
+    def has(self, sample_id: str, key: str) -> bool:
+        with self._lock:
+            return key in self._samples.get(sample_id, ())
+
+    def clear(self, sample_ids: Iterable[str]) -> int:
+        """Forget samples; returns how many were here. Ids held elsewhere are no error: the master tells every worker."""
+        with self._lock:
+            return sum(self._samples.pop(sample_id, None) is not None for sample_id in sample_ids)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._samples)
+
+    @property
+    def nbytes(self) -> int:
+        with self._lock:
+            return sum(array.nbytes for sample in self._samples.values() for array in sample.values())
+
+    def add_group(self, group: TrajectoryGroup) -> SamplesArrived | None:
+        """Store a group from rollout; what to tell the master, or None if its samples are here already.
+
+        A ticket issued twice may arrive twice. The first one stays: the master may be training on it.
+        """
+        now = time.time()
+        ticket = group.ticket
+        metas = []
+        entries: dict[str, dict[str, Array]] = {}
+        for k, trajectory in enumerate(group.trajectories):
+            sample_id = f"{ticket.ticket_id}/{k}"
+            # Copies: the arrays are views into one received frame, which a single long answer would keep alive.
+            entries[sample_id] = {
+                "tokens": np.array(trajectory.tokens, dtype=np.int32),
+                "behav_logprobs": np.array(trajectory.logprobs, dtype=np.float32),
+                "versions": np.array(trajectory.versions, dtype=np.int32),
+            }
+            metas.append(
+                SampleMeta(
+                    sample_id=sample_id,
+                    ticket_id=ticket.ticket_id,
+                    attempt=ticket.attempt,
+                    length=len(trajectory.tokens),
+                    prompt_len=trajectory.prompt_len,
+                    reward=trajectory.reward,
+                    truncated=trajectory.truncated,
+                    version_min=int(trajectory.versions.min()) if trajectory.answer_len else ticket.version,
+                    version_max=int(trajectory.versions.max()) if trajectory.answer_len else ticket.version,
+                    owner=self._worker,
+                    arrived=now,
+                )
+            )
+        with self._lock:
+            if any(sample_id in self._samples for sample_id in entries):
+                return None
+            self._samples.update(entries)
+        return SamplesArrived(metas)
+
+    def add_sequence(self, sample_id: str, prompt: list[int], response: list[int]) -> SampleMeta:
+        """Store one demonstration."""
+        self.put(sample_id, {"tokens": np.array(prompt + response, dtype=np.int32)})
+        return SampleMeta(
+            sample_id=sample_id,
+            ticket_id=sample_id,
+            attempt=0,
+            length=len(prompt) + len(response),
+            prompt_len=len(prompt),
+            reward=0.0,
+            truncated=False,
+            version_min=0,
+            version_max=0,
+            owner=self._worker,
+            arrived=time.time(),
+        )
+
+
+def array_size(ref: SequenceRef, key: str) -> int:
+    """Elements of ``key`` of this sequence."""
+    return ref.length if ARRAY_KEYS[key][1] == "sequence" else ref.answer_len

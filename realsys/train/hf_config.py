@@ -1,0 +1,198 @@
+"""An HF ``config.json`` -> what the trainer needs to know of the model, and Megatron's TransformerConfig."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from realsys.config.allocation import ParallelLayout
+from realsys.config.schema import TrainConfig
+from realsys.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding. ``llama3`` is the frequency-dependent stretching of Llama 3.1 and later."""
+
+    theta: float
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+    def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
+        """float32 [head_dim / 2], radians per position."""
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        inverse = 1.0 / (self.theta**exponents)
+        if self.kind == "linear":
+            return inverse / self.factor
+        if self.kind == "llama3":
+            wavelength = 2 * math.pi / inverse
+            low = self.original_max_position / self.low_freq_factor
+            high = self.original_max_position / self.high_freq_factor
+            blend = (self.original_max_position / wavelength - self.low_freq_factor) / (
+                self.high_freq_factor - self.low_freq_factor
+            )
+            between = (1 - blend) * inverse / self.factor + blend * inverse
+            stretched = torch.where(wavelength > low, inverse / self.factor, inverse)
+            return torch.where((wavelength <= low) & (wavelength >= high), between, stretched)
+        return inverse
+
+
+@dataclass(frozen=True, slots=True)
+class HFModel:
+    """Sizes and switches of a Qwen2, Qwen3 or Llama model."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    rope: Rope
+
+
+def read_hf_config(directory: Path) -> HFModel:
+    """Raises ModelError naming the file and the key that is missing or not supported."""
+    path = directory / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}); model.path must be a HF model directory") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: no JSON ({error})") from error
+    family = raw.get("model_type")
+    if family not in _FAMILIES:
+        raise ModelError(f"{path}: model_type={family!r} is not supported; known: {', '.join(_FAMILIES)}")
+    _refuse_unsupported(path, family, raw)
+    try:
+        heads = raw["num_attention_heads"]
+        return HFModel(
+            family=family,
+            layers=raw["num_hidden_layers"],
+            hidden=raw["hidden_size"],
+            heads=heads,
+            kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            ffn=raw["intermediate_size"],
+            vocab=raw["vocab_size"],
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+            rope=_read_rope(path, raw),
+        )
+    except KeyError as error:
+        raise ModelError(f"{path}: {error.args[0]} is missing") from error
+
+
+def _refuse_unsupported(path: Path, family: str, raw: dict[str, Any]) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"{path}: hidden_act={raw['hidden_act']!r} is not supported; only silu")
+    for key in ("mlp_bias", "use_sliding_window"):
+        if raw.get(key):
+            raise ModelError(f"{path}: {key}=true is not supported")
+    if family != "qwen2" and raw.get("attention_bias"):
+        raise ModelError(f"{path}: attention_bias=true is not supported for {family}")
+
+
+def _read_rope(path: Path, raw: dict[str, Any]) -> Rope:
+    # transformers 5 writes rope_parameters; before, rope_theta and rope_scaling.
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, "linear", float(scaling["factor"]))
+    if kind == "llama3":
+        return Rope(
+            theta,
+            "llama3",
+            float(scaling["factor"]),
+            float(scaling["low_freq_factor"]),
+            float(scaling["high_freq_factor"]),
+            int(scaling["original_max_position_embeddings"]),
+        )
+    raise ModelError(f"{path}: rope_type={kind!r} is not supported; known: default, linear, llama3")
+
+
+def check_layout(model: HFModel, layout: ParallelLayout) -> None:
+    """Raises ModelError with the numbers when the model does not divide by the layout."""
+    tensor_sizes = {
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "intermediate_size": model.ffn,
+        "vocab_size": model.vocab,
+    }
+    for name, size in tensor_sizes.items():
+        if size % layout.tensor:
+            raise ModelError(f"{name}={size} does not divide by m{layout.tensor} of the training layout {layout}")
+    if model.layers % layout.pipeline:
+        raise ModelError(
+            f"num_hidden_layers={model.layers} does not divide by p{layout.pipeline} of the training layout {layout}"
+        )
+    if model.heads % model.kv_heads:
+        raise ModelError(f"num_attention_heads={model.heads} does not divide by num_key_value_heads={model.kv_heads}")
+
+
+def transformer_config(model: HFModel, layout: ParallelLayout, train: TrainConfig, dtype: str) -> TransformerConfig:
+    """Megatron's description of the model; raises ModelError when it does not fit the layout."""
+    check_layout(model, layout)
+    recompute: dict[str, Any] = {}
+    if train.recompute:
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    parameters = DTYPES[dtype]
+    return TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        qk_layernorm=model.qk_norm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=parameters,
+        pipeline_dtype=parameters,
+        bf16=parameters is torch.bfloat16,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        # Sequence parallelism splits over the tensor ranks: with one there is nothing to split.
+        sequence_parallel=train.sequence_parallel and layout.tensor > 1,
+        # Every parameter is read from the checkpoint; drawing random ones first would be waste. (Megatron's own
+        # switch for that also drops the attributes that make the grad norm right under tensor parallelism.)
+        init_method=_keep,
+        output_layer_init_method=_keep,
+        embedding_init_method=_keep,
+        gradient_accumulation_fusion=False,  # needs Apex
+        variable_seq_lengths=layout.pipeline > 1,
+        moe_token_dispatcher_type="alltoall",  # the default is refused together with variable lengths
+        **recompute,
+    )
+
+
+def _keep(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,236 @@
+"""HF checkpoints <-> Megatron shards, over tensor and pipeline ranks.
+
+    q, k, v       -> linear_qkv   interleaved by query group
+    gate, up      -> linear_fc1   one below the other, within each tensor rank's shard
+    the rest      one to one
+
+A rank reads only its own slice of every tensor. For export the tensors of a stage are dealt out over its data and
+tensor ranks, so all of them write at the same time and each tensor is written once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+from realsys.errors import ModelError
+from realsys.train.hf_config import HFModel
+
+Shape = tuple[int, ...]
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterMap:
+    """One Megatron parameter: the HF tensors it is made of, and along which dimension tensor ranks split them."""
+
+    hf: tuple[str, ...]
+    dim: int | None
+    form: Literal["plain", "qkv", "gate_up"] = "plain"
+
+
+def mapping_of(name: str, layer: int | None, tied: bool) -> ParameterMap:
+    """``name`` of a parameter of Megatron's GPTModel, ``layer`` counted from 0 over the whole model."""
+    if name == "embedding.word_embeddings.weight":
+        return ParameterMap((_EMBEDDING,), 0)
+    if name == "output_layer.weight":
+        return ParameterMap((_EMBEDDING if tied else _HEAD,), 0)
+    if name == "decoder.final_layernorm.weight":
+        return ParameterMap(("model.norm.weight",), None)
+    prefix = f"model.layers.{layer}."
+    projections = tuple(f"{prefix}self_attn.{x}_proj" for x in "qkv")
+    inside = {
+        "input_layernorm.weight": ParameterMap((f"{prefix}input_layernorm.weight",), None),
+        "pre_mlp_layernorm.weight": ParameterMap((f"{prefix}post_attention_layernorm.weight",), None),
+        "self_attention.linear_qkv.weight": ParameterMap(tuple(f"{p}.weight" for p in projections), 0, "qkv"),
+        "self_attention.linear_qkv.bias": ParameterMap(tuple(f"{p}.bias" for p in projections), 0, "qkv"),
+        "self_attention.linear_proj.weight": ParameterMap((f"{prefix}self_attn.o_proj.weight",), 1),
+        "self_attention.q_layernorm.weight": ParameterMap((f"{prefix}self_attn.q_norm.weight",), None),
+        "self_attention.k_layernorm.weight": ParameterMap((f"{prefix}self_attn.k_norm.weight",), None),
+        "mlp.linear_fc1.weight": ParameterMap(
+            (f"{prefix}mlp.gate_proj.weight", f"{prefix}mlp.up_proj.weight"), 0, "gate_up"
+        ),
+        "mlp.linear_fc2.weight": ParameterMap((f"{prefix}mlp.down_proj.weight",), 1),
+    }
+    return inside[name.split(".", 3)[3]]
+
+
+def hf_shapes(model: HFModel) -> dict[str, Shape]:
+    """Every tensor that the HF checkpoint of this model must have, with its shape."""
+    q, kv, hidden = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.hidden
+    shapes: dict[str, Shape] = {_EMBEDDING: (model.vocab, hidden), "model.norm.weight": (hidden,)}
+    if not model.tied:
+        shapes[_HEAD] = (model.vocab, hidden)
+    for layer in range(model.layers):
+        prefix = f"model.layers.{layer}."
+        for x, size in (("q", q), ("k", kv), ("v", kv)):
+            shapes[f"{prefix}self_attn.{x}_proj.weight"] = (size, hidden)
+            if model.qkv_bias:
+                shapes[f"{prefix}self_attn.{x}_proj.bias"] = (size,)
+        if model.qk_norm:
+            for x in "qk":
+                shapes[f"{prefix}self_attn.{x}_norm.weight"] = (model.head_dim,)
+        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, q)
+        for x in ("gate", "up"):
+            shapes[f"{prefix}mlp.{x}_proj.weight"] = (model.ffn, hidden)
+        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, model.ffn)
+        for x in ("input", "post_attention"):
+            shapes[f"{prefix}{x}_layernorm.weight"] = (hidden,)
+    return shapes
+
+
+class HFReader:
+    """Slices of the tensors of a HF directory, file by file, nothing read ahead."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open: dict[str, Any] = {}
+        index = directory / "model.safetensors.index.json"
+        if index.exists():
+            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        else:
+            single = "model.safetensors"
+            if not (directory / single).exists():
+                raise ModelError(f"{directory}: neither {single} nor {index.name} is there; only safetensors are read")
+            self._files = dict.fromkeys(self._file(single).keys(), single)
+
+    def check(self, shapes: Mapping[str, Shape], tied: bool) -> None:
+        """Raises ModelError naming a tensor that is missing, too many, or of another shape."""
+        ignored = {_HEAD} if tied else set()
+        extra = [n for n in self._files.keys() - shapes.keys() - ignored if not n.endswith("rotary_emb.inv_freq")]
+        if extra:
+            raise ModelError(f"{self._directory}: tensor {min(extra)} is not part of the model that config.json describes")
+        for name, shape in shapes.items():
+            if name not in self._files:
+                raise ModelError(f"{self._directory}: tensor {name} is missing")
+            found = tuple(self._file(self._files[name]).get_slice(name).get_shape())
+            if found != shape:
+                raise ModelError(f"{self._directory}: tensor {name} has shape {found}, config.json says {shape}")
+
+    def read(self, name: str, dim: int | None, part: int, parts: int) -> torch.Tensor:
+        """Part ``part`` of ``parts`` along ``dim``."""
+        view = self._file(self._files[name]).get_slice(name)
+        if dim is None or parts == 1:
+            whole: torch.Tensor = view[:]
+            return whole
+        step = view.get_shape()[dim] // parts
+        window = slice(part * step, (part + 1) * step)
+        piece: torch.Tensor = view[window] if dim == 0 else view[:, window]
+        return piece
+
+    def _file(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self._directory / file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{self._directory / file}: cannot be read: {error}") from error
+        return self._open[file]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMap:
+    """The mapping for one rank: which of ``tensor_ranks`` shards it holds."""
+
+    model: HFModel
+    tensor_rank: int
+    tensor_ranks: int
+
+    def parameters(self, module: torch.nn.Module) -> Iterator[tuple[ParameterMap, torch.nn.Parameter]]:
+        """The parameters of an unwrapped GPTModel in a fixed order, the same on all tensor and data ranks of a stage."""
+        layers = getattr(module.decoder, "layers")  # noqa: B009  (torch types it as Tensor | Module)
+        for name, parameter in module.named_parameters():
+            match = re.match(r"decoder\.layers\.(\d+)\.", name)
+            layer = layers[int(match[1])].layer_number - 1 if match else None
+            yield mapping_of(name, layer, self.model.tied), parameter
+
+    @torch.no_grad()
+    def load(self, module: torch.nn.Module, directory: Path) -> None:
+        """Fill the module from a HF directory, one tensor at a time."""
+        reader = HFReader(directory)
+        reader.check(hf_shapes(self.model), self.model.tied)
+        for mapping, parameter in self.parameters(module):
+            parts = [reader.read(name, mapping.dim, self.tensor_rank, self.tensor_ranks) for name in mapping.hf]
+            parameter.copy_(self._join(mapping, parts))
+
+    @torch.no_grad()
+    def export(
+        self,
+        module: torch.nn.Module,
+        *,
+        data_rank: int,
+        data_ranks: int,
+        group: dist.ProcessGroup,
+        skip_head: bool,
+        gradients: bool = False,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The HF tensors that this rank writes, whole. Every rank of ``group`` (tensor) must run it to its end.
+
+        ``skip_head``: the head of a tied model on a later stage is a copy of the first stage's embedding.
+        """
+        items = list(self.parameters(module))
+        writers = assign_writers([parameter.numel() for _, parameter in items], data_ranks * self.tensor_ranks)
+        for (mapping, parameter), writer in zip(items, writers, strict=True):
+            if skip_head and mapping.hf == (_EMBEDDING,):
+                continue
+            owner, tensor_owner = divmod(writer, self.tensor_ranks)
+            if owner != data_rank:
+                continue
+            source = parameter.main_grad if gradients else parameter.detach()  # type: ignore[attr-defined]
+            parts = self._split(mapping, source)
+            for name, part in zip(mapping.hf, parts, strict=True):
+                whole = self._gather(part, mapping.dim, tensor_owner, group)
+                if whole is not None:
+                    yield name, whole
+
+    def _gather(
+        self, part: torch.Tensor, dim: int | None, owner: int, group: dist.ProcessGroup
+    ) -> torch.Tensor | None:
+        if dim is None or self.tensor_ranks == 1:
+            return part if self.tensor_rank == owner else None
+        part = part.contiguous()
+        mine = self.tensor_rank == owner
+        parts = [torch.empty_like(part) for _ in range(self.tensor_ranks)] if mine else None
+        dist.gather(part, parts, group_dst=owner, group=group)
+        return None if parts is None else torch.cat(parts, dim)
+
+    def _join(self, mapping: ParameterMap, parts: list[torch.Tensor]) -> torch.Tensor:
+        """This rank's slices of the HF tensors -> its Megatron shard."""
+        if mapping.form == "plain":
+            return parts[0]
+        if mapping.form == "gate_up":
+            return torch.cat(parts)
+        groups = self.model.kv_heads // self.tensor_ranks
+        return torch.cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).reshape(-1, *parts[0].shape[1:])
+
+    def _split(self, mapping: ParameterMap, shard: torch.Tensor) -> list[torch.Tensor]:
+        """The inverse of ``_join``."""
+        if mapping.form == "plain":
+            return [shard]
+        if mapping.form == "gate_up":
+            return list(shard.chunk(2))
+        groups, rest = self.model.kv_heads // self.tensor_ranks, shard.shape[1:]
+        per_group = self.model.heads // self.model.kv_heads * self.model.head_dim
+        sizes = [per_group, self.model.head_dim, self.model.head_dim]
+        pieces = shard.reshape(groups, sum(sizes), *rest).split(sizes, 1)
+        return [piece.reshape(-1, *rest) for piece in pieces]
+
+
+def assign_writers(sizes: list[int], writers: int) -> list[int]:
+    """Item -> writer: largest first to the one with the least so far. The same answer on every rank."""
+    loads = [0] * writers
+    owner = [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        writer = loads.index(min(loads))
+        owner[item] = writer
+        loads[writer] += sizes[item]
+    return owner
