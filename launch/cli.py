@@ -35,9 +35,13 @@ def _parser() -> argparse.ArgumentParser:
         help="run a trial on this machine",
         description="Run a trial on this machine: make its folder, start its processes, show it, report it.",
     )
-    run.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="experiment=NAME, group=OPTION or field.path=value")
+    run.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="experiment=NAME, group=OPTION or field.path=value"
+    )
     run.add_argument("--trial", metavar="NAME", help="name of the trial; without it, date and time")
-    run.add_argument("--config-dir", type=Path, metavar="DIR", help="configuration files of your own (DIR/experiment/*.yaml)")
+    run.add_argument(
+        "--config-dir", type=Path, metavar="DIR", help="configuration files of your own (DIR/experiment/*.yaml)"
+    )
     run.add_argument("--dry-run", action="store_true", help="check everything, print the processes, start nothing")
     run.add_argument("--plain", action="store_true", help="one line per step instead of the live display")
     status = commands.add_parser("status", help="show a running or finished trial")

@@ -8,7 +8,7 @@ from typing import Protocol
 import aiohttp
 
 from launch.progress import Progress
-from realsys.cluster.name_store import NameStore, make_name_store
+from realsys.cluster.name_store import NameStore, make_name_store, trial_names
 from realsys.cluster.names import Names
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -47,13 +47,14 @@ class Monitor:
             timeout = aiohttp.ClientTimeout(total=_STATUS_TIMEOUT_S)
             async with aiohttp.ClientSession(timeout=timeout) as session:
                 while True:
-                    await self._ask_manager(session, store)
+                    await self.ask_manager(session, store)
                     self.read_steps()
                     await asyncio.sleep(_REFRESH_S)
         finally:
             store.close()
 
-    async def _ask_manager(self, session: aiohttp.ClientSession, store: NameStore) -> None:
+    async def ask_manager(self, session: aiohttp.ClientSession, store: NameStore) -> None:
+        """One look at the manager's status; without an answer the last one stays."""
         progress = self._progress
         if progress.address is None:
             progress.address = await asyncio.to_thread(_lookup, store, trial_names(self._config))
@@ -64,10 +65,27 @@ class Monitor:
                 response.raise_for_status()
                 status = await response.json()
         except (aiohttp.ClientError, TimeoutError, ValueError):
-            progress.address = None  # the display shows the last status it got
+            progress.address = None
             return
         if isinstance(status, dict):
             progress.status = status
+
+
+async def look_once(config: Config, paths: TrialPaths, progress: Progress) -> None:
+    """Fill ``progress`` from the step log and, if it answers, from the manager."""
+    monitor = Monitor(config, paths, progress, _NoScreen())
+    monitor.read_steps()
+    store = await asyncio.to_thread(make_name_store, config, paths)
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_STATUS_TIMEOUT_S)) as session:
+            await monitor.ask_manager(session, store)
+    finally:
+        store.close()
+
+
+class _NoScreen:
+    def refresh(self, progress: Progress) -> None:
+        return None
 
 
 def _lookup(store: NameStore, names: Names) -> str | None:

@@ -23,7 +23,7 @@ DEFAULT_TRIAL = str(Config.model_fields["trial"].default)
 
 
 def resolve(config: Config, *, now: datetime) -> Config:
-    """Give the trial a name if it has none, and make every path absolute: workers read the result, wherever they run."""
+    """Give the trial a name if it has none, and make every path absolute, for workers that run elsewhere."""
     update: dict[str, object] = {"fileroot": str(Path(config.fileroot).resolve())}
     if config.trial == DEFAULT_TRIAL:
         update["trial"] = _free_name(Path(config.fileroot).resolve() / config.experiment, now)
@@ -108,13 +108,13 @@ def _make_inputs(config: Config, paths: TrialPaths, say: Callable[[str], None]) 
 
 
 def _clear_names(config: Config, paths: TrialPaths) -> None:
-    """An etcd server outlives trials: forget the addresses of an earlier one of the same name."""
-    if config.cluster.name_store.backend == "file":
+    """A name store outside the trial folder outlives trials: forget an earlier one of the same name."""
+    if config.cluster.name_store.backend == "file" and not config.cluster.name_store.root:
         return
-    from realsys.cluster.name_store import make_name_store
+    from realsys.cluster.name_store import make_name_store, trial_names
 
     store = make_name_store(config, paths)
     try:
-        store.clear_subtree("")
+        store.clear_subtree(trial_names(config).root)
     finally:
         store.close()

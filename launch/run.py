@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import time
 import uuid
@@ -78,9 +77,10 @@ async def _supervise(config: Config, paths: TrialPaths, specs: Sequence[ProcessS
             outcome = await supervisor.run()
         finally:
             watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watching
+            (trouble,) = await asyncio.gather(watching, return_exceptions=True)
             monitor.read_steps()
+            if isinstance(trouble, Exception):  # a display that fails must not take the run with it, nor be silent
+                view.note(f"the display stopped working: {type(trouble).__name__}: {trouble}")
     return _conclude(config, paths, progress, outcome, started)
 
 

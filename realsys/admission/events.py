@@ -18,7 +18,7 @@ Outcome = Literal["accepted", "rejected", "failed"]
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """A train ticket went to a worker. ``position`` is that of the prompt in the order, -1 if it was given back before."""
+    """A train ticket went to a worker. ``position`` of the prompt in the order; -1 if it is not a new one."""
 
     ticket_id: str
     attempt: int

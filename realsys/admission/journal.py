@@ -2,9 +2,9 @@
 
     {crc32 of the JSON, 8 hex digits} {JSON}\\n
 
-A record is written (to the page cache: it survives the death of the process) before the call that caused it is answered;
-``sync`` makes it survive the death of the machine. A torn last record is cut off when the file is opened; damage
-further up is an error, because what follows it cannot be trusted.
+A record is written (to the page cache: it survives the death of the process) before the call that caused it is
+answered; ``sync`` makes it survive the death of the machine. A torn last record is cut off when the file is opened;
+damage further up is an error, because what follows it cannot be trusted.
 """
 
 from __future__ import annotations
@@ -118,9 +118,7 @@ class Journal:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LedgerError(
-                f"ledger {self.path}: another gserver_manager has it open; stop that one first"
-            ) from None
+            raise LedgerError(f"ledger {self.path}: another gserver_manager has it open; stop that one first") from None
         except OSError as error:  # some network file systems have no locks; the worker's lease still fences
             log.warning("ledger %s: cannot lock: %s", self.path, error.strerror)
 

@@ -102,6 +102,11 @@ class Ledger:
         return self.counts.counted
 
     @property
+    def epoch(self) -> int:
+        """Passes over the prompts begun, from 0."""
+        return self.cursor // self._order.size
+
+    @property
     def exhausted(self) -> bool:
         """Nothing waits and the epochs are used up."""
         return not self.counts.open["waiting"] and not self._prompts and self._order.at(self.cursor) is None
@@ -128,7 +133,7 @@ class Ledger:
         self.open[ticket_id].news_at = now
         return True
 
-    # -- decisions: each applies the events it returns -------------------------------------------------------------------
+    # -- decisions: each applies the events it returns ---------------------------------------------------------------
 
     def grant(self, worker: str, incarnation: str, version: int, now: float) -> Granted | None:
         """The next attempt: lost and failed tickets first, oldest first; then given-back prompts; then new ones."""
@@ -138,7 +143,7 @@ class Ledger:
         return event
 
     def finish(self, ticket_id: str, attempt: int, outcome: Outcome, reason: str, now: float) -> Finish:
-        """End of an attempt. Unknown or superseded attempts are not known; a repetition is known and changes nothing."""
+        """End of an attempt. Not known if superseded or never granted; a repetition is known and changes nothing."""
         number = self._number(ticket_id)
         if number is None or self._attempt[number] != attempt:
             return Finish(known=False)
@@ -192,12 +197,14 @@ class Ledger:
             for number, outcome in enumerate(self._outcome)
             if outcome > version
         ]
-        events += [Reissued(t.ticket_id, t.attempt, "rolled back", now) for t in self.open.values() if t.state == "finished"]
+        events += [
+            Reissued(t.ticket_id, t.attempt, "rolled back", now) for t in self.open.values() if t.state == "finished"
+        ]
         for event in events:
             self.apply(event)
         return events
 
-    # -- transitions --------------------------------------------------------------------------------------------------
+    # -- transitions -------------------------------------------------------------------------------------------------
 
     def apply(self, event: TicketEvent) -> None:
         """One event. Raises LedgerError if it cannot follow the ones before (a journal of another trial, or damage)."""
@@ -258,7 +265,15 @@ class Ledger:
         ticket = self.open.get(event.ticket_id)
         if ticket is None and number is not None and self._outcome[number] >= 0:  # roll-back of a trained ticket
             ticket = OpenTicket(
-                event.ticket_id, self._prompt[number], event.attempt, "", "", self._outcome[number], event.time, 0, "finished"
+                event.ticket_id,
+                self._prompt[number],
+                event.attempt,
+                "",
+                "",
+                self._outcome[number],
+                event.time,
+                0,
+                "finished",
             )
             self.open[event.ticket_id] = ticket
             self._outcome[number] = _OPEN
@@ -272,7 +287,9 @@ class Ledger:
         for ticket_id in event.tickets:
             number = self._number(ticket_id)
             if number is None or self._outcome[number] >= 0:
-                raise LedgerError(f"ledger: ticket {ticket_id} trained at version {event.version}: unknown or trained before")
+                raise LedgerError(
+                    f"ledger: ticket {ticket_id} trained at version {event.version}: unknown or trained before"
+                )
             if self._outcome[number] <= _FIRST_REASON:
                 # We gave the ticket up, but its group had reached the trainer: what is in the weights counts.
                 self.counts.dropped -= 1
@@ -307,7 +324,7 @@ class Ledger:
         self.counts.open[ticket.state] -= 1
         assert self.counts.open[ticket.state] >= 0, f"{ticket.state} count below zero at {ticket}"
 
-    # -- helpers ------------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _next_grant(self, worker: str, incarnation: str, version: int, now: float) -> Granted | None:
         while self._reissue:

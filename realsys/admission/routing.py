@@ -67,9 +67,9 @@ class LeastTokens:
 class StickyLeastLoaded:
     """Stay on the server that holds the prefix while its weights are the same and it is not overloaded.
 
-    After a weight update the cached prefix is gone anyway, so the ticket is placed anew. The gate is relative to the least
-    loaded server: staying is allowed up to ``ratio`` times its tokens plus ``slack`` requests of this size. Hashing
-    prefixes to servers instead piles up hot spots.
+    After a weight update the cached prefix is gone anyway, so the ticket is placed anew. The gate is relative to the
+    least loaded server: staying is allowed up to ``ratio`` times its tokens plus ``slack`` requests of this size.
+    Hashing prefixes to servers instead piles up hot spots.
     """
 
     def __init__(self, ratio: float = 1.5, slack: float = 4.0) -> None:

@@ -12,7 +12,7 @@ or raises DecodeError. The arrays it returns are read-only views of the frames.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar
 
@@ -69,7 +69,8 @@ def encode_message(message: msgspec.Struct) -> bytes:
 
 def decode_message(data: Buffer, kind: type[T]) -> T:
     """The Struct of type ``kind`` in ``data``; DecodeError if it is not there."""
-    decoder: msgspec.msgpack.Decoder[T] = _decoder(kind)
+    key: Any = kind
+    decoder: msgspec.msgpack.Decoder[T] = _decoder(key)
     return decode_with(decoder, data, kind.__name__)
 
 
@@ -213,5 +214,5 @@ def _view(frame: Buffer, dtype: np.dtype[Any], size: int, what: str) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _decoder(kind: Hashable) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind)  # type: ignore[arg-type]
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)

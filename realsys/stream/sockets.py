@@ -124,6 +124,22 @@ def sender_of(frames: Sequence[zmq.Frame]) -> str:
     return f"{peer} (route {route.bytes.hex()})"
 
 
+def describe_loss(event: zmq.Event, *, was_up: bool) -> str:
+    """What ``event`` of a client's monitor says about its connection."""
+    if event in REJECTED_EVENTS:
+        return "the peer rejected the handshake; do both sides use the same keys?"
+    if was_up:
+        return "connection lost"
+    if event == zmq.Event.DISCONNECTED:
+        return "closed during the handshake; do both sides use the same keys?"
+    return "connection refused"
+
+
+def worth_logging(count: int) -> bool:
+    """Whether the ``count``-th event of a kind gets a line: the first ten, then each power of two."""
+    return count <= 10 or count & (count - 1) == 0
+
+
 def _limit(sock: ZSocket) -> None:
     sock.linger = 0
     sock.sndhwm = 0  # what may be in flight is bounded by the protocols above, not by the socket

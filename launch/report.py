@@ -1,0 +1,227 @@
+"""What a finished run leaves: a summary on the terminal, summary.json, curves.png."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from launch.display import fmt
+from launch.failures import FirstFailure
+from launch.progress import TIME_PARTS, Progress, Record, mean, number
+from launch.supervisor import Outcome
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Summary = dict[str, Any]
+
+
+def summarise(
+    config: Config,
+    paths: TrialPaths,
+    progress: Progress,
+    outcome: Outcome,
+    *,
+    started: float,
+    ended: float,
+    failure: FirstFailure | None = None,
+) -> Summary:
+    """Everything worth keeping of a run, as plain values; what was not measured is null."""
+    train = progress.train
+    before = number(progress.evals.get("before", {}), "accuracy")
+    after = number(progress.evals.get("after", {}), "accuracy")
+    seconds = progress.phase_seconds(ended)
+    answer_tokens = sum(number(r, "answer_tokens") or 0.0 for r in train)
+    training_seconds = seconds.get("train")
+    return {
+        "experiment": config.experiment,
+        "trial": config.trial,
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "failure": None if failure is None else {"process": failure.process, "problem": failure.problem},
+        "allocation": config.allocation,
+        "steps": len(train),
+        "accuracy": {
+            "before": before,
+            "after": after,
+            "gain": None if before is None or after is None else after - before,
+            "problems": number(progress.evals.get("after", progress.evals.get("before", {})), "problems"),
+            "train_first": number(train[0], "accuracy") if train else None,
+            "train_last": number(train[-1], "accuracy") if train else None,
+        },
+        "evaluations": [
+            {key: record.get(key) for key in ("eval_id", "step", "problems", "accuracy", "length_mean")}
+            for record in progress.evals.values()
+        ],
+        "seconds": {"total": ended - started, **seconds},
+        "step_seconds": {part: mean(train, "seconds", part) for part in (*TIME_PARTS, "total")},
+        "tokens": {
+            "trained_answer_tokens": int(answer_tokens),
+            "end_to_end_per_s": answer_tokens / training_seconds if training_seconds and answer_tokens else None,
+            "train_per_s": mean(train, "train_tokens_per_s"),
+        },
+        "staleness": {
+            "mean": mean(train, "staleness", "mean"),
+            "max": max((number(r, "staleness", "max") or 0.0 for r in train), default=None),
+            "eta": config.asynchronous.max_head_offpolicyness,
+            "histogram": _histogram(train),
+            "dropped": int(sum(number(r, "dropped_stale") or 0.0 for r in train)),
+        },
+        "restarts": [{"process": d.name, "how": d.how, "time": d.time} for d in outcome.restarted],
+        "killed_at_stop": outcome.killed,
+        "checkpoint": str(paths.final_model) if paths.final_model.is_dir() else None,
+        "folder": str(paths.root),
+    }
+
+
+def _histogram(train: Sequence[Record]) -> dict[str, int]:
+    """Sequences per lag, over all steps."""
+    total: dict[int, int] = {}
+    for record in train:
+        staleness = record.get("staleness")
+        counts = staleness.get("histogram") if isinstance(staleness, Mapping) else None
+        for lag, count in (counts or {}).items():
+            total[int(lag)] = total.get(int(lag), 0) + int(count)
+    return {str(lag): total[lag] for lag in sorted(total)}
+
+
+def write_report(summary: Summary, progress: Progress, paths: TrialPaths) -> None:
+    """Write summary.json, and curves.png if a step was trained."""
+    staged = paths.summary.with_suffix(".tmp")
+    staged.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    staged.replace(paths.summary)
+    if progress.train:
+        draw_curves(summary, progress, paths)
+
+
+def print_summary(console: Console, summary: Summary) -> None:
+    """The summary as a table."""
+    accuracy, seconds, staleness = summary["accuracy"], summary["seconds"], summary["staleness"]
+    title = f"{summary['experiment']}/{summary['trial']}: {summary['status']}"
+    table = Table(
+        title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
+    )
+    if accuracy["after"] is not None:
+        text = f"{fmt(accuracy['before'], '.1%')} -> {fmt(accuracy['after'], '.1%')}"
+        gain = accuracy["gain"]
+        points = "" if gain is None else f"  ({gain * 100:+.1f} points)"
+        table.add_row("held-out accuracy", f"[bold]{text}[/]{points} on {fmt(accuracy['problems'], '.0f')} problems")
+    if summary["steps"]:
+        course = f"{fmt(accuracy['train_first'], '.1%')} -> {fmt(accuracy['train_last'], '.1%')}"
+        table.add_row("accuracy in training", f"{course}, {summary['steps']} steps")
+    phases = ", ".join(f"{name} {_clock(value)}" for name, value in seconds.items() if name != "total" and value >= 1)
+    table.add_row("wall time", f"{_clock(seconds['total'])}  ({phases})" if phases else _clock(seconds["total"]))
+    if summary["steps"]:
+        tokens = summary["tokens"]
+        table.add_row("step time", _split(summary["step_seconds"]))
+        rates = (
+            f"{fmt(tokens['end_to_end_per_s'], ',.0f')} end to end, {fmt(tokens['train_per_s'], ',.0f')} in training"
+        )
+        table.add_row("tokens/s", rates)
+        lag = f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}, bound {staleness['eta']}"
+        table.add_row("staleness", f"{lag}; {staleness['dropped']} groups dropped")
+    if summary["restarts"]:
+        table.add_row("restarts", ", ".join(f"{r['process']} {r['how']}" for r in summary["restarts"]))
+    if summary["checkpoint"]:
+        table.add_row("checkpoint", summary["checkpoint"])
+    table.add_row("report", f"{summary['folder']}/summary.json, curves.png" if summary["steps"] else summary["folder"])
+    console.print(table, soft_wrap=True)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _split(seconds: Mapping[str, float | None]) -> str:
+    parts = [f"{part} {value:.2f}" for part in TIME_PARTS if (value := seconds.get(part)) is not None]
+    return f"{fmt(seconds.get('total'), '.2f')} s = " + " + ".join(parts) if parts else "-"
+
+
+# ---- curves
+
+_LINE, _POINT, _BAND = "#1f5fa8", "#c8452e", "#9dc3e6"
+
+
+def draw_curves(summary: Summary, progress: Progress, paths: TrialPaths) -> None:
+    """2x2: reward, accuracy (held-out as points), staleness, answer length; each over train steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    train = progress.train
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
+    reward, accuracy, lag, length = axes.flat
+    _line(reward, train, "Mean reward", ("reward_mean",))
+    _line(accuracy, train, "Accuracy", ("accuracy",), label="training batch")
+    _held_out(accuracy, progress)
+    accuracy.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    _staleness(lag, train, int(summary["staleness"]["eta"]))
+    _line(length, train, "Answer length (tokens)", ("length_mean",), label="all")
+    _line(length, train, "Answer length (tokens)", ("length_correct",), label="correct", color="#3a8f4d", style="--")
+    _line(length, train, "Answer length (tokens)", ("length_wrong",), label="wrong", color=_POINT, style=":")
+    for axis in axes.flat:
+        axis.grid(True, color="#e6e6e6", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend(frameon=False, fontsize=9)
+    for axis in axes[1]:
+        axis.set_xlabel("Train step")
+    figure.suptitle(f"{summary['experiment']}/{summary['trial']}   {summary['allocation']}", fontsize=12)
+    figure.savefig(paths.curves, dpi=130)
+    pyplot.close(figure)
+
+
+def _series(records: Sequence[Record], path: Sequence[str]) -> tuple[list[float], list[float]]:
+    pairs = [(number(r, "step"), number(r, *path)) for r in records]
+    known = [(x, y) for x, y in pairs if x is not None and y is not None]
+    return [x for x, _ in known], [y for _, y in known]
+
+
+def _line(
+    axis: Axes,
+    records: Sequence[Record],
+    title: str,
+    path: Sequence[str],
+    *,
+    label: str | None = None,
+    color: str = _LINE,
+    style: str = "-",
+) -> None:
+    steps, values = _series(records, path)
+    if values:
+        marker = "o" if len(values) < 3 else None  # a single step has no line to see
+        axis.plot(steps, values, color=color, linestyle=style, linewidth=1.8, label=label, marker=marker, markersize=4)
+    axis.set_title(title, loc="left", fontsize=11)
+
+
+def _held_out(axis: Axes, progress: Progress) -> None:
+    steps, values = _series(list(progress.evals.values()), ("accuracy",))
+    if values:
+        axis.plot(steps, values, "D", color=_POINT, markersize=7, label="held out", zorder=3)
+        for step, value in zip(steps, values, strict=True):
+            axis.annotate(
+                f"{value:.1%}", (step, value), xytext=(0, 9), textcoords="offset points", ha="center", fontsize=9
+            )
+    axis.margins(x=0.06, y=0.15)
+
+
+def _staleness(axis: Axes, train: Sequence[Record], eta: int) -> None:
+    steps, highest = _series(train, ("staleness", "max"))
+    _, lowest = _series(train, ("staleness", "min"))
+    if steps and len(lowest) == len(highest):
+        axis.fill_between(steps, lowest, highest, color=_BAND, alpha=0.5, linewidth=0, label="min to max")
+    _line(axis, train, "Staleness (versions)", ("staleness", "mean"), label="mean")
+    axis.axhline(eta, color=_POINT, linewidth=1.2, linestyle="--", label=f"bound (eta = {eta})")
+    axis.set_ylim(bottom=0)

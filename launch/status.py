@@ -1,0 +1,53 @@
+"""`realsys status`: a running or finished trial, read from its folder and, while it runs, from its manager."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from launch.display import PlainView
+from launch.progress import Progress
+from launch.report import print_summary
+from realsys.config.dump import read_config
+from realsys.config.paths import TrialPaths
+from realsys.errors import ConfigError
+
+_DEFAULT_ROOT = "runs"
+
+
+def show_status(trial_dir: Path | None) -> int:
+    """Print the state of a trial; without a folder, of the newest one under runs/. Raises ConfigError."""
+    paths = TrialPaths((trial_dir or newest_trial(Path(_DEFAULT_ROOT))).resolve())
+    config = read_config(paths.config)
+    console = Console()
+    if paths.summary.is_file():
+        try:
+            summary = json.loads(paths.summary.read_text("utf-8"))
+        except ValueError as exc:
+            raise ConfigError("summary.json", str(paths.summary), f"cannot be read: {exc}") from None
+        print_summary(console, summary)
+        return 0
+    from launch.monitor import look_once
+
+    progress = Progress()
+    asyncio.run(look_once(config, paths, progress))
+    done, total = progress.step
+    since = "" if progress.phase_since is None else f" for {time.time() - progress.phase_since:.0f} s"
+    state = f"phase {progress.phase}{since}, step {done}/{total}"
+    if progress.address is None:
+        state += "; no manager answers: the run is starting, or was killed"
+    console.print(f"{config.experiment}/{config.trial}: {state}", highlight=False, soft_wrap=True)
+    PlainView(console).refresh(progress)
+    return 0
+
+
+def newest_trial(root: Path) -> Path:
+    """The folder of the trial that was started last. Raises ConfigError if there is none."""
+    dumps = list(root.glob("*/*/config.json"))
+    if not dumps:
+        raise ConfigError("TRIAL_DIR", str(root), "no trial in it; name the folder of one")
+    return max(dumps, key=lambda path: path.stat().st_mtime).parent

@@ -1,0 +1,341 @@
+"""ManagerState: admission, ledger, servers, reservations and evaluations of one trial, as one pure state machine.
+
+    HTTP calls, name-store changes, clock ──> methods ──> answers, and events for the journal (``outbox``)
+
+No I/O and no clock: ``now`` (unix seconds) is an argument. The shell must write the outbox to the journal before it
+answers the call that filled it. ``restore_from`` replays a journal after a restart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from realsys.admission.evaluations import PREFIX, Evaluation, Evaluations
+from realsys.admission.events import EvalAnswered, EvalStarted, Event
+from realsys.admission.ledger import Ledger
+from realsys.admission.messages import (
+    AllocateReply,
+    AllocateRequest,
+    EvaluateRequest,
+    FinishReply,
+    FinishRequest,
+    Refusal,
+    ScheduleReply,
+    ScheduleRequest,
+    TrainedReply,
+    TrainedRequest,
+)
+from realsys.admission.order import PromptOrder, sampling_seed
+from realsys.admission.rates import RateWindow
+from realsys.admission.routing import Reservation, Reservations, RouteRequest, ServerLoad, make_strategy
+from realsys.admission.servers import Server, ServerRegistry, UpdateOrder
+from realsys.admission.staleness import StalenessBound
+from realsys.admission.workers import Heartbeat, Held, is_lost, observe
+from realsys.config.schema import Config
+from realsys.types import PublishedVersion, ServerAddress, Ticket
+
+STALE = "stale"  # a drop whose reason starts with this gives the prompt a fresh ticket
+NO_VERSION = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSettings:
+    """The part of the configuration that decides."""
+
+    batch_groups: int
+    eta: int
+    group_size: int
+    max_attempts: int
+    seed: int
+    split_sizes: dict[str, int]  # prompts per split; "train" must be there
+    total_epochs: int = 0
+    total_steps: int = 0  # no more than total_steps * batch_groups are ever needed; 0: no limit
+    lease_s: float = 3600.0
+    routing: str = "sticky"
+    interruptible: bool = True
+
+    @classmethod
+    def of(cls, config: Config, split_sizes: dict[str, int]) -> ManagerSettings:
+        return cls(
+            batch_groups=config.train.batch_groups,
+            eta=config.asynchronous.max_head_offpolicyness,
+            group_size=config.rollout.group_size,
+            max_attempts=config.rollout.max_attempts,
+            seed=config.seed,
+            split_sizes=split_sizes,
+            total_epochs=config.train.total_epochs,
+            total_steps=config.train.total_steps,
+            lease_s=config.manager.rollout_lease_s,
+            routing=config.manager.routing,
+            interruptible=config.asynchronous.interruptible,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NoServer:
+    """Why a request cannot be routed now."""
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotRunning:
+    """The attempt that asks has been superseded or never granted."""
+
+    problem: str
+
+
+@dataclass(slots=True)
+class StepStaleness:
+    """Lag histogram of one train step."""
+
+    step: int
+    version: int
+    histogram: dict[str, int] = field(default_factory=dict)
+
+
+class ManagerState:
+    """Everything the GserverManager decides. Invariants: ARCHITECTURE section 5, items 1, 3, 5 and 6."""
+
+    def __init__(self, settings: ManagerSettings, *, backoff_s: float = 0.5, backoff_max_s: float = 30.0) -> None:
+        self.settings = settings
+        self.bound = StalenessBound(settings.batch_groups, settings.eta)
+        order = PromptOrder(settings.seed, settings.split_sizes["train"], settings.total_epochs)
+        self.ledger = Ledger(order, settings.max_attempts)
+        self.evaluations = Evaluations(settings.max_attempts)
+        self.servers = ServerRegistry(backoff_s=backoff_s, backoff_max_s=backoff_max_s)
+        self.reservations = Reservations()
+        self.workers: dict[str, Heartbeat] = {}
+        self.outbox: list[Event] = []
+        self.master: dict[str, object] = {}  # what the MasterWorker says in names.status
+        self.staleness: deque[StepStaleness] = deque(maxlen=20)
+        self.generated = RateWindow()
+        self.generated_by_server: dict[str, RateWindow] = {}
+        self.finished_groups = RateWindow()
+        self.answers: Counter[str] = Counter()  # by finish reason
+        self._strategy = make_strategy(settings.routing)
+
+    @property
+    def version(self) -> int:
+        """The published version v; -1 before the first."""
+        return self.servers.published.version if self.servers.published else NO_VERSION
+
+    def restore_from(self, events: Iterable[Event]) -> None:
+        """Replay a journal into a fresh state. Running tickets keep the lease they had."""
+        for event in events:
+            if isinstance(event, EvalStarted | EvalAnswered):
+                self.evaluations.apply(event)
+            else:
+                self.ledger.apply(event)
+
+    # -- admission ---------------------------------------------------------------------------------------------------
+
+    def refusal(self) -> Refusal | None:
+        """Why no train ticket can be granted now, None if one can."""
+        if self.master.get("phase") == "done":
+            return "paused"
+        if not any(self._serves_train(server) for server in self.servers.all()):
+            return "no_server"
+        needed = self.settings.total_steps * self.settings.batch_groups
+        if self.ledger.exhausted or (needed and self.ledger.counted >= needed):
+            return "exhausted"
+        return None if self.bound.admits(self.ledger.counted + 1, self.version) else "staleness"
+
+    def allocate(self, request: AllocateRequest, now: float) -> AllocateReply:
+        """Grant up to ``max_tickets``: problems of evaluations first, then train tickets while admission allows."""
+        info = self.workers.get(request.worker)
+        incarnation = info.incarnation if info else ""
+        tickets: list[Ticket] = []
+        reason: Refusal | None = None
+        while len(tickets) < request.max_tickets and reason is None:
+            ticket = self.evaluations.grant(request.worker, incarnation, self._servable, self.version, now)
+            if ticket is None and (reason := self.refusal()) is None:
+                ticket = self._grant_train(request.worker, incarnation, now)
+            if ticket is not None:
+                tickets.append(ticket)
+        return AllocateReply(tickets) if tickets else AllocateReply([], reason, retry_after_s=0.5)
+
+    def _grant_train(self, worker: str, incarnation: str, now: float) -> Ticket:
+        event = self.ledger.grant(worker, incarnation, self.version, now)
+        assert event is not None, "refusal() said that there is a prompt"
+        self.outbox.append(event)
+        seed = sampling_seed(self.settings.seed, int(event.ticket_id), event.attempt)
+        return Ticket(
+            event.ticket_id,
+            event.attempt,
+            event.prompt_index,
+            n=self.settings.group_size,
+            seed=seed,
+            version=event.version,
+        )
+
+    # -- routing -----------------------------------------------------------------------------------------------------
+
+    def schedule(self, request: ScheduleRequest, now: float) -> ScheduleReply | NoServer | NotRunning:
+        """Choose a server and reserve a place on it. A reported failure puts that server in quarantine first."""
+        minimum: int | None = None
+        if request.ticket_id.startswith(PREFIX):
+            minimum = self.evaluations.touch(request.ticket_id, request.attempt, now)
+            known = minimum is not None
+        else:
+            known = self.ledger.touch(request.ticket_id, request.attempt, now)
+        if not known:
+            return NotRunning(f"ticket {request.ticket_id} attempt {request.attempt} is not running: give it up")
+        held = self.reservations.get(request.ticket_id)
+        if request.failed_server is not None and held is not None and held.server == request.failed_server:
+            self.servers.report_failure(held.server, held.epoch, request.failure or "a rollout reported a failure", now)
+            self.reservations.release(request.ticket_id)
+            held = None
+        candidates = [s for s in self.servers.all() if self._routable(s, minimum, held)]
+        if not candidates:
+            return NoServer(self.explain_no_server())
+        return self._reserve(request, held, candidates)
+
+    def _reserve(self, request: ScheduleRequest, held: Reservation | None, candidates: list[Server]) -> ScheduleReply:
+        tokens = request.n * (request.prompt_len + request.max_new_tokens)
+        self.reservations.release(request.ticket_id)  # its own place must not count against it
+        loads = [
+            ServerLoad(s.name, s.verified.version, *self.reservations.load(s.name)) for s in candidates if s.verified
+        ]
+        previous = (held.server, held.version) if held else (None, None)
+        name = self._strategy.choose(RouteRequest(request.ticket_id, request.n, tokens, *previous), loads)
+        server = self.servers.get(name)
+        assert server is not None and server.verified is not None, f"strategy chose {name}, not a candidate"
+        version = server.verified.version
+        self.reservations.reserve(request.ticket_id, Reservation(name, request.n, tokens, version, server.epoch))
+        return ScheduleReply(name, server.address.url, version)
+
+    def _serves_train(self, server: Server) -> bool:
+        return self._routable(server, None, None)
+
+    def _servable(self, minimum: int) -> bool:
+        return any(self._routable(server, minimum, None) for server in self.servers.all())
+
+    def _routable(self, server: Server, minimum: int | None, held: Reservation | None) -> bool:
+        """Verified, trusted and fresh: within the bound for training, at ``minimum`` or newer for an evaluation."""
+        if server.verified is None or server.quarantined:
+            return False
+        if server.draining and (held is None or held.server != server.name):
+            return False
+        if minimum is None:
+            return self.bound.may_serve(server.verified.version, self.version)
+        return minimum <= server.verified.version <= self.version
+
+    def explain_no_server(self) -> str:
+        """One line on each server, for the error."""
+        states = [
+            f"{s.name} {s.state} at {s.verified.version if s.verified else 'no version'}"
+            + (f" ({s.error})" if s.error else "")
+            for s in self.servers.all()
+        ]
+        return f"no routable server at version {self.version}, eta {self.bound.eta}: " + (
+            "; ".join(states) or "none registered"
+        )
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def finish(self, request: FinishRequest, now: float) -> FinishReply:
+        """The end of an attempt. Frees its reservation only if it is the current attempt."""
+        reason = request.reason or ""
+        if request.ticket_id.startswith(PREFIX):
+            answer = request.answers[0] if request.answers and request.outcome != "failed" else None
+            known, retry, event = self.evaluations.finish(request.ticket_id, request.attempt, answer)
+            changed = known
+            if event is not None:
+                self.outbox.append(event)
+        else:
+            result = self.ledger.finish(request.ticket_id, request.attempt, request.outcome, reason, now)
+            known, retry, changed = result.known, result.retry, result.event is not None
+            if result.event is not None:
+                self.outbox.append(result.event)
+        if known:
+            held = self.reservations.release(request.ticket_id)
+            if changed or held is not None:  # not for a repetition of the call
+                self._count_answers(request, held, now)
+        return FinishReply(known, retry)
+
+    def _count_answers(self, request: FinishRequest, held: Reservation | None, now: float) -> None:
+        tokens = sum(answer.length for answer in request.answers)
+        self.generated.add(tokens, now)
+        self.finished_groups.add(1, now)
+        self.answers.update(answer.finish_reason for answer in request.answers)
+        if held is not None:
+            self.generated_by_server.setdefault(held.server, RateWindow()).add(tokens, now)
+
+    def trained(self, request: TrainedRequest, now: float) -> TrainedReply:
+        """The trainer's verdict. What it names has been generated, so its reservation ends, finish or not."""
+        event = self.ledger.trained(request.version, request.step, request.trained, now)
+        if event is not None:
+            self.outbox.append(event)
+            for ticket_id in event.tickets:
+                self.reservations.release(ticket_id)
+        dropped = 0
+        for ticket_id, reason in request.dropped:
+            drop = self.ledger.drop(ticket_id, reason, now, requeue=reason.startswith(STALE))
+            if drop is not None:
+                self.outbox.append(drop)
+                self.reservations.release(ticket_id)
+                dropped += 1
+        if request.staleness:
+            self.staleness.append(StepStaleness(request.step, request.version, dict(request.staleness)))
+        return TrainedReply(len(event.tickets) if event else 0, dropped)
+
+    def evaluate(self, request: EvaluateRequest, now: float) -> Evaluation:
+        """Start an evaluation, or find the one with this id. Raises ValueError for an unknown split."""
+        size = self.settings.split_sizes.get(request.split)
+        if not size:
+            known = ", ".join(f"{name} ({n})" for name, n in self.settings.split_sizes.items())
+            raise ValueError(f"split {request.split!r} has no prompts; there are: {known}")
+        total = min(request.n, size)
+        event = self.evaluations.start(request.eval_id, request.split, total, request.seed, max(0, self.version), now)
+        if event is not None:
+            self.outbox.append(event)
+        evaluation = self.evaluations.get(request.eval_id)
+        assert evaluation is not None
+        return evaluation
+
+    # -- name store and clock ----------------------------------------------------------------------------------------
+
+    def observe_servers(self, addresses: Iterable[ServerAddress]) -> None:
+        """The current list of registered servers; places on servers that are gone are freed."""
+        for name in self.servers.observe(addresses):
+            self.reservations.release_server(name)
+            self.generated_by_server.pop(name, None)
+
+    def publish(self, published: PublishedVersion) -> bool:
+        """A newer version; counts for admission at once. False if it is not newer."""
+        return self.servers.publish(published)
+
+    def observe_workers(self, heartbeats: dict[str, str], now: float) -> list[str]:
+        """All heartbeat keys (worker name -> JSON). Re-issues the running tickets of workers that are gone."""
+        self.workers = observe(heartbeats, self.workers, now)
+        return self._lose(lambda held: is_lost(held, self.workers), "worker lost", now)
+
+    def expire(self, now: float) -> list[str]:
+        """Re-issue running tickets without news for ``lease_s``; returns them."""
+        return self._lose(lambda held: now - held.news_at > self.settings.lease_s, "lease lapsed", now)
+
+    def _lose(self, lost: Callable[[Held], bool], cause: str, now: float) -> list[str]:
+        events = self.ledger.lose(lost, cause, now)
+        self.outbox += events
+        tickets = [event.ticket_id for event in events] + self.evaluations.lose(lost)
+        for ticket_id in tickets:
+            self.reservations.release(ticket_id)
+        return tickets
+
+    def begin_update(self, order: UpdateOrder) -> bool:
+        """Whether the update may start now. If answers must not be interrupted, the server is drained first."""
+        if not self.settings.interruptible and self.reservations.load(order.server)[0]:
+            self.servers.drain(order)
+            return False
+        self.servers.started(order)
+        return True
+
+    def roll_back(self, published: PublishedVersion, now: float) -> list[str]:
+        """Training restarts from checkpoint ``published``: later groups are re-issued, later weights never served."""
+        self.servers.restore(published)
+        events = self.ledger.roll_back(published.version, now)
+        self.outbox += events
+        return [event.ticket_id for event in events]

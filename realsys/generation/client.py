@@ -1,0 +1,171 @@
+"""Client of a generation server: one shared HTTP session, no retries. No torch.
+
+Retrying is the caller's decision, because only it knows whether another server may take the request over:
+``GenerationError.retryable`` tells whether that can help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from realsys.errors import GenerationError
+from realsys.generation.protocol import (
+    Acknowledged,
+    Completion,
+    ErrorReply,
+    ModelInfo,
+    PauseMode,
+    ServerInfo,
+    UpdateResult,
+)
+from realsys.types import F32, I32, FinishReason
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """How to sample. ``n`` answers per prompt; stop tokens beside the model's own end of text."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One answer: int32 [T], float32 [T], int32 [T]. A stop token is part of it.
+
+    ``logprobs`` are natural, of the softmax at the request's temperature before top-k and top-p.
+    ``versions`` are those of the weights that sampled the tokens.
+    """
+
+    tokens: I32
+    logprobs: F32
+    versions: I32
+    finish_reason: FinishReason
+
+
+class GenerationClient:
+    """Calls generation servers; use within one event loop. ``timeout_s`` bounds a call from start to last byte."""
+
+    def __init__(self, timeout_s: float, connect_timeout_s: float = 10.0) -> None:
+        self._timeout_s = timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(
+        self, url: str, input_ids: Sequence[int], spec: SamplingSpec, *, rid: str, seed: int
+    ) -> list[Generated]:
+        """Sample ``spec.n`` answers. Answer k of a seed is the same whatever else the server is doing.
+
+        Raises GenerationError, ``retryable`` unless the server called the request itself wrong.
+        """
+        body = {
+            "input_ids": [int(token) for token in input_ids],
+            "sampling_params": {
+                "temperature": spec.temperature,
+                "top_p": spec.top_p,
+                "top_k": spec.top_k,
+                "max_new_tokens": spec.max_new_tokens,
+                "min_new_tokens": spec.min_new_tokens,
+                "stop_token_ids": spec.stop_token_ids,
+                "n": spec.n,
+                "sampling_seed": seed,
+            },
+            "return_logprob": True,
+            "rid": rid,
+        }
+        kind: Any = list[Completion] | Completion  # a list only when n > 1
+        reply = await self._call("POST", url, "/generate", body, kind)
+        completions = reply if isinstance(reply, list) else [reply]
+        if len(completions) != spec.n:
+            raise GenerationError(f"{url}/generate: {len(completions)} answers came back, n={spec.n} asked for")
+        return [_generated(url, completion) for completion in completions]
+
+    async def update_weights(self, url: str, path: str, version: int, timeout_s: float) -> UpdateResult:
+        """Make the server load ``version`` from ``path``. A refusal is a result with ``success`` False."""
+        body = {"model_path": path, "weight_version": str(version)}
+        return await self._call("POST", url, "/update_weights_from_disk", body, UpdateResult, timeout_s)
+
+    async def pause(self, url: str, mode: PauseMode) -> None:
+        await self._call("POST", url, "/pause_generation", {"mode": mode}, Acknowledged)
+
+    async def resume(self, url: str) -> None:
+        await self._call("POST", url, "/continue_generation", {}, Acknowledged)
+
+    async def abort(self, url: str, rid: str) -> None:
+        """End a request; its caller gets the tokens so far with finish reason ``abort``. Unknown ids are ignored."""
+        await self._call("POST", url, "/abort_request", {"rid": rid}, Acknowledged)
+
+    async def model_info(self, url: str, timeout_s: float | None = None) -> ModelInfo:
+        return await self._call("GET", url, "/model_info", None, ModelInfo, timeout_s)
+
+    async def server_info(self, url: str, timeout_s: float | None = None) -> ServerInfo:
+        return await self._call("GET", url, "/server_info", None, ServerInfo, timeout_s)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _call(
+        self, method: str, url: str, path: str, body: Any, kind: Any, timeout_s: float | None = None
+    ) -> Any:
+        if self._session is None:
+            # Hundreds of requests wait on one server at a time: no limit on connections but the server's own queue.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        total = self._timeout_s if timeout_s is None else timeout_s
+        timeout = aiohttp.ClientTimeout(total=total, sock_connect=self._connect_timeout_s)
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with self._session.request(
+                method, url + path, data=data, timeout=timeout, headers={"Content-Type": "application/json"}
+            ) as response:
+                payload = await response.read()
+                status = response.status
+        except TimeoutError as error:
+            raise GenerationError(f"{url}{path}: no answer within {total:g} s", retryable=True) from error
+        except (aiohttp.ClientError, OSError) as error:
+            text = str(error) or type(error).__name__
+            raise GenerationError(f"{url}{path}: connection failed: {text}", retryable=True) from error
+        if status != 200:
+            reason = _error_message(payload)
+            raise GenerationError(f"{url}{path}: status {status}: {reason}", retryable=status >= 500 or status == 429)
+        try:
+            return msgspec.json.decode(payload, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise GenerationError(f"{url}{path}: reply cannot be read: {error}", retryable=True) from error
+
+
+def _generated(url: str, completion: Completion) -> Generated:
+    """Arrays of one answer; the counts of tokens, log-probs and versions must agree."""
+    meta = completion.meta_info
+    tokens = np.asarray(completion.output_ids, np.int32)
+    logprobs = np.asarray([entry[0] for entry in meta.output_token_logprobs or ()], np.float32)
+    segments = meta.weight_versions or []
+    versions = np.repeat(
+        np.asarray([int(version) for version, _ in segments], np.int32), [count for _, count in segments]
+    ).astype(np.int32)
+    if not len(tokens) == len(logprobs) == len(versions):
+        raise GenerationError(
+            f"{url}/generate: {len(tokens)} tokens but {len(logprobs)} log-probs and {len(versions)} versions"
+        )
+    return Generated(tokens, logprobs, versions, meta.finish_reason.type)
+
+
+def _error_message(payload: bytes) -> str:
+    try:
+        return msgspec.json.decode(payload, type=ErrorReply).error.message
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return payload[:200].decode("utf-8", "replace") or "no reason given"

@@ -1,0 +1,184 @@
+"""What crosses HTTP between a generation server and its clients: the part of SGLang's API that realsys uses.
+
+    POST /generate                   GenerateRequest -> Completion, or a list of them when n > 1
+    POST /update_weights_from_disk   UpdateRequest   -> UpdateResult
+    POST /pause_generation           PauseRequest    -> Acknowledged     POST /continue_generation
+    POST /abort_request              AbortRequest    -> Acknowledged     POST /flush_cache
+    GET  /health /model_info /server_info
+
+No torch here. Unknown fields are refused: a misspelt parameter must not silently sample from another distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from realsys.types import FinishReason
+
+PauseMode = Literal["abort", "retract", "in_place"]
+UNSYNCED = -1  #: version of a server that has not loaded published weights yet
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to sample one request. temperature 0 means greedy; top_k -1 means off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    sampling_seed: int | None = None
+
+    def problem(self) -> str | None:
+        """What is wrong with the values, in one line; None when they are fine."""
+        limits = (
+            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "finite and at least 0"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1, "-1 (off) or at least 1"),
+            ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
+            (
+                "min_new_tokens",
+                self.min_new_tokens,
+                0 <= self.min_new_tokens <= self.max_new_tokens,
+                f"from 0 to max_new_tokens={self.max_new_tokens}",
+            ),
+            ("n", self.n, self.n >= 1, "at least 1"),
+        )
+        for name, value, good, wanted in limits:
+            if not good:
+                return f"sampling_params.{name}={value}: must be {wanted}"
+        return None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of /generate. ``rid`` names the request for /abort_request; made up when absent."""
+
+    input_ids: list[int]
+    sampling_params: SamplingParams = SamplingParams()
+    return_logprob: bool = False
+    rid: str = ""
+
+
+class Finish(msgspec.Struct, omit_defaults=True):
+    """Why an answer ended: ``matched`` is the stop token, ``length`` the limit that was reached."""
+
+    type: FinishReason
+    matched: int | None = None
+    length: int | None = None
+    message: str | None = None
+
+
+class MetaInfo(msgspec.Struct, omit_defaults=True):
+    """About one answer. ``weight_versions`` are run-length segments over the output tokens, in order."""
+
+    id: str
+    finish_reason: Finish
+    prompt_tokens: int
+    completion_tokens: int
+    weight_version: str
+    weight_versions: list[tuple[str, int]] | None = None
+    output_token_logprobs: list[tuple[float, int, str | None]] | None = None
+
+
+class Completion(msgspec.Struct):
+    """One answer. A stop token is part of ``output_ids``."""
+
+    output_ids: list[int]
+    meta_info: MetaInfo
+
+
+class UpdateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of /update_weights_from_disk."""
+
+    model_path: str
+    weight_version: str
+    abort_all_requests: bool = False
+
+
+class UpdateResult(msgspec.Struct):
+    """``timings`` in seconds: stage_s, verify_s and drain_s pass while decoding goes on; pause_s is the whole pause,
+    of which load_s swaps the weights and reprefill_s recomputes the KV cache of running answers.
+    """
+
+    success: bool
+    message: str
+    timings: dict[str, float] = {}
+
+
+class PauseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of /pause_generation."""
+
+    mode: PauseMode = "abort"
+
+
+class AbortRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of /abort_request: one request, or all."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class Acknowledged(msgspec.Struct):
+    """Reply of calls that have nothing else to say."""
+
+    success: bool = True
+    message: str = ""
+
+
+class ModelInfo(msgspec.Struct):
+    """Reply of /model_info. ``weight_version`` is the version that samples now; "-1" before the first update."""
+
+    model_path: str
+    weight_version: str
+    tokenizer_path: str = ""
+    is_generation: bool = True
+
+
+class ServerInfo(msgspec.Struct):
+    """Reply of /server_info: limits, load and counters."""
+
+    backend: str
+    weight_version: str
+    context_length: int
+    max_running: int
+    max_queued: int
+    running: int
+    queued: int
+    kv_tokens: int  # cached now
+    kv_capacity: int
+    generated_tokens: int  # since start
+    steps: int
+    updates: int
+    paused: bool
+    busy_s: float  # seconds spent in steps since start
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+
+
+class ErrorReply(msgspec.Struct):
+    """Body of every reply that is not 2xx."""
+
+    error: ErrorDetail
+
+
+def parse_version(text: str) -> int:
+    """The number in a ``weight_version``. Raises ValueError saying what is expected."""
+    try:
+        version = int(text)
+    except ValueError:
+        version = -1
+    if version < 0:
+        raise ValueError(f"weight_version={text!r}: must be a version number, 0 or more")
+    return version
+
+
+def segments_of(versions: Sequence[tuple[int, int]]) -> list[tuple[str, int]]:
+    """Wire form of (version, count) segments; empty ones are left out."""
+    return [(str(version), count) for version, count in versions if count]

@@ -1,0 +1,388 @@
+"""The push-pull stream: finished groups from RolloutWorkers to the data-parallel heads.
+
+    RolloutWorker: Pusher.push ──Push + group──> Puller (in the I/O thread of a DP head) ──> on_group
+                        ^                               |
+                        └────── PushAck | PushNack <────┘  after on_group has stored it
+
+A push is over when the puller has stored the group, so closing a pusher whose pushes have returned loses nothing. What
+is not acknowledged stays with the pusher: when the connection is lost it looks the address up again and resends. The
+puller hands over each (identity, sequence) once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from realsys.errors import DecodeError, RealsysError, StreamError, WaitTimeout
+from realsys.stream import protocol, sockets
+from realsys.stream.codec import decode_group, decode_with, encode_group
+from realsys.stream.protocol import Push, PushAck, PushNack
+from realsys.stream.security import CurveKeys
+from realsys.types import TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+FIRST_DELAY_S = 0.05  # between attempts to find and reach a puller that is gone; doubles up to the last
+LAST_DELAY_S = 1.0
+
+
+class Pusher:
+    """Pushes groups to ``receivers`` in turn.
+
+    ``resolve(dp)`` gives the address of DP head ``dp``; it runs in a thread and may take a moment. A RealsysError from
+    it means "not there yet". To be used on one event loop.
+    """
+
+    def __init__(
+        self,
+        resolve: Callable[[int], str],
+        receivers: Sequence[int],
+        identity: str,
+        *,
+        keys: CurveKeys | None = None,
+        max_in_flight: int = 8,
+        push_timeout_s: float = 300.0,
+        connect_timeout_s: float = 10.0,
+    ) -> None:
+        if not receivers:
+            raise ValueError(f"{identity}: a pusher needs at least one receiver")
+        self.identity = identity
+        self._timeout_s = push_timeout_s
+        self._context: sockets.ZContext = zmq.Context()
+        # a restarted worker must not be taken for a resending one, even if it is given the same name
+        session = f"{identity}#{secrets.token_hex(6)}"
+        self._links = [
+            _Link(dp, f"{session}>{dp}", resolve, self._context, keys, connect_timeout_s) for dp in receivers
+        ]
+        self._turn = 0
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self._closed = False
+
+    async def push(self, group: TrajectoryGroup) -> None:
+        """Return when a receiver has stored ``group``.
+
+        StreamError: it cannot be encoded, or the puller refused it. WaitTimeout: nobody acknowledged it in time (it may
+        have been stored all the same; ticket and attempt tell the copies apart).
+        """
+        if self._closed:
+            raise StreamError(f"{self.identity}: push after close")
+        frames = encode_group(group)
+        what = f"group {group.ticket.ticket_id}"
+        link: _Link | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s), self._slots:
+                link = self._links[self._turn % len(self._links)]
+                self._turn += 1
+                await link.deliver(frames, what)
+        except TimeoutError:
+            waited = link.situation() if link else "a free slot (all groups in flight are unacknowledged)"
+            raise WaitTimeout(
+                f"{self.identity}: {what} not acknowledged in {self._timeout_s:g} s by {waited}"
+            ) from None
+
+    async def close(self) -> None:
+        """Stop. Pushes still waiting get a StreamError."""
+        if self._closed:
+            return
+        self._closed = True
+        for link in self._links:
+            await link.close()
+        self._context.term()
+
+
+@dataclass(slots=True)
+class _Pending:
+    frames: list[bytes | memoryview]
+    what: str
+    stored: asyncio.Future[None]
+
+
+class _Link:
+    """The way to one receiver.
+
+    Consumes groups from ``deliver``. Waits for an address, a handshake, and then for the connection to be lost;
+    acknowledgements unblock ``deliver``. Produces Push messages, in sequence, only while the connection is up.
+    """
+
+    def __init__(
+        self,
+        dp: int,
+        identity: str,
+        resolve: Callable[[int], str],
+        context: sockets.ZContext,
+        keys: CurveKeys | None,
+        connect_timeout_s: float,
+    ) -> None:
+        self._dp, self._identity, self._resolve = dp, identity, resolve
+        self._context, self._keys, self._connect_timeout_s = context, keys, connect_timeout_s
+        self._pending: dict[int, _Pending] = {}  # by sequence, ascending
+        self._next = 0
+        self._session: _Session | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self._address = ""
+        self._problem = "no address yet"
+
+    async def deliver(self, frames: list[bytes | memoryview], what: str) -> None:
+        if self._failure is not None:
+            raise StreamError(f"{self._identity}: link to puller {self._dp} failed: {self._failure}") from self._failure
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=f"push-link-{self._dp}")
+            self._task.add_done_callback(self._ended)
+        sequence = self._next
+        self._next += 1
+        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pending[sequence] = _Pending(frames, what, stored)
+        if self._session is not None and self._session.up:
+            self._send(self._session, sequence)
+        try:
+            await stored
+        finally:
+            self._pending.pop(sequence, None)
+
+    def situation(self) -> str:
+        """Receiver, address and what is wrong with it, for an error message."""
+        return f"puller {self._dp} at {self._address or 'unknown address'} ({self._problem or 'connected'})"
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        delay = FIRST_DELAY_S
+        while True:
+            try:
+                self._address = await asyncio.to_thread(self._resolve, self._dp)
+                session = _Session(self._context, self._address, self._keys, self._on_up, self._on_message)
+            except RealsysError as err:
+                self._problem = str(err)
+            else:
+                self._session = session
+                try:
+                    if await session.outlive(self._connect_timeout_s):
+                        delay = FIRST_DELAY_S
+                finally:
+                    self._session = None
+                    session.close()
+                self._problem = session.problem
+                log.warning("%s: %s", self._identity, self.situation())
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, LAST_DELAY_S)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """The link runs for ever: its end is the pusher's, or an error that every waiting push must see."""
+        error = None if task.cancelled() else task.exception()
+        self._failure = error or StreamError("the pusher was closed")
+        for pending in self._pending.values():
+            if not pending.stored.done():
+                failure = StreamError(f"{self._identity}: {pending.what}: {self._failure}")
+                failure.__cause__ = error
+                pending.stored.set_exception(failure)
+
+    def _on_up(self, session: _Session) -> None:
+        self._problem = ""
+        for sequence in self._pending:
+            self._send(session, sequence)
+
+    def _send(self, session: _Session, sequence: int) -> None:
+        header = Push(self._identity, sequence, next(iter(self._pending)))
+        session.send([msgspec.msgpack.encode(header), *self._pending[sequence].frames])
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        try:
+            answer = decode_with(protocol.TO_PUSHER, frames[0], "acknowledgement")
+        except DecodeError as err:
+            log.warning("%s: dropped a message of puller %d: %s", self._identity, self._dp, err)
+            return
+        pending = self._pending.get(answer.sequence)
+        if pending is None or pending.stored.done():
+            return  # acknowledged twice (after a resend), or given up
+        if isinstance(answer, PushAck):
+            pending.stored.set_result(None)
+        else:
+            refusal = f"{self._identity}: puller {self._dp} at {self._address} refused {pending.what}: {answer.reason}"
+            pending.stored.set_exception(StreamError(refusal))
+
+
+class _Session:
+    """One connection to one address, from connecting to its loss. Never reconnects: the address may have changed."""
+
+    def __init__(
+        self,
+        context: sockets.ZContext,
+        address: str,
+        keys: CurveKeys | None,
+        on_up: Callable[[_Session], None],
+        on_message: Callable[[list[zmq.Frame]], None],
+    ) -> None:
+        self.up = False
+        self.problem = "connecting"
+        self._on_up = on_up
+        loop = asyncio.get_running_loop()
+        self._opened: asyncio.Future[bool] = loop.create_future()
+        self._lost: asyncio.Future[None] = loop.create_future()
+        self._dealer, self._monitor = sockets.connect_client(context, address, keys)
+        self._reader = sockets.LoopReader(self._dealer, on_message)
+        self._events = sockets.LoopReader(self._monitor, self._on_event)
+
+    async def outlive(self, connect_timeout_s: float) -> bool:
+        """Return when the connection is lost (True) or did not come about in time (False)."""
+        try:
+            opened = await asyncio.wait_for(self._opened, connect_timeout_s)
+        except TimeoutError:
+            self.problem = f"no connection within {connect_timeout_s:g} s"
+            return False
+        if opened:
+            await self._lost
+        return opened
+
+    def send(self, frames: list[bytes | memoryview]) -> None:
+        self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        self._reader.nudge()
+
+    def close(self) -> None:
+        self.up = False
+        self._reader.close()
+        self._events.close()
+        sockets.close_client(self._dealer, self._monitor)
+
+    def _on_event(self, frames: list[zmq.Frame]) -> None:
+        event = sockets.monitor_event(frames)
+        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+            self.up = True
+            self.problem = ""
+            if not self._opened.done():
+                self._opened.set_result(True)
+            self._on_up(self)
+            return
+        if not self.problem or self.problem == "connecting":
+            self.problem = sockets.describe_loss(event, was_up=self.up)
+        self.up = False
+        if not self._opened.done():
+            self._opened.set_result(False)
+        if not self._lost.done():
+            self._lost.set_result(None)
+
+
+@dataclass(slots=True)
+class PullerStats:
+    received: int = 0  # handed to on_group and stored
+    duplicates: int = 0
+    malformed: int = 0  # did not decode
+    refused: int = 0  # decoded, but on_group would not have it
+
+
+@dataclass(slots=True)
+class _Sender:
+    """What one pusher was answered: sequence -> reason of refusal, None if stored. Nothing new comes below ``floor``."""
+
+    floor: int = 0
+    answered: dict[int, str | None] = field(default_factory=dict)
+
+    def raise_floor(self, floor: int) -> None:
+        if floor > self.floor:
+            self.floor = floor
+            self.answered = {s: reason for s, reason in self.answered.items() if s >= floor}
+
+
+class Puller:
+    """The receiving end: bound at once to a port of the system's choice, so ``address`` may be registered.
+
+    To be used by one thread: poll ``socket``, then call ``drain``.
+    """
+
+    MAX_SENDERS = 10_000
+    RECEIVE_LIMIT = 64  # groups per sender waiting in memory; beyond it TCP holds them back
+
+    def __init__(self, host: str = "127.0.0.1", *, keys: CurveKeys | None = None) -> None:
+        self._server = sockets.bind_server(host, keys, receive_limit=self.RECEIVE_LIMIT)
+        self.address = self._server.address
+        self.stats = PullerStats()
+        self._senders: OrderedDict[str, _Sender] = OrderedDict()
+
+    @property
+    def socket(self) -> sockets.ZSocket:
+        return self._server.socket
+
+    def drain(self, on_group: Callable[[TrajectoryGroup], object], budget: int = 16) -> int:
+        """Take up to ``budget`` waiting messages and return how many there were.
+
+        ``on_group`` stores a group, or raises StreamError to refuse it: the sender is told. Any other exception
+        is a defect and passes through; the group is not acknowledged.
+        """
+        for taken in range(budget):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return taken
+            self._take(frames, on_group)
+        return budget
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _take(self, frames: list[zmq.Frame], on_group: Callable[[TrajectoryGroup], object]) -> None:
+        try:
+            if len(frames) < 2:
+                raise DecodeError("an empty message")
+            push = decode_with(protocol.TO_PULLER, frames[1], "push header")
+        except DecodeError as err:
+            self._malformed(frames, err)
+            return
+        sender = self._sender(push.identity)
+        if push.sequence < sender.floor or push.sequence in sender.answered:
+            self.stats.duplicates += 1
+            self._answer(frames[0], push.sequence, sender.answered.get(push.sequence))
+            return
+        reason: str | None = None
+        try:
+            group = decode_group(frames[2:])
+        except DecodeError as err:
+            self._malformed(frames, err)
+            reason = str(err)
+        else:
+            try:
+                on_group(group)
+                self.stats.received += 1
+            except StreamError as err:
+                self.stats.refused += 1
+                reason = str(err)
+                log.warning("puller %s: refused group of %s: %s", self.address, push.identity, err)
+        sender.raise_floor(min(push.floor, push.sequence))
+        sender.answered[push.sequence] = reason
+        self._answer(frames[0], push.sequence, reason)
+
+    def _sender(self, identity: str) -> _Sender:
+        sender = self._senders.get(identity)
+        if sender is None:
+            sender = self._senders[identity] = _Sender()
+            if len(self._senders) > self.MAX_SENDERS:
+                self._senders.popitem(last=False)
+        self._senders.move_to_end(identity)
+        return sender
+
+    def _malformed(self, frames: list[zmq.Frame], err: DecodeError) -> None:
+        self.stats.malformed += 1
+        if sockets.worth_logging(self.stats.malformed):
+            sender = sockets.sender_of(frames)
+            log.warning("puller %s: dropped message %d from %s: %s", self.address, self.stats.malformed, sender, err)
+
+    def _answer(self, route: zmq.Frame, sequence: int, reason: str | None) -> None:
+        answer = PushAck(sequence) if reason is None else PushNack(sequence, reason)
+        try:
+            self.socket.send_multipart([route, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
+        except zmq.ZMQError as err:
+            if err.errno != zmq.EHOSTUNREACH:
+                raise
+            # the sender is gone or reconnecting; if it resends it is answered then

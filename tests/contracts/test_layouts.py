@@ -1,0 +1,263 @@
+"""Every parallel layout computes what one process with transformers and plain torch computes.
+
+Compared are log-probs, loss, gradients and their norm, not parameters: Adam turns near-zero gradients into steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+
+from realsys.algorithm.advantages import outcome_advantages
+from realsys.config.allocation import ParallelLayout, parse_allocation
+from realsys.config.schema import Config
+from realsys.train.device import Device
+from realsys.train.interfaces import INTERFACES
+from realsys.types import MfcRequest, SequenceRef
+from tests.train_ranks import build_role, cat_exports, coordinates, run_ranks
+
+VOCAB = 48
+TEMPERATURE = 0.7
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.15,
+    "attn_implementation": "eager",
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@dataclass
+class Reference:
+    """A model directory, and what transformers and torch make of the batch."""
+
+    path: Path
+    weights: dict[str, torch.Tensor]
+    logprobs: dict[str, np.ndarray[Any, Any]]
+    gradients: dict[str, torch.Tensor]
+    loss: float
+    grad_norm: float
+    entropy: float
+
+
+@dataclass
+class Found:
+    """What one rank reports."""
+
+    prox: dict[str, np.ndarray[Any, Any]]
+    stats: dict[str, float]
+    exported: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
+def batch() -> tuple[list[SequenceRef], dict[str, dict[str, np.ndarray[Any, Any]]]]:
+    """Eleven answers of very different length to five prompts: no layout divides them evenly."""
+    rng = np.random.default_rng(3)
+    refs, arrays = [], {}
+    for i in range(11):
+        prompt, answer = int(rng.integers(1, 9)), int(rng.integers(1, 6)) * int(rng.integers(1, 8))
+        name = f"t{i // 2}/{i % 2}"
+        refs.append(SequenceRef(name, prompt + answer, prompt, float(rng.choice([5.0, -5.0])), i == 3, i // 2))
+        arrays[name] = {
+            "tokens": rng.integers(0, VOCAB, prompt + answer).astype(np.int32),
+            "behav_logprobs": rng.uniform(-4, -3, answer).astype(np.float32),
+        }
+    return refs, arrays
+
+
+REFS, ARRAYS = batch()
+
+
+def make_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(11)
+    tied = name.endswith("tied") and not name.endswith("untied")
+    sizes = SIZES | {"tie_word_embeddings": tied}
+    model: PreTrainedModel
+    if name.startswith("qwen2"):
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    elif name.startswith("qwen3"):
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=LLAMA3_ROPE))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms at 1 and biases at 0 would hide a permuted or forgotten one
+                parameter.add_(torch.randn(parameter.shape) * 0.2)
+    return model.float()
+
+
+def make_config(**train: Any) -> Config:
+    return Config.model_validate(
+        {
+            "generation": {"sampling": {"temperature": TEMPERATURE}},
+            "train": {
+                "microbatch_tokens": 80,
+                "optimizer": {"clip_grad": 1e9},
+                "ppo": {"minibatches": 1, "c_clip": 3.0},
+                **train,
+            },
+        }
+    )
+
+
+def reference(model: PreTrainedModel, path: Path) -> Reference:
+    """The same step in one process: sequence by sequence, the loss as the paper has it."""
+    model.save_pretrained(path)
+    weights = {k: v.clone() for k, v in model.state_dict().items() if not (k == "lm_head.weight" and tied(model))}
+    advantages = dict(zip((r.sample_id for r in REFS), outcome_advantages(REFS, make_config().train.ppo), strict=True))
+    tokens = sum(ref.answer_len for ref in REFS)
+    logprobs: dict[str, np.ndarray[Any, Any]] = {}
+    total, entropies = torch.zeros(()), 0.0
+    for ref in REFS:
+        ids = torch.from_numpy(ARRAYS[ref.sample_id]["tokens"]).long()
+        every = (model(ids[None]).logits[0, ref.prompt_len - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        theta = every.gather(1, ids[ref.prompt_len :, None])[:, 0]
+        entropies += float(-(every.exp() * every).sum())
+        logprobs[ref.sample_id] = theta.detach().numpy().copy()
+        prox, behav = theta.detach(), torch.from_numpy(ARRAYS[ref.sample_id]["behav_logprobs"])
+        u, w, advantage = (theta - prox).exp(), (prox - behav).exp(), float(advantages[ref.sample_id])
+        term = torch.minimum(u * advantage, u.clamp(0.8, 1.2) * advantage)
+        total = total - (w * term).sum()
+    loss = total / tokens
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    return Reference(path, weights, logprobs, gradients, float(loss), norm, entropies / tokens)
+
+
+def tied(model: PreTrainedModel) -> bool:
+    return bool(model.config.tie_word_embeddings)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    names = ["qwen2-tied", "qwen2-untied", "qwen3-untied", "llama-untied"]
+    torch.set_num_threads(1)
+    return {name: reference(make_model(name), tmp_path_factory.mktemp(name)) for name in names}
+
+
+def deal(layout: ParallelLayout) -> list[list[SequenceRef]]:
+    """Unevenly: data rank 0 gets most."""
+    parts: list[list[SequenceRef]] = [[] for _ in range(layout.data)]
+    for i, ref in enumerate(REFS):
+        parts[min(i // 8, layout.data - 1)].append(ref)
+    return parts
+
+
+def one_rank(rank: int, device: Device, path: Path, config: Config, layout: ParallelLayout) -> Found:
+    """actor_inf, then actor_train on one minibatch, as the service would call them."""
+    role = build_role(config, layout, rank, device, path)
+    exported = {name: tensor.clone() for name, tensor in role.engine.export()}
+    parts = deal(layout)
+    for ref in parts[coordinates(layout, rank)[0]]:
+        role.data.put(ref.sample_id, ARRAYS[ref.sample_id])
+    INTERFACES["actor_inf"].run(role, MfcRequest("actor_inf", "actor", "actor_inf", 0, 0, [parts]))
+    prox = {}
+    if role.engine.last_stage:
+        own = parts[role.engine.data_rank]
+        prox = {ref.sample_id: role.data.get(ref.sample_id, "prox_logprobs") for ref in own}
+    request = MfcRequest("actor_train", "actor", "actor_train", 0, 0, [parts], args={"lr": 0.0})
+    stats = INTERFACES["actor_train"].run(role, request)
+    gradients = {name: tensor.clone() for name, tensor in role.engine.export(gradients=True)}
+    return Found(prox, stats, exported, gradients)
+
+
+def check(found: list[Found], expected: Reference, layout: ParallelLayout) -> None:
+    exported = cat_exports([f.exported for f in found])
+    assert exported.keys() == expected.weights.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in expected.weights.items())
+    heads = [r for r in range(layout.world_size) if coordinates(layout, r)[1:] == (0, layout.pipeline - 1)]
+    last = [f for rank, f in enumerate(found) if coordinates(layout, rank)[2] == layout.pipeline - 1]
+    for name, logprobs in expected.logprobs.items():
+        holders = [f.prox[name] for f in last if name in f.prox]
+        assert len(holders) == layout.tensor
+        for values in holders:
+            np.testing.assert_allclose(values, logprobs, atol=5e-6)
+    gradients = cat_exports([f.gradients for f in found])
+    assert gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=2e-6, rtol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+    for head in heads:
+        stats = found[head].stats
+        assert stats["loss"] == pytest.approx(expected.loss, abs=2e-6)
+        assert stats["grad_norm"] == pytest.approx(expected.grad_norm, rel=2e-5)
+        assert stats["entropy_mean"] == pytest.approx(expected.entropy, rel=1e-5)
+        assert stats["u_max"] == pytest.approx(1.0, abs=1e-5)
+        assert stats["skipped_steps"] == 0
+
+
+def layout_cases() -> Iterator[Any]:
+    qwen2 = ["qwen2-tied", "qwen2-untied"]
+    everything = [*qwen2, "qwen3-untied", "llama-untied"]
+    yield pytest.param("d1p1m1", {}, everything, id="d1p1m1")
+    yield pytest.param("d2", {}, qwen2, id="d2")
+    yield pytest.param("m2", {}, qwen2, id="m2")
+    yield pytest.param("m2", {"sequence_parallel": True}, [*qwen2, "qwen3-untied"], id="m2-sp")
+    yield pytest.param("p2", {}, qwen2, id="p2")
+    yield pytest.param("p2m2", {}, everything, id="p2m2")
+    yield pytest.param("d2p2m2", {"sequence_parallel": True}, qwen2, id="d2p2m2-sp")
+    yield pytest.param("p2m2", {"recompute": True}, ["qwen2-tied"], id="p2m2-recompute")
+
+
+@pytest.mark.parametrize(("text", "train", "models"), layout_cases())
+def test_a_layout_agrees_with_transformers(
+    text: str, train: dict[str, Any], models: list[str], references: dict[str, Reference]
+) -> None:
+    layout = parse_allocation(f"sglang.d1+{text}").training
+    config = make_config(**train)
+
+    def body(rank: int, device: Device) -> list[Found]:
+        return [one_rank(rank, device, references[model].path, config, layout) for model in models]
+
+    found = run_ranks(layout.world_size, body, config, layout)
+    for i, model in enumerate(models):
+        check([per_rank[i] for per_rank in found], references[model], layout)
+
+
+def test_the_distributed_optimizer_steps_like_the_plain_one(references: dict[str, Reference]) -> None:
+    layout = ParallelLayout(data=2)
+    path = references["qwen2-untied"].path
+
+    def stepped(distributed: bool) -> tuple[dict[str, torch.Tensor], float]:
+        config = make_config(distributed_optimizer=distributed, optimizer={"eps": 1.0, "clip_grad": 0.5})
+
+        def body(rank: int, device: Device) -> tuple[dict[str, torch.Tensor], float]:
+            role = build_role(config, layout, rank, device, path)
+            parts = deal(layout)
+            for ref in parts[rank]:
+                role.data.put(ref.sample_id, ARRAYS[ref.sample_id] | {"prox_logprobs": ARRAYS[ref.sample_id]["behav_logprobs"]})
+            request = MfcRequest("actor_train", "actor", "actor_train", 0, 0, [parts], args={"lr": 1.0})
+            stats = INTERFACES["actor_train"].run(role, request)
+            return {name: tensor.clone() for name, tensor in role.engine.export()}, stats["grad_norm"]
+
+        found = run_ranks(2, body, config, layout)
+        return cat_exports([tensors for tensors, _ in found]), found[0][1]
+
+    (plain, plain_norm), (sharded, sharded_norm) = stepped(False), stepped(True)
+    assert sharded_norm == pytest.approx(plain_norm, rel=1e-5)
+    before = references["qwen2-untied"].weights
+    assert any(not torch.equal(plain[name], before[name]) for name in before)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(sharded[name], tensor, atol=1e-5, rtol=1e-5)

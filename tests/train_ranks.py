@@ -1,0 +1,108 @@
+"""Ranks of a mesh as forked processes: the imports are paid once, and torch.distributed is real."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from realsys.cluster.topology import whole_mesh
+from realsys.config.allocation import ParallelLayout
+from realsys.config.schema import Config
+from realsys.train.data_manager import DataManager
+from realsys.train.device import Device, prepare_device
+from realsys.train.engine import MegatronEngine
+from realsys.train.interfaces import Role
+from realsys.train.mesh import form_mesh, process_groups
+from realsys.train.packing import Packer
+
+Body = Callable[[int, Device], Any]
+
+
+def run_ranks(world: int, body: Body, config: Config, layout: ParallelLayout | None = None) -> list[Any]:
+    """``body(rank, device)`` in ``world`` forked ranks of one process group; their results in rank order.
+
+    Fails with the traceback of the first rank that raised.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, socket.create_server(("127.0.0.1", 0)) as listener:
+        pids = [_fork(rank, world, body, config, layout, Path(folder), listener) for rank in range(world)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        results = [Path(folder, f"{rank}.pickle") for rank in range(world)]
+        errors = [Path(folder, f"{rank}.error") for rank in range(world)]
+        failed = sorted((e for e in errors if e.exists()), key=lambda e: e.stat().st_mtime_ns)
+        if failed:
+            raise AssertionError(f"rank {failed[0].stem} failed:\n{failed[0].read_text()}")
+        assert codes == [0] * world, f"exit codes {codes}"
+        return [pickle.loads(path.read_bytes()) for path in results]
+
+
+def _fork(
+    rank: int,
+    world: int,
+    body: Body,
+    config: Config,
+    layout: ParallelLayout | None,
+    folder: Path,
+    listener: socket.socket,
+) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        warnings.simplefilter("ignore")
+        (folder / f"{rank}.pickle").write_bytes(pickle.dumps(_rank(rank, world, body, config, layout, listener)))
+        code = 0
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
+def _rank(
+    rank: int, world: int, body: Body, config: Config, layout: ParallelLayout | None, listener: socket.socket
+) -> Any:
+    device = prepare_device(rank, 1)
+    host, port = listener.getsockname()
+    fd = listener.detach() if rank == 0 else None
+    tcp = dist.TCPStore(host, port, world, is_master=rank == 0, wait_for_workers=False, master_listen_fd=fd)
+    with process_groups(tcp, rank, world, config.cluster, device):
+        if layout is not None:
+            form_mesh(layout, device)
+        result = body(rank, device)
+        dist.barrier()  # rank 0 serves the store: it leaves last
+        return result
+
+
+def build_role(config: Config, layout: ParallelLayout, rank: int, device: Device, model: Path) -> Role:
+    """What a ModelWorker builds at ``initialize``."""
+    engine = MegatronEngine(config, layout, device)
+    engine.load(model)
+    data = DataManager(rank)
+    packer = Packer(
+        data, device.device, multiple=engine.token_multiple, first=engine.first_stage, last=engine.last_stage
+    )
+    return Role(config, engine, data, packer, device)
+
+
+def coordinates(layout: ParallelLayout, rank: int) -> tuple[int, int, int]:
+    return whole_mesh(layout).coordinates(rank)
+
+
+def cat_exports(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors of all writers; fails when two wrote the same."""
+    merged: dict[str, torch.Tensor] = {}
+    for part in parts:
+        doubled = merged.keys() & part.keys()
+        assert not doubled, f"written twice: {sorted(doubled)}"
+        merged.update(part)
+    return merged

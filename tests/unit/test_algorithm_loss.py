@@ -1,0 +1,254 @@
+"""The decoupled PPO loss against numbers worked out by hand, a scalar loop, and its limits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from realsys.algorithm.loss import finish_stats, merge_stats, ppo_actor_loss, sft_loss
+from realsys.config.schema import PPOConfig
+
+# Four tokens: clipped above with w > 1, clipped below with A < 0, unclipped with w = 1, unbounded with A < 0.
+# u = e^0.2, e^-0.5, e^-0.5, e^1;  w = e^0.3, e^-0.1, 1, e^-0.2
+THETA = [-1.0, -2.0, -2.0, -0.5]
+PROX = [-1.2, -1.5, -1.5, -1.5]
+BEHAV = [-1.5, -1.4, -1.5, -1.3]
+ADVANTAGES = [2.0, -1.0, 2.0, -3.0]
+# -e^0.3*1.2*2 + e^-0.1*0.8 - e^-0.5*2 + e^-0.2*e*3
+TOKEN_LOSSES = [-3.2396611, 0.7238699, -1.2130613, 6.6766228]
+
+
+def tensors(*columns: Sequence[float]) -> list[Tensor]:
+    return [torch.tensor(column, dtype=torch.float32) for column in columns]
+
+
+def loss_and_gradient(cfg: PPOConfig, denominator: float = 5.0) -> tuple[float, list[float], dict[str, float]]:
+    theta, prox, behav, advantages = tensors(THETA, PROX, BEHAV, ADVANTAGES)
+    theta.requires_grad_()
+    loss, stats = ppo_actor_loss(theta, prox, behav, advantages, torch.ones(4, dtype=torch.bool), denominator, cfg)
+    loss.backward()
+    assert theta.grad is not None
+    return loss.item(), theta.grad.tolist(), {name: value.item() for name, value in stats.items()}
+
+
+def test_decoupled_loss_is_the_formula_of_the_paper() -> None:
+    loss, gradient, stats = loss_and_gradient(PPOConfig())
+    assert loss == pytest.approx(2.9477703 / 5, rel=1e-6)
+    # a clipped token has no gradient; the others have d/dtheta(-w*u*A) = -w*u*A
+    assert gradient == pytest.approx([0.0, 0.0, -1.2130613 / 5, 6.6766228 / 5], rel=1e-6)
+    assert stats == pytest.approx(
+        {
+            "tokens": 4,
+            "loss_sum": 2.9477703,
+            "u_sum": 5.1527459,
+            "u_max": 2.7182818,
+            "w_sum": 4.0734270,
+            "w_max": 1.3498588,
+            "clip_count": 2,
+            "dual_clip_count": 0,
+            "capped_count": 0,
+            "kl_behav_prox_sum": 0.0734270,
+        },
+        rel=1e-5,
+    )
+
+
+def test_weight_multiplies_the_clipped_term_too() -> None:
+    theta, prox, behav, advantages = tensors([-1.0], [-1.2], [-1.5], [2.0])
+    loss, _ = ppo_actor_loss(theta, prox, behav, advantages, torch.ones(1, dtype=torch.bool), 1, PPOConfig())
+    assert loss.item() == pytest.approx(-1.2 * 2.0 * 1.3498588, rel=1e-6)
+
+
+def test_capped_token_contributes_nothing_but_stays_in_the_denominator() -> None:
+    loss, gradient, stats = loss_and_gradient(PPOConfig(behav_imp_weight_cap=1.1))
+    assert loss == pytest.approx((2.9477703 + 3.2396611) / 5, rel=1e-6)
+    assert gradient[0] == 0.0
+    assert (stats["capped_count"], stats["tokens"]) == (1, 4)
+    assert stats["w_max"] == pytest.approx(1.3498588, rel=1e-6), "w is reported as it was before the cap"
+
+
+def test_weight_equal_to_the_cap_is_kept() -> None:
+    _, gradient, stats = loss_and_gradient(PPOConfig(behav_imp_weight_cap=1.0))
+    assert stats["capped_count"] == 1  # only w = e^0.3; w = 1 is not larger than 1
+    assert gradient[2] != 0.0
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
+    loss, gradient, stats = loss_and_gradient(PPOConfig(c_clip=2.0))
+    # last token: w * min(e*3, 2*3)
+    assert loss == pytest.approx((sum(TOKEN_LOSSES[:3]) + 0.8187308 * 6) / 5, rel=1e-6)
+    assert gradient[3] == 0.0
+    assert stats["dual_clip_count"] == 1
+
+
+def test_asymmetric_clip_moves_only_the_upper_bound() -> None:
+    loss, gradient, stats = loss_and_gradient(PPOConfig(eps_clip_higher=0.3))
+    # first token: u = 1.2214 is below 1.3 now
+    assert loss == pytest.approx((sum(TOKEN_LOSSES[1:]) - 1.3498588 * 1.2214028 * 2) / 5, rel=1e-6)
+    assert gradient[0] == pytest.approx(-1.3498588 * 1.2214028 * 2 / 5, rel=1e-6)
+    assert stats["clip_count"] == 1
+
+
+def test_plain_ppo_uses_behav_as_proximal_policy() -> None:
+    loss, _, stats = loss_and_gradient(PPOConfig(use_decoupled_loss=False, behav_imp_weight_cap=1.1))
+    # u = e^0.5, e^-0.6, e^-0.5, e^0.8 against behav; w = 1, so no cap either
+    assert loss == pytest.approx((-1.2 * 2 + 0.8 - 0.6065307 * 2 + 2.2255409 * 3) / 5, rel=1e-6)
+    assert (stats["w_sum"], stats["w_max"], stats["capped_count"], stats["kl_behav_prox_sum"]) == (4, 1, 0, 0)
+
+
+def test_plain_ppo_never_looks_at_prox() -> None:
+    theta, behav, advantages = tensors(THETA, BEHAV, ADVANTAGES)
+    mask, cfg = torch.ones(4, dtype=torch.bool), PPOConfig(use_decoupled_loss=False)
+    with_nan, _ = ppo_actor_loss(theta, torch.full((4,), math.nan), behav, advantages, mask, 4, cfg)
+    with_behav, _ = ppo_actor_loss(theta, behav, behav, advantages, mask, 4, cfg)
+    assert with_nan.item() == with_behav.item()
+
+
+log_prob = st.floats(-8, 0, width=32)
+token = st.tuples(log_prob, log_prob, log_prob, st.floats(-3, 3, width=32), st.booleans())
+configs = st.builds(
+    PPOConfig,
+    use_decoupled_loss=st.booleans(),
+    eps_clip=st.sampled_from([0.03, 0.2]),
+    eps_clip_higher=st.sampled_from([0.0, 0.28]),
+    c_clip=st.sampled_from([0.0, 1.5, 3.0]),
+    behav_imp_weight_cap=st.sampled_from([0.0, 1.0, 5.0]),
+)
+
+
+def scalar_loss(tokens: list[tuple[float, float, float, float, bool]], cfg: PPOConfig) -> float:
+    """The formula once more, one token at a time in Python floats."""
+    total = 0.0
+    for theta, prox, behav, advantage, counted in tokens:
+        if not counted:
+            continue
+        reference = prox if cfg.use_decoupled_loss else behav
+        ratio, weight = math.exp(theta - reference), math.exp(reference - behav)
+        high = cfg.eps_clip_higher if cfg.eps_clip_higher > 0 else cfg.eps_clip
+        bounded = min(max(ratio, 1 - cfg.eps_clip), 1 + high)
+        objective = min(ratio * advantage, bounded * advantage)
+        if cfg.c_clip > 0 and advantage < 0:
+            objective = max(objective, cfg.c_clip * advantage)
+        if cfg.use_decoupled_loss and 0 < cfg.behav_imp_weight_cap < weight:
+            continue
+        total -= weight * objective
+    return total
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(token, max_size=12), configs)
+def test_loss_agrees_with_a_scalar_loop(tokens: list[tuple[float, float, float, float, bool]], cfg: PPOConfig) -> None:
+    columns = [list(c) for c in zip(*tokens, strict=True)] if tokens else [[], [], [], [], []]
+    theta, prox, behav, advantages = tensors(*columns[:4])
+    mask = torch.tensor(columns[4], dtype=torch.bool)
+    # a weight within rounding of the cap may fall on either side in float32
+    weights = [math.exp(t[1] - t[2]) for t in tokens]
+    if any(abs(w - cfg.behav_imp_weight_cap) < 1e-4 and w != 1.0 for w in weights):
+        return
+    loss, stats = ppo_actor_loss(theta, prox, behav, advantages, mask, 7.0, cfg)
+    assert loss.item() == pytest.approx(scalar_loss(tokens, cfg) / 7, rel=1e-4, abs=1e-5)
+    assert stats["tokens"].item() == sum(t[4] for t in tokens)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(token, min_size=2, max_size=12), st.integers(1, 11))
+def test_shares_of_micro_batches_add_up(tokens: list[tuple[float, float, float, float, bool]], cut: int) -> None:
+    """Loss and merged statistics do not depend on how the tokens are packed."""
+    cfg = PPOConfig(c_clip=2.0, behav_imp_weight_cap=3.0)
+    columns = [list(c) for c in zip(*tokens, strict=True)]
+    whole = [*tensors(*columns[:4]), torch.tensor(columns[4], dtype=torch.bool)]
+    loss, stats = ppo_actor_loss(*whole, 3.0, cfg)
+    parts = [ppo_actor_loss(*(x[piece] for x in whole), 3.0, cfg) for piece in (slice(0, cut), slice(cut, None))]
+    assert sum(part.item() for part, _ in parts) == pytest.approx(loss.item(), rel=1e-4, abs=1e-4)
+    merged = merge_stats(part for _, part in parts)
+    for name, value in stats.items():
+        assert merged[name].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-4), name
+
+
+def test_on_policy_gradient_is_minus_the_advantage() -> None:
+    theta = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    old = theta.detach().clone()
+    advantages = torch.tensor([1.5, -0.5, 0.0])
+    loss, stats = ppo_actor_loss(theta, old, old, advantages, torch.ones(3, dtype=torch.bool), 3, PPOConfig())
+    loss.backward()
+    assert theta.grad is not None
+    assert theta.grad.tolist() == pytest.approx((-advantages / 3).tolist())
+    assert stats["clip_count"].item() == 0
+
+
+def test_gradient_agrees_with_finite_differences() -> None:
+    _, gradient, _ = loss_and_gradient(PPOConfig(c_clip=3.0, eps_clip_higher=0.3))
+    for i in range(4):
+        sides = []
+        for step in (1e-3, -1e-3):
+            moved = [t + step * (i == j) for j, t in enumerate(THETA)]
+            tokens = list(zip(moved, PROX, BEHAV, ADVANTAGES, [True] * 4, strict=True))
+            sides.append(scalar_loss(tokens, PPOConfig(c_clip=3.0, eps_clip_higher=0.3)) / 5)
+        assert gradient[i] == pytest.approx((sides[0] - sides[1]) / 2e-3, rel=1e-4, abs=1e-6)
+
+
+def test_garbage_behind_the_mask_reaches_nothing() -> None:
+    bad = math.nan
+    theta = torch.tensor([-1.0, bad, math.inf, -2.0], requires_grad=True)
+    others = tensors([-1.2, bad, 0.0, bad], [-1.5, 0.0, bad, 0.0], [2.0, bad, bad, -math.inf])
+    mask = torch.tensor([True, False, False, False])
+    loss, stats = ppo_actor_loss(theta, *others, mask, 1.0, PPOConfig(c_clip=2.0, behav_imp_weight_cap=5.0))
+    loss.backward()
+    assert loss.item() == pytest.approx(TOKEN_LOSSES[0], rel=1e-6)
+    assert theta.grad is not None and torch.isfinite(theta.grad).all()
+    assert all(math.isfinite(value.item()) for value in stats.values())
+
+
+def test_nan_among_counted_tokens_shows_in_the_loss() -> None:
+    theta, prox, behav, advantages = tensors([-1.0, math.nan], [-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0])
+    loss, _ = ppo_actor_loss(theta, prox, behav, advantages, torch.ones(2, dtype=torch.bool), 2, PPOConfig())
+    assert math.isnan(loss.item())
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_huge_ratios_leave_loss_and_gradient_finite(advantage: float) -> None:
+    theta = torch.tensor([0.0, -200.0], requires_grad=True)
+    prox, behav, advantages = tensors([-200.0, 0.0], [-400.0, 0.0], [advantage, advantage])
+    loss, stats = ppo_actor_loss(theta, prox, behav, advantages, torch.ones(2, dtype=torch.bool), 2, PPOConfig())
+    loss.backward()
+    assert theta.grad is not None and torch.isfinite(theta.grad).all()
+    assert math.isfinite(loss.item())
+    assert all(math.isfinite(value.item()) for value in stats.values())
+
+
+def test_no_tokens_give_a_zero_loss_that_can_be_differentiated() -> None:
+    empty = torch.zeros(0)
+    theta = torch.zeros(0, requires_grad=True)
+    loss, stats = ppo_actor_loss(theta, empty, empty, empty, torch.zeros(0, dtype=torch.bool), 5, PPOConfig())
+    loss.backward()
+    assert loss.item() == 0.0
+    assert stats["u_max"].item() == 0.0
+
+
+def test_a_tensor_that_would_broadcast_is_refused() -> None:
+    one = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"advantages has shape \[1\]"):
+        ppo_actor_loss(one, one, one, torch.zeros(1), torch.ones(3, dtype=torch.bool), 1, PPOConfig())
+    with pytest.raises(ValueError, match="mask must be bool"):
+        ppo_actor_loss(one, one, one, one, torch.ones(3), 1, PPOConfig())
+
+
+def test_sft_loss_is_the_token_mean_of_the_negative_log_likelihood() -> None:
+    theta = torch.tensor([-1.0, -3.0, math.nan], requires_grad=True)
+    loss, stats = sft_loss(theta, torch.tensor([True, True, False]), 4.0)
+    loss.backward()
+    assert loss.item() == 1.0
+    assert theta.grad is not None and theta.grad.tolist() == [-0.25, -0.25, 0.0]
+    assert (stats["tokens"].item(), stats["loss_sum"].item()) == (2, 4)
+
+
+def test_finish_stats_divides_by_tokens_and_renames() -> None:
+    totals = {"tokens": 4.0, "loss_sum": 2.0, "u_sum": 6.0, "u_max": 9.0, "clip_count": 1.0}
+    assert finish_stats(totals) == {"tokens": 4.0, "loss": 0.5, "u_mean": 1.5, "u_max": 9.0, "clip_fraction": 0.25}
+    assert finish_stats({"tokens": 0.0, "u_sum": 0.0}) == {"tokens": 0.0, "u_mean": 0.0}
