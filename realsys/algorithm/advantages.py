@@ -24,7 +24,7 @@ Indices = npt.NDArray[np.int64]
 def outcome_advantages(refs: Sequence[SequenceRef], cfg: PPOConfig) -> F32:
     """Advantage of each answer of a batch, float32 ``[len(refs)]``; every token of an answer has the answer's.
 
-    With gamma = lambda = 1 and no critic the return of each token is the reward of its answer (paper, section 7.1).
+    With gamma = lambda = 1 and no critic, as in the paper, the return of each token is the reward of its answer.
     Batch mean and std are over answer tokens, so an answer counts as often as it has tokens; group mean and std are
     over the answers to one prompt. The batch must be the whole train step's: a part has other means.
 

@@ -35,7 +35,7 @@ def ppo_actor_loss(
     denominator: float | Tensor,
     cfg: PPOConfig,
 ) -> tuple[Tensor, Stats]:
-    """Decoupled PPO (AReaL, arXiv 2505.24298, eq. 5): its share of the global token mean, and statistics.
+    """Decoupled PPO (AReaL, arXiv 2505.24298): its share of the global token mean, and statistics.
 
         u      = exp(theta - prox)       w = exp(prox - behav), no gradient
         loss_t = -w * min(u*A, clip(u, 1-eps, 1+eps_higher)*A)

@@ -64,9 +64,10 @@ class _Group:
 class SequenceBuffer:
     """Groups by ticket; each ticket leaves at most once.
 
-    ``group_size`` answers make a group complete. A second copy of a ticket that is here, in training or trained is
-    rejected; so is one of a dropped ticket, unless it is a later attempt. The last ``remember`` finished tickets are
-    known; one older than that would be beyond any staleness bound by then.
+    ``group_size`` answers make a group complete. A second copy of a ticket that is here, in training, trained or
+    dropped is rejected, whatever its attempt: for the ledger both ends are final, and a dropped ticket's prompt has a
+    new ticket already. The last ``remember`` ended tickets are known; a copy of one older than that would be beyond
+    any staleness bound.
     """
 
     def __init__(self, group_size: int, remember: int = 65536) -> None:
@@ -78,8 +79,8 @@ class SequenceBuffer:
         self._incomplete: dict[str, _Group] = {}
         self._ready: dict[str, _Group] = {}
         self._training: dict[str, _Group] = {}
-        self._deferred: list[SampleMeta] = []  # copies whose clearing would hit the batch in training
-        self._finished: OrderedDict[str, int | None] = OrderedDict()  # ticket -> attempt dropped, None: trained
+        self._deferred: list[SampleMeta] = []  # copies of what is in training
+        self._ended: OrderedDict[str, None] = OrderedDict()  # trained and dropped tickets, oldest first
 
     @property
     def ready_groups(self) -> int:
@@ -132,16 +133,16 @@ class SequenceBuffer:
 
     def _accept(self, sample: SampleMeta, result: Added) -> bool:
         ticket_id = sample.ticket_id
-        held = self._ready.get(ticket_id) or self._training.get(ticket_id)
-        if held is not None:
-            self._refuse(sample, held, result)
+        if ticket_id in self._training:
+            # The batch plan may have brought the original to the copy's worker by now, under the same sample id.
+            self._deferred.append(sample)
             return False
-        if ticket_id in self._finished:
-            attempt = self._finished[ticket_id]
-            if attempt is None or sample.attempt <= attempt:
-                result.clear.append(sample)
-                return False
-            del self._finished[ticket_id]
+        if ticket_id in self._ended:
+            result.clear.append(sample)
+            return False
+        if ticket_id in self._ready:
+            self._refuse(sample, self._ready[ticket_id], result)
+            return False
         group = self._incomplete.setdefault(ticket_id, _Group(sample.attempt))
         if sample.attempt < group.attempt or (sample.attempt == group.attempt and sample.sample_id in group.samples):
             self._refuse(sample, group, result)
@@ -158,8 +159,6 @@ class SequenceBuffer:
         original = held.samples.get(copy.sample_id)
         if original is None or original.owner != copy.owner:
             result.clear.append(copy)
-        elif copy.ticket_id in self._training:
-            self._deferred.append(copy)
 
     def _supersede(self, group: _Group, newer: SampleMeta, result: Added) -> None:
         """A later attempt replaces an incomplete one; the old samples go, where the new do not lie in their place."""
@@ -176,20 +175,20 @@ class SequenceBuffer:
             group = self._ready.pop(ticket_id)
             batch.dropped.append((ticket_id, STALE))
             batch.clear.extend(group.ordered())
-            self._finish(ticket_id, group.attempt)
+            self._end(ticket_id)
 
     def _settle(self) -> list[SampleMeta]:
         """The batch taken before has been trained; returns the copies that may be cleared now."""
         for ticket_id in self._training:
-            self._finish(ticket_id, None)
+            self._end(ticket_id)
         self._training.clear()
         released, self._deferred = self._deferred, []
         return released
 
-    def _finish(self, ticket_id: str, attempt: int | None) -> None:
-        self._finished[ticket_id] = attempt
-        while len(self._finished) > self._remember:
-            self._finished.popitem(last=False)
+    def _end(self, ticket_id: str) -> None:
+        self._ended[ticket_id] = None
+        while len(self._ended) > self._remember:
+            self._ended.popitem(last=False)
 
 
 def lag_summary(lags: dict[int, int]) -> dict[str, float]:

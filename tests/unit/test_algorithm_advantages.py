@@ -146,7 +146,7 @@ def naive_gae(
     rewards: list[float], values: list[float], bootstrap: float, gamma: float, lam: float
 ) -> tuple[list[float], list[float]]:
     """The definition as a double sum: A_k = sum_j (gamma*lam)^j delta_{k+j}."""
-    following = [*values[1:], bootstrap]
+    following = [*values, bootstrap][1:]
     deltas = [r + gamma * nxt - v for r, v, nxt in zip(rewards, values, following, strict=True)]
     advantages = [sum((gamma * lam) ** (j - k) * deltas[j] for j in range(k, len(deltas))) for k in range(len(deltas))]
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]

@@ -233,7 +233,7 @@ def test_nothing_is_left_behind_but_the_logs(trial: Trial) -> None:
 class Error:
     def __init__(self, when: float, kind: str, index: int, pid: int, message: str) -> None:
         self.time, self.kind, self.index, self.pid, self.message = when, kind, index, pid, message
-        self.type = "ValueError"
+        self.type, self.exit_code = "ValueError", 1
 
 
 def death(pid: int, when: float, name: str = "model_worker/0", code: int = 1) -> Death:

@@ -1,0 +1,245 @@
+"""The replay buffer: each ticket trained at most once, nothing lost, nothing too stale."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from realsys.buffer.replay import SequenceBuffer, lag_summary, owners_of
+from realsys.types import SampleMeta
+
+
+def sample(ticket: str, k: int, *, versions: tuple[int, int] = (0, 0), attempt: int = 0, owner: int = 0) -> SampleMeta:
+    low, high = versions
+    return SampleMeta(f"{ticket}/{k}", ticket, attempt, 10, 4, 5.0, False, low, high, owner)
+
+
+def group(ticket: str, size: int = 2, *, version: int = 0, attempt: int = 0, owner: int = 0) -> list[SampleMeta]:
+    return [sample(ticket, k, versions=(version, version), attempt=attempt, owner=owner) for k in range(size)]
+
+
+def ids(groups: list[list[SampleMeta]]) -> list[str]:
+    return [members[0].ticket_id for members in groups]
+
+
+def test_a_group_is_ready_when_its_last_answer_is_there() -> None:
+    buffer = SequenceBuffer(3)
+    buffer.add(group("t1", 3)[:2])
+    assert (buffer.ready_groups, buffer.incomplete_groups) == (0, 1)
+    buffer.add(group("t1", 3)[2:])
+    assert (buffer.ready_groups, buffer.incomplete_groups) == (1, 0)
+
+
+def test_oldest_ticket_first_whatever_the_order_of_arrival() -> None:
+    buffer = SequenceBuffer(2)
+    for ticket in ("t0003", "t0001", "t0010", "t0002"):
+        buffer.add(group(ticket))
+    assert ids(buffer.take(3, 0, 0, "drop").groups) == ["t0001", "t0002", "t0003"]
+    assert buffer.ready_groups == 1
+
+
+def test_answers_of_a_group_are_ordered_by_number() -> None:
+    buffer = SequenceBuffer(12)
+    buffer.add(reversed(group("t1", 12)))
+    (members,) = buffer.take(1, 0, 0, "drop").groups
+    assert [m.sample_id for m in members] == [f"t1/{k}" for k in range(12)]
+
+
+def test_too_few_groups_leave_the_buffer_as_it_was() -> None:
+    buffer = SequenceBuffer(2)
+    buffer.add(group("t1"))
+    assert buffer.take(2, 0, 0, "drop").groups == []
+    assert buffer.ready_groups == 1
+
+
+def test_stale_groups_are_dropped_with_a_reason_and_cleared() -> None:
+    buffer = SequenceBuffer(2)
+    buffer.add([sample("t1", 0, versions=(5, 7)), sample("t1", 1, versions=(2, 7))])  # one old token suffices
+    buffer.add(group("t2", version=3))
+    batch = buffer.take(1, version=7, eta=4, stale_policy="drop")
+    assert batch.dropped == [("t1", "stale")]
+    assert [s.sample_id for s in batch.clear] == ["t1/0", "t1/1"]
+    assert ids(batch.groups) == ["t2"]
+    assert batch.stale == 0
+
+
+def test_drops_happen_even_if_the_batch_does_not_fill() -> None:
+    """Otherwise their quota is never refunded, and the batch never fills: a hang."""
+    buffer = SequenceBuffer(2)
+    buffer.add(group("t1", version=0))
+    buffer.add(group("t2", version=5))
+    batch = buffer.take(2, version=5, eta=4, stale_policy="drop")
+    assert (batch.groups, batch.dropped, buffer.ready_groups) == ([], [("t1", "stale")], 1)
+
+
+def test_policy_train_keeps_stale_groups_and_counts_them() -> None:
+    buffer = SequenceBuffer(2)
+    buffer.add(group("t1", version=0))
+    buffer.add(group("t2", version=5))
+    batch = buffer.take(2, version=5, eta=4, stale_policy="train")
+    assert (ids(batch.groups), batch.dropped, batch.stale) == (["t1", "t2"], [], 1)
+
+
+def test_eta_zero_means_one_policy_per_batch() -> None:
+    buffer = SequenceBuffer(1)
+    for number, version in enumerate([3, 2, 3]):
+        buffer.add(group(f"t{number}", 1, version=version))
+    assert buffer.fresh_groups(version=3, eta=0) == 2
+    batch = buffer.take(2, version=3, eta=0, stale_policy="drop")
+    assert {s.version_min for members in batch.groups for s in members} == {3}
+
+
+def test_lags_are_counted_per_answer_at_both_ends() -> None:
+    buffer = SequenceBuffer(2)
+    buffer.add([sample("t1", 0, versions=(3, 5)), sample("t1", 1, versions=(4, 5))])
+    batch = buffer.take(1, 6, 4, "drop")
+    assert (batch.oldest_lag, batch.newest_lag) == ({3: 1, 2: 1}, {1: 2})
+    assert lag_summary(batch.oldest_lag) == {"min": 2.0, "mean": 2.5, "max": 3.0}
+    assert lag_summary({}) == {"min": 0.0, "mean": 0.0, "max": 0.0}
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_second_copy_of_a_ready_group_is_rejected_and_cleared_where_it_lies(attempt: int) -> None:
+    buffer = SequenceBuffer(2)
+    buffer.add(group("t1", owner=0))
+    result = buffer.add(group("t1", owner=1, attempt=attempt))
+    assert (result.accepted, result.rejected, buffer.rejected) == (0, 2, 2)
+    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1/0", 1), ("t1/1", 1)]
+
+
+def test_copy_beside_its_original_is_not_cleared() -> None:
+    """Both have the same sample id on that worker: clearing the copy would take the original's tensors."""
+    buffer = SequenceBuffer(2)
+    buffer.add(group("t1", owner=0))
+    result = buffer.add(group("t1", owner=0, attempt=1))
+    assert (result.rejected, result.clear) == (2, [])
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_copy_of_what_is_in_training_is_cleared_only_after_the_step(owner: int) -> None:
+    """Also on another worker: the plan may have moved the original there."""
+    buffer = SequenceBuffer(2)
+    buffer.add(group("t1", owner=0))
+    assert ids(buffer.take(1, 0, 0, "drop").groups) == ["t1"]
+    result = buffer.add(group("t1", owner=owner, attempt=1))
+    assert (result.rejected, result.clear) == (2, [])
+    after = buffer.take(1, 0, 0, "drop")
+    assert after.groups == []
+    assert [(s.sample_id, s.owner) for s in after.clear] == [("t1/0", owner), ("t1/1", owner)]
+    assert buffer.take(1, 0, 0, "drop").clear == [], "once"
+
+
+def test_trained_ticket_never_comes_back() -> None:
+    buffer = SequenceBuffer(1)
+    buffer.add(group("t1", 1))
+    buffer.take(1, 0, 0, "drop")
+    buffer.take(1, 0, 0, "drop")
+    result = buffer.add(group("t1", 1, attempt=1))
+    assert (result.accepted, [s.sample_id for s in result.clear]) == (0, ["t1/0"])
+
+
+def test_dropped_ticket_never_comes_back() -> None:
+    """Its prompt has a new ticket: training the old one's next attempt would train the prompt twice."""
+    buffer = SequenceBuffer(1)
+    buffer.add(group("t1", 1, version=0))
+    assert buffer.take(1, 9, 0, "drop").dropped == [("t1", "stale")]
+    result = buffer.add(group("t1", 1, version=9, attempt=1))
+    assert (result.accepted, [s.sample_id for s in result.clear]) == (0, ["t1/0"])
+
+
+def test_later_attempt_replaces_an_incomplete_one_whole() -> None:
+    """Answers of two attempts never mix: they may come from different prompts' seeds and policies."""
+    buffer = SequenceBuffer(2)
+    buffer.add([sample("t1", 0, attempt=0, owner=0)])
+    result = buffer.add([sample("t1", 1, attempt=1, owner=1)])
+    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1/0", 0)]
+    assert buffer.ready_groups == 0
+    assert buffer.add([sample("t1", 0, attempt=0, owner=0)]).accepted == 0
+    buffer.add([sample("t1", 0, attempt=1, owner=1)])
+    (members,) = buffer.take(1, 0, 0, "drop").groups
+    assert {m.attempt for m in members} == {1}
+
+
+def test_memory_of_finished_tickets_is_bounded() -> None:
+    buffer = SequenceBuffer(1, remember=3)
+    for number in range(50):
+        buffer.add(group(f"t{number:03d}", 1))
+        assert len(buffer.take(1, 0, 0, "drop").groups) == 1
+    assert len(buffer._ended) == 3
+    assert buffer.add(group("t048", 1)).accepted == 0
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="group_size=0"):
+        SequenceBuffer(0)
+
+
+def test_owners_are_where_the_stream_brought_the_samples() -> None:
+    assert owners_of([group("t1", owner=4)]) == {"t1/0": {4}, "t1/1": {4}}
+
+
+GROUP_SIZE, ETA, BATCH = 2, 2, 2
+
+
+class BufferMachine(RuleBasedStateMachine):
+    """Copies, attempts, owners and versions at random; the truth is kept in plain sets beside the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer = SequenceBuffer(GROUP_SIZE)
+        self.version = 0
+        self.accepted: dict[str, list[SampleMeta]] = {}  # complete groups, neither trained nor dropped
+        self.trained: list[str] = []
+        self.dropped: list[str] = []
+        self.in_training: set[str] = set()  # sample ids
+
+    def is_needed(self, sample: SampleMeta) -> bool:
+        """Whether clearing it on its owner may take tensors that will be or are being trained."""
+        held = {(s.sample_id, s.owner) for members in self.accepted.values() for s in members}
+        return (sample.sample_id, sample.owner) in held or sample.sample_id in self.in_training
+
+    @rule(number=st.integers(0, 12), attempt=st.integers(0, 2), owner=st.integers(0, 1), lag=st.integers(0, 3))
+    def deliver(self, number: int, attempt: int, owner: int, lag: int) -> None:
+        ticket = f"t{number:03d}"
+        members = group(ticket, GROUP_SIZE, version=max(0, self.version - lag), attempt=attempt, owner=owner)
+        fresh = ticket not in self.accepted and ticket not in self.trained and ticket not in self.dropped
+        result = self.buffer.add(members)
+        assert result.accepted == (GROUP_SIZE if fresh else 0)
+        assert result.accepted + result.rejected == GROUP_SIZE
+        assert not any(self.is_needed(s) for s in result.clear)
+        if fresh:
+            self.accepted[ticket] = members
+
+    @rule(policy=st.sampled_from(["drop", "train"]))
+    def take(self, policy: str) -> None:
+        batch = self.buffer.take(BATCH, self.version, ETA, policy)  # type: ignore[arg-type]
+        self.in_training.clear()
+        for ticket, reason in batch.dropped:
+            assert reason == "stale" and policy == "drop"
+            members = self.accepted.pop(ticket)
+            assert self.version - min(s.version_min for s in members) > ETA
+            self.dropped.append(ticket)
+        candidates = sorted(self.accepted)
+        if policy == "drop":
+            assert all(self.version - s.version_min <= ETA for m in self.accepted.values() for s in m)
+        assert ids(batch.groups) == (candidates[:BATCH] if len(candidates) >= BATCH else [])
+        for members in batch.groups:
+            assert members == self.accepted.pop(members[0].ticket_id)
+            assert members[0].ticket_id not in self.trained
+            self.trained.append(members[0].ticket_id)
+            self.in_training |= {s.sample_id for s in members}
+        assert not any(self.is_needed(s) for s in batch.clear)
+        assert sum(batch.oldest_lag.values()) == GROUP_SIZE * len(batch.groups)
+        if batch.groups:
+            self.version += 1
+
+    @invariant()
+    def nothing_vanishes(self) -> None:
+        assert self.buffer.ready_groups == len(self.accepted)
+        assert all(ticket in self.buffer for ticket in self.accepted)
+
+
+TestBufferMachine = BufferMachine.TestCase
+TestBufferMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
