@@ -239,14 +239,21 @@ def _asynchrony(progress: Progress, config: Config) -> Table:
     ]
     ledger = status.get("ledger")
     if isinstance(ledger, Mapping):
-        counts = {name: count for name, count in ledger.items() if isinstance(count, int) and count}
-        rows += [(f"groups {name}", f"{count:,}") for name, count in counts.items()]
+        counts = [(state, number(ledger, state)) for state in ("running", "finished", "trained", "dropped")]
+        rows += [(f"groups {state}", fmt(count, ",.0f")) for state, count in counts if count is not None]
+    rows.append(("tokens/s generated", fmt(number(status, "throughput", "generated_tokens_per_s"), ",.0f")))
+    admission = status.get("admission")
+    if isinstance(admission, Mapping):
+        headroom = fmt(number(admission, "headroom"), ",.0f")
+        rows.append(
+            ("admission", f"{headroom} groups free" if admission.get("admits") else str(admission.get("reason")))
+        )
     return _fields("asynchrony", rows)
 
 
 def _servers(status: Record) -> Table | None:
-    servers = status.get("servers")
-    entries = list(servers.values()) if isinstance(servers, Mapping) else servers
+    """The rows of the manager's status, or nothing while no server is registered."""
+    entries = status.get("servers")
     if not isinstance(entries, Sequence) or not entries:
         return None
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
@@ -254,14 +261,13 @@ def _servers(status: Record) -> Table | None:
         table.add_column(column, justify="right" if column in ("version", "running", "tokens/s") else "left")
     for entry in entries:
         if isinstance(entry, Mapping):
-            running = number(entry, "running") if "running" in entry else number(entry, "running_requests")
             table.add_row(
                 str(entry.get("name", "?")),
                 str(entry.get("state", "-")),
-                str(entry.get("version", entry.get("verified_version", "-"))),
-                fmt(running, ".0f"),
+                fmt(number(entry, "version"), ".0f"),
+                fmt(number(entry, "running"), ".0f"),
                 fmt(number(entry, "tokens_per_s"), ",.0f"),
-                str(entry.get("url", entry.get("address", "-"))),
+                str(entry.get("url", "-")),
             )
     return table
 

@@ -30,6 +30,8 @@ class ErrorRecord(Protocol):
     def type(self) -> str: ...
     @property
     def message(self) -> str: ...
+    @property
+    def exit_code(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class FirstFailure:
     problem: str
     log: Path
     log_tail: list[str]
+    exit_code: int = 1  # 2 where a worker found that the user's input is wrong
 
 
 def first_failure(outcome: Outcome, errors: Iterable[ErrorRecord], logs: Path) -> FirstFailure | None:
@@ -51,16 +54,16 @@ def first_failure(outcome: Outcome, errors: Iterable[ErrorRecord], logs: Path) -
     """
     mended = {death.pid for death in outcome.restarted}
     found = [
-        (e.time, f"{e.kind}/{e.index}", e.pid, f"{e.type}: {e.message}", logs / f"{e.kind}-{e.index}.log")
+        (e.time, f"{e.kind}/{e.index}", e.pid, f"{e.type}: {e.message}", logs / f"{e.kind}-{e.index}.log", e.exit_code)
         for e in errors
         if e.pid not in mended
     ]
-    explained = {pid for _, _, pid, _, _ in found}
-    found += [(d.time, d.name, d.pid, d.how, d.log) for d in outcome.deaths if d.pid not in explained]
+    explained = {pid for _, _, pid, *_ in found}
+    found += [(d.time, d.name, d.pid, d.how, d.log, 1) for d in outcome.deaths if d.pid not in explained]
     if not found:
         return None
-    when, name, pid, problem, log = min(found)
-    return FirstFailure(name, pid, when, problem, log, tail(log, _LOG_LINES))
+    when, name, pid, problem, log, exit_code = min(found)
+    return FirstFailure(name, pid, when, problem, log, tail(log, _LOG_LINES), exit_code)
 
 
 def tail(path: Path, lines: int) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -88,23 +88,37 @@ def _write_token(path: Path) -> None:
 
 def _make_inputs(config: Config, paths: TrialPaths, say: Callable[[str], None]) -> None:
     """Tiny model and generated data where the trial asks for them; then read every line of the datasets once."""
-    from realsys.data import arith
-    from realsys.data.files import dataset_files
-    from realsys.data.prompts import PromptDataset
+    from realsys.data.arith import write_dataset
+    from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+    from realsys.data.check import check_data
     from realsys.data.tokenizer import TextTokenizer
 
     if config.data.kind == "arith":
-        arith.write_dataset(config.data.arith, paths.data, seed=config.seed)
-    if not config.model.path:
-        paths.model.mkdir()
-        tokenizer = arith.write_char_tokenizer(paths.model)
-        arith.make_tiny_model(config.model.tiny, paths.model, seed=config.seed)
-        del tokenizer
+        write_dataset(config.data.arith, paths.data, seed=config.seed)
     model = Path(config.model.path) if config.model.path else paths.model
+    if not config.model.path:
+        write_char_tokenizer(model)
+        make_tiny_model(config.model.tiny, model, seed=config.seed)
     check_model(model, config, parse_allocation(config.allocation))
-    files = dataset_files(config, paths)
-    prompts = PromptDataset(config, paths, TextTokenizer(model))
-    say(f"{prompts.size('train')} prompts to train on, {prompts.size('eval')} held out ({files.train})")
+    sizes = check_data(config, paths, TextTokenizer(model))
+    _check_sizes(config, sizes)
+    say("data: " + ", ".join(f"{count:,} {split}" for split, count in sizes.items() if count))
+
+
+def _check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
+    """What only the number of lines can tell. Raises ConfigError."""
+    evaluation, train = config.evaluation, config.train
+    for field, wanted in (
+        ("evaluation.problems", evaluation.problems),
+        ("evaluation.every_problems", evaluation.every_problems if evaluation.every_steps else 0),
+    ):
+        if wanted > sizes["eval"]:
+            raise ConfigError(field, wanted, f"only {sizes['eval']} problems are held out")
+    if train.total_epochs and train.total_epochs * sizes["train"] < train.batch_groups:
+        problem = f"{train.total_epochs} epochs of {sizes['train']} prompts do not fill one batch"
+        raise ConfigError("train.batch_groups", train.batch_groups, problem)
+    if config.warmup.steps and sizes["demos"] < config.warmup.batch:
+        raise ConfigError("warmup.batch", config.warmup.batch, f"there are only {sizes['demos']} demonstrations")
 
 
 def _clear_names(config: Config, paths: TrialPaths) -> None:

@@ -27,7 +27,6 @@ class Progress:
     evals: dict[str, Record] = field(default_factory=dict)
     status: Record = field(default_factory=dict)  # GET /status of the manager
     address: str | None = None  # of the manager
-    notes: list[str] = field(default_factory=list)  # restarts and the like
 
     def add(self, records: Iterable[Record]) -> None:
         for record in records:
@@ -53,7 +52,8 @@ class Progress:
     def phase_seconds(self, end: float) -> dict[str, float]:
         """Wall seconds spent in each phase; a phase entered twice is summed."""
         seconds: dict[str, float] = {}
-        for (name, start), (_, stop) in zip(self.phases, [*self.phases[1:], ("", end)], strict=True):
+        stops = [*(began for _, began in self.phases[1:]), end]
+        for (name, start), stop in zip(self.phases, stops, strict=False):  # without any phase `end` stands alone
             if name != "done":
                 seconds[name] = seconds.get(name, 0.0) + max(0.0, stop - start)
         return seconds

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -20,12 +19,15 @@ from launch.monitor import Monitor
 from launch.plan import ProcessSpec, plan
 from launch.prepare import prepare, refuse_existing, resolve
 from launch.progress import Progress
-from launch.supervisor import Outcome, Supervisor
+from launch.supervisor import Death, Outcome, Supervisor
+from realsys.cluster.failure import read_errors
 from realsys.config.checks import check
 from realsys.config.compose import compose
 from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+
+EXIT_BAD_INPUT = 2  # RealsysError.exit_code of ConfigError, DataError, ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ async def _supervise(config: Config, paths: TrialPaths, specs: Sequence[ProcessS
         stop_timeout_s=config.cluster.stop_timeout_s,
         max_restarts=config.cluster.max_restarts,
         say=view.note,
+        hopeless=lambda death: _met_bad_input(death, paths),
     )
     monitor = Monitor(config, paths, progress, view)
     with view:
@@ -84,10 +87,14 @@ async def _supervise(config: Config, paths: TrialPaths, specs: Sequence[ProcessS
     return _conclude(config, paths, progress, outcome, started)
 
 
+def _met_bad_input(death: Death, paths: TrialPaths) -> bool:
+    """Whether the process left word that the user's input is wrong: then it must not be restarted, but reported."""
+    return any(e.pid == death.pid and e.exit_code == EXIT_BAD_INPUT for e in read_errors(paths.errors))
+
+
 def _conclude(config: Config, paths: TrialPaths, progress: Progress, outcome: Outcome, started: float) -> int:
     """Write and print the report; returns the exit code."""
     from launch.report import print_summary, summarise, write_report
-    from realsys.cluster.failure import read_errors
 
     failure = None
     if outcome.status == "failed":
@@ -96,7 +103,7 @@ def _conclude(config: Config, paths: TrialPaths, progress: Progress, outcome: Ou
     write_report(summary, progress, paths)
     if outcome.status == "failed":
         _print_failure(outcome, failure, paths)
-        return 1
+        return failure.exit_code if failure else 1
     print_summary(Console(), summary)
     if outcome.status == "interrupted":
         print(f"realsys: {outcome.reason}; what was written is in {paths.root}", file=sys.stderr)
@@ -106,13 +113,13 @@ def _conclude(config: Config, paths: TrialPaths, progress: Progress, outcome: Ou
 
 def _print_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialPaths) -> None:
     """One line with the cause; then where it can be read, and its last lines."""
-    lines: list[Any] = []
+    lines: list[str] = []
     if failure is None:
         lines.append(f"realsys: the run failed: {outcome.reason}")
     else:
         lines.append(f"realsys: the run failed: {failure.process} (pid {failure.pid}): {failure.problem}")
-        if failure.process not in outcome.reason:
-            lines.append(f"  noticed when {outcome.reason}")
+        if outcome.reason != f"{failure.process} {failure.problem}":
+            lines.append(f"  the run ended when {outcome.reason}")
         lines += [f"  last lines of {failure.log}:", *(f"  | {line}" for line in failure.log_tail)]
     lines.append(f"  logs: {paths.logs}   errors: {paths.errors}")
     print("\n".join(lines), file=sys.stderr)

@@ -88,12 +88,15 @@ class Supervisor:
         stop_timeout_s: float,
         max_restarts: int,
         say: Callable[[str], None],
+        hopeless: Callable[[Death], bool] = lambda death: False,
         first_backoff_s: float = _FIRST_BACKOFF_S,
     ) -> None:
+        """``say`` gets a line per restart and kill. ``hopeless``: a restart would meet the same end (bad input)."""
         self._children = [_Child(spec) for spec in specs]
         self._stop_timeout_s = stop_timeout_s
         self._max_restarts = max_restarts
         self._say = say
+        self._hopeless = hopeless
         self._first_backoff_s = first_backoff_s
         self._outcome: Outcome | None = None
         self._deaths: list[Death] = []
@@ -180,7 +183,7 @@ class Supervisor:
         if spec.kind == "master_worker" and death.returncode == 0:
             self._end(Outcome("done", "the MasterWorker finished"))
             return
-        if not spec.restart:
+        if not spec.restart or self._hopeless(death):
             self._deaths.append(death)
             self._end(Outcome("failed", f"{spec.name} {death.how}"))
             return
@@ -268,7 +271,8 @@ class Supervisor:
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    env = {**os.environ, **extra}
+    # With the pid a child can tell that the launcher died before the child asked to die with it.
+    env = {**os.environ, **extra, "REALSYS_PARENT_PID": str(os.getpid())}
     if "PYTHONPATH" in extra and os.environ.get("PYTHONPATH"):
         env["PYTHONPATH"] = os.pathsep.join((extra["PYTHONPATH"], os.environ["PYTHONPATH"]))
     return env

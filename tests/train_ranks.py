@@ -9,6 +9,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,17 @@ from realsys.train.packing import Packer
 Body = Callable[[int, Device], Any]
 
 
-def run_ranks(world: int, body: Body, config: Config, layout: ParallelLayout | None = None) -> list[Any]:
+def run_ranks(
+    world: int, body: Body, config: Config, layout: ParallelLayout | None = None, *, joined: bool = True
+) -> list[Any]:
     """``body(rank, device)`` in ``world`` forked ranks of one process group; their results in rank order.
 
-    Fails with the traceback of the first rank that raised.
+    With ``layout`` Megatron's groups are there, too; without ``joined`` none at all. Fails with the traceback of the
+    first rank that raised.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, socket.create_server(("127.0.0.1", 0)) as listener:
-        pids = [_fork(rank, world, body, config, layout, Path(folder), listener) for rank in range(world)]
+        group = _Group(world, config, layout, listener) if joined else None
+        pids = [_fork(rank, group, body, Path(folder)) for rank in range(world)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         results = [Path(folder, f"{rank}.pickle") for rank in range(world)]
         errors = [Path(folder, f"{rank}.error") for rank in range(world)]
@@ -45,42 +50,40 @@ def run_ranks(world: int, body: Body, config: Config, layout: ParallelLayout | N
         return [pickle.loads(path.read_bytes()) for path in results]
 
 
-def _fork(
-    rank: int,
-    world: int,
-    body: Body,
-    config: Config,
-    layout: ParallelLayout | None,
-    folder: Path,
-    listener: socket.socket,
-) -> int:
+@dataclass(frozen=True)
+class _Group:
+    world: int
+    config: Config
+    layout: ParallelLayout | None
+    listener: socket.socket
+
+    def run(self, rank: int, body: Body, device: Device) -> Any:
+        host, port = self.listener.getsockname()
+        fd = self.listener.detach() if rank == 0 else None
+        tcp = dist.TCPStore(host, port, self.world, is_master=rank == 0, wait_for_workers=False, master_listen_fd=fd)
+        with process_groups(tcp, rank, self.world, self.config.cluster, device):
+            if self.layout is not None:
+                form_mesh(self.layout, device)
+            result = body(rank, device)
+            dist.barrier()  # rank 0 serves the store: it leaves last
+            return result
+
+
+def _fork(rank: int, group: _Group | None, body: Body, folder: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
         warnings.simplefilter("ignore")
-        (folder / f"{rank}.pickle").write_bytes(pickle.dumps(_rank(rank, world, body, config, layout, listener)))
+        device = prepare_device(rank, 1)
+        result = group.run(rank, body, device) if group is not None else body(rank, device)
+        (folder / f"{rank}.pickle").write_bytes(pickle.dumps(result))
         code = 0
     except BaseException:
         (folder / f"{rank}.error").write_text(traceback.format_exc())
     finally:
         os._exit(code)
-
-
-def _rank(
-    rank: int, world: int, body: Body, config: Config, layout: ParallelLayout | None, listener: socket.socket
-) -> Any:
-    device = prepare_device(rank, 1)
-    host, port = listener.getsockname()
-    fd = listener.detach() if rank == 0 else None
-    tcp = dist.TCPStore(host, port, world, is_master=rank == 0, wait_for_workers=False, master_listen_fd=fd)
-    with process_groups(tcp, rank, world, config.cluster, device):
-        if layout is not None:
-            form_mesh(layout, device)
-        result = body(rank, device)
-        dist.barrier()  # rank 0 serves the store: it leaves last
-        return result
 
 
 def build_role(config: Config, layout: ParallelLayout, rank: int, device: Device, model: Path) -> Role:

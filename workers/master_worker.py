@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from pathlib import Path
 
 import msgspec
 import uvloop
 
-from realsys.cluster.topology import Mesh, whole_mesh
+from realsys.cluster.aio import run_until_stopped
+from realsys.cluster.topology import Mesh, routing_table, whole_mesh
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.config.allocation import parse_allocation
 from realsys.data.demos import DemoDataset
 from realsys.data.files import dataset_files
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
+from realsys.master.evaluation import Evaluations
 from realsys.master.executor import GraphExecutor
 from realsys.master.graph import ppo_dataflow, sft_dataflow
 from realsys.master.loop import TrainLoop, planned_steps
-from realsys.master.manager import ManagerPort
 from realsys.master.publish import Publisher
+from realsys.master.step_log import StepLog
 from realsys.master.warmup import Warmup
 from realsys.master.workers import ModelWorkers
+from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.request_reply import MasterStream
-from realsys.telemetry.steps import StepLog
+from realsys.stream.routing import RoutedStream
+from realsys.stream.security import keys_for
 from realsys.types import SamplesArrived
 from realsys.weights.manifest import export_copy
 
@@ -33,13 +36,15 @@ from realsys.weights.manifest import export_copy
 class Master:
     """Builds the parts in their order and runs the phases."""
 
-    def __init__(self, ctx: WorkerContext, stream: MasterStream, manager: ManagerPort, step_log: StepLog) -> None:
+    def __init__(self, ctx: WorkerContext, stream: MasterStream, manager: ManagerClient, step_log: StepLog) -> None:
         config, paths = ctx.config, ctx.paths
         self._ctx, self._config, self._paths, self._manager, self._log = ctx, config, paths, manager, step_log
         self._stream = stream
         self._model_dir = Path(config.model.path) if config.model.path else paths.model
         self._mesh: Mesh = whole_mesh(parse_allocation(config.allocation).training)
-        self._workers = ModelWorkers(stream, self._mesh, config.cluster.request_timeout_s)
+        routed = RoutedStream(stream, routing_table({"actor": self._mesh}))
+        self._workers = ModelWorkers(routed, self._mesh, config.cluster.request_timeout_s)
+        self._evaluations = Evaluations(manager, seed=config.seed, timeout_s=config.cluster.request_timeout_s)
         self._publisher = Publisher(
             store=ctx.store,
             key=ctx.names.model_version(),
@@ -88,6 +93,7 @@ class Master:
             executor=GraphExecutor(flow, {"actor": self._mesh}, self._workers.run_mfc),
             publisher=self._publisher,
             manager=self._manager,
+            evaluations=self._evaluations,
             step_log=self._log,
             total_steps=planned_steps(config, prompts.size("train")),
         )
@@ -97,6 +103,7 @@ class Master:
     async def _warm_up(self) -> None:
         config = self._config
         demos = dataset_files(config, self._paths).demos
+        assert demos is not None, "the launcher has checked that there are demonstrations"
         warmup = Warmup(
             config.warmup,
             demos=len(DemoDataset(demos, TextTokenizer(self._model_dir))),
@@ -114,26 +121,26 @@ class Master:
         if not problems:
             return
         self._phase("evaluate")
-        record = await self._manager.evaluate(eval_id, problems, step)
-        self._log.append({"kind": "eval", **record})
+        self._log.append(await self._evaluations.run(eval_id, problems, step))
 
 
 async def serve(ctx: WorkerContext) -> None:
     """Run the master until it is done or told to stop."""
-    stream = MasterStream(ctx.config.cluster.host)
+    keys = keys_for(ctx.config.cluster.host, ctx.paths.root / "keys")
+    stream = MasterStream(ctx.config.cluster.host, keys=keys)
     ctx.register(ctx.names.request_reply, stream.address)
     step_log = StepLog(ctx.paths.steps)
-    manager = ManagerPort(ctx.config, ctx.store, ctx.names, ctx.token)
+    config, names = ctx.config, ctx.names
+    client = ManagerClient(
+        lambda: ctx.store.wait(names.gserver_manager, config.cluster.connect_timeout_s, "the gserver_manager"),
+        ctx.token,
+    )
     try:
-        await run_until_stopped(Master(ctx, stream, manager, step_log).run(), ctx)
+        await run_until_stopped(ctx, Master(ctx, stream, client, step_log).run())
     finally:
-        await manager.close()
+        await client.close()
         stream.close()
         step_log.close()
-
-
-async def run_until_stopped(work: object, ctx: WorkerContext) -> None:
-    raise NotImplementedError
 
 
 def main() -> None:

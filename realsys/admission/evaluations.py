@@ -49,7 +49,7 @@ class Evaluation:
     def reply(self) -> EvaluationReply:
         answered = len(self.done) - self.failed
         return EvaluationReply(
-            done=len(self.done),
+            done=answered,
             total=self.started.total,
             failed=self.failed,
             accuracy=self.correct / answered if answered else 0.0,

@@ -66,6 +66,11 @@ class LedgerCounts:
         """N of the admission inequality without the candidate."""
         return self.open["running"] + self.open["finished"] + self.trained
 
+    def by_state(self) -> dict[str, int]:
+        """Tickets in each state; the sum is ``granted``."""
+        states: dict[str, int] = {state: number for state, number in self.open.items()}  # noqa: C416 (wider key type)
+        return states | {"trained": self.trained, "dropped": self.dropped}
+
 
 @dataclass(frozen=True, slots=True)
 class Finish:

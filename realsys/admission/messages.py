@@ -111,7 +111,10 @@ class EvaluateReply(msgspec.Struct):
 
 
 class EvaluationReply(msgspec.Struct):
-    """GET /evaluate/{eval_id}. ``accuracy`` is over the problems that were answered; failures are not wrong answers."""
+    """GET /evaluate/{eval_id}. Complete when ``done + failed == total``.
+
+    ``done`` problems were answered, and ``accuracy`` is over those: a failure is not a wrong answer.
+    """
 
     done: int
     total: int

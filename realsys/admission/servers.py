@@ -35,6 +35,7 @@ class Server:
     updates: int = 0
     update_s: float = 0.0  # of the last update
     timings: dict[str, float] = field(default_factory=dict)
+    load: dict[str, float] = field(default_factory=dict)  # as the server counts it; empty until it has said so
 
     @property
     def name(self) -> str:
@@ -110,7 +111,7 @@ class ServerRegistry:
         return True
 
     def restore(self, published: PublishedVersion) -> None:
-        """Training went back to a checkpoint: weights above it belong to a dead incarnation and are not served again."""
+        """Training went back to a checkpoint: later weights belong to a dead incarnation, not to be served."""
         self.published = published
         for server in self._servers.values():
             if server.verified is not None and server.verified.version >= published.version:

@@ -97,6 +97,7 @@ def servers(state: ManagerState, now: float) -> list[dict[str, Any]]:
                 "updates": server.updates,
                 "update_s": server.update_s,
                 "timings": server.timings,
+                "load": server.load or None,
                 "failures": server.failures,
                 "error": server.error,
             }
@@ -130,11 +131,7 @@ def ledger(state: ManagerState) -> dict[str, Any]:
     return {
         "granted": counts.granted,
         "attempts": counts.attempts,
-        "running": counts.open["running"],
-        "finished": counts.open["finished"],
-        "waiting": counts.open["waiting"],
-        "trained": counts.trained,
-        "dropped": counts.dropped,
+        **counts.by_state(),
         "dropped_by_reason": {reason: n for reason, n in counts.dropped_by_reason.items() if n},
         "reissued_by_cause": dict(counts.reissued_by_cause),
         "anomalies": dict(counts.anomalies),
@@ -158,7 +155,7 @@ def evaluations(state: ManagerState) -> dict[str, Any]:
     return {
         eval_id: {
             "split": evaluation.started.split,
-            "done": len(evaluation.done),
+            "done": len(evaluation.done) - evaluation.failed,
             "total": evaluation.started.total,
             "failed": evaluation.failed,
             "running": len(evaluation.running),

@@ -1,9 +1,9 @@
 """Makes ``etcd3`` 0.12 importable next to protobuf >= 4, without touching the installed package.
 
-Its generated ``*_pb2.py`` build their descriptors by hand, which protobuf refuses since version 4. But each of them also
-carries its serialized FileDescriptorProto. That literal is read from the source text, put into a descriptor pool of our own
-(other etcd clients register the same file names in the default pool), and the classes made from it are published as
-``etcd3.etcdrpc.{kv,auth,rpc}_pb2`` before ``etcd3`` asks for them.
+Its generated ``*_pb2.py`` build their descriptors by hand, which protobuf refuses since version 4. But each of them
+also carries its serialized FileDescriptorProto. That literal is read from the source text, put into a descriptor pool
+of our own (other etcd clients register the same file names in the default pool), and the classes made from it are
+published as ``etcd3.etcdrpc.{kv,auth,rpc}_pb2`` before ``etcd3`` asks for them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The name store in etcd, through the ``etcd3`` client's channel and stubs.
 
-The client's own methods are not used where they fail us: they cannot wait for a connection that is being re-made, and its
-watcher neither ends nor survives a restart of the server. Here every call has a deadline, waits for the channel within it,
-and is repeated only if repeating it cannot change its meaning. A watch re-lists and re-watches whenever its stream breaks.
+The client's own methods are not used where they fail us: they cannot wait for a connection that is being re-made, and
+its watcher neither ends nor survives a restart of the server. Here every call has a deadline, waits for the channel
+within it, and is repeated only if repeating it cannot change its meaning. A watch re-lists and re-watches whenever
+its stream breaks.
 """
 
 from __future__ import annotations

@@ -5,16 +5,18 @@
     {root}/staging/                                      files being written
     {root}/lock                                          flock of everything that changes the store
 
-Readers take no lock: a value or a lease appears whole, by rename or link. Writers hold the lock for a few system calls, since
-taking over a lapsed key is read-then-write, and so is renewing a lease that others may be about to declare dead.
+Readers take no lock: a value or a lease appears whole, by rename or link. Writers hold the lock for a few system
+calls, since taking over a lapsed key is read-then-write, and so is renewing a lease that others may be about to
+declare dead.
 
-Clock: a lease written on this boot of this host is judged by CLOCK_MONOTONIC, which all its processes share, which no step of
-the wall clock moves, and which stands still while the machine is suspended (all its processes do too). A lease written by
-another host is judged by observation: dead when its counter has not moved for a full TTL of the reader's own clock. So no two
-hosts' clocks are ever compared; the price is that a fresh reader on another host takes up to one TTL to see a death.
+Clock: a lease written on this boot of this host is judged by CLOCK_MONOTONIC, which all its processes share, which no
+step of the wall clock moves, and which stands still while the machine is suspended (all its processes do too). A
+lease written by another host is judged by observation: dead when its counter has not moved for a full TTL of the
+reader's own clock. So no two hosts' clocks are ever compared; the price is that a fresh reader on another host takes
+up to one TTL to see a death.
 
-Across hosts the directory must be on a file system with flock and without cached lookups (NFS: ``lookupcache=none``). Where
-that is in doubt use etcd.
+Across hosts the directory must be on a file system with flock and without cached lookups (NFS: ``lookupcache=none``).
+Where that is in doubt use etcd.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from realsys.cluster.name_store import Lease, NameStore, Tree, Watch, WatchCallback, WatchThread, check_key, escape
-from realsys.errors import Fenced, KeyExists, KeyMissing, NameStoreError
+from realsys.errors import Fenced, KeyExists, NameStoreError
 
 POLL_S = 0.05
 LOCK_TIMEOUT_S = 5.0

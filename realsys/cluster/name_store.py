@@ -4,9 +4,9 @@
               ├─ file_store     a shared directory; the local default
               └─ etcd_store     production
 
-Keys are '/'-separated, built only in ``names.py``; a key may have a value and keys below it. Values are any str. A key added
-with a lease is gone, for everyone, once that lease lapses or is revoked. Everything here is synchronous and thread-safe,
-every call is bounded in time, and no exception of a vendor's client leaves a backend.
+Keys are '/'-separated, built only in ``names.py``; a key may have a value and keys below it. Values are any str. A
+key added with a lease is gone, for everyone, once that lease lapses or is revoked. Everything here is synchronous and
+thread-safe, every call is bounded in time, and no exception of a vendor's client leaves a backend.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 def escape(component: str) -> str:
-    """One component of a key as a safe ASCII file name: no '/', no NUL, never '.' or '..', reversible by ``unquote``."""
+    """One component of a key as a safe ASCII file name: no '/', no NUL, never '.' or '..'; ``unquote`` reverses it."""
     escaped = quote(component, safe="", encoding="utf-8", errors="surrogatepass")
     return escaped.replace(".", "%2E") if escaped.strip(".") == "" else escaped
 
@@ -71,7 +71,8 @@ class Lease(ABC):
 
     @abstractmethod
     def keep_alive(self) -> None:
-        """Another ``ttl_s`` from now. Fenced if the lease has lapsed: it never comes back. NameStoreError if unknown."""
+        """Another ``ttl_s`` from now. Fenced if the lease has lapsed: it never comes back. NameStoreError if
+        unknown."""
 
     @abstractmethod
     def revoke(self) -> None:
@@ -140,9 +141,10 @@ class NameStore(ABC):
     def watch(self, root: str, callback: WatchCallback) -> Watch:
         """Call back with the whole subtree of ``root``: once before this returns, then after every change.
 
-        Later calls come from the watch's own thread, one at a time. Changes in quick succession may arrive as one, but the
-        last state always arrives, also after the server was away. An exception in ``callback`` ends that thread through
-        ``threading.excepthook``, which in a worker ends the process: a watch never goes silent unnoticed.
+        Later calls come from the watch's own thread, one at a time. Changes in quick succession may arrive as one,
+        but the last state always arrives, also after the server was away. An exception in ``callback`` ends that
+        thread through ``threading.excepthook``, which in a worker ends the process: a watch never goes silent
+        unnoticed.
         """
         check_key(root)
         self._check_open()

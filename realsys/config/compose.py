@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -78,25 +80,21 @@ def _merge(overrides: list[str], config_dir: Path | None) -> object:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
     from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError("--config-dir", str(config_dir), "is no directory")
     # The schema's defaults are a node of the composition, so that interpolations such as ${train.total_steps} resolve.
     ConfigStore.instance().store(name="schema", node=Config().model_dump(), provider="realsys")
     search = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
+    groups = _groups(config_dir)
+    prepared = [_prepare(text, groups) for text in overrides]
+    if not any(text.startswith(f"{_EXPERIMENT}=") for text in prepared):
+        raise ConfigError(_EXPERIMENT, "", f"say which one: {_EXPERIMENT}={'|'.join(groups[_EXPERIMENT])}")
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        groups = {g: loader.get_group_options(g) for g in loader.list_groups("") if g != "hydra"}
-        if config_dir is not None:
-            for group in groups:
-                groups[group] = sorted({*groups[group], *(p.stem for p in (config_dir / group).glob("*.yaml"))})
-        prepared = [_prepare(text, groups) for text in overrides]
-        if not any(text.startswith(f"{_EXPERIMENT}=") for text in prepared):
-            raise ConfigError(_EXPERIMENT, "", f"say which one: {_EXPERIMENT}={'|'.join(groups[_EXPERIMENT])}")
         try:
             merged = hydra_compose(_ROOT, overrides=search + prepared)
             return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
@@ -105,6 +103,21 @@ def _merge(overrides: list[str], config_dir: Path | None) -> object:
         except HydraException as exc:
             cause = exc.__cause__
             raise ConfigError("override", " ".join(overrides), _first_line(cause or exc)) from None
+        except YAMLError as exc:
+            raise ConfigError("configuration file", " ".join(overrides), " ".join(str(exc).split())) from None
+
+
+def _groups(config_dir: Path | None) -> dict[str, list[str]]:
+    """Group -> options, shipped and one's own."""
+    roots: list[Traversable] = [resources.files(CONFIG_MODULE)]
+    if config_dir is not None:
+        roots.append(config_dir)
+    groups: dict[str, set[str]] = {}
+    for folder in (folder for root in roots for folder in root.iterdir() if folder.is_dir()):
+        options = {file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")}
+        if options:
+            groups.setdefault(folder.name, set()).update(options)
+    return {group: sorted(options) for group, options in groups.items()}
 
 
 def _prepare(text: str, groups: dict[str, list[str]]) -> str:

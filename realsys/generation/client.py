@@ -120,8 +120,8 @@ class GenerationClient:
             self._session = None
 
     async def _call(
-        self, method: str, url: str, path: str, body: Any, kind: Any, timeout_s: float | None = None
-    ) -> Any:
+        self, method: str, url: str, path: str, body: Any, kind: type[T], timeout_s: float | None = None
+    ) -> T:
         if self._session is None:
             # Hundreds of requests wait on one server at a time: no limit on connections but the server's own queue.
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))

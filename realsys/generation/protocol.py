@@ -123,6 +123,10 @@ class AbortRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     abort_all: bool = False
 
 
+class Nothing(msgspec.Struct, frozen=True):
+    """Body of calls without parameters."""
+
+
 class Acknowledged(msgspec.Struct):
     """Reply of calls that have nothing else to say."""
 

@@ -130,7 +130,7 @@ def fuse(
 
 def _pairs_together(rows: Tensor) -> Tensor:
     """[..., head_dim] (i, i + head_dim/2) -> neighbours, along the last dimension."""
-    return rows.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return rows.reshape(*rows.shape[:-1], 2, -1).transpose(-1, -2).reshape(rows.shape)
 
 
 def _interleave(arch: Architecture, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

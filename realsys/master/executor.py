@@ -8,7 +8,7 @@ rank of a mesh receives its calls in one order, because a call is sent to all of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,6 +34,12 @@ class Ownership:
 
     def add(self, key: str, sample_id: str, worker: int) -> None:
         self.owners.setdefault(key, {}).setdefault(sample_id, set()).add(worker)
+
+    def add_owners(self, keys: Iterable[str], owners: Mapping[str, Iterable[int]]) -> None:
+        """``owners``: sample id -> workers that hold all of ``keys``."""
+        for key in keys:
+            for sample_id, workers in owners.items():
+                self.owners.setdefault(key, {}).setdefault(sample_id, set()).update(workers)
 
     def forget(self, sample_ids: Sequence[str]) -> set[int]:
         """Drop these samples; returns the workers that held anything of them."""

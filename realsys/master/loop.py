@@ -17,23 +17,24 @@ import asyncio
 import logging
 import time
 
+from realsys.admission.messages import TrainedRequest
 from realsys.algorithm.schedule import learning_rate
 from realsys.buffer.batch import plan_minibatches, sequence_refs
-from realsys.buffer.replay import SequenceBuffer
+from realsys.buffer.replay import Batch, SequenceBuffer, owners_of
 from realsys.cluster.topology import Mesh
 from realsys.config.schema import Config
 from realsys.errors import WaitTimeout
+from realsys.master.evaluation import Evaluations
 from realsys.master.executor import GraphExecutor, Ownership
-from realsys.master.manager import ManagerPort
+from realsys.master.graph import SOURCE_KEYS
 from realsys.master.publish import Publisher
 from realsys.master.statistics import batch_statistics
+from realsys.master.step_log import StepLog
 from realsys.master.workers import ModelWorkers
-from realsys.telemetry.steps import StepLog
+from realsys.rollout.manager_client import ManagerClient
 from realsys.types import SampleMeta
 
 log = logging.getLogger(__name__)
-
-ARRIVAL_KEYS = ("tokens", "behav_logprobs", "versions")
 
 
 class TrainLoop:
@@ -47,26 +48,25 @@ class TrainLoop:
         workers: ModelWorkers,
         executor: GraphExecutor,
         publisher: Publisher,
-        manager: ManagerPort,
+        manager: ManagerClient,
+        evaluations: Evaluations,
         step_log: StepLog,
         total_steps: int,
     ) -> None:
         self._config, self._mesh, self._workers = config, mesh, workers
         self._executor, self._publisher, self._manager, self._log = executor, publisher, manager, step_log
-        self._total_steps = total_steps
+        self._evaluations, self._total_steps = evaluations, total_steps
         self._buffer = SequenceBuffer(config.rollout.group_size)
-        self._ownership = Ownership()
+        self._unwanted: list[SampleMeta] = []  # to be freed at the next step
         self._arrived = asyncio.Event()
         self._started = time.monotonic()
 
     def on_samples(self, samples: list[SampleMeta]) -> None:
-        """Notice `samples_arrived` of a DP head. Duplicates are refused by the buffer and freed at the head."""
-        duplicates = self._buffer.add(samples)
-        for sample in samples:
-            for key in ARRIVAL_KEYS:
-                self._ownership.add(key, sample.sample_id, sample.owner)
-        if duplicates:
-            log.warning("group arrived twice, second one ignored: %s", ", ".join(duplicates))
+        """Notice `samples_arrived` of a DP head. Copies of a group are refused, and freed where they lie."""
+        added = self._buffer.add(samples)
+        if added.rejected:
+            log.warning("refused %d samples that came twice, of %s", added.rejected, samples[0].ticket_id)
+        self._unwanted.extend(added.clear)
         self._arrived.set()
 
     async def run(self) -> int:
@@ -76,36 +76,43 @@ class TrainLoop:
             step += 1
             await self.step(step)
             if (every := self._config.evaluation.every_steps) and step % every == 0 and step < self._total_steps:
-                await self._manager.start_evaluation(f"step-{step}", self._config.evaluation.every_problems, step)
-            for record in await self._manager.finished_evaluations():
-                self._log.append({"kind": "eval", **record})
+                await self._evaluations.start(f"step-{step}", self._config.evaluation.every_problems, step)
+            for record in await self._evaluations.finished():
+                self._log.append(record)
         return step
 
     async def step(self, step: int) -> None:
         """One train step: version ``step - 1`` trains and becomes version ``step``."""
         version = step - 1
         begin = time.perf_counter()
-        groups, dropped = await self._next_batch(version)
-        samples = [sample for group in groups for sample in group]
+        batch, dropped = await self._next_batch(version)
+        samples = [sample for group in batch.groups for sample in group]
+        ownership = Ownership()
+        ownership.add_owners(SOURCE_KEYS, owners_of(batch.groups))
         waited = time.perf_counter()
-        refs = sequence_refs(groups)
+        refs = sequence_refs(batch.groups)
         minibatches = plan_minibatches(refs, self._config.train.ppo.minibatches, self._mesh.layout.data)
         rate = learning_rate(self._config.train.optimizer, step - 1, self._config.train.total_steps)
         results = await self._executor.run(
             {"actor": minibatches},
-            self._ownership,
+            ownership,
             step=step,
             version=version,
             args={"actor_train": {"lr": rate}},
         )
         times = await self._publisher.publish(step, step)
         statistics = batch_statistics(samples, version=version, correct_reward=self._config.rollout.reward.correct)
-        tickets = sorted({sample.ticket_id for sample in samples})
         told = time.perf_counter()
         await self._manager.trained(
-            step=step, version=step, trained=tickets, dropped=[], staleness=statistics["staleness"]["histogram"]
+            TrainedRequest(
+                step=step,
+                version=step,
+                trained=sorted({sample.ticket_id for sample in samples}),
+                staleness=statistics["staleness"]["histogram"],
+            )
         )
-        await self.clear([sample.sample_id for sample in samples])
+        ids = [sample.sample_id for sample in samples]
+        await self._workers.clear(sorted(ownership.forget(ids)), ids)
         end = time.perf_counter()
         inference, training = results.get("actor_inf"), results["actor_train"]
         seconds = {
@@ -134,41 +141,44 @@ class TrainLoop:
             }
         )
 
-    async def _next_batch(self, version: int) -> tuple[list[list[SampleMeta]], int]:
+    async def _next_batch(self, version: int) -> tuple[Batch, int]:
         """Wait for a batch's worth of groups inside the staleness bound; the too old are given back to the manager.
 
-        Raises WaitTimeout naming what the manager is waiting for when no group arrives for ``request_timeout_s``.
+        Returns the batch and how many groups were given back. Raises WaitTimeout naming what the manager is waiting
+        for when no group arrives for ``request_timeout_s``.
         """
-        asynchronous, batch_groups = self._config.asynchronous, self._config.train.batch_groups
+        asynchronous, wanted = self._config.asynchronous, self._config.train.batch_groups
+        timeout = self._config.cluster.request_timeout_s
         dropped = 0
         while True:
-            batch = self._buffer.take(
-                batch_groups, version, asynchronous.max_head_offpolicyness, asynchronous.stale_policy
-            )
+            self._arrived.clear()
+            batch = self._buffer.take(wanted, version, asynchronous.max_head_offpolicyness, asynchronous.stale_policy)
             if batch.dropped:
                 dropped += len(batch.dropped)
-                await self._manager.trained(
-                    step=version, version=version, trained=[], dropped=batch.dropped, staleness={}
-                )
-                await self.clear(batch.dropped_sample_ids)
+                await self._manager.trained(TrainedRequest(version, version, dropped=batch.dropped))
+            await self._free([*batch.clear, *self._unwanted])
             if batch.groups:
-                return batch.groups, dropped
-            self._arrived.clear()
-            if self._buffer.ready_groups >= batch_groups:
-                continue
-            timeout = self._config.cluster.request_timeout_s
+                return batch, dropped
             try:
                 await asyncio.wait_for(self._arrived.wait(), timeout)
             except TimeoutError:
                 raise WaitTimeout(
                     f"master_worker: step {version + 1} waited {timeout:g} s for a group; it has "
-                    f"{self._buffer.ready_groups} of {batch_groups}; the manager says: {await self._manager.explain()}"
+                    f"{self._buffer.ready_groups} of {wanted}; the manager says: {await self._explain()}"
                 ) from None
 
-    async def clear(self, sample_ids: list[str]) -> None:
-        """Free samples wherever they are."""
-        holders = self._ownership.forget(sample_ids)
-        await self._workers.clear(sorted(holders), sample_ids)
+    async def _explain(self) -> str:
+        status = await self._manager.status()
+        return f"admission {status.get('admission')}, ledger {status.get('ledger')}"
+
+    async def _free(self, samples: list[SampleMeta]) -> None:
+        """Free samples that will not be trained, each where the stream brought it."""
+        self._unwanted = []
+        by_owner: dict[int, list[str]] = {}
+        for sample in samples:
+            by_owner.setdefault(sample.owner, []).append(sample.sample_id)
+        for owner, ids in sorted(by_owner.items()):
+            await self._workers.clear([owner], ids)
 
     def _out_of_time(self) -> bool:
         limit = self._config.train.max_seconds

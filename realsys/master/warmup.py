@@ -12,11 +12,12 @@ import numpy as np
 
 from realsys.algorithm.schedule import learning_rate
 from realsys.buffer.batch import plan_minibatches, sequence_refs
+from realsys.buffer.replay import owners_of
 from realsys.cluster.topology import Mesh
 from realsys.config.schema import WarmupConfig
 from realsys.master.executor import GraphExecutor, Ownership
+from realsys.master.step_log import StepLog
 from realsys.master.workers import ModelWorkers
-from realsys.telemetry.steps import StepLog
 from realsys.types import SampleMeta
 
 
@@ -62,8 +63,7 @@ class Warmup:
     async def _step(self, step: int, samples: list[SampleMeta]) -> None:
         start = time.perf_counter()
         ownership = Ownership()
-        for sample in samples:
-            ownership.add("tokens", sample.sample_id, sample.owner)
+        ownership.add_owners(["tokens"], owners_of([samples]))
         refs = sequence_refs([[sample] for sample in samples])
         rate = learning_rate(self._config.optimizer, step, self._config.steps)
         results = await self._executor.run(

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from typing import TypeVar
-
-import msgspec
+from collections.abc import Iterable, Sequence
 
 from realsys.cluster.topology import Mesh
-from realsys.stream.request_reply import MasterStream
+from realsys.stream.routing import RoutedStream
 from realsys.types import (
     ClearRequest,
     Empty,
@@ -22,33 +18,29 @@ from realsys.types import (
     SaveWeightsRequest,
 )
 
-Reply = TypeVar("Reply", bound=msgspec.Struct)
-
 
 class ModelWorkers:
     """Sends each call to all ranks it concerns, in one order."""
 
-    def __init__(self, stream: MasterStream, mesh: Mesh, timeout_s: float) -> None:
+    def __init__(self, stream: RoutedStream, mesh: Mesh, timeout_s: float) -> None:
         self._stream, self._mesh, self._timeout_s = stream, mesh, timeout_s
 
     async def initialize(self, model_path: str) -> None:
-        await self._all(self._mesh.workers, "initialize", InitializeRequest(model_path), Empty)
+        request = InitializeRequest(model_path)
+        await self._stream.broadcast(self._mesh.workers, "initialize", request, Empty, timeout_s=self._timeout_s)
 
     async def run_mfc(self, workers: Sequence[int], payload: MfcRequest) -> list[MfcReply]:
-        return await self._all(workers, "mfc", payload, MfcReply)
+        return await self._stream.broadcast(workers, "mfc", payload, MfcReply, timeout_s=self._timeout_s)
 
     async def save_weights(self, payload: SaveWeightsRequest) -> list[SaveWeightsReply]:
-        return await self._all(self._mesh.workers, "save_weights", payload, SaveWeightsReply)
+        workers = self._mesh.workers
+        return await self._stream.broadcast(
+            workers, "save_weights", payload, SaveWeightsReply, timeout_s=self._timeout_s
+        )
 
-    async def load_demos(self, worker: int, indices: list[int]) -> SamplesArrived:
-        [reply] = await self._all([worker], "load_demos", LoadDemosRequest(indices), SamplesArrived)
-        return reply
+    async def load_demos(self, head: int, indices: list[int]) -> SamplesArrived:
+        request = LoadDemosRequest(indices)
+        return await self._stream.request(head, "load_demos", request, SamplesArrived, timeout_s=self._timeout_s)
 
-    async def clear(self, workers: Sequence[int], sample_ids: list[str]) -> None:
-        await self._all(workers, "clear", ClearRequest(sample_ids), Empty)
-
-    async def _all(
-        self, workers: Sequence[int], handler: str, payload: msgspec.Struct, reply_type: type[Reply]
-    ) -> list[Reply]:
-        calls = [self._stream.request(w, handler, payload, reply_type, timeout_s=self._timeout_s) for w in workers]
-        return list(await asyncio.gather(*calls))
+    async def clear(self, workers: Iterable[int], sample_ids: list[str]) -> None:
+        await self._stream.broadcast(workers, "clear", ClearRequest(sample_ids), Empty, timeout_s=self._timeout_s)

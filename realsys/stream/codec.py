@@ -1,12 +1,15 @@
 """Trajectories and messages as bytes.
 
-A group is a msgpack header followed by its arrays as raw little-endian memory:
+A group is two frames: a msgpack header, and its arrays as raw little-endian memory:
 
-    large   [header][tokens 0][logprobs 0][versions 0][tokens 1] ...       one frame per array, nothing copied
-    packed  [header][all tokens | all logprobs | all versions]             one frame, when the arrays are small
+    [header, with the versions as runs][tokens of all answers | logprobs of all answers]
+
+Versions change only where new weights were loaded, so (version, count) runs say in a few bytes what would be a third of
+the payload. The arrays share one frame, though joining them copies: a frame per array costs libzmq and the kernel more
+than the copy, at any size (twice the CPU time for a group of 8 x 32k tokens).
 
 ``decode_group`` trusts nothing: whatever bytes come in, it returns a group in which every length, type and bound holds,
-or raises DecodeError. The arrays it returns are read-only views of the frames.
+or raises DecodeError. The arrays it returns are read-only views of one frame, which lives as long as any of them.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ T = TypeVar("T")
 
 INT = np.dtype("<i4")
 FLOAT = np.dtype("<f4")
-ITEM = 4  # bytes of an element of any of the three arrays
+ITEM = 4  # bytes of an element of either
+CHUNK = 1 << 15  # elements checked at a time: several passes over them find them in the cache
 
-#: groups up to this many bytes of arrays are packed: below it a frame costs more than copying its bytes
-PACK_LIMIT = 256 * 1024
+#: frames up to this many bytes are cheaper to copy than to share with libzmq
+COPY_LIMIT = 256 * 1024
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TOKENS = 1 << 26  # of one sequence
 MAX_ANSWERS = 1 << 16
@@ -41,13 +45,18 @@ LOGPROB_SLACK = 1e-3
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 
+Version = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+Run = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+
+
 class AnswerHeader(msgspec.Struct, array_like=True, frozen=True):
-    """One trajectory: its array lengths follow from ``length`` and ``prompt_len``."""
+    """One trajectory: its array lengths follow from ``length`` and ``prompt_len``; ``runs`` of (version, tokens)."""
 
     length: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
     prompt_len: Count
     reward: float
     finish_reason: FinishReason
+    runs: list[tuple[Version, Run]]
 
 
 class GroupHeader(msgspec.Struct, array_like=True, frozen=True, tag="group/1"):
@@ -58,7 +67,6 @@ class GroupHeader(msgspec.Struct, array_like=True, frozen=True, tag="group/1"):
     started: float
     finished: float
     extra: dict[str, float]
-    packed: bool
     answers: Annotated[list[AnswerHeader], msgspec.Meta(min_length=1, max_length=MAX_ANSWERS)]
 
 
@@ -83,60 +91,113 @@ def decode_with(decoder: msgspec.msgpack.Decoder[T], data: Buffer, what: str) ->
         raise DecodeError(f"not a {what}: {' '.join(str(err).split())[:300]}") from err
 
 
-def encode_group(group: TrajectoryGroup) -> list[bytes | memoryview]:
-    """Frames of ``group``. Large arrays are not copied: they must not change until the group is acknowledged.
+class Slabs:
+    """Memory for payloads, used again and again: fresh pages cost more than the copy into them.
+
+    ``give_back`` a slab only when nothing reads it any more.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._free: list[bytearray] = []
+        self._keep = keep
+
+    def take(self, size: int) -> memoryview:
+        """``size`` bytes of whatever content."""
+        for i in reversed(range(len(self._free))):  # the one used last: it may still be in the caches
+            if len(self._free[i]) >= size:
+                return memoryview(self._free.pop(i))[:size]
+        return memoryview(bytearray(size))
+
+    def give_back(self, taken: memoryview) -> None:
+        slab = taken.obj
+        assert isinstance(slab, bytearray)
+        self._free.append(slab)
+        if len(self._free) > self._keep:
+            self._free.remove(min(self._free, key=len))
+
+
+def encode_group(group: TrajectoryGroup, slabs: Slabs | None = None) -> list[bytes | memoryview]:
+    """Header and payload frame of ``group``; the payload lies in one of ``slabs`` if given.
 
     StreamError if an array has the wrong type or shape (the message names ticket, trajectory and array).
     """
-    columns: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+    tokens: list[Any] = []
+    logprobs: list[Any] = []
     answers: list[AnswerHeader] = []
-    total = 0
+    elements = 0
     for k, trajectory in enumerate(group.trajectories):
-        length, answer_len = len(trajectory.tokens), len(trajectory.logprobs)
-        if trajectory.prompt_len + answer_len != length:
-            raise StreamError(
-                f"group {group.ticket.ticket_id}: trajectory {k}: {length} tokens are not "
-                f"prompt_len={trajectory.prompt_len} + {answer_len} logprobs"
-            )
-        arrays = (trajectory.tokens, trajectory.logprobs, trajectory.versions)
-        sizes = (length, answer_len, answer_len)
-        for column, (name, dtype), array, size in zip(columns, _COLUMNS, arrays, sizes, strict=True):
-            if array.dtype != dtype or array.shape != (size,):
-                raise StreamError(
-                    f"group {group.ticket.ticket_id}: trajectory {k}: {name} is {array.dtype}{list(array.shape)}, "
-                    f"needs {dtype.name}[{size}]"
-                )
-            column.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
-        answers.append(AnswerHeader(length, trajectory.prompt_len, float(trajectory.reward), trajectory.finish_reason))
-        total += ITEM * (length + 2 * answer_len)
-    packed = total <= PACK_LIMIT
-    header = GroupHeader(group.ticket, group.worker, group.started, group.finished, group.extra, packed, answers)
-    frames: list[bytes | memoryview] = [msgspec.msgpack.encode(header)]
-    if packed:
-        frames.append(b"".join([*columns[0], *columns[1], *columns[2]]))
-    else:
-        frames.extend(memoryview(array) for row in zip(*columns, strict=True) for array in row)
-    return frames
+        _check_shapes(f"group {group.ticket.ticket_id}: trajectory {k}", trajectory)
+        tokens.append(np.ascontiguousarray(trajectory.tokens))
+        logprobs.append(np.ascontiguousarray(trajectory.logprobs))
+        length = len(trajectory.tokens)
+        runs = _runs(trajectory.versions)
+        reward, reason = float(trajectory.reward), trajectory.finish_reason
+        answers.append(AnswerHeader(length, trajectory.prompt_len, reward, reason, runs))
+        elements += length + trajectory.answer_len
+    header = GroupHeader(group.ticket, group.worker, group.started, group.finished, group.extra, answers)
+    return [msgspec.msgpack.encode(header), _join([*tokens, *logprobs], ITEM * elements, slabs)]
+
+
+def _check_shapes(what: str, trajectory: Trajectory) -> None:
+    length, answer_len = len(trajectory.tokens), len(trajectory.logprobs)
+    if trajectory.prompt_len + answer_len != length:
+        raise StreamError(f"{what}: {length} tokens are not prompt_len={trajectory.prompt_len} + {answer_len} logprobs")
+    for name, array, dtype, size in (
+        ("tokens", trajectory.tokens, INT, length),
+        ("logprobs", trajectory.logprobs, FLOAT, answer_len),
+        ("versions", trajectory.versions, INT, answer_len),
+    ):
+        if array.dtype != dtype or array.shape != (size,):
+            shape = list(array.shape)
+            raise StreamError(f"{what}: {name} is {array.dtype}{shape}, needs {dtype.name}[{size}]")
+
+
+def _runs(versions: I32) -> list[tuple[int, int]]:
+    if not len(versions):
+        return []
+    changes = np.flatnonzero(versions[1:] != versions[:-1]) + 1
+    if not len(changes):
+        return [(int(versions[0]), len(versions))]
+    starts = [0, *changes.tolist()]
+    ends = [*starts[1:], len(versions)]
+    return [(int(versions[start]), end - start) for start, end in zip(starts, ends, strict=True)]
+
+
+def _join(arrays: list[Any], size: int, slabs: Slabs | None) -> bytes | memoryview:
+    if slabs is None:
+        return b"".join(arrays)
+    payload = slabs.take(size)
+    start = 0
+    for array in arrays:
+        end = start + array.nbytes
+        payload[start:end] = memoryview(array).cast("B")
+        start = end
+    return payload
 
 
 def decode_group(frames: Sequence[Buffer]) -> TrajectoryGroup:
     """The group in ``frames``; DecodeError on anything malformed."""
-    if not frames:
-        raise DecodeError("a group without frames")
+    if len(frames) != 2:
+        raise DecodeError(f"a group of {len(frames)} frames, needs 2")
     if len(frames[0]) > MAX_HEADER_BYTES:
         raise DecodeError(f"group header of {len(frames[0])} bytes, at most {MAX_HEADER_BYTES}")
     header = decode_message(frames[0], GroupHeader)
     _check_header(header)
-    arrays = _packed_arrays(header, frames) if header.packed else _raw_arrays(header, frames)
-    trajectories = [
-        Trajectory(tokens, logprobs, versions, answer.prompt_len, answer.reward, answer.finish_reason)
-        for answer, (tokens, logprobs, versions) in zip(header.answers, arrays, strict=True)
-    ]
+    n_tokens = sum(answer.length for answer in header.answers)
+    n_answer = n_tokens - sum(answer.prompt_len for answer in header.answers)
+    payload = _payload(frames[1], n_tokens + n_answer, header.ticket.ticket_id)
+    tokens = payload[:n_tokens]
+    logprobs: F32 = payload[n_tokens:].view(FLOAT)
+    _check_values(header.ticket.ticket_id, tokens, logprobs)
+    versions = _expand(header.answers)
+    trajectories: list[Trajectory] = []
+    t = a = 0
+    for answer in header.answers:
+        t_end, a_end = t + answer.length, a + answer.length - answer.prompt_len
+        arrays = (tokens[t:t_end], logprobs[a:a_end], versions[a:a_end])
+        trajectories.append(Trajectory(*arrays, answer.prompt_len, answer.reward, answer.finish_reason))
+        t, a = t_end, a_end
     return TrajectoryGroup(header.ticket, trajectories, header.worker, header.started, header.finished, header.extra)
-
-
-_COLUMNS = (("tokens", INT), ("logprobs", FLOAT), ("versions", INT))
-Arrays = list[tuple[I32, F32, I32]]
 
 
 def _check_header(header: GroupHeader) -> None:
@@ -151,62 +212,40 @@ def _check_header(header: GroupHeader) -> None:
             raise DecodeError(
                 f"group {ticket.ticket_id}: trajectory {k}: prompt_len={answer.prompt_len} > {answer.length} tokens"
             )
+        answer_len, counted = answer.length - answer.prompt_len, sum(count for _, count in answer.runs)
+        if counted != answer_len:
+            raise DecodeError(
+                f"group {ticket.ticket_id}: trajectory {k}: versions of {counted} tokens, answer has {answer_len}"
+            )
         if not math.isfinite(answer.reward):
             raise DecodeError(f"group {ticket.ticket_id}: trajectory {k}: reward={answer.reward} is not finite")
 
 
-def _packed_arrays(header: GroupHeader, frames: Sequence[Buffer]) -> Arrays:
-    ticket_id = header.ticket.ticket_id
-    if len(frames) != 2:
-        raise DecodeError(f"group {ticket_id}: {len(frames)} frames, packed needs 2")
-    n_tokens = sum(answer.length for answer in header.answers)
-    n_answer = n_tokens - sum(answer.prompt_len for answer in header.answers)
-    payload: I32 = _view(frames[1], INT, n_tokens + 2 * n_answer, f"{ticket_id}: arrays")
-    tokens, versions = payload[:n_tokens], payload[n_tokens + n_answer :]
-    logprobs: F32 = payload[n_tokens : n_tokens + n_answer].view(FLOAT)
-    _check_values(ticket_id, tokens, logprobs, versions)
-    arrays: Arrays = []
-    t = a = 0
-    for answer in header.answers:
-        t_end, a_end = t + answer.length, a + answer.length - answer.prompt_len
-        arrays.append((tokens[t:t_end], logprobs[a:a_end], versions[a:a_end]))
-        t, a = t_end, a_end
-    return arrays
-
-
-def _raw_arrays(header: GroupHeader, frames: Sequence[Buffer]) -> Arrays:
-    ticket_id = header.ticket.ticket_id
-    if len(frames) != 1 + 3 * len(header.answers):
-        raise DecodeError(f"group {ticket_id}: {len(frames)} frames, {len(header.answers)} answers need 3 each and 1")
-    arrays: Arrays = []
-    for k, answer in enumerate(header.answers):
-        what, answer_len = f"{ticket_id}: trajectory {k}", answer.length - answer.prompt_len
-        tokens: I32 = _view(frames[3 * k + 1], INT, answer.length, what)
-        logprobs: F32 = _view(frames[3 * k + 2], FLOAT, answer_len, what)
-        versions: I32 = _view(frames[3 * k + 3], INT, answer_len, what)
-        _check_values(what, tokens, logprobs, versions)
-        arrays.append((tokens, logprobs, versions))
-    return arrays
-
-
-def _check_values(what: str, tokens: I32, logprobs: F32, versions: I32) -> None:
+def _check_values(ticket_id: str, tokens: I32, logprobs: F32) -> None:
     if tokens.min() < 0:
-        raise DecodeError(f"group {what}: token {tokens.min()} < 0")
-    if not len(logprobs):
-        return
-    # NaN wins both min and max, so the bounds also say that every value between them is a number
-    low, high = float(logprobs.min()), float(logprobs.max())
-    if not (math.isfinite(low) and high <= LOGPROB_SLACK):
-        raise DecodeError(f"group {what}: logprobs span [{low}, {high}], must be finite and at most 0")
-    if versions.min() < 0:
-        raise DecodeError(f"group {what}: version {versions.min()} < 0")
+        raise DecodeError(f"group {ticket_id}: token {tokens.min()} < 0")
+    for start in range(0, len(logprobs), CHUNK):
+        chunk = logprobs[start : start + CHUNK]
+        # NaN wins both min and max, so the bounds also say that every value between them is a number
+        low, high = float(chunk.min()), float(chunk.max())
+        if not (math.isfinite(low) and high <= LOGPROB_SLACK):
+            raise DecodeError(f"group {ticket_id}: logprobs span [{low}, {high}], must be finite and at most 0")
 
 
-def _view(frame: Buffer, dtype: np.dtype[Any], size: int, what: str) -> Any:
+def _expand(answers: Sequence[AnswerHeader]) -> I32:
+    """Versions of all answers, one after the other, read-only."""
+    runs = [run for answer in answers for run in answer.runs]
+    table = np.array(runs, dtype=np.int64).reshape(len(runs), 2)
+    versions: I32 = np.repeat(table[:, 0].astype(INT), table[:, 1])
+    versions.flags.writeable = False
+    return versions
+
+
+def _payload(frame: Buffer, size: int, what: str) -> I32:
     """``frame`` as a read-only array of exactly ``size`` elements."""
     if len(frame) != ITEM * size:
-        raise DecodeError(f"group {what}: a frame of {len(frame)} bytes, header says {ITEM * size}")
-    array = np.frombuffer(frame.buffer if isinstance(frame, zmq.Frame) else frame, dtype=dtype)
+        raise DecodeError(f"group {what}: {len(frame)} bytes of arrays, header says {ITEM * size}")
+    array = np.frombuffer(frame.buffer if isinstance(frame, zmq.Frame) else frame, dtype=INT)
     if not array.flags.aligned:  # ZMQ hands out small messages at any offset of its receive buffer
         array = array.copy()
     array.flags.writeable = False

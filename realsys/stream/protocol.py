@@ -13,9 +13,9 @@ Request-reply (WorkerEndpoint <-> MasterStream)
     Reply + payload | Notice + payload      ->
                                             <-  Ack
 
-Both directions of request-reply are numbered per worker incarnation, kept by the sender until acknowledged (a Request by
-its Reply, a Reply or Notice by an Ack), resent after a reconnection from where Hello and Welcome say the peer is, and
-dropped by the receiver when it has them already. So a cut connection loses and doubles nothing.
+Both directions of request-reply are numbered per worker incarnation, kept by the sender until acknowledged (a Request
+by its Reply, a Reply or Notice by an Ack), resent after a reconnection from where Hello and Welcome say the peer is,
+and dropped by the receiver when it has them already. So a cut connection loses and doubles nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Annotated
 
 import msgspec
 
-Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -37,7 +37,9 @@ class Push(msgspec.Struct, array_like=True, frozen=True, tag="push/1"):
 
 
 class PushAck(msgspec.Struct, array_like=True, frozen=True, tag="push-ack/1"):
-    sequence: Number
+    """These are stored."""
+
+    sequences: list[Number]
 
 
 class PushNack(msgspec.Struct, array_like=True, frozen=True, tag="push-nack/1"):

@@ -24,7 +24,7 @@ import zmq
 
 from realsys.errors import DecodeError, RealsysError, StreamError, WaitTimeout
 from realsys.stream import protocol, sockets
-from realsys.stream.codec import decode_group, decode_with, encode_group
+from realsys.stream.codec import Slabs, decode_group, decode_with, encode_group
 from realsys.stream.protocol import Push, PushAck, PushNack
 from realsys.stream.security import CurveKeys
 from realsys.types import TrajectoryGroup
@@ -64,6 +64,7 @@ class Pusher:
             _Link(dp, f"{session}>{dp}", resolve, self._context, keys, connect_timeout_s) for dp in receivers
         ]
         self._turn = 0
+        self._slabs = Slabs(keep=max_in_flight)
         self._slots = asyncio.Semaphore(max_in_flight)
         self._closed = False
 
@@ -75,14 +76,16 @@ class Pusher:
         """
         if self._closed:
             raise StreamError(f"{self.identity}: push after close")
-        frames = encode_group(group)
         what = f"group {group.ticket.ticket_id}"
         link: _Link | None = None
         try:
             async with asyncio.timeout(self._timeout_s), self._slots:
                 link = self._links[self._turn % len(self._links)]
                 self._turn += 1
+                frames = encode_group(group, self._slabs)
                 await link.deliver(frames, what)
+                if isinstance(frames[1], memoryview):  # acknowledged: the receiver has it, so libzmq is done with it
+                    self._slabs.give_back(frames[1])
         except TimeoutError:
             waited = link.situation() if link else "a free slot (all groups in flight are unacknowledged)"
             raise WaitTimeout(
@@ -205,14 +208,16 @@ class _Link:
         except DecodeError as err:
             log.warning("%s: dropped a message of puller %d: %s", self._identity, self._dp, err)
             return
-        pending = self._pending.get(answer.sequence)
-        if pending is None or pending.stored.done():
-            return  # acknowledged twice (after a resend), or given up
-        if isinstance(answer, PushAck):
-            pending.stored.set_result(None)
-        else:
-            refusal = f"{self._identity}: puller {self._dp} at {self._address} refused {pending.what}: {answer.reason}"
-            pending.stored.set_exception(StreamError(refusal))
+        for sequence in answer.sequences if isinstance(answer, PushAck) else [answer.sequence]:
+            pending = self._pending.get(sequence)
+            if pending is None or pending.stored.done():
+                continue  # acknowledged twice (after a resend), or given up
+            if isinstance(answer, PushAck):
+                pending.stored.set_result(None)
+            else:
+                puller = f"puller {self._dp} at {self._address}"
+                refusal = f"{self._identity}: {puller} refused {pending.what}: {answer.reason}"
+                pending.stored.set_exception(StreamError(refusal))
 
 
 class _Session:
@@ -231,10 +236,10 @@ class _Session:
         self._on_up = on_up
         loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[bool] = loop.create_future()
-        self._lost: asyncio.Future[None] = loop.create_future()
+        self._lost: asyncio.Future[None] = loop.create_future()  # an exception in it is a defect of ours
         self._dealer, self._monitor = sockets.connect_client(context, address, keys)
-        self._reader = sockets.LoopReader(self._dealer, on_message)
-        self._events = sockets.LoopReader(self._monitor, self._on_event)
+        self._reader = sockets.LoopReader(self._dealer, on_message, self._on_error)
+        self._events = sockets.LoopReader(self._monitor, self._on_event, self._on_error)
 
     async def outlive(self, connect_timeout_s: float) -> bool:
         """Return when the connection is lost (True) or did not come about in time (False)."""
@@ -243,8 +248,7 @@ class _Session:
         except TimeoutError:
             self.problem = f"no connection within {connect_timeout_s:g} s"
             return False
-        if opened:
-            await self._lost
+        await self._lost  # done already if it did not open
         return opened
 
     def send(self, frames: list[bytes | memoryview]) -> None:
@@ -256,6 +260,12 @@ class _Session:
         self._reader.close()
         self._events.close()
         sockets.close_client(self._dealer, self._monitor)
+
+    def _on_error(self, exc: BaseException) -> None:
+        if not self._opened.done():
+            self._opened.set_result(False)
+        if not self._lost.done():
+            self._lost.set_exception(exc)
 
     def _on_event(self, frames: list[zmq.Frame]) -> None:
         event = sockets.monitor_event(frames)
@@ -285,7 +295,7 @@ class PullerStats:
 
 @dataclass(slots=True)
 class _Sender:
-    """What one pusher was answered: sequence -> reason of refusal, None if stored. Nothing new comes below ``floor``."""
+    """What one pusher was answered: sequence -> reason of refusal, None if stored. None new is below ``floor``."""
 
     floor: int = 0
     answered: dict[int, str | None] = field(default_factory=dict)
@@ -321,18 +331,30 @@ class Puller:
         ``on_group`` stores a group, or raises StreamError to refuse it: the sender is told. Any other exception
         is a defect and passes through; the group is not acknowledged.
         """
-        for taken in range(budget):
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return taken
-            self._take(frames, on_group)
-        return budget
+        stored: dict[bytes, list[int]] = {}  # route -> sequences: one acknowledgement for all that waited
+        taken = 0
+        try:
+            while taken < budget:
+                try:
+                    frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    break
+                taken += 1
+                self._take(frames, on_group, stored)
+        finally:
+            for route, sequences in stored.items():
+                self._answer(route, PushAck(sequences))
+        return taken
 
     def close(self) -> None:
         self._server.close()
 
-    def _take(self, frames: list[zmq.Frame], on_group: Callable[[TrajectoryGroup], object]) -> None:
+    def _take(
+        self,
+        frames: list[zmq.Frame],
+        on_group: Callable[[TrajectoryGroup], object],
+        stored: dict[bytes, list[int]],
+    ) -> None:
         try:
             if len(frames) < 2:
                 raise DecodeError("an empty message")
@@ -343,25 +365,34 @@ class Puller:
         sender = self._sender(push.identity)
         if push.sequence < sender.floor or push.sequence in sender.answered:
             self.stats.duplicates += 1
-            self._answer(frames[0], push.sequence, sender.answered.get(push.sequence))
-            return
-        reason: str | None = None
+            reason = sender.answered.get(push.sequence)
+        else:
+            reason = self._store(frames, push.identity, on_group)
+            sender.raise_floor(min(push.floor, push.sequence))
+            sender.answered[push.sequence] = reason
+        route = frames[0].bytes
+        if reason is None:
+            stored.setdefault(route, []).append(push.sequence)
+        else:
+            self._answer(route, PushNack(push.sequence, reason))
+
+    def _store(
+        self, frames: list[zmq.Frame], identity: str, on_group: Callable[[TrajectoryGroup], object]
+    ) -> str | None:
+        """Hand the group over; the reason if it is refused."""
         try:
             group = decode_group(frames[2:])
         except DecodeError as err:
             self._malformed(frames, err)
-            reason = str(err)
-        else:
-            try:
-                on_group(group)
-                self.stats.received += 1
-            except StreamError as err:
-                self.stats.refused += 1
-                reason = str(err)
-                log.warning("puller %s: refused group of %s: %s", self.address, push.identity, err)
-        sender.raise_floor(min(push.floor, push.sequence))
-        sender.answered[push.sequence] = reason
-        self._answer(frames[0], push.sequence, reason)
+            return str(err)
+        try:
+            on_group(group)
+        except StreamError as err:
+            self.stats.refused += 1
+            log.warning("puller %s: refused group of %s: %s", self.address, identity, err)
+            return str(err)
+        self.stats.received += 1
+        return None
 
     def _sender(self, identity: str) -> _Sender:
         sender = self._senders.get(identity)
@@ -378,8 +409,7 @@ class Puller:
             sender = sockets.sender_of(frames)
             log.warning("puller %s: dropped message %d from %s: %s", self.address, self.stats.malformed, sender, err)
 
-    def _answer(self, route: zmq.Frame, sequence: int, reason: str | None) -> None:
-        answer = PushAck(sequence) if reason is None else PushNack(sequence, reason)
+    def _answer(self, route: bytes, answer: PushAck | PushNack) -> None:
         try:
             self.socket.send_multipart([route, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
         except zmq.ZMQError as err:

@@ -7,10 +7,8 @@ a socket bound beyond loopback is refused without them (see ``sockets.bind_serve
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
-import socket
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +17,7 @@ import msgspec
 import zmq
 import zmq.auth.thread
 
+from realsys.cluster.network import is_loopback
 from realsys.errors import StreamError
 
 KEY_FILE = "stream.keys"
@@ -106,19 +105,6 @@ def load_keys(directory: Path) -> CurveKeys:
 def keys_for(host: str, directory: Path) -> CurveKeys | None:
     """The keys a process bound to (or connecting from) ``host`` needs: none on loopback."""
     return None if is_loopback(host) else ensure_keys(directory)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether everything ``host`` resolves to is this machine's loopback."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        pass
-    try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    return bool(found) and all(ipaddress.ip_address(str(a).split("%")[0]).is_loopback for a in found)
 
 
 def _create(path: Path, keys: CurveKeys) -> None:

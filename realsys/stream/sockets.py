@@ -10,8 +10,10 @@ import zmq
 import zmq.auth.thread
 from zmq.utils.monitor import parse_monitor_message
 
+from realsys.cluster.network import advertised_host, is_loopback, join_host_port
 from realsys.errors import StreamError
-from realsys.stream.security import CurveKeys, is_loopback
+from realsys.stream.codec import COPY_LIMIT
+from realsys.stream.security import CurveKeys
 
 ZContext = zmq.Context[zmq.Socket[bytes]]
 ZSocket = zmq.Socket[bytes]
@@ -65,11 +67,9 @@ def bind_server(host: str, keys: CurveKeys | None, *, receive_limit: int = 0) ->
     router.router_mandatory = True  # an error instead of silence when the peer is gone
     if keys is not None:
         keys.secure_server(router)
-    shown = f"[{host}]" if ":" in host else host
-    if ":" in host:
-        router.ipv6 = True
+    router.ipv6 = ":" in host
     try:
-        router.bind(f"tcp://{shown}:0")
+        router.bind(f"tcp://{join_host_port(host, 0)}")
     except zmq.ZMQError as err:
         router.close(linger=0)
         if authenticator is not None:
@@ -79,8 +79,8 @@ def bind_server(host: str, keys: CurveKeys | None, *, receive_limit: int = 0) ->
             f"socket on host={host}: cannot bind: {err.strerror}; is it an address of this host?"
         ) from err
     endpoint = bytes(router.getsockopt(zmq.LAST_ENDPOINT))  # type: ignore[arg-type]
-    port = endpoint.rstrip(b"\0").decode().rsplit(":", 1)[1]
-    return Server(context, router, f"tcp://{shown}:{port}", authenticator)
+    port = int(endpoint.rstrip(b"\0").decode().rsplit(":", 1)[1])
+    return Server(context, router, f"tcp://{join_host_port(advertised_host(host), port)}", authenticator)
 
 
 def connect_client(context: ZContext, address: str, keys: CurveKeys | None) -> tuple[ZSocket, ZSocket]:
@@ -143,6 +143,7 @@ def worth_logging(count: int) -> bool:
 def _limit(sock: ZSocket) -> None:
     sock.linger = 0
     sock.sndhwm = 0  # what may be in flight is bounded by the protocols above, not by the socket
+    sock.copy_threshold = COPY_LIMIT
     sock.maxmsgsize = MAX_FRAME_BYTES
     sock.heartbeat_ivl = HEARTBEAT_MS
     sock.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
@@ -152,13 +153,19 @@ class LoopReader:
     """Hands each message of a plain ZMQ socket to a callback on the event loop.
 
     A thin stand-in for ``zmq.asyncio``, which makes a future and a timer per message. ZMQ's descriptor is
-    edge-triggered and sending may swallow the edge, so whoever sends on the socket calls ``nudge`` afterwards.
+    edge-triggered and sending may swallow the edge, so whoever sends on the socket calls ``nudge`` afterwards. An
+    exception of ``on_message`` ends the reading and goes to ``on_error``.
     """
 
     BUDGET = 64  # messages per turn of the loop, so that other tasks get theirs
 
-    def __init__(self, sock: ZSocket, on_message: Callable[[list[zmq.Frame]], None]) -> None:
-        self._socket, self._on_message = sock, on_message
+    def __init__(
+        self,
+        sock: ZSocket,
+        on_message: Callable[[list[zmq.Frame]], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self._socket, self._on_message, self._on_error = sock, on_message, on_error
         self._loop = asyncio.get_running_loop()
         self._descriptor: int = sock.getsockopt(zmq.FD)  # type: ignore[assignment]
         self._scheduled = False
@@ -190,6 +197,10 @@ class LoopReader:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._on_message(frames)
+            try:
+                self._on_message(frames)
+            except Exception as exc:  # a boundary: the loop would log it and leave everyone waiting
+                self.close()
+                self._on_error(exc)
         if not self._closed:
             self._schedule()

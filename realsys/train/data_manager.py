@@ -47,7 +47,7 @@ class DataManager:
             return key in self._samples.get(sample_id, ())
 
     def clear(self, sample_ids: Iterable[str]) -> int:
-        """Forget samples; returns how many were here. Ids held elsewhere are no error: the master tells every worker."""
+        """Forget samples; returns how many were here. Those held elsewhere are no error."""
         with self._lock:
             return sum(self._samples.pop(sample_id, None) is not None for sample_id in sample_ids)
 

@@ -8,6 +8,10 @@ from typing import Protocol
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.data.demos import DemoDataset
+from realsys.data.files import dataset_files
+from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import ConfigError
 from realsys.train.data_manager import DataManager
 from realsys.types import SampleMeta
 
@@ -38,9 +42,8 @@ class DemoSource:
 
 def open_demonstrations(config: Config, paths: TrialPaths) -> Demonstrations:
     """The trial's demonstrations with the model's tokenizer."""
-    from realsys.data.demos import DemoDataset
-    from realsys.data.prompts import dataset_files
-    from realsys.data.tokenizer import TextTokenizer
-
     model = Path(config.model.path) if config.model.path else paths.model
-    return DemoDataset(dataset_files(config, paths), TextTokenizer(model))
+    file = dataset_files(config, paths).demos
+    if file is None:
+        raise ConfigError("data.demos", config.data.demos, "the warm-up (warmup.steps > 0) needs demonstrations")
+    return DemoDataset(file, TextTokenizer(model), chat_template=config.data.chat_template)

@@ -69,6 +69,8 @@ class Device:
 def prepare_device(rank: int, threads: int) -> Device:
     """Pick this rank's device, set the thread count, and make Megatron run on it. Once per process, before Megatron."""
     torch.set_num_threads(threads)
+    # Megatron relies on kernels starting in the order they are queued to overlap communication with compute.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         index = rank % torch.cuda.device_count()
         torch.cuda.set_device(index)

@@ -24,6 +24,7 @@ from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config, OptimizerConfig
 from realsys.errors import ModelError
 from realsys.train.device import Device, seed_megatron
+from realsys.train.fused import select_rows
 from realsys.train.hf_config import DTYPES, read_hf_config, transformer_config
 from realsys.train.hf_map import ShardMap
 from realsys.train.mesh import data_parallel_group, tensor_parallel_group
@@ -88,7 +89,7 @@ class MegatronEngine:
         return sum(parameter.numel() for parameter in self._module.parameters())
 
     def load(self, directory: Path) -> None:
-        """Build this rank's shard and fill it. Raises ModelError when the model is unusable or does not fit the layout."""
+        """Build this rank's shard and fill it. Raises ModelError when the model is unusable or does not fit."""
         model = read_hf_config(directory)
         megatron = transformer_config(model, self._layout, self._train, self._dtype)
         with self._device.active():
@@ -117,11 +118,14 @@ class MegatronEngine:
         self._schedule = get_forward_backward_func()
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Log-probs of the answer tokens under the current weights, fp32 [a] per micro-batch; empty before the last stage."""
+        """Log-probs of the answer tokens, fp32 [a] per micro-batch; [] before the last stage."""
         self._require_model()
         with self._device.active(), torch.no_grad():
             found: list[torch.Tensor] = self._run(
-                batches, forward_only=True, collect_non_loss_data=True, forward_step_func=self._step(self._only_logprobs)
+                batches,
+                forward_only=True,
+                collect_non_loss_data=True,
+                forward_step_func=self._step(self._only_logprobs),
             )
         return found
 
@@ -235,7 +239,7 @@ class MegatronEngine:
     def _answer_logprobs(self, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """logits [1, t, V/tp] -> log-probs and entropies [a] at the sampling temperature."""
         assert batch.targets is not None
-        selected = logits[0].index_select(0, batch.rows)
+        selected = select_rows(logits[0], batch.rows)
         return vocab_logprobs(selected, batch.targets, temperature=self._temperature, group=tensor_parallel_group())
 
     def _only_logprobs(self, batch: MicroBatch, logits: torch.Tensor, non_loss_data: bool) -> torch.Tensor:

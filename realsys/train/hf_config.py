@@ -74,7 +74,9 @@ def read_hf_config(directory: Path) -> HFModel:
     try:
         raw = json.loads(path.read_text())
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}); model.path must be a HF model directory") from error
+        raise ModelError(
+            f"{path}: cannot be read ({error.strerror}); model.path must be a HF model directory"
+        ) from error
     except ValueError as error:
         raise ModelError(f"{path}: no JSON ({error})") from error
     family = raw.get("model_type")

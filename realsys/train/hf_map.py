@@ -109,7 +109,9 @@ class HFReader:
         ignored = {_HEAD} if tied else set()
         extra = [n for n in self._files.keys() - shapes.keys() - ignored if not n.endswith("rotary_emb.inv_freq")]
         if extra:
-            raise ModelError(f"{self._directory}: tensor {min(extra)} is not part of the model that config.json describes")
+            raise ModelError(
+                f"{self._directory}: tensor {min(extra)} is not part of the model that config.json describes"
+            )
         for name, shape in shapes.items():
             if name not in self._files:
                 raise ModelError(f"{self._directory}: tensor {name} is missing")
@@ -146,11 +148,11 @@ class ShardMap:
     tensor_ranks: int
 
     def parameters(self, module: torch.nn.Module) -> Iterator[tuple[ParameterMap, torch.nn.Parameter]]:
-        """The parameters of an unwrapped GPTModel in a fixed order, the same on all tensor and data ranks of a stage."""
-        layers = getattr(module.decoder, "layers")  # noqa: B009  (torch types it as Tensor | Module)
+        """The parameters of a GPTModel in a fixed order, the same on all tensor and data ranks of a stage."""
+        decoder: Any = module.decoder
         for name, parameter in module.named_parameters():
             match = re.match(r"decoder\.layers\.(\d+)\.", name)
-            layer = layers[int(match[1])].layer_number - 1 if match else None
+            layer = decoder.layers[int(match[1])].layer_number - 1 if match else None
             yield mapping_of(name, layer, self.model.tied), parameter
 
     @torch.no_grad()
@@ -192,9 +194,7 @@ class ShardMap:
                 if whole is not None:
                     yield name, whole
 
-    def _gather(
-        self, part: torch.Tensor, dim: int | None, owner: int, group: dist.ProcessGroup
-    ) -> torch.Tensor | None:
+    def _gather(self, part: torch.Tensor, dim: int | None, owner: int, group: dist.ProcessGroup) -> torch.Tensor | None:
         if dim is None or self.tensor_ranks == 1:
             return part if self.tensor_rank == owner else None
         part = part.contiguous()
@@ -221,7 +221,7 @@ class ShardMap:
         groups, rest = self.model.kv_heads // self.tensor_ranks, shard.shape[1:]
         per_group = self.model.heads // self.model.kv_heads * self.model.head_dim
         sizes = [per_group, self.model.head_dim, self.model.head_dim]
-        pieces = shard.reshape(groups, sum(sizes), *rest).split(sizes, 1)
+        pieces = torch.split(shard.reshape(groups, sum(sizes), *rest), sizes, 1)
         return [piece.reshape(-1, *rest) for piece in pieces]
 
 

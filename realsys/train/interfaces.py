@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from realsys.algorithm.advantages import outcome_advantages
@@ -125,19 +126,25 @@ class ActorInference:
             skipped = [ref for ref in per_rank[role.engine.data_rank] if advantages[ref.sample_id] == 0.0]
             per_rank = _without_zero(per_rank, advantages)
         batches = role.microbatches(per_rank)
-        parts: list[Stats] = [_mismatch(torch.zeros(0), torch.zeros(0))]
+        proximal, recorded = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
         for batch, logprobs in zip(batches, role.engine.logprobs(batches), strict=role.engine.last_stage):
             for sample_id, values in split_answers(batch, logprobs).items():
                 role.data.put(sample_id, {"prox_logprobs": values})
                 if role.data.has(sample_id, "behav_logprobs"):
-                    behav = torch.from_numpy(role.data.get(sample_id, "behav_logprobs"))
-                    parts.append(_mismatch(torch.from_numpy(values), behav))
+                    proximal.append(values)
+                    recorded.append(role.data.get(sample_id, "behav_logprobs"))
         if not role.engine.last_stage:
             return {}
         for ref in skipped:
             # Nobody will look at them, but the master may plan with every sequence having its array.
-            role.data.put(ref.sample_id, {"prox_logprobs": torch.zeros(ref.answer_len).numpy()})
-        return finish_stats(reduced(merge_stats(parts), role.device))
+            role.data.put(ref.sample_id, {"prox_logprobs": np.zeros(ref.answer_len, np.float32)})
+        difference = torch.from_numpy(np.abs(np.concatenate(proximal) - np.concatenate(recorded)))
+        stats = {
+            "tokens": torch.tensor(float(len(difference))),
+            "logprob_difference_sum": difference.sum(),
+            "logprob_difference_max": difference.amax() if len(difference) else torch.zeros(()),
+        }
+        return finish_stats(reduced(stats, role.device))
 
 
 class ActorTrain:
@@ -218,15 +225,6 @@ def reduced(stats: Stats, device: Device) -> dict[str, float]:
     plain = {name: value.item() for name, value in stats.items()}
     sums = data_ranks_reduce({k: v for k, v in plain.items() if not is_maximum(k)}, device, maxima=False)
     return sums | data_ranks_reduce({k: v for k, v in plain.items() if is_maximum(k)}, device, maxima=True)
-
-
-def _mismatch(prox: torch.Tensor, behav: torch.Tensor) -> Stats:
-    difference = (prox - behav).abs()
-    return {
-        "tokens": torch.tensor(float(len(difference))),
-        "logprob_difference_sum": difference.sum(),
-        "logprob_difference_max": difference.amax() if len(difference) else torch.zeros(()),
-    }
 
 
 def _without_zero(

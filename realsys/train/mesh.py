@@ -1,6 +1,6 @@
 """The ranks of one training mesh find each other, and Megatron's process groups over them.
 
-    rank 0: binds a TCPStore on port 0 -> registers its address      others: wait for the address -> connect
+rank 0: binds a TCPStore on port 0 -> registers its address      others: wait for the address -> connect
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from realsys.cluster.name_store import NameStore
 from realsys.config.allocation import ParallelLayout
@@ -32,7 +33,7 @@ def rendezvous(
         # Our own socket: TCPStore by itself would listen on every interface.
         listener = socket.create_server((cluster.host, 0), backlog=max(128, world))
         port = listener.getsockname()[1]
-        tcp = dist.TCPStore(
+        tcp = TCPStore(
             cluster.host,
             port,
             world,
@@ -45,15 +46,16 @@ def rendezvous(
     else:
         address = store.wait(key, cluster.connect_timeout_s, "the torch store of model_worker/0")
         host, _, port_text = address.rpartition(":")
-        tcp = dist.TCPStore(host, int(port_text), world, is_master=False, timeout=timeout, wait_for_workers=False)
+        tcp = TCPStore(host, int(port_text), world, is_master=False, timeout=timeout, wait_for_workers=False)
     return process_groups(tcp, rank, world, cluster, device)
 
 
 @contextlib.contextmanager
-def process_groups(
-    tcp: dist.Store, rank: int, world: int, cluster: ClusterConfig, device: Device
-) -> Iterator[None]:
-    """torch.distributed for as long as the block runs."""
+def process_groups(tcp: Store, rank: int, world: int, cluster: ClusterConfig, device: Device) -> Iterator[None]:
+    """torch.distributed for as long as the block runs.
+
+    After an error the groups are left as they are: taking them down may wait for ranks that wait for this one.
+    """
     if device.backend == "gloo":
         bind_gloo_to(cluster.host)
     dist.init_process_group(
@@ -64,11 +66,9 @@ def process_groups(
         timeout=timedelta(seconds=cluster.request_timeout_s),
         device_id=device.device if device.is_cuda else None,
     )
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def form_mesh(layout: ParallelLayout, device: Device) -> None:

@@ -105,7 +105,7 @@ def _answer_rows(refs: Sequence[SequenceRef]) -> I64:
     start = 0
     parts = []
     for ref in refs:
-        assert ref.prompt_len >= 1, f"{ref.sample_id}: an answer without a prompt token has nothing to be predicted from"
+        assert ref.prompt_len >= 1, f"{ref.sample_id}: without a prompt token nothing predicts the first answer token"
         parts.append(np.arange(start + ref.prompt_len - 1, start + ref.length - 1))
         start += ref.length
     return _concatenate(parts, np.int64)

@@ -129,8 +129,12 @@ class ModelWorkerService:
             last=engine.last_stage,
         )
         self._roles["actor"] = Role(self._config, engine, self._data, packer, self._device)
-        logger.info("loaded %s: %d parameters on this rank, %.1f s", request.model_path, engine.parameter_count,
-                    time.perf_counter() - start)
+        logger.info(
+            "loaded %s: %d parameters on this rank, %.1f s",
+            request.model_path,
+            engine.parameter_count,
+            time.perf_counter() - start,
+        )
         return Empty()
 
     def _load_demos(self, request: LoadDemosRequest) -> SamplesArrived:

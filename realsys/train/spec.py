@@ -18,8 +18,11 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from realsys.train.fused import apply, pad_rows, rms_norm, rotate, swiglu
 
 #: Token pairs whose attention costs about as much as one more kernel launch: how much padding is worth saving one.
 _LAUNCH_COST = 4096
@@ -32,10 +35,10 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = False  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,43 +134,6 @@ def pack_segments(
     return packed
 
 
-class _Rotate(torch.autograd.Function):
-    """Rotary embedding; its backward is the rotation the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, -sin), None, None
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    out_first, out_second = out.chunk(2, -1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
-    return out
-
-
-class _Pad(torch.autograd.Function):
-    """Tokens [t, ...] -> padded places. Padding gets no gradient, so the way back is a plain selection."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gather: torch.Tensor, scatter: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(scatter)
-        return x.index_select(0, gather)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (scatter,) = ctx.saved_tensors
-        return grads[0].index_select(0, scatter), None, None
-
-
 class _Unpad(torch.autograd.Function):
     """Padded places -> tokens; padding's gradient is zero."""
 
@@ -184,10 +150,24 @@ class _Unpad(torch.autograd.Function):
         return grads[0].index_select(0, gather).mul_(real), None, None, None
 
 
-class PackedAttention(MegatronModule):
-    """Causal attention within each packed segment. query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads*d]."""
+class SwigluMLP(MLP):
+    """Megatron's MLP without its branches: gate and up, no bias, one fused activation."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        gate_up, _bias = self.linear_fc1(hidden_states)
+        output: tuple[torch.Tensor, torch.Tensor | None] = self.linear_fc2(swiglu(gate_up))
+        return output
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each packed segment.
+
+    query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads * d]
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -203,11 +183,15 @@ class PackedAttention(MegatronModule):
         **_: Any,
     ) -> torch.Tensor:
         packed = packed_seq_params
-        query = _Rotate.apply(query, packed.cos, packed.sin)
-        key = _Rotate.apply(key, packed.cos, packed.sin)
+        assert packed.cos is not None and packed.sin is not None
+        query, key = rotate(query, packed.cos, packed.sin), rotate(key, packed.cos, packed.sin)
         if packed.buckets is None:
             return self._kernel(query, key, value, packed)
-        outputs = [self._bucket(query, key, value, bucket) for bucket in packed.buckets]
+        # One split per tensor: as many slices would each give a gradient of the whole size.
+        sizes = [bucket.stop - bucket.start for bucket in packed.buckets]
+        tensors = [torch.split(x, sizes) for x in (query, key, value)]
+        parts = zip(*tensors, packed.buckets, strict=True)
+        outputs = [self._bucket(*part) for part in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _kernel(
@@ -230,18 +214,13 @@ class PackedAttention(MegatronModule):
         assert isinstance(out, torch.Tensor)
         return out.reshape(out.shape[0], -1)
 
-    def _bucket(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bucket: Bucket
-    ) -> torch.Tensor:
-        padded = bucket.gather is not None
-
+    def _bucket(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bucket: Bucket) -> torch.Tensor:
         def batched(x: torch.Tensor) -> torch.Tensor:
-            x = x[bucket.start : bucket.stop]
-            if padded:
-                x = _Pad.apply(x, bucket.gather, bucket.scatter)
+            if bucket.gather is not None and bucket.scatter is not None:
+                x = pad_rows(x, bucket.gather, bucket.scatter)
             return x.reshape(bucket.count, bucket.width, x.shape[1], x.shape[2]).transpose(1, 2)
 
-        out = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             batched(query),
             batched(key),
             batched(value),
@@ -249,8 +228,10 @@ class PackedAttention(MegatronModule):
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        flat = out.transpose(1, 2).reshape(bucket.count * bucket.width, -1)
-        return _Unpad.apply(flat, bucket.scatter, bucket.gather, bucket.real) if padded else flat
+        flat = attended.transpose(1, 2).reshape(bucket.count * bucket.width, -1)
+        if bucket.gather is None:
+            return flat
+        return apply(_Unpad, flat, bucket.scatter, bucket.gather, bucket.real)
 
 
 def block_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
@@ -258,6 +239,7 @@ def block_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmod
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
+    spec.submodules.mlp.module = SwigluMLP
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:

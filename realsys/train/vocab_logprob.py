@@ -16,7 +16,7 @@ class _VocabLogprob(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rank, sharded = (0, False) if group is None else (group.rank(), group.size() > 1)
+        rank, sharded = (0, False) if group is None else (group.rank(), group.size() > 1 and len(targets) > 0)
         size = logits.shape[-1]
         z = logits.float()
         if temperature != 1.0:
@@ -61,5 +61,6 @@ def vocab_logprobs(
 
     Both are of the distribution at ``temperature``, in nats. ``group``: the tensor ranks, each with its shard in order.
     """
-    logprobs, entropy = _VocabLogprob.apply(logits, targets, temperature, group)
+    function: Any = _VocabLogprob
+    logprobs, entropy = function.apply(logits, targets, temperature, group)
     return logprobs, entropy

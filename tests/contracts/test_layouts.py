@@ -134,7 +134,7 @@ def reference(model: PreTrainedModel, path: Path) -> Reference:
         ids = torch.from_numpy(ARRAYS[ref.sample_id]["tokens"]).long()
         every = (model(ids[None]).logits[0, ref.prompt_len - 1 : -1] / TEMPERATURE).log_softmax(-1)
         theta = every.gather(1, ids[ref.prompt_len :, None])[:, 0]
-        entropies += float(-(every.exp() * every).sum())
+        entropies -= (every.exp() * every).sum().item()
         logprobs[ref.sample_id] = theta.detach().numpy().copy()
         prox, behav = theta.detach(), torch.from_numpy(ARRAYS[ref.sample_id]["behav_logprobs"])
         u, w, advantage = (theta - prox).exp(), (prox - behav).exp(), float(advantages[ref.sample_id])
@@ -144,7 +144,7 @@ def reference(model: PreTrainedModel, path: Path) -> Reference:
     loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
-    return Reference(path, weights, logprobs, gradients, float(loss), norm, entropies / tokens)
+    return Reference(path, weights, logprobs, gradients, loss.item(), norm, entropies / tokens)
 
 
 def tied(model: PreTrainedModel) -> bool:
@@ -247,7 +247,9 @@ def test_the_distributed_optimizer_steps_like_the_plain_one(references: dict[str
             role = build_role(config, layout, rank, device, path)
             parts = deal(layout)
             for ref in parts[rank]:
-                role.data.put(ref.sample_id, ARRAYS[ref.sample_id] | {"prox_logprobs": ARRAYS[ref.sample_id]["behav_logprobs"]})
+                role.data.put(
+                    ref.sample_id, ARRAYS[ref.sample_id] | {"prox_logprobs": ARRAYS[ref.sample_id]["behav_logprobs"]}
+                )
             request = MfcRequest("actor_train", "actor", "actor_train", 0, 0, [parts], args={"lr": 1.0})
             stats = INTERFACES["actor_train"].run(role, request)
             return {name: tensor.clone() for name, tensor in role.engine.export()}, stats["grad_norm"]

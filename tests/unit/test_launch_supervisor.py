@@ -43,17 +43,13 @@ class Trial:
         argv = (sys.executable, "-c", script, self.socket, f"{kind}/{index}")
         return ProcessSpec(kind, index, argv, self.folder / f"{kind}-{index}.log", kind in STATELESS, {})
 
-    def supervisor(self, *specs: ProcessSpec, stop_timeout_s: float = 5.0, max_restarts: int = 2) -> Supervisor:
-        return Supervisor(
-            specs, stop_timeout_s=stop_timeout_s, max_restarts=max_restarts, say=self.notes.append, first_backoff_s=0.01
-        )
-
     def run(
         self,
         *specs: ProcessSpec,
         until: Sequence[str] = (),
         then: Callable[[Supervisor], None] | None = None,
         stop_timeout_s: float = 5.0,
+        hopeless: Callable[[Death], bool] = lambda death: False,
     ) -> Outcome:
         """Run to the end; once every process in ``until`` is ready, call ``then``. Checks that no process is left."""
 
@@ -67,7 +63,14 @@ class Trial:
                     all_ready.set()
 
             async with asyncio.timeout(30), await asyncio.start_unix_server(on_ready, "\0" + self.socket):
-                supervisor = self.supervisor(*specs, stop_timeout_s=stop_timeout_s)
+                supervisor = Supervisor(
+                    specs,
+                    stop_timeout_s=stop_timeout_s,
+                    max_restarts=2,
+                    say=self.notes.append,
+                    hopeless=hopeless,
+                    first_backoff_s=0.01,
+                )
                 running = asyncio.create_task(supervisor.run())
                 if then is not None:
                     await all_ready.wait()
@@ -126,6 +129,13 @@ def test_stateless_worker_is_restarted_until_its_budget_is_spent(trial: Trial) -
     assert "rollout_worker/0 exited with code 4, after 2 restarts (cluster.max_restarts)" in outcome.reason
     assert len(outcome.restarted) == 2 and len(trial.notes) == 2
     assert (trial.folder / "rollout_worker-0.log").read_text().count("hello") == 3
+
+
+def test_worker_that_met_bad_input_is_not_restarted(trial: Trial) -> None:
+    specs = [trial.spec("generation_server", 0, "raise SystemExit(1)"), trial.spec("master_worker", 0, FOREVER)]
+    outcome = trial.run(*specs, hopeless=lambda death: death.name == "generation_server/0")
+    assert outcome.status == "failed" and not outcome.restarted
+    assert outcome.reason == "generation_server/0 exited with code 1"
 
 
 def test_restarted_worker_that_recovers_does_not_end_the_run(trial: Trial) -> None:

@@ -1,0 +1,285 @@
+"""The two streams against bare ZMQ moving the same bytes, between two processes: ``python -m benchmarks.streams``.
+
+Bare ZMQ is one DEALER and one ROUTER that move each group (each payload) as one frame, without codec, checks or
+acknowledgements. The two take turns in one run, and the ratio is the median of the paired ratios: what else runs on the
+machine slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import msgspec
+import numpy as np
+import uvloop
+import zmq
+
+from benchmarks._table import report
+from realsys.stream.push_pull import Puller, Pusher
+from realsys.stream.request_reply import MasterStream, WorkerEndpoint
+from realsys.types import Empty, Ticket, Trajectory, TrajectoryGroup
+
+ANSWERS = 8  # trajectories of a group
+IN_FLIGHT = 8
+KEPT = 32  # groups the receiver holds, as a trainer holds a batch
+DISTINCT = 8  # groups sent in turn: one alone would never leave the caches
+PROMPT = 256
+END = b"end"
+BOUND_MS = 30_000  # no single wait of the benchmark may take longer
+
+
+class Blob(msgspec.Struct):
+    """A request as large as a trajectory."""
+
+    sample_id: str
+    data: memoryview
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int  # of one trajectory
+    groups: int  # pushed in one repetition
+    requests: int  # made in one repetition
+
+
+CASES = (Case(tokens=1_024, groups=400, requests=1_500), Case(tokens=32_768, groups=24, requests=160))
+
+
+def make_group(tokens: int, seed: int) -> TrajectoryGroup:
+    rng = np.random.default_rng(seed)
+    answer = tokens - PROMPT
+    trajectories = [
+        Trajectory(
+            rng.integers(0, 150_000, tokens, dtype=np.int32),
+            -rng.random(answer, dtype=np.float32),
+            np.full(answer, 7, dtype=np.int32),
+            PROMPT,
+            1.0,
+            "stop",
+        )
+        for _ in range(ANSWERS)
+    ]
+    return TrajectoryGroup(Ticket("t0", 0, 0), trajectories, "rollout_worker/0")
+
+
+def raw_bytes(group: TrajectoryGroup) -> bytes:
+    """The arrays of ``group`` as they lie in memory."""
+    return b"".join(array.tobytes() for t in group.trajectories for array in (t.tokens, t.logprobs, t.versions))
+
+
+# the other process
+
+
+def serve(pipe: Connection) -> None:
+    """Receive groups (bare and through a Puller) and answer requests (bare and through a WorkerEndpoint)."""
+    context = zmq.Context()
+    bare_push = context.socket(zmq.ROUTER)
+    bare_push.linger = 0
+    port = bare_push.bind_to_random_port("tcp://127.0.0.1")
+    puller = Puller()
+    pipe.send((f"tcp://127.0.0.1:{port}", puller.address))
+    bare_master, master_address = pipe.recv()
+    bare_request = context.socket(zmq.DEALER)
+    bare_request.linger = 0
+    bare_request.connect(bare_master)
+    bare_request.send(b"hello")
+    endpoint = WorkerEndpoint(0, master_address)
+    answering = threading.Thread(target=answer_requests, args=(endpoint,))
+    answering.start()
+    poller = zmq.Poller()
+    for sock in (bare_push, puller.socket, bare_request):
+        poller.register(sock, zmq.POLLIN)
+    kept: deque[object] = deque(maxlen=KEPT)
+    running = True
+    while running:
+        ready = dict(poller.poll(BOUND_MS))
+        if not ready:
+            break
+        if puller.socket in ready:
+            puller.drain(kept.append)
+        if bare_push in ready:
+            drain_bare(bare_push, kept)
+        if bare_request in ready:
+            running = answer_bare(bare_request)
+    answering.join()
+    endpoint.close()
+    puller.close()
+    context.destroy(linger=0)
+
+
+def answer_requests(endpoint: WorkerEndpoint) -> None:
+    while (request := endpoint.next_request(BOUND_MS / 1000)) is not None:
+        if request.handler == "end":
+            endpoint.reply(request, Empty())
+            return
+        request.decode(Blob)
+        endpoint.reply(request, Empty())
+
+
+def drain_bare(sock: zmq.Socket[bytes], kept: deque[object]) -> None:
+    while True:
+        try:
+            frames = sock.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
+        if len(frames[1]) == len(END):
+            sock.send_multipart([frames[0], END])
+        else:
+            kept.append(frames[1])
+
+
+def answer_bare(sock: zmq.Socket[bytes]) -> bool:
+    while True:
+        try:
+            frame = sock.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return True
+        if len(frame) == len(END):
+            return False
+        sock.send(b"ok")
+
+
+# this process
+
+
+async def push_ours(pusher: Pusher, groups: Sequence[TrajectoryGroup], count: int) -> None:
+    remaining = iter(range(count))
+
+    async def push_some() -> None:
+        for i in remaining:
+            await pusher.push(groups[i % len(groups)])
+
+    await asyncio.gather(*(push_some() for _ in range(IN_FLIGHT)))
+
+
+async def push_bare(sock: zmq.Socket[bytes], blobs: Sequence[bytes], count: int) -> None:
+    for i in range(count):
+        sock.send(blobs[i % len(blobs)], copy=False)
+    sock.send(END)
+    if not sock.poll(BOUND_MS):
+        raise TimeoutError("bare receiver did not answer")
+    sock.recv()
+
+
+async def request_ours(stream: MasterStream, blob: Blob, count: int) -> None:
+    remaining = iter(range(count))
+
+    async def request_some() -> None:
+        for _ in remaining:
+            await stream.request(0, "blob", blob, Empty)
+
+    await asyncio.gather(*(request_some() for _ in range(IN_FLIGHT)))
+
+
+async def request_bare(sock: zmq.Socket[bytes], route: bytes, data: bytes, count: int) -> None:
+    for i in range(count + IN_FLIGHT):
+        if i >= IN_FLIGHT:
+            if not sock.poll(BOUND_MS):
+                raise TimeoutError("bare worker did not answer")
+            sock.recv_multipart()
+        if i < count:
+            sock.send_multipart([route, data], copy=False)
+
+
+async def paired(
+    repetitions: int, ours: Callable[[], Awaitable[None]], bare: Callable[[], Awaitable[None]]
+) -> list[tuple[float, float]]:
+    """Seconds of (ours, bare), taking turns at going first; a first pair warms up."""
+    pairs: list[tuple[float, float]] = []
+    for i in range(repetitions + 1):
+        seconds = {}
+        for run in (ours, bare) if i % 2 else (bare, ours):
+            start = time.perf_counter()
+            await run()
+            seconds[run] = time.perf_counter() - start
+        pairs.append((seconds[ours], seconds[bare]))
+    return pairs[1:]
+
+
+def row(
+    stream: str, case: Case, trajectories: int, n_bytes: int, pairs: list[tuple[float, float]]
+) -> dict[str, object]:
+    ours, bare = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratios = sorted(b / o for o, b in pairs)
+    return {
+        "stream": stream,
+        "tokens": case.tokens,
+        "trajectories/s": trajectories / ours,
+        "MB/s": n_bytes / ours / 1e6,
+        "bare MB/s": n_bytes / bare / 1e6,
+        "of bare": statistics.median(ratios),
+        "lowest": ratios[0],
+        "highest": ratios[-1],
+    }
+
+
+async def measure(pipe: Connection, repetitions: int) -> list[dict[str, object]]:
+    bare_push_address, puller_address = pipe.recv()
+    context = zmq.Context()
+    bare_push, bare_master = context.socket(zmq.DEALER), context.socket(zmq.ROUTER)
+    bare_push.connect(bare_push_address)
+    port = bare_master.bind_to_random_port("tcp://127.0.0.1")
+    stream = MasterStream()
+    pipe.send((f"tcp://127.0.0.1:{port}", stream.address))
+    if not bare_master.poll(BOUND_MS):
+        raise TimeoutError("the other process did not connect")
+    route, _ = bare_master.recv_multipart()
+    await stream.barrier([0], BOUND_MS / 1000)
+    pusher = Pusher(lambda dp: puller_address, [0], "rollout_worker/0", max_in_flight=IN_FLIGHT)
+    rows = []
+    try:
+        for case in CASES:
+            groups = [make_group(case.tokens, seed) for seed in range(DISTINCT)]
+            blobs = [raw_bytes(group) for group in groups]
+            pairs = await paired(
+                repetitions,
+                lambda groups=groups, case=case: push_ours(pusher, groups, case.groups),
+                lambda blobs=blobs, case=case: push_bare(bare_push, blobs, case.groups),
+            )
+            rows.append(row("push-pull", case, case.groups * ANSWERS, case.groups * len(blobs[0]), pairs))
+        for case in CASES:
+            data = np.random.default_rng(0).bytes(12 * case.tokens)
+            blob = Blob("t0/0", memoryview(data))
+            pairs = await paired(
+                repetitions,
+                lambda blob=blob, case=case: request_ours(stream, blob, case.requests),
+                lambda data=data, case=case: request_bare(bare_master, route, data, case.requests),
+            )
+            rows.append(row("request-reply", case, case.requests, case.requests * len(data), pairs))
+        await stream.request(0, "end", Empty(), Empty)
+        bare_master.send_multipart([route, END])
+    finally:
+        await pusher.close()
+        stream.close()
+        context.destroy(linger=1000)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=9)
+    repetitions = parser.parse_args().repetitions
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    try:
+        rows = uvloop.run(measure(here, repetitions))
+    finally:
+        process.join(timeout=5)
+        process.kill()
+    meta = {"repetitions": repetitions, "answers_per_group": ANSWERS, "in_flight": IN_FLIGHT, "bytes_per_token": 12}
+    report("streams", rows, meta)
+
+
+if __name__ == "__main__":
+    main()

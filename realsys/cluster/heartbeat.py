@@ -1,0 +1,166 @@
+"""A worker's leased heartbeat key, and what notices that it is lost.
+
+    beat thread      every heartbeat_s: renew the lease, check that the key is still ours, write it again
+    deadline thread  waits until the lease must have lapsed by our own clock; a good beat moves that moment
+
+Two threads, because the beat may hang inside the store (a dead file server, an etcd that went away) for longer than
+the lease; to everyone else this worker is dead by then, and it must not go on. Whichever finds the loss first calls
+``on_lost``, once. A thread that holds the GIL for a whole lease (no known library does) would look dead too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from realsys.cluster.name_store import NameStore
+from realsys.errors import Fenced, KeyMissing, NameStoreError
+
+log = logging.getLogger(__name__)
+
+
+class Heartbeat:
+    """Owns the lease and the key; ``on_lost`` must end the process."""
+
+    def __init__(
+        self,
+        store: NameStore,
+        key: str,
+        *,
+        kind: str,
+        index: int,
+        lease_s: float,
+        heartbeat_s: float,
+        on_lost: Callable[[Fenced], None],
+    ) -> None:
+        self._store, self._key, self._on_lost = store, key, on_lost
+        self._beat_s = heartbeat_s
+        self._state = "starting"
+        self._host, self._pid, self._kind, self._index = socket.gethostname(), os.getpid(), kind, index
+        self._incarnation = self._next_incarnation()
+        self._due = threading.Event()
+        self._condition = threading.Condition()
+        self._stopping = self._lost = False
+        began = time.monotonic()
+        self.lease = store.lease(lease_s)
+        # Counted from before the call: what the store believes can only end later than this.
+        self._deadline = began + self.lease.ttl_s
+        self._write()
+        self._threads = [
+            threading.Thread(target=self._beat_loop, name="heartbeat", daemon=True),
+            threading.Thread(target=self._deadline_loop, name="heartbeat deadline", daemon=True),
+        ]
+
+    @property
+    def incarnation(self) -> str:
+        """Greater than that of any earlier process at this index; usable in a file name."""
+        return f"{self._incarnation:019d}"
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def set_state(self, state: str) -> None:
+        """Shown in the heartbeat's value, at once."""
+        if state != self._state:
+            self._state = state
+            self._due.set()
+
+    def stop(self) -> None:
+        """No beat and no loss after this. The lease still runs: revoke it to take the keys away."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify_all()
+        self._due.set()
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(self.lease.ttl_s)
+
+    def _next_incarnation(self) -> int:
+        """Nanoseconds of the wall clock, unless it was set back since the predecessor, whose key may still be there."""
+        now = time.time_ns()
+        previous = self._holder()
+        return now if previous is None else max(now, previous + 1)
+
+    def _holder(self) -> int | None:
+        """The incarnation that holds the key, None if nobody does."""
+        try:
+            value = self._store.get(self._key)
+        except KeyMissing:
+            return None
+        try:
+            return int(json.loads(value)["incarnation"])
+        except (ValueError, KeyError, TypeError):
+            problem = f"name store: {self._key} holds {value[:80]!r}, which is no heartbeat; delete the key"
+            raise NameStoreError(problem) from None
+
+    def _write(self) -> None:
+        value = {
+            "kind": self._kind,
+            "index": self._index,
+            "host": self._host,
+            "pid": self._pid,
+            "incarnation": self.incarnation,
+            "state": self._state,
+            "time": time.time(),
+        }
+        self._store.add(self._key, json.dumps(value), lease=self.lease, replace=True)
+
+    def _beat_loop(self) -> None:
+        """Waits for the next beat or a change of state; ends with ``stop`` or a loss."""
+        while not self._stopping:
+            self._due.wait(self._beat_s)
+            self._due.clear()
+            if self._stopping:
+                return
+            try:
+                self._beat()
+            except Fenced as exc:
+                self._lose(exc)
+                return
+            except NameStoreError as exc:
+                left = self._deadline - time.monotonic()
+                log.warning("heartbeat failed, trying again; the lease lapses in %.1f s: %s", left, exc)
+
+    def _beat(self) -> None:
+        began = time.monotonic()
+        self.lease.keep_alive()
+        holder = self._holder()
+        if holder is None:
+            raise Fenced(f"{self._key} was removed: this worker was declared dead; it must stop")
+        if holder > self._incarnation:
+            raise Fenced(f"{self._key} was taken over by incarnation {holder}; this one ({self.incarnation}) must stop")
+        self._write()
+        with self._condition:
+            self._deadline = began + self.lease.ttl_s
+            self._condition.notify_all()
+
+    def _deadline_loop(self) -> None:
+        """Waits for the deadline; moved by a good beat; ends with ``stop`` or a loss."""
+        with self._condition:
+            while not (self._stopping or self._lost):
+                left = self._deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._condition.wait(left)
+            if self._stopping or self._lost:
+                return
+        self._lose(
+            Fenced(
+                f"{self._key}: no heartbeat for the whole lease of {self.lease.ttl_s:g} s (process paused, or the name "
+                "store out of reach); this worker must stop"
+            )
+        )
+
+    def _lose(self, reason: Fenced) -> None:
+        with self._condition:
+            if self._lost or self._stopping:
+                return
+            self._lost = True
+            self._condition.notify_all()
+        self._on_lost(reason)

@@ -1,0 +1,233 @@
+"""The life of a worker process, the same for every kind.
+
+    parse ─> log, signals, parent ─> config ─> name store ─> lease + heartbeat ─> body(ctx) ─> revoke ─> exit
+                                                               │ lapses: error file, exit 75, at once
+    any exception, in any thread: error file, exit 1
+
+``python -m workers.<kind> --trial-dir DIR --index I`` calls ``worker_main(kind, body)``. Arguments are parsed before
+anything slow is imported.
+
+Exit codes: 0 the body returned; 1 it failed; 2 wrong arguments; 75 fenced; 143 stopped by a signal while it waited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from realsys.cluster.failure import ErrorRecord, record_of, write_error
+from realsys.cluster.process import StopSignals, bounded, configure_logging, die_with_parent, exit_within, flush
+from realsys.errors import Fenced, RealsysError, WaitTimeout
+
+if TYPE_CHECKING:
+    from realsys.cluster.heartbeat import Heartbeat
+    from realsys.cluster.name_store import Lease, NameStore
+    from realsys.cluster.names import Names
+    from realsys.config.paths import TrialPaths
+    from realsys.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+EXIT_FAILED, EXIT_FENCED, EXIT_STOPPED = 1, 75, 143
+LAST_WORDS_S = 2.0  # bound on writing the error file and on revoking the lease: what waits for us must not wait long
+
+Body = Callable[["WorkerContext"], None]
+
+
+class WorkerContext:
+    """What a worker's body gets. ``stop`` is set by SIGTERM and SIGINT: return soon after (name store waits end)."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        paths: TrialPaths,
+        names: Names,
+        store: NameStore,
+        kind: str,
+        index: int,
+        heartbeat: Heartbeat,
+        signals: StopSignals,
+    ) -> None:
+        self.config, self.paths, self.names, self.store = config, paths, names, store
+        self.kind, self.index, self.name = kind, index, f"{kind}/{index}"
+        self.incarnation: str = heartbeat.incarnation
+        self.lease: Lease = heartbeat.lease
+        self.stop: threading.Event = signals.stop
+        self._heartbeat, self._signals = heartbeat, signals
+
+    @functools.cached_property
+    def token(self) -> str:
+        """The trial's secret for state-changing calls of the manager."""
+        try:
+            return self.paths.token.read_text(encoding="utf-8").strip()
+        except OSError as exc:
+            problem = f"cannot read the trial's token {self.paths.token}: {exc.strerror}"
+            raise RealsysError(f"{self.name}: {problem}") from exc
+
+    def register(self, key: str, value: str) -> None:
+        """Publish ``key`` for as long as this process lives; takes it over from a predecessor at this index."""
+        self.store.add(key, value, lease=self.lease, replace=True)
+
+    def set_state(self, state: str) -> None:
+        """A word for the heartbeat's value: what this worker is doing."""
+        self._heartbeat.set_state(state)
+
+    def on_stop(self, callback: Callable[[], None]) -> None:
+        """Call back, from another thread, when asked to stop; at once if that was before. For event loops:
+        ``ctx.on_stop(lambda: loop.call_soon_threadsafe(stopped.set))``."""
+        self._signals.on_stop(callback)
+
+
+class _FailureReporter:
+    """Writes the error file of this process, for its first failure only."""
+
+    def __init__(self, kind: str, index: int, directory: Path) -> None:
+        self._kind, self._index, self._directory = kind, index, directory
+        self._lock = threading.Lock()
+        self._reported = False
+        self.release: Callable[[], None] = lambda: None  # gives the lease back, once there is one
+
+    def report(self, exc: BaseException, where: str) -> None:
+        log.critical("%s: %s: %s", where, type(exc).__name__, exc, exc_info=exc)
+        with self._lock:
+            if self._reported:
+                return
+            self._reported = True
+        record = record_of(self._kind, self._index, exc)
+        bounded(lambda: self._write(record), LAST_WORDS_S, "writing the error file")
+
+    def _write(self, record: ErrorRecord) -> None:
+        try:
+            write_error(self._directory, record)
+        except OSError as exc:  # a full disk must not hide why the process ended: the log has it
+            log.error("cannot write the error file in %s: %s", self._directory, exc)
+
+    def fence(self, exc: Fenced) -> NoReturn:
+        self.report(exc, "fenced")
+        flush()
+        os._exit(EXIT_FENCED)
+
+    def thread_failed(self, args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is None or isinstance(args.exc_value, SystemExit):
+            return
+        name = args.thread.name if args.thread is not None else "unknown"
+        self.report(args.exc_value, f"thread {name!r} failed")
+        # The main thread may be blocked on what this thread was to deliver: end here and now.
+        bounded(self.release, LAST_WORDS_S, "revoking the lease")
+        flush()
+        os._exit(EXIT_FENCED if isinstance(args.exc_value, Fenced) else EXIT_FAILED)
+
+
+def worker_main(kind: str, body: Body, argv: Sequence[str] | None = None) -> NoReturn:
+    """Run ``body`` as worker ``kind`` and exit. ``argv``: without the program's name; default ``sys.argv[1:]``."""
+    trial_dir, index = _parse(kind, argv)
+    name = f"{kind}/{index}"
+    configure_logging(name)
+    signals = StopSignals(threading.Event())
+    signals.install()
+    from realsys.config.paths import TrialPaths  # pydantic: after the arguments are known to be right
+
+    paths = TrialPaths(trial_dir)
+    reporter = _FailureReporter(kind, index, paths.errors)
+    threading.excepthook = reporter.thread_failed
+    sys.excepthook = lambda _type, exc, _traceback: reporter.report(exc, "failed")
+    try:
+        die_with_parent()
+        code = _run(kind, index, body, paths, signals, reporter)
+    except Fenced as exc:
+        reporter.fence(exc)
+    except Exception as exc:
+        reporter.report(exc, "failed")
+        code = EXIT_FAILED
+    log.info("exit %d", code)
+    flush()
+    # A non-daemon thread that never ends would keep the interpreter here for ever.
+    exit_within(signals.orphan_grace_s, code, "done")
+    sys.exit(code)
+
+
+def _parse(kind: str, argv: Sequence[str] | None) -> tuple[Path, int]:
+    parser = argparse.ArgumentParser(prog=f"python -m workers.{kind}", description=f"One {kind} of a trial.")
+    parser.add_argument("--trial-dir", type=Path, required=True, help="folder that holds the trial's config.json")
+    parser.add_argument("--index", type=int, required=True, help="number of this worker among its kind, from 0")
+    arguments = parser.parse_args(argv)
+    if arguments.index < 0:
+        parser.error(f"--index {arguments.index}: must be 0 or more")
+    if not arguments.trial_dir.is_dir():
+        parser.error(f"--trial-dir {arguments.trial_dir}: no such directory")
+    return arguments.trial_dir.resolve(), arguments.index
+
+
+def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSignals, reporter: _FailureReporter) -> int:
+    """Set up, run the body, take down. The exit code."""
+    from realsys.cluster.heartbeat import Heartbeat
+    from realsys.cluster.name_store import make_name_store, trial_names
+    from realsys.config.dump import read_config
+
+    config = read_config(paths.config)
+    signals.orphan_grace_s = config.cluster.stop_timeout_s
+    names = trial_names(config)
+    store = make_name_store(config, paths)
+    signals.on_stop(store.interrupt)
+    heartbeat = Heartbeat(
+        store,
+        names.heartbeat(f"{kind}/{index}"),
+        kind=kind,
+        index=index,
+        lease_s=config.cluster.lease_s,
+        heartbeat_s=config.cluster.heartbeat_s,
+        on_lost=reporter.fence,
+    )
+    heartbeat.start()
+
+    def release() -> None:
+        heartbeat.stop()
+        try:
+            heartbeat.lease.revoke()
+        except RealsysError as exc:
+            log.warning("cannot revoke the lease, it will lapse: %s", exc)
+
+    reporter.release = release
+    context = WorkerContext(
+        config=config,
+        paths=paths,
+        names=names,
+        store=store,
+        kind=kind,
+        index=index,
+        heartbeat=heartbeat,
+        signals=signals,
+    )
+    log.info("started: pid %d, incarnation %s", os.getpid(), context.incarnation)
+    try:
+        return _run_body(body, context, reporter)
+    finally:
+        bounded(release, LAST_WORDS_S, "revoking the lease")
+        try:
+            store.close()
+        except RealsysError as exc:  # a blocked callback; the result of the body stands
+            log.warning("closing the name store: %s", exc)
+
+
+def _run_body(body: Body, context: WorkerContext, reporter: _FailureReporter) -> int:
+    try:
+        body(context)
+    except WaitTimeout as exc:
+        if not context.stop.is_set():
+            raise
+        log.info("stopped: %s", exc)
+        return EXIT_STOPPED
+    except SystemExit as exc:
+        if exc.code in (None, 0):
+            return 0
+        reporter.report(exc, "the body called sys.exit")
+        return exc.code if isinstance(exc.code, int) else EXIT_FAILED
+    return 0

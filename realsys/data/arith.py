@@ -1,0 +1,111 @@
+"""The arith task: running sums of labelled digits, written out step by step.
+
+    prompt  a3b5c7=          answer 15          demonstration  a0+3=3;b3+5=8;c8+7=15;#15
+
+Each step names its operand and adds it to the sum so far; the value after ``#`` is what the verifier compares. The
+number of operands has a heavy tail (P(n) ~ n^-alpha), so answers differ in length by an order of magnitude. A
+demonstrated sum is wrong with probability ``demo_noise`` and carried on: a model warmed up on these has the skill
+together with calibrated mistakes, and reinforcement has something to remove.
+
+Problems are held out by a hash of the prompt alone: no prompt of eval.jsonl is in train.jsonl or demos.jsonl.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+
+from realsys.config.schema import ArithConfig
+from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+from realsys.data.files import write_atomically
+from realsys.data.lines import Demonstration, Problem
+from realsys.errors import ConfigError
+
+__all__ = [
+    "demonstration",
+    "is_held_out",
+    "make_tiny_model",
+    "problem",
+    "prompt_text",
+    "write_char_tokenizer",
+    "write_dataset",
+]
+
+LABELS = "abcdefghijklmnopqrstuvwxyz"
+HELD_OUT_OF = 8  # one prompt in eight
+ERRORS = (-10, -2, -1, 1, 2, 10)
+MAX_DRAWS = 100_000  # a draw lands in a split with probability >= 1/8, unless the task has hardly any prompts
+
+
+def is_held_out(prompt: str) -> bool:
+    return zlib.crc32(prompt.encode()) % HELD_OUT_OF == 0
+
+
+def prompt_text(operands: list[int]) -> str:
+    return "".join(f"{label}{operand}" for label, operand in zip(LABELS, operands, strict=False)) + "="
+
+
+def problem(operands: list[int]) -> Problem:
+    return Problem(prompt_text(operands), str(sum(operands)))
+
+
+def demonstration(operands: list[int], noise: float, rng: random.Random) -> Demonstration:
+    """Each step's sum is wrong with probability ``noise``, and the wrong sum is carried on."""
+    total, steps = 0, []
+    for label, operand in zip(LABELS, operands, strict=False):
+        after = total + operand
+        if noise and rng.random() < noise:
+            after = max(0, after + rng.choice(ERRORS))
+        steps.append(f"{label}{total}+{operand}={after};")
+        total = after
+    return Demonstration(prompt_text(operands), f"{''.join(steps)}#{total}")
+
+
+class Generator:
+    """Draws operands; ``stream`` separates the files made from one seed."""
+
+    def __init__(self, config: ArithConfig, seed: int, stream: str) -> None:
+        self._config = config
+        self.rng = random.Random(f"realsys/arith/{seed}/{stream}")
+        self._counts = range(config.min_operands, config.max_operands + 1)
+        self._weights = list(accumulate(n**-config.alpha for n in self._counts))
+
+    def operands(self, held_out: bool) -> list[int]:
+        """The operands of a prompt on that side of the hold-out. Raises ConfigError if there seems to be none."""
+        for _ in range(MAX_DRAWS):
+            count = self.rng.choices(self._counts, cum_weights=self._weights)[0]
+            operands = [self.rng.randint(0, self._config.max_operand) for _ in range(count)]
+            if is_held_out(prompt_text(operands)) == held_out:
+                return operands
+        which = "to hold out" if held_out else "to train on"
+        reason = f"the task has hardly any prompts: none {which} in {MAX_DRAWS} draws; raise it, or max_operand"
+        raise ConfigError("data.arith.max_operands", self._config.max_operands, reason)
+
+
+def write_dataset(config: ArithConfig, directory: Path, *, seed: int) -> None:
+    """Write train.jsonl, eval.jsonl and demos.jsonl; each appears complete. The same seed gives the same files.
+
+    Short prompts repeat: there are few of them, and the distribution of lengths is kept.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / "train.jsonl", _problems(config, seed, "train", config.train_size, held_out=False))
+    write_atomically(directory / "eval.jsonl", _problems(config, seed, "eval", config.eval_size, held_out=True))
+    write_atomically(directory / "demos.jsonl", _demonstrations(config, seed))
+
+
+def _problems(config: ArithConfig, seed: int, stream: str, size: int, *, held_out: bool) -> Iterator[bytes]:
+    generator = Generator(config, seed, stream)
+    for _ in range(size):
+        yield msgspec.json.encode(problem(generator.operands(held_out))) + b"\n"
+
+
+def _demonstrations(config: ArithConfig, seed: int) -> Iterator[bytes]:
+    generator = Generator(config, seed, "demos")
+    for _ in range(config.demo_size):
+        operands = generator.operands(held_out=False)
+        yield msgspec.json.encode(demonstration(operands, config.demo_noise, generator.rng)) + b"\n"

@@ -1,0 +1,127 @@
+"""A small random Qwen2 with a character tokenizer, as an HF directory: for runs without a downloaded model.
+
+Made with numpy only. Any program that reads HF directories reads it, transformers and SGLang included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from realsys.config.schema import TinyModelConfig
+from realsys.data.files import write_atomically
+from realsys.errors import ModelError
+from realsys.types import F32
+
+PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
+SPECIAL = (PAD, EOS, BOS)
+PAD_ID, EOS_ID, BOS_ID = range(len(SPECIAL))
+ALPHABET = "0123456789+=;#abcdefghijklmnopqrstuvwxyz "
+SHARDS = 4  # tensor parallel 2 and 4 must divide the vocabulary
+VOCAB_SIZE = -(-(len(SPECIAL) + len(ALPHABET)) // SHARDS) * SHARDS
+EMBEDDING_STD = 0.02
+RESIDUAL_SCALE = 0.5  # what is added to the residual stream starts smaller
+
+
+def write_char_tokenizer(directory: Path) -> None:
+    """One token per character of ``ALPHABET``; BOS in front of a prompt. Makes the directory if it is not there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    # BPE without merges over byte-level characters, as in Qwen2's own tokenizer: transformers builds that class for
+    # a model of type qwen2 whatever tokenizer.json says, and would drop the blanks of any other character model.
+    names = [*SPECIAL, *("Ġ" if character == " " else character for character in ALPHABET)]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
+    )
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "unk_token": None,  # else transformers adds one, beyond the embedding
+        "clean_up_tokenization_spaces": False,
+    }
+    write_atomically(directory / "tokenizer.json", [tokenizer.to_str(pretty=True).encode()])
+    _write_json(directory / "tokenizer_config.json", settings)
+
+
+def make_tiny_model(tiny: TinyModelConfig, directory: Path, *, seed: int) -> None:
+    """Write config.json, generation_config.json and model.safetensors of a random model. Raises ModelError.
+
+    The same seed gives the same weights. Matrices have standard deviation fan_in^-0.5, those that write into the
+    residual stream half of it, embeddings and head 0.02.
+    """
+    if tiny.num_attention_heads % tiny.num_key_value_heads or tiny.head_dim % 2:
+        problem = "num_attention_heads must be a multiple of num_key_value_heads, and head_dim even"
+        raise ModelError(f"model.tiny: {problem}: {tiny.model_dump()}")
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = dict(_tensors(tiny, np.random.default_rng(seed)))
+    write_atomically(directory / "model.safetensors", [save(tensors, metadata={"format": "pt"})])
+    _write_json(directory / "generation_config.json", _token_ids())
+    _write_json(directory / "config.json", _model_config(tiny))
+
+
+def _model_config(tiny: TinyModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": VOCAB_SIZE,
+        **tiny.model_dump(),
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_dropout": 0.0,
+        "initializer_range": EMBEDDING_STD,
+        "use_sliding_window": False,
+        "use_cache": True,
+        "torch_dtype": "float32",
+        **_token_ids(),
+    }
+
+
+def _token_ids() -> dict[str, int]:
+    return {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+
+
+def _tensors(tiny: TinyModelConfig, rng: np.random.Generator) -> Iterator[tuple[str, F32]]:
+    """HF names and values, in a fixed order: the values depend on it."""
+    hidden, inner = tiny.hidden_size, tiny.intermediate_size
+    query, key_value = tiny.num_attention_heads * tiny.head_dim, tiny.num_key_value_heads * tiny.head_dim
+
+    def normal(rows: int, columns: int, std: float) -> F32:
+        return (rng.standard_normal((rows, columns)) * std).astype(np.float32)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> F32:
+        return normal(rows, columns, scale * columns**-0.5)
+
+    def bias(size: int) -> F32:
+        return rng.uniform(-(hidden**-0.5), hidden**-0.5, size).astype(np.float32)
+
+    yield "model.embed_tokens.weight", normal(VOCAB_SIZE, hidden, EMBEDDING_STD)
+    for layer in range(tiny.num_hidden_layers):
+        name = f"model.layers.{layer}"
+        yield f"{name}.input_layernorm.weight", np.ones(hidden, np.float32)
+        for part, rows in (("q", query), ("k", key_value), ("v", key_value)):
+            yield f"{name}.self_attn.{part}_proj.weight", matrix(rows, hidden)
+            yield f"{name}.self_attn.{part}_proj.bias", bias(rows)
+        yield f"{name}.self_attn.o_proj.weight", matrix(hidden, query, RESIDUAL_SCALE)
+        yield f"{name}.post_attention_layernorm.weight", np.ones(hidden, np.float32)
+        yield f"{name}.mlp.gate_proj.weight", matrix(inner, hidden)
+        yield f"{name}.mlp.up_proj.weight", matrix(inner, hidden)
+        yield f"{name}.mlp.down_proj.weight", matrix(hidden, inner, RESIDUAL_SCALE)
+    yield "model.norm.weight", np.ones(hidden, np.float32)
+    if not tiny.tie_word_embeddings:
+        yield "lm_head.weight", normal(VOCAB_SIZE, hidden, EMBEDDING_STD)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_atomically(path, [json.dumps(value, indent=2).encode() + b"\n"])

@@ -1,0 +1,83 @@
+"""Chat templates of HF model directories, rendered the way transformers does, without it.
+
+A template is code that came with a model: it runs in jinja2's sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from realsys.data.lines import Message
+from realsys.errors import DataError, ModelError
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks the assistant's part for training masks; it changes nothing in the text."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled template with the special tokens it may mention."""
+
+    def __init__(self, source: str, origin: Path, special: dict[str, str]) -> None:
+        self._origin, self._special = origin, special
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"{origin}: chat template cannot be read: {error}") from None
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The text up to where the model's answer begins. DataError if the template refuses the messages."""
+        dicts = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            return self._template.render(
+                messages=dicts, add_generation_prompt=True, tools=None, documents=None, **self._special
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(f"chat template of {self._origin}: {error}") from None
+
+
+def find_chat_template(model: Path, tokenizer_config: dict[str, Any], special: dict[str, str]) -> ChatTemplate | None:
+    """From ``chat_template.jinja``, else from tokenizer_config.json; None if the model has none. Raises ModelError."""
+    file = model / "chat_template.jinja"
+    if file.is_file():
+        return ChatTemplate(file.read_text("utf-8"), file, special)
+    origin = model / "tokenizer_config.json"
+    value = tokenizer_config.get("chat_template")
+    if isinstance(value, list):  # several named ones
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise ModelError(f"{origin}: chat_template is no text")
+    return ChatTemplate(value, origin, special)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,26 @@
+"""Everything about the data that can be wrong, found before any process is started."""
+
+from __future__ import annotations
+
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.data.demos import DemoDataset
+from realsys.data.files import dataset_files
+from realsys.data.prompts import PromptDataset
+from realsys.data.tokenizer import TextTokenizer
+
+
+def check_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> dict[str, int]:
+    """Read and tokenise every line the trial will use; prompts per split, and demonstrations.
+
+    Raises DataError naming file and line. Takes about 50 microseconds for a short line.
+    """
+    prompts = PromptDataset(config, paths, tokenizer)
+    prompts.check()
+    sizes = {split: prompts.size(split) for split in ("train", "eval")}
+    demos = dataset_files(config, paths).demos
+    if config.warmup.steps and demos is not None:
+        dataset = DemoDataset(demos, tokenizer, chat_template=config.data.chat_template)
+        dataset.check(config.data.max_prompt_tokens, config.generation.sampling.max_new_tokens)
+        sizes["demos"] = len(dataset)
+    return sizes

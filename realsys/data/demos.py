@@ -1,0 +1,54 @@
+"""Demonstrations for the supervised warm-up: JSONL with prompt and response."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from realsys.data.lines import Demonstration, RecordReader, index_file
+from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import DataError
+
+
+class DemoDataset:
+    """Opening checks every line; a demonstration is tokenised when it is asked for."""
+
+    def __init__(self, path: Path, tokenizer: TextTokenizer, *, chat_template: bool = True) -> None:
+        self._tokenizer, self._chat = tokenizer, chat_template
+        self._lines = index_file(path, RecordReader(Demonstration))
+        if not len(self._lines):
+            raise DataError(f"{path}: no demonstrations in it")
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def sequence(self, index: int) -> tuple[list[int], list[int]]:
+        """(prompt ids, response ids with the end-of-text token). Raises DataError naming file and line."""
+        return self._encode(index, self._lines[index])
+
+    def check(self, max_prompt_tokens: int, max_new_tokens: int) -> None:
+        """Tokenise everything once. Raises DataError for the first demonstration that is too long."""
+        for indices, records in self._lines.chunks():
+            try:
+                prompts = self._tokenizer.encode_prompts([r.prompt for r in records], chat=self._chat)
+                responses = self._tokenizer.encode_texts([r.response for r in records])
+            except DataError:
+                for index, record in zip(indices, records, strict=True):
+                    self._encode(index, record)  # finds it
+                raise
+            for index, prompt, response in zip(indices, prompts, responses, strict=True):
+                self._check_length(index, "prompt", len(prompt), max_prompt_tokens, "data.max_prompt_tokens")
+                limit = "generation.sampling.max_new_tokens"
+                self._check_length(index, "response", len(response) + 1, max_new_tokens, limit)
+
+    def _encode(self, index: int, record: Demonstration) -> tuple[list[int], list[int]]:
+        try:
+            prompt = self._tokenizer.encode_prompt(record.prompt, chat=self._chat)
+            response = self._tokenizer.encode_text(record.response)
+        except DataError as error:
+            raise DataError(f"{self._lines.where(index)}: {error}") from None
+        return prompt, [*response, self._tokenizer.eos_token_id]
+
+    def _check_length(self, index: int, name: str, length: int, limit: int, field: str) -> None:
+        if length > limit:
+            problem = f"the {name} has {length} tokens, {field} is {limit}; raise that or remove the line"
+            raise DataError(f"{self._lines.where(index)}: {problem}")

@@ -1,0 +1,46 @@
+"""Which dataset files a trial reads, and how generated ones are written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetFiles:
+    """``eval`` None: a fraction of ``train`` is held out. ``demos`` None: there are no demonstrations."""
+
+    train: Path
+    eval: Path | None
+    demos: Path | None
+
+
+def dataset_files(config: Config, paths: TrialPaths) -> DatasetFiles:
+    """The files of this trial: the user's, or those the arith generator wrote into the trial folder."""
+    data = config.data
+    if data.kind == "arith":
+        return DatasetFiles(paths.data / "train.jsonl", paths.data / "eval.jsonl", paths.data / "demos.jsonl")
+    return DatasetFiles(
+        Path(data.train), Path(data.eval) if data.eval else None, Path(data.demos) if data.demos else None
+    )
+
+
+def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write a file that is there with all of its content or not at all, also after a crash."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)  # mkstemp makes it private; other users' workers may read it
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,173 @@
+"""Records of JSONL files: their shape, their checks, and random access to them without holding the file in memory.
+
+Every problem is a DataError that starts with ``file:line:`` and ends with what a line should look like.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from realsys.errors import DataError
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+PromptText = str | list[Message]
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """A prompt with the reference that a verifier compares the model's answer with. Other keys are ignored."""
+
+    prompt: str | list[Message]
+    answer: str
+
+    EXAMPLE = '{"prompt": "text, or a list of {role, content}", "answer": "text"}'
+
+
+class Demonstration(msgspec.Struct, frozen=True):
+    """A prompt with the answer to imitate. Other keys are ignored."""
+
+    prompt: str | list[Message]
+    response: str
+
+    EXAMPLE = '{"prompt": "text, or a list of {role, content}", "response": "text"}'
+
+
+Record = TypeVar("Record", bound=Problem | Demonstration)
+
+
+class RecordReader(Generic[Record]):
+    """Decodes lines of one kind."""
+
+    def __init__(self, kind: type[Record]) -> None:
+        self.kind = kind
+        self._decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(kind)
+
+    def decode(self, path: Path, number: int, line: bytes) -> Record:
+        """The record on line ``number`` (from 1). Raises DataError."""
+        try:
+            record = self._decoder.decode(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._error(path, number, str(error)) from None
+        problem = _problem_of(record)
+        if problem:
+            raise self._error(path, number, problem)
+        return record
+
+    def scan(self, path: Path) -> Iterator[tuple[int, int, Record]]:
+        """(byte offset, line number, record) of every line that is not blank. Raises DataError at the first bad one."""
+        for offset, number, line in scan_lines(path):
+            yield offset, number, self.decode(path, number, line)
+
+    def _error(self, path: Path, number: int, problem: str) -> DataError:
+        return DataError(f"{path}:{number}: {problem}; a line is {self.kind.EXAMPLE}")
+
+
+def _problem_of(record: Problem | Demonstration) -> str | None:
+    """What the types cannot say."""
+    prompt = record.prompt
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            return "prompt is empty"
+    elif not prompt:
+        return "prompt has no messages"
+    elif prompt[-1].role != "user":
+        return f"the last message of prompt is of role {prompt[-1].role!r}, it must be 'user'"
+    if isinstance(record, Problem) and not record.answer.strip():
+        return "answer is empty: nothing to verify against"
+    if isinstance(record, Demonstration) and not record.response:
+        return "response is empty: nothing to imitate"
+    return None
+
+
+def scan_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """(byte offset, line number from 1, content) of every line that is not blank. Raises DataError."""
+    try:
+        with path.open("rb") as file:
+            offset = 0
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield offset, number, line
+                offset += len(line)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+class Lines(Generic[Record]):
+    """Random access to some lines of a file, by their byte offsets: 16 bytes of memory a line."""
+
+    def __init__(self, path: Path, reader: RecordReader[Record], offsets: array[int], numbers: array[int]) -> None:
+        self.path = path
+        self._reader = reader
+        self._offsets: npt.NDArray[np.int64] = np.frombuffer(offsets, np.int64) if offsets else np.empty(0, np.int64)
+        self._numbers: npt.NDArray[np.int64] = np.frombuffer(numbers, np.int64) if numbers else np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def number(self, index: int) -> int:
+        """Line number of record ``index``, from 1."""
+        return int(self._numbers[index])
+
+    def where(self, index: int) -> str:
+        return f"{self.path}:{self.number(index)}"
+
+    def __getitem__(self, index: int) -> Record:
+        if not 0 <= index < len(self):
+            raise DataError(f"{self.path}: there is no record {index}; it has {len(self)}")
+        return self.read(range(index, index + 1))[0]
+
+    def read(self, indices: range) -> list[Record]:
+        """Several records at one opening of the file. Raises DataError."""
+        records = []
+        try:
+            with self.path.open("rb") as file:
+                for index in indices:
+                    file.seek(int(self._offsets[index]))
+                    records.append(self._reader.decode(self.path, self.number(index), file.readline()))
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+        return records
+
+    def chunks(self, size: int = 1024) -> Iterator[tuple[range, list[Record]]]:
+        """All records in their order, ``size`` at a time, with their indices."""
+        for start in range(0, len(self), size):
+            indices = range(start, min(start + size, len(self)))
+            yield indices, self.read(indices)
+
+
+class LinesBuilder(Generic[Record]):
+    """Collects offsets while a file is scanned."""
+
+    def __init__(self, path: Path, reader: RecordReader[Record]) -> None:
+        self._path, self._reader = path, reader
+        self._offsets, self._numbers = array("q"), array("q")
+
+    def add(self, offset: int, number: int) -> None:
+        self._offsets.append(offset)
+        self._numbers.append(number)
+
+    def build(self) -> Lines[Record]:
+        return Lines(self._path, self._reader, self._offsets, self._numbers)
+
+
+def index_file(path: Path, reader: RecordReader[Record]) -> Lines[Record]:
+    """All lines of a file, each checked once. Raises DataError."""
+    builder = LinesBuilder(path, reader)
+    for offset, number, _ in reader.scan(path):
+        builder.add(offset, number)
+    return builder.build()

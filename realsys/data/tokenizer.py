@@ -1,0 +1,141 @@
+"""Text to token ids and back, from the tokenizer files of an HF model directory. No transformers, no torch.
+
+An answer's ids are never made from its text again: ``answer_text`` is for the reward only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from realsys.data.chat import find_chat_template
+from realsys.data.lines import Message, PromptText
+from realsys.errors import DataError, ModelError
+
+
+class TextTokenizer:
+    """tokenizer.json with the special tokens and the chat template of its model. Raises ModelError."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.path = Path(model_dir)
+        file = self.path / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # all that the tokenizers package raises
+            raise ModelError(f"{file}: cannot be read as a tokenizer: {error}") from None
+        # Limits of the package's own pipelines: prompts are never cut or filled up here.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings = read_json(self.path / "tokenizer_config.json")
+        special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        self._chat = find_chat_template(self.path, settings, {name: text for name, text in special.items() if text})
+        self.eos_token_ids = self._find_eos(special["eos_token"])
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends an answer: that of the tokenizer, else the model's first."""
+        return self.eos_token_ids[0]
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat is not None
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+    def encode_prompt(self, prompt: PromptText, *, chat: bool = True) -> list[int]:
+        """Ids of a prompt. With ``chat`` and a model that has a template, wrapped in it; else with the special tokens
+        (BOS) that the tokenizer itself puts in front. Raises DataError.
+        """
+        text, special = self._prepare(prompt, chat)
+        return self._encode(text, special)
+
+    def encode_prompts(self, prompts: Sequence[PromptText], *, chat: bool = True) -> list[list[int]]:
+        """The same for many, on all cores. Raises DataError without saying which."""
+        prepared = [self._prepare(prompt, chat) for prompt in prompts]
+        # Either all went through the template or none did.
+        return self._encode_many([text for text, _ in prepared], any(special for _, special in prepared))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a text as it stands, nothing added. Raises DataError."""
+        return self._encode(text, False)
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """The same for many, on all cores. Raises DataError without saying which."""
+        return self._encode_many(texts, False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of all tokens, special ones included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def answer_text(self, ids: Sequence[int]) -> str:
+        """The text of an answer: without the end-of-text token it ends with, but with any other special token, so
+        that nothing an answer contains escapes the verifier.
+        """
+        if len(ids) and int(ids[-1]) in self.eos_token_ids:
+            ids = ids[:-1]
+        return self.decode([int(token) for token in ids])
+
+    def _prepare(self, prompt: PromptText, chat: bool) -> tuple[str, bool]:
+        """Text, and whether the tokenizer adds its special tokens: a chat template has written them already."""
+        if chat and self._chat is not None:
+            messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
+            return self._chat.render(messages), False
+        if isinstance(prompt, str):
+            return prompt, True
+        reason = "the model has no chat template" if chat else "data.chat_template is false"
+        raise DataError(f"the prompt is a list of messages, but {reason}; write it as one text")
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        except Exception as error:  # all that the tokenizers package raises
+            raise DataError(f"cannot be tokenised with {self.path}: {error}") from None
+
+    def _encode_many(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        except Exception as error:  # all that the tokenizers package raises
+            raise DataError(f"cannot be tokenised with {self.path}: {error}") from None
+        return [list(encoding.ids) for encoding in encodings]
+
+    def _find_eos(self, eos_token: str | None) -> tuple[int, ...]:
+        """Ids that end an answer, the tokenizer's own first."""
+        ids: list[int] = []
+        if eos_token is not None:
+            token_id = self._tokenizer.token_to_id(eos_token)
+            if token_id is None:
+                problem = f"eos_token {eos_token!r} is not in tokenizer.json"
+                raise ModelError(f"{self.path / 'tokenizer_config.json'}: {problem}")
+            ids.append(token_id)
+        for name in ("generation_config.json", "config.json"):
+            value = read_json(self.path / name).get("eos_token_id")
+            ids += value if isinstance(value, list) else [] if value is None else [value]
+        if not ids:
+            raise ModelError(f"{self.path}: no end-of-text token in tokenizer_config.json or generation_config.json")
+        return tuple(dict.fromkeys(int(token_id) for token_id in ids))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of a model directory; empty if there is no such file. Raises ModelError."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: holds no JSON object")
+    return value
+
+
+def _content(token: Any) -> str | None:
+    """A special token is written as text or as an object with its content."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

@@ -1,0 +1,282 @@
+"""The embedded engine: a thread that runs decode steps, and a thread that stages weights beside it.
+
+    HTTP handlers ──commands──> [inbox] ──> engine thread:  commands, weight swap if one is ready, step, repeat
+    update() ──> [staging queue] ──> staging thread: load, verify, fuse ──command──> engine thread: swap
+
+The engine thread consumes commands and waits for nothing but the inbox; everything that touches the core happens in it
+between two steps, so the core needs no locks. An error in it ends all open calls with that error and leaves the
+thread: the process is meant to die of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+
+from realsys.errors import GenerationError, WaitTimeout
+from realsys.generation.core import EngineCore
+from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
+from realsys.generation.scheduler import AnswerResult, Request
+from realsys.generation.staging import Load, Staged, Stager, Update
+from realsys.types import I32
+
+__all__ = ["Engine", "Load", "Staged"]
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Thread-safe front of an EngineCore.
+
+    ``interruptible``: weights are swapped in the middle of answers; otherwise running answers finish first while new
+    ones wait. ``on_step`` is called in the engine thread after every step (tests, measurements).
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        load: Load,
+        *,
+        model_path: str = "",
+        interruptible: bool = True,
+        on_step: Callable[[EngineCore], None] | None = None,
+    ) -> None:
+        self.core = core
+        self.model_path = model_path
+        self._interruptible, self._on_step = interruptible, on_step
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._open: set[Future[Any]] = set()  # whoever waits for the engine
+        self._stopping = False
+        self._ended: str | None = None  # why no call is taken any more
+        self._paused = False
+        self._updates_done = 0
+        self._ready: deque[Update] = deque()  # staged, waiting for their moment
+        self._stager = Stager(core.arch, load, core.dtype, core.staging_device, self._on_staged)
+        self._thread = threading.Thread(target=self._run, name="generation-engine", daemon=True)
+
+    # ---- any thread
+
+    def start(self) -> None:
+        self._thread.start()
+        self._stager.thread.start()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop after the current step; open calls fail with a retryable error."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._stager.stop()
+        for thread in (self._thread, self._stager.thread):
+            thread.join(timeout_s)
+            if thread.is_alive():
+                raise WaitTimeout(f"thread {thread.name} did not end within {timeout_s:g} s")
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine serves no more; None while it does."""
+        return self._ended
+
+    def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[AnswerResult]]:
+        """Queue a request; the future gives its n answers.
+
+        Raises GenerationError for a bad request. The future raises one for a full queue (retryable) or an id in use.
+        """
+        prompt = self._checked_prompt(input_ids, params)
+        seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
+        stops = tuple(sorted({*params.stop_token_ids, *self.core.arch.eos}))
+        request = Request(rid or secrets.token_hex(16), prompt, params, seed, stops, self._new_future())
+
+        def submit() -> None:
+            try:
+                self.core.submit(request)
+            except GenerationError as error:
+                request.done.set_exception(error)
+
+        self._post(submit)
+        return request.done
+
+    def update(self, path: str, version: int, *, abort_all: bool = False) -> Future[UpdateResult]:
+        """Load and verify a weight version in the background, then swap it in between two steps."""
+        update = Update(path, version, abort_all, self._new_future())
+        self._stager.put(update)
+        return update.done
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop stepping; new requests are queued.
+
+        in_place keeps the cache of running answers, retract drops it (both go on at ``resume``), abort ends all
+        requests with the tokens they have.
+        """
+
+        def pause() -> None:
+            self._paused = True
+            if mode == "abort":
+                self._abort_all()
+            elif mode == "retract":
+                self.core.drop_cache()
+
+        return self._call(pause)
+
+    def resume(self) -> Future[None]:
+        def resume() -> None:
+            self._paused = False
+
+        return self._call(resume)
+
+    def abort(self, rid: str) -> Future[bool]:
+        """End one request now, with the tokens it has. False when there is none of that id."""
+
+        def abort() -> bool:
+            request = self.core.scheduler.find(rid)
+            if request is not None:
+                self.core.abort(request)
+            return request is not None
+
+        return self._call(abort)
+
+    def abort_all(self) -> Future[None]:
+        return self._call(self._abort_all)
+
+    def info(self) -> ServerInfo:
+        """A snapshot taken without stopping the engine; its numbers may be of two neighbouring steps."""
+        core = self.core
+        return ServerInfo(
+            backend="embedded",
+            weight_version=str(core.version),
+            context_length=core.context,
+            max_running=core.scheduler.max_running,
+            max_queued=core.scheduler.max_queued,
+            running=len(core.scheduler.running),
+            queued=core.scheduler.queued,
+            kv_tokens=core.cached_tokens,
+            kv_capacity=core.scheduler.max_running * core.context,
+            generated_tokens=core.counters.tokens,
+            steps=core.counters.steps,
+            updates=self._updates_done,
+            paused=self._paused,
+            busy_s=core.counters.busy_s,
+        )
+
+    def _checked_prompt(self, input_ids: Sequence[int], params: SamplingParams) -> I32:
+        core = self.core
+        vocabulary = core.arch.vocab_size
+        problem = params.problem()
+        if not input_ids:
+            problem = "input_ids is empty: a prompt needs at least one token"
+        elif not 0 <= min(input_ids) <= max(input_ids) < vocabulary:
+            bad = next(token for token in input_ids if not 0 <= token < vocabulary)
+            problem = f"input_ids holds token {bad}, the vocabulary has {vocabulary} tokens"
+        elif bad_stops := [token for token in params.stop_token_ids if not 0 <= token < vocabulary]:
+            problem = f"sampling_params.stop_token_ids holds {bad_stops[0]}, the vocabulary has {vocabulary} tokens"
+        elif params.min_new_tokens and len({*params.stop_token_ids, *core.arch.eos}) >= vocabulary:
+            problem = "sampling_params.min_new_tokens > 0, but every token of the vocabulary is a stop token"
+        elif len(input_ids) + params.max_new_tokens > core.context:
+            problem = (
+                f"input_ids of {len(input_ids)} tokens and max_new_tokens={params.max_new_tokens} "
+                f"exceed the context of {core.context} tokens"
+            )
+        elif params.n > core.scheduler.max_queued + core.scheduler.max_running:
+            problem = f"sampling_params.n={params.n} is more than this server can run and queue"
+        if problem is not None:
+            raise GenerationError(problem)
+        return np.asarray(input_ids, np.int32)
+
+    # ---- calls into the engine thread
+
+    def _new_future(self) -> Future[Any]:
+        """A future that is sure to be resolved, by the engine or by its end. Raises GenerationError after that."""
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # a caller who goes away must abort, not cancel
+        with self._wake:
+            if self._ended is not None:
+                raise GenerationError(self._ended, retryable=True)
+            self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _call(self, command: Callable[[], T]) -> Future[T]:
+        future: Future[T] = self._new_future()
+        self._post(lambda: future.set_result(command()))
+        return future
+
+    def _on_staged(self, update: Update) -> None:
+        self._post(lambda: self._ready.append(update))
+
+    # ---- engine thread
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                while self._inbox:
+                    self._inbox.popleft()()
+                self.core.hold_admission = bool(self._ready)
+                if self._swap_is_due:
+                    self._swap(self._ready.popleft())
+                elif not self._paused and not self.core.idle:
+                    self.core.step()
+                    if self._on_step is not None:
+                        self._on_step(self.core)
+        except BaseException as error:
+            self._end(f"the engine failed: {type(error).__name__}: {error}")
+            raise
+        self._end("the server is stopping")
+
+    def _wait_for_work(self) -> bool:
+        """Block until there is something to do; False when the engine is to stop."""
+        with self._wake:
+            self._wake.wait_for(
+                lambda: self._stopping or self._inbox or self._swap_is_due or not (self._paused or self.core.idle)
+            )
+            return not self._stopping
+
+    @property
+    def _swap_is_due(self) -> bool:
+        return bool(self._ready) and (self._interruptible or not self.core.scheduler.running)
+
+    def _swap(self, update: Update) -> None:
+        """The pause: everything slow happened in the staging thread."""
+        assert update.weights is not None
+        start = time.perf_counter()
+        if update.abort_all:
+            self._abort_all()
+        self.core.swap(update.weights, update.version)
+        swapped = time.perf_counter()
+        if not self._paused:
+            self.core.refresh()
+        end = time.perf_counter()
+        self._updates_done += 1
+        self.core.hold_admission = bool(self._ready)
+        timings = {
+            **update.timings,
+            "drain_s": start - update.staged_at,
+            "pause_s": end - start,
+            "load_s": swapped - start,
+            "reprefill_s": end - swapped,
+        }
+        update.done.set_result(UpdateResult(True, f"serving version {update.version}", timings))
+
+    def _abort_all(self) -> None:
+        for request in self.core.scheduler.requests():
+            self.core.abort(request)
+
+    def _end(self, reason: str) -> None:
+        """Take no more calls, and fail those that wait."""
+        with self._wake:
+            self._ended = reason
+            waiting = list(self._open)
+        for future in waiting:
+            if not future.done():
+                future.set_exception(GenerationError(reason, retryable=True))

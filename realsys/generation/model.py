@@ -1,0 +1,154 @@
+"""Forward passes of the embedded engine: prefill of whole prompts, and one decode step for all running answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from realsys.generation.architecture import Architecture
+from realsys.generation.kv_cache import KVCache
+from realsys.generation.scheduler import RowGroup
+from realsys.generation.weights import LayerWeights, ModelWeights
+
+
+class Decoder:
+    """A decoder-only model over a KV cache.
+
+    Shapes: n rows, H kv heads, G query heads per kv head, D head_dim, T positions.
+    """
+
+    def __init__(self, arch: Architecture, weights: ModelWeights, cache: KVCache) -> None:
+        self.arch, self.weights, self.cache = arch, weights, cache
+        device = weights.embedding.device
+        self._dtype = weights.embedding.dtype
+        self._scale = 1.0 / math.sqrt(arch.head_dim)
+        self._norm_eps = math.sqrt(arch.hidden_size * arch.rms_norm_eps)
+        self._rotary = rotary_table(arch, cache.context).to(device)
+        self._positions = torch.arange(cache.context, device=device)
+        #: index of position 0 of every (row, head) in a layer of the cache seen as [rows * H * context, D]
+        self._origins = (torch.arange(cache.rows * cache.kv_heads, device=device) * cache.context).view(
+            cache.rows, cache.kv_heads
+        )
+        self._minus_infinity = torch.tensor(float("-inf"), dtype=self._dtype, device=device)
+        self._zero = torch.zeros((), dtype=self._dtype, device=device)
+
+    def decode(self, ids: Tensor, positions: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+        """Feed token ids[r] at positions[r] to rows 0..n-1; returns float32 logits [n, vocab].
+
+        ``groups`` cut the rows into ranges of similar length: attention of each reads only up to its longest row.
+        """
+        arch, weights = self.arch, self.weights
+        n, kv_heads, head_dim = len(ids), arch.kv_heads, arch.head_dim
+        x = weights.embedding.index_select(0, ids)
+        rotary = self._rotary.index_select(0, positions).view(n, 1, 1, -1)
+        slots = (self._origins[:n] + positions.unsqueeze(1)).view(-1)
+        masks = [self._mask(group, positions) for group in groups]
+        context = torch.empty(n * kv_heads, arch.group, head_dim, dtype=x.dtype, device=x.device)
+        for index, layer in enumerate(weights.layers):
+            heads = self._qkv(layer, x).view(n, kv_heads, arch.group + 2, head_dim)
+            self._rotate(heads[:, :, :-1], rotary)
+            heads = heads.view(n * kv_heads, arch.group + 2, head_dim)
+            keys, values = self.cache.keys[index], self.cache.values[index]
+            keys.view(-1, head_dim).index_copy_(0, slots, heads[:, -2])
+            values.view(-1, head_dim).index_copy_(0, slots, heads[:, -1])
+            queries = heads[:, :-2]
+            for group, mask in zip(groups, masks, strict=True):
+                rows = slice(group.start * kv_heads, group.stop * kv_heads)
+                k, v = keys[rows, : group.length], values[rows, : group.length]
+                q = queries[rows]
+                if mask is None:
+                    scores = torch.baddbmm(self._zero, q, k.transpose(1, 2), beta=0, alpha=self._scale)
+                else:
+                    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=self._scale)
+                torch.bmm(scores.softmax(-1), v, out=context[rows])
+            x.addmm_(context.view(n, -1), layer.out.t())
+            self._mlp(layer, x)
+        return self._head(x)
+
+    def prefill(self, ids: Tensor, owners: Tensor, rows: Tensor) -> None:
+        """Compute the cache of ids [b, T] (right-padded with any token) and store that of ids[owners[i]] in rows[i].
+
+        No logits: an engine feeds the last token of a prompt through ``decode``, which also samples.
+        Padding is harmless: under the causal mask no real position sees it, and what it writes lies beyond the length.
+        """
+        arch = self.arch
+        batch, length = ids.shape
+        x = self.weights.embedding.index_select(0, ids.reshape(-1))
+        rotary = self._rotary[:length].view(1, length, 1, 1, -1)
+        last = len(self.weights.layers) - 1
+        for index, layer in enumerate(self.weights.layers):
+            heads = self._qkv(layer, x).view(batch, length, arch.kv_heads, arch.group + 2, arch.head_dim)
+            self._rotate(heads[..., :-1, :], rotary)
+            k, v = heads[..., -2, :].transpose(1, 2), heads[..., -1, :].transpose(1, 2)  # [b, H, T, D]
+            self.cache.write(index, rows, k.index_select(0, owners), v.index_select(0, owners))
+            if index == last:
+                return  # what follows would only give logits
+            q = heads[..., :-2, :].permute(0, 2, 3, 1, 4).reshape(batch, arch.heads, length, arch.head_dim)
+            context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=arch.group > 1)
+            x.addmm_(context.transpose(1, 2).reshape(batch * length, -1), layer.out.t())
+            self._mlp(layer, x)
+
+    # ---- parts
+
+    def _mask(self, group: RowGroup, positions: Tensor) -> Tensor | None:
+        """[rows * H, 1, T] of 0 and -inf; None when all rows of the group are equally long."""
+        if group.equal:
+            return None
+        last = positions[group.start : group.stop].repeat_interleave(self.arch.kv_heads).view(-1, 1, 1)
+        return torch.where(self._positions[: group.length] > last, self._minus_infinity, self._zero).expand(
+            -1, self.arch.group, -1
+        )
+
+    def _qkv(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        """[tokens, H * (G + 2) * D]: per kv head its queries, its key, its value."""
+        projected = F.linear(self._norm(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        if layer.q_norm is None or layer.k_norm is None:
+            return projected
+        heads = projected.view(len(x), self.arch.kv_heads, self.arch.group + 2, self.arch.head_dim)
+        shape, eps = (self.arch.head_dim,), self.arch.rms_norm_eps
+        heads[:, :, :-2] = F.rms_norm(heads[:, :, :-2], shape, layer.q_norm, eps)
+        heads[:, :, -2] = F.rms_norm(heads[:, :, -2], shape, layer.k_norm, eps)
+        return projected
+
+    def _rotate(self, heads: Tensor, rotary: Tensor) -> None:
+        """Rotary embedding in place; pairs are neighbours in memory (see weights.py), so it is one complex product."""
+        pairs = heads.view(*heads.shape[:-1], -1, 2)
+        if heads.dtype == torch.float32:
+            torch.view_as_complex(pairs).mul_(rotary)
+        else:
+            heads.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * rotary).flatten(-2))
+
+    def _mlp(self, layer: LayerWeights, x: Tensor) -> None:
+        """Add the feed-forward block to x in place."""
+        gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+        x.addmm_(F.silu(gate).mul_(up), layer.down.t())
+
+    def _head(self, x: Tensor) -> Tensor:
+        return F.linear(self._norm(x, self.weights.norm), self.weights.head).float()
+
+    def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
+        """RMSNorm. Without a gain: x / sqrt(|x|^2 + hidden * eps), what is missing is folded into the next matrix."""
+        if gain is None:
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return x / torch.hypot(norm, torch.full_like(norm, self._norm_eps))
+        return F.rms_norm(x, (self.arch.hidden_size,), gain, self.arch.rms_norm_eps)
+
+
+def rotary_table(arch: Architecture, context: int) -> Tensor:
+    """exp(i * position * frequency), complex64 [context, head_dim / 2]."""
+    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
+    frequencies = 1.0 / (arch.rope_theta**exponents)
+    if arch.rope is not None:
+        rope = arch.rope
+        wavelength = 2 * math.pi / frequencies
+        smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
+        smooth = smooth.clamp(0, 1)  # 0: long wavelengths, fully stretched; 1: short ones, left alone
+        frequencies = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    angles = torch.outer(torch.arange(context).float(), frequencies)
+    return torch.polar(torch.ones_like(angles), angles)

@@ -1,0 +1,28 @@
+"""Random numbers that depend on nothing but (seed, answer, position): no generator state, any batch, any order."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+U64 = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def splitmix64(state: U64) -> U64:
+    """The finaliser of SplitMix64: a bijection of 64-bit words that passes for random."""
+    z = state + _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    return z ^ (z >> np.uint64(31))
+
+
+def uniforms(seed: int, answer: int, count: int) -> npt.NDArray[np.float32]:
+    """Numbers in [0, 1) for positions 0..count-1 of an answer, with 24 random bits each."""
+    key = splitmix64(np.asarray([seed & 0xFFFFFFFFFFFFFFFF], np.uint64))
+    key = splitmix64(key ^ splitmix64(np.asarray([answer], np.uint64)))
+    words = splitmix64(key + np.arange(count, dtype=np.uint64) * _GOLDEN)
+    return ((words >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)

@@ -1,0 +1,318 @@
+"""The master's end of the request-reply stream.
+
+    request(worker, handler, payload) ──Request──> WorkerEndpoint
+        future <──────────────────────── Reply ───
+    on_notice callbacks <─────────────── Notice ──
+
+Runs on the master's event loop; every method is to be called there, and only ``barrier`` waits. A request is sent when
+it is made, so requests made in one order reach every worker in that order, and collectives match.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout, WorkerLost
+from realsys.stream import protocol, sockets
+from realsys.stream.codec import decode_message, decode_with, encode_message
+from realsys.stream.protocol import Ack, Failure, Hello, NoticeHeader, Refused, ReplyHeader, RequestHeader, Welcome
+from realsys.stream.security import CurveKeys
+
+log = logging.getLogger(__name__)
+Reply = TypeVar("Reply", bound=msgspec.Struct)
+Notice = TypeVar("Notice", bound=msgspec.Struct)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A request without its reply yet."""
+
+    handler: str
+    frames: list[bytes]
+    reply_type: type[msgspec.Struct]
+    reply: asyncio.Future[Any]
+    timer: asyncio.TimerHandle
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One incarnation of one worker."""
+
+    name: str
+    incarnation: str
+    route: bytes
+    next_request: int = 1
+    last_message: int = 0
+    calls: dict[int, _Call] = field(default_factory=dict)  # by request number, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class _Barrier:
+    workers: frozenset[int]
+    complete: asyncio.Future[None]
+
+
+class MasterStream:
+    """Typed calls to ModelWorkers. To be made inside the event loop; ``address`` may be registered at once."""
+
+    def __init__(
+        self, host: str = "127.0.0.1", *, keys: CurveKeys | None = None, request_timeout_s: float = 1800.0
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timeout_s = request_timeout_s
+        self._server = sockets.bind_server(host, keys)
+        self.address = self._server.address
+        self.bad_messages = 0
+        self._peers: dict[int, _Peer] = {}
+        self._index_of: dict[bytes, int] = {}  # route -> worker, of the current incarnations only
+        self._retired: dict[int, set[str]] = {}
+        self._barriers: set[_Barrier] = set()
+        self._callbacks: dict[str, tuple[type[msgspec.Struct], Callable[[Any], object]]] = {}
+        self._unclaimed: dict[str, list[tuple[str, bytes]]] = {}  # notices that came before their callback
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._reader = sockets.LoopReader(self._server.socket, self._on_frames, self._fail)
+
+    @property
+    def connected(self) -> list[int]:
+        """The workers that have said hello."""
+        return sorted(self._peers)
+
+    async def barrier(self, workers: Collection[int], timeout_s: float) -> None:
+        """Return when all ``workers`` have connected; WaitTimeout naming those that have not."""
+        barrier = _Barrier(frozenset(workers), self._loop.create_future())
+        self._barriers.add(barrier)
+        self._check_barriers()
+        try:
+            await asyncio.wait_for(barrier.complete, timeout_s)
+        except TimeoutError:
+            missing = ", ".join(_name(w) for w in sorted(barrier.workers - self._peers.keys()))
+            raise WaitTimeout(
+                f"master at {self.address}: {missing} did not connect in {timeout_s:g} s "
+                f"({len(self._peers)} connected); look at their logs"
+            ) from None
+        finally:
+            self._barriers.discard(barrier)
+
+    def request(
+        self,
+        worker: int,
+        handler: str,
+        payload: msgspec.Struct,
+        reply_type: type[Reply],
+        *,
+        timeout_s: float | None = None,
+    ) -> asyncio.Future[Reply]:
+        """Send a call now; the future is its reply.
+
+        It fails with RemoteError (the handler raised), WorkerLost (not connected, or replaced by a new incarnation),
+        WaitTimeout, DecodeError (the reply is no ``reply_type``), or StreamError (closed).
+        """
+        return self.request_encoded(worker, handler, encode_message(payload), reply_type, timeout_s=timeout_s)
+
+    def request_encoded(
+        self, worker: int, handler: str, payload: bytes, reply_type: type[Reply], *, timeout_s: float | None = None
+    ) -> asyncio.Future[Reply]:
+        """``request`` with a payload that is msgpack already, so that a broadcast encodes it once."""
+        reply: asyncio.Future[Reply] = self._loop.create_future()
+        peer = self._peers.get(worker)
+        if self._closed or self._failure is not None:
+            reply.set_exception(self._ended(f"{_name(worker)}: {handler}"))
+        elif peer is None:
+            reply.set_exception(WorkerLost(f"{_name(worker)} is not connected: {handler} needs a barrier before it"))
+        else:
+            number = peer.next_request
+            peer.next_request += 1
+            limit = self._timeout_s if timeout_s is None else timeout_s
+            timer = self._loop.call_later(limit, self._expire, peer, number, limit)
+            frames = [encode_message(RequestHeader(number, handler)), payload]
+            peer.calls[number] = _Call(handler, frames, reply_type, reply, timer)
+            reply.add_done_callback(lambda _: self._forget(peer, number))
+            self._send(peer.route, frames)
+        return reply
+
+    def on_notice(self, handler: str, kind: type[Notice], callback: Callable[[Notice], object]) -> None:
+        """Call ``callback`` with each notice ``handler``; those that came earlier are handed over now.
+
+        An exception in it fails the stream: pending and later requests raise it.
+        """
+        self._callbacks[handler] = (kind, callback)
+        for sender, payload in self._unclaimed.pop(handler, []):
+            self._hand_over(sender, handler, payload)
+
+    def lose(self, worker: int, reason: str) -> None:
+        """Fail what waits for ``worker`` with WorkerLost: its lease lapsed, say. This incarnation may not come back."""
+        peer = self._peers.pop(worker, None)
+        if peer is not None:
+            self._index_of.pop(peer.route, None)
+            self._retired.setdefault(worker, set()).add(peer.incarnation)
+            for call in peer.calls.values():
+                if not call.reply.done():
+                    call.reply.set_exception(WorkerLost(f"{peer.name} lost during {call.handler}: {reason}"))
+
+    def close(self) -> None:
+        """Stop. Requests still waiting get a StreamError."""
+        if self._closed:
+            return
+        self._closed = True
+        self._end_calls()
+        for barrier in self._barriers:
+            if not barrier.complete.done():
+                barrier.complete.set_exception(self._ended("barrier"))
+        self._reader.close()
+        self._server.close()
+
+    # receiving
+
+    def _on_frames(self, frames: list[zmq.Frame]) -> None:
+        try:
+            if not 2 <= len(frames) <= 3:
+                raise DecodeError(f"{len(frames) - 1} frames")
+            header = decode_with(protocol.TO_MASTER, frames[1], "message of a worker")
+            if isinstance(header, Hello) != (len(frames) == 2):
+                raise DecodeError(f"{type(header).__name__} with {len(frames) - 2} payloads")
+        except DecodeError as err:
+            self._drop(frames, err)
+            return
+        route = frames[0].bytes
+        if isinstance(header, Hello):
+            self._on_hello(route, header)
+            return
+        index = self._index_of.get(route)
+        if index is None:
+            return  # from before a reconnection (will be resent after the hello), or from a retired incarnation
+        peer = self._peers[index]
+        if header.number > peer.last_message:
+            if isinstance(header, ReplyHeader):
+                self._on_reply(peer, header, frames[2])
+            else:
+                self._on_notice_frames(peer, header, frames[2])
+            if self._failure is not None:
+                return  # not acknowledged: it was not taken in
+            peer.last_message = header.number
+        self._send(route, [encode_message(Ack(peer.last_message))])
+
+    def _on_hello(self, route: bytes, hello: Hello) -> None:
+        retired = self._retired.setdefault(hello.index, set())
+        peer = self._peers.get(hello.index)
+        if hello.incarnation in retired:
+            current = peer.incarnation if peer else "none"
+            self._refuse(route, f"it was retired; current incarnation: {current}")
+            return
+        if peer is not None and peer.incarnation != hello.incarnation:
+            self.lose(hello.index, f"incarnation {peer.incarnation} was replaced by {hello.incarnation}")
+            self._refuse(peer.route, f"replaced by {hello.incarnation}")
+            peer = None
+        if peer is None:
+            peer = self._peers[hello.index] = _Peer(_name(hello.index), hello.incarnation, route)
+        else:
+            log.warning("%s reconnected; %d calls pending", peer.name, len(peer.calls))
+            self._index_of.pop(peer.route, None)
+            peer.route = route
+        self._index_of[route] = hello.index
+        self._send(route, [encode_message(Welcome(peer.last_message))])
+        for number, call in peer.calls.items():
+            if number > hello.last_request:
+                self._send(route, call.frames)
+        self._check_barriers()
+
+    def _on_reply(self, peer: _Peer, header: ReplyHeader, payload: zmq.Frame) -> None:
+        call = peer.calls.get(header.request)
+        if call is None or call.reply.done():
+            log.warning("%s: late reply to request %d, which was given up", peer.name, header.request)
+        elif header.failure is not None:
+            call.reply.set_exception(_remote(peer, call, header.failure))
+        else:
+            try:
+                call.reply.set_result(decode_message(payload, call.reply_type))
+            except DecodeError as err:
+                call.reply.set_exception(DecodeError(f"{peer.name}: reply to {call.handler}: {err}"))
+
+    def _on_notice_frames(self, peer: _Peer, header: NoticeHeader, payload: zmq.Frame) -> None:
+        if header.handler in self._callbacks:
+            self._hand_over(peer.name, header.handler, payload.bytes)
+        else:
+            self._unclaimed.setdefault(header.handler, []).append((peer.name, payload.bytes))
+
+    def _hand_over(self, sender: str, handler: str, payload: bytes) -> None:
+        kind, callback = self._callbacks[handler]
+        try:
+            notice = decode_message(payload, kind)
+        except DecodeError as err:
+            self.bad_messages += 1
+            log.warning("master: dropped notice %s of %s: %s", handler, sender, err)
+            return
+        try:
+            callback(notice)
+        except Exception as exc:  # a boundary: the caller of request() must see it, the loop would only log it
+            exc.add_note(f"while handling notice {handler} of {sender}")
+            self._fail(exc)
+
+    # failing
+
+    def _drop(self, frames: list[zmq.Frame], err: DecodeError) -> None:
+        self.bad_messages += 1
+        if sockets.worth_logging(self.bad_messages):
+            sender = sockets.sender_of(frames)
+            log.warning("master: dropped message %d from %s: %s", self.bad_messages, sender, err)
+
+    def _fail(self, exc: BaseException) -> None:
+        log.error("master: the request-reply stream failed", exc_info=exc)
+        self._failure = self._failure or exc
+        self._end_calls()
+
+    def _ended(self, what: str) -> StreamError:
+        cause = f"the stream failed: {self._failure!r}" if self._failure else "the stream was closed"
+        error = StreamError(f"{what}: {cause}")
+        error.__cause__ = self._failure
+        return error
+
+    def _end_calls(self) -> None:
+        for peer in self._peers.values():
+            for call in peer.calls.values():
+                if not call.reply.done():
+                    call.reply.set_exception(self._ended(f"{peer.name}: {call.handler}"))
+
+    def _expire(self, peer: _Peer, number: int, limit: float) -> None:
+        call = peer.calls.get(number)
+        if call is not None and not call.reply.done():
+            call.reply.set_exception(WaitTimeout(f"{peer.name}: no reply to {call.handler} in {limit:g} s"))
+
+    def _forget(self, peer: _Peer, number: int) -> None:
+        call = peer.calls.pop(number, None)
+        if call is not None:
+            call.timer.cancel()
+
+    # sending
+
+    def _refuse(self, route: bytes, reason: str) -> None:
+        self._send(route, [encode_message(Refused(reason))])
+
+    def _send(self, route: bytes, frames: list[bytes]) -> None:
+        try:
+            self._server.socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as err:
+            if err.errno != zmq.EHOSTUNREACH:
+                raise
+            # the connection is gone: the worker says hello when it is back, and gets what it has not received
+        self._reader.nudge()
+
+    def _check_barriers(self) -> None:
+        for barrier in self._barriers:
+            if not barrier.complete.done() and barrier.workers <= self._peers.keys():
+                barrier.complete.set_result(None)
+
+
+def _name(worker: int) -> str:
+    return f"model_worker/{worker}"
+
+
+def _remote(peer: _Peer, call: _Call, failure: Failure) -> RemoteError:
+    return RemoteError(f"{peer.name}: {call.handler}: {failure.type}: {failure.message}", failure.traceback)

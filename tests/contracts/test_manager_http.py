@@ -1,0 +1,561 @@
+"""The manager's real app on a real port: memory name store, real HTTP generation servers made here, a real journal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from realsys.admission.manager import ManagerState
+from realsys.cluster.memory_store import MemoryNameStore
+from realsys.cluster.names import Names
+from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig, TrainConfig
+from realsys.errors import LedgerError
+from realsys.types import PublishedVersion, ServerAddress
+from workers.manager_process import Manager, ManagerParts
+
+TOKEN = "a token"
+BOUND_S = 10.0
+WORKER = "rollout_worker/0"
+
+
+class FakeServer:
+    """A generation server's HTTP surface: loads versions unless told to refuse, or to hang until released."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.loaded: list[int] = []
+        self.path, self.version = "", "-1"
+        self.refuse = self.dead = False
+        self.released = asyncio.Event()
+        self.released.set()
+        self.asked = asyncio.Event()
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.add_routes([web.post("/update_weights_from_disk", self._update), web.get("/model_info", self._info)])
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+
+    async def stop(self) -> None:
+        self.released.set()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": self.path, "weight_version": self.version})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.set()
+        await self.released.wait()
+        if self.dead and request.transport is not None:
+            request.transport.abort()
+        if self.refuse:
+            return web.json_response({"success": False, "message": "checksum of model-00001 is wrong"})
+        self.path, self.version = body["model_path"], body["weight_version"]
+        self.loaded.append(int(self.version))
+        return web.json_response({"success": True, "message": "ok", "timings": {"pause_s": 0.002}})
+
+
+class Trial:
+    """One manager with its name store; everything a test does to it."""
+
+    def __init__(self, ledger: Path, config: Config) -> None:
+        self.ledger, self.config = ledger, config
+        self.names, self.store = Names("user", "exp", "trial"), MemoryNameStore()
+        self.servers: list[FakeServer] = []
+        self.url = ""
+        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=BOUND_S))
+        self.stop = asyncio.Event()
+        self.manager: Manager
+        self.task: asyncio.Task[None]
+
+    async def start(self) -> None:
+        loop, registered = asyncio.get_running_loop(), asyncio.Event()
+
+        def register(address: str) -> None:
+            self.url = address
+            loop.call_soon_threadsafe(registered.set)
+
+        self.stop = asyncio.Event()
+        parts = ManagerParts(
+            self.config, self.names, self.store, TOKEN, self.ledger, {"train": 64, "eval": 8}, register
+        )
+        self.manager = Manager(parts)
+        self.task = asyncio.create_task(self.manager.run(self.stop))
+        up = asyncio.create_task(registered.wait())
+        await asyncio.wait({up, self.task}, timeout=BOUND_S, return_when=asyncio.FIRST_COMPLETED)
+        if self.task.done():
+            self.task.result()
+        assert registered.is_set(), "the manager did not register"
+
+    async def halt(self) -> None:
+        self.stop.set()
+        async with asyncio.timeout(BOUND_S):
+            await self.task
+
+    async def close(self) -> None:
+        for server in self.servers:
+            server.released.set()
+        if not self.task.done():
+            await self.halt()
+        for server in self.servers:
+            await server.stop()
+        await self.session.close()
+        self.store.close()
+
+    @property
+    def state(self) -> ManagerState:
+        return self.manager.service.state
+
+    async def until(self, what: str, holds: Callable[[], bool]) -> None:
+        """Woken by the manager's own signal; bounded."""
+        try:
+            async with asyncio.timeout(BOUND_S):
+                while True:
+                    changed = self.manager.service.changed.ticket()
+                    if holds():
+                        return
+                    await changed.wait()
+        except TimeoutError:
+            raise AssertionError(f"not within {BOUND_S} s: {what}; {self.state.servers.all()}") from None
+
+    async def add_server(self, index: int, incarnation: str = "1", server: FakeServer | None = None) -> FakeServer:
+        if server is None:
+            server = FakeServer(f"generation_server/{index}")
+            await server.start()
+            self.servers.append(server)
+        address = ServerAddress(server.name, server.url, 1, "host", incarnation)
+        self.store.add(self.names.generation_server(index), msgspec.json.encode(address).decode(), replace=True)
+        return server
+
+    def publish(self, version: int) -> None:
+        published = PublishedVersion(version, "m1", f"/weights/v{version}", version)
+        self.store.add(self.names.model_version(), msgspec.json.encode(published).decode(), replace=True)
+
+    def heartbeat(self, worker: str, incarnation: str) -> None:
+        value = json.dumps({"kind": "rollout_worker", "index": 0, "host": "h", "pid": 1, "incarnation": incarnation})
+        self.store.add(self.names.heartbeat(worker), value, replace=True)
+
+    def serves(self, index: int, version: int) -> Callable[[], bool]:
+        def holds() -> bool:
+            server = self.state.servers.get(f"generation_server/{index}")
+            return (
+                server is not None
+                and server.state == "ready"
+                and server.verified is not None
+                and (server.verified.version == version)
+            )
+
+        return holds
+
+    def quarantined(self, name: str) -> Callable[[], bool]:
+        def holds() -> bool:
+            server = self.state.servers.get(name)
+            return server is not None and server.state == "quarantined"
+
+        return holds
+
+    async def ready(self, version: int = 0, servers: int = 1) -> None:
+        for index in range(servers):
+            await self.add_server(index)
+        self.publish(version)
+        for index in range(servers):
+            await self.until(f"server {index} serves {version}", self.serves(index, version))
+
+    async def call(self, path: str, body: Any, *, token: str = TOKEN) -> tuple[int, Any]:
+        data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
+        headers = {"Authorization": f"Bearer {token}"}
+        async with self.session.post(self.url + path, data=data, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def post(self, path: str, **body: Any) -> Any:
+        status, reply = await self.call(path, body)
+        assert status == 200, (path, status, reply)
+        return reply
+
+    async def get(self, path: str) -> Any:
+        async with self.session.get(self.url + path) as response:
+            assert response.status == 200, (path, response.status)
+            return await response.json()
+
+    async def allocate(self, n: int = 1, wait_s: float = 0.0) -> Any:
+        return await self.post("/allocate_rollout", worker=WORKER, max_tickets=n, wait_s=wait_s)
+
+    async def schedule(self, ticket: dict[str, Any], **more: Any) -> tuple[int, Any]:
+        body = {"ticket_id": ticket["ticket_id"], "attempt": ticket["attempt"], "prompt_len": 8, "max_new_tokens": 32}
+        return await self.call("/schedule_request", body | {"n": ticket["n"]} | more)
+
+    async def finish(self, ticket: dict[str, Any], outcome: str = "accepted", **more: Any) -> Any:
+        answer = {
+            "reward": 5.0,
+            "correct": True,
+            "length": 20,
+            "finish_reason": "stop",
+            "version_min": 0,
+            "version_max": 0,
+        }
+        body = {"ticket_id": ticket["ticket_id"], "attempt": ticket["attempt"], "worker": WORKER, "outcome": outcome}
+        answers = [] if outcome == "failed" else [answer] * ticket["n"]
+        return await self.post("/finish_rollout", **(body | {"reason": "", "answers": answers} | more))
+
+
+def config(*, batch: int = 2, eta: int = 1, update_timeout_s: float = 30.0, lease_s: float = 3600.0) -> Config:
+    return Config(
+        train=TrainConfig(batch_groups=batch, total_steps=100),
+        rollout=RolloutConfig(group_size=2, max_attempts=2),
+        asynchronous=AsyncConfig(max_head_offpolicyness=eta),
+        manager=ManagerConfig(update_timeout_s=update_timeout_s, rollout_lease_s=lease_s),
+    )
+
+
+@contextlib.asynccontextmanager
+async def trial(tmp_path: Path, made: Config) -> AsyncIterator[Trial]:
+    running = Trial(tmp_path / "ledger.jsonl", made)
+    try:
+        await running.start()
+        yield running
+    finally:
+        await running.close()
+
+
+def drive(tmp_path: Path, scenario: Callable[[Trial], Awaitable[None]], **settings: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(3 * BOUND_S), trial(tmp_path, config(**settings)) as running:
+            await scenario(running)
+
+    asyncio.run(main())
+
+
+def test_rollout_reaches_the_healthy_server_while_one_hangs_and_one_refuses(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        healthy, hanging, refusing = [await t.add_server(i) for i in range(3)]
+        hanging.released.clear()
+        refusing.refuse = True
+        t.publish(0)
+        await t.until("server 0 serves 0", t.serves(0, 0))
+        await t.until("server 2 in quarantine", t.quarantined("generation_server/2"))
+        await asyncio.wait_for(hanging.asked.wait(), BOUND_S)
+        tickets = (await t.allocate(4))["tickets"]
+        assert len(tickets) == 4
+        for ticket in tickets:
+            status, place = await t.schedule(ticket)
+            assert (status, place["server"], place["url"]) == (200, healthy.name, healthy.url)
+        t.publish(1)
+        await t.until("server 0 serves 1", t.serves(0, 1))
+        rows = {row["name"]: row for row in (await t.get("/status"))["servers"]}
+        assert rows[hanging.name]["version"] is None and rows[hanging.name]["state"] == "updating"
+        assert "checksum" in rows[refusing.name]["error"]
+        refusing.refuse = False
+        hanging.released.set()
+        await t.until("the hanging one catches up", t.serves(1, 1))
+        t.publish(2)  # a new version is tried at once, whatever the back-off
+        await t.until("the refusing one recovers", t.serves(2, 2))
+        assert refusing.loaded[-1] == 2 and hanging.loaded[:2] == [0, 1]
+
+    drive(tmp_path, scenario)
+
+
+def test_rollout_survives_a_server_that_dies_in_the_update(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        dying = await t.add_server(1)
+        await t.until("server 1 serves 0", t.serves(1, 0))
+        dying.released.clear()
+        dying.asked.clear()
+        t.publish(1)
+        await t.until("server 0 serves 1", t.serves(0, 1))
+        await asyncio.wait_for(dying.asked.wait(), BOUND_S)
+        dying.dead = True
+        await dying.stop()
+        await t.until("dead server in quarantine", t.quarantined(dying.name))
+        t.store.delete(t.names.generation_server(1))
+        await t.until("server 1 is gone", lambda: t.state.servers.get(dying.name) is None)
+        status, place = await t.schedule((await t.allocate())["tickets"][0])
+        assert status == 200 and place["server"] == "generation_server/0"
+
+    drive(tmp_path, scenario)
+
+
+def test_update_that_hangs_beyond_its_timeout_quarantines(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        hanging = await t.add_server(0)
+        hanging.released.clear()
+        t.publish(0)
+        await t.until("quarantine", t.quarantined(hanging.name))
+        assert (await t.allocate())["reason"] == "no_server"
+
+    drive(tmp_path, scenario, update_timeout_s=0.1)
+
+
+def test_allocation_is_held_and_woken_by_a_publication(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        assert len((await t.allocate(100))["tickets"]) == 4  # B (v + eta + 1)
+        refused = await t.allocate(1)
+        assert refused["tickets"] == [] and refused["reason"] == "staleness" and refused["retry_after_s"] > 0
+        held = asyncio.create_task(t.allocate(100, wait_s=BOUND_S))
+        t.publish(1)
+        assert len((await held)["tickets"]) == 2
+
+    drive(tmp_path, scenario)
+
+
+def test_restarted_server_is_updated_before_it_gets_requests(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        ticket = (await t.allocate())["tickets"][0]
+        assert (await t.schedule(ticket))[0] == 200
+        fresh = FakeServer("generation_server/0")
+        await fresh.start()
+        fresh.released.clear()
+        t.servers.append(fresh)
+        await t.add_server(0, incarnation="2", server=fresh)
+        await asyncio.wait_for(fresh.asked.wait(), BOUND_S)
+        assert (await t.allocate())["reason"] == "no_server"
+        assert t.state.reservations.load(fresh.name) == (0, 0)
+        waiting = asyncio.create_task(t.schedule(ticket))
+        fresh.released.set()
+        status, place = await waiting
+        assert status == 200 and place["url"] == fresh.url and fresh.loaded == [0]
+
+    drive(tmp_path, scenario)
+
+
+def test_reported_failure_quarantines_until_the_server_proves_itself(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready(servers=2)
+        ticket = (await t.allocate())["tickets"][0]
+        _, place = await t.schedule(ticket)
+        failed = next(server for server in t.servers if server.name == place["server"])
+        failed.refuse = True
+        _, moved = await t.schedule(ticket, failed_server=failed.name, failure="connection reset")
+        assert moved["server"] != failed.name
+        assert t.state.reservations.load(failed.name) == (0, 0)
+        failed.refuse = False
+        await t.until("proved again", t.serves(int(failed.name[-1]), 0))
+        assert failed.loaded[-1] == 0 and len(failed.loaded) == 2
+
+    drive(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "token", "expected"),
+    [
+        (b'{"worker": "w", "max_tickets": 1}', "wrong", 401),
+        (b'{"worker": "w", "max_tickets": ', TOKEN, 400),
+        (b'{"worker": "w", "max_tickets": "many"}', TOKEN, 400),
+        (b'{"worker": "w", "max_tickets": 0}', TOKEN, 400),
+        (b"\xff\xfe", TOKEN, 400),
+        (b'"' + b"x" * (5 << 20) + b'"', TOKEN, 413),
+    ],
+)
+def test_bad_call_is_refused_in_one_line(tmp_path: Path, body: bytes, token: str, expected: int) -> None:
+    async def scenario(t: Trial) -> None:
+        status, reply = await t.call("/allocate_rollout", body, token=token)
+        assert status == expected
+        assert "\n" not in reply["error"] and "/allocate_rollout" in reply["error"]
+        assert (await t.get("/health"))["status"] == "ok"
+
+    drive(tmp_path, scenario)
+
+
+def test_finish_of_an_unknown_or_superseded_attempt_is_an_answer_not_an_error(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        assert await t.finish({"ticket_id": "never", "attempt": 0, "n": 1}) == {"known": False, "retry": False}
+        assert await t.finish({"ticket_id": "0000000099", "attempt": 0, "n": 1}) == {"known": False, "retry": False}
+        ticket = (await t.allocate())["tickets"][0]
+        assert await t.finish(ticket, "failed", reason="verifier died: 9") == {"known": True, "retry": True}
+        again = (await t.allocate())["tickets"][0]
+        assert (again["ticket_id"], again["attempt"]) == (ticket["ticket_id"], 1)
+        assert again["prompt_index"] == ticket["prompt_index"] and again["seed"] != ticket["seed"]
+        assert (await t.finish(ticket))["known"] is False
+        status, reply = await t.schedule(ticket)
+        assert status == 409 and ticket["ticket_id"] in reply["error"]
+        assert await t.finish(again, "failed", reason="verifier died: 9") == {"known": True, "retry": False}
+        ledger = (await t.get("/status"))["ledger"]
+        assert ledger["dropped_by_reason"] == {"failed verifier died": 1}
+
+    drive(tmp_path, scenario)
+
+
+def test_tickets_of_a_dead_worker_are_reissued_at_once(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        t.heartbeat(WORKER, "1")
+        await t.ready()
+        ticket = (await t.allocate())["tickets"][0]
+        assert (await t.schedule(ticket))[0] == 200
+        t.store.delete(t.names.heartbeat(WORKER))
+        await t.until("ticket waits", lambda: t.state.ledger.counts.open["waiting"] == 1)
+        assert t.state.reservations.load("generation_server/0") == (0, 0)
+        again = (await t.allocate())["tickets"][0]
+        assert (again["ticket_id"], again["attempt"]) == (ticket["ticket_id"], 1)
+
+    drive(tmp_path, scenario)
+
+
+def test_lease_that_lapses_wakes_a_held_allocation(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        first = (await t.allocate(4))["tickets"]
+        again = (await t.allocate(1, wait_s=BOUND_S))["tickets"][0]
+        assert again["attempt"] == 1 and again["ticket_id"] == first[0]["ticket_id"]
+
+    drive(tmp_path, scenario, lease_s=0.2)
+
+
+def test_evaluation_goes_before_training_and_outside_the_quota(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        assert len((await t.allocate(100))["tickets"]) == 4  # the quota is used up
+        asked = {"eval_id": "before", "split": "eval", "n": 3, "seed": 7}
+        assert await t.post("/evaluate", **asked) == {"total": 3}
+        assert await t.post("/evaluate", **asked) == {"total": 3}
+        tickets = (await t.allocate(100))["tickets"]
+        assert [(x["kind"], x["split"], x["prompt_index"], x["n"]) for x in tickets] == [
+            ("eval", "eval", i, 1) for i in range(3)
+        ]
+        for ticket in tickets[:2]:
+            status, place = await t.schedule(ticket)
+            assert status == 200 and place["version"] == 0
+            assert (await t.finish(ticket))["known"] is True
+        assert (await t.get("/evaluate/before"))["done"] == 2
+        assert await t.finish(tickets[2], "failed") == {"known": True, "retry": True}
+        last = (await t.allocate())["tickets"][0]
+        assert (last["ticket_id"], last["attempt"], last["seed"]) == (tickets[2]["ticket_id"], 1, tickets[2]["seed"])
+        assert await t.finish(last, "failed") == {"known": True, "retry": False}
+        result = await t.get("/evaluate/before")
+        assert result == {
+            "done": 2, "total": 3, "failed": 1, "accuracy": 1.0, "length_mean": 20.0, "version_min": 0, "version_max": 0
+        }  # fmt: skip
+        status, reply = await t.call("/evaluate", {"eval_id": "x", "split": "nowhere", "n": 1})
+        assert status == 400 and "nowhere" in reply["error"]
+
+    drive(tmp_path, scenario)
+
+
+def test_evaluation_asked_for_right_after_a_publication_waits_for_that_version(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        t.servers[0].released.clear()
+        t.servers[0].asked.clear()
+        t.publish(1)
+        await t.post("/evaluate", eval_id="after", split="eval", n=2)
+        await asyncio.wait_for(t.servers[0].asked.wait(), BOUND_S)
+        kinds = {ticket["kind"] for ticket in (await t.allocate(100))["tickets"]}
+        assert kinds == {"train"}  # version 0 is inside the bound for training, but is not what is to be evaluated
+        held = asyncio.create_task(t.allocate(2, wait_s=BOUND_S))
+        t.servers[0].released.set()
+        tickets = (await held)["tickets"]
+        assert [ticket["kind"] for ticket in tickets] == ["eval", "eval"]
+
+    drive(tmp_path, scenario)
+
+
+def test_restart_with_a_torn_journal_keeps_counts_and_running_tickets(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        tickets = (await t.allocate(4))["tickets"]
+        await t.finish(tickets[0])
+        await t.finish(tickets[1])
+        trained = {
+            "step": 1,
+            "version": 1,
+            "trained": [tickets[0]["ticket_id"]],
+            "dropped": [[tickets[1]["ticket_id"], "stale"]],
+        }
+        assert await t.post("/trained", **trained, staleness={"0": 1}) == {"trained": 1, "dropped": 1}
+        assert await t.post("/trained", **trained) == {"trained": 0, "dropped": 0}
+        before = (await t.get("/status"))["ledger"]
+        await t.halt()
+        with t.ledger.open("ab") as file:
+            file.write(b'0badc0de {"type":"granted","ticket_id":"00')
+        await t.start()
+        assert (await t.get("/status"))["ledger"] == before
+        await t.until("server probed", t.serves(0, 0))
+        assert t.servers[0].loaded == [0], "the restarted manager asked first, and did not load again"
+        assert (await t.finish(tickets[2]))["known"] is True
+        given_back = (await t.allocate(1))["tickets"][0]
+        assert given_back["prompt_index"] == tickets[1]["prompt_index"]
+        assert given_back["ticket_id"] == "0000000004"
+        assert (await t.allocate(1))["reason"] == "staleness"
+
+    drive(tmp_path, scenario)
+
+
+def test_second_manager_on_the_same_ledger_is_refused(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        second = Trial(t.ledger, t.config)
+        try:
+            with pytest.raises(LedgerError, match="another gserver_manager"):
+                await second.start()
+        finally:
+            await second.session.close()
+            second.store.close()
+
+    drive(tmp_path, scenario)
+
+
+def test_journal_that_cannot_be_written_ends_the_process(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        t.manager.service.journal.close()
+        status, reply = await t.call("/allocate_rollout", {"worker": WORKER, "max_tickets": 1})
+        assert status == 500 and "ledger" in reply["error"]
+        with pytest.raises(LedgerError, match="cannot write"):
+            await asyncio.wait_for(t.task, BOUND_S)
+
+    drive(tmp_path, scenario)
+
+
+def test_status_metrics_and_page_show_the_trial(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        t.heartbeat(WORKER, "1")
+        await t.ready()
+        t.store.add(t.names.status, json.dumps({"phase": "train", "time": 0}), replace=True)
+        await t.until("phase", lambda: t.state.master.get("phase") == "train")
+        ticket = (await t.allocate())["tickets"][0]
+        await t.schedule(ticket)
+        await t.finish(ticket)
+        status = await t.get("/status")
+        assert (status["phase"], status["version"], status["eta"]) == ("train", 0, 1)
+        assert status["admission"]["headroom"] == 3 and status["admission"]["admits"] is True
+        assert status["servers"][0]["tokens_per_s"] > 0
+        assert status["throughput"]["generated_tokens"] == 40
+        assert [worker["name"] for worker in status["workers"]] == [WORKER]
+        async with t.session.get(t.url + "/metrics") as response:
+            text = await response.text()
+        assert 'realsys_tickets{state="finished"} 1.0' in text and ticket["ticket_id"] not in text
+        async with t.session.get(t.url + "/") as response:
+            page = await response.text()
+        assert response.status == 200 and "fetch(" in page and "http://" not in page and "https://" not in page
+
+    drive(tmp_path, scenario)
+
+
+def test_stop_answers_held_allocations(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        held = asyncio.create_task(t.allocate(1, wait_s=BOUND_S))
+        assert (await t.get("/get_model_version")) == {"version": -1}
+        await t.halt()
+        assert (await held)["reason"] == "no_server"
+
+    drive(tmp_path, scenario)

@@ -1,0 +1,148 @@
+"""What only etcd has: a server that may be away, and a client library that must be made to work."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from realsys.cluster import etcd3_compat
+from realsys.cluster.etcd_store import EtcdNameStore
+from realsys.cluster.network import free_ports
+from realsys.errors import NameStoreError, RealsysError
+
+BOUND_S = 15.0
+
+
+@pytest.mark.needs("etcd")
+def test_watch_wait_and_lease_survive_the_death_of_the_server(own_etcd):
+    store = EtcdNameStore(own_etcd.address)
+    try:
+        lease = store.lease(20)
+        store.add("r/leased", "1", lease=lease)
+        changes: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+        waited: queue.SimpleQueue[str] = queue.SimpleQueue()
+        waiter = threading.Thread(target=lambda: waited.put(store.wait("late", BOUND_S, "a late key")))
+        with store.watch("r", changes.put):
+            assert changes.get(timeout=BOUND_S) == {"r/leased": "1"}
+            waiter.start()
+            own_etcd.kill()
+            own_etcd.start()
+            # From another client: what changes while a watch is being re-made must not be missed.
+            other = EtcdNameStore(own_etcd.address)
+            other.add("r/new", "2")
+            other.add("late", "here")
+            other.close()
+            assert changes.get(timeout=BOUND_S) == {"r/leased": "1", "r/new": "2"}
+            assert waited.get(timeout=BOUND_S) == "here"
+            lease.keep_alive()
+            store.add("r/newer", "3")
+            assert changes.get(timeout=BOUND_S) == {"r/leased": "1", "r/new": "2", "r/newer": "3"}
+        waiter.join(BOUND_S)
+    finally:
+        store.close()
+
+
+@pytest.mark.needs("etcd")
+def test_watch_delivers_from_a_server_that_lost_its_data(own_etcd, tmp_path):
+    """Its revisions start again from one: a watch resumed at the revision it knew would be silent."""
+    store = EtcdNameStore(own_etcd.address, call_timeout_s=0.3)
+    failed = threading.Event()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: failed.set()  # type: ignore[method-assign]
+    logger = logging.getLogger("realsys.cluster.etcd_store")
+    logger.addHandler(handler)
+    try:
+        for n in range(20):
+            store.add("r/k", str(n), replace=True)
+        changes: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+        with store.watch("r", changes.put):
+            assert changes.get(timeout=BOUND_S) == {"r/k": "19"}
+            own_etcd.kill()
+            assert failed.wait(BOUND_S)  # it has tried to list, in vain
+            (tmp_path / "etcd" / "data").rename(tmp_path / "lost")
+            own_etcd.start()
+            assert changes.get(timeout=BOUND_S) == {}
+            other = EtcdNameStore(own_etcd.address)
+            other.add("r/k", "again")
+            other.close()
+            assert changes.get(timeout=BOUND_S) == {"r/k": "again"}
+    finally:
+        logger.removeHandler(handler)
+        store.close()
+
+
+@pytest.mark.needs("etcd")
+def test_call_during_a_short_absence_succeeds_when_the_server_is_back(own_etcd):
+    store = EtcdNameStore(own_etcd.address, call_timeout_s=BOUND_S)
+    try:
+        store.add("k", "v")
+        own_etcd.kill()
+        answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        reader = threading.Thread(target=lambda: answers.put(store.get("k")))
+        reader.start()
+        own_etcd.start()
+        assert answers.get(timeout=BOUND_S) == "v"
+        reader.join(BOUND_S)
+    finally:
+        store.close()
+
+
+def test_every_call_without_a_server_ends_in_time_with_the_address():
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    store = EtcdNameStore(address, call_timeout_s=0.15)
+    try:
+        calls = [
+            lambda: store.add("k", "v"),
+            lambda: store.add("k", "v", replace=True),
+            lambda: store.get("k"),
+            lambda: store.get_subtree("k"),
+            lambda: store.delete("k"),
+            lambda: store.clear_subtree("k"),
+            lambda: store.lease(5),
+            lambda: store.watch("k", print),
+            lambda: store.wait("k", 5, "a key"),
+        ]
+        for call in calls:
+            began = time.monotonic()
+            with pytest.raises(NameStoreError, match=rf"{address} did not answer within 0\.15 s.*address"):
+                call()
+            assert time.monotonic() - began < 3
+    finally:
+        store.close()
+
+
+def test_etcd3_is_loaded_in_a_pool_of_its_own():
+    """In a fresh interpreter: it works next to the installed protobuf, and leaves the default pool alone."""
+    code = """
+from realsys.cluster.etcd3_compat import import_etcd3
+etcd3 = import_etcd3()
+assert import_etcd3() is etcd3 and etcd3.etcdrpc.rpc_pb2.PutRequest is etcd3.etcdrpc.PutRequest
+request = etcd3.etcdrpc.PutRequest(key=b"k", value=b"v", lease=7)
+assert etcd3.etcdrpc.PutRequest.FromString(request.SerializeToString()).lease == 7
+from google.protobuf import descriptor_pool
+try:
+    descriptor_pool.Default().FindFileByName("rpc.proto")
+except KeyError:
+    print("apart")
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("apart", "")
+
+
+def test_unknown_etcd3_is_an_error_that_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "etcdrpc").mkdir()
+    (tmp_path / "etcdrpc" / "kv_pb2.py").write_text("DESCRIPTOR = None\n")
+    kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "etcd3"}
+    for name in kept:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(etcd3_compat, "_find_package", lambda: Path(tmp_path / "__init__.py"))
+    with pytest.raises(RealsysError, match=r"no serialized descriptor; install etcd3==0\.12\.0"):
+        etcd3_compat.import_etcd3()
+    assert not [name for name in sys.modules if name.partition(".")[0] == "etcd3"]

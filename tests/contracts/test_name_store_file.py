@@ -1,0 +1,241 @@
+"""What only the file backend has: processes that share a directory, clocks, a lock."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from realsys.cluster import file_store
+from realsys.cluster.file_store import FileNameStore
+from realsys.errors import Fenced, KeyExists, KeyMissing, NameStoreError
+
+
+def in_children(count: int, body) -> list[int]:
+    """Fork ``count`` children that run ``body(i)`` all at once; their exit codes."""
+    gate_reader, gate_writer = os.pipe()
+    pids = []
+    for i in range(count):
+        pid = os.fork()
+        if pid == 0:
+            code = 99
+            try:
+                os.close(gate_writer)
+                os.read(gate_reader, 1)  # until the parent lets go
+                code = body(i)
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    os.close(gate_writer)
+    os.close(gate_reader)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def test_one_of_many_processes_creates_each_key(tmp_path):
+    FileNameStore(tmp_path)
+
+    def race(i: int) -> int:
+        store, won = FileNameStore(tmp_path), 0
+        for k in range(40):
+            try:
+                store.add(f"race/{k}", str(i))
+                won += 1
+            except KeyExists:
+                pass
+        return won
+
+    assert sum(in_children(6, race)) == 40
+    assert len(FileNameStore(tmp_path).get_subtree("race")) == 40
+
+
+def test_two_that_find_a_lapsed_key_do_not_both_take_it_over(tmp_path, monkeypatch):
+    """Looking and taking over must be one step. The first to look gives the second all chances to look as well."""
+    FileNameStore(tmp_path).add("k", "dead", lease=(lease := FileNameStore(tmp_path).lease(30)))
+    (tmp_path / "leases" / lease.lease_id).unlink()
+    lapsed, second_looked, won = FileNameStore._lapsed, threading.Event(), []
+    looks = itertools.count()
+
+    def look(self, path):
+        answer = lapsed(self, path)
+        if next(looks) == 0:
+            second_looked.wait(0.3)
+        second_looked.set()
+        return answer
+
+    monkeypatch.setattr(FileNameStore, "_lapsed", look)
+
+    def take_over(name: str) -> None:
+        try:
+            FileNameStore(tmp_path).add("k", name)
+            won.append(name)
+        except KeyExists:
+            pass
+
+    threads = [threading.Thread(target=take_over, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(won) == 1 and FileNameStore(tmp_path).get("k") == won[0]
+
+
+def test_reader_never_sees_a_torn_or_missing_value_while_it_is_replaced(tmp_path):
+    store = FileNameStore(tmp_path)
+    values = {c * 5000 for c in "ab"}
+    store.add("k", "a" * 5000)
+    done = threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            for value in values:
+                store.add("k", value, replace=True)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert {store.get("k") for _ in range(500)} <= values
+    finally:
+        done.set()
+        writer.join(10)
+
+
+def test_takeover_by_a_new_lease_never_looks_like_an_absent_key(tmp_path):
+    store = FileNameStore(tmp_path)
+    lease = store.lease(30)
+    store.add("k", "0", lease=lease)
+    done = threading.Event()
+
+    def succeed() -> None:
+        current = lease
+        for n in range(1, 60):
+            successor = store.lease(30)
+            store.add("k", str(n), lease=successor, replace=True)
+            current.revoke()
+            current = successor
+        done.set()
+
+    thread = threading.Thread(target=succeed)
+    thread.start()
+    while not done.is_set():
+        store.get("k")
+    thread.join(10)
+    assert store.get("k") == "59"
+
+
+def test_keys_stay_below_the_root(tmp_path):
+    root = tmp_path / "store"
+    store = FileNameStore(root)
+    for key in ("..", "../x", "a/../../../x", ".", "./.", "..@value", "%2e%2e/x", "a\0b", "~/x", "C:\\x"):
+        store.add(f"t/{key}", "v")
+        assert store.get(f"t/{key}") == "v"
+    assert [p.name for p in tmp_path.iterdir()] == ["store"]
+    assert {p.name for p in root.iterdir()} == {"keys", "leases", "staging", "lock"}
+    assert {p.name for p in (root / "keys").iterdir()} == {"t"}
+    assert not list((root / "staging").iterdir())
+
+
+def test_lapsed_leases_and_their_keys_are_tidied_up(tmp_path):
+    store = FileNameStore(tmp_path)
+    for i in range(5):
+        lease = store.lease(30)
+        store.add_subentry("peers", str(i), lease=lease)
+        lease.revoke()
+    assert not list((tmp_path / "leases").iterdir())
+    assert not list((tmp_path / "keys").rglob("*@value"))
+
+
+def of_another_host(store: FileNameStore, lease_id: str, count: int) -> None:
+    """The lease as a process on another machine would write it: its boot, its clock."""
+    record = {"boot": "another", "deadline": time.monotonic() - 1e6, "ttl_s": 0.3, "count": count}
+    (store.root / "leases" / lease_id).write_text(json.dumps(record))
+
+
+def test_lease_of_another_host_lives_while_its_counter_moves(tmp_path):
+    """Its clock means nothing here; it is dead when nothing has moved for one TTL of our own."""
+    owner, reader = FileNameStore(tmp_path), FileNameStore(tmp_path)
+    lease = owner.lease(30)
+    owner.add("k", "v", lease=lease)
+    gone = threading.Event()
+    of_another_host(owner, lease.lease_id, 0)
+    with reader.watch("k", lambda tree: None if tree else gone.set()):
+        for count in range(1, 6):
+            of_another_host(owner, lease.lease_id, count)
+            assert not gone.wait(0.15)
+        stopped = time.monotonic()
+        assert gone.wait(10)
+        assert time.monotonic() - stopped > 0.05
+    with pytest.raises(KeyMissing):
+        reader.get("k")
+
+
+def test_step_of_the_wall_clock_changes_nothing(tmp_path, monkeypatch):
+    store = FileNameStore(tmp_path)
+    lease = store.lease(30)
+    store.add("k", "v", lease=lease)
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    lease.keep_alive()
+    assert FileNameStore(tmp_path).get("k") == "v"
+
+
+def test_lease_removed_by_a_reaper_is_lost_to_its_owner(tmp_path):
+    store = FileNameStore(tmp_path)
+    lease = store.lease(30)
+    (tmp_path / "leases" / lease.lease_id).unlink()
+    with pytest.raises(Fenced, match="lapsed"):
+        lease.keep_alive()
+    assert not list((tmp_path / "leases").iterdir())
+
+
+def test_lock_held_by_a_stopped_process_ends_in_an_error_that_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_store, "LOCK_TIMEOUT_S", 0.2)
+    store = FileNameStore(tmp_path)
+    store.add("k", "v")
+    with (tmp_path / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(NameStoreError, match=r"lock was held for 0\.2 s.*SIGSTOP"):
+            store.add("k", "w", replace=True)
+        assert store.get("k") == "v"
+    store.add("k", "w", replace=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"no newline", b"lease\n\xff"])
+def test_damaged_value_is_reported_with_its_file(tmp_path, content):
+    store = FileNameStore(tmp_path)
+    store.add("k", "v")
+    path: Path = tmp_path / "keys" / "k@value"
+    path.write_bytes(content)
+    with pytest.raises(NameStoreError, match=str(path)):
+        store.get("k")
+
+
+def test_unusable_directory_is_reported_with_the_field_to_change(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NameStoreError, match=r"Not a directory.*cluster\.name_store\.root"):
+        FileNameStore(tmp_path / "file" / "store")
+
+
+def test_watch_says_that_it_cannot_list_and_goes_on_when_it_can(tmp_path):
+    store = FileNameStore(tmp_path)
+    store.add("k", "1")
+    warned, recovered = threading.Event(), threading.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.set()  # type: ignore[method-assign]
+    logger = logging.getLogger("realsys.cluster.name_store")
+    logger.addHandler(handler)
+    try:
+        with store.watch("k", lambda tree: recovered.set() if tree == {"k": "2"} else None):
+            (tmp_path / "keys" / "k@value").unlink()
+            (tmp_path / "keys" / "k@value").mkdir()  # any error of the file system
+            assert warned.wait(10)
+            (tmp_path / "keys" / "k@value").rmdir()
+            store.add("k", "2", replace=True)
+            assert recovered.wait(10)
+    finally:
+        logger.removeHandler(handler)

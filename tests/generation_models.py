@@ -1,0 +1,115 @@
+"""Small random HF models with their directories, and engines over them, for the tests of generation."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from realsys.generation.architecture import read_architecture
+from realsys.generation.core import EngineCore
+from realsys.generation.protocol import SamplingParams
+from realsys.generation.scheduler import AnswerResult, Request
+from realsys.generation.weights import ModelWeights, fuse, read_tensors
+
+VOCAB = 97
+CPU = torch.device("cpu")
+
+transformers_logging.disable_progress_bar()  # its monitor thread would outlive the test
+
+
+def make_model(kind: str, path: Path, *, tied: bool = False, seed: int = 0, eos: int | None = None) -> PreTrainedModel:
+    """A two-layer float32 model with large random weights, norms and biases, saved to ``path``."""
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "eos_token_id": eos,
+        "bos_token_id": None,
+        "initializer_range": 0.2,
+    }
+    torch.manual_seed(seed)
+    model: PreTrainedModel
+    if kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    elif kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **sizes))  # heads * head_dim is not the hidden size
+    else:
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": 50000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+        model = LlamaForCausalLM(LlamaConfig(rope_parameters=rope, **sizes))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            parameter.data += torch.randn_like(parameter) * 0.2
+    model.eval().save_pretrained(path)
+    return model
+
+
+def read_weights(path: Path) -> ModelWeights:
+    return fuse(read_architecture(path), read_tensors(path), dtype=torch.float32, device=CPU)
+
+
+def make_core(path: Path, *, max_running: int = 8, max_queued: int = 64, context: int = 128) -> EngineCore:
+    arch = read_architecture(path)
+    return EngineCore(arch, read_weights(path), max_running=max_running, max_queued=max_queued, context=context)
+
+
+def make_request(rid: str, prompt: list[int], *, seed: int = 0, stops: tuple[int, ...] = (), **params: object) -> Request:
+    done: Future[list[AnswerResult]] = Future()
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    return Request(rid, np.asarray(prompt, np.int32), sampling, seed, stops, done)
+
+
+def run(core: EngineCore, *requests: Request) -> list[list[AnswerResult]]:
+    """Submit and step until nothing is left."""
+    for request in requests:
+        core.submit(request)
+    finish(core)
+    return [request.done.result(timeout=0) for request in requests]
+
+
+def finish(core: EngineCore) -> None:
+    for _ in range(10_000):
+        if core.idle:
+            return
+        core.step()
+    raise AssertionError("the engine did not come to rest within 10,000 steps")
+
+
+@torch.no_grad()
+def reference_logprobs(
+    model: PreTrainedModel, prompt: list[int], tokens: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probs of transformers for every token of the vocabulary at each answer position: [len(tokens), vocab]."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1)
+
+
+def chosen(logprobs: torch.Tensor, tokens: list[int]) -> np.ndarray:
+    return logprobs[torch.arange(len(tokens)), torch.tensor(tokens)].numpy()
+
+
+@dataclass
+class Weights:
+    """What a loader returns."""
+
+    tensors: dict[str, torch.Tensor]
+    timings: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,107 @@
+"""The heartbeat against the memory store: each way to lose it, and the order of incarnations."""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Iterator
+
+import pytest
+
+from realsys.cluster.heartbeat import Heartbeat
+from realsys.cluster.memory_store import MemoryNameStore
+from realsys.errors import Fenced, NameStoreError
+
+BOUND_S = 10.0
+KEY = "t/heartbeat/rollout_worker/1"
+Losses = queue.SimpleQueue[Fenced]
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryNameStore]:
+    made = MemoryNameStore()
+    yield made
+    made.close()
+
+
+def heartbeat(store: MemoryNameStore, losses: Losses, lease_s: float = 5.0) -> Heartbeat:
+    return Heartbeat(store, KEY, kind="rollout_worker", index=1, lease_s=lease_s, heartbeat_s=0.02, on_lost=losses.put)
+
+
+@pytest.fixture
+def losses() -> Losses:
+    return queue.SimpleQueue()
+
+
+def test_value_says_who_it_is_and_follows_the_state(store, losses):
+    beating = heartbeat(store, losses)
+    values: queue.SimpleQueue[dict] = queue.SimpleQueue()
+    with store.watch(KEY, lambda tree: values.put(json.loads(tree[KEY]))):
+        first = values.get(timeout=BOUND_S)
+        assert (first["kind"], first["index"], first["state"]) == ("rollout_worker", 1, "starting")
+        assert first["incarnation"] == beating.incarnation
+        beating.start()
+        beating.set_state("serving")
+        while (value := values.get(timeout=BOUND_S))["state"] != "serving":
+            pass
+        assert value["time"] >= first["time"]
+        beating.stop()
+    assert losses.empty()
+
+
+def test_removed_key_means_declared_dead(store, losses):
+    beating = heartbeat(store, losses)
+    store.delete(KEY)
+    beating.start()
+    assert "declared dead" in str(losses.get(timeout=BOUND_S))
+    beating.stop()
+    assert store.get_subtree(KEY) == {}
+
+
+def test_newer_incarnation_wins_and_the_older_stops(store, losses):
+    newer_losses: Losses = queue.SimpleQueue()
+    old = heartbeat(store, losses)
+    new = heartbeat(store, newer_losses)
+    assert new.incarnation > old.incarnation
+    old._write()  # the older one was in the middle of a beat
+    new.start()
+    old.start()
+    assert f"incarnation {int(new.incarnation)}" in str(losses.get(timeout=BOUND_S))
+    assert json.loads(store.get(KEY))["incarnation"] == new.incarnation
+    old.stop()
+    new.stop()
+    assert newer_losses.empty()
+
+
+def test_incarnation_grows_although_the_clock_was_set_back(store, losses, monkeypatch):
+    first = heartbeat(store, losses)
+    monkeypatch.setattr("realsys.cluster.heartbeat.time.time_ns", lambda: 5)
+    assert heartbeat(store, losses).incarnation > first.incarnation
+
+
+def test_loss_is_told_once(store, losses):
+    beating = heartbeat(store, losses, lease_s=0.05)
+    beating.lease.revoke()
+    beating.start()
+    assert isinstance(losses.get(timeout=BOUND_S), Fenced)
+    beating.stop()
+    assert losses.empty()
+
+
+def test_store_out_of_reach_is_borne_until_the_lease_is_over(store, losses, monkeypatch, caplog):
+    beating = heartbeat(store, losses, lease_s=0.2)
+
+    def fail() -> None:
+        raise NameStoreError("etcd at 10.0.0.1:2379 did not answer")
+
+    monkeypatch.setattr(beating.lease, "keep_alive", fail)
+    beating.start()
+    assert "whole lease of 0.2 s" in str(losses.get(timeout=BOUND_S))
+    beating.stop()
+    assert "trying again" in caplog.text
+
+
+def test_foreign_value_under_the_key_is_named(store, losses):
+    store.add(KEY, "not json")
+    with pytest.raises(NameStoreError, match=f"{KEY} holds 'not json'"):
+        heartbeat(store, losses)

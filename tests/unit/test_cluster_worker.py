@@ -1,0 +1,326 @@
+"""The life of a worker process, with real processes and the file backend."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from realsys.cluster.failure import read_errors
+from realsys.cluster.name_store import NameStore, make_name_store, trial_names
+from realsys.config.dump import write_config
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import ClusterConfig, Config, NameStoreConfig
+
+BOUND_S = 20.0
+PRELUDE = """
+import logging, os, signal, sys, threading
+from realsys.cluster.worker import worker_main
+from realsys.errors import RewardError
+
+def quick():
+    ctx.register(ctx.names.root + "/ready", ctx.incarnation)
+
+def body(context):
+    global ctx
+    ctx = context
+    {body}
+
+worker_main("tester", body)
+"""
+
+
+class Trial:
+    """A trial folder in which scripts run as worker ``tester``."""
+
+    def __init__(self, folder: Path, name_store: NameStoreConfig = NameStoreConfig()) -> None:
+        cluster = ClusterConfig(heartbeat_s=0.1, lease_s=1.0, stop_timeout_s=0.8, name_store=name_store)
+        self.config = Config(fileroot=str(folder), cluster=cluster)
+        self.paths = TrialPaths.of(self.config)
+        self.paths.root.mkdir(parents=True)
+        write_config(self.config, self.paths.config)
+        self.paths.token.write_text("secret\n")
+        self.names = trial_names(self.config)
+        self.store: NameStore = make_name_store(self.config, self.paths)
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, body: str, index: int = 0, **environment: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PRELUDE.format(body=body), "--trial-dir", str(self.paths.root)]
+        process = subprocess.Popen(
+            [*command, "--index", str(index)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        self._started.append(process)
+        return process
+
+    def ready(self) -> str:
+        """Wait until a body has called ``quick()``; its incarnation."""
+        return self.store.wait(f"{self.names.root}/ready", BOUND_S, "the tester")
+
+    def gone(self, key: str) -> None:
+        self.until(key, lambda tree: not tree)
+
+    def until(self, key: str, holds: Callable[[dict[str, str]], bool]) -> None:
+        happened = threading.Event()
+        with self.store.watch(key, lambda tree: happened.set() if holds(tree) else None):
+            assert happened.wait(BOUND_S), f"{key} stayed at {self.store.get_subtree(key)}"
+
+    def ends(self, process: subprocess.Popen[str], code: int) -> str:
+        """Its log, once it has ended with ``code``."""
+        _, log = process.communicate(timeout=BOUND_S)
+        assert process.returncode == code, log
+        return log
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        self.store.close()
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Iterator[Trial]:
+    made = Trial(tmp_path)
+    yield made
+    made.close()
+
+
+def test_body_gets_its_context_and_nothing_is_left_of_it(trial):
+    body = """
+    quick()
+    ctx.set_state("serving")
+    assert ctx.stop.wait(30)
+    assert (ctx.kind, ctx.index, ctx.name, ctx.token) == ("tester", 3, "tester/3", "secret")
+    """
+    process = trial.start(body.strip(), index=3)
+    assert trial.ready()
+    heartbeat = trial.names.heartbeat("tester/3")
+    trial.until(heartbeat, lambda tree: '"state": "serving"' in tree.get(heartbeat, ""))
+    value = json.loads(trial.store.get(heartbeat))
+    assert (value["kind"], value["index"], value["pid"]) == ("tester", 3, process.pid)
+    process.terminate()
+    log = trial.ends(process, 0)
+    assert "tester/3 INFO" in log and "SIGTERM: stopping" in log
+    assert trial.store.get_subtree(trial.names.root) == {}
+    assert read_errors(trial.paths.errors) == []
+
+
+@pytest.mark.needs("etcd")
+def test_worker_with_etcd_registers_is_fenced_after_a_pause_and_cleans_up(tmp_path, etcd_server):
+    trial = Trial(tmp_path, NameStoreConfig(backend="etcd", address=etcd_server.address))
+    try:
+        paused = trial.start("quick(); threading.Event().wait()")
+        first = trial.ready()
+        paused.send_signal(signal.SIGSTOP)
+        trial.gone(trial.names.root)
+        paused.send_signal(signal.SIGCONT)
+        trial.ends(paused, 75)
+        successor = trial.start("quick(); ctx.stop.wait(30)")
+        assert trial.ready() > first
+        successor.terminate()
+        trial.ends(successor, 0)
+        assert trial.store.get_subtree(trial.names.root) == {}
+    finally:
+        trial.close()
+
+
+def test_exception_in_the_body_ends_with_an_error_file_and_without_its_keys(trial):
+    process = trial.start("quick(); raise RewardError('verifier 4 hung')")
+    log = trial.ends(process, 1)
+    assert "RewardError: verifier 4 hung" in log and "Traceback" in log
+    (record,) = read_errors(trial.paths.errors)
+    assert (record.worker, record.pid, record.type, record.message) == (
+        "tester/0",
+        process.pid,
+        "RewardError",
+        "verifier 4 hung",
+    )
+    assert "raise RewardError" in record.traceback or "in body" in record.traceback
+    assert (trial.paths.errors / f"tester-0-{process.pid}.json").exists()
+    assert trial.store.get_subtree(trial.names.root) == {}
+
+
+def test_thread_that_dies_takes_the_process_with_it(trial):
+    """The main thread waits for what the thread was to deliver: it would wait for ever."""
+    body = """
+    quick()
+    def fail(): raise ValueError("io thread broke")
+    threading.Thread(target=fail, name="io").start()
+    threading.Event().wait()
+    """
+    process = trial.start(body.strip())
+    assert "thread 'io' failed" in trial.ends(process, 1)
+    (record,) = read_errors(trial.paths.errors)
+    assert (record.type, record.message) == ("ValueError", "io thread broke")
+    assert trial.store.get_subtree(trial.names.root) == {}
+
+
+def test_paused_process_fences_itself_when_it_wakes_up(trial):
+    """Longer than its lease it was dead to everyone; its work has been given to others."""
+    process = trial.start("quick(); threading.Event().wait()")
+    trial.ready()
+    process.send_signal(signal.SIGSTOP)
+    trial.gone(trial.names.root)
+    process.send_signal(signal.SIGCONT)
+    log = trial.ends(process, 75)
+    (record,) = read_errors(trial.paths.errors)
+    assert record.type == "Fenced" and "must stop" in record.message and "fenced" in log
+
+
+def test_short_pause_does_no_harm(trial):
+    process = trial.start("quick(); ctx.stop.wait(30)")
+    trial.ready()
+    process.send_signal(signal.SIGSTOP)
+    assert not threading.Event().wait(0.3)
+    process.send_signal(signal.SIGCONT)
+    heartbeat = trial.names.heartbeat("tester/0")
+    before = trial.store.get(heartbeat)
+    trial.until(heartbeat, lambda tree: tree.get(heartbeat, before) != before)
+    process.terminate()
+    trial.ends(process, 0)
+
+
+def test_restarted_worker_takes_over_at_once_from_a_killed_one(trial):
+    first = trial.start("quick(); threading.Event().wait()")
+    incarnation = trial.ready()
+    first.kill()
+    first.wait()
+    second = trial.start("quick(); ctx.stop.wait(30)")
+    key = f"{trial.names.root}/ready"
+    trial.until(key, lambda tree: tree.get(key, "") > incarnation)
+    # Past the lapse of the first one's lease the key is still the second one's.
+    assert not threading.Event().wait(trial.config.cluster.lease_s + 0.1)
+    assert json.loads(trial.store.get(trial.names.heartbeat("tester/0")))["pid"] == second.pid
+    second.terminate()
+    trial.ends(second, 0)
+
+
+def test_older_process_at_the_same_index_fences_itself(trial):
+    """After a requeue the old one may still run; its lease is in good order, so only the newer heartbeat tells it."""
+    old = trial.start("quick(); threading.Event().wait()")
+    trial.ready()
+    new = trial.start("quick(); ctx.stop.wait(30)")
+    assert "taken over by incarnation" in trial.ends(old, 75)
+    assert new.poll() is None
+    new.terminate()
+    trial.ends(new, 0)
+
+
+def test_stop_ends_a_wait_in_the_name_store(trial):
+    process = trial.start("quick(); ctx.store.wait('t/never', 600, 'the master')")
+    trial.ready()
+    process.send_signal(signal.SIGINT)
+    assert "stopped while waiting for the master" in trial.ends(process, 143)
+    assert read_errors(trial.paths.errors) == []
+
+
+def test_second_sigterm_changes_nothing(trial):
+    body = """
+    told = []
+    first = threading.Event()
+    ctx.on_stop(lambda: (told.append("before"), first.set()))
+    quick()
+    assert ctx.stop.wait(30) and first.wait(30)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+    ctx.on_stop(lambda: told.append("after"))
+    assert told == ["before", "after"]
+    """
+    process = trial.start(body.strip())
+    trial.ready()
+    process.terminate()
+    trial.ends(process, 0)
+
+
+def test_signal_while_the_main_thread_is_in_wait_does_not_deadlock(trial):
+    """Event.set() in a handler deadlocks when the signal hits inside Event.wait()."""
+    body = """
+    quick()
+    while not ctx.stop.wait(0.00001): pass
+    """
+    process = trial.start(body.strip())
+    trial.ready()
+    process.terminate()
+    trial.ends(process, 0)
+
+
+def test_orphan_is_told_to_stop_and_does_not_outlive_its_grace(trial):
+    """Its parent is killed and its body ignores ``stop``: there is nobody left to kill it."""
+    child = [sys.executable, "-c", PRELUDE.format(body="quick(); threading.Event().wait()")]
+    child += ["--trial-dir", str(trial.paths.root), "--index", "0"]
+    code = f"import subprocess, threading; subprocess.Popen({child!r}); threading.Event().wait()"
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    try:
+        trial.ready()
+        pid = json.loads(trial.store.get(trial.names.heartbeat("tester/0")))["pid"]
+        descriptor = os.pidfd_open(pid)
+    finally:
+        parent.kill()
+        parent.wait()
+    began = time.monotonic()
+    ended, _, _ = select.select([descriptor], [], [], BOUND_S)
+    os.close(descriptor)
+    assert ended and time.monotonic() - began < 10
+    trial.gone(trial.names.root)
+
+
+def test_worker_whose_launcher_has_ended_before_it_began_does_not_start(trial):
+    process = trial.start("quick()", REALSYS_PARENT_PID="1")
+    assert "nothing to work for" in trial.ends(process, 1)
+
+
+def test_thread_that_never_ends_does_not_hold_a_finished_worker(trial):
+    process = trial.start("threading.Thread(target=threading.Event().wait, name='lingering').start()")
+    log = trial.ends(process, 0)
+    assert "still here after 0.8 s" in log
+
+
+def test_stacks_are_dumped_on_sigusr1(trial):
+    process = trial.start("quick(); ctx.stop.wait(30)")
+    trial.ready()
+    process.send_signal(signal.SIGUSR1)
+    process.terminate()
+    assert "Thread 0x" in trial.ends(process, 0)
+
+
+def test_hanging_name_store_is_fenced_by_the_clock(trial):
+    """A beat that hangs inside the store cannot notice that the lease is over."""
+    body = """
+    def hang(): threading.Event().wait()
+    ctx.lease.keep_alive = hang
+    threading.Event().wait()
+    """
+    assert "no heartbeat for the whole lease" in trial.ends(trial.start(body.strip()), 75)
+
+
+def test_unreadable_config_is_reported_like_any_failure(trial):
+    trial.paths.config.write_text("{")
+    trial.ends(trial.start("quick()"), 1)
+    (record,) = read_errors(trial.paths.errors)
+    assert record.type == "ConfigError" and str(trial.paths.config) in record.message and record.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [(["--index", "0"], "--trial-dir"), (["--trial-dir", "/nowhere", "--index", "0"], "no such directory")],
+)
+def test_wrong_arguments_end_with_2_before_anything_slow_is_imported(arguments, problem):
+    code = (
+        "import sys, atexit; atexit.register(lambda: print('pydantic' in sys.modules));"
+        "from realsys.cluster.worker import worker_main; worker_main('tester', print)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=BOUND_S)
+    assert (done.returncode, done.stdout.strip()) == (2, "False") and problem in done.stderr

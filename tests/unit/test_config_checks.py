@@ -1,0 +1,147 @@
+"""Rules over several fields, the file system and the machine: each bad case names the field to change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realsys.config.checks import check
+from realsys.config.machine import Machine
+from realsys.errors import ConfigError, ModelError
+from tests.config_trees import changed
+
+CPU = Machine(cpus=8, memory_bytes=64 << 30)
+GPU1 = Machine(cpus=16, memory_bytes=64 << 30, gpus=("0",), torch_has_cuda=True)
+GPU8 = Machine(cpus=64, memory_bytes=512 << 30, gpus=tuple("01234567"), torch_has_cuda=True)
+
+WRONG = [
+    (["allocation=d1"], "allocation", "joined by '+'"),
+    (["allocation=sglang.d1+d1q2"], "allocation", "cannot read"),
+    (["allocation=sglang.d1p2+d1"], "allocation", "must have p1"),
+    (["allocation=sglang.d1m2+d1"], "allocation", "embedded engine serves with m1"),
+    (["allocation=sglang.d60+d8"], "allocation", "too many for 8 CPU cores"),
+    (["allocation=sglang.d1+m4"], "allocation", "num_key_value_heads 2 of the tiny model does not divide by m4"),
+    (["allocation=sglang.d1+p4"], "allocation", "2 layers of the tiny model do not divide by p4"),
+    (["model.tiny.num_key_value_heads=3"], "model.tiny.num_key_value_heads", "must divide"),
+    (["train.batch_groups=1", "train.ppo.minibatches=16"], "train.batch_groups", "fewer than 16 minibatches"),
+    (["warmup.batch=1", "allocation=sglang.d1+d2"], "warmup.batch", "2 data-parallel ranks"),
+    (["train.sequence_parallel=true"], "train.sequence_parallel", "needs tensor parallelism"),
+    (["generation.sampling.max_new_tokens=300"], "generation.embedded.context_length", "= 348"),
+    (["train.microbatch_tokens=100"], "train.microbatch_tokens", "= 248"),
+    (["generation.sampling.min_new_tokens=201"], "generation.sampling.min_new_tokens", "max_new_tokens (200)"),
+    (["model.tiny.max_position_embeddings=100"], "generation.sampling.max_new_tokens", "100 positions"),
+    (["rollout.max_concurrent=1000"], "rollout.max_concurrent", "generation.embedded.max_queued"),
+    (["rollout.group_size=1"], "rollout.group_size", "at least 2 answers"),
+    (["train.ppo.c_clip=0.5"], "train.ppo.c_clip", "above 1"),
+    (["train.ppo.advantage.leave_one_out=true", "train.ppo.advantage.mean=batch"], "leave_one_out", "mean=group"),
+    (["rollout.reward.correct=0"], "rollout.reward.correct", "above rollout.reward.wrong"),
+    (["data.arith.max_operands=3", "data.arith.min_operands=5"], "data.arith.max_operands", "min_operands (5)"),
+    (["evaluation.problems=2000"], "evaluation.problems", "eval_size=1024"),
+    (["data.arith.demo_size=10"], "data.arith.demo_size", "warmup.batch needs 64"),
+    (["train.total_epochs=1", "data.arith.train_size=10"], "data.arith.train_size", "less than one batch"),
+    (["cluster.lease_s=3"], "cluster.lease_s", "twice cluster.heartbeat_s"),
+    (["cluster.name_store.backend=etcd", "cluster.name_store.address=here"], "cluster.name_store.address", "host:port"),
+    (["fileroot=/dev/null/runs"], "fileroot", "cannot write"),
+    (["data.kind=jsonl"], "data.train", "JSONL"),
+    (["data.kind=jsonl", "data.train=/no/such.jsonl"], "data.train", "no readable file"),
+    (["model.path=/no/such/model"], "model.path", "no directory"),
+    (["generation.backend=sglang"], "generation.sglang.python", "not installed here"),
+    (["generation.backend=sglang", "generation.sglang.python=/no/python"], "generation.sglang.python", "no executable"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "field", "problem"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_combination_names_the_field_to_change(overrides: list[str], field: str, problem: str) -> None:
+    config = changed(*overrides)
+    with pytest.raises(ConfigError) as caught:
+        check(config, CPU)
+    assert caught.value.field.endswith(field)
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("allocation", ["sglang.d1+d2p2m2", "d1p2m1+sglang.d4", "sglang.d2p1m1+d4"])
+def test_layouts_that_fit(allocation: str) -> None:
+    assert check(changed(f"allocation={allocation}"), CPU).backend == "sglang"
+
+
+def test_too_little_memory_is_said_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"need about \d+\.\d GiB, 1\.0 GiB are free"):
+        check(changed("allocation=sglang.d2+d4"), Machine(cpus=8, memory_bytes=1 << 30))
+
+
+def test_one_gpu_is_enough_for_a_run_but_not_for_two_ranks() -> None:
+    check(changed(), GPU1)
+    with pytest.raises(ConfigError, match="2 training ranks need a device each, and there are 1"):
+        check(changed("allocation=sglang.d1+d2"), GPU1)
+
+
+def test_data_files_of_a_jsonl_experiment(tmp_path: Path) -> None:
+    train = tmp_path / "train.jsonl"
+    train.write_text('{"prompt": "1+1", "answer": "2"}\n')
+    base = ["allocation=sglang.d1+d1", f"data.train={train}", f"model.path={hf_model(tmp_path)}"]
+    check(changed(*base, experiment="math"), CPU)
+    with pytest.raises(ConfigError, match=r"data\.demos"):
+        check(changed(*base, "warmup.steps=1", experiment="math"), CPU)
+    with pytest.raises(ConfigError, match=r"data\.eval_fraction"):
+        check(changed(*base, "data.eval_fraction=0", experiment="math"), CPU)
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check(changed(*base, "model.path=''", experiment="math"), CPU)
+
+
+def hf_model(folder: Path, **changes: Any) -> Path:
+    model = folder / "hf"
+    model.mkdir(exist_ok=True)
+    hf = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 6,
+        "intermediate_size": 96,
+        "vocab_size": 152,
+        "max_position_embeddings": 32768,
+    }
+    (model / "config.json").write_text(json.dumps({**hf, **changes}))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (model / name).touch()
+    return model
+
+
+MODELS: list[tuple[Callable[[Path], object], str]] = [
+    (lambda p: hf_model(p, vocab_size=151), "vocab_size 151 .* does not divide by m2"),
+    (lambda p: hf_model(p, num_key_value_heads=1), "num_key_value_heads 1 .* does not divide by m2"),
+    (lambda p: hf_model(p, num_hidden_layers=7), "7 layers .* do not divide by p2"),
+    (lambda p: hf_model(p, num_hidden_layers="x"), "num_hidden_layers='x' must be a positive integer"),
+    (lambda p: hf_model(p, architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel is not supported"),
+    (lambda p: hf_model(p, max_position_embeddings=128), "128 positions"),
+    (lambda p: (hf_model(p) / "tokenizer.json").unlink(), "no tokenizer.json"),
+    (lambda p: (hf_model(p) / "model.safetensors").unlink(), "no \\*.safetensors"),
+    (lambda p: (hf_model(p) / "config.json").unlink(), "no config.json"),
+    (lambda p: (hf_model(p) / "config.json").write_text("{"), "config.json cannot be read"),
+    (lambda p: (hf_model(p) / "config.json").write_text("[]"), "config.json is no object"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "problem"), MODELS, ids=[problem[:30] for _, problem in MODELS])
+def test_model_directory_that_does_not_fit(tmp_path: Path, spoil: Callable[[Path], object], problem: str) -> None:
+    overrides = [f"model.path={tmp_path / 'hf'}", "allocation=sglang.d1+p2m2"]
+    hf_model(tmp_path)
+    check(changed(*overrides), CPU)
+    spoil(tmp_path)
+    with pytest.raises((ConfigError, ModelError), match=problem) as caught:
+        check(changed(*overrides), CPU)
+    assert caught.value.exit_code == 2
+
+
+def test_scaled_positions_count(tmp_path: Path) -> None:
+    model = hf_model(tmp_path, max_position_embeddings=128, rope_scaling={"type": "yarn", "factor": 4.0})
+    check(changed(f"model.path={model}"), CPU)
+
+
+def test_machine_describes_this_one() -> None:
+    here = Machine.here({"CUDA_VISIBLE_DEVICES": ""})
+    assert here.cpus >= 1 and here.memory_bytes > 1 << 20
+    assert here.gpus == ()

@@ -1,0 +1,272 @@
+"""What is shown of a run and what it leaves: from the step log and the manager's status, whole or with holes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from launch.display import LiveView, PlainView, make_view, sparkline
+from launch.failures import FirstFailure
+from launch.monitor import look_once
+from launch.progress import Progress
+from launch.report import print_summary, summarise, write_report
+from launch.status import newest_trial, show_status
+from launch.supervisor import Death, Outcome
+from realsys.cluster.name_store import make_name_store, trial_names
+from realsys.config.dump import write_config
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+from realsys.telemetry.steps import StepTail, read_steps
+
+START = 1_700_000_000.0
+
+
+def train_record(step: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "kind": "train",
+        "step": step,
+        "total": 4,
+        "version": step,
+        "time": START + 100 + 10 * step,
+        "seconds": {"wait": 1.0, "inf": 2.0, "train": 3.0, "save": 0.5, "publish": 0.25, "total": 7.0},
+        "groups": 64,
+        "sequences": 512,
+        "tokens": 30000,
+        "answer_tokens": 20000,
+        "reward_mean": 0.1 * step,
+        "accuracy": 0.4 + 0.1 * step,
+        "length_mean": 40.0 + step,
+        "length_correct": 38.0,
+        "length_wrong": None,
+        "truncated_fraction": 0.0,
+        "staleness": {"min": 0, "mean": 0.5, "max": 2, "histogram": {"0": 300, "1": 200, "2": 12}},
+        "dropped_stale": 1,
+        "train_tokens_per_s": 9000.0,
+        "consumed_tokens_per_s": 4000.0,
+        "lr": 1e-4,
+        "stats": {"loss": 0.1, "grad_norm": 0.5},
+        **changes,
+    }
+
+
+def run_records() -> list[dict[str, Any]]:
+    def phase(name: str, at: float) -> dict[str, Any]:
+        return {"kind": "phase", "phase": name, "time": START + at}
+
+    def held_out(name: str, step: int, accuracy: float, at: float) -> dict[str, Any]:
+        record = {"kind": "eval", "eval_id": name, "step": step, "problems": 512, "accuracy": accuracy}
+        return {**record, "length_mean": 40.0, "seconds": 5.0, "time": START + at}
+
+    warmup = {"kind": "warmup", "step": 1, "total": 1, "loss": 2.0, "tokens": 3000, "seconds": 0.5, "lr": 1e-3}
+    return [
+        phase("warmup", 0),
+        {**warmup, "time": START + 1},
+        phase("evaluate", 60),
+        held_out("before", 0, 0.41, 65),
+        phase("train", 100),
+        *(train_record(step) for step in range(1, 5)),
+        phase("evaluate", 150),
+        held_out("after", 4, 0.835, 155),
+        phase("done", 160),
+    ]
+
+
+def progress_of(records: list[dict[str, Any]]) -> Progress:
+    progress = Progress()
+    progress.add(records)
+    return progress
+
+
+STATUS = {
+    "version": 4,
+    "servers": [
+        {"name": "generation_server/0", "state": "serving", "version": 4, "running": 12, "tokens_per_s": 8000.0},
+        {"name": "generation_server/1", "state": "updating", "version": None, "running": 0, "url": "http://h:1"},
+    ],
+    "ledger": {"running": 12, "finished": 3, "trained": 256, "dropped": 4, "dropped_by_reason": {"stale": 4}},
+    "throughput": {"generated_tokens_per_s": 7900.0},
+    "admission": {"headroom": 0, "admits": False, "reason": "staleness"},
+}
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> TrialPaths:
+    return TrialPaths(tmp_path)
+
+
+def drawn(progress: Progress, paths: TrialPaths) -> str:
+    console = Console(file=io.StringIO(), width=140, force_terminal=False)
+    view = LiveView(console, Config(), paths)
+    view._progress = progress
+    console.print(view.render())
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def test_live_display_shows_what_matters(paths: TrialPaths) -> None:
+    progress = progress_of(run_records())
+    progress.status, progress.address = STATUS, "http://127.0.0.1:4321"
+    text = drawn(progress, paths)
+    for shown in ("4/4", "80.0%", "9,000", "7,900", "2 max", "eta 4", "generation_server/1", "http://127.0.0.1:4321/"):
+        assert shown in text, shown
+    assert "wait 1.0  inf 2.0  train 3.0" in text and "83.5%" in text and "staleness" in text
+
+
+@pytest.mark.parametrize("status", [{}, {"servers": {}}, {"servers": [None, {}]}, {"ledger": 3, "admission": []}])
+@pytest.mark.parametrize(
+    "records",
+    [[], [{"kind": "train"}], [{"kind": "warmup"}], [{"kind": "phase"}, {"kind": "eval"}, {"kind": "new"}]],
+)
+def test_display_and_report_survive_missing_fields(
+    records: list[dict[str, Any]], status: dict[str, Any], paths: TrialPaths
+) -> None:
+    progress = progress_of(records)
+    progress.status = status
+    assert "realsys" in drawn(progress, paths)
+    PlainView(Console(file=io.StringIO())).refresh(progress)
+    summary = summarise(Config(), paths, progress, Outcome("done", ""), started=START, ended=START + 1)
+    write_report(summary, progress, paths)
+    print_summary(Console(file=io.StringIO()), summary)
+    assert json.loads(paths.summary.read_text())["accuracy"]["gain"] is None
+
+
+def test_plain_output_is_one_line_per_step_in_the_order_of_events() -> None:
+    out = io.StringIO()
+    view = PlainView(Console(file=out, width=40))
+    progress = progress_of(run_records()[:6])
+    view.refresh(progress)
+    view.refresh(progress)  # nothing new, nothing printed twice
+    progress.add(run_records()[6:])
+    view.refresh(progress)
+    view.note("rollout_worker/0 exited with code 1; restart 1/5 in 0.5 s")
+    lines = out.getvalue().splitlines()
+    heads = " ".join(line.split()[0] for line in lines)
+    assert heads == "phase warm-up phase evaluation phase step step step step phase evaluation phase !"
+    assert lines[5].startswith("step 1/4  v1  reward +0.100  accuracy 50.0%  length 41  lag 0.5/2  4,000 tok/s")
+
+
+def test_view_is_plain_where_there_is_no_terminal(paths: TrialPaths) -> None:
+    assert isinstance(make_view(Console(file=io.StringIO()), Config(), paths, plain=False), PlainView)
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    assert isinstance(make_view(terminal, Config(), paths, plain=False), LiveView)
+    assert isinstance(make_view(terminal, Config(), paths, plain=True), PlainView)
+
+
+def test_summary_says_gain_times_and_tokens(paths: TrialPaths) -> None:
+    paths.final_model.mkdir()
+    outcome = Outcome("done", "the MasterWorker finished")
+    outcome.restarted = [Death("rollout_worker/0", 7, -9, START, Path("/x"))]
+    summary = summarise(Config(), paths, progress_of(run_records()), outcome, started=START - 5, ended=START + 160)
+    assert summary["accuracy"]["before"] == 0.41 and summary["accuracy"]["gain"] == pytest.approx(0.425)
+    assert summary["seconds"] == {"total": 165.0, "warmup": 60.0, "evaluate": 50.0, "train": 50.0}
+    assert summary["tokens"]["trained_answer_tokens"] == 80000
+    assert summary["tokens"]["end_to_end_per_s"] == pytest.approx(1600)
+    assert summary["staleness"]["histogram"] == {"0": 1200, "1": 800, "2": 48}
+    assert summary["staleness"]["dropped"] == 4 and summary["step_seconds"]["wait"] == 1.0
+    assert summary["checkpoint"] == str(paths.final_model)
+    out = io.StringIO()
+    print_summary(Console(file=out, width=200), summary)
+    assert "41.0% -> 83.5%  (+42.5 points) on 512 problems" in out.getvalue()
+    assert "rollout_worker/0 was killed by SIGKILL" in out.getvalue()
+
+
+def test_report_is_written_with_curves(paths: TrialPaths) -> None:
+    progress = progress_of(run_records())
+    summary = summarise(Config(), paths, progress, Outcome("done", ""), started=START, ended=START + 160)
+    write_report(summary, progress, paths)
+    assert json.loads(paths.summary.read_text())["steps"] == 4
+    assert paths.curves.read_bytes().startswith(b"\x89PNG")
+    assert not list(paths.root.glob("*.tmp"))
+
+
+def test_failed_run_has_a_summary_with_the_cause(paths: TrialPaths) -> None:
+    failure = FirstFailure("model_worker/1", 12, START, "ModelError: no", Path("/x.log"), [])
+    outcome = Outcome("failed", "model_worker/0 exited with code 1")
+    summary = summarise(Config(), paths, Progress(), outcome, started=START, ended=START + 3, failure=failure)
+    write_report(summary, Progress(), paths)
+    assert summary["failure"] == {"process": "model_worker/1", "problem": "ModelError: no"}
+    assert not paths.curves.exists()
+
+
+def test_sparkline_is_bounded_and_flat_lines_are_low() -> None:
+    assert sparkline([{"x": 1.0}], "x") == ""
+    assert sparkline([{"x": 1.0}] * 3, "x") == "▁▁▁"
+    line = sparkline([{"x": float(i)} for i in range(1000)], "x")
+    assert len(line) == 24 and line[0] == "▁" and line[-1] == "█"
+
+
+# ---- the step log
+
+
+def test_tail_returns_each_record_once_and_never_half_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    tail = StepTail(path)
+    assert tail.read() == []
+    with path.open("ab", buffering=0) as file:
+        file.write(b'{"kind":"phase"}\n{"kind":"tr')
+        assert tail.read() == [{"kind": "phase"}]
+        file.write(b'ain"}\n')
+        assert tail.read() == [{"kind": "train"}]
+        file.write(b'{"torn\n[]\n{"no":"kind"}\n{"kind":"eval"}\n')
+        assert tail.read() == [{"kind": "eval"}]
+    assert tail.skipped == 3 and tail.read() == []
+    assert len(read_steps(path)) == 3
+
+
+# ---- the manager and `realsys status`
+
+
+def test_manager_is_found_and_asked(tmp_path: Path) -> None:
+    config, paths = Config(fileroot=str(tmp_path)), TrialPaths(tmp_path)
+
+    async def body() -> Progress:
+        async def answer(_: web.Request) -> web.Response:
+            return web.json_response({"version": 7})
+
+        app = web.Application()
+        app.router.add_get("/status", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        store = make_name_store(config, paths)
+        store.add(trial_names(config).gserver_manager, f"http://{host}:{port}")
+        store.close()
+        progress = Progress()
+        await look_once(config, paths, progress)
+        await runner.cleanup()
+        assert progress.status == {"version": 7}
+        await look_once(config, paths, progress)  # it is gone now
+        return progress
+
+    progress = asyncio.run(body())
+    assert progress.status == {"version": 7} and progress.address is None
+
+
+def test_status_of_a_finished_and_of_an_unfinished_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no trial in it"):
+        show_status(None)
+    paths = TrialPaths(tmp_path / "runs" / "math" / "t")
+    paths.root.mkdir(parents=True)
+    write_config(Config(trial="t"), paths.config)
+    paths.steps.write_text("".join(json.dumps(r) + "\n" for r in run_records()[:6]))
+    assert newest_trial(tmp_path / "runs") == paths.root
+    assert show_status(None) == 0
+    text = capsys.readouterr().out
+    assert "phase train" in text and "step 1/4" in text and "no manager answers" in text
+    summary = summarise(Config(), paths, progress_of(run_records()), Outcome("done", ""), started=0, ended=1)
+    write_report(summary, Progress(), paths)
+    assert show_status(paths.root) == 0
+    assert "83.5%" in capsys.readouterr().out

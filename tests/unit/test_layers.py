@@ -1,0 +1,91 @@
+"""Who may import torch, and that importing starts nothing. The direction of imports is checked by `make lint`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("realsys", "workers", "launch", "configs")
+
+#: Modules, or packages with all below them, that work on tensors.
+WITH_TORCH = (
+    "realsys.algorithm",
+    "realsys.generation",  # the embedded engine
+    "realsys.train",
+    "realsys.weights",
+    "workers.generation_server",
+    "workers.model_worker",
+)
+#: Modules inside those that must do without: others import them.
+WITHOUT_TORCH = (
+    "realsys.generation",
+    "realsys.generation.client",
+    "realsys.generation.protocol",
+    "realsys.generation.scheduler",
+    "realsys.weights",
+    "realsys.weights.manifest",
+)
+
+SCRIPT = """
+import importlib, json, sys, threading
+found = {}
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        found[name] = "imports torch"
+        break
+    if threading.active_count() > 1:
+        found[name] = f"starts {[t.name for t in threading.enumerate()]}"
+        break
+print(json.dumps(found))
+"""
+
+
+def modules() -> list[str]:
+    files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+    names = (".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files)
+    return sorted(name.removesuffix(".__init__") for name in names)
+
+
+def may_import_torch(name: str) -> bool:
+    inside = any(name == allowed or name.startswith(f"{allowed}.") for allowed in WITH_TORCH)
+    return inside and name not in WITHOUT_TORCH
+
+
+def imported(names: list[str], path: Path = ROOT) -> dict[str, str]:
+    """What goes wrong when ``names`` are imported one after the other in a process of their own."""
+    env = {**os.environ, "PYTHONPATH": str(path)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT, json.dumps(names)], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_modules_without_tensors_do_not_import_torch_and_start_nothing() -> None:
+    names = [name for name in modules() if not may_import_torch(name)]
+    assert {"realsys.types", "realsys.config.schema", "launch.cli", "realsys.weights.manifest"} <= set(names)
+    assert imported(names) == {}
+
+
+def test_the_check_would_notice(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").touch()
+    (tmp_path / "fine.py").touch()
+    (tmp_path / "lazy.py").write_text("import fine\ndef load():\n    import torch\n")
+    (tmp_path / "heavy.py").write_text("import torch\n")
+    start = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='busy').start()\n"
+    (tmp_path / "eager.py").write_text(start)
+    assert imported(["fine", "lazy"], tmp_path) == {}
+    assert imported(["fine", "heavy"], tmp_path) == {"heavy": "imports torch"}
+    assert imported(["fine", "eager"], tmp_path) == {"eager": "starts ['MainThread', 'busy']"}
+
+
+def test_modules_that_may_import_torch_exist() -> None:
+    """A renamed module must not leave a hole behind."""
+    known = modules()
+    assert [name for name in (*WITH_TORCH, *WITHOUT_TORCH) if name not in known] == []

@@ -1,0 +1,202 @@
+"""The rollout ledger and the order of prompts."""
+
+from __future__ import annotations
+
+import pytest
+
+from realsys.admission.events import Dropped, Finished, Granted, Reissued, Trained
+from realsys.admission.ledger import Ledger
+from realsys.admission.order import PromptOrder, permutation, sampling_seed
+from realsys.errors import LedgerError
+
+
+def make(*, size: int = 10, epochs: int = 0, max_attempts: int = 3) -> Ledger:
+    return Ledger(PromptOrder(seed=1, size=size, epochs=epochs), max_attempts)
+
+
+def grant(ledger: Ledger, worker: str = "w", now: float = 0.0) -> Granted:
+    event = ledger.grant(worker, "1", 0, now)
+    assert event is not None
+    return event
+
+
+def test_epochs_are_permutations_and_repeat_for_the_same_seed() -> None:
+    order = PromptOrder(seed=3, size=50, epochs=2)
+    seen = [order.at(position) for position in range(100)]
+    assert sorted(seen[:50]) == sorted(seen[50:]) == list(range(50))
+    assert seen[:50] != seen[50:] and seen[:50] == permutation(3, 0, 50).tolist()
+    assert order.at(100) is None
+    assert order.at(7) == seen[7], "going back gives the same"
+    assert permutation(4, 0, 50).tolist() != seen[:50]
+
+
+def test_empty_dataset_is_an_error() -> None:
+    with pytest.raises(ValueError, match="0 prompts"):
+        PromptOrder(seed=1, size=0)
+
+
+def test_sampling_seeds_differ_by_ticket_and_attempt() -> None:
+    assert len({sampling_seed(1, ticket, attempt) for ticket in range(20) for attempt in range(3)}) == 60
+
+
+def test_ticket_ids_sort_in_grant_order() -> None:
+    ledger = make(size=200)
+    ids = [grant(ledger).ticket_id for _ in range(120)]
+    assert ids == sorted(ids)
+
+
+def test_finished_but_untrained_groups_count() -> None:
+    ledger = make()
+    first, second = grant(ledger), grant(ledger)
+    assert ledger.finish(first.ticket_id, 0, "accepted", "", 1.0).known
+    assert ledger.counted == 2
+    ledger.trained(1, 1, [first.ticket_id], 2.0)
+    assert ledger.counted == 2 and ledger.counts.by_state() == {
+        "running": 1, "finished": 0, "waiting": 0, "trained": 1, "dropped": 0
+    }  # fmt: skip
+    ledger.finish(second.ticket_id, 0, "rejected", "success rate: 1.0", 3.0)
+    assert ledger.counted == 1 and ledger.counts.dropped_by_reason == {"rejected success rate": 1}
+
+
+def test_failed_attempts_are_retried_first_and_then_dropped_with_their_reason() -> None:
+    ledger = make(max_attempts=3)
+    first, second = grant(ledger), grant(ledger)
+    counted = ledger.counted
+    for attempt in range(2):
+        finish = ledger.finish(first.ticket_id, attempt, "failed", "RewardError: timeout", 1.0)
+        assert finish.known and finish.retry and ledger.counted == counted - 1
+        again = grant(ledger)
+        assert (again.ticket_id, again.attempt, again.prompt_index) == (
+            first.ticket_id,
+            attempt + 1,
+            first.prompt_index,
+        )
+    last = ledger.finish(first.ticket_id, 2, "failed", "RewardError: timeout", 1.0)
+    assert last.known and not last.retry
+    assert ledger.counted == counted - 1, "the quota is given back once"
+    assert ledger.ended(first.ticket_id) == "dropped: failed RewardError"
+    assert grant(ledger).ticket_id not in (first.ticket_id, second.ticket_id)
+
+
+def test_losses_do_not_use_up_the_attempts_of_a_prompt() -> None:
+    ledger = make(max_attempts=2)
+    ticket = grant(ledger)
+    for _ in range(5):
+        assert len(ledger.lose(lambda _: True, "worker lost", 1.0)) == 1
+        assert grant(ledger).ticket_id == ticket.ticket_id
+    assert ledger.counts.reissued_by_cause == {"worker lost": 5}
+    assert ledger.finish(ticket.ticket_id, 5, "failed", "", 2.0).retry
+
+
+def test_finish_of_unknown_superseded_and_repeated_attempts() -> None:
+    ledger = make()
+    ticket = grant(ledger)
+    assert not ledger.finish("0000000007", 0, "accepted", "", 1.0).known
+    assert not ledger.finish("../etc/passwd", 0, "accepted", "", 1.0).known
+    assert not ledger.finish(ticket.ticket_id, 1, "accepted", "", 1.0).known
+    ledger.lose(lambda _: True, "lease lapsed", 1.0)
+    assert not ledger.finish(ticket.ticket_id, 0, "accepted", "", 1.0).known
+    again = grant(ledger)
+    assert not ledger.finish(ticket.ticket_id, 0, "accepted", "", 1.0).known
+    first = ledger.finish(again.ticket_id, 1, "accepted", "", 1.0)
+    repeated = ledger.finish(again.ticket_id, 1, "accepted", "", 1.0)
+    assert first.event is not None and repeated.known and repeated.event is None
+    assert ledger.counted == 1
+
+
+def test_trained_before_its_finish_arrives() -> None:
+    ledger = make()
+    ticket = grant(ledger)
+    assert ledger.trained(1, 1, [ticket.ticket_id], 1.0) is not None
+    finish = ledger.finish(ticket.ticket_id, 0, "accepted", "", 2.0)
+    assert finish.known and finish.event is None
+    assert ledger.ended(ticket.ticket_id) == "trained@1" and ledger.counts.trained == 1
+
+
+def test_trained_is_idempotent_and_ignores_unknown_tickets() -> None:
+    ledger = make()
+    ticket = grant(ledger)
+    assert ledger.trained(1, 1, [ticket.ticket_id, ticket.ticket_id, "0000000099", "x"], 1.0) is not None
+    assert ledger.trained(2, 2, [ticket.ticket_id], 1.0) is None
+    assert ledger.ended(ticket.ticket_id) == "trained@1" and ledger.counts.trained == 1
+    assert ledger.counts.anomalies["trained unknown ticket"] == 2
+
+
+def test_trained_while_waiting_cancels_the_reissue() -> None:
+    ledger = make()
+    ticket = grant(ledger)
+    ledger.lose(lambda _: True, "lease lapsed", 1.0)
+    ledger.trained(1, 1, [ticket.ticket_id], 2.0)
+    assert grant(ledger).ticket_id != ticket.ticket_id
+    assert ledger.counted == 2
+
+
+def test_trained_after_a_drop_counts_as_trained_only() -> None:
+    ledger = make(max_attempts=1)
+    ticket = grant(ledger)
+    ledger.finish(ticket.ticket_id, 0, "failed", "lost answer", 1.0)
+    ledger.trained(1, 1, [ticket.ticket_id], 2.0)
+    assert ledger.counts.dropped == 0 and ledger.counts.trained == 1
+    assert ledger.counts.anomalies == {"trained after drop": 1}
+
+
+def test_stale_drop_gives_the_prompt_a_fresh_ticket() -> None:
+    ledger = make(size=5)
+    ticket = grant(ledger)
+    ledger.finish(ticket.ticket_id, 0, "accepted", "", 1.0)
+    assert ledger.drop(ticket.ticket_id, "stale", 2.0, requeue=True) is not None
+    assert ledger.drop(ticket.ticket_id, "stale", 2.0, requeue=True) is None
+    assert ledger.counted == 0
+    fresh = grant(ledger)
+    assert (fresh.ticket_id, fresh.attempt, fresh.prompt_index) == ("0000000001", 0, ticket.prompt_index)
+    rest = [grant(ledger).prompt_index for _ in range(4)]
+    assert sorted([ticket.prompt_index, *rest]) == list(range(5)), "no prompt of the epoch is lost or doubled"
+
+
+def test_exhausted_only_when_nothing_waits() -> None:
+    ledger = make(size=2, epochs=1)
+    ticket, _ = grant(ledger), grant(ledger)
+    assert ledger.exhausted and ledger.grant("w", "1", 0, 0.0) is None
+    ledger.finish(ticket.ticket_id, 0, "failed", "", 1.0)
+    assert not ledger.exhausted
+    assert grant(ledger).attempt == 1
+
+
+def test_roll_back_reissues_what_the_checkpoint_does_not_have() -> None:
+    ledger = make()
+    tickets = [grant(ledger).ticket_id for _ in range(4)]
+    for ticket in tickets[:3]:
+        ledger.finish(ticket, 0, "accepted", "", 1.0)
+    ledger.trained(1, 1, tickets[:1], 1.0)
+    ledger.trained(2, 2, tickets[1:2], 1.0)
+    assert sorted(event.ticket_id for event in ledger.roll_back(1, 3.0)) == tickets[1:3]
+    assert ledger.counts.by_state() == {"running": 1, "finished": 0, "waiting": 2, "trained": 1, "dropped": 0}
+    assert [grant(ledger).ticket_id for _ in range(2)] == tickets[1:3]
+    assert ledger.counted == 4
+
+
+def test_drop_reasons_do_not_grow_without_bound() -> None:
+    ledger = make(size=1000)
+    for number in range(200):
+        ledger.finish(grant(ledger).ticket_id, 0, "rejected", f"reason {number}", 1.0)
+    assert len(ledger.counts.dropped_by_reason) <= 65 and ledger.counts.dropped == 200
+    assert sum(ledger.counts.dropped_by_reason.values()) == 200
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Granted("0000000005", 0, 1, 0, "w", "1", 0, 0.0),
+        Granted("0000000000", 1, 1, 0, "w", "1", 0, 0.0),
+        Finished("0000000003", 0, "accepted", "", False, 0.0),
+        Dropped("0000000003", "stale", True, 0.0),
+        Trained(1, 1, ["0000000003"], 0.0),
+        Reissued("0000000003", 0, "lease lapsed", 0.0),
+        Reissued("0000000000", 4, "lease lapsed", 0.0),
+    ],
+)
+def test_event_that_cannot_follow_is_refused(event: Granted) -> None:
+    ledger = make()
+    grant(ledger)
+    with pytest.raises(LedgerError, match=event.tickets[0] if isinstance(event, Trained) else event.ticket_id):
+        ledger.apply(event)

@@ -1,0 +1,100 @@
+"""The ledger's file: checksums, torn tails, damage, one writer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from realsys.admission.events import EvalAnswered, EvalStarted, Event, Finished, Granted, Reissued, Trained
+from realsys.admission.journal import Journal, decode_record, encode_record, read_journal
+from realsys.errors import LedgerError
+
+EVENTS: list[Event] = [
+    Granted("0000000000", 0, 7, 0, "rollout_worker/0", "1", 0, 1.5),
+    Finished("0000000000", 0, "failed", 'line\n"quoted" \u00e9', True, 2.0),
+    Reissued("0000000000", 0, "lease lapsed", 2.5),
+    Trained(1, 1, ["0000000000"], 3.0),
+    EvalStarted("before", "eval", 4, 0, 0, 3.5),
+    EvalAnswered("before", 2, False, True, 12, 0, 1),
+]
+
+
+def written(path: Path, events: list[Event] = EVENTS) -> bytes:
+    with Journal(path) as journal:
+        journal.append(events)
+    return path.read_bytes()
+
+
+def test_replay_gives_back_what_was_appended(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "ledger.jsonl"
+    written(path)
+    with Journal(path) as journal:
+        assert journal.replay() == EVENTS and journal.records == len(EVENTS)
+        journal.append(EVENTS[:1])
+    assert [event for event, _ in read_journal(path)] == [*EVENTS, EVENTS[0]]
+
+
+def test_every_way_to_tear_the_last_record_is_repaired(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    content = written(path)
+    last = len(encode_record(EVENTS[-1]))
+    for cut in range(len(content) - last, len(content)):
+        path.write_bytes(content[:cut])
+        with Journal(path) as journal:
+            assert journal.replay() == EVENTS[:-1], cut
+            journal.append(EVENTS[-1:])
+        assert path.read_bytes() == content
+
+
+def test_zeros_after_a_crash_are_a_torn_tail(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    content = written(path)
+    path.write_bytes(content + b"\0" * 100)
+    with Journal(path) as journal:
+        assert journal.replay() == EVENTS
+    assert path.read_bytes() == content
+
+
+def test_any_flipped_bit_is_noticed() -> None:
+    line = encode_record(EVENTS[0])
+    for position in range(len(line)):
+        damaged = bytearray(line)
+        damaged[position] ^= 1
+        assert decode_record(bytes(damaged)) in (None, EVENTS[0])  # the checksum's own letter case may change
+
+
+def test_damage_before_good_records_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    lines = written(path).splitlines(keepends=True)
+    lines[1] = lines[1].replace(b"failed", b"fooled")
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(LedgerError, match=r"ledger\.jsonl: line 2 is damaged"):
+        Journal(path)
+
+
+def test_second_writer_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Journal(path) as first:
+        with pytest.raises(LedgerError, match="another gserver_manager"):
+            Journal(path)
+        first.append(EVENTS)
+    assert len(list(read_journal(path))) == len(EVENTS)
+
+
+def test_no_descriptor_stays_open(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    before = len(os.listdir("/proc/self/fd"))
+    written(path)
+    path.write_bytes(b"damaged\n" + encode_record(EVENTS[0]))
+    with pytest.raises(LedgerError):
+        Journal(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_append_after_close_says_what_is_wrong(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "ledger.jsonl")
+    journal.close()
+    with pytest.raises(LedgerError, match="cannot write"):
+        journal.append(EVENTS)

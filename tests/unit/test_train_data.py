@@ -1,0 +1,193 @@
+"""DataManager, packing, demonstrations and attention buckets: no process group."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+from realsys.train.data_manager import DataManager
+from realsys.train.demos import DemoSource
+from realsys.train.packing import Packer, split_answers
+from realsys.train.spec import make_buckets
+from realsys.types import SequenceRef, Ticket, Trajectory, TrajectoryGroup
+
+
+def make_group(ticket_id: str, answers: list[int], attempt: int = 0) -> TrajectoryGroup:
+    trajectories = [
+        Trajectory(
+            tokens=np.arange(3 + n, dtype=np.int32),
+            logprobs=np.full(n, -1.5, np.float32),
+            versions=np.arange(n, dtype=np.int32) + 4,
+            prompt_len=3,
+            reward=5.0,
+            finish_reason="stop" if n < 4 else "length",
+        )
+        for n in answers
+    ]
+    return TrajectoryGroup(Ticket(ticket_id, attempt, 0, version=2), trajectories, "rollout_worker/0")
+
+
+def make_ref(name: str, length: int, prompt_len: int) -> SequenceRef:
+    return SequenceRef(name, length, prompt_len, 0.0, False, 0)
+
+
+def test_a_group_is_stored_and_described() -> None:
+    data = DataManager(worker=3)
+    arrived = data.add_group(make_group("t7", [2, 5]))
+    assert arrived is not None
+    first, second = arrived.samples
+    assert (first.sample_id, first.length, first.prompt_len, first.answer_len) == ("t7/0", 5, 3, 2)
+    assert (first.version_min, first.version_max, first.truncated, first.owner) == (4, 5, False, 3)
+    assert (second.sample_id, second.answer_len, second.version_max, second.truncated) == ("t7/1", 5, 8, True)
+    np.testing.assert_array_equal(data.get("t7/1", "tokens"), np.arange(8))
+
+
+def test_a_ticket_that_arrives_twice_keeps_its_first_arrays() -> None:
+    data = DataManager(0)
+    data.add_group(make_group("t1", [2, 2]))
+    assert data.add_group(make_group("t1", [5, 5], attempt=1)) is None
+    assert len(data.get("t1/0", "tokens")) == 5
+    data.clear(["t1/0", "t1/1"])
+    assert data.add_group(make_group("t1", [5, 5], attempt=1)) is not None
+
+
+def test_clear_frees_the_arrays_and_leaves_the_rest() -> None:
+    data = DataManager(0)
+    data.add_group(make_group("t1", [2, 2]))
+    data.put("t1/0", {"prox_logprobs": np.zeros(2)})
+    alive = weakref.ref(data.get("t1/0", "tokens"))
+    held = data.nbytes
+    assert data.clear(["t1/0", "nobody/0"]) == 1
+    gc.collect()
+    assert alive() is None
+    assert 0 < data.nbytes < held
+    assert len(data) == 1
+    with pytest.raises(KeyError, match="model_worker/0 has no tokens of sample t1/0: the sample is not here"):
+        data.get("t1/0", "tokens")
+
+
+def test_stored_arrays_do_not_keep_the_received_frame_alive() -> None:
+    frame = np.zeros(1000, np.int32)
+    alive = weakref.ref(frame)
+    group = make_group("t1", [2])
+    group.trajectories[0].tokens = frame[:5]
+    data = DataManager(0)
+    data.add_group(group)
+    del frame, group
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_missing_key_is_named() -> None:
+    data = DataManager(1)
+    data.put("s", {"tokens": np.zeros(3)})
+    with pytest.raises(KeyError, match="model_worker/1 has no prox_logprobs of sample s: it has tokens"):
+        data.get("s", "prox_logprobs")
+    with pytest.raises(KeyError):
+        data.put("s", {"nonsense": np.zeros(3)})
+
+
+def make_packer(data: DataManager, multiple: int = 1, *, first: bool = True, last: bool = True) -> Packer:
+    return Packer(data, torch.device("cpu"), multiple=multiple, first=first, last=last)
+
+
+def filled() -> tuple[DataManager, list[SequenceRef]]:
+    data = DataManager(0)
+    data.put("a", {"tokens": np.array([1, 2, 3]), "behav_logprobs": np.array([-0.1])})
+    data.put("b", {"tokens": np.array([4, 5, 6, 7, 8]), "behav_logprobs": np.array([-0.2, -0.3, -0.4])})
+    return data, [make_ref("a", 3, 2), make_ref("b", 5, 2)]
+
+
+def test_rows_point_one_before_the_answer_tokens() -> None:
+    data, refs = filled()
+    batch = make_packer(data, 4).pack(refs, ["behav_logprobs"])
+    assert batch.tokens is not None and batch.targets is not None
+    assert batch.tokens.tolist() == [4, 5, 6, 7, 8, 1, 2, 3]  # longest first
+    assert batch.lengths == [5, 3]
+    assert batch.rows.tolist() == [1, 2, 3, 6]
+    assert batch.targets.tolist() == [6, 7, 8, 3]
+    assert batch.tokens[batch.rows + 1].tolist() == batch.targets.tolist()
+    assert batch.answers["behav_logprobs"].tolist() == pytest.approx([-0.2, -0.3, -0.4, -0.1])
+
+
+def test_padding_is_a_segment_of_its_own_that_no_row_points_into() -> None:
+    data, refs = filled()
+    batch = make_packer(data, 6).pack(refs)
+    assert batch.lengths == [5, 3, 4]
+    assert batch.tokens is not None and batch.tokens.tolist()[8:] == [0] * 4
+    assert int(batch.rows.max()) < 8
+
+
+def test_an_empty_micro_batch_is_one_masked_segment() -> None:
+    batch = make_packer(DataManager(0), 2).pack([], ["behav_logprobs"])
+    assert batch.lengths == [2]
+    assert batch.tokens is not None and len(batch.tokens) == 2
+    assert len(batch.rows) == 0
+    assert batch.targets is not None and len(batch.targets) == 0
+    assert len(batch.answers["behav_logprobs"]) == 0
+
+
+def test_a_stage_between_needs_no_arrays() -> None:
+    batch = make_packer(DataManager(0), first=False, last=False).pack([make_ref("elsewhere", 5, 2)], ["behav_logprobs"])
+    assert batch.tokens is None and batch.targets is None and not batch.answers
+    assert batch.total_tokens == 5
+
+
+def test_answers_go_back_to_their_samples() -> None:
+    data, refs = filled()
+    batch = make_packer(data).pack(refs)
+    parts = split_answers(batch, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert {name: part.tolist() for name, part in parts.items()} == {"b": [1.0, 2.0, 3.0], "a": [4.0]}
+
+
+def test_values_per_sequence_are_spread_over_answer_tokens() -> None:
+    data, refs = filled()
+    packer = make_packer(data)
+    assert packer.per_answer_token(packer.pack(refs), [0.5, -2.0]).tolist() == [0.5, 0.5, 0.5, -2.0]
+
+
+def test_buckets_cover_every_token_once_and_pad_only_behind() -> None:
+    lengths = [400, 90, 88, 60, 60, 60, 9, 7, 1, 1, 4]  # the dummy at the end may be longer than its neighbour
+    buckets = make_buckets(lengths, torch.device("cpu"), torch.float32)
+    assert [b.start for b in buckets] == [0, *(b.stop for b in buckets[:-1])]
+    assert buckets[-1].stop == sum(lengths)
+    assert sum(b.count for b in buckets) == len(lengths)
+    assert len(buckets) < len(lengths)
+    for bucket in buckets:
+        size = bucket.stop - bucket.start
+        if bucket.gather is None:
+            assert bucket.count * bucket.width == size
+            continue
+        assert bucket.scatter is not None and bucket.real is not None
+        assert bucket.gather[bucket.scatter].tolist() == list(range(size))
+        assert int(bucket.real.sum()) == size
+        real = bucket.real.reshape(bucket.count, bucket.width)
+        assert bool((real[:, 1:] <= real[:, :-1]).all())  # a segment, then its padding
+
+
+def test_demonstrations_are_loaded_as_samples_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fixed:
+        def sequence(self, index: int) -> tuple[list[int], list[int]]:
+            return [1, 2], [index, 9]
+
+    monkeypatch.setattr("realsys.train.demos.open_demonstrations", lambda _config, _paths: Fixed())
+    data = DataManager(2)
+    source = DemoSource(Config(), TrialPaths(tmp_path), data, worker=2)
+    once, twice = source.load([5]), source.load([5, 6])
+    assert len({meta.sample_id for meta in once + twice}) == 3  # clearing one must not clear the other
+    assert data.get(twice[1].sample_id, "tokens").tolist() == [1, 2, 6, 9]
+    assert (twice[1].length, twice[1].prompt_len, twice[1].owner) == (4, 2, 2)
+
+
+def test_a_warm_up_without_demonstrations_is_a_mistake_in_the_configuration(tmp_path: Path) -> None:
+    config = Config.model_validate({"data": {"kind": "jsonl", "train": "t.jsonl"}})
+    with pytest.raises(ConfigError, match=r"data\.demos"):
+        DemoSource(config, TrialPaths(tmp_path), DataManager(0)).load([0])

@@ -1,0 +1,219 @@
+"""HF configuration and mapping, and the fused pieces, against plain torch: no process group but where sharded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from realsys.config.allocation import ParallelLayout
+from realsys.config.schema import Config
+from realsys.errors import ModelError
+from realsys.train.device import Device
+from realsys.train.fused import pad_rows, rms_norm, rotate, select_rows, swiglu
+from realsys.train.hf_config import HFModel, check_layout, read_hf_config
+from realsys.train.hf_map import HFReader, ShardMap, assign_writers, hf_shapes
+from realsys.train.mesh import tensor_parallel_group
+from realsys.train.vocab_logprob import vocab_logprobs
+from tests.train_ranks import run_ranks
+
+QWEN2: dict[str, Any] = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 50,
+}
+
+
+def write_config(directory: Path, **changes: Any) -> Path:
+    (directory / "config.json").write_text(json.dumps(QWEN2 | changes))
+    return directory
+
+
+def read(directory: Path, **changes: Any) -> HFModel:
+    return read_hf_config(write_config(directory, **changes))
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (ParallelLayout(tensor=8), r"num_attention_heads=4 does not divide by m8 of the training layout d1p1m8"),
+        (ParallelLayout(tensor=4), r"num_key_value_heads=2 does not divide by m4"),
+        (ParallelLayout(pipeline=3), r"num_hidden_layers=4 does not divide by p3"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_model_is_refused_with_the_numbers(
+    tmp_path: Path, layout: ParallelLayout, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        check_layout(read(tmp_path), layout)
+
+
+def test_a_vocabulary_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    model = read(tmp_path, num_key_value_heads=4)
+    with pytest.raises(ModelError, match="vocab_size=50 does not divide by m4"):
+        check_layout(model, ParallelLayout(tensor=4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type='mamba' is not supported; known: qwen2, qwen3, llama"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias=true is not supported for llama"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, **changes)
+
+
+def test_a_missing_directory_or_key_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"nowhere/config\.json: cannot be read"):
+        read_hf_config(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_attention_heads": 4}))
+    with pytest.raises(ModelError, match="num_hidden_layers is missing"):
+        read_hf_config(tmp_path)
+
+
+def test_rope_is_read_as_written_by_old_and_new_transformers(tmp_path: Path) -> None:
+    old = read(tmp_path, rope_theta=1e6).rope
+    new = read(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 1e6}).rope
+    assert old == new
+    assert old.inverse_frequencies(8)[1].item() == pytest.approx(1e6**-0.25)
+
+
+def checkpoint(directory: Path, **changes: torch.Tensor | None) -> tuple[HFModel, Path]:
+    model = read(directory)
+    tensors: dict[str, torch.Tensor | None] = {name: torch.zeros(shape) for name, shape in hf_shapes(model).items()}
+    save_file({k: v for k, v in (tensors | changes).items() if v is not None}, directory / "model.safetensors")
+    return model, directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.norm.weight": None}, "tensor model.norm.weight is missing"),
+        ({"model.norm.weight": torch.zeros(31)}, r"model.norm.weight has shape \(31,\), config.json says \(32,\)"),
+        ({"visual.weight": torch.zeros(1)}, "visual.weight is not part of the model"),
+    ],
+)
+def test_a_checkpoint_that_is_not_the_model_is_refused(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str
+) -> None:
+    model, directory = checkpoint(tmp_path, **changes)
+    with pytest.raises(ModelError, match=message):
+        HFReader(directory).check(hf_shapes(model), model.tied)
+
+
+def test_a_directory_without_safetensors_and_a_broken_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="only safetensors are read"):
+        HFReader(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(ModelError, match=r"model\.safetensors: cannot be read"):
+        HFReader(tmp_path)
+
+
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_splitting_a_shard_undoes_joining_it(tmp_path: Path, tensor_ranks: int) -> None:
+    model = read(tmp_path)
+    for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"):
+        from realsys.train.hf_map import mapping_of
+
+        mapping = mapping_of(f"decoder.layers.0.{name}", 0, tied=False)
+        shapes = [hf_shapes(model)[n] for n in mapping.hf]
+        parts = [torch.randn(rows // tensor_ranks, columns) for rows, columns in shapes]
+        shard_map = ShardMap(model, 0, tensor_ranks)
+        joined = shard_map._join(mapping, parts)
+        assert all(torch.equal(a, b) for a, b in zip(shard_map._split(mapping, joined), parts, strict=True))
+
+
+def test_writers_share_the_bytes() -> None:
+    sizes = [100, 7, 50, 50, 3, 40, 60]
+    owners = assign_writers(sizes, 3)
+    loads = [sum(s for s, o in zip(sizes, owners, strict=True) if o == w) for w in range(3)]
+    assert sum(loads) == sum(sizes)
+    assert max(loads) <= 110
+    assert set(assign_writers([1], 4)) == {0}
+
+
+def plain_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    every = (logits / temperature).log_softmax(-1)
+    return every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
+
+
+def test_log_probs_and_entropy_over_a_sharded_vocabulary() -> None:
+    torch.manual_seed(0)
+    logits, targets, weight = torch.randn(9, 24) * 4, torch.randint(0, 24, (9,)), torch.randn(9)
+    reference = logits.clone().requires_grad_()
+    expected, entropy = plain_logprobs(reference, targets, 0.6)
+    (expected * weight).sum().backward()
+    assert reference.grad is not None
+
+    def body(rank: int, device: Device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shard = logits.chunk(2, -1)[rank].clone().requires_grad_()
+        got, spread = vocab_logprobs(shard, targets, temperature=0.6, group=tensor_parallel_group())
+        (got * weight).sum().backward()
+        assert shard.grad is not None
+        nothing, _ = vocab_logprobs(shard[:0], targets[:0], group=tensor_parallel_group())
+        assert len(nothing) == 0
+        return got.detach(), spread, shard.grad
+
+    found = run_ranks(2, body, Config(), ParallelLayout(tensor=2))
+    for got, spread, _ in found:
+        torch.testing.assert_close(got, expected.detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(spread, entropy.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat([g for _, _, g in found], -1), reference.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_fused_pieces_have_the_gradients_of_the_plain_ones() -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(7, 6), torch.randn(6)
+    angle = torch.randn(7, 1, 3)
+
+    def plain_rotation(t: torch.Tensor) -> torch.Tensor:
+        first, second = t.reshape(7, 1, 6).chunk(2, -1)
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    rows = torch.tensor([5, 0, 3])
+    cases: list[tuple[Any, Any]] = [
+        (lambda t, w: rms_norm(t, w, 1e-5), lambda t, w: F.rms_norm(t, (6,), w, 1e-5)),
+        (lambda t, w: swiglu(t * w), lambda t, w: F.silu((t * w)[:, :3]) * (t * w)[:, 3:]),
+        (lambda t, w: rotate((t * w).reshape(7, 1, 6), angle.cos(), angle.sin()), lambda t, w: plain_rotation(t * w)),
+        (lambda t, w: select_rows(t * w, rows), lambda t, w: (t * w)[rows]),
+        (lambda t, w: select_rows(t * w, rows[:0]), lambda t, w: (t * w)[rows[:0]]),
+    ]
+    for fused, plain in cases:
+        grads = []
+        outputs = []
+        for function in (fused, plain):
+            a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+            out = function(a, b)
+            (out * torch.linspace(1, 2, out.numel()).reshape(out.shape)).sum().backward()
+            outputs.append(out.detach())
+            grads.append((a.grad, b.grad))
+        torch.testing.assert_close(outputs[0], outputs[1])
+        for got, expected in zip(grads[0], grads[1], strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def test_padding_rows_gives_each_row_the_gradient_of_its_place() -> None:
+    x = torch.randn(3, 2, requires_grad=True)
+    gather, scatter = torch.tensor([0, 1, 2, 2]), torch.tensor([0, 1, 2])
+    out = pad_rows(x, gather, scatter)
+    (out * torch.tensor([[1.0], [2.0], [3.0], [0.0]])).sum().backward()  # padding gets no gradient from attention
+    assert x.grad is not None
+    assert x.grad[:, 0].tolist() == [1.0, 2.0, 3.0]

@@ -1,0 +1,40 @@
+"""The GserverManager process: parse, build from realsys, run, close."""
+
+from __future__ import annotations
+
+import asyncio
+
+import uvloop
+
+from realsys.cluster.worker import WorkerContext, worker_main
+from realsys.data.prompts import split_sizes
+from workers.manager_process import Manager, ManagerParts
+
+
+async def serve(ctx: WorkerContext) -> None:
+    """Run the manager until the worker is asked to stop."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def request_stop() -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
+
+    ctx.on_stop(request_stop)
+    parts = ManagerParts(
+        config=ctx.config,
+        names=ctx.names,
+        store=ctx.store,
+        token=ctx.token,
+        ledger=ctx.paths.ledger,
+        split_sizes=split_sizes(ctx.config, ctx.paths),
+        register=lambda address: ctx.register(ctx.names.gserver_manager, address),
+    )
+    await Manager(parts).run(stop)
+
+
+def main() -> None:
+    worker_main("gserver_manager", lambda ctx: uvloop.run(serve(ctx)))
+
+
+if __name__ == "__main__":
+    main()

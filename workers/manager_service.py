@@ -1,0 +1,162 @@
+"""The shell around ManagerState: clock, journal, long-polls. Everything runs on one event loop.
+
+    HTTP handler ──> ManagerService ──> ManagerState (pure)
+                         │  └──> Journal: the events of a call are on file before the call is answered
+                         └──> changed: wakes held allocations and the weight roll-out
+
+Nothing here awaits between looking at the state and changing it, so no lock is needed and none is held across I/O.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from realsys.admission.evaluations import Evaluation
+from realsys.admission.journal import Journal
+from realsys.admission.manager import ManagerState, NoServer, NotRunning
+from realsys.admission.messages import (
+    AllocateReply,
+    AllocateRequest,
+    EvaluateRequest,
+    FinishReply,
+    FinishRequest,
+    ScheduleReply,
+    ScheduleRequest,
+    TrainedReply,
+    TrainedRequest,
+)
+from realsys.errors import LedgerError
+from realsys.types import PublishedVersion
+
+MAX_WAIT_S = 10.0  # an allocation is never held longer
+SCHEDULE_WAIT_S = 2.0  # a request for a server waits this long for one to become routable
+
+Gone = Callable[[], Awaitable[bool]]
+
+
+class Signal:
+    """Something changed: wakes everyone who took a ``ticket`` before. Take it before looking at the state."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def ticket(self) -> asyncio.Event:
+        return self._event
+
+    def fire(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+
+async def wait_for(event: asyncio.Event, timeout_s: float | None) -> None:
+    """Until ``event`` is set or the time is over, whichever is first."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return
+
+
+class ManagerService:
+    """The calls of the manager as coroutines. ``fatal`` gets the error that must end the process."""
+
+    def __init__(self, state: ManagerState, journal: Journal, *, clock: Callable[[], float] = time.time) -> None:
+        self.state, self.clock = state, clock
+        self.changed = Signal()
+        self.started = clock()
+        self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.closing = False
+        self.journal = journal
+
+    def close(self) -> None:
+        """Answer what is held, so that the server can stop."""
+        self.closing = True
+        self.changed.fire()
+
+    def commit(self) -> None:
+        """Put this turn's events on file. If that fails the process must end: its memory is ahead of the journal."""
+        events, self.state.outbox = self.state.outbox, []
+        try:
+            self.journal.append(events)
+        except LedgerError as error:
+            if not self.fatal.done():
+                self.fatal.set_exception(error)
+            raise
+
+    async def allocate(self, request: AllocateRequest, gone: Gone) -> AllocateReply:
+        """Held up to ``wait_s``; woken by every change that may let something through."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + min(request.wait_s, MAX_WAIT_S)
+        while True:
+            changed = self.changed.ticket()
+            reply = self.state.allocate(request, self.clock())
+            if reply.tickets:
+                self.commit()
+                return reply
+            left = deadline - loop.time()
+            if left <= 0 or self.closing:
+                return reply
+            await wait_for(changed, left)
+            if await gone():  # a ticket granted to a caller that left would run until its lease lapses
+                return reply
+
+    async def schedule(self, request: ScheduleRequest) -> ScheduleReply | NoServer | NotRunning:
+        """A server, at once or as soon as one is routable within ``SCHEDULE_WAIT_S``."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + SCHEDULE_WAIT_S
+        while True:
+            changed = self.changed.ticket()
+            quarantines = request.failed_server is not None
+            reply = self.state.schedule(request, self.clock())
+            if quarantines:
+                request.failed_server = None  # reported once
+                self.changed.fire()
+            left = deadline - loop.time()
+            if not isinstance(reply, NoServer) or left <= 0 or self.closing:
+                return reply
+            await wait_for(changed, left)
+
+    def finish(self, request: FinishRequest) -> FinishReply:
+        before = self.state.ledger.counted
+        reply = self.state.finish(request, self.clock())
+        self.commit()
+        # An accepted group frees no quota, so nobody needs to wake up for it, unless a server is waiting to be drained.
+        if self.state.ledger.counted != before or reply.retry or not self.state.settings.interruptible:
+            self.changed.fire()
+        return reply
+
+    async def trained(self, request: TrainedRequest) -> TrainedReply:
+        reply = self.state.trained(request, self.clock())
+        self.commit()
+        self.changed.fire()
+        if reply.trained:
+            await asyncio.to_thread(self.journal.sync)
+        return reply
+
+    def evaluate(self, request: EvaluateRequest) -> Evaluation:
+        evaluation = self.state.evaluate(request, self.clock())
+        self.commit()
+        self.changed.fire()
+        return evaluation
+
+    def publish(self, published: PublishedVersion) -> bool:
+        fresh = self.state.publish(published)
+        if fresh:
+            self.changed.fire()
+        return fresh
+
+    def observe_workers(self, heartbeats: dict[str, str]) -> list[str]:
+        lost = self.state.observe_workers(heartbeats, self.clock())
+        self.commit()
+        if lost:
+            self.changed.fire()
+        return lost
+
+    def expire(self) -> list[str]:
+        lost = self.state.expire(self.clock())
+        self.commit()
+        if lost:
+            self.changed.fire()
+        return lost

@@ -1,0 +1,90 @@
+"""A RolloutWorker process: many rollouts on one event loop, rewards in its verifier pool. Stateless."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import uvloop
+
+from realsys.cluster.topology import group_contiguously
+from realsys.cluster.worker import WorkerContext, worker_main
+from realsys.config.allocation import parse_allocation
+from realsys.data.prompts import PromptDataset
+from realsys.data.tokenizer import TextTokenizer
+from realsys.generation.client import GenerationClient
+from realsys.reward.pool import VerifierPool
+from realsys.rollout.agent import AgentParts, make_agent, sampling_spec
+from realsys.rollout.environment import MathEnvironment
+from realsys.rollout.manager_client import ManagerClient
+from realsys.rollout.partial import PartialRolloutManager
+from realsys.rollout.worker_loop import RolloutLoop
+from realsys.stream.push_pull import Pusher
+from realsys.stream.security import keys_for
+
+
+async def serve(ctx: WorkerContext) -> None:
+    """Build the parts, roll out until asked to stop, close them."""
+    config, cluster, names = ctx.config, ctx.config.cluster, ctx.names
+    model = Path(config.model.path) if config.model.path else ctx.paths.model
+    tokenizer = TextTokenizer(model)
+    prompts = PromptDataset(config, ctx.paths, tokenizer)
+    manager = ManagerClient(
+        lambda: ctx.store.wait(names.gserver_manager, cluster.connect_timeout_s, "the address of the gserver_manager"),
+        ctx.token,
+        patience_s=cluster.connect_timeout_s,
+    )
+    heads = parse_allocation(config.allocation).training.data
+    pusher = Pusher(
+        lambda dp: ctx.store.wait(names.pull(dp), cluster.connect_timeout_s, f"the push-pull address of DP head {dp}"),
+        group_contiguously(config.rollout.workers, heads)[ctx.index],
+        ctx.name,
+        keys=keys_for(cluster.host, ctx.paths.root / "keys"),
+    )
+    generation = GenerationClient(config.generation.request_timeout_s)
+    pool = VerifierPool(config.rollout.reward.processes, config.rollout.reward.timeout_s)
+    agent = make_agent(
+        config.rollout.agent,
+        AgentParts(
+            PartialRolloutManager(manager, generation),
+            MathEnvironment(tokenizer, pool, config.data.verifier, config.rollout.reward),
+            sampling_spec(config.generation.sampling, tokenizer.eos_token_ids),
+        ),
+    )
+    loop = RolloutLoop(
+        manager,
+        agent,
+        prompts,
+        pusher,
+        worker=ctx.name,
+        max_groups=config.rollout.max_concurrent,
+        group_size=config.rollout.group_size,
+    )
+    try:
+        ctx.set_state("rolling out")
+        await loop.run(stop_event(ctx))
+    finally:
+        await pool.close()
+        await pusher.close()
+        await generation.close()
+        await manager.close()
+
+
+def stop_event(ctx: WorkerContext) -> asyncio.Event:
+    """Set, on this event loop, when the worker is asked to stop."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def request_stop() -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
+
+    ctx.on_stop(request_stop)
+    return stop
+
+
+def main() -> None:
+    worker_main("rollout_worker", lambda ctx: uvloop.run(serve(ctx)))
+
+
+if __name__ == "__main__":
+    main()
