@@ -21,20 +21,9 @@ from pathlib import Path
 import msgspec
 
 from realsys.config.schema import ArithConfig
-from realsys.data.char_model import make_tiny_model, write_char_tokenizer
 from realsys.data.files import write_atomically
 from realsys.data.lines import Demonstration, Problem
 from realsys.errors import ConfigError
-
-__all__ = [
-    "demonstration",
-    "is_held_out",
-    "make_tiny_model",
-    "problem",
-    "prompt_text",
-    "write_char_tokenizer",
-    "write_dataset",
-]
 
 LABELS = "abcdefghijklmnopqrstuvwxyz"
 HELD_OUT_OF = 8  # one prompt in eight

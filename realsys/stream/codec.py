@@ -155,10 +155,9 @@ def _check_shapes(what: str, trajectory: Trajectory) -> None:
 def _runs(versions: I32) -> list[tuple[int, int]]:
     if not len(versions):
         return []
-    changes = np.flatnonzero(versions[1:] != versions[:-1]) + 1
-    if not len(changes):
+    if (versions == versions[0]).all():
         return [(int(versions[0]), len(versions))]
-    starts = [0, *changes.tolist()]
+    starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
     ends = [*starts[1:], len(versions)]
     return [(int(versions[start]), end - start) for start, end in zip(starts, ends, strict=True)]
 

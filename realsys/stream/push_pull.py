@@ -12,7 +12,6 @@ puller hands over each (identity, sequence) once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections import OrderedDict
@@ -159,8 +158,7 @@ class _Link:
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait([self._task])  # its error, if any, went to the pushes
 
     async def _run(self) -> None:
         delay = FIRST_DELAY_S

@@ -81,7 +81,7 @@ def prepare_device(rank: int, threads: int) -> Device:
 
 def seed_megatron(device: Device, seed: int) -> None:
     """Megatron's random states. Nothing of ours draws from them (no dropout), but its layers ask for them."""
-    from megatron.core.tensor_parallel import random as megatron_random
+    from realsys.train.megatron import megatron_random
 
     if device.is_cuda:
         megatron_random.model_parallel_cuda_manual_seed(seed)

@@ -11,7 +11,6 @@ collectives.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,25 +26,21 @@ from realsys.train.device import Device, seed_megatron
 from realsys.train.fused import select_rows
 from realsys.train.hf_config import DTYPES, read_hf_config, transformer_config
 from realsys.train.hf_map import ShardMap
+from realsys.train.megatron import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    GPTModel,
+    MegatronOptimizerConfig,
+    clip_grad_by_total_norm_fp32,
+    finalize_model_grads,
+    get_forward_backward_func,
+    get_megatron_optimizer,
+    parallel_state,
+)
 from realsys.train.mesh import data_parallel_group, tensor_parallel_group
 from realsys.train.packing import MicroBatch
 from realsys.train.spec import PackedSegments, block_spec, pack_segments
 from realsys.train.vocab_logprob import vocab_logprobs
-
-with warnings.catch_warnings():
-    # Says at import, once per module, that Apex and Transformer Engine are not installed. We know.
-    warnings.filterwarnings("ignore", category=UserWarning)
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-    from megatron.core.optimizer import get_megatron_optimizer
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
 Stats = dict[str, torch.Tensor]
 #: (micro-batch, log-probs [a], entropies [a]) -> this micro-batch's share of the step's loss, statistics

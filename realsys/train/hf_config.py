@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from megatron.core.transformer import TransformerConfig
 
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import TrainConfig
 from realsys.errors import ModelError
+from realsys.train.megatron import TransformerConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FAMILIES = ("qwen2", "qwen3", "llama")

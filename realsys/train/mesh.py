@@ -12,13 +12,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from realsys.cluster.name_store import NameStore
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import ClusterConfig
 from realsys.train.device import Device, bind_gloo_to
+from realsys.train.megatron import parallel_state
 
 
 def rendezvous(

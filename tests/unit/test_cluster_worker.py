@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,8 +43,9 @@ worker_main("tester", body)
 class Trial:
     """A trial folder in which scripts run as worker ``tester``."""
 
-    def __init__(self, folder: Path, name_store: NameStoreConfig = NameStoreConfig()) -> None:
-        cluster = ClusterConfig(heartbeat_s=0.1, lease_s=1.0, stop_timeout_s=0.8, name_store=name_store)
+    def __init__(self, folder: Path, **name_store: Any) -> None:
+        settings = NameStoreConfig(**name_store)
+        cluster = ClusterConfig(heartbeat_s=0.1, lease_s=1.0, stop_timeout_s=0.5, name_store=settings)
         self.config = Config(fileroot=str(folder), cluster=cluster)
         self.paths = TrialPaths.of(self.config)
         self.paths.root.mkdir(parents=True)
@@ -120,7 +122,7 @@ def test_body_gets_its_context_and_nothing_is_left_of_it(trial):
 
 @pytest.mark.needs("etcd")
 def test_worker_with_etcd_registers_is_fenced_after_a_pause_and_cleans_up(tmp_path, etcd_server):
-    trial = Trial(tmp_path, NameStoreConfig(backend="etcd", address=etcd_server.address))
+    trial = Trial(tmp_path, backend="etcd", address=etcd_server.address)
     try:
         paused = trial.start("quick(); threading.Event().wait()")
         first = trial.ready()
@@ -285,7 +287,7 @@ def test_worker_whose_launcher_has_ended_before_it_began_does_not_start(trial):
 def test_thread_that_never_ends_does_not_hold_a_finished_worker(trial):
     process = trial.start("threading.Thread(target=threading.Event().wait, name='lingering').start()")
     log = trial.ends(process, 0)
-    assert "still here after 0.8 s" in log
+    assert "still here after 0.5 s" in log
 
 
 def test_stacks_are_dumped_on_sigusr1(trial):

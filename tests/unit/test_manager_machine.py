@@ -8,7 +8,17 @@ from dataclasses import dataclass
 import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from realsys.admission.events import Event, Outcome
 from realsys.admission.manager import ManagerSettings, ManagerState, NoServer, NotRunning
@@ -118,6 +128,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.servers.pop(f"generation_server/{index}", None)
         self.register()
 
+    @precondition(lambda self: self.version * B <= 6 + self.counted())
     @rule()
     def publish(self) -> None:
         self.version += 1
@@ -152,6 +163,13 @@ class ManagerMachine(RuleBasedStateMachine):
             else:
                 truth.trusted = False
 
+    @rule()
+    def all_servers_update(self) -> None:
+        for name in list(self.servers):
+            order = self.order(int(name[-1]))
+            if isinstance(order, UpdateOrder):
+                self.update_ends(order, True)
+
     # -- workers and the clock -----------------------------------------------------------------------------------------
 
     @rule(index=WORKERS)
@@ -160,6 +178,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.births += 1
         self.lose_worker(f"rollout_worker/{index}", str(self.births))
 
+    @precondition(lambda self: len(self.workers) > 1)
     @rule(index=WORKERS)
     def worker_dies(self, index: int) -> None:
         self.lose_worker(f"rollout_worker/{index}", None)
@@ -185,9 +204,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(target=tickets, index=WORKERS, count=st.integers(1, 5))
     def allocate(self, index: int, count: int) -> object:
-        worker = f"rollout_worker/{index}"
-        if worker not in self.workers:
-            return multiple()
+        worker = sorted(self.workers)[index % len(self.workers)]
         routable = any(self.serves(truth, self.version - ETA) for truth in self.servers.values())
         reply = self.state.allocate(AllocateRequest(worker, count), self.now)
         self.commit()
@@ -219,6 +236,15 @@ class ManagerMachine(RuleBasedStateMachine):
             return self.state.evaluations.running(ticket.ticket_id, ticket.attempt) is not None
         known = self.model[ticket.ticket_id]
         return known.state == "running" and known.attempt == ticket.attempt
+
+    @rule(target=tickets, outcome=OUTCOMES, count=st.integers(1, 5))
+    def whole_rollouts(self, outcome: Outcome, count: int) -> object:
+        """The usual life: granted, sent to a server, finished."""
+        reply = self.allocate(0, count)
+        for ticket in reply.values if isinstance(reply, MultipleResults) else [reply]:
+            self.schedule(ticket, False)
+            self.finish(ticket, outcome)
+        return reply
 
     @rule(ticket=tickets, failed=st.booleans())
     def schedule(self, ticket: Ticket, failed: bool) -> None:

@@ -1,0 +1,73 @@
+"""The names of Megatron-Core that the trainer uses, imported in one place.
+
+Megatron hands its fused functions to ``torch.compile`` while it is imported, which loads the whole inductor: half of
+the seconds (and a third of the memory) of the import. Those functions are for GPUs, and we call none of them on CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def _not_compiled(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
+    return (lambda decorated: decorated) if function is None else function
+
+
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    torch_compile = torch.compile
+    if not torch.cuda.is_available():
+        torch.compile = _not_compiled  # type: ignore[assignment]
+    try:
+        with warnings.catch_warnings():
+            # Says in several modules that Apex and Transformer Engine are not installed. We know.
+            warnings.filterwarnings("ignore", category=UserWarning)
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            yield
+    finally:
+        torch.compile = torch_compile
+
+
+with _importing():
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+__all__ = [
+    "MLP",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "MegatronModule",
+    "MegatronOptimizerConfig",
+    "PackedSeqParams",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "clip_grad_by_total_norm_fp32",
+    "finalize_model_grads",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "megatron_random",
+    "parallel_state",
+]

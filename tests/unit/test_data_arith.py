@@ -1,0 +1,70 @@
+"""The generated task: hold-out, lengths, determinism, noise."""
+
+import itertools
+import json
+import random
+import zlib
+
+import pytest
+
+from realsys.config.schema import ArithConfig
+from realsys.data import arith
+from realsys.errors import ConfigError
+from realsys.reward.verifiers import exact
+
+SMALL = ArithConfig(train_size=1500, eval_size=300, demo_size=1500)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_held_out_prompt_is_never_trained_on(tmp_path):
+    arith.write_dataset(SMALL, tmp_path, seed=3)
+    train, held, demos = (read(tmp_path / f"{name}.jsonl") for name in ("train", "eval", "demos"))
+    assert (len(train), len(held), len(demos)) == (1500, 300, 1500)
+    evaluated = {record["prompt"] for record in held}
+    assert all(zlib.crc32(prompt.encode()) % 8 == 0 for prompt in evaluated)
+    assert not evaluated & {record["prompt"] for record in train + demos}
+
+
+def test_the_same_seed_writes_the_same_files_and_another_seed_others(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        arith.write_dataset(SMALL, tmp_path / name, seed=seed)
+    for file in ("train.jsonl", "eval.jsonl", "demos.jsonl"):
+        a, b, c = ((tmp_path / name / file).read_bytes() for name in "abc")
+        assert a == b != c
+
+
+def test_answers_differ_in_length_by_an_order_of_magnitude(tmp_path):
+    arith.write_dataset(SMALL, tmp_path, seed=1)
+    lengths = sorted(len(record["response"]) + 1 for record in read(tmp_path / "demos.jsonl"))
+    assert lengths[-1] >= 10 * lengths[len(lengths) // 20]
+    assert lengths[-1] <= 200 and lengths[len(lengths) // 2] < lengths[-1] / 4
+
+
+def test_a_clean_demonstration_is_right_and_a_noisy_one_carries_its_error_on():
+    record = arith.demonstration([3, 5, 7], 0.0, random.Random(1))
+    assert (record.prompt, record.response) == ("a3b5c7=", "a0+3=3;b3+5=8;c8+7=15;#15")
+    noisy = arith.demonstration([3, 5, 7], 1.0, random.Random(1))
+    steps = noisy.response.partition("#")[0].rstrip(";").split(";")
+    for step, following in itertools.pairwise(steps):
+        assert following[1:].partition("+")[0] == step.partition("=")[2]
+
+
+def test_noise_makes_about_the_share_of_demonstrations_wrong_that_it_should(tmp_path):
+    fixed = ArithConfig(min_operands=4, max_operands=4, train_size=1, eval_size=1, demo_size=2000, demo_noise=0.15)
+    arith.write_dataset(fixed, tmp_path, seed=1)
+    wrong = 0
+    for record in read(tmp_path / "demos.jsonl"):
+        total = sum(int(character) for character in record["prompt"] if character.isdigit())
+        wrong += not exact(record["prompt"], record["response"], str(total))
+    assert wrong / 2000 == pytest.approx(1 - 0.85**4, abs=0.05)  # 0.478, less errors that cancel
+
+
+def test_a_task_without_a_prompt_to_hold_out_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(arith, "MAX_DRAWS", 500)
+    monkeypatch.setattr(arith, "is_held_out", lambda prompt: False)
+    with pytest.raises(ConfigError, match="none to hold out"):
+        arith.write_dataset(SMALL, tmp_path, seed=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]  # and no half-written eval.jsonl
