@@ -43,7 +43,7 @@ docs: setup  ## rewrite the field tables in docs/configuration.md from the schem
 	$(PY) -m realsys.config.reference
 
 bench: setup  ## run every benchmark; results go to benchmarks/results/
-	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) $$file; done
+	@set -e; for name in microbatch streams generation async_vs_sync; do echo "== $$name"; $(PY) -m benchmarks.$$name; done
 
 clean:  ## remove caches and build products; .venv and runs/ stay
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Summary = dict[str, Any]
 
+#: the course of training is told by the means of so many first and last steps: one batch is noise
+COURSE_STEPS = 5
+
 
 def summarise(
     config: Config,
@@ -52,8 +55,8 @@ def summarise(
             "after": after,
             "gain": None if before is None or after is None else after - before,
             "problems": number(progress.evals.get("after", progress.evals.get("before", {})), "problems"),
-            "train_first": number(train[0], "accuracy") if train else None,
-            "train_last": number(train[-1], "accuracy") if train else None,
+            "train_first": mean(train[:COURSE_STEPS], "accuracy"),
+            "train_last": mean(train[-COURSE_STEPS:], "accuracy"),
         },
         "evaluations": [
             {key: record.get(key) for key in ("eval_id", "step", "problems", "accuracy", "length_mean")}
@@ -114,7 +117,7 @@ def print_summary(console: Console, summary: Summary) -> None:
         table.add_row("held-out accuracy", f"[bold]{text}[/]{points} on {fmt(accuracy['problems'], '.0f')} problems")
     if summary["steps"]:
         course = f"{fmt(accuracy['train_first'], '.1%')} -> {fmt(accuracy['train_last'], '.1%')}"
-        table.add_row("accuracy in training", f"{course}, {summary['steps']} steps")
+        table.add_row("accuracy in training", f"{course}, {summary['steps']} steps (mean of {COURSE_STEPS})")
     phases = ", ".join(f"{name} {_clock(value)}" for name, value in seconds.items() if name != "total" and value >= 1)
     table.add_row("wall time", f"{_clock(seconds['total'])}  ({phases})" if phases else _clock(seconds["total"]))
     if summary["steps"]:

@@ -6,10 +6,8 @@ made at start). Each rule is a small function that raises ConfigError for the fi
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -50,21 +48,14 @@ def check(config: Config, machine: Machine) -> Allocation:
 
 
 def _check_generation(config: Config, allocation: Allocation) -> None:
-    sglang = config.generation.sglang
-    if config.generation.backend == "embedded":
-        if allocation.inference.tensor > 1:
-            raise ConfigError("allocation", config.allocation, "the embedded engine serves with m1; add servers with d")
-    elif sglang.python:
-        if shutil.which(sglang.python) is None:
-            raise ConfigError("generation.sglang.python", sglang.python, "is no executable file")
-    elif importlib.util.find_spec("sglang") is None:
-        raise ConfigError(
-            "generation.sglang.python", "", "sglang is not installed here; name an interpreter that has it"
-        )
+    if config.generation.backend != "embedded":
+        raise ConfigError("generation.backend", config.generation.backend, "is not served yet; set it to embedded")
+    if allocation.inference.tensor > 1:
+        raise ConfigError("allocation", config.allocation, "the embedded engine serves with m1; add servers with d")
     embedded = config.generation.embedded
     running = config.rollout.workers * config.rollout.max_concurrent * config.rollout.group_size
     capacity = allocation.inference.data * (embedded.max_running + embedded.max_queued)
-    if config.generation.backend == "embedded" and running > capacity:
+    if running > capacity:
         problem = (
             f"{running} answers (rollout.workers x max_concurrent x group_size) "
             f"are more than the servers run and queue ({capacity}); lower it or raise generation.embedded.max_queued"
@@ -87,18 +78,13 @@ def _check_machine(config: Config, allocation: Allocation, machine: Machine) -> 
             problem = f"{ranks} training ranks need a device each, and there are {len(machine.trainer_gpus)}"
             raise ConfigError("allocation", config.allocation, problem)
     else:
-        heavy = ranks + (servers if config.generation.backend == "embedded" else 0)
+        heavy = ranks + servers
         need = heavy * _TORCH_PROCESS_BYTES + (total - heavy) * _LIGHT_PROCESS_BYTES
         if need > machine.memory_bytes:
             problem = (
                 f"{total} processes need about {need / 2**30:.1f} GiB, {machine.memory_bytes / 2**30:.1f} GiB are free"
             )
             raise ConfigError("allocation", config.allocation, problem)
-    if config.generation.backend == "sglang" and machine.gpus and allocation.inference.tensor > len(machine.gpus):
-        problem = (
-            f"a server with m{allocation.inference.tensor} needs as many devices, and there are {len(machine.gpus)}"
-        )
-        raise ConfigError("allocation", config.allocation, problem)
 
 
 def _check_cluster(config: Config) -> None:
@@ -144,7 +130,7 @@ def _check_lengths(config: Config) -> None:
         problem = f"must not exceed max_new_tokens ({sampling.max_new_tokens})"
         raise ConfigError("generation.sampling.min_new_tokens", sampling.min_new_tokens, problem)
     context = config.generation.embedded.context_length
-    if config.generation.backend == "embedded" and 0 < context < longest:
+    if 0 < context < longest:
         raise ConfigError("generation.embedded.context_length", context, f"must hold {parts} = {longest}")
     if config.train.microbatch_tokens < longest:
         problem = f"one answer may have more tokens than that: {parts} = {longest}"

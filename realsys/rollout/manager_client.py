@@ -32,6 +32,7 @@ from realsys.errors import GenerationError, RealsysError, StreamError, WaitTimeo
 log = logging.getLogger(__name__)
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.05, 1.0  # between tries; doubles
+SCHEDULE = "/schedule_request"
 NO_SERVER, SUPERSEDED = 503, 409
 
 Reply = TypeVar("Reply")
@@ -76,7 +77,7 @@ class ManagerClient:
         Raises RolloutSuperseded when the attempt is over, GenerationError when no server came, WaitTimeout when the
         manager stays away.
         """
-        return await self._call("/schedule_request", request, ScheduleReply)
+        return await self._call(SCHEDULE, request, ScheduleReply)
 
     async def finish(self, request: FinishRequest) -> FinishReply:
         """Report the end of an attempt. Raises WaitTimeout when the manager stays away."""
@@ -119,7 +120,7 @@ class ManagerClient:
             if status == 200:
                 return self._decode(path, payload, kind)
             now = clock()
-            if status == NO_SERVER:
+            if status == NO_SERVER and path == SCHEDULE:
                 away_since, no_server_since = None, no_server_since or now
                 if now - no_server_since > self._no_server_patience_s:
                     waited = f"waited {self._no_server_patience_s:g} s for a generation server"

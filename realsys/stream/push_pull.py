@@ -267,6 +267,8 @@ class _Session:
 
     def _on_event(self, frames: list[zmq.Frame]) -> None:
         event = sockets.monitor_event(frames)
+        if self._lost.done():
+            return  # libzmq may reconnect by itself before this session is closed
         if event == zmq.Event.HANDSHAKE_SUCCEEDED:
             self.up = True
             self.problem = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -161,6 +162,14 @@ def transformer_config(model: HFModel, layout: ParallelLayout, train: TrainConfi
     if train.recompute:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     parameters = DTYPES[dtype]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="full scope is deprecated")  # of Megatron's own default
+        return _megatron_config(model, layout, train, parameters, recompute)
+
+
+def _megatron_config(
+    model: HFModel, layout: ParallelLayout, train: TrainConfig, parameters: torch.dtype, recompute: dict[str, Any]
+) -> TransformerConfig:
     return TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,

@@ -7,6 +7,7 @@ the seconds (and a third of the memory) of the import. Those functions are for G
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ def _not_compiled(function: Callable[..., Any] | None = None, **_: Any) -> Calla
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # its news is about packages that are not there
     torch_compile = torch.compile
     if not torch.cuda.is_available():
         torch.compile = _not_compiled  # type: ignore[assignment]

@@ -49,8 +49,7 @@ WRONG = [
     (["data.kind=jsonl"], "data.train", "JSONL"),
     (["data.kind=jsonl", "data.train=/no/such.jsonl"], "data.train", "no readable file"),
     (["model.path=/no/such/model"], "model.path", "no directory"),
-    (["generation.backend=sglang"], "generation.sglang.python", "not installed here"),
-    (["generation.backend=sglang", "generation.sglang.python=/no/python"], "generation.sglang.python", "no executable"),
+    (["generation.backend=sglang"], "generation.backend", "not served yet"),
 ]
 
 

@@ -109,7 +109,7 @@ def test_one_hung_verifier_does_not_hold_up_another_process():
         assert not hung.done()
         await hung
 
-    with_pool(body, processes=2, timeout_s=3.0)
+    with_pool(body, processes=2, timeout_s=1.5)
 
 
 def test_a_cancelled_call_does_not_leave_its_result_to_the_next():

@@ -29,7 +29,9 @@ def test_exact(answer, reference, right):
     ("answer", "reference", "right"),
     [
         (r"so it is \boxed{\frac{2}{4}}", "1/2", True),
-        (r"first \boxed{3}, no: \boxed{0.5}", r"\frac{1}{2}", True),
+        (r"first \boxed{3}. " + "Let me look at this again. " * 6 + r"So \boxed{0.5}.", r"\frac{1}{2}", True),
+        (r"\boxed{1} and \boxed{2}", "1, 2", True),  # next to each other they are parts of one answer
+        (r"\boxed{3}, or \boxed{0.5}", r"\frac{1}{2}", False),
         ("the answer is $x=7$", "7", True),
         ("We get 3 and then 12.", "12", True),
         (r"\boxed{8}", "7", False),

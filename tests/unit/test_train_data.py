@@ -16,7 +16,7 @@ from realsys.errors import ConfigError
 from realsys.train.data_manager import DataManager
 from realsys.train.demos import DemoSource
 from realsys.train.packing import Packer, split_answers
-from realsys.train.spec import make_buckets
+from realsys.train.spec import make_buckets, pack_segments
 from realsys.types import SequenceRef, Ticket, Trajectory, TrajectoryGroup
 
 
@@ -171,6 +171,15 @@ def test_buckets_cover_every_token_once_and_pad_only_behind() -> None:
         assert int(bucket.real.sum()) == size
         real = bucket.real.reshape(bucket.count, bucket.width)
         assert bool((real[:, 1:] <= real[:, :-1]).all())  # a segment, then its padding
+
+
+def test_positions_restart_with_every_segment() -> None:
+    frequencies = torch.tensor([1.0, 0.1])
+    packed = pack_segments([3, 2, 3], frequencies, torch.float32, kernel=False)
+    assert packed.cos is not None and packed.sin is not None
+    positions = torch.tensor([0.0, 1, 2, 0, 1, 0, 1, 2])
+    torch.testing.assert_close(packed.sin[:, 0], (positions[:, None] * frequencies).sin())
+    torch.testing.assert_close(packed.cos[:, 0], (positions[:, None] * frequencies).cos())
 
 
 def test_demonstrations_are_loaded_as_samples_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,114 @@
+"""Calls by handle."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from realsys.cluster.topology import routing_table, whole_mesh
+from realsys.config.allocation import ParallelLayout
+from realsys.errors import RemoteError, StreamError
+from realsys.stream.request_reply import MasterStream, WorkerEndpoint
+from realsys.stream.routing import RoutedStream
+from realsys.types import Empty
+from tests.stream_parts import BOUND_S
+
+LAYOUT = ParallelLayout(data=2, pipeline=2, tensor=2)
+
+
+class Who(msgspec.Struct):
+    index: int
+
+
+async def routed_mesh(stream: MasterStream) -> tuple[RoutedStream, list[WorkerEndpoint]]:
+    endpoints = [WorkerEndpoint(i, stream.address) for i in range(LAYOUT.world_size)]
+    await stream.barrier(range(LAYOUT.world_size), BOUND_S)
+    return RoutedStream(stream, routing_table({"actor": whole_mesh(LAYOUT)})), endpoints
+
+
+async def answer(endpoint: WorkerEndpoint, count: int = 1) -> list[str]:
+    def serve() -> list[str]:
+        handlers = []
+        for _ in range(count):
+            request = endpoint.next_request(BOUND_S)
+            assert request is not None
+            handlers.append(request.handler)
+            endpoint.reply(request, Who(endpoint.index))
+        return handlers
+
+    return await asyncio.to_thread(serve)
+
+
+async def close(stream: MasterStream, endpoints: list[WorkerEndpoint]) -> None:
+    for endpoint in endpoints:
+        await asyncio.to_thread(endpoint.close)
+    stream.close()
+
+
+def test_handles_lead_to_their_workers() -> None:
+    async def run() -> None:
+        stream = MasterStream()
+        routed, endpoints = await routed_mesh(stream)
+        for handle, worker in (
+            ("__data0__", 4),
+            ("__data1__", 6),
+            ("actor/__data1__", 6),
+            ("actor@d1t1p0", 3),
+            ("5", 5),
+            (7, 7),
+        ):
+            call = routed.request(handle, "who", Empty(), Who)
+            await answer(endpoints[worker])
+            assert (await asyncio.wait_for(call, BOUND_S)).index == worker
+        with pytest.raises(StreamError, match="no worker for handle='critic@d0t0p0'; the routing table has 0, 1, "):
+            routed.worker("critic@d0t0p0")
+        await close(stream, endpoints)
+
+    asyncio.run(run())
+
+
+def test_a_broadcast_goes_to_each_worker_once_and_answers_in_order() -> None:
+    async def run() -> None:
+        stream = MasterStream()
+        routed, endpoints = await routed_mesh(stream)
+        handles = ["__data1__", 3, "actor@d0t0p0", "6"]  # __data1__ and 6 are one worker
+        replies, *_ = await asyncio.gather(
+            routed.broadcast(handles, "who", Empty(), Who), *(answer(endpoints[worker]) for worker in (6, 3, 0))
+        )
+        assert [reply.index for reply in replies] == [6, 3, 0]
+        await close(stream, endpoints)
+
+    asyncio.run(run())
+
+
+def test_concurrent_broadcasts_reach_every_worker_in_one_order() -> None:
+    async def run() -> None:
+        stream = MasterStream()
+        routed, endpoints = await routed_mesh(stream)
+        everyone = range(LAYOUT.world_size)
+        orders = [everyone, reversed(everyone), [3, 1, *everyone]]
+        calls = [routed.broadcast(order, f"call{i}", Empty(), Who) for i, order in enumerate(orders)]
+        _, handled = await asyncio.gather(
+            asyncio.gather(*calls), asyncio.gather(*(answer(endpoint, 3) for endpoint in endpoints))
+        )
+        assert handled == [handled[0]] * LAYOUT.world_size
+        await close(stream, endpoints)
+
+    asyncio.run(run())
+
+
+def test_the_first_failure_of_a_broadcast_is_raised_though_others_hang() -> None:
+    async def run() -> None:
+        stream = MasterStream()
+        routed, endpoints = await routed_mesh(stream)
+        call = asyncio.ensure_future(routed.broadcast([0, 1, 2], "mfc", Empty(), Empty))
+        request = await asyncio.to_thread(endpoints[1].next_request, BOUND_S)
+        assert request is not None
+        endpoints[1].reply_error(request, ValueError("no such interface"))
+        with pytest.raises(RemoteError, match="model_worker/1: mfc: ValueError: no such interface"):
+            await asyncio.wait_for(call, BOUND_S)
+        await close(stream, endpoints)
+
+    asyncio.run(run())

@@ -1,0 +1,146 @@
+"""Keys: who is let in, and how they are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zmq
+
+from realsys.errors import StreamError, WaitTimeout
+from realsys.stream.push_pull import Puller, Pusher
+from realsys.stream.request_reply import MasterStream, WorkerEndpoint
+from realsys.stream.security import KEY_FILE, CurveKeys, ensure_keys, keys_for, load_keys
+from realsys.types import Empty
+from tests.stream_parts import BOUND_S, PullerThread, make_group
+
+
+@pytest.fixture(scope="module")
+def keys() -> CurveKeys:
+    return CurveKeys.generate()
+
+
+def test_keys_are_made_once_and_kept_private(tmp_path: Path) -> None:
+    directory = tmp_path / "keys"
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(ensure_keys, [directory] * 8))
+    assert made == [made[0]] * 8
+    assert load_keys(directory) == made[0]
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert [path.name for path in directory.iterdir()] == [KEY_FILE]
+    assert stat.S_IMODE((directory / KEY_FILE).stat().st_mode) == 0o600
+    assert made[0].server_secret.decode() not in repr(made[0])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.chmod(0o644), "mode 0644 lets others read them; chmod 600"),
+        (lambda path: path.write_text("{}"), "missing required field"),
+        (lambda path: path.write_text(path.read_text().replace('"server_public":"', '"server_public":"x')), "40 char"),
+        (lambda path: path.unlink(), "No such file or directory; the launcher makes them"),
+    ],
+)
+def test_spoiled_keys_are_an_error_that_names_the_file(tmp_path: Path, spoil, message: str) -> None:
+    ensure_keys(tmp_path)
+    spoil(tmp_path / KEY_FILE)
+    with pytest.raises(StreamError, match=message) as caught:
+        load_keys(tmp_path)
+    assert str(tmp_path / KEY_FILE) in str(caught.value)
+
+
+def test_loopback_needs_no_keys_and_the_rest_is_refused_without(tmp_path: Path) -> None:
+    assert keys_for("127.0.0.1", tmp_path) is None
+    assert keys_for("localhost", tmp_path) is None
+    assert not list(tmp_path.iterdir())
+    assert isinstance(keys_for("10.0.0.1", tmp_path), CurveKeys)
+    with pytest.raises(StreamError, match=r"socket on host=0.0.0.0: beyond loopback it needs keys"):
+        Puller("0.0.0.0")
+
+
+def test_a_socket_beyond_loopback_opens_with_keys(keys: CurveKeys) -> None:
+    puller = Puller("0.0.0.0", keys=keys)
+    assert not puller.address.startswith("tcp://0.0.0.0:")  # an address others can connect to
+    puller.close()
+
+
+def test_an_address_of_another_host_is_an_error(keys: CurveKeys) -> None:
+    with pytest.raises(StreamError, match=r"host=192.0.2.1: cannot bind: .*; is it an address of this host"):
+        Puller("192.0.2.1", keys=keys)
+
+
+def test_members_push_and_call_under_encryption(keys: CurveKeys) -> None:
+    async def run(puller: PullerThread) -> None:
+        pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0", keys=keys)
+        await pusher.push(make_group("t0"))
+        await pusher.close()
+        stream = MasterStream(keys=keys)
+        endpoint = WorkerEndpoint(0, stream.address, keys=keys)
+        await stream.barrier([0], BOUND_S)
+        call = stream.request(0, "echo", Empty(), Empty)
+        request = await asyncio.to_thread(endpoint.next_request, BOUND_S)
+        assert request is not None
+        endpoint.reply(request, Empty())
+        await asyncio.wait_for(call, BOUND_S)
+        await asyncio.to_thread(endpoint.close)
+        stream.close()
+
+    puller = PullerThread(keys=keys)
+    try:
+        asyncio.run(run(puller))
+    finally:
+        puller.close()
+    assert puller.tickets == ["t0"]
+
+
+def strangers(keys: CurveKeys) -> dict[str, CurveKeys | None]:
+    other = CurveKeys.generate()
+    own_client = replace(keys, client_public=other.client_public, client_secret=other.client_secret)
+    return {"no key": None, "another trial's keys": other, "the server's public key only": own_client}
+
+
+@pytest.mark.parametrize("who", ["no key", "another trial's keys", "the server's public key only"])
+def test_a_stranger_is_not_let_in(keys: CurveKeys, who: str) -> None:
+    stranger = strangers(keys)[who]
+
+    async def run(puller: PullerThread) -> None:
+        pusher = Pusher(lambda dp: puller.address, [0], "stranger", keys=stranger, push_timeout_s=0.4)
+        with pytest.raises(WaitTimeout, match="group t0 not acknowledged in 0.4 s by puller 0 .*"):
+            await pusher.push(make_group("t0"))
+        await pusher.close()
+        stream = MasterStream(keys=keys)
+        endpoint = WorkerEndpoint(0, stream.address, keys=stranger)
+        with pytest.raises(WaitTimeout, match="model_worker/0 did not connect"):
+            await stream.barrier([0], 0.3)
+        await asyncio.to_thread(endpoint.close)
+        stream.close()
+
+    puller = PullerThread(keys=keys)
+    try:
+        asyncio.run(run(puller))
+    finally:
+        puller.close()
+    assert puller.tickets == []
+    assert puller.stats.malformed == 0  # not even decoded
+
+
+def test_a_member_is_told_that_it_was_rejected(keys: CurveKeys) -> None:
+    stranger = strangers(keys)["the server's public key only"]
+    puller = Puller(keys=keys)
+    endpoint = WorkerEndpoint(0, puller.address, keys=stranger)
+    with pytest.raises(WaitTimeout, match="do both sides use the same keys"):
+        endpoint.wait_connected(0.5)
+    endpoint.close()
+    puller.close()
+
+
+def test_what_crosses_the_wire_is_encrypted(keys: CurveKeys) -> None:
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    keys.secure_client(dealer)
+    assert dealer.getsockopt(zmq.MECHANISM) == zmq.CURVE
+    context.destroy(linger=0)

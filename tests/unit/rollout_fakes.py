@@ -1,0 +1,109 @@
+"""The network ends of a rollout, in memory: a manager and generation servers that a test scripts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from realsys.admission.messages import (
+    AllocateReply,
+    AllocateRequest,
+    FinishReply,
+    FinishRequest,
+    ScheduleReply,
+    ScheduleRequest,
+)
+from realsys.generation.client import Generated, SamplingSpec
+from realsys.types import FinishReason, Ticket, TrajectoryGroup
+
+STEP = 1000  # a fake server's k-th token after ``length`` input tokens is STEP + length + k
+
+
+def generated(input_len: int, count: int, version: int, reason: FinishReason) -> Generated:
+    """Tokens that say where in the sequence they were sampled, log-probs that say by which version."""
+    tokens = np.arange(STEP + input_len, STEP + input_len + count, dtype=np.int32)
+    return Generated(tokens, np.full(count, -0.5 - version, np.float32), np.full(count, version, np.int32), reason)
+
+
+@dataclass
+class Call:
+    """One request a server got."""
+
+    url: str
+    input_ids: list[int]
+    spec: SamplingSpec
+    rid: str
+    seed: int
+
+
+@dataclass
+class FakeServers:
+    """``script`` is consumed one entry per request: what to answer, or what to raise."""
+
+    script: list[object]
+    calls: list[Call] = field(default_factory=list)
+
+    async def generate(
+        self, url: str, input_ids: Sequence[int], spec: SamplingSpec, *, rid: str, seed: int
+    ) -> list[Generated]:
+        self.calls.append(Call(url, list(input_ids), spec, rid, seed))
+        await asyncio.sleep(0)
+        step = self.script.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        assert isinstance(step, list)
+        return [generated(len(input_ids), *answer) for answer in step]
+
+
+@dataclass
+class FakeScheduler:
+    """Names servers a, b, c, ... in turn; raises what ``error`` says."""
+
+    requests: list[ScheduleRequest] = field(default_factory=list)
+    error: Exception | None = None
+
+    async def schedule(self, request: ScheduleRequest) -> ScheduleReply:
+        if self.error is not None:
+            raise self.error
+        name = chr(ord("a") + len(self.requests) % 26)
+        self.requests.append(request)
+        return ScheduleReply(name, f"http://{name}", 0)
+
+
+class FakeManager:
+    """Hands out what a test puts in; says when a finish has come."""
+
+    def __init__(self) -> None:
+        self.grants: asyncio.Queue[list[Ticket]] = asyncio.Queue()
+        self.allocations: list[AllocateRequest] = []
+        self.finished: asyncio.Queue[FinishRequest] = asyncio.Queue()
+        self.finish_error: Exception | None = None
+        self.known = True
+
+    async def allocate(self, request: AllocateRequest) -> AllocateReply:
+        self.allocations.append(request)
+        tickets = await self.grants.get()
+        assert len(tickets) <= request.max_tickets
+        return AllocateReply(tickets)
+
+    async def finish(self, request: FinishRequest) -> FinishReply:
+        if self.finish_error is not None:
+            raise self.finish_error
+        self.finished.put_nowait(request)
+        return FinishReply(self.known)
+
+
+class FakePusher:
+    """Keeps what is pushed; raises what ``error`` says."""
+
+    def __init__(self) -> None:
+        self.groups: list[TrajectoryGroup] = []
+        self.error: Exception | None = None
+
+    async def push(self, group: TrajectoryGroup) -> None:
+        if self.error is not None:
+            raise self.error
+        self.groups.append(group)
