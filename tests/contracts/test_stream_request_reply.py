@@ -26,7 +26,7 @@ class Number(msgspec.Struct):
 
 
 class Answering:
-    """A worker whose main thread answers: ``echo`` gives the number back, ``fail`` raises, ``hold`` waits for ``gate``."""
+    """A worker that answers: ``echo`` gives the number back, ``fail`` raises, ``hold`` waits for ``gate``."""
 
     def __init__(self, index: int, address: str, **options: Any) -> None:
         self.endpoint = WorkerEndpoint(index, address, **options)
