@@ -19,6 +19,10 @@ async def serve(ctx: WorkerContext) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(stop.set)
 
+    def register(address: str) -> None:
+        ctx.register(ctx.names.gserver_manager, address)
+        ctx.set_state("serving")
+
     ctx.on_stop(request_stop)
     parts = ManagerParts(
         config=ctx.config,
@@ -27,7 +31,7 @@ async def serve(ctx: WorkerContext) -> None:
         token=ctx.token,
         ledger=ctx.paths.ledger,
         split_sizes=split_sizes(ctx.config, ctx.paths),
-        register=lambda address: ctx.register(ctx.names.gserver_manager, address),
+        register=register,
     )
     await Manager(parts).run(stop)
 

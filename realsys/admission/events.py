@@ -28,6 +28,7 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
     incarnation: str  # of the worker; "" when it had no heartbeat yet
     version: int
     time: float
+    request: str = ""  # id of the allocation it answered
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

@@ -140,11 +140,13 @@ class Ledger:
 
     # -- decisions: each applies the events it returns ---------------------------------------------------------------
 
-    def grant(self, worker: str, incarnation: str, version: int, now: float) -> Granted | None:
+    def grant(self, worker: str, incarnation: str, version: int, now: float, request: str = "") -> Granted | None:
         """The next attempt: lost and failed tickets first, oldest first; then given-back prompts; then new ones."""
-        event = self._next_grant(worker, incarnation, version, now)
-        if event is not None:
-            self.apply(event)
+        found = self._next()
+        if found is None:
+            return None
+        event = Granted(*found, worker, incarnation, version, now, request)
+        self.apply(event)
         return event
 
     def finish(self, ticket_id: str, attempt: int, outcome: Outcome, reason: str, now: float) -> Finish:
@@ -331,20 +333,17 @@ class Ledger:
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _next_grant(self, worker: str, incarnation: str, version: int, now: float) -> Granted | None:
+    def _next(self) -> tuple[str, int, int, int] | None:
+        """(ticket id, attempt, prompt index, position) of the next grant."""
         while self._reissue:
             ticket = self.open.get(heapq.heappop(self._reissue))
             if ticket is not None and ticket.state == "waiting":
-                return Granted(
-                    ticket.ticket_id, ticket.attempt + 1, ticket.prompt_index, -1, worker, incarnation, version, now
-                )
+                return ticket.ticket_id, ticket.attempt + 1, ticket.prompt_index, -1
         new = ticket_name(len(self._outcome))
         if self._prompts:
-            return Granted(new, 0, self._prompts[0], -1, worker, incarnation, version, now)
+            return new, 0, self._prompts[0], -1
         prompt = self._order.at(self.cursor)
-        if prompt is None:
-            return None
-        return Granted(new, 0, prompt, self.cursor, worker, incarnation, version, now)
+        return None if prompt is None else (new, 0, prompt, self.cursor)
 
     def _open(self, ticket_id: str, event: TicketEvent) -> OpenTicket:
         ticket = self.open.get(ticket_id)

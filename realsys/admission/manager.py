@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from realsys.admission.evaluations import PREFIX, Evaluation, Evaluations
-from realsys.admission.events import EvalAnswered, EvalStarted, Event
+from realsys.admission.events import EvalAnswered, EvalStarted, Event, Granted
 from realsys.admission.ledger import Ledger
 from realsys.admission.messages import (
     AllocateReply,
@@ -29,6 +29,7 @@ from realsys.admission.messages import (
 )
 from realsys.admission.order import PromptOrder, sampling_seed
 from realsys.admission.rates import RateWindow
+from realsys.admission.repeats import Repeats
 from realsys.admission.routing import Reservation, Reservations, RouteRequest, ServerLoad, make_strategy
 from realsys.admission.servers import Server, ServerRegistry, UpdateOrder
 from realsys.admission.staleness import StalenessBound
@@ -116,6 +117,7 @@ class ManagerState:
         self.finished_groups = RateWindow()
         self.answers: Counter[str] = Counter()  # by finish reason
         self._strategy = make_strategy(settings.routing)
+        self._repeats = Repeats()
 
     @property
     def version(self) -> int:
@@ -129,6 +131,8 @@ class ManagerState:
                 self.evaluations.apply(event)
             else:
                 self.ledger.apply(event)
+                if isinstance(event, Granted):
+                    self._repeats.remember(event.worker, event.request, self._ticket(event))
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
@@ -145,6 +149,8 @@ class ManagerState:
 
     def allocate(self, request: AllocateRequest, now: float) -> AllocateReply:
         """Grant up to ``max_tickets``: problems of evaluations first, then train tickets while admission allows."""
+        if before := self._repeats.find(request.worker, request.request_id, self._runs):
+            return AllocateReply(before)
         info = self.workers.get(request.worker)
         incarnation = info.incarnation if info else ""
         tickets: list[Ticket] = []
@@ -152,15 +158,24 @@ class ManagerState:
         while len(tickets) < request.max_tickets and reason is None:
             ticket = self.evaluations.grant(request.worker, incarnation, self._servable, self.version, now)
             if ticket is None and (reason := self.refusal()) is None:
-                ticket = self._grant_train(request.worker, incarnation, now)
+                ticket = self._grant_train(request, incarnation, now)
             if ticket is not None:
                 tickets.append(ticket)
+                self._repeats.remember(request.worker, request.request_id, ticket)
         return AllocateReply(tickets) if tickets else AllocateReply([], reason, retry_after_s=0.5)
 
-    def _grant_train(self, worker: str, incarnation: str, now: float) -> Ticket:
-        event = self.ledger.grant(worker, incarnation, self.version, now)
+    def _grant_train(self, request: AllocateRequest, incarnation: str, now: float) -> Ticket:
+        event = self.ledger.grant(request.worker, incarnation, self.version, now, request.request_id)
         assert event is not None, "refusal() said that there is a prompt"
         self.outbox.append(event)
+        return self._ticket(event)
+
+    def _runs(self, ticket: Ticket) -> bool:
+        if ticket.kind == "eval":
+            return self.evaluations.running(ticket.ticket_id, ticket.attempt) is not None
+        return self.ledger.is_running(ticket.ticket_id, ticket.attempt)
+
+    def _ticket(self, event: Granted) -> Ticket:
         seed = sampling_seed(self.settings.seed, int(event.ticket_id), event.attempt)
         return Ticket(
             event.ticket_id,

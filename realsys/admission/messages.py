@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,11 +17,15 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class AllocateRequest(msgspec.Struct):
-    """POST /allocate_rollout: held up to ``wait_s`` (at most 10 s) until something can be granted."""
+    """POST /allocate_rollout: held up to ``wait_s`` (at most 10 s) until something can be granted.
+
+    Sent again with the same ``request_id`` (its reply was lost), it gets the tickets it got, if they still run.
+    """
 
     worker: Identifier
     max_tickets: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     wait_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    request_id: Annotated[str, msgspec.Meta(max_length=64)] = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class AllocateReply(msgspec.Struct):

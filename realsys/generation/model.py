@@ -26,7 +26,9 @@ class Decoder:
         device = weights.embedding.device
         self._dtype = weights.embedding.dtype
         self._scale = 1.0 / math.sqrt(arch.head_dim)
-        self._norm_eps = math.sqrt(arch.hidden_size * arch.rms_norm_eps)
+        self._norm_eps = torch.tensor(
+            math.sqrt(arch.hidden_size * arch.rms_norm_eps), dtype=self._dtype, device=device
+        )
         self._rotary = rotary_table(arch, cache.context).to(device)
         self._positions = torch.arange(cache.context, device=device)
         #: index of position 0 of every (row, head) in a layer of the cache seen as [rows * H * context, D]
@@ -134,7 +136,7 @@ class Decoder:
         """RMSNorm. Without a gain: x / sqrt(|x|^2 + hidden * eps), what is missing is folded into the next matrix."""
         if gain is None:
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return x / torch.hypot(norm, torch.full_like(norm, self._norm_eps))
+            return x / torch.hypot(norm, self._norm_eps)
         return F.rms_norm(x, (self.arch.hidden_size,), gain, self.arch.rms_norm_eps)
 
 

@@ -126,12 +126,13 @@ class ManagerClient:
                     waited = f"waited {self._no_server_patience_s:g} s for a generation server"
                     raise GenerationError(f"{waited}: {_reason(payload)}")
             elif status == 0 or status >= 500:
-                away_since = away_since or now
                 problem = problem or f"status {status}: {_reason(payload)}"
+                if away_since is None:  # once per call, not per try
+                    log.warning("gserver_manager %s: %s; trying again", path, problem)
+                    away_since = now
                 if now - away_since > self._patience_s:
                     waited = f"waited {self._patience_s:g} s for the gserver_manager to answer {path}"
                     raise WaitTimeout(f"{waited}: {problem}; see its log")
-                log.warning("gserver_manager %s: %s; trying again", path, problem)
             elif status == SUPERSEDED:
                 raise RolloutSuperseded(_reason(payload))
             else:

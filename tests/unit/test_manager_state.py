@@ -247,6 +247,29 @@ def test_worker_seen_late_is_bound_to_its_first_incarnation() -> None:
     assert state.observe_workers({"w": beat["w"].replace("5", "6")}, 0.0) == [ticket.ticket_id]
 
 
+def test_lapsed_lease_releases_the_reservation_and_reissues() -> None:
+    state = ready(lease_s=10.0)
+    state.evaluate(EvaluateRequest("e", "eval", 1), 0.0)
+    granted = tickets(state, 3)
+    for ticket in granted:
+        place(state, ticket)
+    assert state.expire(10.0) == []
+    assert sorted(state.expire(10.1)) == sorted(ticket.ticket_id for ticket in granted)
+    assert len(state.reservations) == 0 and state.reservations.load("generation_server/0") == (0, 0)
+    assert [(ticket.kind, ticket.attempt) for ticket in tickets(state, 3)] == [("eval", 1), ("train", 1), ("train", 1)]
+
+
+def test_repeated_allocation_gets_its_tickets_once_more_and_no_new_ones() -> None:
+    state = ready()
+    request = AllocateRequest("w", 2, request_id="one")
+    first = state.allocate(request, 0.0).tickets
+    assert state.allocate(request, 0.0).tickets == first and state.ledger.counted == 2
+    assert state.allocate(AllocateRequest("other", 1, request_id="one"), 0.0).tickets[0] not in first
+    state.expire(1e6)
+    fresh = state.allocate(request, 0.0).tickets
+    assert [(ticket.ticket_id, ticket.attempt) for ticket in fresh] == [(ticket.ticket_id, 1) for ticket in first]
+
+
 def test_evaluation_needs_its_version_and_takes_newer_ones() -> None:
     state = ready()
     state.publish(version(1))
