@@ -16,6 +16,7 @@ setup(
         "fastapi>=0.110",
         "httptools>=0.6",
         "hydra-core>=1.3",
+        "jinja2>=3.1",  # chat templates
         "matplotlib>=3.8",
         "math-verify>=0.8",
         "megatron-core>=0.16.1,<0.17",

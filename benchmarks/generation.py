@@ -1,9 +1,9 @@
 """Tokens per second of the embedded engine, against ``transformers.generate`` and a bare decode loop.
 
 Everything runs on one core: engine, HTTP server and client share it. The bare loop is what a batch of equal answers
-could reach with plain torch: static cache, no scheduling, no requests, no HTTP. ``transformers.generate`` is called as a
-user would, with its default cache; a batch of unequal answers runs until the longest is done, and only tokens that were
-asked for count.
+could reach with plain torch: static cache, no scheduling, no requests, no HTTP. ``transformers.generate`` is called as
+a user would, with its default cache; a batch of unequal answers runs until the longest is done, and only tokens that
+were asked for count.
 
     python -m benchmarks.generation [--repeats 3] [--concurrent 1 8 32 64] [--lengths equal heavy]
 """

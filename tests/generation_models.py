@@ -8,8 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 from realsys.generation.architecture import read_architecture
@@ -71,7 +78,9 @@ def make_core(path: Path, *, max_running: int = 8, max_queued: int = 64, context
     return EngineCore(arch, read_weights(path), max_running=max_running, max_queued=max_queued, context=context)
 
 
-def make_request(rid: str, prompt: list[int], *, seed: int = 0, stops: tuple[int, ...] = (), **params: object) -> Request:
+def make_request(
+    rid: str, prompt: list[int], *, seed: int = 0, stops: tuple[int, ...] = (), **params: object
+) -> Request:
     done: Future[list[AnswerResult]] = Future()
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
     return Request(rid, np.asarray(prompt, np.int32), sampling, seed, stops, done)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import uvloop
 
+from realsys.cluster.aio import stop_event
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.data.prompts import split_sizes
 from workers.manager_process import Manager, ManagerParts
@@ -13,17 +12,11 @@ from workers.manager_process import Manager, ManagerParts
 
 async def serve(ctx: WorkerContext) -> None:
     """Run the manager until the worker is asked to stop."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def request_stop() -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(stop.set)
 
     def register(address: str) -> None:
         ctx.register(ctx.names.gserver_manager, address)
         ctx.set_state("serving")
 
-    ctx.on_stop(request_stop)
     parts = ManagerParts(
         config=ctx.config,
         names=ctx.names,
@@ -33,7 +26,7 @@ async def serve(ctx: WorkerContext) -> None:
         split_sizes=split_sizes(ctx.config, ctx.paths),
         register=register,
     )
-    await Manager(parts).run(stop)
+    await Manager(parts).run(stop_event(ctx))
 
 
 def main() -> None:

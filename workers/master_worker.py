@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
@@ -40,6 +41,7 @@ class Master:
         config, paths = ctx.config, ctx.paths
         self._ctx, self._config, self._paths, self._manager, self._log = ctx, config, paths, manager, step_log
         self._stream = stream
+        self._phase, self._shown = "start", dict[str, Any]()
         self._model_dir = Path(config.model.path) if config.model.path else paths.model
         self._mesh: Mesh = whole_mesh(parse_allocation(config.allocation).training)
         routed = RoutedStream(stream, routing_table({"actor": self._mesh}))
@@ -55,31 +57,38 @@ class Master:
             save=self._workers.save_weights,
         )
 
-    def _phase(self, phase: str) -> None:
+    async def _enter(self, phase: str) -> None:
+        """A new phase of the run: in the step log, the heartbeat and the name store."""
         self._log.append({"kind": "phase", "phase": phase, "time": time.time()})
         self._ctx.set_state(phase)
-        value = msgspec.json.encode({"phase": phase, "time": time.time()}).decode()
-        self._ctx.store.add(self._ctx.names.status, value, replace=True)
+        self._phase = phase
+        await self._show({})
+
+    async def _show(self, fields: dict[str, Any]) -> None:
+        """What the status page says of the run; ``fields`` stay until they are replaced."""
+        self._shown.update(fields)
+        value = msgspec.json.encode({"phase": self._phase, "time": time.time(), **self._shown}).decode()
+        await asyncio.to_thread(self._ctx.store.add, self._ctx.names.status, value, replace=True)
 
     async def run(self) -> None:
         config = self._config
         loop = self._build_loop()
-        self._phase("connect")
+        await self._enter("connect")
         await self._stream.barrier(list(self._mesh.workers), config.cluster.connect_timeout_s)
         await self._workers.initialize(str(self._model_dir))
         if config.warmup.steps:
-            self._phase("warmup")
+            await self._enter("warmup")
             await self._warm_up()
-        self._phase("publish")
+        await self._enter("publish")
         await self._publisher.publish(0, 0)
         await self._evaluate("before", 0)
-        self._phase("train")
+        await self._enter("train")
         steps = await loop.run()
         await self._evaluate("after", steps)
         newest = self._publisher.newest
         assert newest is not None
         await asyncio.to_thread(export_copy, Path(newest.path), self._paths.final_model)
-        self._phase("done")
+        await self._enter("done")
 
     def _build_loop(self) -> TrainLoop:
         config = self._config
@@ -95,6 +104,7 @@ class Master:
             manager=self._manager,
             evaluations=self._evaluations,
             step_log=self._log,
+            show=self._show,
             total_steps=planned_steps(config, prompts.size("train")),
         )
         self._stream.on_notice("samples_arrived", SamplesArrived, lambda notice: loop.on_samples(notice.samples))
@@ -120,7 +130,7 @@ class Master:
         problems = self._config.evaluation.problems
         if not problems:
             return
-        self._phase("evaluate")
+        await self._enter("evaluate")
         self._log.append(await self._evaluations.run(eval_id, problems, step))
 
 

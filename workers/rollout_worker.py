@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import uvloop
 
+from realsys.cluster.aio import stop_event
 from realsys.cluster.topology import group_contiguously
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.config.allocation import parse_allocation
@@ -68,18 +68,6 @@ async def serve(ctx: WorkerContext) -> None:
         await pusher.close()
         await generation.close()
         await manager.close()
-
-
-def stop_event(ctx: WorkerContext) -> asyncio.Event:
-    """Set, on this event loop, when the worker is asked to stop."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def request_stop() -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(stop.set)
-
-    ctx.on_stop(request_stop)
-    return stop
 
 
 def main() -> None:

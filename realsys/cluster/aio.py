@@ -1,4 +1,4 @@
-"""A worker's body as a coroutine."""
+"""A worker's body as a coroutine: the request to stop, on its event loop."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ from realsys.cluster.worker import WorkerContext
 log = logging.getLogger(__name__)
 
 
+def stop_event(ctx: WorkerContext) -> asyncio.Event:
+    """Set, on the running event loop, when the worker is asked to stop."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def request_stop() -> None:  # from the signal thread
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
+
+    ctx.on_stop(request_stop)
+    return stop
+
+
 async def run_until_stopped(ctx: WorkerContext, work: Coroutine[Any, Any, None]) -> bool:
     """Run ``work`` until it ends or the worker is asked to stop, whichever is first; then it is cancelled.
 
     Returns whether it ended by itself. What it raises comes out here.
     """
-    loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
-
-    def stop() -> None:
-        loop.call_soon_threadsafe(stopped.set)
-
-    ctx.on_stop(stop)
     task = asyncio.ensure_future(work)
-    stopping = asyncio.create_task(stopped.wait(), name="stop")
+    stopping = asyncio.create_task(stop_event(ctx).wait(), name="stop")
     try:
         await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

@@ -26,9 +26,7 @@ class Decoder:
         device = weights.embedding.device
         self._dtype = weights.embedding.dtype
         self._scale = 1.0 / math.sqrt(arch.head_dim)
-        self._norm_eps = torch.tensor(
-            math.sqrt(arch.hidden_size * arch.rms_norm_eps), dtype=self._dtype, device=device
-        )
+        self._norm_eps = torch.tensor(math.sqrt(arch.hidden_size * arch.rms_norm_eps), dtype=self._dtype, device=device)
         self._rotary = rotary_table(arch, cache.context).to(device)
         self._positions = torch.arange(cache.context, device=device)
         #: index of position 0 of every (row, head) in a layer of the cache seen as [rows * H * context, D]

@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from realsys.admission.messages import TrainedRequest
 from realsys.algorithm.schedule import learning_rate
@@ -36,6 +38,9 @@ from realsys.types import SampleMeta
 
 log = logging.getLogger(__name__)
 
+#: what the manager's status page shows of the last step
+SHOWN = ("step", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy")
+
 
 class TrainLoop:
     """Asynchronous PPO: takes groups as they arrive, trains, publishes, reports."""
@@ -51,11 +56,12 @@ class TrainLoop:
         manager: ManagerClient,
         evaluations: Evaluations,
         step_log: StepLog,
+        show: Callable[[dict[str, Any]], Awaitable[None]],
         total_steps: int,
     ) -> None:
         self._config, self._mesh, self._workers = config, mesh, workers
         self._executor, self._publisher, self._manager, self._log = executor, publisher, manager, step_log
-        self._evaluations, self._total_steps = evaluations, total_steps
+        self._evaluations, self._show, self._total_steps = evaluations, show, total_steps
         self._buffer = SequenceBuffer(config.rollout.group_size)
         self._unwanted: list[SampleMeta] = []  # to be freed at the next step
         self._arrived = asyncio.Event()
@@ -124,22 +130,20 @@ class TrainLoop:
             "total": end - begin,
         }
         inference_stats = {f"inf/{key}": value for key, value in inference.stats.items()} if inference else {}
-        self._log.append(
-            {
-                "kind": "train",
-                "time": time.time(),
-                "step": step,
-                "total": self._total_steps,
-                "version": step,
-                "seconds": seconds,
-                "dropped_stale": dropped,
-                "train_tokens_per_s": statistics["tokens"] / max(1e-9, seconds["inf"] + seconds["train"]),
-                "consumed_tokens_per_s": statistics["answer_tokens"] / max(1e-9, seconds["total"]),
-                "lr": rate,
-                "stats": {**training.stats, **inference_stats},
-                **statistics,
-            }
-        )
+        record = {
+            "step": step,
+            "total": self._total_steps,
+            "version": step,
+            "seconds": seconds,
+            "dropped_stale": dropped,
+            "train_tokens_per_s": statistics["tokens"] / max(1e-9, seconds["inf"] + seconds["train"]),
+            "consumed_tokens_per_s": statistics["answer_tokens"] / max(1e-9, seconds["total"]),
+            "lr": rate,
+            "stats": {**training.stats, **inference_stats},
+            **statistics,
+        }
+        self._log.append({"kind": "train", "time": time.time(), **record})
+        await self._show({key: record[key] for key in SHOWN})
 
     async def _next_batch(self, version: int) -> tuple[Batch, int]:
         """Wait for a batch's worth of groups inside the staleness bound; the too old are given back to the manager.

@@ -17,7 +17,7 @@ from zmq.utils import garbage
 from realsys.cluster.topology import group_contiguously
 from realsys.errors import KeyMissing, StreamError, WaitTimeout
 from realsys.stream.codec import encode_group
-from realsys.stream.protocol import Push, PushNack
+from realsys.stream.protocol import Push, PushAck, PushNack
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.types import TrajectoryGroup
 from tests.stream_parts import BOUND_S, CuttableProxy, PullerCrash, PullerThread, make_group, pulling
@@ -59,9 +59,10 @@ def test_large_groups_reuse_their_memory_without_mixing() -> None:
     sums: list[int] = []
 
     async def run(puller: PullerThread) -> None:
-        pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0", max_in_flight=2)
-        for length in range(200_000, 200_012):
-            await pusher.push(make_group(str(length), answers=1, length=length))
+        pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0", max_in_flight=3)
+        groups = [make_group(str(length), answers=1, length=length) for length in range(200_000, 200_012)]
+        async with asyncio.timeout(BOUND_S):
+            await asyncio.gather(*map(pusher.push, groups))
         await pusher.close()
 
     with pulling(lambda group: sums.append(int(group.trajectories[0].tokens.sum(dtype=int)))) as puller:
@@ -289,26 +290,35 @@ def test_a_defect_in_resolve_is_raised_by_push() -> None:
 
 
 def test_no_more_than_the_limit_is_in_flight() -> None:
-    gate = threading.Event()
-    taken: list[str] = []
+    """A puller by hand that acknowledges when it likes."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
 
-    def hold(group: TrajectoryGroup) -> None:
-        taken.append(group.ticket.ticket_id)
-        assert gate.wait(BOUND_S)
+    def receive() -> tuple[bytes, int]:
+        assert router.poll(BOUND_S * 1000)
+        route, header, *_ = router.recv_multipart()
+        return route, msgspec.msgpack.decode(header, type=Push).sequence
 
-    async def run(puller: PullerThread) -> None:
-        pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0", max_in_flight=2)
-        pushes = [asyncio.create_task(pusher.push(make_group(ticket))) for ticket in names(5)]
-        done, waiting = await asyncio.wait(pushes, timeout=0.2)
-        assert (len(done), len(waiting), len(taken)) == (0, 5, 1)
-        gate.set()
-        async with asyncio.timeout(BOUND_S):
-            await asyncio.gather(*pushes)
+    async def run() -> None:
+        pusher = Pusher(lambda dp: address, [0], "rollout_worker/0", max_in_flight=2)
+        pushes = asyncio.create_task(push_all(pusher, names(5)))
+        (route, first), (_, second) = [await asyncio.to_thread(receive) for _ in range(2)]
+        assert (first, second) == (0, 1)
+        assert not await asyncio.to_thread(router.poll, 200)
+        router.send_multipart([route, msgspec.msgpack.encode(PushAck([0]))])
+        assert (await asyncio.to_thread(receive))[1] == 2
+        router.send_multipart([route, msgspec.msgpack.encode(PushAck([1, 2]))])
+        assert {(await asyncio.to_thread(receive))[1] for _ in range(2)} == {3, 4}
+        router.send_multipart([route, msgspec.msgpack.encode(PushAck([3, 4]))])
+        await pushes
         await pusher.close()
 
-    with pulling(hold) as puller:
-        asyncio.run(run(puller))
-    assert puller.tickets == names(5)
+    try:
+        asyncio.run(run())
+    finally:
+        context.destroy(linger=0)
 
 
 def test_a_group_the_store_refuses_is_a_stream_error_for_its_sender_only() -> None:

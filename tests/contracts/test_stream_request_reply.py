@@ -15,6 +15,8 @@ import pytest
 import zmq
 
 from realsys.errors import DecodeError, Fenced, RemoteError, StreamError, WaitTimeout, WorkerLost
+from realsys.stream.codec import encode_message
+from realsys.stream.protocol import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, Request, WorkerEndpoint
 from realsys.types import ClearRequest, SampleMeta, SamplesArrived, TrajectoryGroup
@@ -248,6 +250,67 @@ def test_a_cut_connection_loses_and_doubles_nothing() -> None:
         assert proxy.accepted >= 2
         await asyncio.to_thread(worker.close)
         await asyncio.to_thread(proxy.close)
+        stream.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_sent_twice_is_handled_once() -> None:
+    """A master by hand."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+    endpoint = WorkerEndpoint(0, address, incarnation="1")
+    try:
+        assert router.poll(BOUND_S * 1000)
+        route, hello = router.recv_multipart()
+        assert msgspec.msgpack.decode(hello, type=Hello) == Hello(0, "1", 0)
+        for frames in (
+            [encode_message(Welcome(0))],
+            [encode_message(RequestHeader(1, "first")), b""],
+            [b"garbage"],
+            [encode_message(RequestHeader(1, "again")), b""],
+            [encode_message(RequestHeader(2, "second"))],  # without its payload
+            [encode_message(RequestHeader(3, "third")), b""],
+        ):
+            router.send_multipart([route, *frames])
+        requests = [endpoint.next_request(BOUND_S) for _ in range(2)]
+        assert [request.handler for request in requests if request] == ["first", "third"]
+        assert endpoint.bad_messages == 2
+    finally:
+        endpoint.close()
+        context.destroy(linger=0)
+
+
+def test_a_notice_and_a_reply_sent_twice_are_taken_once() -> None:
+    """A worker by hand."""
+
+    async def run() -> None:
+        stream = MasterStream()
+        values: list[int] = []
+        stream.on_notice("count", Number, lambda notice: values.append(notice.value))
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(stream.address)
+
+        async def receive() -> list[bytes]:
+            assert await asyncio.to_thread(dealer.poll, BOUND_S * 1000)
+            return dealer.recv_multipart()
+
+        dealer.send_multipart([encode_message(NoticeHeader(1, "count")), encode_message(Number(0))])  # before hello
+        dealer.send(encode_message(Hello(0, "1", 0)))
+        assert await receive() == [encode_message(Welcome(0))]
+        call = stream.request(0, "echo", Number(1), Number)
+        assert (await receive())[0] == encode_message(RequestHeader(1, "echo"))
+        notice = [encode_message(NoticeHeader(1, "count")), encode_message(Number(1))]
+        reply = [encode_message(ReplyHeader(2, 1, None)), encode_message(Number(5))]
+        for message in (notice, notice, reply, reply):
+            dealer.send_multipart(message)
+        assert [await receive() for _ in range(4)] == [[encode_message(Ack(number))] for number in (1, 1, 2, 2)]
+        assert values == [1]
+        assert (await call).value == 5
+        context.destroy(linger=0)
         stream.close()
 
     asyncio.run(run())

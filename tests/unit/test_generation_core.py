@@ -126,9 +126,7 @@ def test_min_new_tokens_bans_stops_but_keeps_the_logprobs(two_models):
     model, path = two_models[0]
     stops = tuple(range(60))
     [[early]] = run(make_core(path), make_request("a", PROMPTS[1], max_new_tokens=20, stops=stops))
-    [[late]] = run(
-        make_core(path), make_request("a", PROMPTS[1], max_new_tokens=20, min_new_tokens=12, stops=stops)
-    )
+    [[late]] = run(make_core(path), make_request("a", PROMPTS[1], max_new_tokens=20, min_new_tokens=12, stops=stops))
     assert len(early.tokens) < 12 < len(late.tokens) + 1
     assert not set(late.tokens[:12].tolist()) & set(stops)
     check_logprobs(model, PROMPTS[1], late)

@@ -1,0 +1,224 @@
+"""Parts of the embedded engine that need no model: layout of rows, random numbers, sampling, model directories."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realsys.errors import ModelError
+from realsys.generation.architecture import read_architecture
+from realsys.generation.layout import LayoutPlanner
+from realsys.generation.protocol import SamplingParams
+from realsys.generation.sampler import RowParams, sample
+from realsys.generation.uniforms import uniforms
+
+CPU = torch.device("cpu")
+
+
+# ---- rows
+
+
+@st.composite
+def rows_in_use(draw):
+    """Some rows of a cache with holes in it, and some answers that are not cached yet."""
+    used = draw(st.lists(st.integers(0, 40), unique=True, max_size=30))
+    current = np.asarray(used + [-1] * draw(st.integers(0, 10)), np.int64)
+    lengths = draw(st.lists(st.integers(1, 500), min_size=len(current), max_size=len(current)))
+    return current, np.asarray(lengths, np.int64), draw(st.integers(0, 2000))
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows_in_use())
+def test_layout_is_dense_and_its_groups_cover_every_row_and_length(case):
+    current, lengths, overhead = case
+    layout = LayoutPlanner(overhead).plan(current, lengths)
+    assert sorted(layout.rows) == list(range(len(current)))
+    # A move is exactly a cached row that changes its place; carried out at once, moves lead to `rows`.
+    moved = {int(a): int(b) for a, b in zip(layout.sources, layout.targets, strict=True)}
+    assert moved == {int(a): int(b) for a, b in zip(current, layout.rows, strict=True) if a >= 0 and a != b}
+    by_row = np.empty(len(current), np.int64)
+    by_row[layout.rows] = lengths
+    edge = 0
+    for group in layout.groups:
+        assert group.start == edge < group.stop
+        part = by_row[group.start : group.stop]
+        assert group.length == part.max()
+        assert group.equal == (part.min() == part.max())
+        edge = group.stop
+    assert edge == len(current)
+    if moved:
+        assert layout.moved_length == max(lengths[current == source].item() for source in moved)
+
+
+def test_one_long_answer_does_not_make_the_short_ones_pay():
+    lengths = np.asarray([20, 21, 900, 22, 20, 23], np.int64)
+    layout = LayoutPlanner(50).plan(np.arange(6), lengths)
+    read = sum((g.stop - g.start) * g.length for g in layout.groups)
+    assert read <= 900 + 5 * 23
+    assert len(LayoutPlanner(10_000).plan(np.arange(6), lengths).groups) == 1  # not worth a second group
+
+
+def test_nobody_moves_without_a_gain():
+    lengths = np.asarray([30, 31, 30, 32], np.int64)
+    layout = LayoutPlanner(100).plan(np.arange(4), lengths)
+    assert layout.rows.tolist() == [0, 1, 2, 3]
+    assert len(layout.sources) == 0
+
+
+# ---- random numbers
+
+
+def test_uniforms_are_uniform_and_differ_by_seed_answer_and_position():
+    numbers = np.concatenate([uniforms(seed, answer, 500) for seed in range(20) for answer in range(4)])
+    assert numbers.min() >= 0 and numbers.max() < 1
+    counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
+    expected = len(numbers) / 20
+    assert ((counts - expected) ** 2 / expected).sum() < 43.8  # chi square, 19 degrees of freedom, p = 0.001
+    assert len(np.unique(numbers)) > 0.99 * len(numbers)
+    assert np.abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
+
+
+def test_uniforms_have_a_prefix_that_does_not_depend_on_the_length():
+    assert uniforms(3, 1, 10).tolist() == uniforms(3, 1, 100)[:10].tolist()
+    uniforms(-1, 0, 1), uniforms(2**64 - 1, 0, 1)  # any integer is a seed
+
+
+# ---- sampling
+
+
+def draw(logits, uniform, **params):
+    rows = [SamplingParams(**params)] * len(uniform)
+    batch = torch.as_tensor(logits, dtype=torch.float32).repeat(len(uniform), 1)
+    return sample(batch, RowParams.build(rows, CPU), torch.as_tensor(uniform, dtype=torch.float32))
+
+
+def test_frequencies_are_the_probabilities_and_logprobs_are_theirs():
+    logits = torch.tensor([2.0, 0.0, 1.0, -1.0])
+    temperature = 0.7
+    expected = (logits / temperature).softmax(-1)
+    grid = (torch.arange(20_000) + 0.5) / 20_000
+    tokens, logprobs = draw(logits, grid, temperature=temperature)
+    frequencies = torch.bincount(tokens, minlength=4) / len(tokens)
+    assert (frequencies - expected).abs().max() < 1e-3
+    assert (logprobs - expected.log()[tokens]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [({"top_k": 2}, {0, 2}), ({"top_p": 0.6}, {0}), ({"top_p": 0.85}, {0, 2}), ({"top_k": 1}, {0})],
+)
+def test_filters_cut_tokens_but_not_the_logprobs(params, allowed):
+    logits = torch.tensor([2.0, 0.0, 1.0, -1.0])  # 0.644 0.087 0.237 0.032
+    tokens, logprobs = draw(logits, torch.linspace(0, 0.9999999, 101), **params)
+    assert set(tokens.tolist()) == allowed
+    assert torch.allclose(logprobs, logits.log_softmax(-1)[tokens], atol=1e-6)
+
+
+def test_a_filtered_row_leaves_the_others_alone():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    uniform = torch.tensor([0.9, 0.5, 0.99])
+    plain = SamplingParams()
+    free = sample(logits.clone(), RowParams.build([plain] * 3, CPU), uniform)[0]
+    mixed = [plain, SamplingParams(top_p=0.3), SamplingParams(temperature=0.0)]
+    tokens = sample(logits.clone(), RowParams.build(mixed, CPU), uniform)[0]
+    assert tokens[0] == free[0]
+    assert tokens[2] == logits[2].argmax()
+
+
+def test_the_extremes_of_a_uniform_draw_tokens_that_can_be_drawn():
+    logits = torch.full((1, 6), float("-inf"))
+    logits[0, 2] = logits[0, 4] = 0.0
+    tokens, logprobs = draw(logits[0], [0.0, 1 - 2**-24])
+    assert tokens.tolist() == [2, 4]
+    assert torch.isfinite(logprobs).all()
+
+
+def test_banned_tokens_are_not_drawn():
+    logits = torch.tensor([[9.0, 0.0, 0.0]]).repeat(2, 1)
+    params = RowParams.build([SamplingParams()] * 2, CPU)
+    tokens, logprobs = sample(logits, params, torch.tensor([0.2, 0.2]), torch.tensor([[0, 0], [0, 1]]))
+    assert tokens.tolist() == [2, 0]
+    assert logprobs[0] < -8.9
+
+
+# ---- model directories
+
+
+def directory(tmp_path, **changes):
+    config = {
+        "model_type": "llama",
+        "vocab_size": 10,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported: qwen2, qwen3, llama"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"layer_types": ["sliding_attention"]}, "use_sliding_window"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "needs factor"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ({"hidden_size": 0}, "hidden_size=0 must be a positive whole number"),
+        ({"vocab_size": "10"}, "vocab_size='10'"),
+    ],
+)
+def test_what_the_engine_cannot_run_is_refused_by_name(tmp_path, changes, message):
+    with pytest.raises(ModelError, match=message.replace("(", r"\(")):
+        read_architecture(directory(tmp_path, **changes))
+
+
+def test_missing_or_broken_config_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json does not exist"):
+        read_architecture(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        read_architecture(tmp_path)
+
+
+def test_end_of_text_comes_from_both_files(tmp_path):
+    directory(tmp_path, eos_token_id=3)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
+    assert read_architecture(tmp_path).eos == (3, 5)
+
+
+def test_old_and_new_spelling_of_rope_are_the_same(tmp_path):
+    old = read_architecture(directory(tmp_path, rope_theta=5e5))
+    new = read_architecture(directory(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
+    assert old == new
+    assert old.rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"min_new_tokens": 200}, "min_new_tokens"),
+        ({"n": 0}, "n=0"),
+    ],
+)
+def test_bad_sampling_parameters_are_named(params, name):
+    problem = SamplingParams(**params).problem()
+    assert problem is not None and name in problem
+    assert SamplingParams().problem() is None
