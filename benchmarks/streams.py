@@ -1,8 +1,9 @@
 """The two streams against bare ZMQ moving the same bytes, between two processes: ``python -m benchmarks.streams``.
 
 Bare ZMQ is one DEALER and one ROUTER that move each group (each payload) as one frame, without codec, checks or
-acknowledgements. The two take turns in one run, and the ratio is the median of the paired ratios: what else runs on the
-machine slows both.
+acknowledgements. "MB" are those of the arrays in memory (12 bytes per token) on both sides. The two take turns in one
+run, and "of bare" is the median of the paired ratios of throughput: what else runs on the machine slows both.
+"cpu of bare" is the same for the CPU time of both processes, which a busy machine disturbs least.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
 import statistics
 import threading
 import time
@@ -17,6 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -29,12 +32,15 @@ from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.types import Empty, Ticket, Trajectory, TrajectoryGroup
 
 ANSWERS = 8  # trajectories of a group
-IN_FLIGHT = 8
+IN_FLIGHT = 4  # groups or requests
 KEPT = 32  # groups the receiver holds, as a trainer holds a batch
 DISTINCT = 8  # groups sent in turn: one alone would never leave the caches
 PROMPT = 256
 END = b"end"
 BOUND_MS = 30_000  # no single wait of the benchmark may take longer
+
+
+Contender = Callable[[], Awaitable[None]]
 
 
 class Blob(msgspec.Struct):
@@ -190,39 +196,57 @@ async def request_bare(sock: zmq.Socket[bytes], route: bytes, data: bytes, count
             sock.send_multipart([route, data], copy=False)
 
 
-async def paired(
-    repetitions: int, ours: Callable[[], Awaitable[None]], bare: Callable[[], Awaitable[None]]
-) -> list[tuple[float, float]]:
-    """Seconds of (ours, bare), taking turns at going first; a first pair warms up."""
-    pairs: list[tuple[float, float]] = []
-    for i in range(repetitions + 1):
-        seconds = {}
-        for run in (ours, bare) if i % 2 else (bare, ours):
-            start = time.perf_counter()
-            await run()
-            seconds[run] = time.perf_counter() - start
-        pairs.append((seconds[ours], seconds[bare]))
-    return pairs[1:]
+@dataclass(frozen=True)
+class Cost:
+    seconds: float
+    cpu_seconds: float  # of both processes, all threads
 
 
-def row(
-    stream: str, case: Case, trajectories: int, n_bytes: int, pairs: list[tuple[float, float]]
-) -> dict[str, object]:
-    ours, bare = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratios = sorted(b / o for o, b in pairs)
+class Meter:
+    """Runs a pair of contenders and measures what each costs."""
+
+    def __init__(self, other_process: int, repetitions: int) -> None:
+        self._processes = (os.getpid(), other_process)
+        self._repetitions = repetitions
+
+    async def paired(self, ours: Contender, bare: Contender) -> list[tuple[Cost, Cost]]:
+        """Costs of (ours, bare), taking turns at going first; a first pair warms up."""
+        pairs: list[tuple[Cost, Cost]] = []
+        for i in range(self._repetitions + 1):
+            costs = {}
+            for run in (ours, bare) if i % 2 else (bare, ours):
+                start, cpu = time.perf_counter(), self._cpu_seconds()
+                await run()
+                costs[run] = Cost(time.perf_counter() - start, self._cpu_seconds() - cpu)
+            pairs.append((costs[ours], costs[bare]))
+        return pairs[1:]
+
+    def _cpu_seconds(self) -> float:
+        return sum(
+            int(task.joinpath("schedstat").read_text().split()[0]) / 1e9
+            for process in self._processes
+            for task in Path(f"/proc/{process}/task").iterdir()
+        )
+
+
+def row(stream: str, case: Case, trajectories: int, pairs: list[tuple[Cost, Cost]]) -> dict[str, object]:
+    ours, bare = (statistics.median(cost.seconds for cost in column) for column in zip(*pairs, strict=True))
+    ratios = sorted(b.seconds / o.seconds for o, b in pairs)
+    megabytes = 12 * case.tokens * trajectories / 1e6
     return {
         "stream": stream,
         "tokens": case.tokens,
         "trajectories/s": trajectories / ours,
-        "MB/s": n_bytes / ours / 1e6,
-        "bare MB/s": n_bytes / bare / 1e6,
+        "MB/s": megabytes / ours,
+        "bare MB/s": megabytes / bare,
         "of bare": statistics.median(ratios),
         "lowest": ratios[0],
         "highest": ratios[-1],
+        "cpu of bare": statistics.median(b.cpu_seconds / o.cpu_seconds for o, b in pairs),
     }
 
 
-async def measure(pipe: Connection, repetitions: int) -> list[dict[str, object]]:
+async def measure(pipe: Connection, meter: Meter) -> list[dict[str, object]]:
     bare_push_address, puller_address = pipe.recv()
     context = zmq.Context()
     bare_push, bare_master = context.socket(zmq.DEALER), context.socket(zmq.ROUTER)
@@ -240,21 +264,19 @@ async def measure(pipe: Connection, repetitions: int) -> list[dict[str, object]]
         for case in CASES:
             groups = [make_group(case.tokens, seed) for seed in range(DISTINCT)]
             blobs = [raw_bytes(group) for group in groups]
-            pairs = await paired(
-                repetitions,
+            pairs = await meter.paired(
                 lambda groups=groups, case=case: push_ours(pusher, groups, case.groups),
                 lambda blobs=blobs, case=case: push_bare(bare_push, blobs, case.groups),
             )
-            rows.append(row("push-pull", case, case.groups * ANSWERS, case.groups * len(blobs[0]), pairs))
+            rows.append(row("push-pull", case, case.groups * ANSWERS, pairs))
         for case in CASES:
             data = np.random.default_rng(0).bytes(12 * case.tokens)
             blob = Blob("t0/0", memoryview(data))
-            pairs = await paired(
-                repetitions,
+            pairs = await meter.paired(
                 lambda blob=blob, case=case: request_ours(stream, blob, case.requests),
                 lambda data=data, case=case: request_bare(bare_master, route, data, case.requests),
             )
-            rows.append(row("request-reply", case, case.requests, case.requests * len(data), pairs))
+            rows.append(row("request-reply", case, case.requests, pairs))
         await stream.request(0, "end", Empty(), Empty)
         bare_master.send_multipart([route, END])
     finally:
@@ -266,14 +288,14 @@ async def measure(pipe: Connection, repetitions: int) -> list[dict[str, object]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repetitions", type=int, default=15)
     repetitions = parser.parse_args().repetitions
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
     process.start()
     there.close()
     try:
-        rows = uvloop.run(measure(here, repetitions))
+        rows = uvloop.run(measure(here, Meter(process.pid or 0, repetitions)))
     finally:
         process.join(timeout=5)
         process.kill()

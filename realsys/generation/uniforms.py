@@ -23,6 +23,7 @@ def splitmix64(state: U64) -> U64:
 def uniforms(seed: int, answer: int, count: int) -> npt.NDArray[np.float32]:
     """Numbers in [0, 1) for positions 0..count-1 of an answer, with 24 random bits each."""
     key = splitmix64(np.asarray([seed & 0xFFFFFFFFFFFFFFFF], np.uint64))
-    key = splitmix64(key ^ splitmix64(np.asarray([answer], np.uint64)))
+    # Not symmetric in seed and answer: answer 1 of seed 2 must not repeat answer 2 of seed 1.
+    key = splitmix64(key ^ (np.asarray([answer], np.uint64) * _MIX_1))
     words = splitmix64(key + np.arange(count, dtype=np.uint64) * _GOLDEN)
     return ((words >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)

@@ -234,8 +234,11 @@ def _check_values(ticket_id: str, tokens: I32, logprobs: F32) -> None:
 def _expand(answers: Sequence[AnswerHeader]) -> I32:
     """Versions of all answers, one after the other, read-only."""
     runs = [run for answer in answers for run in answer.runs]
-    table = np.array(runs, dtype=np.int64).reshape(len(runs), 2)
-    versions: I32 = np.repeat(table[:, 0].astype(INT), table[:, 1])
+    versions: I32 = np.empty(sum(count for _, count in runs), dtype=INT)
+    start = 0
+    for version, count in runs:
+        versions[start : start + count] = version
+        start += count
     versions.flags.writeable = False
     return versions
 

@@ -28,7 +28,7 @@ from realsys.errors import DecodeError, Fenced, StreamError, WaitTimeout
 from realsys.stream import protocol, sockets
 from realsys.stream.codec import Buffer, decode_message, decode_with, encode_message
 from realsys.stream.protocol import Ack, Failure, Hello, NoticeHeader, Refused, ReplyHeader, RequestHeader, Welcome
-from realsys.stream.push_pull import Puller
+from realsys.stream.puller import Puller
 from realsys.stream.security import CurveKeys
 from realsys.types import TrajectoryGroup
 

@@ -26,6 +26,9 @@ from realsys.stream.protocol import Ack, Failure, Hello, NoticeHeader, Refused, 
 from realsys.stream.security import CurveKeys
 
 log = logging.getLogger(__name__)
+
+#: replies and notices are acknowledged together: until then the worker only keeps them a little longer
+ACK_DELAY_S = 0.02
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 Notice = TypeVar("Notice", bound=msgspec.Struct)
 
@@ -51,6 +54,7 @@ class _Peer:
     next_request: int = 1
     last_message: int = 0
     calls: dict[int, _Call] = field(default_factory=dict)  # by request number, ascending
+    ack: asyncio.TimerHandle | None = None  # to be sent; None: nothing new to acknowledge
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,10 @@ class MasterStream:
             return
         self._closed = True
         self._end_calls()
+        for peer in self._peers.values():
+            if peer.ack is not None:
+                peer.ack.cancel()
+                self._acknowledge(peer)
         for barrier in self._barriers:
             if not barrier.complete.done():
                 barrier.complete.set_exception(self._ended("barrier"))
@@ -197,7 +205,8 @@ class MasterStream:
             if self._failure is not None:
                 return  # not acknowledged: it was not taken in
             peer.last_message = header.number
-        self._send(route, [encode_message(Ack(peer.last_message))])
+        if peer.ack is None:
+            peer.ack = self._loop.call_later(ACK_DELAY_S, self._acknowledge, peer)
 
     def _on_hello(self, route: bytes, hello: Hello) -> None:
         retired = self._retired.setdefault(hello.index, set())
@@ -303,6 +312,11 @@ class MasterStream:
                 raise
             # the connection is gone: the worker says hello when it is back, and gets what it has not received
         self._reader.nudge()
+
+    def _acknowledge(self, peer: _Peer) -> None:
+        peer.ack = None
+        if not self._server.socket.closed:
+            self._send(peer.route, [encode_message(Ack(peer.last_message))])
 
     def _check_barriers(self) -> None:
         for barrier in self._barriers:

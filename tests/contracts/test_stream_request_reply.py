@@ -307,9 +307,12 @@ def test_a_notice_and_a_reply_sent_twice_are_taken_once() -> None:
         reply = [encode_message(ReplyHeader(2, 1, None)), encode_message(Number(5))]
         for message in (notice, notice, reply, reply):
             dealer.send_multipart(message)
-        assert [await receive() for _ in range(4)] == [[encode_message(Ack(number))] for number in (1, 1, 2, 2)]
-        assert values == [1]
-        assert (await call).value == 5
+        assert (await asyncio.wait_for(call, BOUND_S)).value == 5
+        dealer.send_multipart([encode_message(NoticeHeader(3, "count")), encode_message(Number(3))])
+        acknowledged = 0
+        while acknowledged < 3:  # acknowledgements are gathered: there may be fewer than messages
+            acknowledged = msgspec.msgpack.decode((await receive())[0], type=Ack).number
+        assert values == [1, 3]
         context.destroy(linger=0)
         stream.close()
 

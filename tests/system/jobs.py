@@ -1,14 +1,25 @@
-"""Runs whole arith jobs for the system tests: small enough for two cores, every process real."""
+"""Runs whole jobs for the system tests: small enough for two cores, every process real, seen from outside only."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from realsys.config.paths import TrialPaths
+from realsys.telemetry.steps import read_steps
+from tests.conftest import SESSION_MARK
 
 SMALL = [
     "experiment=arith",
@@ -25,46 +36,151 @@ SMALL = [
     "rollout.group_size=4",
     "train.total_steps=4",
     "evaluation.problems=16",
+    # A model this fresh is always wrong: with a penalty, and no mean taken off it, there is something to train on.
+    "rollout.reward.wrong=-1.0",
+    "train.ppo.advantage.mean=none",
+    "train.ppo.advantage.std=none",
 ]
+POLL_S = 0.02  # how often a black box is looked at; every wait has a bound of its own
 
 
+@dataclass(frozen=True)
 class Job:
-    """A finished run and what it left."""
+    """A run and what it leaves: its folder, its terminal output, its exit code once it has ended."""
 
-    def __init__(self, root: Path, result: subprocess.CompletedProcess[str]) -> None:
-        self.root, self.returncode = root, result.returncode
-        self.stdout, self.stderr = result.stdout, result.stderr
+    root: Path
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+    @property
+    def paths(self) -> TrialPaths:
+        return TrialPaths(self.root)
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        lines = (self.root / "steps.jsonl").read_text().splitlines()
-        return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+        return [record for record in read_steps(self.paths.steps) if record["kind"] == kind]
 
-    def logs(self) -> str:
-        return "\n".join(f"== {p.name}\n{p.read_text()[-1500:]}" for p in sorted((self.root / "logs").glob("*")))
+    def report(self) -> str:
+        """Everything there is to read about a failed run."""
+        logs = [f"== {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.paths.logs.glob("*"))]
+        parts = [f"exit {self.returncode}", f"== stdout\n{self.stdout[-3000:]}", f"== stderr\n{self.stderr[-3000:]}"]
+        return "\n".join(parts + logs)
 
-
-def command(fileroot: Path, trial: str, *overrides: str) -> list[str]:
-    return [sys.executable, "-m", "launch.cli", "run", *SMALL, f"fileroot={fileroot}", f"trial={trial}", *overrides]
-
-
-def run_job(fileroot: Path, trial: str, *overrides: str, timeout_s: float = 240) -> Job:
-    """Run to the end. Raises subprocess.TimeoutExpired rather than hang."""
-    result = subprocess.run(
-        command(fileroot, trial, *overrides),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    return Job(fileroot / "arith" / trial, result)
+    def completed(self) -> Job:
+        """This job; fails the test with everything there is to read unless it exited 0."""
+        assert self.returncode == 0, self.report()
+        return self
 
 
-def processes_of(trial_dir: Path) -> list[str]:
-    """Command lines of live processes that name this trial."""
+def command(*overrides: str) -> list[str]:
+    return [sys.executable, "-m", "launch.cli", "run", *overrides]
+
+
+def arith(fileroot: Path, trial: str, *overrides: str) -> tuple[Path, list[str]]:
+    """Trial folder and command of a small arith job."""
+    return fileroot / "arith" / trial, command(*SMALL, f"fileroot={fileroot}", f"trial={trial}", *overrides)
+
+
+def run(root: Path, argv: list[str], timeout_s: float = 120) -> Job:
+    """Run to the end, whatever it is. A run that hangs is stopped, and its logs are shown."""
+    with running(root, argv) as live:
+        live.wait(timeout_s)
+    return live.job
+
+
+def run_arith(fileroot: Path, trial: str, *overrides: str, timeout_s: float = 120) -> Job:
+    return run(*arith(fileroot, trial, *overrides), timeout_s=timeout_s)
+
+
+class LiveJob:
+    """A run under way: what a user with a second terminal can see of it and do to it."""
+
+    def __init__(self, root: Path, process: subprocess.Popen[str], output: tuple[Path, Path]) -> None:
+        self.root, self.process, self._output = root, process, output
+
+    @property
+    def job(self) -> Job:
+        stdout, stderr = (path.read_text() for path in self._output)
+        return Job(self.root, self.process.poll(), stdout, stderr)
+
+    def steps_done(self) -> int:
+        return len(self.job.records("train"))
+
+    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
+        """Poll until the condition is true; returns its value. Fails the test when the run ends before, or in time."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := condition()):
+            assert self.process.poll() is None, f"the run ended before {what}\n{self.job.report()}"
+            assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}\n{self.job.report()}"
+            time.sleep(POLL_S)
+        return value
+
+    def until_step(self, step: int, timeout_s: float = 60) -> None:
+        self.until(lambda: self.steps_done() >= step, f"train step {step}", timeout_s)
+
+    def pid(self, worker: str) -> int | None:
+        """Of the process that runs as ``kind/index`` now, and not of what it forked."""
+        kind, index = worker.split("/")
+        ending = [f"workers.{kind}", "--trial-dir", str(self.root), "--index", index]
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.cmdline()[-5:] == ending and child.status() != psutil.STATUS_ZOMBIE:
+                    return child.pid
+        return None
+
+    def kill(self, worker: str) -> int:
+        """SIGKILL; returns the pid that it had."""
+        pid = self.pid(worker)
+        assert pid is not None, f"{worker} does not run\n{self.job.report()}"
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def wait(self, timeout_s: float) -> Job:
+        """Wait for the end of the run."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run has not ended within {timeout_s} s\n{self.job.report()}") from None
+        return self.job
+
+
+@contextlib.contextmanager
+def running(root: Path, argv: list[str]) -> Iterator[LiveJob]:
+    """Start a run; at the end of the block it is over, in an orderly way or not."""
+    output = root.with_name(root.name + ".stdout"), root.with_name(root.name + ".stderr")
+    output[0].parent.mkdir(parents=True, exist_ok=True)
+    with output[0].open("w") as stdout, output[1].open("w") as stderr:
+        # A session of its own, as in a terminal: its Ctrl-C is not ours.
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True, start_new_session=True
+        )
+    try:
+        yield LiveJob(root, process, output)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+
+def processes_of(root: Path) -> list[str]:
+    """Command lines of live processes of this trial: they name its folder, or were forked by one that does."""
+    run_id = f"REALSYS_RUN_ID={root.parent.name}-{root.name}-"
+    mark = f"{SESSION_MARK}={os.environ[SESSION_MARK]}"
     found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if str(trial_dir) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(line)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            line = " ".join(process.cmdline())
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            ours = mark in environment and any(entry.startswith(run_id) for entry in environment)
+            if (ours or str(root) in line) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{process.pid} {line}")
     return found
+
+
+def restarts_shown(job: Job, worker: str) -> int:
+    """How often the launcher said that it restarts this worker."""
+    return len(re.findall(rf"^! {re.escape(worker)} .*; restart \d+/\d+ ", job.stdout, flags=re.MULTILINE))

@@ -100,6 +100,8 @@ def test_slabs_are_used_again_and_kept_few() -> None:
     taken = [slabs.take(size) for size in (10, 20, 30)]
     for slab in taken:
         slabs.give_back(slab)
+    assert slabs.take(5).obj is taken[2].obj  # the one given back last
+    slabs.give_back(taken[2])
     assert slabs.take(25).obj is taken[2].obj
     assert slabs.take(5).obj is taken[1].obj  # the smallest of the three was let go
     assert len(slabs.take(5).obj) == 5

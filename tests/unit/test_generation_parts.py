@@ -79,7 +79,8 @@ def test_uniforms_are_uniform_and_differ_by_seed_answer_and_position():
     counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
     expected = len(numbers) / 20
     assert ((counts - expected) ** 2 / expected).sum() < 43.8  # chi square, 19 degrees of freedom, p = 0.001
-    assert len(np.unique(numbers)) > 0.99 * len(numbers)
+    # 24 random bits: about 48 chance repetitions among 40,000; two streams that coincide would give 500 more.
+    assert len(np.unique(numbers)) > len(numbers) - 150
     assert np.abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
 
 

@@ -1,0 +1,36 @@
+"""A whole job whose processes find each other through etcd."""
+
+import pytest
+
+from realsys.cluster.etcd_store import EtcdNameStore
+from realsys.cluster.name_store import trial_names
+from realsys.config.dump import read_config
+from tests.system.jobs import processes_of, run_arith
+from tests.system.ledgers import check_ledger, check_staleness
+
+pytestmark = [pytest.mark.system, pytest.mark.needs("etcd")]
+
+
+def test_job_runs_on_etcd_and_leaves_no_leased_key_behind(tmp_path, etcd_server):
+    job = run_arith(
+        tmp_path,
+        "etcd",
+        "name_store=etcd",
+        f"cluster.name_store.address={etcd_server.address}",
+        "warmup.steps=2",
+        "train.total_steps=2",
+        "evaluation.problems=4",
+    ).completed()
+    assert not job.paths.name_store.exists()
+    assert "http://127.0.0.1:" in job.stdout  # the launcher found the manager there too
+    check_ledger(job, batch_groups=8, eta=4, prompts=400)
+    check_staleness(job, eta=4)
+    assert processes_of(job.root) == []
+    names = trial_names(read_config(job.paths.config))
+    store = EtcdNameStore(etcd_server.address, call_timeout_s=10.0)
+    try:
+        assert store.get(names.model_version())  # not leased: what a later look at the trial starts from
+        assert store.get_subtree(names.heartbeats) == {}
+        assert store.get_subtree(names.generation_servers) == {}
+    finally:
+        store.close()
