@@ -30,6 +30,8 @@ def batch_statistics(samples: Sequence[SampleMeta], *, version: int, correct_rew
         "length_correct": _mean([s.answer_len for s in correct]),
         "length_wrong": _mean([s.answer_len for s in wrong]),
         "truncated_fraction": sum(s.truncated for s in samples) / len(samples),
+        # begun with one version of the weights and ended with a later one
+        "interrupted_fraction": sum(s.version_min < s.version_max for s in samples) / len(samples),
         "staleness": {
             "min": min(version - s.version_max for s in samples),
             "mean": _mean(lags),
