@@ -24,6 +24,13 @@ T = TypeVar("T")
 
 _RECENT_STEPS = 8
 _RECENT_NOTES = 4
+#: why the manager grants nothing, in words
+_CLOSED = {
+    "staleness": "waits for the trainer (eta)",
+    "exhausted": "all groups of this run granted",
+    "no_server": "waits for a server with weights",
+    "paused": "paused",
+}
 
 
 class View(Protocol):
@@ -167,6 +174,8 @@ class LiveView:
         body = Table.grid(padding=(0, 4))
         body.add_row(_training(progress), _asynchrony(progress, self._config))
         parts += [Text(), body]
+        if progress.train:
+            parts += [Text(), Text.assemble(("step time  ", "dim"), time_split(progress.train[-_RECENT_STEPS:]))]
         servers = _servers(progress.status)
         if servers is not None:
             parts += [Text(), servers]
@@ -220,7 +229,6 @@ def _training(progress: Progress) -> Table:
         ("tokens/s trained", fmt(mean(recent, "train_tokens_per_s"), ",.0f")),
         ("tokens/s end to end", fmt(mean(recent, "consumed_tokens_per_s"), ",.0f")),
         ("gradient norm", fmt(number(last, "stats", "grad_norm"), ".3f")),
-        ("step time", time_split(recent)),
     ]
     for name, record in progress.evals.items():
         rows.append((f"held out, {name}", fmt(number(record, "accuracy"), ".1%")))
@@ -230,11 +238,10 @@ def _training(progress: Progress) -> Table:
 def _asynchrony(progress: Progress, config: Config) -> Table:
     status = progress.status
     last: Record = progress.train[-1] if progress.train else {}
-    version = number(status, "version")
     lag = f"{fmt(number(last, 'staleness', 'mean'), '.1f')} mean, {fmt(number(last, 'staleness', 'max'), '.0f')} max"
     rows = [
-        ("version", fmt(version if version is not None else number(last, "version"), ".0f")),
-        ("staleness", f"{lag}  (eta {config.asynchronous.max_head_offpolicyness})"),
+        ("version", fmt(_published(status, last), ".0f")),
+        ("staleness", f"{lag if last else '-'}  (eta {config.asynchronous.max_head_offpolicyness})"),
         ("dropped stale", fmt(number(last, "dropped_stale"), ".0f")),
     ]
     ledger = status.get("ledger")
@@ -244,11 +251,16 @@ def _asynchrony(progress: Progress, config: Config) -> Table:
     rows.append(("tokens/s generated", fmt(number(status, "throughput", "generated_tokens_per_s"), ",.0f")))
     admission = status.get("admission")
     if isinstance(admission, Mapping):
-        headroom = fmt(number(admission, "headroom"), ",.0f")
-        rows.append(
-            ("admission", f"{headroom} groups free" if admission.get("admits") else str(admission.get("reason")))
-        )
+        reason = str(admission.get("reason"))
+        headroom = f"{fmt(number(admission, 'headroom'), ',.0f')} groups free"
+        rows.append(("admission", headroom if admission.get("admits") else _CLOSED.get(reason, reason)))
     return _fields("asynchrony", rows)
+
+
+def _published(status: Record, last: Record) -> float | None:
+    """The newest version that either source knows of; none before the first."""
+    known = [v for v in (number(status, "version"), number(last, "version")) if v is not None and v >= 0]
+    return max(known, default=None)
 
 
 def _servers(status: Record) -> Table | None:
@@ -273,9 +285,13 @@ def _servers(status: Record) -> Table | None:
 
 
 def time_split(records: Sequence[Record]) -> str:
-    """`wait 1.2  train 3.4 ...` in seconds, means over the records."""
+    """`0.52 s: wait 10%, train 80%, ...`: mean time of a step and the share of its parts."""
+    total = mean(records, "seconds", "total")
+    if not total:
+        return "-"
     parts = [(part, mean(records, "seconds", part)) for part in TIME_PARTS]
-    return "  ".join(f"{part} {seconds:.1f}" for part, seconds in parts if seconds is not None) or "-"
+    shares = ", ".join(f"{part} {seconds / total:.0%}" for part, seconds in parts if seconds is not None)
+    return f"{total:.2f} s: {shares}" if shares else f"{total:.2f} s"
 
 
 def sparkline(records: Sequence[Record], field: str, width: int = 24) -> str:

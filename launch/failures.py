@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +13,9 @@ from launch.supervisor import Outcome
 
 _LOG_LINES = 15
 _TAIL_BYTES = 1 << 16
+# The sockets of a killed process close before its memory is given back and its parent hears of it; meanwhile its peers
+# may have written their complaints.
+_KILL_HEARD_AFTER_S = 5.0
 
 
 class ErrorRecord(Protocol):
@@ -54,16 +57,22 @@ def first_failure(outcome: Outcome, errors: Iterable[ErrorRecord], logs: Path) -
     """
     mended = {death.pid for death in outcome.restarted}
     found = [
-        (e.time, f"{e.kind}/{e.index}", e.pid, f"{e.type}: {e.message}", logs / f"{e.kind}-{e.index}.log", e.exit_code)
+        FirstFailure(f"{e.kind}/{e.index}", e.pid, e.time, f"{e.type}: {e.message}", _log(e, logs), [], e.exit_code)
         for e in errors
         if e.pid not in mended
     ]
-    explained = {pid for _, _, pid, *_ in found}
-    found += [(d.time, d.name, d.pid, d.how, d.log, 1) for d in outcome.deaths if d.pid not in explained]
+    explained = {failure.pid for failure in found}
+    silent = [d for d in outcome.deaths if d.pid not in explained]
+    killed = {d.pid for d in silent if d.killed}
+    found += [FirstFailure(d.name, d.pid, d.time, d.how, d.log, []) for d in silent]
     if not found:
         return None
-    when, name, pid, problem, log, exit_code = min(found)
-    return FirstFailure(name, pid, when, problem, log, tail(log, _LOG_LINES), exit_code)
+    first = min(found, key=lambda failure: failure.time - _KILL_HEARD_AFTER_S * (failure.pid in killed))
+    return replace(first, log_tail=tail(first.log, _LOG_LINES))
+
+
+def _log(error: ErrorRecord, logs: Path) -> Path:
+    return logs / f"{error.kind}-{error.index}.log"
 
 
 def tail(path: Path, lines: int) -> list[str]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from launch.display import fmt
 from launch.failures import FirstFailure
@@ -104,37 +103,42 @@ def write_report(summary: Summary, progress: Progress, paths: TrialPaths) -> Non
 
 
 def print_summary(console: Console, summary: Summary) -> None:
-    """The summary as a table."""
-    accuracy, seconds, staleness = summary["accuracy"], summary["seconds"], summary["staleness"]
-    title = f"{summary['experiment']}/{summary['trial']}: {summary['status']}"
-    table = Table(
-        title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
+    """The summary, a line per fact. Lines are never cut or broken: the paths in them are there to be copied."""
+    console.print(
+        f"[bold]{summary['experiment']}/{summary['trial']}: {summary['status']}[/]", highlight=False, soft_wrap=True
     )
+    for name, text in _facts(summary):
+        console.print(f"{name:<20}  {text}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
+    """(name, text) of what is known; a name stands once."""
+    accuracy, seconds, staleness = summary["accuracy"], summary["seconds"], summary["staleness"]
     if accuracy["after"] is not None:
         text = f"{fmt(accuracy['before'], '.1%')} -> {fmt(accuracy['after'], '.1%')}"
         gain = accuracy["gain"]
         points = "" if gain is None else f"  ({gain * 100:+.1f} points)"
-        table.add_row("held-out accuracy", f"[bold]{text}[/]{points} on {fmt(accuracy['problems'], '.0f')} problems")
+        yield "held-out accuracy", f"{text}{points} on {fmt(accuracy['problems'], '.0f')} problems"
     if summary["steps"]:
         course = f"{fmt(accuracy['train_first'], '.1%')} -> {fmt(accuracy['train_last'], '.1%')}"
-        table.add_row("accuracy in training", f"{course}, {summary['steps']} steps (mean of {COURSE_STEPS})")
+        averaged = f" (means of {COURSE_STEPS} steps)" if summary["steps"] > COURSE_STEPS else ""
+        yield "accuracy in training", f"{course} in {summary['steps']} steps{averaged}"
     phases = ", ".join(f"{name} {_clock(value)}" for name, value in seconds.items() if name != "total" and value >= 1)
-    table.add_row("wall time", f"{_clock(seconds['total'])}  ({phases})" if phases else _clock(seconds["total"]))
+    yield "wall time", f"{_clock(seconds['total'])}  ({phases})" if phases else _clock(seconds["total"])
     if summary["steps"]:
         tokens = summary["tokens"]
-        table.add_row("step time", _split(summary["step_seconds"]))
-        rates = (
-            f"{fmt(tokens['end_to_end_per_s'], ',.0f')} end to end, {fmt(tokens['train_per_s'], ',.0f')} in training"
+        yield "step time", _split(summary["step_seconds"])
+        yield (
+            "tokens/s",
+            f"{fmt(tokens['end_to_end_per_s'], ',.0f')} end to end, {fmt(tokens['train_per_s'], ',.0f')} in training",
         )
-        table.add_row("tokens/s", rates)
         lag = f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}, bound {staleness['eta']}"
-        table.add_row("staleness", f"{lag}; {staleness['dropped']} groups dropped")
-    if summary["restarts"]:
-        table.add_row("restarts", ", ".join(f"{r['process']} {r['how']}" for r in summary["restarts"]))
+        yield "staleness", f"{lag}; {staleness['dropped']} groups dropped"
+    for i, restart in enumerate(summary["restarts"]):
+        yield "" if i else "restarts", f"{restart['process']} {restart['how']}"
     if summary["checkpoint"]:
-        table.add_row("checkpoint", summary["checkpoint"])
-    table.add_row("report", f"{summary['folder']}/summary.json, curves.png" if summary["steps"] else summary["folder"])
-    console.print(table, soft_wrap=True)
+        yield "checkpoint", summary["checkpoint"]
+    yield "report", f"{summary['folder']}/summary.json, curves.png" if summary["steps"] else summary["folder"]
 
 
 def _clock(seconds: float) -> str:

@@ -66,14 +66,19 @@ async def _supervise(config: Config, paths: TrialPaths, specs: Sequence[ProcessS
     """consumes the plan; waits for the supervisor, which ends with the run; produces the report."""
     started = time.time()
     progress = Progress()
+    monitor = Monitor(config, paths, progress, view)
+
+    def say(text: str) -> None:
+        monitor.read_steps()  # what happened before is shown before
+        view.note(text)
+
     supervisor = Supervisor(
         specs,
         stop_timeout_s=config.cluster.stop_timeout_s,
         max_restarts=config.cluster.max_restarts,
-        say=view.note,
+        say=say,
         hopeless=lambda death: _met_bad_input(death, paths),
     )
-    monitor = Monitor(config, paths, progress, view)
     with view:
         watching = asyncio.create_task(monitor.run())
         try:

@@ -46,10 +46,15 @@ class Death:
     log: Path
 
     @property
+    def killed(self) -> bool:
+        """By SIGKILL: from outside, and never because another process failed."""
+        return self.returncode == -signal.SIGKILL
+
+    @property
     def how(self) -> str:
         if self.returncode >= 0:
             return f"exited with code {self.returncode}"
-        hint = " (out of memory?)" if self.returncode == -signal.SIGKILL else ""
+        hint = " (out of memory?)" if self.killed else ""
         try:
             return f"was killed by {signal.Signals(-self.returncode).name}{hint}"
         except ValueError:
@@ -105,6 +110,7 @@ class Supervisor:
         self._hurry = asyncio.Event()  # a second signal: do not wait for an orderly stop
         self._all_gone = asyncio.Event()
         self._others: set[int] = set()
+        self._killing = False
 
     @property
     def restarts(self) -> int:
@@ -171,9 +177,11 @@ class Supervisor:
         returncode = process.wait()
         child.process, child.pidfd = None, -1
         self._reap_orphans()
+        death = Death(child.spec.name, process.pid, returncode, time.time(), child.spec.log)
         if self._outcome is None:
-            death = Death(child.spec.name, process.pid, returncode, time.time(), child.spec.log)
             self._judge(child, death)
+        elif death.killed and not self._killing:
+            self._deaths.append(death)  # not by us: others may have ended because of it, and been noticed first
         if not self.running():
             self._all_gone.set()
 
@@ -220,7 +228,7 @@ class Supervisor:
         if not self.running():
             self._all_gone.set()
         await _first_of(self._stop_timeout_s, self._all_gone, self._hurry)
-        killed = list(self.running())
+        killed, self._killing = list(self.running()), True
         for child in self._children:
             if child.process is not None:
                 _kill_group(child.process.pid)

@@ -159,7 +159,7 @@ class LoadDemosRequest(msgspec.Struct):
 
 
 class SamplesArrived(msgspec.Struct):
-    """Metadata of sequences that a ModelWorker now holds: reply to ``load_demos``, and the notice ``samples_arrived``."""
+    """Metadata of sequences that a ModelWorker now holds: reply to ``load_demos``, notice ``samples_arrived``."""
 
     samples: list[SampleMeta]
 

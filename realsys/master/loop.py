@@ -25,18 +25,21 @@ from realsys.buffer.batch import plan_minibatches, sequence_refs
 from realsys.buffer.replay import Batch, SequenceBuffer, owners_of
 from realsys.cluster.topology import Mesh
 from realsys.config.schema import Config
-from realsys.errors import WaitTimeout
+from realsys.errors import StuckError, WaitTimeout
 from realsys.master.evaluation import Evaluations
 from realsys.master.executor import GraphExecutor, Ownership
 from realsys.master.graph import SOURCE_KEYS
 from realsys.master.publish import Publisher
 from realsys.master.statistics import batch_statistics
 from realsys.master.step_log import StepLog
+from realsys.master.stuck import StuckCheck
 from realsys.master.workers import ModelWorkers
 from realsys.rollout.manager_client import ManagerClient
 from realsys.types import SampleMeta
 
 log = logging.getLogger(__name__)
+
+_LOOK_S = 5.0  # between two looks at the manager's status while no group arrives
 
 #: what the manager's status page shows of the last step
 SHOWN = ("step", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy")
@@ -148,11 +151,10 @@ class TrainLoop:
     async def _next_batch(self, version: int) -> tuple[Batch, int]:
         """Wait for a batch's worth of groups inside the staleness bound; the too old are given back to the manager.
 
-        Returns the batch and how many groups were given back. Raises WaitTimeout naming what the manager is waiting
-        for when no group arrives for ``request_timeout_s``.
+        Returns the batch and how many groups were given back. Raises StuckError when no further batch can come, and
+        WaitTimeout naming what the manager is waiting for when no group arrives for ``request_timeout_s``.
         """
         asynchronous, wanted = self._config.asynchronous, self._config.train.batch_groups
-        timeout = self._config.cluster.request_timeout_s
         dropped = 0
         while True:
             self._arrived.clear()
@@ -163,13 +165,29 @@ class TrainLoop:
             await self._free([*batch.clear, *self._unwanted])
             if batch.groups:
                 return batch, dropped
-            try:
-                await asyncio.wait_for(self._arrived.wait(), timeout)
-            except TimeoutError:
+            await self._next_group(version + 1)
+
+    async def _next_group(self, step: int) -> None:
+        """Wait until samples arrive; meanwhile look now and then whether any will. Raises StuckError, WaitTimeout."""
+        wanted, timeout = self._config.train.batch_groups, self._config.cluster.request_timeout_s
+        check, deadline = StuckCheck(wanted), time.monotonic() + timeout
+        while not await self._arrival(min(_LOOK_S, timeout)):
+            ready = self._buffer.ready_groups
+            if reason := check.look(await self._manager.status(), ready):
+                raise StuckError(f"master_worker: step {step} can never get its batch: {reason}; see the workers' logs")
+            if time.monotonic() >= deadline:
                 raise WaitTimeout(
-                    f"master_worker: step {version + 1} waited {timeout:g} s for a group; it has "
-                    f"{self._buffer.ready_groups} of {wanted}; the manager says: {await self._explain()}"
-                ) from None
+                    f"master_worker: step {step} waited {timeout:g} s for a group; it has {ready} of {wanted}; "
+                    f"the manager says: {await self._explain()}"
+                )
+
+    async def _arrival(self, timeout_s: float) -> bool:
+        """Whether samples arrived in time."""
+        try:
+            await asyncio.wait_for(self._arrived.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
     async def _explain(self) -> str:
         status = await self._manager.status()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -23,6 +22,7 @@ from tests.conftest import SESSION_MARK
 
 SMALL = [
     "experiment=arith",
+    "allocation=sglang.d1p1m1+d1p1m1",
     "data.arith.max_operands=6",
     "data.arith.train_size=400",
     "data.arith.eval_size=32",
@@ -92,6 +92,15 @@ def run_arith(fileroot: Path, trial: str, *overrides: str, timeout_s: float = 12
     return run(*arith(fileroot, trial, *overrides), timeout_s=timeout_s)
 
 
+def poll(condition: Callable[[], Any], what: str, report: Callable[[], str], timeout_s: float) -> Any:
+    """Look at a black box, which sends no event, until the condition is true; returns its value."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}\n{report()}"
+        time.sleep(POLL_S)
+    return value
+
+
 class LiveJob:
     """A run under way: what a user with a second terminal can see of it and do to it."""
 
@@ -108,12 +117,13 @@ class LiveJob:
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
         """Poll until the condition is true; returns its value. Fails the test when the run ends before, or in time."""
-        deadline = time.monotonic() + timeout_s
-        while not (value := condition()):
-            assert self.process.poll() is None, f"the run ended before {what}\n{self.job.report()}"
-            assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}\n{self.job.report()}"
-            time.sleep(POLL_S)
-        return value
+
+        def found() -> Any:
+            value = condition()
+            assert value or self.process.poll() is None, f"the run ended before {what}\n{self.job.report()}"
+            return value
+
+        return poll(found, what, lambda: self.job.report(), timeout_s)
 
     def until_step(self, step: int, timeout_s: float = 60) -> None:
         self.until(lambda: self.steps_done() >= step, f"train step {step}", timeout_s)

@@ -6,8 +6,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -26,7 +32,6 @@ SIZES = {
     "max_position_embeddings": 256,
     "bos_token_id": None,
     "eos_token_id": SPECIAL.index("<|im_end|>"),
-    "pad_token_id": SPECIAL.index("<|pad|>"),
 }
 
 
@@ -44,7 +49,14 @@ def _save(kind: type[PreTrainedModel], config: Qwen3Config | LlamaConfig, path: 
     _tokenizer().save_pretrained(path)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        kind(config).save_pretrained(path)
+        model = kind(config)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # all ones otherwise: a norm that is left out or mixed up would not show
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        # A random model hardly ever ends an answer. Here a third of the vocabulary does, beside the tokenizer's own
+        # end-of-text token; an answer that does not end is wrong without a look at it.
+        model.generation_config.eos_token_id = [SIZES["eos_token_id"], *range(len(SPECIAL), VOCABULARY // 3)]
+        model.save_pretrained(path)
     return path
 
 

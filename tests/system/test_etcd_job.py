@@ -17,6 +17,7 @@ def test_job_runs_on_etcd_and_leaves_no_leased_key_behind(tmp_path, etcd_server)
         "etcd",
         "name_store=etcd",
         f"cluster.name_store.address={etcd_server.address}",
+        "rollout.workers=1",
         "warmup.steps=2",
         "train.total_steps=2",
         "evaluation.problems=4",

@@ -7,6 +7,7 @@ from tests.system.jobs import run_arith
 pytestmark = pytest.mark.system
 
 ARGUMENTS = [
+    "rollout.workers=1",
     "asynchronous.max_head_offpolicyness=0",  # batch k is exactly the k-th B tickets, whatever the timing
     "evaluation.problems=0",
     "train.total_steps=2",

@@ -56,6 +56,9 @@ def test_users_model_and_data_give_a_checkpoint_that_transformers_loads(tmp_path
     assert 0 < held_out < PROBLEMS / 2
     assert [s["version"] for s in job.records("train")] == [1, 2]
     assert all(s["stats"]["grad_norm"] > 0 for s in job.records("train"))
+    assert all(s["truncated_fraction"] < 1 for s in job.records("train"))  # some answers went to the verifier
+    # The server and the trainer run the same network: single precision apart, over 16 tokens through 2 layers.
+    assert job.records("train")[0]["stats"]["inf/logprob_difference_max"] < 1e-5
     check_ledger(job, batch_groups=4, eta=4, prompts=PROBLEMS - held_out)
     check_staleness(job, eta=4)
     text = "<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n<|im_start|>assistant\n"
@@ -88,4 +91,19 @@ def test_bad_line_ends_the_command_with_its_number_and_nothing_is_left(tmp_path,
     (message,) = job.stderr.splitlines()
     assert message.startswith("realsys: ") and f"{problems}:17: " in message and problem in message
     assert not job.root.exists()
+    assert processes_of(job.root) == []
+
+
+def test_run_in_which_every_verification_fails_ends_and_says_why(tmp_path, problems):
+    lines = problems.read_text().splitlines(keepends=True)
+    problems.write_text("".join(lines[:8]))
+    overrides = ["data.eval_fraction=0.0", "evaluation.problems=0", "train.total_epochs=1"]
+    # A verifier that is given no time fails; that is no reward of 0, so there is never anything to train on.
+    overrides += ["rollout.reward.timeout_s=1e-6", "rollout.max_attempts=1"]
+    job = run_math(tmp_path / "runs", "failing", make_llama(tmp_path / "model"), problems, *overrides)
+    assert job.returncode == 1, job.report()
+    message = job.stderr.splitlines()[0]
+    assert "master_worker/0" in message and "StuckError" in message
+    assert "8 x failed RewardError" in message and "no batch of 4" in message
+    assert job.records("train") == []
     assert processes_of(job.root) == []

@@ -117,7 +117,14 @@ def test_live_display_shows_what_matters(paths: TrialPaths) -> None:
     text = drawn(progress, paths)
     for shown in ("4/4", "80.0%", "9,000", "7,900", "2 max", "eta 4", "generation_server/1", "http://127.0.0.1:4321/"):
         assert shown in text, shown
-    assert "wait 1.0  inf 2.0  train 3.0" in text and "83.5%" in text and "staleness" in text
+    assert "7.00 s: wait 14%, inf 29%, train 43%" in text and "83.5%" in text and "staleness" in text
+
+
+def test_live_display_before_the_first_version_shows_no_number_for_it(paths: TrialPaths) -> None:
+    progress = progress_of([{"kind": "phase", "phase": "warmup", "time": START}])
+    progress.status = {**STATUS, "version": -1, "admission": {"admits": False, "reason": "no_server"}}
+    text = drawn(progress, paths)
+    assert "version             -  " in text and "waits for a server with weights" in text
 
 
 @pytest.mark.parametrize("status", [{}, {"servers": {}}, {"servers": [None, {}]}, {"ledger": 3, "admission": []}])

@@ -273,6 +273,19 @@ def test_death_without_an_error_file_counts_when_it_came_first() -> None:
     assert failure.problem == "was killed by SIGKILL (out of memory?)"
 
 
+def test_kill_counts_before_the_complaint_of_a_peer_that_was_quicker() -> None:
+    outcome = Outcome("failed", "", deaths=[death(11, 4.9, "model_worker/1", code=1), death(10, 5.0, code=-9)])
+    errors = [Error(4.8, "model_worker", 1, 11, "connection closed by peer")]
+    failure = first_failure(outcome, errors, Path("/nowhere"))
+    assert failure is not None and failure.process == "model_worker/0" and "SIGKILL" in failure.problem
+
+
+def test_error_long_before_a_kill_is_the_cause() -> None:
+    outcome = Outcome("failed", "", deaths=[death(11, 60.0, code=-9, name="model_worker/1")])
+    failure = first_failure(outcome, [Error(4.8, "model_worker", 0, 10, "the cause")], Path("/nowhere"))
+    assert failure is not None and failure.process == "model_worker/0"
+
+
 def test_tail_of_a_log_with_bytes_that_are_no_text(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"\xff" * 100_000 + b"\nlast\n")

@@ -1,0 +1,97 @@
+"""Processes that die and users that interrupt: what stops, what goes on, what is said, what is left."""
+
+import json
+import signal
+import time
+
+import pytest
+
+from tests.system.jobs import LiveJob, arith, poll, processes_of, restarts_shown, running
+from tests.system.ledgers import check_ledger, check_staleness
+
+pytestmark = pytest.mark.system
+
+QUICK = ["warmup.steps=2", "evaluation.problems=0", "train.batch_groups=4", "rollout.group_size=2"]
+ENDLESS = [*QUICK, "rollout.workers=1", "train.total_steps=100000"]
+
+
+def test_ctrl_c_in_mid_training_stops_everything_within_ten_seconds(tmp_path):
+    root, argv = arith(tmp_path, "interrupted", *ENDLESS)
+    with running(root, argv) as live:
+        live.until_step(2)
+        begin = time.monotonic()
+        live.process.send_signal(signal.SIGINT)
+        job = live.wait(10)
+        assert time.monotonic() - begin < 10
+    assert job.returncode == 130, job.report()
+    assert processes_of(root) == []
+    assert "stopped by SIGINT" in job.stderr
+    assert "Traceback" not in job.stdout + job.stderr
+    summary = json.loads(job.paths.summary.read_text())
+    assert summary["status"] == "interrupted" and summary["steps"] >= 2
+    assert summary["killed_at_stop"] == [], job.report()  # all of them ended by themselves
+    assert not list(job.paths.errors.glob("*")), job.report()
+
+
+def test_death_of_a_model_worker_ends_the_run_and_is_named(tmp_path):
+    # Two ranks: the one that is left complains about its lost peer, and that must not be taken for the cause.
+    root, argv = arith(tmp_path, "killed", *ENDLESS, "allocation=sglang.d1p1m1+d2p1m1")
+    with running(root, argv) as live:
+        live.until_step(1)
+        pid = live.kill("model_worker/0")
+        job = live.wait(20)
+    assert job.returncode == 1, job.report()
+    assert f"realsys: the run failed: model_worker/0 (pid {pid}): was killed by SIGKILL" in job.stderr
+    assert processes_of(root) == []
+    failure = json.loads(job.paths.summary.read_text())["failure"]
+    assert failure["process"] == "model_worker/0"
+
+
+def test_death_of_the_launcher_takes_all_workers_with_it(tmp_path):
+    root, argv = arith(tmp_path, "orphaned", *ENDLESS)
+    with running(root, argv) as live:
+        live.until_step(1)
+        live.process.kill()
+        live.wait(10)
+    poll(lambda: not processes_of(root), "no worker is left", lambda: "\n".join(processes_of(root)), timeout_s=10)
+
+
+STATELESS = ("rollout_worker/0", "generation_server/0", "gserver_manager/0")
+STEPS = 24
+
+
+def test_run_completes_when_each_stateless_worker_is_killed_once(tmp_path):
+    # One worker of each kind and eta 1: what is buffered lasts for two steps, so that progress beyond these needs the
+    # successor of the one that was killed.
+    root, argv = arith(
+        tmp_path,
+        "mended",
+        *QUICK,
+        f"train.total_steps={STEPS}",
+        "rollout.workers=1",
+        "asynchronous.max_head_offpolicyness=1",
+        "cluster.lease_s=5.0",
+        "cluster.heartbeat_s=1.0",
+    )
+    with running(root, argv) as live:
+        live.until_step(1)
+        for worker in STATELESS:
+            kill_and_outlive(live, worker)
+        job = live.wait(60)
+    assert job.returncode == 0, job.report()
+    assert len(job.records("train")) == STEPS
+    ledger = check_ledger(job, batch_groups=4, eta=1, prompts=400)
+    assert not ledger.open and ledger.counts.attempts >= ledger.counts.granted
+    check_staleness(job, eta=1)
+    summary = json.loads(job.paths.summary.read_text())
+    assert sorted(entry["process"] for entry in summary["restarts"]) == sorted(STATELESS)
+    assert all(restarts_shown(job, worker) == 1 for worker in STATELESS), job.stdout
+    assert processes_of(root) == []
+
+
+def kill_and_outlive(live: LiveJob, worker: str) -> None:
+    """Kill the worker; wait for its successor and for more steps than were rolled out before."""
+    pid = live.kill(worker)
+    done = live.steps_done()
+    live.until(lambda: live.pid(worker) not in (None, pid), f"{worker} is started again")
+    live.until_step(done + 4)

@@ -1,0 +1,37 @@
+"""Weights change in the middle of answers, on two servers at once."""
+
+import pytest
+
+from tests.system.jobs import processes_of, run_arith
+from tests.system.ledgers import check_ledger, check_staleness
+
+pytestmark = pytest.mark.system
+
+
+def test_answers_go_on_with_new_weights_on_two_servers(tmp_path):
+    job = run_arith(
+        tmp_path,
+        "two-servers",
+        "allocation=sglang.d2p1m1+d1p1m1",
+        "rollout.workers=2",
+        "rollout.group_size=2",
+        "warmup.steps=2",
+        "evaluation.problems=0",
+        "train.batch_groups=4",
+        "train.total_steps=12",
+        "asynchronous.max_head_offpolicyness=2",
+        # Answers that take about as long as a step: hardly an update can miss all of them.
+        "generation.sampling.min_new_tokens=150",
+        "generation.sampling.max_new_tokens=180",
+        "generation.embedded.context_length=256",
+    ).completed()
+    steps = job.records("train")
+    assert len(steps) == 12
+    assert any(step["interrupted_fraction"] > 0 for step in steps)
+    assert steps[0]["interrupted_fraction"] <= 1 and steps[0]["staleness"]["max"] <= 0  # only v0 was there
+    check_staleness(job, eta=2)
+    check_ledger(job, batch_groups=4, eta=2, prompts=400)
+    manager = (job.paths.logs / "gserver_manager-0.log").read_text()
+    for server in ("generation_server/0", "generation_server/1"):
+        assert f"{server}: serves version " in manager
+    assert processes_of(job.root) == []

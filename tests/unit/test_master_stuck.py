@@ -1,0 +1,39 @@
+"""A batch that can never fill is found out, and one that is only slow is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from realsys.master.stuck import FEWEST_FAILURES, StuckCheck
+
+
+def status(reason: str | None = None, **ledger: Any) -> dict[str, Any]:
+    counts = {"granted": 10, "running": 0, "finished": 0, "waiting": 0, "trained": 4, "dropped": 0}
+    return {"admission": {"reason": reason}, "ledger": {**counts, "dropped_by_reason": {}, **ledger}}
+
+
+def test_exhausted_with_too_few_groups_left_says_what_became_of_them() -> None:
+    check = StuckCheck(4)
+    ended = status("exhausted", finished=3, dropped=3, dropped_by_reason={"failed RewardError": 3})
+    assert check.look(ended, ready=3) is None  # its notice may be on the way
+    reason = check.look(ended, ready=3)
+    assert reason is not None and "3 x failed RewardError" in reason and "no batch of 4" in reason
+
+
+def test_exhausted_is_no_dead_end_while_a_group_runs_waits_or_is_on_its_way() -> None:
+    for open_ in ({"running": 1}, {"waiting": 1}, {"finished": 2}):
+        check = StuckCheck(4)
+        assert [check.look(status("exhausted", **open_), ready=1) for _ in range(3)] == [None] * 3
+
+
+def test_staleness_and_missing_servers_are_waited_for() -> None:
+    check = StuckCheck(4)
+    assert [check.look(status(reason), ready=0) for reason in ("staleness", "no_server", None) * 2] == [None] * 6
+
+
+def test_groups_that_only_fail_end_the_wait_and_earlier_drops_do_not_count() -> None:
+    check = StuckCheck(4)
+    assert check.look(status(dropped=500), ready=0) is None
+    assert check.look(status(dropped=500 + FEWEST_FAILURES - 1), ready=0) is None
+    reason = check.look(status(dropped=500 + FEWEST_FAILURES, dropped_by_reason={"failed RewardError": 532}), ready=0)
+    assert reason is not None and "failed RewardError" in reason
