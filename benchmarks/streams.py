@@ -1,8 +1,8 @@
 """The two streams against bare ZMQ moving the same bytes, between two processes: ``python -m benchmarks.streams``.
 
-Bare ZMQ is one DEALER and one ROUTER that move each group (each payload) as one frame, without codec, checks or
-acknowledgements. "MB" are those of the arrays in memory (12 bytes per token) on both sides. The two take turns in one
-run, and "of bare" is the median of the paired ratios of throughput: what else runs on the machine slows both.
+Bare ZMQ is one DEALER and one ROUTER that move the very bytes that our encoding of a group (of a request) makes, as one
+frame made beforehand, without codec, checks or acknowledgements. "MB" are those bytes. The two take turns in one run,
+and "of bare" is the median of the paired ratios of throughput: what else runs on the machine slows both.
 "cpu of bare" is the same for the CPU time of both processes, which a busy machine disturbs least.
 """
 
@@ -27,6 +27,7 @@ import uvloop
 import zmq
 
 from benchmarks._table import report
+from realsys.stream.codec import encode_group, encode_message
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.types import Empty, Ticket, Trajectory, TrajectoryGroup
@@ -77,9 +78,9 @@ def make_group(tokens: int, seed: int) -> TrajectoryGroup:
     return TrajectoryGroup(Ticket("t0", 0, 0), trajectories, "rollout_worker/0")
 
 
-def raw_bytes(group: TrajectoryGroup) -> bytes:
-    """The arrays of ``group`` as they lie in memory."""
-    return b"".join(array.tobytes() for t in group.trajectories for array in (t.tokens, t.logprobs, t.versions))
+def wire_bytes(group: TrajectoryGroup) -> bytes:
+    """What a push of ``group`` puts on the wire, as one frame."""
+    return b"".join(bytes(frame) for frame in encode_group(group))
 
 
 # the other process
@@ -229,10 +230,10 @@ class Meter:
         )
 
 
-def row(stream: str, case: Case, trajectories: int, pairs: list[tuple[Cost, Cost]]) -> dict[str, object]:
+def row(stream: str, case: Case, trajectories: int, size: float, pairs: list[tuple[Cost, Cost]]) -> dict[str, object]:
     ours, bare = (statistics.median(cost.seconds for cost in column) for column in zip(*pairs, strict=True))
     ratios = sorted(b.seconds / o.seconds for o, b in pairs)
-    megabytes = 12 * case.tokens * trajectories / 1e6
+    megabytes = size * trajectories / 1e6
     return {
         "stream": stream,
         "tokens": case.tokens,
@@ -263,20 +264,21 @@ async def measure(pipe: Connection, meter: Meter) -> list[dict[str, object]]:
     try:
         for case in CASES:
             groups = [make_group(case.tokens, seed) for seed in range(DISTINCT)]
-            blobs = [raw_bytes(group) for group in groups]
+            blobs = [wire_bytes(group) for group in groups]
             pairs = await meter.paired(
                 lambda groups=groups, case=case: push_ours(pusher, groups, case.groups),
                 lambda blobs=blobs, case=case: push_bare(bare_push, blobs, case.groups),
             )
-            rows.append(row("push-pull", case, case.groups * ANSWERS, pairs))
+            rows.append(row("push-pull", case, case.groups * ANSWERS, len(blobs[0]) / ANSWERS, pairs))
         for case in CASES:
             data = np.random.default_rng(0).bytes(12 * case.tokens)
             blob = Blob("t0/0", memoryview(data))
+            encoded = encode_message(blob)
             pairs = await meter.paired(
                 lambda blob=blob, case=case: request_ours(stream, blob, case.requests),
-                lambda data=data, case=case: request_bare(bare_master, route, data, case.requests),
+                lambda data=encoded, case=case: request_bare(bare_master, route, data, case.requests),
             )
-            rows.append(row("request-reply", case, case.requests, pairs))
+            rows.append(row("request-reply", case, case.requests, len(encoded), pairs))
         await stream.request(0, "end", Empty(), Empty)
         bare_master.send_multipart([route, END])
     finally:
@@ -299,7 +301,7 @@ def main() -> None:
     finally:
         process.join(timeout=5)
         process.kill()
-    meta = {"repetitions": repetitions, "answers_per_group": ANSWERS, "in_flight": IN_FLIGHT, "bytes_per_token": 12}
+    meta = {"repetitions": repetitions, "answers_per_group": ANSWERS, "in_flight": IN_FLIGHT}
     report("streams", rows, meta)
 
 

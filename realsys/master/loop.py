@@ -30,7 +30,7 @@ from realsys.master.evaluation import Evaluations
 from realsys.master.executor import GraphExecutor, Ownership
 from realsys.master.graph import SOURCE_KEYS
 from realsys.master.publish import Publisher
-from realsys.master.statistics import batch_statistics
+from realsys.master.statistics import batch_statistics, train_record
 from realsys.master.step_log import StepLog
 from realsys.master.stuck import StuckCheck
 from realsys.master.workers import ModelWorkers
@@ -102,13 +102,8 @@ class TrainLoop:
         refs = sequence_refs(batch.groups)
         minibatches = plan_minibatches(refs, self._config.train.ppo.minibatches, self._mesh.layout.data)
         rate = learning_rate(self._config.train.optimizer, step - 1, self._config.train.total_steps)
-        results = await self._executor.run(
-            {"actor": minibatches},
-            ownership,
-            step=step,
-            version=version,
-            args={"actor_train": {"lr": rate}},
-        )
+        args = {"actor_train": {"lr": rate}}
+        results = await self._executor.run({"actor": minibatches}, ownership, step=step, version=version, args=args)
         times = await self._publisher.publish(step, step)
         statistics = batch_statistics(samples, version=version, correct_reward=self._config.rollout.reward.correct)
         told = time.perf_counter()
@@ -123,28 +118,16 @@ class TrainLoop:
         ids = [sample.sample_id for sample in samples]
         await self._workers.clear(sorted(ownership.forget(ids)), ids)
         end = time.perf_counter()
-        inference, training = results.get("actor_inf"), results["actor_train"]
         seconds = {
             "wait": waited - begin,
-            "inf": inference.seconds if inference else 0.0,
-            "train": training.seconds,
+            "inf": results["actor_inf"].seconds if "actor_inf" in results else 0.0,
+            "train": results["actor_train"].seconds,
             "save": times["save"],
             "publish": times["publish"] + end - told,
             "total": end - begin,
         }
-        inference_stats = {f"inf/{key}": value for key, value in inference.stats.items()} if inference else {}
-        record = {
-            "step": step,
-            "total": self._total_steps,
-            "version": step,
-            "seconds": seconds,
-            "dropped_stale": dropped,
-            "train_tokens_per_s": statistics["tokens"] / max(1e-9, seconds["inf"] + seconds["train"]),
-            "consumed_tokens_per_s": statistics["answer_tokens"] / max(1e-9, seconds["total"]),
-            "lr": rate,
-            "stats": {**training.stats, **inference_stats},
-            **statistics,
-        }
+        head = {"step": step, "total": self._total_steps, "version": step, "lr": rate, "dropped_stale": dropped}
+        record = head | train_record(statistics, seconds, results)
         self._log.append({"kind": "train", "time": time.time(), **record})
         await self._show({key: record[key] for key in SHOWN})
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from realsys.master.executor import CallResult
 from realsys.types import SampleMeta
 
 
@@ -38,6 +39,27 @@ def batch_statistics(samples: Sequence[SampleMeta], *, version: int, correct_rew
             "max": max(lags),
             "histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
         },
+    }
+
+
+def train_record(
+    statistics: dict[str, Any], seconds: Mapping[str, float], results: Mapping[str, CallResult]
+) -> dict[str, Any]:
+    """What a train step was, for the step log: the batch, the time, and what the calls reported.
+
+    ``seconds`` are of the parts of the step and its ``total``. Statistics of calls other than ``actor_train`` carry the
+    interface's short name in front: ``inf/tokens``.
+    """
+    stats = dict(results["actor_train"].stats)
+    for name, result in results.items():
+        if name != "actor_train":
+            stats |= {f"{name.removeprefix('actor_')}/{key}": value for key, value in result.stats.items()}
+    return {
+        "seconds": dict(seconds),
+        "train_tokens_per_s": statistics["tokens"] / max(1e-9, seconds["inf"] + seconds["train"]),
+        "consumed_tokens_per_s": statistics["answer_tokens"] / max(1e-9, seconds["total"]),
+        "stats": stats,
+        **statistics,
     }
 
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+import transformers
 
 from realsys.config.schema import TinyModelConfig
 from realsys.data.char_model import ALPHABET, make_tiny_model, write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 
-transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()  # it leaves a thread behind
 
 
