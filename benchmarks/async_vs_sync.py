@@ -11,8 +11,8 @@ where the trainer's time goes (seconds per step).
 machine that splits its devices so that both sides take equally long has a limit of 2 from overlap, and more only
 because a synchronous run decodes its longest answers with nearly empty batches.
 
-Half a batch to one batch decodes at a time, in both modes. More does not help the synchronous run, and makes each weight
-update of the asynchronous one recompute more prefixes (384 answers in flight at 16 prompts a batch: ratio 1.1).
+Half a batch to one batch decodes at a time, in both modes. More does not help the synchronous run, and makes each
+weight update of the asynchronous one recompute more prefixes (384 answers in flight at 16 prompts a batch: ratio 1.1).
 """
 
 from __future__ import annotations
