@@ -73,7 +73,7 @@ def test_too_little_memory_is_said_before_anything_starts() -> None:
 
 
 def test_one_gpu_is_enough_for_a_run_but_not_for_two_ranks() -> None:
-    check(changed(), GPU1)
+    check(changed("allocation=sglang.d1+d1"), GPU1)
     with pytest.raises(ConfigError, match="2 training ranks need a device each, and there are 1"):
         check(changed("allocation=sglang.d1+d2"), GPU1)
 
