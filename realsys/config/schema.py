@@ -103,7 +103,7 @@ class EmbeddedConfig(Section):
 
 
 class SglangConfig(Section):
-    python: str = Field("", description="interpreter that has sglang; empty: this one")
+    python: str = Field("", description="interpreter that has sglang; empty: this one. Not read yet")
     args: dict[str, Any] = {}
 
 
