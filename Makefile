@@ -5,6 +5,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 TESTS  ?= tests/unit tests/contracts tests/system
 ARGS   ?=
+BENCHES ?= microbatch dp_balance train_step train_throughput memory streams generation async_vs_sync
 
 # One thread per process: the processes are the parallelism, here as in a run.
 export OMP_NUM_THREADS ?= 1
@@ -43,7 +44,7 @@ docs: setup  ## rewrite the field tables in docs/configuration.md from the schem
 	$(PY) -m realsys.config.reference
 
 bench: setup  ## run every benchmark; results go to benchmarks/results/
-	@set -e; for name in microbatch streams generation async_vs_sync; do echo "== $$name"; $(PY) -m benchmarks.$$name; done
+	@set -e; for name in $(BENCHES); do echo "== $$name"; $(PY) -m benchmarks.$$name; done
 
 clean:  ## remove caches and build products; .venv and runs/ stay
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

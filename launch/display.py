@@ -313,7 +313,7 @@ def sparkline(records: Sequence[Record], field: str, width: int = 24) -> str:
 def print_plan(console: Console, config: Config, paths: TrialPaths, specs: Sequence[ProcessSpec]) -> None:
     """The processes as a table, for --dry-run."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("process", "threads", "device", "when it dies", "command"):
+    for column in ("process", "holds", "threads", "device", "when it dies", "command"):
         table.add_column(column, no_wrap=True, justify="right" if column == "threads" else "left")
     for row in as_rows(specs):
         table.add_row(*row)

@@ -6,13 +6,16 @@ rollout_worker x rollout.workers, master_worker x 1
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from realsys.config.allocation import Allocation, parse_allocation
+from realsys.cluster.topology import ModelShardID, place
+from realsys.config.allocation import ACTOR, Allocation, parse_allocation
+from realsys.config.dataflow import dataflow_of
 from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -22,7 +25,8 @@ Kind = Literal["gserver_manager", "generation_server", "model_worker", "rollout_
 #: What losing one means. Stateless kinds are restarted; the training side ends the run.
 STATELESS: frozenset[str] = frozenset({"gserver_manager", "generation_server", "rollout_worker"})
 
-_SOURCE_ROOT = Path(__file__).resolve().parent.parent
+#: this realsys, also when it runs from a checkout that is not installed
+_SOURCE_ROOT = str(Path(__file__).resolve().parent.parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class ProcessSpec:
     argv: tuple[str, ...]
     log: Path
     restart: bool
+    holds: str = ""  # model shards
     env: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -41,33 +46,56 @@ class ProcessSpec:
         return f"{self.kind}/{self.index}"
 
 
-def plan(config: Config, paths: TrialPaths, machine: Machine, run_id: str) -> list[ProcessSpec]:
+def plan(config: Config, paths: TrialPaths, machine: Machine, run_id: str, python_path: str = "") -> list[ProcessSpec]:
     """The processes of one trial, in the order they are started.
 
     ``run_id`` is written into every environment (REALSYS_RUN_ID), so that what belongs to a run can be told afterwards.
+    ``python_path``: the user's PYTHONPATH, where plugins may lie; it stands behind our own.
     """
     allocation = parse_allocation(config.allocation)
     devices = _Devices.share(config, allocation, machine)
-    specs = [_spec("gserver_manager", 0, paths, run_id, 1, devices.none)]
+    common = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [_SOURCE_ROOT, python_path])),
+        "REALSYS_RUN_ID": run_id,
+    }
+
+    def spec(kind: Kind, index: int, devices: str | None, threads: int = 1, holds: str = "") -> ProcessSpec:
+        return _spec(kind, index, paths, common, threads, devices, holds)
+
+    specs = [spec("gserver_manager", 0, devices.none)]
     for index in range(allocation.inference.data):
-        specs.append(
-            _spec("generation_server", index, paths, run_id, config.generation.threads, devices.of_server(index))
-        )
-    for rank in range(allocation.training.world_size):
-        specs.append(_spec("model_worker", rank, paths, run_id, config.train.threads, devices.of_rank(rank)))
+        specs.append(spec("generation_server", index, devices.of_server(index), config.generation.threads))
+    for rank, shards in enumerate(_shards(config, allocation)):
+        specs.append(spec("model_worker", rank, devices.of_rank(rank), config.train.threads, ", ".join(shards)))
     for index in range(config.rollout.workers):
-        specs.append(_spec("rollout_worker", index, paths, run_id, 1, devices.none))
-    specs.append(_spec("master_worker", 0, paths, run_id, 1, devices.none))
+        specs.append(spec("rollout_worker", index, devices.none))
+    specs.append(spec("master_worker", 0, devices.none))
     return specs
 
 
-def _spec(kind: Kind, index: int, paths: TrialPaths, run_id: str, threads: int, devices: str | None) -> ProcessSpec:
+def _shards(config: Config, allocation: Allocation) -> list[list[str]]:
+    """What each ModelWorker holds, as the routing table names it: ``actor@d0t0p0``."""
+    shards: list[list[str]] = [[] for _ in range(allocation.workers)]
+    for role, mesh in place(allocation, dict.fromkeys([ACTOR, *dataflow_of(config).roles])).items():
+        for rank, worker in enumerate(mesh.workers):
+            shards[worker].append(str(ModelShardID(role, *mesh.coordinates(rank))))
+    return shards
+
+
+def _spec(
+    kind: Kind,
+    index: int,
+    paths: TrialPaths,
+    common: dict[str, str],
+    threads: int,
+    devices: str | None,
+    holds: str,
+) -> ProcessSpec:
     env = {
+        **common,
         "OMP_NUM_THREADS": str(threads),
         "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONPATH": str(_SOURCE_ROOT),  # this realsys, also when it runs from a checkout that is not installed
         "PYTHONUNBUFFERED": "1",
-        "REALSYS_RUN_ID": run_id,
         "TOKENIZERS_PARALLELISM": "false",  # the tokenizer's thread pool does not survive the fork of a verifier
     }
     if devices is not None:
@@ -75,7 +103,7 @@ def _spec(kind: Kind, index: int, paths: TrialPaths, run_id: str, threads: int, 
     # -P: a folder named `workers` where the user stands must not be imported in place of ours.
     argv = (sys.executable, "-P", "-m", f"workers.{kind}", "--trial-dir", str(paths.root), "--index", str(index))
     log = paths.logs / f"{kind}-{index}.log"
-    return ProcessSpec(kind, index, argv, log, kind in STATELESS, env)
+    return ProcessSpec(kind, index, argv, log, kind in STATELESS, holds, env)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +120,7 @@ class _Devices:
 
     @classmethod
     def share(cls, config: Config, allocation: Allocation, machine: Machine) -> _Devices:
-        world, width = allocation.training.world_size, allocation.inference.tensor
+        world, width = allocation.workers, allocation.inference.tensor
         ranks = machine.trainer_gpus[:world]
         visible = machine.gpus if config.generation.backend == "sglang" else machine.trainer_gpus
         free = tuple(gpu for gpu in visible if gpu not in ranks)
@@ -114,11 +142,12 @@ class _Devices:
         return ",".join(self.servers[first : first + self.per_server])
 
 
-def as_rows(specs: Sequence[ProcessSpec]) -> list[tuple[str, str, str, str, str]]:
-    """(process, threads, devices, when it dies, command) for a table."""
+def as_rows(specs: Sequence[ProcessSpec]) -> list[tuple[str, str, str, str, str, str]]:
+    """(process, holds, threads, devices, when it dies, command) for a table."""
     return [
         (
             spec.name,
+            spec.holds,
             spec.env["OMP_NUM_THREADS"],
             spec.env.get("CUDA_VISIBLE_DEVICES", "") or "cpu",
             "restarted" if spec.restart else "ends the run",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
+from launch.resume import check_resume, resume_path, start_ledger
 from realsys.config.allocation import parse_allocation
 from realsys.config.checks import check_model
 from realsys.config.dump import write_config
@@ -23,12 +24,16 @@ DEFAULT_TRIAL = str(Config.model_fields["trial"].default)
 
 
 def resolve(config: Config, *, now: datetime) -> Config:
-    """Give the trial a name if it has none, and make every path absolute, for workers that run elsewhere."""
+    """Give the trial a name if it has none, and make every path absolute, for workers that run elsewhere.
+
+    Raises ConfigError when ``resume`` names no checkpoint.
+    """
     update: dict[str, object] = {"fileroot": str(Path(config.fileroot).resolve())}
     if config.trial == DEFAULT_TRIAL:
         update["trial"] = _free_name(Path(config.fileroot).resolve() / config.experiment, now)
     if config.model.path:
         update["model"] = config.model.model_copy(update={"path": _absolute(config.model.path)})
+    update["resume"] = resume_path(config.resume)
     data = config.data
     files = {"train": _absolute(data.train), "eval": _absolute(data.eval), "demos": _absolute(data.demos)}
     update["data"] = data.model_copy(update=files)
@@ -62,6 +67,7 @@ def prepare(config: Config, say: Callable[[str], None]) -> TrialPaths:
     """
     paths = TrialPaths.of(config)
     refuse_existing(paths, config)
+    resumed = check_resume(config)
     try:
         paths.root.mkdir(parents=True)
     except OSError as exc:
@@ -70,7 +76,10 @@ def prepare(config: Config, say: Callable[[str], None]) -> TrialPaths:
         for folder in (paths.logs, paths.errors, paths.data):
             folder.mkdir()
         _write_token(paths.token)
-        _make_inputs(config, paths, say)
+        sizes = _make_inputs(config, paths, say)
+        if resumed is not None:
+            start_ledger(config, paths, resumed, sizes)
+            say(f"continuing at step {resumed.step} from {config.resume}")
         _clear_names(config, paths)
         write_config(config, paths.config)
     except BaseException:
@@ -86,8 +95,11 @@ def _write_token(path: Path) -> None:
         file.write(secrets.token_urlsafe(32))
 
 
-def _make_inputs(config: Config, paths: TrialPaths, say: Callable[[str], None]) -> None:
-    """Tiny model and generated data where the trial asks for them; then read every line of the datasets once."""
+def _make_inputs(config: Config, paths: TrialPaths, say: Callable[[str], None]) -> dict[str, int]:
+    """Tiny model and generated data where the trial asks for them; then read every line of the datasets once.
+
+    Returns the number of prompts per split, and of demonstrations.
+    """
     from realsys.data.arith import write_dataset
     from realsys.data.char_model import make_tiny_model, write_char_tokenizer
     from realsys.data.check import check_data
@@ -103,6 +115,7 @@ def _make_inputs(config: Config, paths: TrialPaths, say: Callable[[str], None]) 
     sizes = check_data(config, paths, TextTokenizer(model))
     _check_sizes(config, sizes)
     say("data: " + ", ".join(f"{count:,} {split}" for split, count in sizes.items() if count))
+    return sizes
 
 
 def _check_sizes(config: Config, sizes: Mapping[str, int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 import uuid
@@ -19,6 +20,7 @@ from launch.monitor import Monitor
 from launch.plan import ProcessSpec, plan
 from launch.prepare import prepare, refuse_existing, resolve
 from launch.progress import Progress
+from launch.resume import check_resume
 from launch.supervisor import Death, Outcome, Supervisor
 from realsys.cluster.failure import read_errors
 from realsys.config.checks import check
@@ -51,10 +53,11 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
     check(config, machine)
     run_id = f"{config.experiment}-{config.trial}-{uuid.uuid4().hex[:8]}"
     paths = TrialPaths.of(config)
-    specs = plan(config, paths, machine, run_id)
+    specs = plan(config, paths, machine, run_id, os.environ.get("PYTHONPATH", ""))
     console = Console()
     if options.dry_run:
         refuse_existing(paths, config)
+        check_resume(config)
         print_plan(console, config, paths, specs)
         return 0
     console.print(f"trial [bold]{config.experiment}/{config.trial}[/] in {paths.root}", highlight=False, soft_wrap=True)

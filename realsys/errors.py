@@ -12,10 +12,12 @@ RealsysError
 │   └── RemoteError       the peer's handler raised; carries its traceback
 ├── DecodeError           bytes that are no message of ours
 ├── WeightsError          a weight version is missing, truncated, corrupt, or not the one asked for
+├── CheckpointError       a checkpoint cannot be written, is torn or corrupt, or belongs to another model
 ├── GenerationError       a generation server refused or failed a request
 ├── RewardError           a verifier raised, hung or died; never turned into a reward
 ├── LedgerError           an event that the rollout ledger cannot accept
 ├── StuckError            the run can make no further progress; says why
+├── NotFiniteError        training met NaN or inf too many times in a row; names the samples
 ├── WorkerLost            a worker's lease lapsed or its process ended
 └── Fenced                this process lost its own lease and must stop
 
@@ -89,6 +91,10 @@ class WeightsError(RealsysError):
     """A weight version is missing, truncated, corrupt, or not the one asked for."""
 
 
+class CheckpointError(RealsysError):
+    """A checkpoint cannot be written, is incomplete, torn or corrupt, or does not fit the model that is to load it."""
+
+
 class GenerationError(RealsysError):
     """A generation server refused or failed a request. ``retryable``: another server may do it."""
 
@@ -107,6 +113,21 @@ class LedgerError(RealsysError):
 
 class StuckError(RealsysError):
     """The run can make no further progress; the message says why."""
+
+
+class NotFiniteError(RealsysError):
+    """Optimizer steps of ``role`` were skipped in a row for NaN or inf. ``sample_ids``: of the last one."""
+
+    #: more ids than this do not go into the message
+    SHOWN = 16
+
+    def __init__(self, role: str, skipped: int, sample_ids: list[str]) -> None:
+        self.role, self.skipped, self.sample_ids = role, skipped, sample_ids
+        more = f" and {len(sample_ids) - self.SHOWN} more" if len(sample_ids) > self.SHOWN else ""
+        super().__init__(
+            f"{role}: {skipped} optimizer steps in a row skipped because loss or gradient was not finite "
+            f"(train.max_skipped_steps); samples of the last one: {', '.join(sample_ids[: self.SHOWN])}{more}"
+        )
 
 
 class WorkerLost(RealsysError):

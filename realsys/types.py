@@ -117,10 +117,10 @@ class Transfer(msgspec.Struct):
 
 
 class MfcRequest(msgspec.Struct):
-    """One model function call, the same for every rank of the mesh.
+    """One model function call, the same for every rank of the role's mesh.
 
     ``minibatches[m][d]`` lists what DP rank d works on in minibatch m; all ranks see all of it, so each
-    can derive the others' micro-batch counts without talking to them.
+    can derive the others' micro-batch counts without talking to them. Hooks are run before and after, in order.
     """
 
     mfc: str
@@ -129,17 +129,39 @@ class MfcRequest(msgspec.Struct):
     step: int
     version: int
     minibatches: list[list[list[SequenceRef]]]
-    transfers: list[Transfer] = []
     args: dict[str, Any] = {}
+    pre_hooks: list[str] = []
+    post_hooks: list[str] = []
 
 
 class MfcReply(msgspec.Struct):
-    """What one worker answers. ``stats`` are already reduced over the mesh; only DP heads fill them."""
+    """What one worker answers. ``stats`` are already reduced over the mesh; only DP heads fill them.
+
+    ``scores``: sample id -> reward of a reward model, from DP heads, each of its own samples.
+    """
 
     worker: int
     stats: dict[str, float] = {}
+    scores: dict[str, float] = {}
     seconds: float = 0.0
     tokens: int = 0
+
+
+class TransferRequest(msgspec.Struct):
+    """Move arrays between workers. Sent to all sources and destinations; each does its part.
+
+    ``sequences``: every sample of the plan, for its lengths.
+    """
+
+    transfers: list[Transfer]
+    sequences: list[SequenceRef]
+
+
+class TransferReply(msgspec.Struct):
+    """``received``: bytes that came to this worker from others."""
+
+    received: int
+    seconds: float = 0.0
 
 
 class Empty(msgspec.Struct):
@@ -147,9 +169,39 @@ class Empty(msgspec.Struct):
 
 
 class InitializeRequest(msgspec.Struct):
-    """Build the model shards from the HF directory ``model_path``."""
+    """Build this worker's shard of ``role`` from the HF directory ``model_path``.
 
+    ``trainable``: with gradients and an optimizer. Sent to the ranks of the role's mesh only.
+    """
+
+    role: str
     model_path: str
+    trainable: bool = True
+
+
+class SaveCheckpointRequest(msgspec.Struct):
+    """Write this rank's share of ``role``'s training state into the existing directory ``directory``.
+
+    The reply comes when a snapshot is taken; the files are written beside training (``FinishCheckpointRequest``).
+    """
+
+    role: str
+    step: int
+    directory: str
+
+
+class FinishCheckpointRequest(msgspec.Struct):
+    """Wait until what ``save_checkpoint`` began is on disk, synced. Raises on this worker what went wrong."""
+
+    role: str
+    step: int
+
+
+class LoadCheckpointRequest(msgspec.Struct):
+    """Replace the training state of an initialised ``role`` by that in ``directory``, whatever layout wrote it."""
+
+    role: str
+    directory: str
 
 
 class LoadDemosRequest(msgspec.Struct):
@@ -165,9 +217,10 @@ class SamplesArrived(msgspec.Struct):
 
 
 class ClearRequest(msgspec.Struct):
-    """Forget these samples."""
+    """Forget these samples; with ``keys`` only these arrays of them."""
 
     sample_ids: list[str]
+    keys: list[str] = []
 
 
 class SaveWeightsRequest(msgspec.Struct):
@@ -213,12 +266,26 @@ class ServerAddress(msgspec.Struct, frozen=True):
     incarnation: str  # new for each start of the process
 
 
-#: name of a stored array -> (numpy dtype, whether it spans the whole sequence or only the answer)
-ARRAY_KEYS: dict[str, tuple[str, Literal["sequence", "answer"]]] = {
+#: What an array spans: the whole sequence, the answer's tokens, or those and the state after the last one.
+Span = Literal["sequence", "answer", "answer_and_end"]
+
+#: name of a stored array -> (numpy dtype, what it spans)
+ARRAY_KEYS: dict[str, tuple[str, Span]] = {
     "tokens": ("int32", "sequence"),
     "behav_logprobs": ("float32", "answer"),
     "versions": ("int32", "answer"),
     "prox_logprobs": ("float32", "answer"),
     "ref_logprobs": ("float32", "answer"),
-    "values": ("float32", "answer"),
+    "values": ("float32", "answer_and_end"),  # of the state before each answer token, and after the last
+    "advantages": ("float32", "answer"),
+    "returns": ("float32", "answer"),
 }
+
+#: keys of a dataflow that are no arrays: they travel with the metadata, through the master
+METADATA_KEYS = frozenset({"scores"})
+
+
+def register_key(name: str, dtype: str, span: Span) -> None:
+    """Declare an array that calls of one's own dataflow make and read. Raises ValueError if it is another already."""
+    if ARRAY_KEYS.setdefault(name, (dtype, span)) != (dtype, span) or name in METADATA_KEYS:
+        raise ValueError(f"key {name!r} is declared already, as {ARRAY_KEYS.get(name, 'metadata')}")

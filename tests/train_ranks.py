@@ -1,4 +1,4 @@
-"""Ranks of a mesh as forked processes: the imports are paid once, and torch.distributed is real."""
+"""ModelWorkers as forked processes: the imports are paid once, and torch.distributed is real."""
 
 from __future__ import annotations
 
@@ -8,37 +8,47 @@ import socket
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from realsys.cluster.topology import whole_mesh
-from realsys.config.allocation import ParallelLayout
+from realsys.cluster.topology import Mesh, whole_mesh
+from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
 from realsys.train.data_manager import DataManager
 from realsys.train.device import Device, prepare_device
-from realsys.train.engine import MegatronEngine
 from realsys.train.interfaces import Role
-from realsys.train.mesh import form_mesh, process_groups
-from realsys.train.packing import Packer
+from realsys.train.mesh import MeshGroups, form_meshes, process_groups
+from realsys.train.roles import make_role
 
 Body = Callable[[int, Device], Any]
 
+#: of this forked process: role -> its groups, filled before the body runs
+FORMED: dict[str, MeshGroups] = {}
+
 
 def run_ranks(
-    world: int, body: Body, config: Config, layout: ParallelLayout | None = None, *, joined: bool = True
+    world: int,
+    body: Body,
+    config: Config,
+    layout: ParallelLayout | None = None,
+    *,
+    joined: bool = True,
+    meshes: Mapping[str, Mesh] | None = None,
 ) -> list[Any]:
     """``body(rank, device)`` in ``world`` forked ranks of one process group; their results in rank order.
 
-    With ``layout`` Megatron's groups are there, too; without ``joined`` none at all. Fails with the traceback of the
-    first rank that raised.
+    ``layout`` forms the actor's mesh on the first workers, ``meshes`` any others (``FORMED``); without ``joined`` there
+    is no torch.distributed at all. Fails with the traceback of the first rank that raised.
     """
+    placed = ({ACTOR: whole_mesh(layout)} if layout is not None else {}) | dict(meshes or {})
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, socket.create_server(("127.0.0.1", 0)) as listener:
-        group = _Group(world, config, layout, listener) if joined else None
+        group = _World(world, config, placed, listener) if joined else None
         pids = [_fork(rank, group, body, Path(folder)) for rank in range(world)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         results = [Path(folder, f"{rank}.pickle") for rank in range(world)]
@@ -51,25 +61,24 @@ def run_ranks(
 
 
 @dataclass(frozen=True)
-class _Group:
-    world: int
+class _World:
+    size: int
     config: Config
-    layout: ParallelLayout | None
+    meshes: Mapping[str, Mesh]
     listener: socket.socket
 
     def run(self, rank: int, body: Body, device: Device) -> Any:
         host, port = self.listener.getsockname()
         fd = self.listener.detach() if rank == 0 else None
-        tcp = dist.TCPStore(host, port, self.world, is_master=rank == 0, wait_for_workers=False, master_listen_fd=fd)
-        with process_groups(tcp, rank, self.world, self.config.cluster, device):
-            if self.layout is not None:
-                form_mesh(self.layout, device)
+        tcp = TCPStore(host, port, self.size, is_master=rank == 0, wait_for_workers=False, master_listen_fd=fd)
+        with process_groups(tcp, rank, self.size, self.config.cluster, device):
+            FORMED.update(form_meshes(self.meshes, rank, device))
             result = body(rank, device)
             dist.barrier()  # rank 0 serves the store: it leaves last
             return result
 
 
-def _fork(rank: int, group: _Group | None, body: Body, folder: Path) -> int:
+def _fork(rank: int, group: _World | None, body: Body, folder: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -86,15 +95,22 @@ def _fork(rank: int, group: _Group | None, body: Body, folder: Path) -> int:
         os._exit(code)
 
 
-def build_role(config: Config, layout: ParallelLayout, rank: int, device: Device, model: Path) -> Role:
-    """What a ModelWorker builds at ``initialize``."""
-    engine = MegatronEngine(config, layout, device)
-    engine.load(model)
-    data = DataManager(rank)
-    packer = Packer(
-        data, device.device, multiple=engine.token_multiple, first=engine.first_stage, last=engine.last_stage
-    )
-    return Role(config, engine, data, packer, device)
+def build_role(
+    config: Config,
+    layout: ParallelLayout,
+    rank: int,
+    device: Device,
+    model: Path,
+    role: str = ACTOR,
+    trainable: bool = True,
+) -> Role:
+    """What a ModelWorker builds at ``initialize``, on the mesh that ``run_ranks`` formed for ``role``.
+
+    A role without a mesh of its own sits with the actor, as in an allocation.
+    """
+    groups = FORMED.get(role) or FORMED[ACTOR]
+    assert groups.mesh.layout == layout, f"run_ranks formed {groups.mesh.layout}, not {layout}"
+    return make_role(config, role, model, groups, DataManager(rank), device, trainable=trainable)
 
 
 def coordinates(layout: ParallelLayout, rank: int) -> tuple[int, int, int]:

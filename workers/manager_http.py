@@ -94,6 +94,7 @@ class ManagerApp:
                 self._post("/trained", TrainedRequest, self._trained),
                 self._post("/evaluate", EvaluateRequest, self._evaluate),
                 Route("/evaluate/{eval_id}", self._evaluation),
+                Route("/data_position", self._position),
                 Route("/get_model_version", self._version),
                 Route("/health", self._health),
                 Route("/status", self._status),
@@ -161,6 +162,13 @@ class ManagerApp:
             return reply_json({"error": f"no evaluation {eval_id!r} was asked for"}, 404)
         reply: EvaluationReply = evaluation.reply()
         return reply_json(reply)
+
+    async def _position(self, request: Request) -> Response:
+        try:
+            self._authorize(request)
+        except Refused as refused:
+            return reply_json({"error": refused.message}, refused.status)
+        return reply_json(self._service.state.ledger.position())
 
     async def _version(self, request: Request) -> Response:
         return reply_json(VersionReply(self._service.state.version))

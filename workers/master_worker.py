@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import uvloop
 
+from realsys.algorithm.group_filter import keep_group
 from realsys.cluster.aio import run_until_stopped
-from realsys.cluster.topology import Mesh, routing_table, whole_mesh
+from realsys.cluster.topology import place, routing_table
 from realsys.cluster.worker import WorkerContext, worker_main
-from realsys.config.allocation import parse_allocation
+from realsys.config.allocation import ACTOR, parse_allocation
+from realsys.config.dataflow import dataflow_of, sft_dataflow
+from realsys.config.roles import role_settings
 from realsys.data.demos import DemoDataset
 from realsys.data.files import dataset_files
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
+from realsys.master.arguments import CallArguments
+from realsys.master.checkpoints import Checkpoints
 from realsys.master.evaluation import Evaluations
 from realsys.master.executor import GraphExecutor
-from realsys.master.graph import ppo_dataflow, sft_dataflow
+from realsys.master.intake import Intake
 from realsys.master.loop import TrainLoop, planned_steps
+from realsys.master.plans import cost_functions, plan_roles
 from realsys.master.publish import Publisher
 from realsys.master.step_log import StepLog
 from realsys.master.warmup import Warmup
@@ -30,8 +38,7 @@ from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.request_reply import MasterStream
 from realsys.stream.routing import RoutedStream
 from realsys.stream.security import keys_for
-from realsys.types import SamplesArrived
-from realsys.weights.manifest import export_copy
+from realsys.types import InitializeRequest, SampleMeta, SamplesArrived
 
 
 class Master:
@@ -42,20 +49,36 @@ class Master:
         self._ctx, self._config, self._paths, self._manager, self._log = ctx, config, paths, manager, step_log
         self._stream = stream
         self._phase, self._shown = "start", dict[str, Any]()
-        self._model_dir = Path(config.model.path) if config.model.path else paths.model
-        self._mesh: Mesh = whole_mesh(parse_allocation(config.allocation).training)
-        routed = RoutedStream(stream, routing_table({"actor": self._mesh}))
-        self._workers = ModelWorkers(routed, self._mesh, config.cluster.request_timeout_s)
+        self._allocation, self._flow = parse_allocation(config.allocation), dataflow_of(config)
+        self._meshes = place(self._allocation, dict.fromkeys([ACTOR, *self._flow.roles]))
+        self._tokenizer = TextTokenizer(self._model_dir(ACTOR))
+        total_steps = planned_steps(config, PromptDataset(config, paths, self._tokenizer).size("train"))
+        routed = RoutedStream(stream, routing_table(self._meshes))
+        self._workers = ModelWorkers(routed, self._meshes, config.cluster.request_timeout_s)
+        self._arguments = CallArguments(config, self._flow, total_steps)
         self._evaluations = Evaluations(manager, seed=config.seed, timeout_s=config.cluster.request_timeout_s)
         self._publisher = Publisher(
             store=ctx.store,
             key=ctx.names.model_version(),
             root=paths.weights(),
-            model_dir=self._model_dir,
+            model_dir=self._model_dir(ACTOR),
             incarnation=ctx.incarnation,
             keep=config.train.keep_versions,
             save=self._workers.save_weights,
         )
+        self._checkpoints = Checkpoints(
+            config,
+            paths,
+            meshes={role: self._meshes[role] for role in self._flow.trained_roles},
+            workers=self._workers,
+            position=manager.data_position,
+            kl=self._arguments.state_dict,
+        )
+        self._costs = cost_functions(config, paths, list(self._meshes))
+        self._loop = self._build_loop(total_steps)
+
+    def _model_dir(self, role: str) -> Path:
+        return role_settings(self._config, role).model_dir(self._paths)
 
     async def _enter(self, phase: str) -> None:
         """A new phase of the run: in the step log, the heartbeat and the name store."""
@@ -71,44 +94,63 @@ class Master:
         await asyncio.to_thread(self._ctx.store.add, self._ctx.names.status, value, replace=True)
 
     async def run(self) -> None:
-        config = self._config
-        loop = self._build_loop()
         await self._enter("connect")
-        await self._stream.barrier(list(self._mesh.workers), config.cluster.connect_timeout_s)
-        await self._workers.initialize(str(self._model_dir))
-        if config.warmup.steps:
-            await self._enter("warmup")
-            await self._warm_up()
+        await self._stream.barrier(range(self._allocation.workers), self._config.cluster.connect_timeout_s)
+        await self._initialize()
+        done = await self._begin()
         await self._enter("publish")
-        await self._publisher.publish(0, 0)
-        await self._evaluate("before", 0)
+        await self._publisher.publish(done, done)
+        await self._evaluate("before", done)
         await self._enter("train")
-        steps = await loop.run()
+        steps = await self._loop.run(done)
         await self._evaluate("after", steps)
-        newest = self._publisher.newest
-        assert newest is not None
-        await asyncio.to_thread(export_copy, Path(newest.path), self._paths.final_model)
+        await self._publisher.export(self._paths.final_model)
         await self._enter("done")
 
-    def _build_loop(self) -> TrainLoop:
+    async def _initialize(self) -> None:
+        """Every role on its mesh. All are sent before one is awaited, so roles on separate workers load together."""
+        trained = {*self._flow.trained_roles, *([ACTOR] if self._config.warmup.steps else [])}
+        requests = [InitializeRequest(role, str(self._model_dir(role)), role in trained) for role in self._meshes]
+        await asyncio.gather(*(self._workers.initialize(request) for request in requests))
+
+    async def _begin(self) -> int:
+        """The actor as training starts with it: as a checkpoint left it, or warmed up. Returns the steps done."""
+        if self._config.resume:
+            await self._enter("resume")
+            state = await self._checkpoints.resume(Path(self._config.resume))
+            self._arguments.load_state_dict(state.kl)
+            return state.step
+        if self._config.warmup.steps:
+            await self._enter("warmup")
+            await self._warm_up()
+        return 0
+
+    def _build_loop(self, total_steps: int) -> TrainLoop:
         config = self._config
-        tokenizer = TextTokenizer(self._model_dir)
-        prompts = PromptDataset(config, self._paths, tokenizer)
-        flow = ppo_dataflow(decoupled=config.train.ppo.use_decoupled_loss)
-        loop = TrainLoop(
+        correct, wanted = config.rollout.reward.correct, config.train.ppo.filter
+
+        def keep(group: Sequence[SampleMeta]) -> bool:
+            return keep_group([sample.reward for sample in group], correct, wanted)
+
+        intake = Intake(config, keep=keep, workers=self._workers, manager=self._manager)
+        self._stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
+        return TrainLoop(
             config,
-            mesh=self._mesh,
+            flow=self._flow,
+            meshes=self._meshes,
+            plan=functools.partial(plan_roles, config, self._meshes, self._costs),
             workers=self._workers,
-            executor=GraphExecutor(flow, {"actor": self._mesh}, self._workers.run_mfc),
+            intake=intake,
+            arguments=self._arguments,
             publisher=self._publisher,
             manager=self._manager,
             evaluations=self._evaluations,
+            checkpoints=self._checkpoints,
             step_log=self._log,
             show=self._show,
-            total_steps=planned_steps(config, prompts.size("train")),
+            hf_folder=self._paths.root / "hf",
+            total_steps=total_steps,
         )
-        self._stream.on_notice("samples_arrived", SamplesArrived, lambda notice: loop.on_samples(notice.samples))
-        return loop
 
     async def _warm_up(self) -> None:
         config = self._config
@@ -116,11 +158,12 @@ class Master:
         assert demos is not None, "the launcher has checked that there are demonstrations"
         warmup = Warmup(
             config.warmup,
-            demos=len(DemoDataset(demos, TextTokenizer(self._model_dir))),
+            demos=len(DemoDataset(demos, self._tokenizer)),
             seed=config.seed,
-            mesh=self._mesh,
+            mesh=self._meshes[ACTOR],
+            cost=self._costs[ACTOR],
             workers=self._workers,
-            executor=GraphExecutor(sft_dataflow(), {"actor": self._mesh}, self._workers.run_mfc),
+            executor=GraphExecutor(sft_dataflow(config), self._meshes, self._workers),
             step_log=self._log,
         )
         await warmup.run()

@@ -1,4 +1,4 @@
-"""A ModelWorker process: one training rank. Joins the mesh, connects to the master, serves requests until stopped."""
+"""A ModelWorker process: a rank of every mesh it is on. Forms them, connects to the master, serves until stopped."""
 
 from __future__ import annotations
 
@@ -9,43 +9,48 @@ from realsys.cluster.worker import WorkerContext, worker_main
 
 def serve(ctx: WorkerContext) -> None:
     # Imported here: torch and Megatron take seconds, and wrong arguments should not.
-    from realsys.cluster.topology import whole_mesh
-    from realsys.config.allocation import parse_allocation
+    from realsys.cluster.topology import place
+    from realsys.config.allocation import ACTOR, parse_allocation
+    from realsys.config.dataflow import dataflow_of, import_plugins
     from realsys.stream.push_pull import Puller
     from realsys.stream.request_reply import WorkerEndpoint
     from realsys.stream.security import keys_for
     from realsys.train.data_manager import DataManager
     from realsys.train.device import prepare_device
-    from realsys.train.mesh import form_mesh, rendezvous
+    from realsys.train.mesh import form_meshes, rendezvous
     from realsys.train.service import ModelWorkerService
     from realsys.weights.shards import write_shard
 
-    config, cluster, rank = ctx.config, ctx.config.cluster, ctx.index
-    mesh = whole_mesh(parse_allocation(config.allocation).training)
-    heads = mesh.dp_heads()
+    config, cluster, worker = ctx.config, ctx.config.cluster, ctx.index
+    import_plugins("plugins.train", config.plugins.train)
+    allocation = parse_allocation(config.allocation)
+    # The actor also where no call of the dataflow is its own: the warm-up trains it, and its heads receive the groups.
+    meshes = place(allocation, [ACTOR, *dataflow_of(config).roles])
+    heads = meshes[ACTOR].dp_heads()
     keys = keys_for(cluster.host, ctx.paths.root / "keys")
-    device = prepare_device(rank, config.train.threads)
-    data = DataManager(rank)
+    device = prepare_device(worker, config.train.threads)
+    data = DataManager(worker)
     ctx.set_state("connecting")
     # The run's id: what an earlier run of this trial left in the name store must not be found.
     store_key = ctx.names.torch_store(os.environ.get("REALSYS_RUN_ID", "0"))
-    with rendezvous(ctx.store, store_key, rank, mesh.layout.world_size, cluster, device):
-        form_mesh(mesh.layout, device)
+    with rendezvous(ctx.store, store_key, worker, allocation.workers, cluster, device):
+        groups = form_meshes(meshes, worker, device)
         master = ctx.store.wait(ctx.names.request_reply, cluster.connect_timeout_s, "the address of the MasterWorker")
-        puller = Puller(cluster.host, keys=keys) if rank in heads else None
+        puller = Puller(cluster.host, keys=keys) if worker in heads else None
         endpoint = WorkerEndpoint(
-            rank,
+            worker,
             master,
             puller,
             data.add_group if puller is not None else None,
             incarnation=ctx.incarnation,
             keys=keys,
         )
+        service = ModelWorkerService(config, ctx.paths, groups, worker, endpoint, data, device, write_shard)
         try:
             if puller is not None:
-                ctx.register(ctx.names.pull(heads.index(rank)), puller.address)
+                ctx.register(ctx.names.pull(heads.index(worker)), puller.address)
             ctx.set_state("serving")
-            ModelWorkerService(config, ctx.paths, mesh, rank, endpoint, data, device, write_shard).run(ctx.stop)
+            service.run(ctx.stop)
         finally:
             endpoint.close()
 

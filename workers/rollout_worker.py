@@ -34,7 +34,7 @@ async def serve(ctx: WorkerContext) -> None:
         ctx.token,
         patience_s=cluster.connect_timeout_s,
     )
-    heads = parse_allocation(config.allocation).training.data
+    heads = parse_allocation(config.allocation).actor.data
     pusher = Pusher(
         lambda dp: ctx.store.wait(names.pull(dp), cluster.connect_timeout_s, f"the push-pull address of DP head {dp}"),
         group_contiguously(config.rollout.workers, heads)[ctx.index],

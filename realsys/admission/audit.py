@@ -35,6 +35,7 @@ def audit(path: Path) -> dict[str, Any]:
     return {
         "records": records,
         "torn_bytes": path.stat().st_size - end,
+        "inherited": ledger.counts.inherited,
         "granted": ledger.counts.granted,
         "attempts": ledger.counts.attempts,
         **states,

@@ -17,6 +17,21 @@ import msgspec
 Outcome = Literal["accepted", "rejected", "failed"]
 
 
+class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
+    """First record of a trial that continues from a checkpoint of another one.
+
+    ``groups`` count for admission like groups trained here. ``pending``: prompts that had been granted and were not
+    trained at the checkpoint; they come before the new ones from ``cursor`` on.
+    """
+
+    checkpoint: str  # for people: its folder
+    step: int
+    groups: int
+    cursor: int
+    pending: list[int]
+    time: float
+
+
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
     """A train ticket went to a worker. ``position`` of the prompt in the order; -1 if it is not a new one."""
 
@@ -92,6 +107,6 @@ class EvalAnswered(msgspec.Struct, frozen=True, tag="eval_answered"):
     version_max: int
 
 
-TicketEvent = Granted | Finished | Reissued | Dropped | Trained
+TicketEvent = Resumed | Granted | Finished | Reissued | Dropped | Trained
 EvalEvent = EvalStarted | EvalAnswered
-Event = Granted | Finished | Reissued | Dropped | Trained | EvalStarted | EvalAnswered
+Event = Resumed | Granted | Finished | Reissued | Dropped | Trained | EvalStarted | EvalAnswered

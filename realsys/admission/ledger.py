@@ -6,7 +6,8 @@
        └── failed, lost ──┘  └──────────── trained ─────────> trained               the group may outrun its finish)
 
 Every ticket ends exactly once. Decisions (``grant``, ``finish``, ...) check, apply and return events; ``apply`` alone
-replays a journal. ``counted`` is N of the admission inequality without the candidate: running + finished + trained.
+replays a journal. ``counted`` is N of the admission inequality without the candidate: running + finished + trained,
+and in a trial that continues from a checkpoint the groups that were trained before it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from realsys.admission.events import Dropped, Finished, Granted, Outcome, Reissued, TicketEvent, Trained
+from realsys.admission.events import Dropped, Finished, Granted, Outcome, Reissued, Resumed, TicketEvent, Trained
+from realsys.admission.messages import DataPosition
 from realsys.admission.order import PromptOrder
 from realsys.errors import LedgerError
 
@@ -52,6 +54,7 @@ class OpenTicket:
 class LedgerCounts:
     """Numbers of tickets by state, of drops by reason and of re-issues by cause."""
 
+    inherited: int = 0  # groups trained before the checkpoint that this trial continues from; they have no ticket here
     granted: int = 0  # tickets
     attempts: int = 0
     open: dict[OpenState, int] = field(default_factory=lambda: {"running": 0, "finished": 0, "waiting": 0})
@@ -64,7 +67,7 @@ class LedgerCounts:
     @property
     def counted(self) -> int:
         """N of the admission inequality without the candidate."""
-        return self.open["running"] + self.open["finished"] + self.trained
+        return self.inherited + self.open["running"] + self.open["finished"] + self.trained
 
     def by_state(self) -> dict[str, int]:
         """Tickets in each state; the sum is ``granted``."""
@@ -95,7 +98,7 @@ class Ledger:
         self.counts = LedgerCounts()
         self.cursor = 0  # position of the next new prompt
         self._reissue: list[str] = []  # heap of waiting ticket ids; stale entries are skipped
-        self._prompts: deque[int] = deque()  # given back by stale drops
+        self._prompts: deque[int] = deque()  # given back by stale drops, or pending at the checkpoint
         self._outcome, self._attempt, self._prompt = array("i"), array("i"), array("q")
         self._reasons: list[str] = []
 
@@ -103,7 +106,7 @@ class Ledger:
 
     @property
     def counted(self) -> int:
-        """N without the candidate: running + finished + trained."""
+        """N without the candidate: running + finished + trained, here or before the checkpoint."""
         return self.counts.counted
 
     @property
@@ -115,6 +118,11 @@ class Ledger:
     def exhausted(self) -> bool:
         """Nothing waits and the epochs are used up."""
         return not self.counts.open["waiting"] and not self._prompts and self._order.at(self.cursor) is None
+
+    def position(self) -> DataPosition:
+        """Where in the data this is: what a later trial must issue to miss no prompt and repeat none."""
+        pending = [self.open[ticket_id].prompt_index for ticket_id in sorted(self.open)]
+        return DataPosition(self.cursor, [*pending, *self._prompts], self._order.size, self._order.seed)
 
     def running(self) -> Iterator[OpenTicket]:
         return (ticket for ticket in self.open.values() if ticket.state == "running")
@@ -216,6 +224,8 @@ class Ledger:
     def apply(self, event: TicketEvent) -> None:
         """One event. Raises LedgerError if it cannot follow the ones before (a journal of another trial, or damage)."""
         match event:
+            case Resumed():
+                self._apply_resumed(event)
             case Granted():
                 self._apply_granted(event)
             case Finished():
@@ -228,6 +238,12 @@ class Ledger:
                     self._prompts.append(self._prompt[int(event.ticket_id)])
             case Trained():
                 self._apply_trained(event)
+
+    def _apply_resumed(self, event: Resumed) -> None:
+        if self.counts.granted or self.counts.inherited or self.cursor:
+            raise LedgerError(f"ledger: {event.checkpoint} can only be resumed by a new trial, before its first ticket")
+        self.counts.inherited, self.cursor = event.groups, event.cursor
+        self._prompts.extend(event.pending)
 
     def _apply_granted(self, event: Granted) -> None:
         ticket = self.open.get(event.ticket_id)

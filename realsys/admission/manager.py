@@ -176,7 +176,9 @@ class ManagerState:
         return self.ledger.is_running(ticket.ticket_id, ticket.attempt)
 
     def _ticket(self, event: Granted) -> Ticket:
-        seed = sampling_seed(self.settings.seed, int(event.ticket_id), event.attempt)
+        # Numbered on from the groups before a checkpoint: a resumed trial must not draw its first numbers again.
+        number = self.ledger.counts.inherited + int(event.ticket_id)
+        seed = sampling_seed(self.settings.seed, number, event.attempt)
         return Ticket(
             event.ticket_id,
             event.attempt,

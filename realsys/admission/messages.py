@@ -134,3 +134,16 @@ class VersionReply(msgspec.Struct):
     """GET /get_model_version; -1: nothing published yet."""
 
     version: int
+
+
+class DataPosition(msgspec.Struct, frozen=True):
+    """GET /data_position, with the token: where in the data training is, for a checkpoint.
+
+    ``cursor`` is the position of the next new prompt in the order of ``prompts`` prompts that ``seed`` makes;
+    ``pending`` are the prompts (indices) granted before it and not trained, in the order to issue them again.
+    """
+
+    cursor: Count
+    pending: list[Count]
+    prompts: Annotated[int, msgspec.Meta(ge=1)]
+    seed: int

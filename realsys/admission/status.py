@@ -129,6 +129,7 @@ def ledger(state: ManagerState) -> dict[str, Any]:
     """Tickets by state, drops by reason, re-issues by cause."""
     counts = state.ledger.counts
     return {
+        "inherited": counts.inherited,
         "granted": counts.granted,
         "attempts": counts.attempts,
         **counts.by_state(),

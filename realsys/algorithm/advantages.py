@@ -1,14 +1,23 @@
 """From rewards to advantages. Pure numpy functions.
 
-    reward --shape_rewards--> shaped reward --normalise--> advantage of the answer          (no critic)
-    token rewards, values --gae--> token advantages --normalise--> normalised               (critic)
+One advantage per answer, from metadata alone (no critic, no KL in the reward), the same on every rank:
+
+    reward --shape_rewards--> shaped --normalise--> outcome_advantages
+
+One advantage per token, each rank for its own answers, batch statistics over all ranks:
+
+    reward --shape_rewards--> shaped --normalise, group level--> outcome_rewards
+           --token_rewards, KL--> rewards of tokens --token_advantages, values--> advantages, returns
+           --moments, summed over ranks--> normalise_tokens, batch level
 
 The paper's batch normalisation, GRPO, Dr.GRPO and RLOO are settings of one normaliser (docs/algorithms.md).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,36 +30,145 @@ F64 = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
 
-def outcome_advantages(refs: Sequence[SequenceRef], cfg: PPOConfig) -> F32:
+class Moments(NamedTuple):
+    """Number, sum and sum of squares: of several parts they add up. ``Moments(*sums)`` of reduced ones."""
+
+    number: float
+    total: float
+    total_of_squares: float
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.number if self.number else 0.0
+
+    @property
+    def std(self) -> float:
+        """Of the population. Good to about 1e-8 of the mean: squares of float32 are exact in float64, sums nearly."""
+        return math.sqrt(max(self.total_of_squares / self.number - self.mean**2, 0.0)) if self.number else 0.0
+
+
+def outcome_advantages(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> F32:
     """Advantage of each answer of a batch, float32 ``[len(refs)]``; every token of an answer has the answer's.
 
     With gamma = lambda = 1 and no critic, as in the paper, the return of each token is the reward of its answer.
     Batch mean and std are over answer tokens, so an answer counts as often as it has tokens; group mean and std are
     over the answers to one prompt. The batch must be the whole train step's: a part has other means.
 
-    Raises ConfigError when gamma * lam is not 1: discounting needs one advantage per token (``gae``).
+    Truncated answers under ``truncated_answers=mask`` count like any other: DAPO's overlong filtering masks the loss,
+    not the statistics, so what the others of its group are compared with does not depend on a limit of length.
+
+    Raises ConfigError when gamma * lam is not 1: discounting needs one advantage per token (``token_advantages``).
     """
     if cfg.gamma != 1.0 or cfg.lam != 1.0:
         field, value = ("gamma", cfg.gamma) if cfg.gamma != 1.0 else ("lam", cfg.lam)
         raise ConfigError(f"train.ppo.{field}", value, "must be 1: without a critic a whole answer has one advantage")
-    shaped = shape_rewards(
-        np.array([r.reward for r in refs], np.float64), np.array([r.truncated for r in refs], bool), cfg
-    )
-    groups = np.array([r.group for r in refs], np.int64)
     tokens = np.array([r.answer_len for r in refs], np.float64)
-    return normalise(shaped, groups, tokens, cfg.advantage).astype(np.float32)
+    shaped = shape_rewards(refs, cfg, max_new_tokens)
+    return normalise(shaped, _groups(refs), tokens, cfg.advantage).astype(np.float32)
 
 
-def shape_rewards(rewards: npt.ArrayLike, truncated: npt.ArrayLike, cfg: PPOConfig) -> F64:
-    """``clip(reward * scale + bias, -clip, clip)``; with ``mask_no_eos_with_zero`` truncated answers then get 0.
-
-    rewards [n], truncated bool [n] -> float64 [n]
+def outcome_rewards(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> F64:
+    """What each answer earns on its last token, float64 ``[len(refs)]``: its shaped reward, and where ``cfg.advantage``
+    has mean or std at group level, these taken off and divided by (as in ``outcome_advantages``). Batch level waits
+    for the advantages of tokens (``normalise_tokens``). ``refs``: all answers of the train step.
     """
-    shaped = np.asarray(rewards, np.float64) * cfg.reward_scale + cfg.reward_bias
+    level = cfg.advantage.model_copy(
+        update={name: "none" for name in ("mean", "std") if getattr(cfg.advantage, name) == "batch"}
+    )
+    return normalise(shape_rewards(refs, cfg, max_new_tokens), _groups(refs), np.ones(len(refs)), level)
+
+
+def shape_rewards(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> F64:
+    """Rewards as the algorithm sees them, float64 ``[len(refs)]``:
+
+        shaped = clip(reward * scale + bias, -clip, clip)          0 if truncated and truncated_answers=zero_reward
+               - penalty * clip((answer_len - (max_new_tokens - buffer)) / buffer, 0, 1)      with overlong.buffer
+
+    The second line is DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), in units of the shaped reward.
+    It falls on truncated answers too, whatever becomes of their reward: running into the limit must not pay.
+    """
+    shaped = np.array([r.reward for r in refs], np.float64) * cfg.reward_scale + cfg.reward_bias
     shaped = np.clip(shaped, -cfg.reward_clip, cfg.reward_clip)
-    if cfg.mask_no_eos_with_zero:
-        shaped = np.where(np.asarray(truncated, bool), 0.0, shaped)
+    if cfg.truncated_answers == "zero_reward":
+        shaped = np.where(np.array([r.truncated for r in refs], bool), 0.0, shaped)
+    if cfg.overlong.buffer:
+        lengths = np.array([r.answer_len for r in refs], np.float64)
+        beyond = (lengths - (max_new_tokens - cfg.overlong.buffer)) / cfg.overlong.buffer
+        shaped = shaped - cfg.overlong.penalty * np.clip(beyond, 0.0, 1.0)
     return shaped
+
+
+def token_rewards(
+    outcomes: npt.ArrayLike, lengths: npt.ArrayLike, kl: npt.ArrayLike | None = None, kl_coef: float = 0.0
+) -> F64:
+    """Reward of each token: the outcome on the last one of its answer, less ``kl_coef * kl`` on every one.
+
+    outcomes [n]      of answers (``outcome_rewards``)
+    lengths  int [n]  their answer tokens, sum t
+    kl       [t]      estimate of KL(policy || reference) at each token, if it is a part of the reward
+
+    Returns float64 [t]. Raises ValueError when the sizes do not agree.
+    """
+    n_tokens = np.asarray(lengths, np.int64)
+    rewards = np.zeros(int(n_tokens.sum()), np.float64)
+    if kl is not None:
+        divergence = np.asarray(kl, np.float64)
+        if divergence.shape != rewards.shape:
+            raise ValueError(f"token_rewards: KL of {len(divergence)} tokens for answers of {len(rewards)}")
+        rewards -= kl_coef * divergence
+    written = n_tokens > 0
+    rewards[(np.cumsum(n_tokens) - 1)[written]] += np.asarray(outcomes, np.float64)[written]
+    return rewards
+
+
+def token_advantages(
+    rewards: npt.ArrayLike,
+    lengths: npt.ArrayLike,
+    truncated: npt.ArrayLike,
+    cfg: PPOConfig,
+    values: npt.ArrayLike | None = None,
+) -> tuple[F32, F32]:
+    """Advantages and returns of tokens, before batch normalisation, float32 ``[t]`` each.
+
+    rewards   [t]       of tokens (``token_rewards``), packed
+    lengths   int [n]   answer tokens of each sequence, sum t
+    truncated bool [n]  no EOS: the answer would have gone on, and V behind its last token is the critic's; else 0
+    values    [t + n]   the critic's, in units of the reward: each sequence its answer_len + 1, the state before each
+                        answer token and the one after the last
+
+    With values this is GAE, and the returns are what the critic should have predicted (A + V). Without, V is 0
+    everywhere: both are the sum of the rewards from the token on, discounted by gamma * lam per token (the reward to go
+    of REINFORCE++). Raises ValueError when the sizes do not agree.
+    """
+    n_tokens = np.asarray(lengths, np.int64)
+    if values is None:
+        return gae(rewards, np.zeros(int(n_tokens.sum())), n_tokens, np.zeros(len(n_tokens)), cfg.gamma, cfg.lam)
+    flat = np.asarray(values, np.float64)
+    if len(flat) != n_tokens.sum() + len(n_tokens):
+        raise ValueError(f"token_advantages: {len(flat)} values for lengths {n_tokens}; each needs one more")
+    ends = np.cumsum(n_tokens + 1) - 1
+    bootstrap = np.where(np.asarray(truncated, bool), flat[ends], 0.0)
+    return gae(rewards, np.delete(flat, ends), n_tokens, bootstrap, cfg.gamma, cfg.lam)
+
+
+def moments(x: npt.ArrayLike) -> Moments:
+    """Of this rank's tokens; their sums over ranks are the batch's."""
+    values = np.asarray(x, np.float64)
+    return Moments(float(values.size), float(values.sum()), float(np.square(values).sum()))
+
+
+def normalise_tokens(advantages: npt.ArrayLike, batch: Moments, cfg: NormalisationConfig) -> F32:
+    """The batch level of ``cfg`` on advantages of tokens, float32 of the same shape.
+
+    Mean and std are over all answer tokens of the batch (``batch``), masked answers included; group level has acted
+    on the outcomes already (``outcome_rewards``).
+    """
+    x = np.asarray(advantages, np.float64)
+    if cfg.mean == "batch":
+        x = x - batch.mean
+    if cfg.std == "batch":
+        x = x / (batch.std + cfg.eps)
+    return x.astype(np.float32)
 
 
 def normalise(values: npt.ArrayLike, groups: npt.ArrayLike, weights: npt.ArrayLike, cfg: NormalisationConfig) -> F64:
@@ -145,3 +263,7 @@ def _constant(x: F64, members: Indices) -> npt.NDArray[np.bool_]:
     np.minimum.at(low, members, x)
     np.maximum.at(high, members, x)
     return np.asarray((low == high)[members])
+
+
+def _groups(refs: Sequence[SequenceRef]) -> Indices:
+    return np.array([r.group for r in refs], np.int64)

@@ -1,10 +1,13 @@
-"""Losses on the flat answer tokens of packed sequences. Pure tensor functions.
+"""Losses on the flat answer tokens of packed sequences, and their statistics. Pure tensor functions.
+
+    theta, prox, behav --ratios--> u, w --surrogate--> token loss [t] --token weights--> share of the step's mean
 
 All tensors are float32 ``[t]``, one entry per answer token; ``mask`` is bool ``[t]`` and marks the tokens that count.
-Where it is False the other tensors may hold anything, NaN included: it reaches neither loss, gradient nor statistics.
+Where it is False the other tensors may hold anything, NaN included.
 
-``denominator`` is the number of answer tokens of the whole optimizer step, over all micro-batches and ranks, so the
-loss of a micro-batch is its share of the global token mean and shares add up, whatever the layout.
+``denominator`` is a number of the whole optimizer step, over all micro-batches and ranks (``loss_denominator``), so the
+loss of a micro-batch is its share of one global mean and shares add up, whatever the layout. An answer lies whole in
+one micro-batch.
 
 Statistics come as sums, counts and maxima, so that they can be reduced over micro-batches and ranks in any order:
 ``*_max`` by maximum, the rest by sum (``merge_stats``); ``finish_stats`` divides them at the end.
@@ -13,20 +16,77 @@ Statistics come as sums, counts and maxima, so that they can be reduced over mic
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from realsys.algorithm.flat import blank, check_shapes, count, masked_max, masked_sum
+from realsys.algorithm.kl import MAX_LOG_RATIO, kl_estimate
 from realsys.config.schema import PPOConfig
-
-#: Bound on |log ratio| before exp: float32 overflows at 88, and an infinite ratio times the zero gradient of its
-#: clipped branch is NaN. Nothing that still trains is anywhere near e^20.
-MAX_LOG_RATIO = 20.0
+from realsys.types import SequenceRef
 
 Stats = dict[str, Tensor]
 
 
-def ppo_actor_loss(
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Which answer each token belongs to: ``lengths`` int64 ``[n]``, answer tokens of each, in order, sum t.
+
+    Best kept on the host: checking their sum then waits for no device.
+    """
+
+    lengths: Tensor
+
+    def counted(self, mask: Tensor) -> Tensor:
+        """For each token the number of counted tokens of its answer, float64 ``[t]``."""
+        return self._spread(self._sums(mask.double()), mask)
+
+    def means(self, x: Tensor, mask: Tensor) -> Tensor:
+        """For each token the mean of ``x`` over the counted tokens of its answer, float32 ``[t]``, no gradient.
+
+        0 for an answer without any.
+        """
+        # float64: the mean of 30,000 log ratios is compared with clip ranges of 3e-4
+        sums, counts = self._sums(torch.where(mask, x.detach(), 0.0).double()), self._sums(mask.double())
+        return self._spread(sums / counts.clamp(min=1.0), mask).float()
+
+    def _sums(self, x: Tensor) -> Tensor:
+        if int(self.lengths.sum()) != len(x):
+            raise ValueError(f"answers of {int(self.lengths.sum())} tokens in all for {len(x)} tokens")
+        if not len(x):  # the empty micro-batch of a rank that has fewer: nothing to launch a kernel for
+            return x.new_zeros(len(self.lengths))
+        # A sum in a fixed order, which index_add_ on a GPU is not.
+        return torch.segment_reduce(x, "sum", lengths=self.lengths.to(x.device), unsafe=True)
+
+    def _spread(self, per_answer: Tensor, like: Tensor) -> Tensor:
+        return per_answer.repeat_interleave(self.lengths.to(like.device), output_size=len(like))
+
+
+def counts_in_loss(ref: SequenceRef, cfg: PPOConfig) -> bool:
+    """Whether an answer takes part in the loss; where not, its tokens are masked and in no denominator."""
+    return not (cfg.truncated_answers == "mask" and ref.truncated)
+
+
+def loss_denominator(refs: Iterable[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> float:
+    """What the actor's loss is divided by; ``refs``: all answers of one optimizer step, on all ranks.
+
+    By ``cfg.aggregation``, counting the answers that ``counts_in_loss``:
+
+        token     their tokens                        every token of the step weighs the same
+        sequence  their number                        ... every answer, whatever its length
+        constant  their number * max_new_tokens       a sum over tokens; no length weighs anything
+
+    Answers left out of the forward pass for an advantage of 0 are in ``refs``: they contribute 0 to the mean.
+    At least 1, so that a step without any answer is 0 and not NaN.
+    """
+    counted = [ref for ref in refs if counts_in_loss(ref, cfg)]
+    if cfg.aggregation == "token":
+        return float(max(1, sum(ref.answer_len for ref in counted)))
+    return float(max(1, len(counted)) * (max_new_tokens if cfg.aggregation == "constant" else 1))
+
+
+def actor_loss(
     theta: Tensor,
     prox: Tensor,
     behav: Tensor,
@@ -34,65 +94,133 @@ def ppo_actor_loss(
     mask: Tensor,
     denominator: float | Tensor,
     cfg: PPOConfig,
+    *,
+    segments: Segments | None = None,
+    entropy: Tensor | None = None,
+    ref: Tensor | None = None,
+    kl_coef: float = 0.0,
 ) -> tuple[Tensor, Stats]:
-    """Decoupled PPO (AReaL, arXiv 2505.24298): its share of the global token mean, and statistics.
+    """Share of the policy loss, and statistics (docs/algorithms.md has every formula with its source).
 
-        u      = exp(theta - prox)       w = exp(prox - behav), no gradient
-        loss_t = -w * min(u*A, clip(u, 1-eps, 1+eps_higher)*A)
+        u = exp(theta - prox)        w = exp(prox - behav), no gradient; sg: no gradient through this
+        ppo        -w * min(u*A, clip(u, 1-eps, 1+eps_higher)*A)
+        gspo       the same with u and w of the answer: exp of the mean log ratio over its tokens
+        cispo      -w * sg(clip(u, 1-eps, 1+eps_higher)) * A * theta
+        reinforce  -w * A * theta
+        + kl_coef * KL(theta, ref) - cfg.entropy_coef * entropy, per token
 
-    ``theta`` log-probs under the weights being trained (the only input with a gradient), ``prox`` under the weights
-    before the step's first update, ``behav`` as recorded when the tokens were sampled.
+    theta       log-probs under the weights being trained; with ``entropy`` the only input with a gradient
+    prox        under the weights before the step's first update; not looked at without ``use_decoupled_loss``
+    behav       as recorded when the tokens were sampled
+    entropy     of the distribution at each token; with a gradient where there is a bonus
+    ref         log-probs under the reference model; reported if given, a term of the loss if kl_coef > 0
+    segments    needed for loss=gspo and aggregation=sequence
 
-    A token with ``w > behav_imp_weight_cap`` contributes 0 and stays in the denominator. With ``c_clip`` the
-    surrogate of a token with A < 0 is at most ``-c_clip * A``; w multiplies that, too. Without
-    ``use_decoupled_loss`` this is plain PPO: prox = behav, w = 1 (``prox`` is not looked at).
+    A token with ``w > behav_imp_weight_cap`` adds nothing to the policy term and stays in the denominator (mode mask),
+    or its w is set to the cap (truncate). Raises ValueError for shapes that do not agree and for a missing input.
 
-    Statistics over the counted tokens: tokens, loss_sum, u_sum, u_max, w_sum, w_max (before the cap), clip_count,
-    dual_clip_count, capped_count, kl_behav_prox_sum (k3 estimator of KL(behav || prox)).
+    Statistics over the counted tokens: tokens, loss_sum (share * denominator), u_sum, u_max, w_sum, w_max (before the
+    cap), clip_count, dual_clip_count, capped_count, kl_behav_prox_sum and kl_prox_theta_sum (k3 estimators of
+    KL(behav || prox) and KL(prox || theta)), and where they are given entropy_sum and kl_ref_sum.
     """
-    _check_shapes(mask, theta=theta, prox=prox, behav=behav, advantages=advantages)
-    theta, prox, behav, advantages = (_blank(x, mask) for x in (theta, prox.detach(), behav.detach(), advantages))
-    if not cfg.use_decoupled_loss:
-        prox = behav
-    log_w = (prox - behav).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    w = log_w.exp()
-    u = (theta - prox).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-    loose = -u * advantages
-    tight = -u.clamp(1 - cfg.eps_clip, 1 + (cfg.eps_clip_higher or cfg.eps_clip)) * advantages
-    clipped = tight.detach() > loose.detach()
-    surrogate = torch.maximum(loose, tight)
-    dual_clipped = torch.zeros_like(mask)
-    if cfg.c_clip > 0:
-        bound = cfg.c_clip * advantages.abs()  # for A >= 0 the surrogate is never positive, so only A < 0 meets it
-        dual_clipped = surrogate.detach() > bound
-        surrogate = torch.minimum(surrogate, bound)
+    optional = {name: x for name, x in (("entropy", entropy), ("ref", ref)) if x is not None}
+    check_shapes(mask, theta=theta, prox=prox, behav=behav, advantages=advantages, **optional)
+    theta, prox, behav, advantages = (blank(x, mask) for x in (theta, prox.detach(), behav.detach(), advantages))
+    u, w, stats = _ratios(theta, prox if cfg.use_decoupled_loss else behav, behav, mask, cfg, segments)
+    surrogate, clipped, dual_clipped = _surrogate(theta, u, advantages, cfg)
     capped = torch.zeros_like(mask)
     if cfg.use_decoupled_loss and cfg.behav_imp_weight_cap > 0:
-        capped = mask & (w > cfg.behav_imp_weight_cap)
-
-    token_loss = torch.where(mask & ~capped, w * surrogate, 0.0)
+        capped = w > cfg.behav_imp_weight_cap
+        w = torch.where(capped, 0.0 if cfg.behav_imp_weight_mode == "mask" else cfg.behav_imp_weight_cap, w)
+    penalties, reported = _penalties(theta, mask, cfg, entropy, ref, kl_coef)
+    token_loss = torch.where(mask, w * surrogate + penalties, 0.0)
+    if cfg.aggregation == "sequence":
+        token_loss = token_loss / _needed(segments, "aggregation=sequence").counted(mask).clamp(min=1.0).float()
     loss_sum = token_loss.sum()
+    flags = {"clip_count": clipped, "dual_clip_count": dual_clipped, "capped_count": capped}
+    stats |= reported | {name: count(flag & mask) for name, flag in flags.items()}
+    return loss_sum / denominator, stats | {"loss_sum": loss_sum.detach()}
+
+
+def _ratios(
+    theta: Tensor, prox: Tensor, behav: Tensor, mask: Tensor, cfg: PPOConfig, segments: Segments | None
+) -> tuple[Tensor, Tensor, Stats]:
+    """u with the gradient of theta, w without, float32 [t]; and what is to report of both."""
+    log_u, log_w = theta - prox, prox - behav
     stats = {
-        "tokens": _count(mask),
-        "loss_sum": loss_sum.detach(),
-        "u_sum": _sum(u, mask),
-        "u_max": _max(u, mask),
-        "w_sum": _sum(w, mask),
-        "w_max": _max(w, mask),
-        "clip_count": _count(clipped & mask),
-        "dual_clip_count": _count(dual_clipped & mask),
-        "capped_count": _count(capped),
-        "kl_behav_prox_sum": _sum(w - 1 - log_w, mask),
+        "tokens": count(mask),
+        "kl_behav_prox_sum": _k3_sum(log_w, mask),
+        "kl_prox_theta_sum": _k3_sum(log_u, mask),
     }
-    return loss_sum / denominator, stats
+    if cfg.loss == "gspo":
+        answers = _needed(segments, "loss=gspo")
+        # The value is the answer's, the gradient the token's own (GSPO-token, section 4.3 of the paper): summed over
+        # an answer with one advantage that is the gradient of the mean, and advantages of tokens keep their meaning.
+        log_u = answers.means(log_u, mask) + theta - theta.detach()
+        log_w = answers.means(log_w, mask)
+    u, w = (log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() for log_ratio in (log_u, log_w))
+    stats |= {"u_sum": masked_sum(u, mask), "u_max": masked_max(u, mask)}
+    stats |= {"w_sum": masked_sum(w, mask), "w_max": masked_max(w, mask)}
+    return u, w, stats
+
+
+def _surrogate(theta: Tensor, u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Token losses before w, float32 [t]; which are held by the clip, and by the dual clip, bool [t]."""
+    none = torch.zeros(u.shape, dtype=torch.bool, device=u.device)
+    bounded = u.clamp(1 - cfg.eps_clip, 1 + (cfg.eps_clip_higher or cfg.eps_clip))
+    if cfg.loss == "reinforce":
+        return -advantages * theta, none, none
+    if cfg.loss == "cispo":
+        return -bounded.detach() * advantages * theta, (bounded != u).detach(), none
+    loose, tight = -u * advantages, -bounded * advantages
+    clipped = tight.detach() > loose.detach()
+    surrogate = torch.maximum(loose, tight)
+    if cfg.c_clip == 0:
+        return surrogate, clipped, none
+    bound = cfg.c_clip * advantages.abs()  # for A >= 0 the surrogate is never positive, so only A < 0 meets it
+    return torch.minimum(surrogate, bound), clipped, surrogate.detach() > bound
+
+
+def _penalties(
+    theta: Tensor, mask: Tensor, cfg: PPOConfig, entropy: Tensor | None, ref: Tensor | None, kl_coef: float
+) -> tuple[Tensor, Stats]:
+    """KL to the reference less the entropy bonus, per token [t]; and what is to report of both."""
+    total, stats = torch.zeros_like(theta), {}
+    if ref is not None:
+        kl = kl_estimate(theta, blank(ref.detach(), mask), cfg.kl.estimator)
+        stats["kl_ref_sum"] = masked_sum(kl, mask)
+        if kl_coef > 0:
+            total = total + kl_coef * kl
+    elif kl_coef > 0:
+        raise ValueError(f"kl_coef {kl_coef} needs the log-probs of the reference model (ref)")
+    if entropy is not None:
+        stats["entropy_sum"] = masked_sum(entropy.float(), mask)
+        if cfg.entropy_coef > 0:
+            total = total - cfg.entropy_coef * blank(entropy, mask)
+    elif cfg.entropy_coef > 0:
+        raise ValueError(f"entropy_coef {cfg.entropy_coef} needs the entropy")
+    return total, stats
+
+
+def should_stop(means: Mapping[str, float], cfg: PPOConfig) -> str | None:
+    """Why a step's remaining minibatches are to be left out, from this one's ``finish_stats`` over all ranks, or None.
+
+    Looked at between gradient and update, so that the update which would carry the policy too far is not made.
+    """
+    for field, limit, name in (
+        ("early_stop_ratio", cfg.early_stop_ratio, "u_mean"),
+        ("early_stop_kl", cfg.early_stop_kl, "kl_prox_theta_mean"),
+    ):
+        if 0 < limit < means[name]:
+            return f"{name} {means[name]:.4g} is above train.ppo.{field}={limit:g}"
+    return None
 
 
 def sft_loss(theta: Tensor, mask: Tensor, denominator: float | Tensor) -> tuple[Tensor, Stats]:
     """Negative log-likelihood of the counted tokens: the share of the token mean, and ``tokens``, ``loss_sum``."""
-    _check_shapes(mask, theta=theta)
-    loss_sum = -_blank(theta, mask).sum()
-    return loss_sum / denominator, {"tokens": _count(mask), "loss_sum": loss_sum.detach()}
+    check_shapes(mask, theta=theta)
+    loss_sum = -blank(theta, mask).sum()
+    return loss_sum / denominator, {"tokens": count(mask), "loss_sum": loss_sum.detach()}
 
 
 def merge_stats(parts: Iterable[Mapping[str, Tensor]]) -> Stats:
@@ -117,6 +245,8 @@ def is_maximum(name: str) -> bool:
 def finish_stats(totals: Mapping[str, float]) -> dict[str, float]:
     """Divide fully reduced statistics by ``tokens``: ``x_sum`` -> ``x_mean`` (``loss_sum`` -> ``loss``),
     ``x_count`` -> ``x_fraction``. Maxima and ``tokens`` stay. With no tokens the means are 0.
+
+    Where the loss is no token mean (aggregation), its caller divides ``loss_sum`` by the denominator instead.
     """
     tokens = totals["tokens"]
     scale = 1.0 / tokens if tokens else 0.0
@@ -133,28 +263,12 @@ def finish_stats(totals: Mapping[str, float]) -> dict[str, float]:
     return finished
 
 
-def _check_shapes(mask: Tensor, **tensors: Tensor) -> None:
-    """A tensor that broadcasts silently would give a wrong loss, not an error."""
-    if mask.dtype is not torch.bool or mask.dim() != 1:
-        raise ValueError(f"mask must be bool [t], got {mask.dtype} {list(mask.shape)}")
-    for name, tensor in tensors.items():
-        if tensor.shape != mask.shape:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, mask has {list(mask.shape)}")
+def _k3_sum(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Sum of r - 1 - log r, whose mean over samples of p is KL(p || q) where log r = log q - log p."""
+    return masked_sum(kl_estimate(-log_ratio.detach(), torch.zeros_like(log_ratio), "k3"), mask)
 
 
-def _blank(x: Tensor, mask: Tensor) -> Tensor:
-    """float32 ``x`` with zeros where it does not count (before exp, so that no NaN meets a zero gradient)."""
-    return torch.where(mask, x.float(), 0.0)
-
-
-def _sum(x: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, x, 0.0).detach().sum()
-
-
-def _max(x: Tensor, mask: Tensor) -> Tensor:
-    kept = torch.where(mask, x, 0.0).detach()
-    return kept.amax() if kept.numel() else kept.sum()
-
-
-def _count(mask: Tensor) -> Tensor:
-    return mask.sum().float()
+def _needed(segments: Segments | None, what: str) -> Segments:
+    if segments is None:
+        raise ValueError(f"{what} needs to know which answer each token belongs to (segments)")
+    return segments

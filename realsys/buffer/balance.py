@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from realsys.config.model_sizes import ModelSizes
+from realsys.config.schema import Config
 from realsys.types import SequenceRef
 
 Costs = Sequence[int] | Sequence[float] | npt.NDArray[Any]
+#: Sequences -> what each costs, in any unit.
+CostFunction = Callable[[Sequence[SequenceRef]], list[float]]
 
 #: Differencing costs about `parts` times as much as greedy, so it runs only where greedy leaves more imbalance than
 #: this and the problem is of the size of a train step.
@@ -19,15 +23,52 @@ _GOOD_ENOUGH = 1e-3
 _DIFFERENCING_LIMIT = 400_000  # costs * parts
 
 
-def token_costs(refs: Sequence[SequenceRef]) -> list[int]:
+def token_costs(refs: Sequence[SequenceRef]) -> list[float]:
     """Tokens of each sequence: the cost of everything in a transformer but attention."""
-    return [ref.length for ref in refs]
+    return [float(ref.length) for ref in refs]
 
 
 def flop_costs(lengths: Sequence[int] | npt.NDArray[Any], linear: float, quadratic: float) -> npt.NDArray[np.float64]:
     """``linear * s + quadratic * s**2`` for each length s: attention counts where answers are long. [n] -> [n]"""
     s = np.asarray(lengths, np.float64)
     return linear * s + quadratic * s * s
+
+
+def training_flops(sizes: ModelSizes) -> tuple[float, float]:
+    """``(a, b)``: one forward and backward pass over a sequence of s tokens takes ``a*s + b*s^2`` FLOPs.
+
+    A matrix of p weights takes 2p FLOPs per token forwards and twice that backwards (gradients of input and of weight):
+
+        a = 6 * (layers * (hidden * (2*heads + 2*kv_heads) * head_dim + 3 * hidden * ffn) + hidden * outputs)
+
+    for query and output (heads), key and value (kv_heads), gate, up and down (ffn), and the head. Causal attention
+    meets s^2/2 pairs of tokens in each head; a pair takes 2 * head_dim for its score and as much for its value:
+
+        b = 3 * layers * heads * (2 + 2) * head_dim / 2 = 6 * layers * heads * head_dim
+
+    Left out, because they are small or alike for all sequences: norms, rotation, softmax, embedding, optimizer, and
+    that prompt tokens do not pass the head. Activation recomputation makes it 4/3 as much, bar the head; inference
+    takes a third.
+    """
+    attention = sizes.hidden * (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+    weights = sizes.layers * (attention + 3 * sizes.hidden * sizes.ffn) + sizes.hidden * sizes.outputs
+    return 6.0 * weights, 6.0 * sizes.layers * sizes.heads * sizes.head_dim
+
+
+def cost_function(config: Config, sizes: ModelSizes) -> CostFunction:
+    """What ``train.balance`` shares out equally among minibatches and ranks: tokens, or the FLOPs of training.
+
+    Each role has its own, with ``read_sizes(settings.model_dir(paths), settings.head)``.
+    """
+    if config.train.balance == "tokens":
+        return token_costs
+    linear, quadratic = training_flops(sizes)
+
+    def costs(refs: Sequence[SequenceRef]) -> list[float]:
+        found: list[float] = flop_costs([ref.length for ref in refs], linear, quadratic).tolist()
+        return found
+
+    return costs
 
 
 def split_balanced(costs: Costs, parts: int) -> list[list[int]]:

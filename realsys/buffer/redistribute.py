@@ -1,15 +1,61 @@
 """Which worker sends which samples to which: a plan, made from metadata alone.
 
-Samples lie where the push-pull stream put them; the batch plan wants them elsewhere, and on every stage and tensor
-rank of a DP rank. The master plans, the workers move.
+Samples lie where the push-pull stream put them, and results where a call made them; the next call wants them on the
+ranks of its own mesh, split as its plan says. The master plans, the workers move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from realsys.cluster.topology import Mesh
 from realsys.errors import StuckError
-from realsys.types import Transfer
+from realsys.types import ARRAY_KEYS, METADATA_KEYS, SequenceRef, Transfer
+
+Minibatches = Sequence[Sequence[Sequence[SequenceRef]]]  # [minibatch][data rank] -> sequences
+
+
+def plan_call(
+    mesh: Mesh, minibatches: Minibatches, keys: Iterable[str], owners: Mapping[str, Mapping[str, Collection[int]]]
+) -> list[Transfer]:
+    """Transfers after which every rank of ``mesh`` holds what a call on ``minibatches`` reads there.
+
+    ``owners``: key -> sample id -> workers that hold the array now. Whole sequences go to every stage and tensor rank
+    of the data rank that works on them, arrays of the answer to its last stage only; ``METADATA_KEYS`` are no arrays.
+    Keys that take the same way share a ``Transfer``. Raises StuckError naming a sample that nobody holds.
+    """
+    lengths = {ref.sample_id: ref.length for minibatch in minibatches for part in minibatch for ref in part}
+    merged: dict[tuple[int, int, tuple[str, ...]], list[str]] = {}
+    for key in sorted(set(keys) - METADATA_KEYS):
+        needs = _needs(mesh, minibatches, whole_sequence=ARRAY_KEYS[key][1] == "sequence")
+        for transfer in plan_transfers(needs, [key], owners.get(key, {}), lengths):
+            merged.setdefault((transfer.src, transfer.dst, tuple(transfer.sample_ids)), []).append(key)
+    return [Transfer(src, dst, list(ids), with_keys) for (src, dst, ids), with_keys in merged.items()]
+
+
+def holders_of_outputs(mesh: Mesh, minibatches: Minibatches) -> dict[str, list[int]]:
+    """sample id -> the workers where a call on ``minibatches`` leaves what it makes: its last stage."""
+    return {
+        ref.sample_id: last_stage(mesh, dp)
+        for minibatch in minibatches
+        for dp, part in enumerate(minibatch)
+        for ref in part
+    }
+
+
+def last_stage(mesh: Mesh, dp: int) -> list[int]:
+    """Workers of data rank ``dp`` that hold the last pipeline stage, all tensor ranks."""
+    stage = mesh.layout.pipeline - 1
+    return [mesh.workers[mesh.rank(dp, tp, stage)] for tp in range(mesh.layout.tensor)]
+
+
+def _needs(mesh: Mesh, minibatches: Minibatches, *, whole_sequence: bool) -> dict[int, list[str]]:
+    """worker -> ids of the samples it needs."""
+    needs: dict[int, list[str]] = {}
+    for dp in range(mesh.layout.data):
+        ids = [ref.sample_id for minibatch in minibatches for ref in minibatch[dp]]
+        needs.update(dict.fromkeys(mesh.dp_members(dp) if whole_sequence else last_stage(mesh, dp), ids))
+    return needs
 
 
 def plan_transfers(

@@ -1,7 +1,8 @@
 """The replay buffer of the master: which groups are there, and which are trained next. Metadata only, no clock.
 
     notices ──add──> incomplete ──(group_size answers)──> ready ──take──> in training ──(next take)──> remembered
-              └─> rejected (a copy)                         └───take──> dropped (too stale) ───────────┘
+              ├─> rejected (a copy)       │                 └───take──> dropped (too stale) ───────────┤
+              └─────────add───────────────┴─────> dropped (not worth training: ``keep``) ──────────────┘
 
 ``add`` *consumes* what the stream delivers, in any order and possibly twice. ``take`` *waits for* nothing: it returns
 no groups while too few are ready. What the owners may forget comes back as ``clear``.
@@ -10,22 +11,29 @@ no groups while too few are ready. What the owners may forget comes back as ``cl
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from realsys.types import SampleMeta
 
 StalePolicy = Literal["drop", "train"]
-STALE = "stale"  # the reason of a drop here
+#: the reasons of a drop here
+STALE, SUCCESS_RATE = "stale", "success_rate"
+#: Whether a complete group is worth training on.
+Keep = Callable[[Sequence[SampleMeta]], bool]
 
 
 @dataclass(slots=True)
 class Added:
-    """What ``add`` made of the samples. ``clear``: copies that nobody will train, to be forgotten by their owners."""
+    """What ``add`` made of the samples. ``clear``: what nobody will train, to be forgotten by its owners.
+
+    ``dropped``: (ticket_id, reason) of groups that were complete and not worth training on.
+    """
 
     accepted: int = 0
     rejected: int = 0
+    dropped: list[tuple[str, str]] = field(default_factory=list)
     clear: list[SampleMeta] = field(default_factory=list)
 
 
@@ -64,18 +72,20 @@ class _Group:
 class SequenceBuffer:
     """Groups by ticket; each ticket leaves at most once.
 
-    ``group_size`` answers make a group complete. A second copy of a ticket that is here, in training, trained or
-    dropped is rejected, whatever its attempt: for the ledger both ends are final, and a dropped ticket's prompt has a
-    new ticket already. The last ``remember`` ended tickets are known; a copy of one older than that would be beyond
-    any staleness bound.
+    ``group_size`` answers make a group complete; one that ``keep`` does not want leaves at once, with reason
+    ``success_rate`` (``filtered_in_a_row``: such groups since the last one that stayed). A second copy of a ticket that
+    is here, in training, trained or dropped is rejected, whatever its attempt: for the ledger both ends are final, and
+    a dropped ticket's place has been given away. The last ``remember`` ended tickets are known; a copy of one older
+    than that would be beyond any staleness bound.
     """
 
-    def __init__(self, group_size: int, remember: int = 65536) -> None:
+    def __init__(self, group_size: int, keep: Keep = lambda group: True, remember: int = 65536) -> None:
         if group_size < 1 or remember < 1:
             raise ValueError(f"SequenceBuffer: group_size={group_size}, remember={remember}: both must be at least 1")
         self.group_size = group_size
         self.rejected = 0  # samples, since the start
-        self._remember = remember
+        self.filtered_in_a_row = 0  # groups
+        self._keep, self._remember = keep, remember
         self._incomplete: dict[str, _Group] = {}
         self._ready: dict[str, _Group] = {}
         self._training: dict[str, _Group] = {}
@@ -151,8 +161,18 @@ class SequenceBuffer:
             self._supersede(group, sample, result)
         group.samples[sample.sample_id] = sample
         if len(group.samples) == self.group_size:
-            self._ready[ticket_id] = self._incomplete.pop(ticket_id)
+            self._complete(ticket_id, self._incomplete.pop(ticket_id), result)
         return True
+
+    def _complete(self, ticket_id: str, group: _Group, result: Added) -> None:
+        if self._keep(group.ordered()):
+            self._ready[ticket_id] = group
+            self.filtered_in_a_row = 0
+            return
+        self.filtered_in_a_row += 1
+        result.dropped.append((ticket_id, SUCCESS_RATE))
+        result.clear.extend(group.ordered())
+        self._end(ticket_id)
 
     def _refuse(self, copy: SampleMeta, held: _Group, result: Added) -> None:
         """Attempts share their sample ids, so on the same owner clearing the copy would clear the original."""

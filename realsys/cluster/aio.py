@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from realsys.cluster.worker import WorkerContext
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 def stop_event(ctx: WorkerContext) -> asyncio.Event:
@@ -43,3 +45,20 @@ async def run_until_stopped(ctx: WorkerContext, work: Coroutine[Any, Any, None])
             if not pending.done():
                 pending.cancel()
                 await asyncio.wait({pending})
+
+
+async def run_beside(work: Coroutine[Any, Any, Result], service: Coroutine[Any, Any, None]) -> Result:
+    """Run ``work`` to its end while ``service``, which is to run for ever, runs beside it.
+
+    What either raises comes out here; the other is then cancelled.
+    """
+    main, beside = asyncio.ensure_future(work), asyncio.ensure_future(service)
+    try:
+        await asyncio.wait({main, beside}, return_when=asyncio.FIRST_COMPLETED)
+        if beside.done():
+            beside.result()
+        return await main
+    finally:
+        for task in (main, beside):
+            task.cancel()
+        await asyncio.wait({main, beside})

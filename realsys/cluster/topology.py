@@ -6,10 +6,10 @@ Inference ranks are laid out data, then pipe, then tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from realsys.config.allocation import ParallelLayout
+from realsys.config.allocation import Allocation, ParallelLayout
 
 Coordinates = tuple[int, int, int]  # (dp, tp, pp)
 
@@ -66,6 +66,16 @@ class Mesh:
 def whole_mesh(layout: ParallelLayout) -> Mesh:
     """The mesh on workers 0..world_size-1."""
     return Mesh(layout, tuple(range(layout.world_size)))
+
+
+def place(allocation: Allocation, roles: Iterable[str]) -> dict[str, Mesh]:
+    """The mesh of every role: those that the allocation names where it says, the others with the actor."""
+    meshes = {}
+    for role in roles:
+        placement = allocation.placement(role)
+        size = placement.layout.world_size
+        meshes[role] = Mesh(placement.layout, tuple(range(placement.first, placement.first + size)))
+    return meshes
 
 
 def inference_rank(layout: ParallelLayout, dp: int, tp: int, pp: int) -> int:

@@ -1,12 +1,22 @@
-"""The allocation expression: `sglang.d4p1m1+d2p2m1` is inference + training, d data, p pipeline, m tensor."""
+"""The allocation expression: what generates, and which model role trains on which workers with which layout.
+
+    sglang.d4p1m1+d2p2m1                      4 servers; the actor on 4 workers
+    sglang.d2+actor.d2p2,critic.d1m2          `,` shares workers: the critic sits on the first 2 of the actor's 4
+    sglang.d2+actor.d2+critic.m2,ref.m2       `+` sets apart: actor on workers 0-1, critic and ref both on 2-3
+
+d data, p pipeline, m tensor parallel; a layout without a role is the actor's; the parts may come in any order. A role
+that the algorithm needs and that is not named shares the actor's workers and layout.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from realsys.errors import ConfigError
 
+ACTOR = "actor"
 _AXES = re.compile(r"([dpm])(\d+)")
 _BACKENDS = ("sglang",)
 
@@ -28,12 +38,72 @@ class ParallelLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """A role's layout and the index of the first worker that it sits on."""
+
+    layout: ParallelLayout
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Allocation:
-    """What generates and what trains. ``inference.data`` is the number of GenerationServers."""
+    """What generates and what trains. ``inference.data`` is the number of GenerationServers.
+
+    ``roles``: the roles that were named, the actor always among them. ``workers``: ModelWorkers in all.
+    """
 
     backend: str
     inference: ParallelLayout
-    training: ParallelLayout
+    roles: dict[str, Placement]
+    workers: int
+
+    @property
+    def actor(self) -> ParallelLayout:
+        return self.roles[ACTOR].layout
+
+    def placement(self, role: str) -> Placement:
+        """Where ``role`` sits; with the actor when it was not named."""
+        return self.roles.get(role, self.roles[ACTOR])
+
+    def check_roles(self, needed: Iterable[str], text: str) -> None:
+        """Raises ConfigError when a named role is none that the dataflow calls."""
+        known = {ACTOR, *needed}
+        for role in self.roles:
+            if role not in known:
+                problem = f"places role {role!r}, which the dataflow does not call; it calls {', '.join(sorted(known))}"
+                raise ConfigError("allocation", text, problem)
+
+
+def parse_allocation(text: str) -> Allocation:
+    """Parse the whole expression. Raises ConfigError naming the part that cannot be read."""
+    inference: list[tuple[str, str]] = []
+    roles: dict[str, Placement] = {}
+    workers = 0
+    for block in text.split("+"):
+        widest = 0
+        for part in block.split(","):
+            name, dot, layout = part.rpartition(".")
+            if name in _BACKENDS:
+                inference.append((name, layout))
+                continue
+            role = name if dot else ACTOR
+            if not re.fullmatch(r"[A-Za-z]\w*", role):
+                raise ConfigError("allocation", text, f"cannot read the role in '{part}'; write e.g. critic.d2")
+            if role in roles:
+                raise ConfigError("allocation", text, f"role '{role}' stands twice")
+            roles[role] = Placement(_parse_layout(layout, text), workers)
+            widest = max(widest, roles[role].layout.world_size)
+        workers += widest
+    if len(inference) != 1:
+        problem = f"needs exactly one inference part ({', '.join(_BACKENDS)}.), joined by '+': sglang.d1+d2"
+        raise ConfigError("allocation", text, problem)
+    if ACTOR not in roles:
+        raise ConfigError("allocation", text, "no part is the actor's; write e.g. sglang.d1+d2p2m1")
+    backend, layout = inference[0]
+    parsed = _parse_layout(layout, text)
+    if parsed.pipeline != 1:
+        raise ConfigError("allocation", text, "the inference part must have p1: servers do not pipeline")
+    return Allocation(backend, parsed, roles, workers)
 
 
 def _parse_layout(text: str, whole: str) -> ParallelLayout:
@@ -54,24 +124,3 @@ def _parse_layout(text: str, whole: str) -> ParallelLayout:
             "allocation", whole, f"cannot read '{text[position:] or text}'; write e.g. sglang.d4p1m1+d2p2m1"
         )
     return ParallelLayout(sizes.get("d", 1), sizes.get("p", 1), sizes.get("m", 1))
-
-
-def parse_allocation(text: str) -> Allocation:
-    """Parse the whole expression; either order of the two parts.
-
-    Raises ConfigError naming the part that cannot be read.
-    """
-    parts = text.split("+")
-    if len(parts) != 2:
-        raise ConfigError("allocation", text, "needs one inference and one training part joined by '+'")
-    inference = [p for p in parts if "." in p]
-    training = [p for p in parts if "." not in p]
-    if len(inference) != 1 or len(training) != 1:
-        raise ConfigError("allocation", text, "exactly one part must name a backend, e.g. sglang.d2")
-    backend, layout = inference[0].split(".", 1)
-    if backend not in _BACKENDS:
-        raise ConfigError("allocation", text, f"unknown backend '{backend}'; known: {', '.join(_BACKENDS)}")
-    parsed = _parse_layout(layout, text)
-    if parsed.pipeline != 1:
-        raise ConfigError("allocation", text, "the inference part must have p1: servers do not pipeline")
-    return Allocation(backend, parsed, _parse_layout(training[0], text))

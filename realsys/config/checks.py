@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from realsys.config.allocation import Allocation, ParallelLayout, parse_allocation
+from realsys.config.allocation import ACTOR, Allocation, parse_allocation
+from realsys.config.check_training import check_training
+from realsys.config.dataflow import Dataflow, dataflow_of
 from realsys.config.machine import Machine
+from realsys.config.model_families import Head, has_score, position_count, refuse_unsupported
+from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError
-
-ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
 
 _TORCH_PROCESS_BYTES = (
     600 << 20
@@ -29,18 +32,17 @@ def check(config: Config, machine: Machine) -> Allocation:
 
     Raises ConfigError or ModelError.
     """
-    allocation = parse_allocation(config.allocation)
+    allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
+    allocation.check_roles(flow.roles, config.allocation)
     _check_generation(config, allocation)
     _check_machine(config, allocation, machine)
-    _check_batch(config, allocation.training)
     _check_lengths(config)
-    _check_algorithm(config)
-    _check_data(config, allocation.training)
+    check_training(config, allocation, flow)
+    _check_data(config)
     _check_cluster(config)
-    if config.model.path:
-        check_model(Path(config.model.path), config, allocation)
-    else:
+    if not config.model.path:
         _check_tiny(config, allocation)
+    check_models(config, allocation, flow)
     return allocation
 
 
@@ -64,7 +66,7 @@ def _check_generation(config: Config, allocation: Allocation) -> None:
 
 
 def _check_machine(config: Config, allocation: Allocation, machine: Machine) -> None:
-    ranks, servers = allocation.training.world_size, allocation.inference.data
+    ranks, servers = allocation.workers, allocation.inference.data
     total = ranks + servers + config.rollout.workers + 2
     bound = max(32, 8 * machine.cpus)
     if total > bound:
@@ -104,23 +106,7 @@ def _check_cluster(config: Config) -> None:
         raise ConfigError("fileroot", config.fileroot, f"cannot write into {existing}")
 
 
-# ---- training settings
-
-
-def _check_batch(config: Config, training: ParallelLayout) -> None:
-    sequences = config.train.batch_groups * config.rollout.group_size
-    needed = config.train.ppo.minibatches * training.data
-    if sequences < needed:
-        problem = (
-            f"{config.train.batch_groups} groups x {config.rollout.group_size} answers are fewer than "
-            f"{config.train.ppo.minibatches} minibatches x {training.data} data-parallel ranks"
-        )
-        raise ConfigError("train.batch_groups", config.train.batch_groups, problem)
-    if config.warmup.steps and config.warmup.batch < training.data:
-        problem = f"must be at least the {training.data} data-parallel ranks"
-        raise ConfigError("warmup.batch", config.warmup.batch, problem)
-    if config.train.sequence_parallel and training.tensor == 1:
-        raise ConfigError("train.sequence_parallel", True, f"needs tensor parallelism; the training part is {training}")
+# ---- lengths and data
 
 
 def _check_lengths(config: Config) -> None:
@@ -142,20 +128,7 @@ def longest_sequence(config: Config) -> int:
     return config.data.max_prompt_tokens + config.generation.sampling.max_new_tokens
 
 
-def _check_algorithm(config: Config) -> None:
-    ppo, group_size = config.train.ppo, config.rollout.group_size
-    if 0 < ppo.c_clip <= 1:
-        raise ConfigError("train.ppo.c_clip", ppo.c_clip, "must be above 1, or 0 for off")
-    if ppo.advantage.leave_one_out and ppo.advantage.mean != "group":
-        raise ConfigError("train.ppo.advantage.leave_one_out", True, "needs train.ppo.advantage.mean=group")
-    if group_size == 1 and "group" in (ppo.advantage.mean, ppo.advantage.std):
-        raise ConfigError("rollout.group_size", 1, "group normalisation needs at least 2 answers per prompt")
-    if config.rollout.reward.correct <= config.rollout.reward.wrong:
-        problem = f"must be above rollout.reward.wrong ({config.rollout.reward.wrong})"
-        raise ConfigError("rollout.reward.correct", config.rollout.reward.correct, problem)
-
-
-def _check_data(config: Config, training: ParallelLayout) -> None:
+def _check_data(config: Config) -> None:
     data, evaluation = config.data, config.evaluation
     if data.kind == "arith":
         arith = data.arith
@@ -186,27 +159,48 @@ def _check_data(config: Config, training: ParallelLayout) -> None:
 # ---- model
 
 
-def check_model(path: Path, config: Config, allocation: Allocation) -> None:
-    """Check an HF model directory against the layouts and the lengths. Raises ConfigError or ModelError."""
+def check_models(config: Config, allocation: Allocation, flow: Dataflow) -> None:
+    """Check the model of every role that has a directory already, against where the role sits."""
+    for role in flow.roles:
+        settings = role_settings(config, role)
+        if not settings.path:
+            continue
+        own = settings.path != config.model.path
+        field = f"roles.{role}.path" if own else "model.path"
+        seen = replace(allocation, roles={ACTOR: allocation.placement(role)})
+        scored = check_model(Path(settings.path), config, seen, head=settings.head, field=field)
+        if settings.head == "value" and not scored and role not in flow.trained_roles:
+            problem = "is a language model without score.weight, and the role is not trained: all its values would be 0"
+            raise ConfigError(f"roles.{role}.path", settings.path, problem)
+
+
+def check_model(
+    path: Path, config: Config, allocation: Allocation, *, head: Head = "lm", field: str = "model.path"
+) -> bool:
+    """Check an HF model directory against what its role needs, the layouts and the lengths.
+
+    ``field`` is where the configuration names it. Returns whether it has a score.weight.
+    Raises ConfigError or ModelError.
+    """
     if not path.is_dir():
-        raise ConfigError("model.path", str(path), "is no directory; only local paths are read")
+        raise ConfigError(field, str(path), "is no directory; only local paths are read")
+    model = f"{field}={str(path)!r}"
     try:
         hf = json.loads((path / "config.json").read_text("utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"model.path={str(path)!r}: no config.json in it") from None
+        raise ModelError(f"{model}: no config.json in it") from None
     except (OSError, ValueError) as exc:
-        raise ModelError(f"model.path={str(path)!r}: config.json cannot be read: {exc}") from None
+        raise ModelError(f"{model}: config.json cannot be read: {exc}") from None
     if not isinstance(hf, dict):
-        raise ModelError(f"model.path={str(path)!r}: config.json is no object")
-    names = hf.get("architectures") or ["none"]
-    if names[0] not in ARCHITECTURES:
-        problem = f"architecture {names[0]} is not supported; known: {', '.join(ARCHITECTURES)}"
-        raise ModelError(f"model.path={str(path)!r}: {problem}")
+        raise ModelError(f"{model}: config.json is no object")
+    refuse_unsupported(model, hf)
+    scored = has_score(model, hf, head)
     if not (path / "tokenizer.json").is_file():
-        raise ModelError(f"model.path={str(path)!r}: no tokenizer.json in it")
+        raise ModelError(f"{model}: no tokenizer.json in it")
     if not any(path.glob("*.safetensors")):
-        raise ModelError(f"model.path={str(path)!r}: no *.safetensors in it")
-    _check_sizes(hf, config, allocation, "model.path", str(path))
+        raise ModelError(f"{model}: no *.safetensors in it")
+    _check_sizes(hf, config, allocation, str(path))
+    return scored
 
 
 def _check_tiny(config: Config, allocation: Allocation) -> None:
@@ -216,10 +210,10 @@ def _check_tiny(config: Config, allocation: Allocation) -> None:
     if tiny.num_attention_heads % tiny.num_key_value_heads:
         problem = f"must divide model.tiny.num_attention_heads ({tiny.num_attention_heads})"
         raise ConfigError("model.tiny.num_key_value_heads", tiny.num_key_value_heads, problem)
-    _check_sizes(tiny.model_dump(), config, allocation, "model.tiny", "the tiny model")
+    _check_sizes(tiny.model_dump(), config, allocation, "the tiny model")
 
 
-def _check_sizes(hf: dict[str, Any], config: Config, allocation: Allocation, field: str, model: str) -> None:
+def _check_sizes(hf: dict[str, Any], config: Config, allocation: Allocation, model: str) -> None:
     """Heads, layers, vocabulary and positions of a model against the layouts and the lengths."""
     heads = _size(hf, "num_attention_heads", model)
     kv_heads = _size(hf, "num_key_value_heads", model) if hf.get("num_key_value_heads") else heads
@@ -227,21 +221,21 @@ def _check_sizes(hf: dict[str, Any], config: Config, allocation: Allocation, fie
     sharded["intermediate_size"] = _size(hf, "intermediate_size", model)
     if "vocab_size" in hf:
         sharded["vocab_size"] = _size(hf, "vocab_size", model)
-    for what, layout in (("training", allocation.training), ("inference", allocation.inference)):
+    for what, layout in (("training", allocation.actor), ("inference", allocation.inference)):
         for name, size in sharded.items():
             if size % layout.tensor:
                 problem = f"{name} {size} of {model} does not divide by m{layout.tensor} of the {what} part"
                 raise ConfigError("allocation", config.allocation, problem)
+    if heads % kv_heads:
+        raise ModelError(f"{model}: num_attention_heads={heads} does not divide by num_key_value_heads={kv_heads}")
     layers = _size(hf, "num_hidden_layers", model)
-    if layers % allocation.training.pipeline:
-        problem = f"{layers} layers of {model} do not divide by p{allocation.training.pipeline} of the training part"
+    if layers % allocation.actor.pipeline:
+        problem = f"{layers} layers of {model} do not divide by p{allocation.actor.pipeline} of the training part"
         raise ConfigError("allocation", config.allocation, problem)
-    positions = hf.get("max_position_embeddings")
-    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    factor = float(scaling.get("factor") or 1.0) if isinstance(scaling, dict) else 1.0
+    positions = position_count(hf)
     longest = longest_sequence(config)
-    if isinstance(positions, int) and longest > positions * factor:
-        problem = f"{model} has {positions * factor:.0f} positions, prompt + answer may have {longest} tokens"
+    if positions is not None and longest > positions:
+        problem = f"{model} has {positions:.0f} positions, prompt + answer may have {longest} tokens"
         raise ConfigError("generation.sampling.max_new_tokens", config.generation.sampling.max_new_tokens, problem)
 
 

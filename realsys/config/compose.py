@@ -129,6 +129,10 @@ def _prepare(text: str, groups: dict[str, list[str]]) -> str:
     if key.partition("@")[0].partition(".")[0] == "hydra":
         raise ConfigError(key, value, "hydra's own settings do not apply here")
     if parsed.is_sweep_override():
+        info = _field_info(key)
+        if info is not None and info.annotation is str:  # actor.d2,critic.d1 is one text with a comma in it
+            quoted = text.partition("=")[2].replace("'", "\\'")
+            return f"++{key}='{quoted}'"
         raise ConfigError(key, parsed.get_value_string(), "one value only; a list is written [a,b]")
     if key in groups:
         if parsed.is_delete():

@@ -63,6 +63,11 @@ class TrialPaths:
         return self.root / "checkpoint"
 
     @property
+    def checkpoints(self) -> Path:
+        """Training state to continue from, one folder per step."""
+        return self.root / "checkpoints"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

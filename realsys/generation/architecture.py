@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realsys.config.model_families import refuse_unsupported
 from realsys.errors import ModelError
-
-SUPPORTED = ("qwen2", "qwen3", "llama")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Sizes and switches of a Qwen2, Qwen3 or Llama decoder."""
+    """Sizes and switches of a Qwen2, Qwen3, Llama or Mistral decoder."""
 
     model_type: str
     vocab_size: int
@@ -87,10 +86,8 @@ def read_architecture(directory: Path) -> Architecture:
     raw = _read_json(path)
     if raw is None:
         raise ModelError(f"{path} does not exist: {directory} is no HF model directory")
-    model_type = raw.get("model_type")
-    if model_type not in SUPPORTED:
-        raise ModelError(f"{path}: model_type={model_type!r} is not supported; supported: {', '.join(SUPPORTED)}")
-    _refuse_unsupported(path, raw, model_type)
+    refuse_unsupported(str(path), raw)
+    model_type = raw["model_type"]
     sizes = {name: _size(path, raw, name) for name in _SIZES}
     heads = sizes["num_attention_heads"]
     kv_heads = _size(path, raw, "num_key_value_heads", heads)
@@ -152,28 +149,11 @@ def _size(path: Path, raw: dict[str, Any], name: str, default: int | None = None
     return value
 
 
-def _refuse_unsupported(path: Path, raw: dict[str, Any], model_type: str) -> None:
-    """Settings that would change the forward pass. Running them as if they were off would be silently wrong."""
-    sliding = bool(raw.get("use_sliding_window")) or "sliding_attention" in (raw.get("layer_types") or ())
-    unsupported = {
-        "quantization_config": raw.get("quantization_config") is not None,
-        "use_sliding_window": sliding,
-        "hidden_act": raw.get("hidden_act", "silu") != "silu",
-        "attention_bias": model_type != "qwen2" and bool(raw.get("attention_bias")),
-        "mlp_bias": bool(raw.get("mlp_bias")),
-    }
-    for name, found in unsupported.items():
-        if found:
-            raise ModelError(f"{path}: {name}={raw.get(name)!r} is not supported by the embedded engine")
-
-
 def _rope(path: Path, raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     """Base and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
     scaling: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ModelError(f"{path}: partial_rotary_factor other than 1 is not supported by the embedded engine")
     if kind == "default":
         return theta, None
     if kind != "llama3":

@@ -2,85 +2,98 @@
 
     connect ──> warm-up (sft) ──> publish v0 ──> evaluate "before" ──┐
         ┌────────────────────────────────────────────────────────────┘
-        └─> batch ──> plan ──> actor_inf ──> actor_train ──> save ──> publish v ──> tell manager ──> clear ─┐
-             ^                                                                                              │
-             └──────────────── until steps, epochs or time are used up ─────────────────────────────────────┘
+        └─> batch ──> plan ──> graph of calls ──> clear ──> save ──> publish v ──> tell manager ──> checkpoint ─┐
+             ^                                                                                                  │
+             └──────────────── until steps, epochs or time are used up ─────────────────────────────────────────┘
         ──> evaluate "after" ──> export the last version
 
-Consumes metadata of groups (notices `samples_arrived`); waits for a batch's worth of them; is unblocked by the
-arrival of a group; produces weight versions, the step log and the final checkpoint. Never sees a token.
+Consumes batches of groups' metadata (``intake``); waits for the next batch and for the replies to calls; produces
+weight versions, checkpoints and the step log. Never sees a token.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from realsys.admission.messages import TrainedRequest
-from realsys.algorithm.schedule import learning_rate
-from realsys.buffer.batch import plan_minibatches, sequence_refs
-from realsys.buffer.replay import Batch, SequenceBuffer, owners_of
+from realsys.buffer.batch import sequence_refs
+from realsys.buffer.replay import owners_of
+from realsys.cluster.aio import run_beside
 from realsys.cluster.topology import Mesh
+from realsys.config.allocation import ACTOR
+from realsys.config.dataflow import SOURCE_KEYS, Dataflow
 from realsys.config.schema import Config
-from realsys.errors import StuckError, WaitTimeout
+from realsys.master.arguments import CallArguments
 from realsys.master.evaluation import Evaluations
-from realsys.master.executor import GraphExecutor, Ownership
-from realsys.master.graph import SOURCE_KEYS
+from realsys.master.executor import CallResult, GraphExecutor, Minibatches
+from realsys.master.intake import Intake, Taken
+from realsys.master.ownership import Ownership
 from realsys.master.publish import Publisher
-from realsys.master.statistics import batch_statistics, train_record
+from realsys.master.statistics import batch_statistics, call_seconds, train_record
 from realsys.master.step_log import StepLog
-from realsys.master.stuck import StuckCheck
 from realsys.master.workers import ModelWorkers
 from realsys.rollout.manager_client import ManagerClient
-from realsys.types import SampleMeta
-
-log = logging.getLogger(__name__)
-
-_LOOK_S = 5.0  # between two looks at the manager's status while no group arrives
+from realsys.types import SequenceRef
 
 #: what the manager's status page shows of the last step
 SHOWN = ("step", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy")
 
+Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]
+
+
+class Checkpointer(Protocol):
+    """Training state on disk. Called between two steps, while no call runs."""
+
+    async def after_step(self, step: int) -> None:
+        """``step`` is trained, published and told to the manager."""
+        ...
+
+    async def finish(self) -> None:
+        """No further step comes; returns when everything is on disk."""
+        ...
+
 
 class TrainLoop:
-    """Asynchronous PPO: takes groups as they arrive, trains, publishes, reports."""
+    """Asynchronous training: takes groups as they arrive, runs the graph, publishes, reports."""
 
     def __init__(
         self,
         config: Config,
         *,
-        mesh: Mesh,
+        flow: Dataflow,
+        meshes: Mapping[str, Mesh],
+        plan: Plan,
         workers: ModelWorkers,
-        executor: GraphExecutor,
+        intake: Intake,
+        arguments: CallArguments,
         publisher: Publisher,
         manager: ManagerClient,
         evaluations: Evaluations,
+        checkpoints: Checkpointer,
         step_log: StepLog,
         show: Callable[[dict[str, Any]], Awaitable[None]],
+        hf_folder: Path,
         total_steps: int,
     ) -> None:
-        self._config, self._mesh, self._workers = config, mesh, workers
-        self._executor, self._publisher, self._manager, self._log = executor, publisher, manager, step_log
-        self._evaluations, self._show, self._total_steps = evaluations, show, total_steps
-        self._buffer = SequenceBuffer(config.rollout.group_size)
-        self._unwanted: list[SampleMeta] = []  # to be freed at the next step
-        self._arrived = asyncio.Event()
+        self._config, self._flow, self._plan, self._workers, self._intake = config, flow, plan, workers, intake
+        self._arguments, self._publisher, self._manager, self._log = arguments, publisher, manager, step_log
+        self._evaluations, self._checkpoints, self._show = evaluations, checkpoints, show
+        self._hf_folder, self._total_steps = hf_folder, total_steps
+        ppo = config.train.ppo
+        self._executor = GraphExecutor(flow, meshes, workers, score_weight=ppo.reward_model.weight)
+        only_critic = without_actor_training(flow)
+        self._critic_only = GraphExecutor(only_critic, meshes, workers, score_weight=ppo.reward_model.weight)
+        self._critic_steps = ppo.critic.warmup_steps if ppo.critic.enabled else 0
         self._started = time.monotonic()
 
-    def on_samples(self, samples: list[SampleMeta]) -> None:
-        """Notice `samples_arrived` of a DP head. Copies of a group are refused, and freed where they lie."""
-        added = self._buffer.add(samples)
-        if added.rejected:
-            log.warning("refused %d samples that came twice, of %s", added.rejected, samples[0].ticket_id)
-        self._unwanted.extend(added.clear)
-        self._arrived.set()
+    async def run(self, done: int = 0) -> int:
+        """Train on from step ``done`` until a stop condition holds; returns the number of steps done."""
+        return await run_beside(self._steps(done), self._intake.give_back())
 
-    async def run(self) -> int:
-        """Train until a stop condition holds; returns the number of steps done."""
-        step = 0
+    async def _steps(self, step: int) -> int:
         while step < self._total_steps and not self._out_of_time():
             step += 1
             await self.step(step)
@@ -88,106 +101,93 @@ class TrainLoop:
                 await self._evaluations.start(f"step-{step}", self._config.evaluation.every_problems, step)
             for record in await self._evaluations.finished():
                 self._log.append(record)
+        await self._checkpoints.finish()
         return step
 
     async def step(self, step: int) -> None:
         """One train step: version ``step - 1`` trains and becomes version ``step``."""
-        version = step - 1
-        begin = time.perf_counter()
-        batch, dropped = await self._next_batch(version)
-        samples = [sample for group in batch.groups for sample in group]
-        ownership = Ownership()
-        ownership.add_owners(SOURCE_KEYS, owners_of(batch.groups))
-        waited = time.perf_counter()
-        refs = sequence_refs(batch.groups)
-        minibatches = plan_minibatches(refs, self._config.train.ppo.minibatches, self._mesh.layout.data)
-        rate = learning_rate(self._config.train.optimizer, step - 1, self._config.train.total_steps)
-        args = {"actor_train": {"lr": rate}}
-        results = await self._executor.run({"actor": minibatches}, ownership, step=step, version=version, args=args)
+        watch = _Watch()
+        taken = await self._intake.next_batch(step - 1)
+        seconds = {"wait": watch.lap()}
+        args = self._arguments.of_step(step)
+        results = await self._run_graph(step, taken, args)
+        self._arguments.observe(results, len(taken.samples))
+        seconds |= call_seconds(results, [call.name for call in self._flow.calls if call.trains])
         times = await self._publisher.publish(step, step)
-        statistics = batch_statistics(samples, version=version, correct_reward=self._config.rollout.reward.correct)
-        told = time.perf_counter()
+        watch.lap()
+        statistics = await self._tell_manager(step, taken)
+        seconds |= {"save": times["save"], "publish": times["publish"] + watch.lap()}
+        await self._keep(step)
+        seconds |= {"checkpoint": watch.lap(), "total": watch.total()}
+        record = {
+            "step": step,
+            "total": self._total_steps,
+            "version": step,
+            "lr": args["actor_train"]["lr"] if "actor_train" in results else 0.0,
+            "dropped_stale": taken.dropped_stale,
+            "dropped_filtered": taken.dropped_filtered,
+            **train_record(statistics, seconds, results),
+        }
+        self._log.append({"kind": "train", "time": time.time(), **record})
+        await self._show({key: record[key] for key in SHOWN})
+
+    async def _run_graph(self, step: int, taken: Taken, args: Mapping[str, dict[str, Any]]) -> dict[str, CallResult]:
+        """The calls of one step; afterwards no worker holds anything of its samples."""
+        ownership = Ownership()
+        ownership.add_owners(SOURCE_KEYS, owners_of(taken.groups))
+        plans = self._plan(sequence_refs(taken.groups))
+        executor = self._critic_only if step <= self._critic_steps else self._executor
+        results = await executor.run(plans, ownership, step=step, version=step - 1, args=args)
+        ids = [sample.sample_id for sample in taken.samples]
+        await self._workers.clear(sorted(ownership.forget(ids)), ids)
+        return results
+
+    async def _tell_manager(self, step: int, taken: Taken) -> dict[str, Any]:
+        """Which tickets are in version ``step``; returns the statistics of the batch."""
+        reward = self._config.rollout.reward.correct
+        statistics = batch_statistics(taken.samples, version=step - 1, correct_reward=reward)
         await self._manager.trained(
             TrainedRequest(
                 step=step,
                 version=step,
-                trained=sorted({sample.ticket_id for sample in samples}),
+                trained=sorted({sample.ticket_id for sample in taken.samples}),
                 staleness=statistics["staleness"]["histogram"],
             )
         )
-        ids = [sample.sample_id for sample in samples]
-        await self._workers.clear(sorted(ownership.forget(ids)), ids)
-        end = time.perf_counter()
-        seconds = {
-            "wait": waited - begin,
-            "inf": results["actor_inf"].seconds if "actor_inf" in results else 0.0,
-            "train": results["actor_train"].seconds,
-            "save": times["save"],
-            "publish": times["publish"] + end - told,
-            "total": end - begin,
-        }
-        head = {"step": step, "total": self._total_steps, "version": step, "lr": rate, "dropped_stale": dropped}
-        record = head | train_record(statistics, seconds, results)
-        self._log.append({"kind": "train", "time": time.time(), **record})
-        await self._show({key: record[key] for key in SHOWN})
+        return statistics
 
-    async def _next_batch(self, version: int) -> tuple[Batch, int]:
-        """Wait for a batch's worth of groups inside the staleness bound; the too old are given back to the manager.
-
-        Returns the batch and how many groups were given back. Raises StuckError when no further batch can come, and
-        WaitTimeout naming what the manager is waiting for when no group arrives for ``request_timeout_s``.
+    async def _keep(self, step: int) -> None:
+        """What stays on disk beyond the served versions. After the manager knows: a checkpoint of ``step`` says that
+        its tickets are trained, so the ledger must not give them out again.
         """
-        asynchronous, wanted = self._config.asynchronous, self._config.train.batch_groups
-        dropped = 0
-        while True:
-            self._arrived.clear()
-            batch = self._buffer.take(wanted, version, asynchronous.max_head_offpolicyness, asynchronous.stale_policy)
-            if batch.dropped:
-                dropped += len(batch.dropped)
-                await self._manager.trained(TrainedRequest(version, version, dropped=batch.dropped))
-            await self._free([*batch.clear, *self._unwanted])
-            if batch.groups:
-                return batch, dropped
-            await self._next_group(version + 1)
-
-    async def _next_group(self, step: int) -> None:
-        """Wait until samples arrive; meanwhile look now and then whether any will. Raises StuckError, WaitTimeout."""
-        wanted, timeout = self._config.train.batch_groups, self._config.cluster.request_timeout_s
-        check, deadline = StuckCheck(wanted), time.monotonic() + timeout
-        while not await self._arrival(min(_LOOK_S, timeout)):
-            ready = self._buffer.ready_groups
-            if reason := check.look(await self._manager.status(), ready):
-                raise StuckError(f"master_worker: step {step} can never get its batch: {reason}; see the workers' logs")
-            if time.monotonic() >= deadline:
-                raise WaitTimeout(
-                    f"master_worker: step {step} waited {timeout:g} s for a group; it has {ready} of {wanted}; "
-                    f"the manager says: {await self._explain()}"
-                )
-
-    async def _arrival(self, timeout_s: float) -> bool:
-        """Whether samples arrived in time."""
-        try:
-            await asyncio.wait_for(self._arrived.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
-
-    async def _explain(self) -> str:
-        status = await self._manager.status()
-        return f"admission {status.get('admission')}, ledger {status.get('ledger')}"
-
-    async def _free(self, samples: list[SampleMeta]) -> None:
-        """Free samples that will not be trained, each where the stream brought it."""
-        self._unwanted = []
-        by_owner: dict[int, list[str]] = {}
-        for sample in samples:
-            by_owner.setdefault(sample.owner, []).append(sample.sample_id)
-        for owner, ids in sorted(by_owner.items()):
-            await self._workers.clear([owner], ids)
+        every = self._config.checkpoint.hf_every_steps
+        if every and step % every == 0:
+            await self._publisher.export(self._hf_folder / f"step-{step}")
+        await self._checkpoints.after_step(step)
 
     def _out_of_time(self) -> bool:
         limit = self._config.train.max_seconds
         return bool(limit) and time.monotonic() - self._started > limit
+
+
+class _Watch:
+    """Seconds since the start, and since the last lap."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds
+
+    def total(self) -> float:
+        return time.perf_counter() - self._began
+
+
+def without_actor_training(flow: Dataflow) -> Dataflow:
+    """The graph of a step in which only the critic learns (train.ppo.critic.warmup_steps)."""
+    return Dataflow([c for c in flow.calls if not (c.trains and c.role == ACTOR)], flow.source_keys)
 
 
 def planned_steps(config: Config, train_prompts: int) -> int:

@@ -66,3 +66,9 @@ class Publisher:
         gone = await asyncio.to_thread(manifest.prune, self._root, keep=self._keep, in_use=[final])
         log.info("published version %d (%s), pruned %d", version, final.name, len(gone))
         return {"save": saved - start, "publish": time.perf_counter() - saved}
+
+    async def export(self, target: Path) -> None:
+        """Copy the newest version to ``target`` as a plain HF directory, whole or not at all."""
+        assert self.newest is not None, "nothing was published yet"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(manifest.export_copy, Path(self.newest.path), target)

@@ -1,9 +1,9 @@
-"""The statistics of a train batch that go into the step log, from metadata alone."""
+"""The statistics of a train batch that go into the step log, from metadata and from what the calls reported."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from realsys.master.executor import CallResult
@@ -42,20 +42,37 @@ def batch_statistics(samples: Sequence[SampleMeta], *, version: int, correct_rew
     }
 
 
+def call_seconds(results: Mapping[str, CallResult], training: Collection[str]) -> dict[str, float]:
+    """How the time of a graph splits: ``train`` while any call of ``training`` was under way, ``inf`` the rest.
+
+    Calls overlap, so this is no sum over calls; the two add up to the time from the first sending to the last reply.
+    """
+    intervals = sorted((result.began, result.ended) for name, result in results.items() if name in training)
+    trained, covered = 0.0, float("-inf")
+    for began, ended in intervals:
+        trained += max(0.0, ended - max(began, covered))
+        covered = max(covered, ended)
+    everything = max(r.ended for r in results.values()) - min(r.began for r in results.values())
+    return {"inf": everything - trained, "train": trained}
+
+
 def train_record(
-    statistics: dict[str, Any], seconds: Mapping[str, float], results: Mapping[str, CallResult]
+    statistics: Mapping[str, Any], seconds: Mapping[str, float], results: Mapping[str, CallResult]
 ) -> dict[str, Any]:
     """What a train step was, for the step log: the batch, the time, and what the calls reported.
 
-    ``seconds`` are of the parts of the step and its ``total``. Statistics of calls other than ``actor_train`` carry the
-    interface's short name in front: ``inf/tokens``.
+    ``seconds`` are of the parts of the step and its ``total``; ``call_seconds`` of each call's slowest rank, without
+    waiting for others on its workers. Statistics of calls other than ``actor_train`` carry the call's name in front,
+    shortened for the actor's: ``inf/tokens``, ``critic_train/loss``.
     """
-    stats = dict(results["actor_train"].stats)
+    stats: dict[str, float] = {}
     for name, result in results.items():
-        if name != "actor_train":
-            stats |= {f"{name.removeprefix('actor_')}/{key}": value for key, value in result.stats.items()}
+        prefix = "" if name == "actor_train" else f"{name.removeprefix('actor_')}/"
+        stats |= {f"{prefix}{key}": value for key, value in result.stats.items()}
     return {
         "seconds": dict(seconds),
+        "call_seconds": {name: result.seconds for name, result in results.items()},
+        "transferred_bytes": sum(result.received for result in results.values()),
         "train_tokens_per_s": statistics["tokens"] / max(1e-9, seconds["inf"] + seconds["train"]),
         "consumed_tokens_per_s": statistics["answer_tokens"] / max(1e-9, seconds["total"]),
         "stats": stats,

@@ -11,11 +11,14 @@ import time
 import numpy as np
 
 from realsys.algorithm.schedule import learning_rate
+from realsys.buffer.balance import CostFunction
 from realsys.buffer.batch import plan_minibatches, sequence_refs
 from realsys.buffer.replay import owners_of
 from realsys.cluster.topology import Mesh
+from realsys.config.allocation import ACTOR
 from realsys.config.schema import WarmupConfig
-from realsys.master.executor import GraphExecutor, Ownership
+from realsys.master.executor import GraphExecutor
+from realsys.master.ownership import Ownership
 from realsys.master.step_log import StepLog
 from realsys.master.workers import ModelWorkers
 from realsys.types import SampleMeta
@@ -31,11 +34,12 @@ class Warmup:
         demos: int,
         seed: int,
         mesh: Mesh,
+        cost: CostFunction,
         workers: ModelWorkers,
         executor: GraphExecutor,
         step_log: StepLog,
     ) -> None:
-        self._config, self._demos, self._seed, self._mesh = config, demos, seed, mesh
+        self._config, self._demos, self._seed, self._mesh, self._cost = config, demos, seed, mesh, cost
         self._workers, self._executor, self._log = workers, executor, step_log
 
     async def run(self) -> None:
@@ -67,7 +71,7 @@ class Warmup:
         refs = sequence_refs([[sample] for sample in samples])
         rate = learning_rate(self._config.optimizer, step, self._config.steps)
         results = await self._executor.run(
-            {"actor": plan_minibatches(refs, 1, self._mesh.layout.data)},
+            {ACTOR: plan_minibatches(refs, 1, self._mesh.layout.data, self._cost)},
             ownership,
             step=step,
             version=-1,

@@ -17,6 +17,7 @@ import msgspec
 from realsys.admission.messages import (
     AllocateReply,
     AllocateRequest,
+    DataPosition,
     EvaluateReply,
     EvaluateRequest,
     EvaluationReply,
@@ -94,6 +95,10 @@ class ManagerClient:
     async def evaluation(self, eval_id: str) -> EvaluationReply:
         """How far an evaluation is."""
         return await self._call(f"/evaluate/{eval_id}", None, EvaluationReply)
+
+    async def data_position(self) -> DataPosition:
+        """Where in the data training is, for a checkpoint."""
+        return await self._call("/data_position", None, DataPosition)
 
     async def status(self) -> dict[str, Any]:
         """What the status page shows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -42,7 +42,7 @@ class RoutedStream:
         """``MasterStream.request`` to the worker behind ``handle``."""
         return self._stream.request(self.worker(handle), handler, payload, reply_type, timeout_s=timeout_s)
 
-    async def broadcast(
+    def broadcast(
         self,
         handles: Iterable[Handle],
         handler: str,
@@ -50,26 +50,25 @@ class RoutedStream:
         reply_type: type[Reply],
         *,
         timeout_s: float | None = None,
-    ) -> list[Reply]:
-        """Send one call to every worker behind ``handles``, once each, and return the replies in that order.
+    ) -> asyncio.Future[list[Reply]]:
+        """Send one call now to every worker behind ``handles``, once each; the future is the replies in that order.
 
-        All are sent before anything is awaited, so concurrent broadcasts reach every worker in one order. The first
-        failure is raised at once: the other ranks may wait in a collective for the one that failed.
+        All are sent before this returns, so broadcasts reach every worker in the order in which they were made. The
+        first failure is raised at once: the other ranks may wait in a collective for the one that failed.
         """
         workers = list(dict.fromkeys(self.worker(handle) for handle in handles))
         data = encode_message(payload)
         replies = [self._stream.request_encoded(w, handler, data, reply_type, timeout_s=timeout_s) for w in workers]
-        return await gather_or_first_failure(replies)
+        return gather_or_first_failure(replies)
 
 
-async def gather_or_first_failure(replies: list[asyncio.Future[Reply]]) -> list[Reply]:
-    """Results in order; on the first failure give up the others and raise it."""
-    try:
-        return list(await asyncio.gather(*replies))
-    finally:
+def gather_or_first_failure(replies: Sequence[asyncio.Future[Reply]]) -> asyncio.Future[list[Reply]]:
+    """A future of all results in order. It fails with the first failure; the others are then given up."""
+    gathered = asyncio.gather(*replies)  # also looks at the failures after the first: those are its consequences
+
+    def give_up(_: object) -> None:
         for reply in replies:
-            if reply.done():
-                if not reply.cancelled():
-                    reply.exception()  # seen: a second failure is a consequence of the first
-            else:
-                reply.cancel()
+            reply.cancel()
+
+    gathered.add_done_callback(give_up)
+    return gathered

@@ -1,14 +1,14 @@
-"""The tensors of samples that this ModelWorker holds, by sample id and key.
+"""The tensors of samples that this ModelWorker holds, by sample id and key, whichever of its roles made or reads them.
 
-Filled by the I/O thread (groups from rollout) and the request loop (demos, transfers, results); the keys and their
-dtypes are ``realsys.types.ARRAY_KEYS``.
+Filled by the I/O thread (groups from rollout) and the request loop (demos, transfers, results); the keys, their dtypes
+and what they span are ``realsys.types.ARRAY_KEYS``.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 
 class DataManager:
-    """Thread-safe. Holds an array until the master clears its sample; nothing else frees it."""
+    """Thread-safe. Holds an array until the master clears its sample, or its key of it; nothing else frees it."""
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
@@ -46,10 +46,15 @@ class DataManager:
         with self._lock:
             return key in self._samples.get(sample_id, ())
 
-    def clear(self, sample_ids: Iterable[str]) -> int:
-        """Forget samples; returns how many were here. Those held elsewhere are no error."""
+    def clear(self, sample_ids: Iterable[str], keys: Collection[str] = ()) -> None:
+        """Forget samples, or with ``keys`` only these arrays of them. What is held elsewhere is no error."""
         with self._lock:
-            return sum(self._samples.pop(sample_id, None) is not None for sample_id in sample_ids)
+            for sample_id in sample_ids:
+                sample = self._samples.get(sample_id, {})
+                for key in keys:
+                    sample.pop(key, None)
+                if not keys or not sample:
+                    self._samples.pop(sample_id, None)
 
     def __len__(self) -> int:
         with self._lock:
@@ -118,4 +123,4 @@ class DataManager:
 
 def array_size(ref: SequenceRef, key: str) -> int:
     """Elements of ``key`` of this sequence."""
-    return ref.length if ARRAY_KEYS[key][1] == "sequence" else ref.answer_len
+    return {"sequence": ref.length, "answer": ref.answer_len, "answer_and_end": ref.answer_len + 1}[ARRAY_KEYS[key][1]]

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 
 from realsys.config.allocation import ParallelLayout
+from realsys.config.model_families import Head, has_score, refuse_unsupported
 from realsys.config.schema import TrainConfig
 from realsys.errors import ModelError
 from realsys.train.megatron import TransformerConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_FAMILIES = ("qwen2", "qwen3", "llama")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,11 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class HFModel:
-    """Sizes and switches of a Qwen2, Qwen3 or Llama model."""
+    """Sizes and switches of a Qwen2, Qwen3, Llama or Mistral model, with the head that its role needs.
+
+    ``head``: "lm" (logits over the vocabulary; ``tied``: through the embedding) or "value" (one number per token).
+    ``scored``: the checkpoint has a ``score.weight``, the weight of a value head; without one the values start at 0.
+    """
 
     family: str
     layers: int
@@ -67,10 +71,12 @@ class HFModel:
     qkv_bias: bool
     qk_norm: bool
     rope: Rope
+    head: Head = "lm"
+    scored: bool = False
 
 
-def read_hf_config(directory: Path) -> HFModel:
-    """Raises ModelError naming the file and the key that is missing or not supported."""
+def read_hf_config(directory: Path, head: Head = "lm") -> HFModel:
+    """Raises ModelError naming the file and the key that is missing or not supported, or the head that is not there."""
     path = directory / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -80,39 +86,39 @@ def read_hf_config(directory: Path) -> HFModel:
         ) from error
     except ValueError as error:
         raise ModelError(f"{path}: no JSON ({error})") from error
-    family = raw.get("model_type")
-    if family not in _FAMILIES:
-        raise ModelError(f"{path}: model_type={family!r} is not supported; known: {', '.join(_FAMILIES)}")
-    _refuse_unsupported(path, family, raw)
-    try:
-        heads = raw["num_attention_heads"]
-        return HFModel(
-            family=family,
-            layers=raw["num_hidden_layers"],
-            hidden=raw["hidden_size"],
-            heads=heads,
-            kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            ffn=raw["intermediate_size"],
-            vocab=raw["vocab_size"],
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
-            rope=_read_rope(path, raw),
-        )
-    except KeyError as error:
-        raise ModelError(f"{path}: {error.args[0]} is missing") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path}: no JSON object")
+    refuse_unsupported(str(path), raw)
+    scored = has_score(str(path), raw, head)
+    family, heads = raw["model_type"], _size(path, raw, "num_attention_heads")
+    hidden = _size(path, raw, "hidden_size")
+    return HFModel(
+        family=family,
+        layers=_size(path, raw, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_size(path, raw, "num_key_value_heads", heads),
+        head_dim=_size(path, raw, "head_dim", hidden // heads),
+        ffn=_size(path, raw, "intermediate_size"),
+        vocab=_size(path, raw, "vocab_size"),
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        tied=head == "lm" and bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        rope=_read_rope(path, raw),
+        head=head,
+        scored=scored,
+    )
 
 
-def _refuse_unsupported(path: Path, family: str, raw: dict[str, Any]) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"{path}: hidden_act={raw['hidden_act']!r} is not supported; only silu")
-    for key in ("mlp_bias", "use_sliding_window"):
-        if raw.get(key):
-            raise ModelError(f"{path}: {key}=true is not supported")
-    if family != "qwen2" and raw.get("attention_bias"):
-        raise ModelError(f"{path}: attention_bias=true is not supported for {family}")
+def _size(path: Path, raw: dict[str, Any], name: str, otherwise: int | None = None) -> int:
+    """``otherwise`` where the file leaves the size out, or says null."""
+    value = otherwise if raw.get(name) is None else raw[name]
+    if value is None:
+        raise ModelError(f"{path}: {name} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{path}: {name}={value!r} must be a positive integer")
+    return value
 
 
 def _read_rope(path: Path, raw: dict[str, Any]) -> Rope:
@@ -120,19 +126,22 @@ def _read_rope(path: Path, raw: dict[str, Any]) -> Rope:
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, "linear", float(scaling["factor"]))
-    if kind == "llama3":
-        return Rope(
-            theta,
-            "llama3",
-            float(scaling["factor"]),
-            float(scaling["low_freq_factor"]),
-            float(scaling["high_freq_factor"]),
-            int(scaling["original_max_position_embeddings"]),
-        )
+    try:
+        if kind == "default":
+            return Rope(theta)
+        if kind == "linear":
+            return Rope(theta, "linear", float(scaling["factor"]))
+        if kind == "llama3":
+            return Rope(
+                theta,
+                "llama3",
+                float(scaling["factor"]),
+                float(scaling["low_freq_factor"]),
+                float(scaling["high_freq_factor"]),
+                int(scaling["original_max_position_embeddings"]),
+            )
+    except KeyError as error:
+        raise ModelError(f"{path}: rope_type={kind!r} needs {error.args[0]}") from error
     raise ModelError(f"{path}: rope_type={kind!r} is not supported; known: default, linear, llama3")
 
 

@@ -4,17 +4,19 @@
     gate, up      -> linear_fc1   one below the other, within each tensor rank's shard
     the rest      one to one
 
-A rank reads only its own slice of every tensor. For export the tensors of a stage are dealt out over its data and
-tensor ranks, so all of them write at the same time and each tensor is written once.
+A rank reads only its own slice of every tensor: the files are mapped, and no page is touched that holds nothing of the
+slice. For export the tensors of a stage are dealt out over its data and tensor ranks, so all of them write at the same
+time and each tensor is written once.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -23,11 +25,16 @@ from safetensors import SafetensorError, safe_open
 
 from realsys.errors import ModelError
 from realsys.train.hf_config import HFModel
+from realsys.train.lora import is_adapter, merged
 
 Shape = tuple[int, ...]
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
+_SCORE = "score.weight"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_DTYPES = ("F32", "BF16", "F16", "F64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,8 @@ def mapping_of(name: str, layer: int | None, tied: bool) -> ParameterMap:
         return ParameterMap((_EMBEDDING,), 0)
     if name == "output_layer.weight":
         return ParameterMap((_EMBEDDING if tied else _HEAD,), 0)
+    if name == "value_head.weight":
+        return ParameterMap((_SCORE,), None)
     if name == "decoder.final_layernorm.weight":
         return ParameterMap(("model.norm.weight",), None)
     prefix = f"model.layers.{layer}."
@@ -69,8 +78,10 @@ def hf_shapes(model: HFModel) -> dict[str, Shape]:
     """Every tensor that the HF checkpoint of this model must have, with its shape."""
     q, kv, hidden = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.hidden
     shapes: dict[str, Shape] = {_EMBEDDING: (model.vocab, hidden), "model.norm.weight": (hidden,)}
-    if not model.tied:
+    if model.head == "lm" and not model.tied:
         shapes[_HEAD] = (model.vocab, hidden)
+    if model.scored:
+        shapes[_SCORE] = (1, hidden)
     for layer in range(model.layers):
         prefix = f"model.layers.{layer}."
         for x, size in (("q", q), ("k", kv), ("v", kv)):
@@ -90,38 +101,51 @@ def hf_shapes(model: HFModel) -> dict[str, Shape]:
 
 
 class HFReader:
-    """Slices of the tensors of a HF directory, file by file, nothing read ahead."""
+    """Slices of the tensors of a HF directory, one file or several with an index. Closing it unmaps the files."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._open: dict[str, Any] = {}
-        index = directory / "model.safetensors.index.json"
-        if index.exists():
-            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        else:
-            single = "model.safetensors"
-            if not (directory / single).exists():
-                raise ModelError(f"{directory}: neither {single} nor {index.name} is there; only safetensors are read")
-            self._files = dict.fromkeys(self._file(single).keys(), single)
+        self._listing = directory / _INDEX  # what says which tensors there are
+        if self._listing.exists():
+            self._files = self._read_index()
+            return
+        self._listing = directory / _SINGLE
+        if not self._listing.exists():
+            raise ModelError(f"{directory}: neither {_SINGLE} nor {_INDEX} is there; only safetensors are read")
+        self._files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
 
-    def check(self, shapes: Mapping[str, Shape], tied: bool) -> None:
-        """Raises ModelError naming a tensor that is missing, too many, or of another shape."""
-        ignored = {_HEAD} if tied else set()
+    def __enter__(self) -> HFReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._open.clear()
+
+    def check(self, model: HFModel) -> None:
+        """Raises ModelError naming file and tensor, when one is missing, too many, or of another shape or kind."""
+        shapes = hf_shapes(model)
+        # A tied head may be stored all the same; a value role has no use for the head of a language model.
+        ignored = {_HEAD} if model.tied or model.head == "value" else set()
         extra = [n for n in self._files.keys() - shapes.keys() - ignored if not n.endswith("rotary_emb.inv_freq")]
         if extra:
             raise ModelError(
-                f"{self._directory}: tensor {min(extra)} is not part of the model that config.json describes"
+                f"{self._listing}: tensor {min(extra)} is not part of the model that config.json describes"
             )
         for name, shape in shapes.items():
             if name not in self._files:
-                raise ModelError(f"{self._directory}: tensor {name} is missing")
-            found = tuple(self._file(self._files[name]).get_slice(name).get_shape())
+                raise ModelError(
+                    f"{self._listing}: tensor {name} is missing; config.json asks for one of shape {shape}"
+                )
+            view = self._view(name)
+            path, found = self._directory / self._files[name], tuple(view.get_shape())
             if found != shape:
-                raise ModelError(f"{self._directory}: tensor {name} has shape {found}, config.json says {shape}")
+                raise ModelError(f"{path}: tensor {name} has shape {found}, config.json says {shape}")
+            if view.get_dtype() not in _DTYPES:
+                raise ModelError(f"{path}: tensor {name} is {view.get_dtype()}; known: {', '.join(_DTYPES)}")
 
     def read(self, name: str, dim: int | None, part: int, parts: int) -> torch.Tensor:
-        """Part ``part`` of ``parts`` along ``dim``."""
-        view = self._file(self._files[name]).get_slice(name)
+        """Part ``part`` of ``parts`` along ``dim``: a view of the mapped file, in the file's dtype."""
+        view = self._view(name)
         if dim is None or parts == 1:
             whole: torch.Tensor = view[:]
             return whole
@@ -129,6 +153,26 @@ class HFReader:
         window = slice(part * step, (part + 1) * step)
         piece: torch.Tensor = view[window] if dim == 0 else view[:, window]
         return piece
+
+    def _read_index(self) -> dict[str, str]:
+        try:
+            files: dict[str, str] = json.loads(self._listing.read_text())["weight_map"]
+            names = set(files.values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{self._listing}: no index of safetensors with a weight_map ({error!r})") from error
+        for file in sorted(names):
+            if not (self._directory / file).is_file():
+                owned = [tensor for tensor, owner in files.items() if owner == file]
+                problem = f"names {file} for {len(owned)} tensors, {min(owned)} among them, and it is not there"
+                raise ModelError(f"{self._listing}: {problem}")
+        return files
+
+    def _view(self, name: str) -> Any:
+        file = self._file(self._files[name])
+        try:
+            return file.get_slice(name)
+        except SafetensorError as error:
+            raise ModelError(f"{self._directory / self._files[name]}: tensor {name}: {error}") from error
 
     def _file(self, file: str) -> Any:
         if file not in self._open:
@@ -147,20 +191,32 @@ class ShardMap:
     tensor_rank: int
     tensor_ranks: int
 
-    def parameters(self, module: torch.nn.Module) -> Iterator[tuple[ParameterMap, torch.nn.Parameter]]:
-        """The parameters of a GPTModel in a fixed order, the same on all tensor and data ranks of a stage."""
+    def parameters(self, module: torch.nn.Module) -> Iterator[tuple[str, ParameterMap, torch.nn.Parameter]]:
+        """The parameters of a GPTModel by name, in a fixed order, the same on all tensor and data ranks of a stage.
+
+        Adapters are left out: no HF tensor is made of one alone.
+        """
         decoder: Any = module.decoder
         for name, parameter in module.named_parameters():
+            if is_adapter(name):
+                continue
             match = re.match(r"decoder\.layers\.(\d+)\.", name)
             layer = decoder.layers[int(match[1])].layer_number - 1 if match else None
-            yield mapping_of(name, layer, self.model.tied), parameter
+            yield name, mapping_of(name, layer, self.model.tied), parameter
+
+    def load(self, module: torch.nn.Module, directory: Path) -> None:
+        """Fill the module from a HF directory. Raises ModelError when the directory is not this model."""
+        with HFReader(directory) as reader:
+            reader.check(self.model)
+            self.fill(module, reader)
 
     @torch.no_grad()
-    def load(self, module: torch.nn.Module, directory: Path) -> None:
-        """Fill the module from a HF directory, one tensor at a time."""
-        reader = HFReader(directory)
-        reader.check(hf_shapes(self.model), self.model.tied)
-        for mapping, parameter in self.parameters(module):
+    def fill(self, module: torch.nn.Module, reader: HFReader) -> None:
+        """One parameter at a time: beside the module there is never more than one parameter in memory."""
+        for _, mapping, parameter in self.parameters(module):
+            if mapping.hf == (_SCORE,) and not self.model.scored:
+                parameter.zero_()
+                continue
             parts = [reader.read(name, mapping.dim, self.tensor_rank, self.tensor_ranks) for name in mapping.hf]
             parameter.copy_(self._join(mapping, parts))
 
@@ -175,24 +231,28 @@ class ShardMap:
         skip_head: bool,
         gradients: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The HF tensors that this rank writes, whole. Every rank of ``group`` (tensor) must run it to its end.
+        """The HF tensors that this rank writes, whole, adapters merged in. Every rank of ``group`` (tensor) must run it
+        to its end.
 
         ``skip_head``: the head of a tied model on a later stage is a copy of the first stage's embedding.
+        ``gradients``: of the parameters that are trained; none under adapters.
         """
-        items = list(self.parameters(module))
-        writers = assign_writers([parameter.numel() for _, parameter in items], data_ranks * self.tensor_ranks)
-        for (mapping, parameter), writer in zip(items, writers, strict=True):
+        items = [item for item in self.parameters(module) if not gradients or item[2].requires_grad]
+        writers = assign_writers([parameter.numel() for _, _, parameter in items], data_ranks * self.tensor_ranks)
+        for (name, mapping, parameter), writer in zip(items, writers, strict=True):
             if skip_head and mapping.hf == (_EMBEDDING,):
                 continue
             owner, tensor_owner = divmod(writer, self.tensor_ranks)
             if owner != data_rank:
                 continue
-            source = parameter.main_grad if gradients else parameter.detach()  # type: ignore[attr-defined]
-            parts = self._split(mapping, source)
-            for name, part in zip(mapping.hf, parts, strict=True):
+            if gradients:
+                source = parameter.main_grad  # type: ignore[attr-defined]
+            else:
+                source = merged(module, name, parameter)
+            for tensor, part in zip(mapping.hf, self._split(mapping, source), strict=True):
                 whole = self._gather(part, mapping.dim, tensor_owner, group)
                 if whole is not None:
-                    yield name, whole
+                    yield tensor, whole
 
     def _gather(self, part: torch.Tensor, dim: int | None, owner: int, group: dist.ProcessGroup) -> torch.Tensor | None:
         if dim is None or self.tensor_ranks == 1:

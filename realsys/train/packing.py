@@ -56,7 +56,10 @@ class Packer:
         self._multiple, self._first, self._last = multiple, first, last
 
     def pack(self, refs: Sequence[SequenceRef], answer_keys: Sequence[str] = ()) -> MicroBatch:
-        """``refs`` may be empty. ``answer_keys`` are arrays over answer tokens that the loss needs."""
+        """``refs`` may be empty. ``answer_keys`` are the arrays that the loss needs.
+
+        Of an array that has an entry for the end of the answer, too, only those of its tokens are taken.
+        """
         # Longest first, so that segments of like length lie side by side for the attention's buckets.
         ordered = sorted(refs, key=lambda ref: (-ref.length, ref.sample_id))
         lengths = [ref.length for ref in ordered]
@@ -79,7 +82,7 @@ class Packer:
                 batch.targets = self._tensor(_concatenate(answers, np.int64))
         if self._last:
             for key in answer_keys:
-                found = [self._data.get(ref.sample_id, key) for ref in ordered]
+                found = [self._data.get(ref.sample_id, key)[: ref.answer_len] for ref in ordered]
                 batch.answers[key] = self._tensor(_concatenate(found, np.float32))
         return batch
 
@@ -92,22 +95,42 @@ class Packer:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
-def split_answers(batch: MicroBatch, flat: torch.Tensor) -> dict[str, Array]:
-    """[a] over the micro-batch's answer tokens -> one host array per sample."""
+def answer_and_end_rows(batch: MicroBatch) -> torch.Tensor:
+    """Rows of the states of the answers, int64 [a + n]: before each answer token and after the last, per sequence."""
+    return _rows(batch, [(ref.prompt_len - 1, ref.length) for ref in batch.refs])
+
+
+def last_rows(batch: MicroBatch) -> torch.Tensor:
+    """The row of each sequence's last token, int64 [n]."""
+    return _rows(batch, [(ref.length - 1, ref.length) for ref in batch.refs])
+
+
+def split_answers(batch: MicroBatch, flat: torch.Tensor, *, end: bool = False) -> dict[str, Array]:
+    """[a] over the micro-batch's answer tokens -> one host array per sample; with ``end`` [a + n], as of values."""
     host = flat.detach().cpu().numpy()
-    ends = np.cumsum([ref.answer_len for ref in batch.refs])
+    sizes = [ref.answer_len + end for ref in batch.refs]
+    stops = np.cumsum(sizes)
     # Copies, so that a sample does not keep its whole micro-batch alive.
-    return {ref.sample_id: host[end - ref.answer_len : end].copy() for ref, end in zip(batch.refs, ends, strict=True)}
+    return {
+        ref.sample_id: host[stop - size : stop].copy() for ref, size, stop in zip(batch.refs, sizes, stops, strict=True)
+    }
+
+
+def _rows(batch: MicroBatch, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    return torch.from_numpy(_span_rows(batch.refs, spans)).to(batch.rows.device, non_blocking=True)
 
 
 def _answer_rows(refs: Sequence[SequenceRef]) -> I64:
     """Row i predicts token i + 1, so answer token j of a sequence is predicted at its prompt_len - 1 + j."""
-    start = 0
-    parts = []
     for ref in refs:
         assert ref.prompt_len >= 1, f"{ref.sample_id}: without a prompt token nothing predicts the first answer token"
-        parts.append(np.arange(start + ref.prompt_len - 1, start + ref.length - 1))
-        start += ref.length
+    return _span_rows(refs, [(ref.prompt_len - 1, ref.length - 1) for ref in refs])
+
+
+def _span_rows(refs: Sequence[SequenceRef], spans: Sequence[tuple[int, int]]) -> I64:
+    """For each sequence its rows from ``start`` to before ``stop``, counted over the whole micro-batch."""
+    offsets = np.cumsum([0, *(ref.length for ref in refs)])
+    parts = [np.arange(offset + a, offset + b) for offset, (a, b) in zip(offsets[:-1], spans, strict=True)]
     return _concatenate(parts, np.int64)
 
 

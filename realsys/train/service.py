@@ -4,13 +4,23 @@ Consumes requests of the MasterWorker, one at a time and in order, on the main t
 beside it on the endpoint's I/O thread and go straight into the DataManager. Waits for the next request only. Produces
 replies, and the notice ``samples_arrived``.
 
+    request             to                              what it does
+    initialize          ranks of the role's mesh        loads the role's shard
+    load_demos          an actor's DP head              tokenises demonstrations
+    transfer            sources and destinations        moves arrays between workers
+    mfc                 ranks of the role's mesh        pre_hooks, interface, post_hooks
+    save_weights        ranks of the role's mesh        writes its share in HF names
+    save_checkpoint     ranks of the role's mesh        takes a snapshot; it is written beside what follows
+    finish_checkpoint   ranks of the role's mesh        waits until it is on disk
+    load_checkpoint     ranks of the role's mesh        replaces the training state
+    clear               holders of the samples          frees arrays
+
 An error is answered with its traceback and then ends the process: the other ranks of the mesh may be waiting in a
 collective, and a rank that gave up half-way cannot rejoin them.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,31 +30,35 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from realsys.cluster.topology import Mesh
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ModelError
+from realsys.train.checkpoint import CheckpointWriter, load_checkpoint
 from realsys.train.data_manager import DataManager
 from realsys.train.demos import DemoSource
 from realsys.train.device import Device
-from realsys.train.engine import MegatronEngine
+from realsys.train.hooks import find_hook, onloaded
 from realsys.train.interfaces import Role, find_interface
-from realsys.train.packing import Packer
+from realsys.train.mesh import MeshGroups
+from realsys.train.roles import make_role
 from realsys.train.transfer import execute
 from realsys.types import (
     ClearRequest,
     Empty,
+    FinishCheckpointRequest,
     InitializeRequest,
+    LoadCheckpointRequest,
     LoadDemosRequest,
     MfcReply,
     MfcRequest,
     SamplesArrived,
+    SaveCheckpointRequest,
     SaveWeightsReply,
     SaveWeightsRequest,
     ShardInfo,
+    TransferReply,
+    TransferRequest,
 )
-
-logger = logging.getLogger(__name__)
 
 WriteShard = Callable[[Path, Mapping[str, torch.Tensor]], ShardInfo]
 
@@ -69,32 +83,37 @@ class Endpoint(Protocol):
 
 
 class ModelWorkerService:
-    """One training rank: its model shards, its samples, and the handlers of the master's requests.
+    """One ModelWorker: its shards of one or more roles, its samples, and the handlers of the master's requests.
 
-    Needs torch.distributed and ``form_mesh``. ``rank`` is the worker's index and its rank on the whole mesh.
+    ``worker`` is its index and its rank in torch.distributed; ``groups`` are its meshes by role (``form_meshes``).
     """
 
     def __init__(
         self,
         config: Config,
         paths: TrialPaths,
-        mesh: Mesh,
-        rank: int,
+        groups: Mapping[str, MeshGroups],
+        worker: int,
         endpoint: Endpoint,
         data: DataManager,
         device: Device,
         write_shard: WriteShard,
     ) -> None:
-        self._config, self._mesh, self._rank = config, mesh, rank
+        self._config, self._groups, self._worker = config, groups, worker
         self._endpoint, self._data, self._device = endpoint, data, device
         self._write_shard = write_shard
-        self._demos = DemoSource(config, paths, data, rank)
+        self._demos = DemoSource(config, paths, data, worker)
         self._roles: dict[str, Role] = {}
+        self._checkpoints: dict[str, CheckpointWriter] = {}
         self._handlers: dict[str, tuple[type[msgspec.Struct], Callable[[Any], msgspec.Struct]]] = {
             "initialize": (InitializeRequest, self._initialize),
             "load_demos": (LoadDemosRequest, self._load_demos),
+            "transfer": (TransferRequest, self._transfer),
             "mfc": (MfcRequest, self._mfc),
             "save_weights": (SaveWeightsRequest, self._save_weights),
+            "save_checkpoint": (SaveCheckpointRequest, self._save_checkpoint),
+            "finish_checkpoint": (FinishCheckpointRequest, self._finish_checkpoint),
+            "load_checkpoint": (LoadCheckpointRequest, self._load_checkpoint),
             "clear": (ClearRequest, self._clear),
         }
 
@@ -118,57 +137,73 @@ class ModelWorkerService:
         self._endpoint.reply(request, reply)
 
     def _initialize(self, request: InitializeRequest) -> Empty:
-        start = time.perf_counter()
-        engine = MegatronEngine(self._config, self._mesh.layout, self._device)
-        engine.load(Path(request.model_path))
-        packer = Packer(
-            self._data,
-            self._device.device,
-            multiple=engine.token_multiple,
-            first=engine.first_stage,
-            last=engine.last_stage,
-        )
-        self._roles["actor"] = Role(self._config, engine, self._data, packer, self._device)
-        logger.info(
-            "loaded %s: %d parameters on this rank, %.1f s",
-            request.model_path,
-            engine.parameter_count,
-            time.perf_counter() - start,
-        )
+        name = request.role
+        if name not in self._groups:
+            here = ", ".join(self._groups) or "none"
+            raise ModelError(f"model_worker/{self._worker} is on no mesh of role {name!r}; the roles here: {here}")
+        model, groups = Path(request.model_path), self._groups[name]
+        role = make_role(self._config, name, model, groups, self._data, self._device, trainable=request.trainable)
+        self._roles[name], self._checkpoints[name] = role, CheckpointWriter(role)
         return Empty()
 
     def _load_demos(self, request: LoadDemosRequest) -> SamplesArrived:
         return SamplesArrived(self._demos.load(request.indices))
 
+    def _transfer(self, request: TransferRequest) -> TransferReply:
+        start = time.perf_counter()
+        received = execute(request, self._data, self._worker, self._device)
+        return TransferReply(received, time.perf_counter() - start)
+
     def _mfc(self, request: MfcRequest) -> MfcReply:
         start = time.perf_counter()
-        role = self._role(request.role)
-        per_rank = [part for minibatch in request.minibatches for part in minibatch]
-        refs = {ref.sample_id: ref for part in per_rank for ref in part}
-        execute(request.transfers, refs, self._data, self._rank, self._device)
-        stats = find_interface(request.interface).run(role, request)
-        reply = MfcReply(self._rank, seconds=time.perf_counter() - start)
-        if self._rank in self._mesh.dp_heads():
-            reply.stats = stats
-            own = role.engine.data_rank
-            reply.tokens = sum(ref.length for minibatch in request.minibatches for ref in minibatch[own])
+        role, interface = self._role(request.role), find_interface(request.interface)
+        before = [find_hook(name) for name in request.pre_hooks]
+        after = [find_hook(name) for name in request.post_hooks]
+        for hook in before:
+            hook(role, request)
+        outcome = interface.run(role, request)
+        for hook in after:
+            hook(role, request)
+        reply = MfcReply(self._worker)
+        if self._worker in role.groups.mesh.dp_heads():
+            reply.stats, reply.scores = outcome.stats, outcome.scores
+            reply.tokens = sum(ref.length for ref in role.own_sequences(request))
+        reply.seconds = time.perf_counter() - start
         return reply
 
     def _save_weights(self, request: SaveWeightsRequest) -> SaveWeightsReply:
         start = time.perf_counter()
-        tensors = dict(self._role(request.role).engine.export())
-        shards = []
-        if tensors:
-            # Numbered over all ranks, so that nobody needs to know who has nothing to write.
-            name = f"model-{self._rank + 1:05d}-of-{self._mesh.layout.world_size:05d}.safetensors"
-            shards.append(self._write_shard(Path(request.directory) / name, tensors))
+        role = self._role(request.role)
+        # Numbered over all ranks of the mesh, so that nobody needs to know who has nothing to write.
+        rank, ranks = role.groups.rank, role.groups.mesh.layout.world_size
+        file = Path(request.directory) / f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+        with onloaded(role):
+            tensors = dict(role.engine.export())
+            shards = [self._write_shard(file, tensors)] if tensors else []
         return SaveWeightsReply(shards, time.perf_counter() - start)
 
+    def _save_checkpoint(self, request: SaveCheckpointRequest) -> Empty:
+        role = self._role(request.role)
+        self._checkpoints[role.name].begin(Path(request.directory), request.step)
+        return Empty()
+
+    def _finish_checkpoint(self, request: FinishCheckpointRequest) -> Empty:
+        role = self._role(request.role)
+        self._checkpoints[role.name].finish()
+        return Empty()
+
+    def _load_checkpoint(self, request: LoadCheckpointRequest) -> Empty:
+        load_checkpoint(self._role(request.role), Path(request.directory))
+        return Empty()
+
     def _clear(self, request: ClearRequest) -> Empty:
-        self._data.clear(request.sample_ids)
+        self._data.clear(request.sample_ids, request.keys)
         return Empty()
 
     def _role(self, name: str) -> Role:
         if name not in self._roles:
-            raise ModelError(f"model_worker/{self._rank} has no role {name!r}; 'initialize' comes first")
+            here = ", ".join(self._roles) or "none"
+            raise ModelError(
+                f"model_worker/{self._worker} has no role {name!r}; initialised here: {here} ('initialize' comes first)"
+            )
         return self._roles[name]

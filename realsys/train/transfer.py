@@ -1,7 +1,7 @@
-"""Moving sample arrays between ModelWorkers before a model function call, rank to rank.
+"""Moving sample arrays between ModelWorkers before a model function call, worker to worker.
 
-Every rank knows the whole plan and the length of every sequence, so nothing is announced: one message per pair of
-workers, all pairs at once.
+Sources and destinations get the same plan with the length of every sequence, so nothing is announced: one message per
+pair of workers, all pairs at once. They need be on no common mesh: messages go over the world's group.
 """
 
 from __future__ import annotations
@@ -12,40 +12,39 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from realsys.train.data_manager import DataManager, array_size
+from realsys.errors import ModelError
+from realsys.train.data_manager import Array, DataManager, array_size
 from realsys.train.device import Device
-from realsys.types import ARRAY_KEYS, SequenceRef, Transfer
+from realsys.types import ARRAY_KEYS, SequenceRef, Transfer, TransferRequest
 
 Item = tuple[str, str]  # sample id, key
 
 
-def execute(
-    transfers: Sequence[Transfer], refs: Mapping[str, SequenceRef], data: DataManager, rank: int, device: Device
-) -> int:
-    """Do this rank's part of the plan; returns the bytes it received.
+def execute(request: TransferRequest, data: DataManager, worker: int, device: Device) -> int:
+    """Do this worker's part of the plan; returns the bytes it received.
 
-    ``refs``: sample id -> sequence, for all samples of the plan. Raises KeyError naming what a source does not hold.
+    Raises KeyError naming what a source does not hold, ModelError for an array that is not as long as its sequence.
     """
+    refs = {ref.sample_id: ref for ref in request.sequences}
     operations: list[dist.P2POp] = []
     arriving: list[tuple[list[Item], torch.Tensor]] = []
-    for (source, target), items in _by_pair(transfers).items():
-        if rank == source:
-            parts = [data.get(sample_id, key).view(np.uint8) for sample_id, key in items]
-            message = torch.from_numpy(np.concatenate(parts)).to(device.device)
-            operations.append(dist.P2POp(dist.isend, message, target))
-        elif rank == target:
+    for (source, target), items in _by_pair(request.transfers).items():
+        if worker == source:
+            message = np.concatenate([_read(data, refs[sample_id], key) for sample_id, key in items])
+            if message.size:  # empty answers leave nothing to send, and the other side knows
+                operations.append(dist.P2POp(dist.isend, torch.from_numpy(message).to(device.device), target))
+        elif worker == target:
             size = sum(_nbytes(refs[sample_id], key) for sample_id, key in items)
             buffer = torch.empty(size, dtype=torch.uint8, device=device.device)
-            operations.append(dist.P2POp(dist.irecv, buffer, source))
             arriving.append((items, buffer))
+            if size:
+                operations.append(dist.P2POp(dist.irecv, buffer, source))
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-    received = 0
     for items, buffer in arriving:
         _store(items, buffer.cpu().numpy(), refs, data)
-        received += buffer.numel()
-    return received
+    return sum(buffer.numel() for _, buffer in arriving)
 
 
 def _by_pair(transfers: Iterable[Transfer]) -> dict[tuple[int, int], list[Item]]:
@@ -63,7 +62,19 @@ def _nbytes(ref: SequenceRef, key: str) -> int:
     return array_size(ref, key) * np.dtype(ARRAY_KEYS[key][0]).itemsize
 
 
-def _store(items: Sequence[Item], buffer: np.ndarray, refs: Mapping[str, SequenceRef], data: DataManager) -> None:  # type: ignore[type-arg]
+def _read(data: DataManager, ref: SequenceRef, key: str) -> Array:
+    """The array's bytes."""
+    array = data.get(ref.sample_id, key)
+    if len(array) != array_size(ref, key):
+        # Sent as it is, it would shift every array behind it in the message.
+        raise ModelError(
+            f"{key} of sample {ref.sample_id} has {len(array)} elements, {array_size(ref, key)} belong to its "
+            f"{ref.prompt_len} + {ref.answer_len} tokens"
+        )
+    return array.view(np.uint8)
+
+
+def _store(items: Sequence[Item], buffer: Array, refs: Mapping[str, SequenceRef], data: DataManager) -> None:
     offset = 0
     for sample_id, key in items:
         size = _nbytes(refs[sample_id], key)

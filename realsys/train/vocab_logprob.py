@@ -1,66 +1,170 @@
-"""Log-prob of given tokens and entropy, over logits whose vocabulary is sharded over the tensor ranks.
+"""The output projection, log-probs of given tokens and entropy, over a vocabulary sharded over the tensor ranks.
 
-Megatron's own cross entropy overwrites fp32 logits in place and knows no temperature and no entropy.
+    hidden [n, h], weight [V/tp, h] -> logits [n, V/tp] -> log-probs [n], entropies [n]
+
+One autograd function for all of it, so that logits are never kept: the backward pass needs the softmax only, or, in
+chunks, nothing at all, and computes it again chunk by chunk. (Megatron's own cross entropy overwrites fp32 logits in
+place and knows no temperature and no entropy.)
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-class _VocabLogprob(torch.autograd.Function):
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How tokens are scored.
+
+    temperature       of the distribution, as in generation
+    chunk             rows whose logits exist at a time; 0: all
+    entropy_gradient  whether the entropy takes part in the backward pass
+    group             the tensor ranks, each with its shard of the vocabulary in order; None: one rank has it all
+    """
+
+    temperature: float = 1.0
+    chunk: int = 0
+    entropy_gradient: bool = False
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def sharded(self) -> bool:
+        return self.group is not None and self.group.size() > 1
+
+    def parts(self, rows: int) -> list[slice]:
+        """At least one, which is empty when there are no rows."""
+        step = self.chunk or max(1, rows)
+        return [slice(start, start + step) for start in range(0, max(1, rows), step)]
+
+    def reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Over the shards, in place."""
+        if self.sharded and tensor.numel():
+            dist.all_reduce(tensor, op, group=self.group)
+
+    def local(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Targets as columns [n, 1] of this rank's shard of ``size``; which lie on another rank (their column is 0)."""
+        if self.group is None or not self.sharded:
+            return targets[:, None], None
+        local = targets - self.group.rank() * size
+        elsewhere = (local < 0) | (local >= size)
+        return local.masked_fill(elsewhere, 0)[:, None], elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """fp32 [n] each; ``normaliser`` is the log of the partition function. ``softmax`` fp32 [n, V/tp] only on demand."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    normaliser: torch.Tensor
+    softmax: torch.Tensor | None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, how: Scoring) -> torch.Tensor:
+    """fp32 [n, V/tp], free to be overwritten. The product itself is in the model's dtype, as in generation."""
+    logits = (hidden @ weight.t()).float()
+    return logits if how.temperature == 1.0 else logits.div_(how.temperature)
+
+
+def _score(logits: torch.Tensor, targets: torch.Tensor, how: Scoring, *, keep: bool) -> _Scored:
+    """Overwrites ``logits``; beside them there is one more tensor of their size, the softmax."""
+    peak = logits.amax(-1)
+    how.reduce(peak, dist.ReduceOp.MAX)
+    z = logits.sub_(peak[:, None])
+    local, elsewhere = how.local(targets, logits.shape[-1])
+    target_z = z.gather(1, local)[:, 0]
+    if elsewhere is not None:
+        target_z.masked_fill_(elsewhere, 0.0)
+    p = z.exp()
+    sums = torch.stack([target_z, p.sum(-1), z.mul_(p).sum(-1)])
+    how.reduce(sums)
+    target_z, total, weighted = sums
+    log_total = total.log()
+    softmax = p.div_(total[:, None]) if keep else None
+    return _Scored(target_z - log_total, log_total - weighted / total, peak + log_total, softmax)
+
+
+class _ProjectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup | None
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, how: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rank, sharded = (0, False) if group is None else (group.rank(), group.size() > 1 and len(targets) > 0)
-        size = logits.shape[-1]
-        z = logits.float()
-        if temperature != 1.0:
-            z = z / temperature
-        peak = z.amax(-1)
-        if sharded:
-            dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
-        z = z - peak[:, None]
-        local = targets - rank * size
-        elsewhere = (local < 0) | (local >= size)
-        local = local.masked_fill(elsewhere, 0)
-        target_z = z.gather(1, local[:, None])[:, 0].masked_fill(elsewhere, 0.0)
-        p = z.exp()
-        total = p.sum(-1)
-        weighted = (p * z).sum(-1)
-        if sharded:
-            packed = torch.stack([target_z, total, weighted])
-            dist.all_reduce(packed, group=group)
-            target_z, total, weighted = packed
-        p.div_(total[:, None])
-        log_total = total.log()
-        entropy = log_total - weighted / total
-        ctx.save_for_backward(p, local, elsewhere)
-        ctx.dtype, ctx.temperature = logits.dtype, temperature
-        ctx.mark_non_differentiable(entropy)
-        return target_z - log_total, entropy
+        parts = how.parts(len(targets))
+        # The softmax of a single part is what may exist at a time anyway: kept rather than computed again.
+        keep = len(parts) == 1 and any(ctx.needs_input_grad)
+        scored = [_score(_logits(hidden[part], weight, how), targets[part], how, keep=keep) for part in parts]
+        logprobs = _join([one.logprobs for one in scored])
+        entropy = _join([one.entropy for one in scored])
+        normaliser = _join([one.normaliser for one in scored])
+        ctx.save_for_backward(hidden, weight, targets, entropy, normaliser, scored[0].softmax)
+        ctx.how = how
+        if not how.entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        p, local, elsewhere = ctx.saved_tensors
-        scale = grads[0] / ctx.temperature
-        # d logp / d z = onehot - p
-        out = p * -scale[:, None]
-        out.scatter_add_(1, local[:, None], scale.masked_fill(elsewhere, 0.0)[:, None])
-        return out.to(ctx.dtype), None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        hidden, weight, targets, entropy, normaliser, softmax = ctx.saved_tensors
+        how: Scoring = ctx.how
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # Chunks add up in fp32; a single part needs no sum.
+        grad_weight: torch.Tensor | None = None
+        for part in how.parts(len(targets)):
+            p = softmax
+            if p is None:
+                p = _logits(hidden[part], weight, how).sub_(normaliser[part, None]).exp_()
+            grad_entropy = grads[1][part] if how.entropy_gradient else None
+            slope = _logit_gradient(p, targets[part], grads[0][part], grad_entropy, entropy[part], how).to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(slope, weight, out=grad_hidden[part])
+            if ctx.needs_input_grad[1]:
+                share = slope.t() @ hidden[part]
+                grad_weight = share if grad_weight is None else grad_weight.float().add_(share)
+        if grad_hidden is not None:
+            how.reduce(grad_hidden)  # each shard of the vocabulary gave a part of it
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-def vocab_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, *, temperature: float = 1.0, group: dist.ProcessGroup | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``logits`` [n, V/tp] any dtype, ``targets`` int64 [n] -> log-probs fp32 [n], entropies fp32 [n] (no gradient).
+def _logit_gradient(
+    p: torch.Tensor,
+    targets: torch.Tensor,
+    grad_logprobs: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    entropy: torch.Tensor,
+    how: Scoring,
+) -> torch.Tensor:
+    """Gradient of the logits, fp32 [n, V/tp], in the place of the softmax ``p``.
 
-    Both are of the distribution at ``temperature``, in nats. ``group``: the tensor ranks, each with its shard in order.
+    d logp / dz = onehot - p,   dH / dz = -p (log p + H),   z = logits / temperature
     """
-    function: Any = _VocabLogprob
-    logprobs, entropy = function.apply(logits, targets, temperature, group)
+    scale = grad_logprobs / how.temperature
+    local, elsewhere = how.local(targets, p.shape[-1])
+    if grad_entropy is None:
+        gradient = p.mul_(-scale[:, None])
+    else:
+        scale_entropy = grad_entropy / how.temperature
+        curved = torch.special.entr(p).mul_(scale_entropy[:, None])  # entr: -p log p, 0 at 0
+        gradient = p.mul_(-(scale + scale_entropy * entropy)[:, None]).add_(curved)
+    at_target = scale if elsewhere is None else scale.masked_fill(elsewhere, 0.0)
+    return gradient.scatter_add_(1, local, at_target[:, None])
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def projected_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, how: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``hidden`` [n, h], this rank's ``weight`` [V/tp, h], ``targets`` int64 [n] -> log-probs, entropies, fp32 [n].
+
+    ``hidden`` is the same on all ranks of ``how.group``, and so are the results and the gradient of ``hidden``. In
+    nats; the entropy has a gradient only with ``how.entropy_gradient``.
+    """
+    function: Any = _ProjectedLogprobs
+    logprobs, entropy = function.apply(hidden, weight, targets, how)
     return logprobs, entropy

@@ -83,12 +83,12 @@ def commit(
         write_durably(tmp / source.name, source.read_bytes())
     manifest = Manifest(version, incarnation, step, sorted(shards, key=lambda s: s.file))
     write_durably(tmp / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
-    _fsync_directory(tmp)
+    fsync_directory(tmp)
     final = tmp.with_name(directory_name(version, incarnation))
     if final.exists():
         raise WeightsError(f"weights v{version}: {final} exists already; a version is written once")
     tmp.rename(final)
-    _fsync_directory(final.parent)
+    fsync_directory(final.parent)
     return final
 
 
@@ -181,7 +181,7 @@ def export_copy(directory: Path, target: Path) -> None:
     if target.exists():
         shutil.rmtree(target)
     tmp.rename(target)
-    _fsync_directory(target.parent)
+    fsync_directory(target.parent)
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -192,7 +192,7 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _fsync_directory(path: Path) -> None:
+def fsync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

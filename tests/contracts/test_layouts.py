@@ -19,7 +19,6 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-from realsys.algorithm.advantages import outcome_advantages
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.schema import Config
 from realsys.train.device import Device
@@ -126,8 +125,9 @@ def reference(model: PreTrainedModel, path: Path) -> Reference:
     """The same step in one process: sequence by sequence, the loss as the paper has it."""
     model.save_pretrained(path)
     weights = {k: v.clone() for k, v in model.state_dict().items() if not (k == "lm_head.weight" and tied(model))}
-    advantages = dict(zip((r.sample_id for r in REFS), outcome_advantages(REFS, make_config().train.ppo), strict=True))
-    tokens = sum(ref.answer_len for ref in REFS)
+    # The paper's: rewards normalised over all answer tokens.
+    rewards = np.repeat([ref.reward for ref in REFS], [ref.answer_len for ref in REFS])
+    tokens = len(rewards)
     logprobs: dict[str, np.ndarray[Any, Any]] = {}
     total, entropies = torch.zeros(()), 0.0
     for ref in REFS:
@@ -137,7 +137,7 @@ def reference(model: PreTrainedModel, path: Path) -> Reference:
         entropies -= (every.exp() * every).sum().item()
         logprobs[ref.sample_id] = theta.detach().numpy().copy()
         prox, behav = theta.detach(), torch.from_numpy(ARRAYS[ref.sample_id]["behav_logprobs"])
-        u, w, advantage = (theta - prox).exp(), (prox - behav).exp(), float(advantages[ref.sample_id])
+        u, w, advantage = (theta - prox).exp(), (prox - behav).exp(), (ref.reward - rewards.mean()) / rewards.std()
         term = torch.minimum(u * advantage, u.clamp(0.8, 1.2) * advantage)
         total = total - (w * term).sum()
     loss = total / tokens
@@ -179,7 +179,7 @@ def one_rank(rank: int, device: Device, path: Path, config: Config, layout: Para
         own = parts[role.engine.data_rank]
         prox = {ref.sample_id: role.data.get(ref.sample_id, "prox_logprobs") for ref in own}
     request = MfcRequest("actor_train", "actor", "actor_train", 0, 0, [parts], args={"lr": 0.0})
-    stats = INTERFACES["actor_train"].run(role, request)
+    stats = INTERFACES["actor_train"].run(role, request).stats
     gradients = {name: tensor.clone() for name, tensor in role.engine.export(gradients=True)}
     return Found(prox, stats, exported, gradients)
 
@@ -219,13 +219,14 @@ def layout_cases() -> Iterator[Any]:
     yield pytest.param("p2m2", {}, everything, id="p2m2")
     yield pytest.param("d2p2m2", {"sequence_parallel": True}, qwen2, id="d2p2m2-sp")
     yield pytest.param("p2m2", {"recompute": True}, ["qwen2-tied"], id="p2m2-recompute")
+    yield pytest.param("p2m2", {"head_chunk_tokens": 7, "sequence_parallel": True}, qwen2, id="p2m2-sp-chunks")
 
 
 @pytest.mark.parametrize(("text", "train", "models"), layout_cases())
 def test_a_layout_agrees_with_transformers(
     text: str, train: dict[str, Any], models: list[str], references: dict[str, Reference]
 ) -> None:
-    layout = parse_allocation(f"sglang.d1+{text}").training
+    layout = parse_allocation(f"sglang.d1+{text}").actor
     config = make_config(**train)
 
     def body(rank: int, device: Device) -> list[Found]:
@@ -251,7 +252,7 @@ def test_the_distributed_optimizer_steps_like_the_plain_one(references: dict[str
                     ref.sample_id, ARRAYS[ref.sample_id] | {"prox_logprobs": ARRAYS[ref.sample_id]["behav_logprobs"]}
                 )
             request = MfcRequest("actor_train", "actor", "actor_train", 0, 0, [parts], args={"lr": 1.0})
-            stats = INTERFACES["actor_train"].run(role, request)
+            stats = INTERFACES["actor_train"].run(role, request).stats
             return {name: tensor.clone() for name, tensor in role.engine.export()}, stats["grad_norm"]
 
         found = run_ranks(2, body, config, layout)

@@ -27,9 +27,13 @@ def ppo(advantage: NormalisationConfig, **fields: object) -> PPOConfig:
     return PPOConfig.model_validate({"advantage": advantage, **fields})
 
 
+def outcome(refs: list[SequenceRef], cfg: PPOConfig) -> np.ndarray:
+    return outcome_advantages(refs, cfg, max_new_tokens=100)
+
+
 def test_batch_norm_counts_an_answer_as_often_as_it_has_tokens() -> None:
     # +5 on 1 token, -5 on 3: mean -2.5, variance (7.5^2 + 3 * 2.5^2) / 4 = 18.75
-    found = outcome_advantages([ref(5.0, answer=1), ref(-5.0, answer=3)], ppo(PAPER))
+    found = outcome([ref(5.0, answer=1), ref(-5.0, answer=3)], ppo(PAPER))
     assert found.dtype == np.float32
     assert found.tolist() == pytest.approx([1.7320508, -0.5773503], rel=1e-5)
 
@@ -37,7 +41,7 @@ def test_batch_norm_counts_an_answer_as_often_as_it_has_tokens() -> None:
 def test_batch_norm_ignores_groups() -> None:
     together = [ref(5.0), ref(-5.0), ref(5.0)]
     apart = [ref(5.0, group=0), ref(-5.0, group=1), ref(5.0, group=2)]
-    assert outcome_advantages(together, ppo(PAPER)).tolist() == outcome_advantages(apart, ppo(PAPER)).tolist()
+    assert outcome(together, ppo(PAPER)).tolist() == outcome(apart, ppo(PAPER)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -55,18 +59,18 @@ def test_group_settings(advantage: NormalisationConfig, expected: list[float]) -
     # answer lengths must not matter within a group
     refs = [ref(r, answer=a) for r, a in zip([1.0, 0.0, 0.0, 0.0], [9, 1, 1, 2], strict=True)]
     refs += [ref(4.0, group=1, answer=7), ref(2.0, group=1)]
-    assert outcome_advantages(refs, ppo(advantage)).tolist() == pytest.approx(expected, rel=1e-5)
+    assert outcome(refs, ppo(advantage)).tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_groups_need_not_be_contiguous() -> None:
     refs = [ref(1.0, group=3), ref(4.0, group=1), ref(0.0, group=3), ref(2.0, group=1)]
-    assert outcome_advantages(refs, ppo(DR_GRPO)).tolist() == [0.5, 1.0, -0.5, -1.0]
+    assert outcome(refs, ppo(DR_GRPO)).tolist() == [0.5, 1.0, -0.5, -1.0]
 
 
 def test_group_mean_with_batch_std() -> None:
     # rewards 1 0 | 1 1: group means 1/2 and 1; batch std of the rewards sqrt(3)/4
     refs = [ref(1.0), ref(0.0), ref(1.0, group=1), ref(1.0, group=1)]
-    found = outcome_advantages(refs, ppo(NormalisationConfig(mean="group", std="batch")))
+    found = outcome(refs, ppo(NormalisationConfig(mean="group", std="batch")))
     assert found.tolist() == pytest.approx([1.1547005, -1.1547005, 0.0, 0.0], rel=1e-5)
 
 
@@ -75,34 +79,56 @@ def test_group_mean_with_batch_std() -> None:
 def test_equal_rewards_give_exactly_zero(advantage: NormalisationConfig, reward: float) -> None:
     """skip_zero_advantage relies on it: rounding noise divided by eps would look like an advantage."""
     refs = [ref(reward, answer=a) for a in (3, 7, 11, 13, 17, 19)]
-    assert outcome_advantages(refs, ppo(advantage)).tolist() == [0.0] * 6
+    assert outcome(refs, ppo(advantage)).tolist() == [0.0] * 6
 
 
 @pytest.mark.parametrize("advantage", [GRPO, DR_GRPO, RLOO])
 def test_a_group_of_one_has_no_advantage(advantage: NormalisationConfig) -> None:
-    assert outcome_advantages([ref(5.0, group=0), ref(-5.0, group=1)], ppo(advantage)).tolist() == [0.0, 0.0]
+    assert outcome([ref(5.0, group=0), ref(-5.0, group=1)], ppo(advantage)).tolist() == [0.0, 0.0]
 
 
 def test_rewards_are_scaled_then_shifted_then_clipped() -> None:
     cfg = ppo(RAW, reward_scale=2.0, reward_bias=-1.0, reward_clip=4.0)
-    assert shape_rewards([1.0, 3.0, -5.0], [False] * 3, cfg).tolist() == [1.0, 4.0, -4.0]
+    assert shape_rewards([ref(1.0), ref(3.0), ref(-5.0)], cfg, 100).tolist() == [1.0, 4.0, -4.0]
 
 
 def test_truncated_answers_get_zero_only_when_asked() -> None:
     refs = [ref(-5.0, truncated=True), ref(-5.0)]
-    assert outcome_advantages(refs, ppo(RAW)).tolist() == [-5.0, -5.0]
-    masked = ppo(RAW, mask_no_eos_with_zero=True, reward_bias=1.0)
-    assert outcome_advantages(refs, masked).tolist() == [0.0, -4.0], "zero after bias, not bias"
+    assert outcome(refs, ppo(RAW)).tolist() == [-5.0, -5.0]
+    masked = ppo(RAW, truncated_answers="zero_reward", reward_bias=1.0)
+    assert outcome(refs, masked).tolist() == [0.0, -4.0], "zero after bias, not bias"
+
+
+def test_overlong_punishment_grows_over_the_buffer() -> None:
+    # DAPO's numbers in small: 100 tokens at most, the last 20 punished
+    cfg = ppo(RAW, overlong={"buffer": 20, "penalty": 2.0})
+    refs = [ref(1.0, answer=a) for a in (5, 80, 85, 95, 100)] + [ref(-1.0, answer=90)]
+    assert shape_rewards(refs, cfg, 100).tolist() == pytest.approx([1.0, 1.0, 0.5, -0.5, -1.0, -2.0])
+
+
+def test_overlong_punishment_falls_on_truncated_answers_too() -> None:
+    """Otherwise running into the limit would beat ending just before it."""
+    cfg = ppo(RAW, overlong={"buffer": 20, "penalty": 2.0}, truncated_answers="zero_reward", reward_clip=1.5)
+    refs = [ref(-5.0, answer=100, truncated=True), ref(-5.0, answer=100)]
+    assert shape_rewards(refs, cfg, 100).tolist() == [-2.0, -3.5], "the clip bounds the reward, not the punishment"
+
+
+def test_masked_answers_stay_in_the_statistics() -> None:
+    refs = [ref(1.0), ref(0.0, truncated=True), ref(0.0, group=1), ref(0.0, group=1)]
+    for advantage in (PAPER, GRPO, RLOO):
+        masked = outcome(refs, ppo(advantage, truncated_answers="mask"))
+        assert masked.tolist() == outcome(refs, ppo(advantage)).tolist()
+        assert masked[0] > 0
 
 
 @pytest.mark.parametrize("field", ["gamma", "lam"])
 def test_discounting_without_a_critic_is_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=rf"train\.ppo\.{field}=0\.9"):
-        outcome_advantages([ref(1.0)], ppo(RAW, **{field: 0.9}))
+        outcome([ref(1.0)], ppo(RAW, **{field: 0.9}))
 
 
 def test_empty_batch() -> None:
-    assert outcome_advantages([], ppo(PAPER)).tolist() == []
+    assert outcome([], ppo(PAPER)).tolist() == []
 
 
 rewards_of_groups = st.lists(
@@ -129,6 +155,15 @@ def test_leave_one_out_is_the_group_mean_stretched(rows: list[tuple[int, int, in
     sizes = np.array([(groups == g).sum() for g in groups])
     stretched = np.where(sizes > 1, plain * sizes / np.maximum(sizes - 1, 1), 0.0)
     assert np.allclose(normalise(values, groups, weights, RLOO), stretched)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rewards_of_groups, st.integers(-5, 5))
+def test_a_shift_of_all_rewards_changes_nothing(rows: list[tuple[int, int, int]], shift: int) -> None:
+    values, groups, weights = (np.array(column, np.float64) for column in zip(*rows, strict=True))
+    for cfg in (PAPER, GRPO, DR_GRPO, RLOO):
+        whole = normalise(values, groups, weights, cfg)
+        assert np.allclose(normalise(values + shift, groups, weights, cfg), whole, atol=1e-9)
 
 
 @settings(max_examples=40, deadline=None)

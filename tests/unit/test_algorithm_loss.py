@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realsys.algorithm.loss import finish_stats, merge_stats, ppo_actor_loss, sft_loss
+from realsys.algorithm.loss import actor_loss, finish_stats, merge_stats, sft_loss
 from realsys.config.schema import PPOConfig
 
 # Four tokens: clipped above with w > 1, clipped below with A < 0, unclipped with w = 1, unbounded with A < 0.
@@ -31,7 +31,7 @@ def tensors(*columns: Sequence[float]) -> list[Tensor]:
 def loss_and_gradient(cfg: PPOConfig, denominator: float = 5.0) -> tuple[float, list[float], dict[str, float]]:
     theta, prox, behav, advantages = tensors(THETA, PROX, BEHAV, ADVANTAGES)
     theta.requires_grad_()
-    loss, stats = ppo_actor_loss(theta, prox, behav, advantages, torch.ones(4, dtype=torch.bool), denominator, cfg)
+    loss, stats = actor_loss(theta, prox, behav, advantages, torch.ones(4, dtype=torch.bool), denominator, cfg)
     loss.backward()
     assert theta.grad is not None
     return loss.item(), theta.grad.tolist(), {name: value.item() for name, value in stats.items()}
@@ -54,6 +54,7 @@ def test_decoupled_loss_is_the_formula_of_the_paper() -> None:
             "dual_clip_count": 0,
             "capped_count": 0,
             "kl_behav_prox_sum": 0.0734270,
+            "kl_prox_theta_sum": 0.9527459,  # sum of u - 1 - log u; the log ratios sum to 0.2
         },
         rel=1e-5,
     )
@@ -61,7 +62,7 @@ def test_decoupled_loss_is_the_formula_of_the_paper() -> None:
 
 def test_weight_multiplies_the_clipped_term_too() -> None:
     theta, prox, behav, advantages = tensors([-1.0], [-1.2], [-1.5], [2.0])
-    loss, _ = ppo_actor_loss(theta, prox, behav, advantages, torch.ones(1, dtype=torch.bool), 1, PPOConfig())
+    loss, _ = actor_loss(theta, prox, behav, advantages, torch.ones(1, dtype=torch.bool), 1, PPOConfig())
     assert loss.item() == pytest.approx(-1.2 * 2.0 * 1.3498588, rel=1e-6)
 
 
@@ -105,8 +106,8 @@ def test_plain_ppo_uses_behav_as_proximal_policy() -> None:
 def test_plain_ppo_never_looks_at_prox() -> None:
     theta, behav, advantages = tensors(THETA, BEHAV, ADVANTAGES)
     mask, cfg = torch.ones(4, dtype=torch.bool), PPOConfig(use_decoupled_loss=False)
-    with_nan, _ = ppo_actor_loss(theta, torch.full((4,), math.nan), behav, advantages, mask, 4, cfg)
-    with_behav, _ = ppo_actor_loss(theta, behav, behav, advantages, mask, 4, cfg)
+    with_nan, _ = actor_loss(theta, torch.full((4,), math.nan), behav, advantages, mask, 4, cfg)
+    with_behav, _ = actor_loss(theta, behav, behav, advantages, mask, 4, cfg)
     assert with_nan.item() == with_behav.item()
 
 
@@ -151,7 +152,7 @@ def test_loss_agrees_with_a_scalar_loop(tokens: list[tuple[float, float, float, 
     weights = [math.exp(t[1] - t[2]) for t in tokens]
     if any(abs(w - cfg.behav_imp_weight_cap) < 1e-4 and w != 1.0 for w in weights):
         return
-    loss, stats = ppo_actor_loss(theta, prox, behav, advantages, mask, 7.0, cfg)
+    loss, stats = actor_loss(theta, prox, behav, advantages, mask, 7.0, cfg)
     assert loss.item() == pytest.approx(scalar_loss(tokens, cfg) / 7, rel=1e-4, abs=1e-5)
     assert stats["tokens"].item() == sum(t[4] for t in tokens)
 
@@ -163,8 +164,8 @@ def test_shares_of_micro_batches_add_up(tokens: list[tuple[float, float, float, 
     cfg = PPOConfig(c_clip=2.0, behav_imp_weight_cap=3.0)
     columns = [list(c) for c in zip(*tokens, strict=True)]
     whole = [*tensors(*columns[:4]), torch.tensor(columns[4], dtype=torch.bool)]
-    loss, stats = ppo_actor_loss(*whole, 3.0, cfg)
-    parts = [ppo_actor_loss(*(x[piece] for x in whole), 3.0, cfg) for piece in (slice(0, cut), slice(cut, None))]
+    loss, stats = actor_loss(*whole, 3.0, cfg)
+    parts = [actor_loss(*(x[piece] for x in whole), 3.0, cfg) for piece in (slice(0, cut), slice(cut, None))]
     assert sum(part.item() for part, _ in parts) == pytest.approx(loss.item(), rel=1e-4, abs=1e-4)
     merged = merge_stats(part for _, part in parts)
     for name, value in stats.items():
@@ -175,7 +176,7 @@ def test_on_policy_gradient_is_minus_the_advantage() -> None:
     theta = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     old = theta.detach().clone()
     advantages = torch.tensor([1.5, -0.5, 0.0])
-    loss, stats = ppo_actor_loss(theta, old, old, advantages, torch.ones(3, dtype=torch.bool), 3, PPOConfig())
+    loss, stats = actor_loss(theta, old, old, advantages, torch.ones(3, dtype=torch.bool), 3, PPOConfig())
     loss.backward()
     assert theta.grad is not None
     assert theta.grad.tolist() == pytest.approx((-advantages / 3).tolist())
@@ -198,7 +199,7 @@ def test_garbage_behind_the_mask_reaches_nothing() -> None:
     theta = torch.tensor([-1.0, bad, math.inf, -2.0], requires_grad=True)
     others = tensors([-1.2, bad, 0.0, bad], [-1.5, 0.0, bad, 0.0], [2.0, bad, bad, -math.inf])
     mask = torch.tensor([True, False, False, False])
-    loss, stats = ppo_actor_loss(theta, *others, mask, 1.0, PPOConfig(c_clip=2.0, behav_imp_weight_cap=5.0))
+    loss, stats = actor_loss(theta, *others, mask, 1.0, PPOConfig(c_clip=2.0, behav_imp_weight_cap=5.0))
     loss.backward()
     assert loss.item() == pytest.approx(TOKEN_LOSSES[0], rel=1e-6)
     assert theta.grad is not None and torch.isfinite(theta.grad).all()
@@ -207,7 +208,7 @@ def test_garbage_behind_the_mask_reaches_nothing() -> None:
 
 def test_nan_among_counted_tokens_shows_in_the_loss() -> None:
     theta, prox, behav, advantages = tensors([-1.0, math.nan], [-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0])
-    loss, _ = ppo_actor_loss(theta, prox, behav, advantages, torch.ones(2, dtype=torch.bool), 2, PPOConfig())
+    loss, _ = actor_loss(theta, prox, behav, advantages, torch.ones(2, dtype=torch.bool), 2, PPOConfig())
     assert math.isnan(loss.item())
 
 
@@ -215,7 +216,7 @@ def test_nan_among_counted_tokens_shows_in_the_loss() -> None:
 def test_huge_ratios_leave_loss_and_gradient_finite(advantage: float) -> None:
     theta = torch.tensor([0.0, -200.0], requires_grad=True)
     prox, behav, advantages = tensors([-200.0, 0.0], [-400.0, 0.0], [advantage, advantage])
-    loss, stats = ppo_actor_loss(theta, prox, behav, advantages, torch.ones(2, dtype=torch.bool), 2, PPOConfig())
+    loss, stats = actor_loss(theta, prox, behav, advantages, torch.ones(2, dtype=torch.bool), 2, PPOConfig())
     loss.backward()
     assert theta.grad is not None and torch.isfinite(theta.grad).all()
     assert math.isfinite(loss.item())
@@ -225,7 +226,7 @@ def test_huge_ratios_leave_loss_and_gradient_finite(advantage: float) -> None:
 def test_no_tokens_give_a_zero_loss_that_can_be_differentiated() -> None:
     empty = torch.zeros(0)
     theta = torch.zeros(0, requires_grad=True)
-    loss, stats = ppo_actor_loss(theta, empty, empty, empty, torch.zeros(0, dtype=torch.bool), 5, PPOConfig())
+    loss, stats = actor_loss(theta, empty, empty, empty, torch.zeros(0, dtype=torch.bool), 5, PPOConfig())
     loss.backward()
     assert loss.item() == 0.0
     assert stats["u_max"].item() == 0.0
@@ -234,9 +235,9 @@ def test_no_tokens_give_a_zero_loss_that_can_be_differentiated() -> None:
 def test_a_tensor_that_would_broadcast_is_refused() -> None:
     one = torch.zeros(3)
     with pytest.raises(ValueError, match=r"advantages has shape \[1\]"):
-        ppo_actor_loss(one, one, one, torch.zeros(1), torch.ones(3, dtype=torch.bool), 1, PPOConfig())
+        actor_loss(one, one, one, torch.zeros(1), torch.ones(3, dtype=torch.bool), 1, PPOConfig())
     with pytest.raises(ValueError, match="mask must be bool"):
-        ppo_actor_loss(one, one, one, one, torch.ones(3), 1, PPOConfig())
+        actor_loss(one, one, one, one, torch.ones(3), 1, PPOConfig())
 
 
 def test_sft_loss_is_the_token_mean_of_the_negative_log_likelihood() -> None:

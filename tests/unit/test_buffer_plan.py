@@ -18,7 +18,9 @@ from realsys.buffer.balance import (
     split_balanced,
 )
 from realsys.buffer.batch import plan_minibatches, sequence_refs
-from realsys.buffer.redistribute import plan_transfers
+from realsys.buffer.redistribute import holders_of_outputs, plan_call, plan_transfers
+from realsys.cluster.topology import Mesh, whole_mesh
+from realsys.config.allocation import ParallelLayout
 from realsys.errors import StuckError
 from realsys.types import SampleMeta, SequenceRef
 
@@ -196,3 +198,61 @@ def test_a_sole_owner_is_counted_before_the_free_choices() -> None:
 def test_sample_that_nobody_holds_is_named() -> None:
     with pytest.raises(StuckError, match="worker 3 needs sample s9, and no worker holds it"):
         plan_transfers({3: ["s9"]}, ["tokens"], {"s9": set()})
+
+
+# ---- what a call reads
+
+
+def moves(
+    mesh: Mesh, plan: list[list[list[SequenceRef]]], keys: str, owners: dict[str, dict[str, set[int]]]
+) -> set[str]:
+    """Transfers as `source>destination: keys: samples`."""
+    return {
+        f"{t.src}>{t.dst}: {' '.join(t.keys)}: {' '.join(t.sample_ids)}"
+        for t in plan_call(mesh, plan, keys.split(), owners)
+    }
+
+
+A, B, C = (SequenceRef(name, 10, 4, 1.0, False, 0) for name in "abc")
+
+
+def test_sequences_go_to_every_stage_and_answers_to_the_last() -> None:
+    mesh = whole_mesh(ParallelLayout(data=2, pipeline=2))  # workers 0, 1: first stage of data rank 0, 1; 2, 3: last
+    owners = {
+        "tokens": {"a": {2}, "b": {3}, "c": {3}},
+        "values": {"a": {2}, "b": {3}, "c": {3}},
+    }
+    plan = [[[A], [B]], [[C], []]]
+    assert moves(mesh, plan, "tokens values", owners) == {
+        "2>0: tokens: a",
+        "3>0: tokens: c",
+        "3>1: tokens: b",
+        "3>2: tokens values: c",
+    }
+    assert holders_of_outputs(mesh, plan) == {"a": [2], "b": [3], "c": [2]}
+
+
+def test_another_role_on_other_workers_gathers_scatters_and_broadcasts() -> None:
+    tensor = Mesh(ParallelLayout(tensor=2), (4, 5))  # one data rank: all samples on both of its workers
+    owners = {"tokens": {"a": {0}, "b": {1}, "c": {1, 4}}}
+    assert moves(tensor, [[[A, B, C]]], "tokens", owners) == {
+        "0>4: tokens: a",
+        "0>5: tokens: a",
+        "1>4: tokens: b",
+        "1>5: tokens: b",
+        "4>5: tokens: c",  # both workers have it; the one that sends less does
+    }
+    assert holders_of_outputs(tensor, [[[A, B, C]]]) == {"a": [4, 5], "b": [4, 5], "c": [4, 5]}
+    data = Mesh(ParallelLayout(data=3), (1, 2, 3))
+    assert moves(data, [[[A], [B], [C]]], "values", {"values": {"a": {5}, "b": {5}, "c": {5}}}) == {
+        "5>1: values: a",
+        "5>2: values: b",
+        "5>3: values: c",
+    }
+
+
+def test_scores_are_no_arrays_and_what_is_in_place_stays() -> None:
+    mesh = whole_mesh(ParallelLayout())
+    assert moves(mesh, [[[A]]], "tokens scores", {"tokens": {"a": {0}}}) == set()
+    with pytest.raises(StuckError, match="worker 0 needs sample a, and no worker holds it"):
+        plan_call(mesh, [[[A]]], ["values"], {})

@@ -17,6 +17,7 @@ from tests.config_trees import changed
 CPU = Machine(cpus=8, memory_bytes=64 << 30)
 GPU1 = Machine(cpus=16, memory_bytes=64 << 30, gpus=("0",), torch_has_cuda=True)
 GPU8 = Machine(cpus=64, memory_bytes=512 << 30, gpus=tuple("01234567"), torch_has_cuda=True)
+CRITIC = ["train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false"]
 
 WRONG = [
     (["allocation=d1"], "allocation", "joined by '+'"),
@@ -50,6 +51,29 @@ WRONG = [
     (["data.kind=jsonl", "data.train=/no/such.jsonl"], "data.train", "no readable file"),
     (["model.path=/no/such/model"], "model.path", "no directory"),
     (["generation.backend=sglang"], "generation.backend", "not served yet"),
+    # roles and where they sit
+    (["allocation=sglang.d1+d1+judge.d1"], "allocation", "role 'judge', which the dataflow does not call"),
+    (["allocation=sglang.d1+d1,d2"], "allocation", "'actor' stands twice"),
+    (["allocation=sglang.d1+critic.d1"], "allocation", "no part is the actor's"),
+    ([*CRITIC, "train.batch_groups=1", "allocation=sglang.d1+d1+critic.d4"], "train.batch_groups", "of the critic"),
+    (["train.ppo.kl.coef=0.1", "roles.ref.offload=optimizer"], "roles.ref.offload", "write all"),
+    (["train.ppo.reward_model.enabled=true"], "roles.reward.path", "ForSequenceClassification"),
+    # settings of the algorithm that exclude each other
+    (["train.ppo.algorithm=my_ppo"], "train.ppo.algorithm", "plugins.dataflow"),
+    (["plugins.dataflow=[no_such_module]"], "plugins.dataflow", "No module named"),
+    (["train.ppo.loss=gspo", "train.ppo.c_clip=3"], "train.ppo.c_clip", "loss=gspo"),
+    (["train.ppo.behav_imp_weight_mode=truncate"], "train.ppo.behav_imp_weight_mode", "behav_imp_weight_cap"),
+    (
+        ["train.ppo.use_decoupled_loss=false", "train.ppo.behav_imp_weight_cap=2"],
+        "behav_imp_weight_cap",
+        "no behaviour",
+    ),
+    (["train.ppo.kl.adaptive=true"], "train.ppo.kl.coef", "start above 0"),
+    (["train.ppo.filter.min=0.9", "train.ppo.filter.max=0.1"], "train.ppo.filter.min", "filter.max (0.1)"),
+    (["train.ppo.overlong.buffer=1000"], "train.ppo.overlong.buffer", "max_new_tokens (200)"),
+    (["train.ppo.critic.enabled=true"], "train.ppo.skip_zero_advantage", "advantage of its own"),
+    (["train.ppo.lam=0.9"], "train.ppo.lam", "without a critic"),
+    (["checkpoint.every_steps=1000"], "checkpoint.every_steps", "checkpoint.at_end"),
 ]
 
 
@@ -62,9 +86,12 @@ def test_wrong_combination_names_the_field_to_change(overrides: list[str], field
     assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("allocation", ["sglang.d1+d2p2m2", "d1p2m1+sglang.d4", "sglang.d2p1m1+d4"])
+@pytest.mark.parametrize(
+    "allocation",
+    ["sglang.d1+d2p2m2", "d1p2m1+sglang.d4", "sglang.d2p1m1+d4", "sglang.d1+actor.d2p2,ref.m2", "d2+ref.d1+sglang.d1"],
+)
 def test_layouts_that_fit(allocation: str) -> None:
-    assert check(changed(f"allocation={allocation}"), CPU).backend == "sglang"
+    assert check(changed(f"allocation={allocation}", "train.ppo.kl.coef=0.1"), CPU).backend == "sglang"
 
 
 def test_too_little_memory_is_said_before_anything_starts() -> None:
@@ -95,6 +122,7 @@ def hf_model(folder: Path, **changes: Any) -> Path:
     model = folder / "hf"
     model.mkdir(exist_ok=True)
     hf = {
+        "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

@@ -11,6 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from configs import __file__ as configs_file
 from realsys.config.checks import check
 from realsys.config.compose import compose, fields
+from realsys.config.dataflow import dataflow_of
 from realsys.config.dump import read_config, write_config
 from realsys.config.machine import Machine
 from realsys.config.reference import rewrite
@@ -19,6 +20,7 @@ from realsys.errors import ConfigError
 from tests.config_trees import changed
 
 SHIPPED = sorted(path.stem for path in (Path(configs_file).parent / "experiment").glob("*.yaml"))
+ALGORITHMS = sorted(path.stem for path in (Path(configs_file).parent / "algorithm").glob("*.yaml"))
 MACHINE = Machine(cpus=8, memory_bytes=64 << 30)
 
 
@@ -34,9 +36,29 @@ def test_experiments_are_shipped() -> None:
     assert {"arith", "math"} <= set(SHIPPED)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_shipped_algorithm_is_valid(algorithm: str) -> None:
+    config = compose(["experiment=arith", f"algorithm={algorithm}"])
+    check(config, MACHINE)
+    assert "actor_train" in [call.name for call in dataflow_of(config).calls]
+
+
+def test_an_algorithm_stands_over_its_experiment_and_a_field_over_both() -> None:
+    config = compose(["experiment=arith", "algorithm=dapo", "train.ppo.eps_clip_higher=0.5"])
+    assert (config.train.ppo.filter.max, config.train.ppo.eps_clip_higher) == (0.999, 0.5)
+    assert config.train.optimizer.lr == 1e-4  # the experiment's
+
+
+def test_a_comma_in_text_is_a_comma_and_elsewhere_a_mistake() -> None:
+    config = compose(["experiment=arith", "allocation=sglang.d1+actor.d2,ref.d1"])
+    assert config.allocation == "sglang.d1+actor.d2,ref.d1"
+    with pytest.raises(ConfigError, match="one value only"):
+        compose(["experiment=arith", "seed=1,2"])
+
+
 def test_arith_runs_on_a_small_cpu_machine_as_it_is() -> None:
     allocation = check(compose(["experiment=arith"]), Machine(cpus=2, memory_bytes=4 << 30))
-    assert allocation.training.world_size == 2
+    assert allocation.actor.world_size == 2
 
 
 def test_math_has_the_settings_of_the_paper() -> None:

@@ -168,12 +168,15 @@ def directory(tmp_path, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported: qwen2, qwen3, llama"),
+        ({"model_type": "mamba"}, "model_type='mamba' is not supported; known: qwen2, qwen3, llama, mistral"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"layer_types": ["sliding_attention"]}, "use_sliding_window"),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 8},
+            "sliding_window=8 is not supported: it is less than 16",
+        ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "needs factor"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),

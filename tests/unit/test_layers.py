@@ -26,6 +26,8 @@ WITHOUT_TORCH = (
     "realsys.generation.client",
     "realsys.generation.protocol",
     "realsys.generation.scheduler",
+    "realsys.train",
+    "realsys.train.checkpoint_files",
     "realsys.weights",
     "realsys.weights.manifest",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.admission.events import Dropped, Finished, Granted, Reissued, Trained
+from realsys.admission.events import Dropped, Finished, Granted, Reissued, Resumed, Trained
 from realsys.admission.ledger import Ledger
 from realsys.admission.order import PromptOrder, permutation, sampling_seed
 from realsys.errors import LedgerError
@@ -200,3 +200,62 @@ def test_event_that_cannot_follow_is_refused(event: Granted) -> None:
     grant(ledger)
     with pytest.raises(LedgerError, match=event.tickets[0] if isinstance(event, Trained) else event.ticket_id):
         ledger.apply(event)
+
+
+def test_the_position_names_what_was_granted_and_not_trained() -> None:
+    """Order of seed 1; one trained, one bad, one finished, one failed (waiting), one too stale, one running."""
+    ledger = make(size=10)
+    prompts = permutation(1, 0, 10).tolist()
+    ids = [grant(ledger).ticket_id for _ in range(6)]
+    ledger.trained(1, 1, [ids[0]], 1.0)
+    ledger.finish(ids[1], 0, "rejected", "too easy", 1.0)
+    ledger.finish(ids[2], 0, "accepted", "", 1.0)
+    ledger.finish(ids[3], 0, "failed", "x", 1.0)
+    ledger.drop(ids[4], "stale", 1.0, requeue=True)
+    position = ledger.position()
+    # Open tickets in grant order, then the prompt that was given back; neither the trained nor the rejected one.
+    assert position.pending == [prompts[2], prompts[3], prompts[5], prompts[4]]
+    assert (position.cursor, position.prompts, position.seed) == (6, 10, 1)
+
+
+def resume(ledger: Ledger, **changes: object) -> None:
+    event = {"checkpoint": "/c", "step": 3, "groups": 12, "cursor": 14, "pending": [8, 2], "time": 0.0} | changes
+    ledger.apply(Resumed(**event))  # type: ignore[arg-type]
+
+
+def test_a_resumed_ledger_issues_pending_prompts_first_and_exactly_once() -> None:
+    ledger = make(size=10)
+    resume(ledger)
+    assert ledger.counted == 12 and ledger.epoch == 1
+    second = permutation(1, 1, 10).tolist()
+    assert [grant(ledger).prompt_index for _ in range(5)] == [8, 2, second[4], second[5], second[6]]
+    assert ledger.counted == 17 and ledger.counts.granted == 5
+    assert sum(ledger.counts.by_state().values()) == 5, "what was trained before has no ticket here"
+
+
+def test_pending_prompts_are_issued_when_the_epochs_are_used_up() -> None:
+    ledger = make(size=10, epochs=1)
+    resume(ledger, cursor=10, pending=[4])
+    assert not ledger.exhausted and grant(ledger).prompt_index == 4
+    assert ledger.exhausted
+
+
+def test_resuming_comes_before_everything_else() -> None:
+    ledger = make()
+    grant(ledger)
+    with pytest.raises(LedgerError, match="only be resumed by a new trial, before its first ticket"):
+        resume(ledger)
+    ledger = make()
+    resume(ledger)
+    with pytest.raises(LedgerError, match="before its first ticket"):
+        resume(ledger)
+
+
+def test_a_resumed_trial_is_itself_resumed() -> None:
+    """Pending prompts that were not issued again by the next checkpoint are still pending."""
+    ledger = make(size=10)
+    resume(ledger)
+    first = grant(ledger)
+    grant(ledger)
+    ledger.trained(4, 4, [first.ticket_id], 1.0)
+    assert ledger.position().pending == [2] and ledger.position().cursor == 14

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from realsys.admission.audit import main
-from realsys.admission.events import EvalAnswered, EvalStarted, Event, Finished, Granted, Reissued, Trained
+from realsys.admission.events import EvalAnswered, EvalStarted, Event, Finished, Granted, Reissued, Resumed, Trained
 from realsys.admission.journal import Journal, decode_record, encode_record, read_journal
 from realsys.errors import LedgerError
 
@@ -115,3 +115,11 @@ def test_audit_prints_counts_and_refuses_contradictions(tmp_path: Path, capsys: 
     assert main([str(tmp_path)]) == 1
     assert "trained before" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == 1
+
+
+def test_the_audit_counts_what_a_resumed_trial_inherited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    granted = Granted("0000000000", 0, 5, -1, "w", "1", 10, 2.0)
+    written(tmp_path / "ledger.jsonl", [Resumed("/c", 10, 40, 44, [5, 6], 1.0), granted])
+    assert main([str(tmp_path)]) == 0
+    counts = json.loads(capsys.readouterr().out)
+    assert (counts["inherited"], counts["granted"], counts["running"], counts["trained"]) == (40, 1, 1, 0)

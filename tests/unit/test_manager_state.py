@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from realsys.admission.events import Resumed
 from realsys.admission.manager import ManagerSettings, ManagerState, NoServer, NotRunning
 from realsys.admission.messages import (
     AllocateRequest,
@@ -315,3 +316,43 @@ def test_settings_come_from_the_configuration() -> None:
     made = ManagerSettings.of(config, {"train": 5})
     assert (made.batch_groups, made.eta, made.group_size) == (512, 4, 16)
     assert made.routing == "sticky" and made.interruptible and made.total_steps == config.train.total_steps
+
+
+def test_a_resumed_manager_admits_by_the_same_bound_from_the_first_grant() -> None:
+    """B = 2, eta = 1, step 5: N starts at 10 and 2 * (5 + 1 + 1) = 14 is the bound, so four groups and no more."""
+    event = Resumed("/c", 5, 10, 12, [3, 1], 0.0)
+    state = ManagerState(dataclasses.replace(SETTINGS, total_steps=7))
+    state.restore_from([event])
+    state.observe_servers([address(0)])
+    assert state.refusal() == "no_server", "nothing is granted before the first version"
+    state.publish(version(5))
+    update(state, 0)
+    tickets = state.allocate(AllocateRequest("w", 100), 0.0).tickets
+    assert len(tickets) == 4 and [ticket.prompt_index for ticket in tickets[:2]] == [3, 1]
+    assert state.refusal() == "exhausted", "7 steps of 2 groups are 14"
+    again = ManagerState(state.settings)
+    again.restore_from([event, *state.outbox])  # a manager that was restarted
+    assert again.ledger.counted == 14 and again.ledger.position() == state.ledger.position()
+
+
+def test_a_resumed_manager_waits_for_the_next_version_at_the_bound() -> None:
+    state = ManagerState(SETTINGS)
+    state.restore_from([Resumed("/c", 5, 10, 12, [], 0.0)])
+    state.observe_servers([address(0)])
+    state.publish(version(5))
+    update(state, 0)
+    tickets = state.allocate(AllocateRequest("w", 100), 0.0).tickets
+    assert len(tickets) == 4 and state.refusal() == "staleness"
+    state.publish(version(6))
+    assert len(state.allocate(AllocateRequest("w", 100), 1.0).tickets) == 2
+
+
+def test_tickets_of_a_resumed_trial_draw_other_numbers_than_the_first_ones_did() -> None:
+    def first_seed(*events: Resumed) -> int:
+        state = ready()
+        state.restore_from(events)
+        state.publish(version(5))
+        update(state, 0)
+        return state.allocate(AllocateRequest("w", 1), 0.0).tickets[0].seed
+
+    assert first_seed() != first_seed(Resumed("/c", 5, 10, 12, [], 0.0))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from realsys.master.stuck import FEWEST_FAILURES, StuckCheck
+from realsys.config.schema import FilterConfig
+from realsys.master.stuck import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck, filtered_out
 
 
 def status(reason: str | None = None, **ledger: Any) -> dict[str, Any]:
@@ -37,3 +38,19 @@ def test_groups_that_only_fail_end_the_wait_and_earlier_drops_do_not_count() -> 
     assert check.look(status(dropped=500 + FEWEST_FAILURES - 1), ready=0) is None
     reason = check.look(status(dropped=500 + FEWEST_FAILURES, dropped_by_reason={"failed RewardError": 532}), ready=0)
     assert reason is not None and "failed RewardError" in reason
+
+
+def test_groups_that_were_filtered_out_have_arrived_and_are_no_failures() -> None:
+    check = StuckCheck(4)
+    assert check.look(status(), ready=0) is None
+    filtered = status(dropped=500, dropped_by_reason={"success_rate": 500})
+    assert [check.look(filtered, ready=0) for _ in range(2)] == [None] * 2
+
+
+def test_a_filter_that_keeps_nothing_is_named_with_its_bounds() -> None:
+    wanted = FilterConfig(min=0.1, max=0.9)
+    assert filtered_out(FEWEST_FILTERED - 1, 4, wanted) is None
+    reason = filtered_out(FEWEST_FILTERED, 4, wanted)
+    assert reason is not None and "[0.1, 0.9] (train.ppo.filter)" in reason and "success_rate" in reason
+    assert filtered_out(FEWEST_FILTERED, 512, wanted) is None, "a large batch meets more of them by chance"
+    assert filtered_out(4 * 512, 512, wanted) is not None

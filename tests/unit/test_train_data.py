@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from pathlib import Path
 
@@ -13,11 +14,11 @@ import torch
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.train.data_manager import DataManager
+from realsys.train.data_manager import DataManager, array_size
 from realsys.train.demos import DemoSource
 from realsys.train.packing import Packer, split_answers
 from realsys.train.spec import make_buckets, pack_segments
-from realsys.types import SequenceRef, Ticket, Trajectory, TrajectoryGroup
+from realsys.types import ARRAY_KEYS, SequenceRef, Ticket, Trajectory, TrajectoryGroup
 
 
 def make_group(ticket_id: str, answers: list[int], attempt: int = 0) -> TrajectoryGroup:
@@ -65,13 +66,70 @@ def test_clear_frees_the_arrays_and_leaves_the_rest() -> None:
     data.put("t1/0", {"prox_logprobs": np.zeros(2)})
     alive = weakref.ref(data.get("t1/0", "tokens"))
     held = data.nbytes
-    assert data.clear(["t1/0", "nobody/0"]) == 1
+    data.clear(["t1/0", "nobody/0"])
     gc.collect()
     assert alive() is None
     assert 0 < data.nbytes < held
     assert len(data) == 1
     with pytest.raises(KeyError, match="model_worker/0 has no tokens of sample t1/0: the sample is not here"):
         data.get("t1/0", "tokens")
+
+
+def test_clear_with_keys_frees_those_arrays_only() -> None:
+    data = DataManager(0)
+    data.add_group(make_group("t1", [2, 2]))
+    data.put("t1/0", {"prox_logprobs": np.zeros(2)})
+    alive = weakref.ref(data.get("t1/0", "prox_logprobs"))
+    data.clear(["t1/0", "t1/1", "nobody/0"], ["prox_logprobs", "versions"])
+    gc.collect()
+    assert alive() is None
+    assert [key for key in ARRAY_KEYS if data.has("t1/0", key)] == ["tokens", "behav_logprobs"]
+    assert len(data) == 2
+    data.clear(["t1/0"], ["tokens", "behav_logprobs"])
+    assert len(data) == 1  # nothing of it is left, so it is not counted as held
+    data.clear(["t1/1"])
+    assert (len(data), data.nbytes) == (0, 0)
+
+
+def test_the_size_of_an_array_follows_from_what_its_key_spans() -> None:
+    sizes = {key: array_size(make_ref("s", length=9, prompt_len=4), key) for key in ARRAY_KEYS}
+    whole, answer, with_end = 9, 5, 6
+    assert sizes == {
+        "tokens": whole,
+        "behav_logprobs": answer,
+        "versions": answer,
+        "prox_logprobs": answer,
+        "ref_logprobs": answer,
+        "values": with_end,
+        "advantages": answer,
+        "returns": answer,
+    }
+
+
+def test_samples_come_and_go_while_others_are_read() -> None:
+    """The I/O thread stores groups while the request loop reads, adds to and clears samples."""
+    data, groups, start = DataManager(0), 200, threading.Barrier(3)
+
+    def arrive(first: int) -> None:
+        start.wait()
+        for i in range(first, first + groups):
+            data.add_group(make_group(f"t{i}", [2, 3]))
+
+    threads = [threading.Thread(target=arrive, args=(first,)) for first in (0, groups)]
+    for thread in threads:
+        thread.start()
+    data.put("old", {"tokens": np.zeros(4)})
+    start.wait()
+    for i in range(2 * groups):
+        data.put("old", {"prox_logprobs": np.full(1, i)})
+        assert data.get("old", "prox_logprobs").tolist() == [i]
+        assert data.nbytes >= 20
+        data.clear(["old"], ["prox_logprobs"])
+    for thread in threads:
+        thread.join()
+    assert len(data) == 1 + 2 * 2 * groups
+    data.clear(f"t{i}/{k}" for i in range(2 * groups) for k in range(2))
+    assert len(data) == 1
 
 
 def test_stored_arrays_do_not_keep_the_received_frame_alive() -> None:

@@ -1,11 +1,11 @@
-"""The request loop and the interfaces on real ranks; only the stream to the master is played."""
+"""The request loop on real ranks; only the stream to the master is played."""
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +13,45 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from realsys.cluster.name_store import make_name_store
-from realsys.cluster.topology import whole_mesh
-from realsys.config.allocation import ParallelLayout
+from realsys.admission.messages import DataPosition
+from realsys.cluster.topology import place, whole_mesh
+from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.data.char_model import make_tiny_model
 from realsys.errors import ModelError
+from realsys.master.checkpoints import commit
+from realsys.train.checkpoint_files import CheckpointState, RoleState, rank_stem
 from realsys.train.data_manager import DataManager
 from realsys.train.device import Device
-from realsys.train.interfaces import INTERFACES, Role
-from realsys.train.mesh import form_mesh, rendezvous
+from realsys.train.hooks import HOOKS, Hook, find_hook, register_hook
+from realsys.train.interfaces import CallOutcome, Role, register_interface
 from realsys.train.service import ModelWorkerService
 from realsys.types import (
     ClearRequest,
     Empty,
+    FinishCheckpointRequest,
     InitializeRequest,
+    LoadCheckpointRequest,
     MfcReply,
     MfcRequest,
+    SaveCheckpointRequest,
     SaveWeightsReply,
     SaveWeightsRequest,
-    SequenceRef,
     Transfer,
+    TransferReply,
+    TransferRequest,
 )
 from realsys.weights.shards import write_shard
-from tests.train_ranks import build_role, run_ranks
+from tests.ppo_batch import make_batch, make_models, save_models
+from tests.train_ranks import FORMED, run_ranks
 
 D1 = ParallelLayout()
+REFS, ARRAYS = make_batch()
+IDS = [ref.sample_id for ref in REFS]
+
+Script = Sequence[tuple[str, msgspec.Struct]]
 
 
 class PlayedRequest:
@@ -55,9 +65,9 @@ class PlayedRequest:
 class PlayedEndpoint:
     """Hands out a script of requests, then stops the loop."""
 
-    def __init__(self, script: list[tuple[str, msgspec.Struct]], stop: threading.Event) -> None:
+    def __init__(self, script: Script, stop: threading.Event) -> None:
         self._script, self._stop = deque(PlayedRequest(*entry) for entry in script), stop
-        self.replies: list[msgspec.Struct] = []
+        self.replies: list[Any] = []
         self.errors: list[str] = []
 
     def next_request(self, timeout_s: float) -> PlayedRequest | None:
@@ -73,48 +83,55 @@ class PlayedEndpoint:
         self.errors.append(f"{type(exc).__name__}: {exc}")
 
 
+class Played:
+    """A ModelWorker that is to serve ``script``, and has the batch if it is one of ``holders``."""
+
+    def __init__(self, script: Script, rank: int, device: Device, config: Config, holders: Sequence[int] = ()) -> None:
+        self.stop = threading.Event()
+        self.endpoint, self.data = PlayedEndpoint(script, self.stop), DataManager(rank)
+        if rank in holders:
+            for name, arrays in ARRAYS.items():
+                self.data.put(name, arrays)
+        paths = TrialPaths.of(config)
+        self._service = ModelWorkerService(config, paths, FORMED, rank, self.endpoint, self.data, device, write_shard)
+
+    def serve(self) -> list[Any]:
+        self._service.run(self.stop)
+        assert not self.endpoint.errors
+        return self.endpoint.replies
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    tiny = {"hidden_size": 16, "head_dim": 4, "intermediate_size": 24}
-    make_tiny_model(Config.model_validate({"model": {"tiny": tiny}}).model.tiny, directory, seed=1)
-    return directory
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return save_models(make_models(), tmp_path_factory.mktemp("models"))
 
 
-def make_config(**changes: Any) -> Config:
-    return Config.model_validate({"train": {"microbatch_tokens": 64, **changes}})
+def make_config(**settings: Any) -> Config:
+    return Config.model_validate({**settings, "train": {"microbatch_tokens": 64, **settings.get("train", {})}})
 
 
-def make_batch(groups: int = 4) -> tuple[list[SequenceRef], dict[str, dict[str, Any]]]:
-    """Two answers per prompt; those to the first prompt have equal rewards."""
-    rng = np.random.default_rng(5)
-    refs, arrays = [], {}
-    for i in range(2 * groups):
-        answer, name = int(rng.integers(2, 20)), f"t{i // 2}/{i % 2}"
-        reward = 5.0 if i < 2 or i % 2 else -5.0
-        refs.append(SequenceRef(name, 3 + answer, 3, reward, False, i // 2))
-        arrays[name] = {"tokens": rng.integers(0, 40, 3 + answer), "behav_logprobs": rng.uniform(-4, -3, answer)}
-    return refs, arrays
+def call(
+    interface: str,
+    role: str,
+    parts: list[Any],
+    *,
+    lr: float = 0.0,
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
+) -> tuple[str, MfcRequest]:
+    request = MfcRequest(interface, role, interface, 0, 0, [parts], {"lr": lr})
+    request.pre_hooks, request.post_hooks = [*before], [*after]
+    return "mfc", request
 
 
-def request(interface: str, minibatches: list[list[SequenceRef]], **args: float) -> MfcRequest:
-    return MfcRequest(interface, "actor", interface, 0, 0, [[part] for part in minibatches], args=dict(args))
+def load(role: str, models: Mapping[str, Path], trainable: bool = True) -> tuple[str, InitializeRequest]:
+    return "initialize", InitializeRequest(role, str(models[role]), trainable)
 
 
-def fill(role: Role, arrays: dict[str, dict[str, Any]]) -> None:
-    for name, values in arrays.items():
-        role.data.put(name, values)
-
-
-def weights(role: Role) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in role.engine.export()}
-
-
-def test_the_loop_serves_what_the_master_asks_for(model: Path, tmp_path: Path) -> None:
+def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_path: Path) -> None:
     layout = ParallelLayout(data=2, pipeline=2)
     mesh = whole_mesh(layout)
-    refs, arrays = make_batch()
-    parts = [refs[:6], refs[6:]]
+    parts = [REFS[:6], REFS[6:]]
     heads = mesh.dp_heads()
     moves = []
     for dp, part in enumerate(parts):  # all samples came in at the first head
@@ -122,207 +139,255 @@ def test_the_loop_serves_what_the_master_asks_for(model: Path, tmp_path: Path) -
         for worker in mesh.dp_members(dp):
             keys = ["tokens", "behav_logprobs"] if worker in heads else ["tokens"]
             moves.append(Transfer(heads[0], worker, ids, keys))
-    script: list[tuple[str, msgspec.Struct]] = [
-        ("initialize", InitializeRequest(str(model))),
-        ("mfc", MfcRequest("actor_inf", "actor", "actor_inf", 0, 0, [parts], transfers=moves)),
-        ("mfc", MfcRequest("actor_train", "actor", "actor_train", 0, 0, [parts], args={"lr": 1e-3})),
+    script: Script = [
+        load("actor", models),
+        ("transfer", TransferRequest(moves, REFS)),
+        call("actor_inf", "actor", parts),
+        call("actor_train", "actor", parts, lr=1e-3),
         ("save_weights", SaveWeightsRequest("actor", 1, str(tmp_path))),
-        ("clear", ClearRequest([ref.sample_id for ref in refs])),
+        ("clear", ClearRequest(IDS)),
     ]
 
-    def body(rank: int, device: Device) -> tuple[list[msgspec.Struct], int]:
-        stop = threading.Event()
-        endpoint, data = PlayedEndpoint(script, stop), DataManager(rank)
-        if rank == heads[0]:
-            for name, values in arrays.items():
-                data.put(name, values)
-        service = ModelWorkerService(
-            make_config(), TrialPaths(tmp_path), mesh, rank, endpoint, data, device, write_shard
-        )
-        service.run(stop)
-        assert not endpoint.errors
-        return endpoint.replies, len(data)
+    def body(rank: int, device: Device) -> tuple[list[Any], int]:
+        worker = Played(script, rank, device, make_config(), holders=[heads[0]])
+        return worker.serve(), len(worker.data)
 
     found = run_ranks(4, body, make_config(), layout)
     shards = []
     for rank, (replies, held) in enumerate(found):
-        initialized, inference, training, saved, cleared = replies
+        initialized, transferred, inference, training, saved, cleared = replies
         assert isinstance(initialized, Empty) and isinstance(cleared, Empty) and held == 0
+        assert isinstance(transferred, TransferReply) and (transferred.received > 0) == (rank != heads[0])
         assert isinstance(inference, MfcReply) and isinstance(training, MfcReply)
         assert isinstance(saved, SaveWeightsReply)
         shards += saved.shards
         if rank not in heads:
-            assert not training.stats
+            assert not training.stats and not training.tokens
             continue
         assert training.tokens == sum(ref.length for ref in parts[heads.index(rank)])
-        assert training.stats == found[heads[0]][0][2].stats  # type: ignore[attr-defined]
-        assert training.stats["answer_tokens"] == sum(ref.answer_len for ref in refs)
+        assert training.stats == found[heads[0]][0][3].stats
+        assert training.stats["answer_tokens"] == sum(ref.answer_len for ref in REFS)
         assert math.isfinite(training.stats["loss"]) and training.stats["grad_norm"] > 0
         assert inference.stats["logprob_difference_max"] >= inference.stats["logprob_difference_mean"] > 0
     assert [shard.file for shard in shards] == [f"model-{i + 1:05d}-of-00004.safetensors" for i in range(4)]
-    before = load_file(model / "model.safetensors")
+    before = load_file(models["actor"] / "model.safetensors")
     after = {name: tensor for shard in shards for name, tensor in load_file(tmp_path / shard.file).items()}
     assert after.keys() == before.keys()
     assert any(not torch.equal(after[name], before[name]) for name in before)
 
 
-def test_an_error_is_answered_and_then_ends_the_worker(model: Path, tmp_path: Path) -> None:
-    script: list[tuple[str, msgspec.Struct]] = [
-        ("initialize", InitializeRequest(str(model))),
-        ("mfc", MfcRequest("critic_train", "actor", "critic_train", 0, 0, [[[]]])),
-        ("clear", ClearRequest([])),
+def test_roles_on_workers_of_their_own_get_their_data_from_outside_their_mesh(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """actor d2 on workers 0, 1 has the samples; the others work on 2, 3, and the reference's answers go back."""
+    roles = ["actor", "ref", "reward"]
+    meshes = place(parse_allocation("sglang.d1+actor.d2+ref.m2,reward.p2"), roles)
+    config = make_config()
+    first, second = REFS[:5], REFS[5:]
+    there = [
+        Transfer(source, target, [ref.sample_id for ref in part], ["tokens"])
+        for source, part in ((0, first), (1, second))
+        for target in (2, 3)
+    ]
+    back = [
+        Transfer(2, target, [ref.sample_id for ref in part], ["ref_logprobs"])
+        for target, part in ((0, first), (1, second))
+    ]
+    same = {**models, "ref": models["actor"]}  # so that its log-probs must be the actor's
+    transfer_there = ("transfer", TransferRequest(there, REFS))
+    transfer_back = ("transfer", TransferRequest(back, REFS))
+    actor: Script = [
+        load("actor", same),
+        transfer_there,
+        call("actor_inf", "actor", [first, second]),
+        transfer_back,
+        ("clear", ClearRequest(IDS, ["behav_logprobs", "versions"])),
+    ]
+    others: Script = [
+        load("ref", same, trainable=False),
+        load("reward", same, trainable=False),
+        transfer_there,
+        call("ref_inf", "ref", [REFS]),
+        call("reward_inf", "reward", [REFS]),
+        transfer_back,
+        ("save_weights", SaveWeightsRequest("ref", 1, str(tmp_path))),
     ]
 
-    def body(rank: int, device: Device) -> tuple[list[str], int]:
-        stop = threading.Event()
-        endpoint = PlayedEndpoint(script, stop)
-        service = ModelWorkerService(
-            make_config(), TrialPaths(tmp_path), whole_mesh(D1), 0, endpoint, DataManager(0), device, write_shard
-        )
+    def body(rank: int, device: Device) -> Any:
+        worker = Played(actor if rank < 2 else others, rank, device, config, holders=[0, 1])
+        replies = worker.serve()
+        keys = ["tokens", "behav_logprobs", "prox_logprobs", "ref_logprobs"]
+        held = {name: {key: worker.data.get(name, key) for key in keys if worker.data.has(name, key)} for name in IDS}
+        return replies, held
+
+    found = run_ranks(4, body, config, meshes=meshes)
+    for worker, part in ((0, first), (1, second)):
+        held = found[worker][1]
+        for ref in part:
+            arrays = held[ref.sample_id]
+            assert arrays.keys() == {"tokens", "prox_logprobs", "ref_logprobs"}  # behav_logprobs: cleared
+            np.testing.assert_allclose(arrays["ref_logprobs"], arrays["prox_logprobs"], atol=2e-5)
+    ref_replies, reward_replies = ([found[worker][0][i] for worker in (2, 3)] for i in (3, 4))
+    # The head of ref m2 is its first tensor rank, of reward p2 its last stage.
+    tokens = sum(ref.length for ref in REFS)
+    assert [reply.tokens for reply in ref_replies] == [tokens, 0]
+    assert [reply.tokens for reply in reward_replies] == [0, tokens]
+    assert ref_replies[0].stats and not ref_replies[1].stats and not ref_replies[0].scores
+    assert not reward_replies[0].scores and reward_replies[1].scores.keys() == set(IDS)
+    files = [shard.file for worker in (2, 3) for shard in found[worker][0][6].shards]
+    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def test_hooks_run_around_the_call_in_their_order_on_every_rank(models: dict[str, Path]) -> None:
+    config = make_config(roles={"ref": {"offload": "all"}})
+    parts = [REFS[:5], REFS[5:]]
+    calls: list[tuple[str, str]] = []
+
+    def record(name: str) -> Hook:
+        return lambda role, request: calls.append((name, role.name))
+
+    def body(rank: int, device: Device) -> Any:
+        for name in ("a", "b", "c"):
+            register_hook(name)(record(name))
+
+        @register_interface("probe")
+        class Probe:
+            def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+                calls.append(("run", request.mfc))
+                return CallOutcome({"step": float(request.step)}, {"s": 0.5})
+
+        script: Script = [
+            load("ref", models, trainable=False),
+            call("probe", "ref", parts, before=["b", "a"], after=["c", "a"]),
+            call("ref_inf", "ref", parts),
+            call("ref_inf", "ref", parts, before=["onload"], after=["offload"]),
+            call("ref_inf", "ref", parts, before=["onload"], after=["offload"]),
+        ]
+        _, probed, *inferences = Played(script, rank, device, config, holders=[0, 1]).serve()
+        return calls, probed.stats, probed.scores, [reply.stats for reply in inferences]
+
+    expected = [("b", "ref"), ("a", "ref"), ("run", "probe"), ("c", "ref"), ("a", "ref")]
+    for seen, stats, scores, (plain, offloaded, again) in run_ranks(
+        2, body, config, meshes={"ref": whole_mesh(ParallelLayout(data=2))}
+    ):
+        assert seen == expected
+        assert (stats, scores) == ({"step": 0.0}, {"s": 0.5})
+        assert plain == offloaded == again and plain["tokens"] == sum(ref.answer_len for ref in REFS)
+
+
+def test_an_offloaded_role_is_written_and_stays_offloaded(models: dict[str, Path], tmp_path: Path) -> None:
+    config = make_config(roles={"ref": {"offload": "all"}})
+    script: Script = [
+        load("ref", models, trainable=False),
+        call("ref_inf", "ref", [REFS], before=["onload"], after=["offload"]),
+        ("save_weights", SaveWeightsRequest("ref", 1, str(tmp_path))),
+        call("ref_inf", "ref", [REFS]),
+    ]
+
+    def body(rank: int, device: Device) -> list[str]:
+        worker = Played(script, rank, device, config, holders=[0])
         with pytest.raises(ModelError):
-            service.run(stop)
-        return endpoint.errors, len(endpoint.replies)
+            worker.serve()
+        return worker.endpoint.errors
+
+    [[error]] = run_ranks(1, body, config, meshes={"ref": whole_mesh(D1)})
+    assert "ref is offloaded: 'onload' comes before this call" in error
+    before, after = (
+        load_file(models["ref"] / "model.safetensors"),
+        load_file(tmp_path / "model-00001-of-00001.safetensors"),
+    )
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_training_goes_on_from_a_checkpoint_bit_by_bit(models: dict[str, Path], tmp_path: Path) -> None:
+    """Saved while the next step is taken; loaded by workers that start anew and take that step again."""
+    layout, config = ParallelLayout(data=2), make_config(train={"ppo": {"use_decoupled_loss": False}})
+    parts = [REFS[:5], REFS[5:]]
+    tmp, went_on, resumed = tmp_path / "step-00000001.tmp", tmp_path / "went_on", tmp_path / "resumed"
+    for directory in (tmp, went_on, resumed):
+        directory.mkdir()
+
+    def serve(*script: tuple[str, msgspec.Struct]) -> None:
+        def body(rank: int, device: Device) -> None:
+            Played([load("actor", models), *script], rank, device, config, holders=[0, 1]).serve()
+
+        run_ranks(2, body, config, layout)
+
+    step = call("actor_train", "actor", parts, lr=1e-3)
+    serve(
+        step,
+        ("save_checkpoint", SaveCheckpointRequest("actor", 1, str(tmp))),
+        step,
+        ("save_weights", SaveWeightsRequest("actor", 2, str(went_on))),
+        ("finish_checkpoint", FinishCheckpointRequest("actor", 1)),
+    )
+    state = CheckpointState(
+        1, 1, 1, 4, DataPosition(0, [], 10, 1), {"actor": RoleState({}, "adam", str(layout))}, {}, "", 0.0
+    )
+    checkpoint = commit(tmp, state, [rank_stem("actor", rank, 2) for rank in (0, 1)])
+    serve(
+        ("load_checkpoint", LoadCheckpointRequest("actor", str(checkpoint))),
+        step,
+        ("save_weights", SaveWeightsRequest("actor", 2, str(resumed))),
+    )
+    start = load_file(models["actor"] / "model.safetensors")
+    for file in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        expected, found = load_file(went_on / file), load_file(resumed / file)
+        assert expected.keys() == found.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor)
+            assert not torch.equal(start[name], tensor)
+
+
+KNOWN_INTERFACES = (
+    "actor_inf, actor_train, advantages, critic_inf, critic_train, ref_inf, reward_inf, sft"
+    " (yours: name its module in plugins.train)"
+)
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        (
+            call("no_such", "actor", [[]]),
+            f"unknown interface 'no_such'; known: {KNOWN_INTERFACES}",
+        ),
+        (
+            call("actor_inf", "actor", [[]], after=["no_such"]),
+            "unknown hook 'no_such'; known: offload, onload (yours: name its module in plugins.train)",
+        ),
+        (
+            call("critic_inf", "critic", [[]]),
+            "model_worker/0 has no role 'critic'; initialised here: actor ('initialize' comes first)",
+        ),
+        (
+            ("initialize", InitializeRequest("critic", "somewhere")),
+            "model_worker/0 is on no mesh of role 'critic'; the roles here: actor",
+        ),
+        (
+            ("save_checkpoint", SaveCheckpointRequest("ref", 1, "somewhere")),
+            "model_worker/0 has no role 'ref'; initialised here: actor ('initialize' comes first)",
+        ),
+    ],
+    ids=["interface", "hook", "role of a call", "role to load", "role to save"],
+)
+def test_an_error_is_answered_in_one_line_and_ends_the_worker(
+    models: dict[str, Path], entry: tuple[str, msgspec.Struct], expected: str
+) -> None:
+    script: Script = [load("actor", models), entry, ("clear", ClearRequest([]))]
+
+    def body(rank: int, device: Device) -> tuple[list[str], int]:
+        worker = Played(script, rank, device, make_config())
+        with pytest.raises(ModelError):
+            worker.serve()
+        return worker.endpoint.errors, len(worker.endpoint.replies)
 
     [(errors, replies)] = run_ranks(1, body, make_config(), D1)
-    assert errors == ["ModelError: unknown interface 'critic_train'; known: actor_inf, actor_train, sft"]
+    assert errors == [f"ModelError: {expected}"]
     assert replies == 1  # initialize; what came after the error is not served
 
 
-def test_skipping_zero_advantages_changes_no_gradient(model: Path) -> None:
-    refs, arrays = make_batch()
-    group = {"mean": "group", "std": "group"}
-
-    def body(rank: int, device: Device) -> list[Any]:
-        found: list[Any] = []
-        for skip in (False, True):
-            config = make_config(ppo={"skip_zero_advantage": skip, "advantage": group})
-            role = build_role(config, D1, rank, device, model)
-            fill(role, arrays)
-            inference = INTERFACES["actor_inf"].run(role, request("actor_inf", [refs]))
-            stats = INTERFACES["actor_train"].run(role, request("actor_train", [refs], lr=0.0))
-            found.append((inference, stats, dict(role.engine.export(gradients=True))))
-        return found
-
-    [[(all_inf, all_stats, all_grads), (some_inf, some_stats, some_grads)]] = run_ranks(1, body, make_config(), D1)
-    skipped = sum(ref.answer_len for ref in refs[:2])
-    assert all_inf["tokens"] - some_inf["tokens"] == all_stats["tokens"] - some_stats["tokens"] == skipped
-    assert some_stats["answer_tokens"] == all_stats["answer_tokens"] == all_stats["tokens"]
-    assert some_stats["loss"] == pytest.approx(all_stats["loss"], rel=1e-5)
-    assert some_stats["grad_norm"] == pytest.approx(all_stats["grad_norm"], rel=1e-5)
-    for name, grad in all_grads.items():
-        torch.testing.assert_close(some_grads[name], grad, atol=1e-6, rtol=1e-4)
-
-
-def test_a_batch_without_any_advantage_still_steps_in_time_with_the_others(model: Path) -> None:
-    refs, arrays = make_batch(groups=1)
-    config = make_config(ppo={"skip_zero_advantage": True, "advantage": {"mean": "group", "std": "group"}})
-
-    def body(rank: int, device: Device) -> dict[str, float]:
-        role = build_role(config, ParallelLayout(data=2), rank, device, model)
-        fill(role, arrays)
-        both = MfcRequest("actor_train", "actor", "actor_train", 0, 0, [[refs[:1], refs[1:]]], args={"lr": 1e-3})
-        return INTERFACES["actor_train"].run(role, both)
-
-    for stats in run_ranks(2, body, config, ParallelLayout(data=2)):
-        assert (stats["tokens"], stats["grad_norm"], stats["loss"]) == (0.0, 0.0, 0.0)
-        assert stats["answer_tokens"] == sum(ref.answer_len for ref in refs)
-
-
-def test_a_step_that_is_not_finite_is_skipped_counted_and_harmless(model: Path) -> None:
-    refs, arrays = make_batch()
-    arrays[refs[1].sample_id]["behav_logprobs"][0] = math.nan
-
-    def body(rank: int, device: Device) -> Any:
-        role = build_role(make_config(), D1, rank, device, model)
-        fill(role, {name: values | {"prox_logprobs": values["behav_logprobs"]} for name, values in arrays.items()})
-        before = weights(role)
-        bad = INTERFACES["actor_train"].run(role, request("actor_train", [refs[:2]], lr=1e-3))
-        unchanged = all(torch.equal(tensor, before[name]) for name, tensor in weights(role).items())
-        mixed = INTERFACES["actor_train"].run(role, request("actor_train", [refs[:2], refs[2:]], lr=1e-3))
-        finite = all(bool(tensor.isfinite().all()) for tensor in weights(role).values())
-        return bad, unchanged, mixed, finite
-
-    [(bad, unchanged, mixed, finite)] = run_ranks(1, body, make_config(), D1)
-    assert unchanged and finite
-    assert (bad["skipped_steps"], bad["optimizer_steps"]) == (1, 0) and math.isnan(bad["loss"])
-    assert (mixed["skipped_steps"], mixed["optimizer_steps"], mixed["skipped_steps_total"]) == (1, 1, 2)
-    assert math.isfinite(mixed["loss"]) and mixed["answer_tokens"] == sum(ref.answer_len for ref in refs[2:])
-
-
-def test_warm_up_learns_and_training_starts_with_fresh_optimizer_state(model: Path) -> None:
-    refs, arrays = make_batch()
-
-    def body(rank: int, device: Device) -> Any:
-        config = make_config(optimizer={"lr": 1e-3, "clip_grad": 0.0, "weight_decay": 0.0, "eps": 1e-12})
-        role = build_role(config, D1, rank, device, model)
-        fill(role, arrays)
-        losses = [INTERFACES["sft"].run(role, request("sft", [refs], lr=1e-2))["loss"] for _ in range(25)]
-        before = weights(role)
-        INTERFACES["actor_inf"].run(role, request("actor_inf", [refs]))
-        INTERFACES["actor_train"].run(role, request("actor_train", [refs], lr=1e-3))
-        moves = [(tensor - before[name]).abs().max().item() for name, tensor in weights(role).items()]
-        return losses, max(moves)
-
-    [(losses, move)] = run_ranks(1, body, make_config(), D1)
-    assert losses[0] == pytest.approx(math.log(44), rel=0.3)
-    assert losses[-1] < 0.8 * losses[0]
-    # The first step of a fresh Adam moves every parameter by lr at most; momentum left over would add to it.
-    assert move == pytest.approx(1e-3, rel=0.01)
-
-
-def test_training_in_bfloat16_writes_bfloat16(model: Path) -> None:
-    refs, arrays = make_batch()
-    config = Config.model_validate({"model": {"dtype": "bfloat16"}, "train": {"microbatch_tokens": 64}})
-
-    def body(rank: int, device: Device) -> Any:
-        role = build_role(config, ParallelLayout(tensor=2), rank, device, model)
-        fill(role, arrays)
-        INTERFACES["actor_inf"].run(role, request("actor_inf", [refs]))
-        prox = role.data.get(refs[0].sample_id, "prox_logprobs")
-        stats = INTERFACES["actor_train"].run(role, request("actor_train", [refs], lr=1e-2))
-        return stats, prox, weights(role)
-
-    found = run_ranks(2, body, config, ParallelLayout(tensor=2))
-    stats, prox, exported = found[0]
-    assert stats["optimizer_steps"] == 1 and stats["u_max"] == pytest.approx(1.0, abs=1e-6)
-    assert prox.dtype == np.float32
-    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
-
-
-def test_a_tied_model_has_its_embedding_written_once(model: Path, tmp_path: Path) -> None:
-    tied = tmp_path / "tied"
-    tied.mkdir()
-    settings = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (tied / "config.json").write_text(json.dumps(settings))
-    tensors = {k: v for k, v in load_file(model / "model.safetensors").items() if k != "lm_head.weight"}
-    save_file(tensors, tied / "model.safetensors")
-    layout = ParallelLayout(pipeline=2)
-
-    def body(rank: int, device: Device) -> list[str]:
-        return sorted(weights(build_role(make_config(), layout, rank, device, tied)))
-
-    first, last = run_ranks(2, body, make_config(), layout)
-    assert sorted(first + last) == sorted(tensors)
-    assert "model.embed_tokens.weight" in first
-
-
-def test_ranks_meet_through_the_name_store(tmp_path: Path) -> None:
-    config = Config(fileroot=str(tmp_path))
-    paths = TrialPaths.of(config)
-    layout = ParallelLayout(data=2)
-
-    def body(rank: int, device: Device) -> int:
-        store = make_name_store(config, paths)
-        try:
-            with rendezvous(store, "trial/torch_store/run-1", rank, 2, config.cluster, device):
-                form_mesh(layout, device)
-                value = torch.tensor([rank + 1])
-                torch.distributed.all_reduce(value)
-                address = store.get("trial/torch_store/run-1")
-                torch.distributed.barrier()
-        finally:
-            store.close()
-        assert address.startswith("127.0.0.1:")
-        return int(value.item())
-
-    assert run_ranks(2, body, config, joined=False) == [3, 3]
+def test_a_hook_has_a_name_of_its_own() -> None:
+    with pytest.raises(ModelError, match=r"hook 'onload' is registered already, by realsys\.train\.hooks"):
+        register_hook("onload")(lambda role, request: None)
+    assert find_hook("onload") is HOOKS["onload"]

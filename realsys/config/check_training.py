@@ -1,0 +1,110 @@
+"""Rules of the training side that span several fields: batch against layouts, and settings that exclude each other."""
+
+from __future__ import annotations
+
+from realsys.config.allocation import ACTOR, Allocation
+from realsys.config.dataflow import Dataflow, token_level_advantages
+from realsys.config.roles import role_settings
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+
+
+def check_training(config: Config, allocation: Allocation, flow: Dataflow) -> None:
+    """Raises ConfigError for the first rule that is broken."""
+    _check_batch(config, allocation, flow)
+    _check_parallel(config, allocation, flow)
+    _check_rewards(config)
+    _check_loss(config)
+    _check_advantages(config)
+    _check_resume(config)
+
+
+def _check_batch(config: Config, allocation: Allocation, flow: Dataflow) -> None:
+    ppo = config.train.ppo
+    sequences = config.train.batch_groups * config.rollout.group_size
+    for role in flow.trained_roles:
+        data = allocation.placement(role).layout.data
+        minibatches = ppo.critic.minibatches if role == "critic" else ppo.minibatches
+        if sequences < minibatches * data:
+            problem = (
+                f"{config.train.batch_groups} groups x {config.rollout.group_size} answers are fewer than "
+                f"{minibatches} minibatches x {data} data-parallel ranks of the {role}"
+            )
+            raise ConfigError("train.batch_groups", config.train.batch_groups, problem)
+    if config.warmup.steps and config.warmup.batch < allocation.actor.data:
+        problem = f"must be at least the {allocation.actor.data} data-parallel ranks"
+        raise ConfigError("warmup.batch", config.warmup.batch, problem)
+
+
+def _check_parallel(config: Config, allocation: Allocation, flow: Dataflow) -> None:
+    if config.train.sequence_parallel and all(allocation.placement(r).layout.tensor == 1 for r in flow.roles):
+        problem = f"needs tensor parallelism; the training part of {config.allocation} has none"
+        raise ConfigError("train.sequence_parallel", True, problem)
+    for role in flow.roles:
+        settings = role_settings(config, role)
+        if role in flow.trained_roles or role == ACTOR:
+            continue
+        if settings.offload == "optimizer":
+            problem = "is not trained, so it has no optimizer to offload; write all"
+            raise ConfigError(f"roles.{role}.offload", "optimizer", problem)
+
+
+def _check_rewards(config: Config) -> None:
+    ppo, reward = config.train.ppo, config.rollout.reward
+    if reward.correct <= reward.wrong:
+        raise ConfigError(
+            "rollout.reward.correct", reward.correct, f"must be above rollout.reward.wrong ({reward.wrong})"
+        )
+    if ppo.filter.min > ppo.filter.max:
+        raise ConfigError("train.ppo.filter.min", ppo.filter.min, f"must not exceed filter.max ({ppo.filter.max})")
+    if config.rollout.group_size == 1 and (ppo.filter.min > 0 or ppo.filter.max < 1):
+        problem = "a success rate needs at least 2 answers per prompt; set train.ppo.filter to 0 and 1"
+        raise ConfigError("rollout.group_size", 1, problem)
+    longest = config.generation.sampling.max_new_tokens
+    if ppo.overlong.buffer > longest:
+        raise ConfigError(
+            "train.ppo.overlong.buffer", ppo.overlong.buffer, f"must not exceed max_new_tokens ({longest})"
+        )
+    if ppo.reward_model.enabled and not config.roles.reward.path:
+        problem = "train.ppo.reward_model.enabled needs a model that scores (HF *ForSequenceClassification)"
+        raise ConfigError("roles.reward.path", "", problem)
+
+
+def _check_loss(config: Config) -> None:
+    ppo = config.train.ppo
+    if 0 < ppo.c_clip <= 1:
+        raise ConfigError("train.ppo.c_clip", ppo.c_clip, "must be above 1, or 0 for off")
+    if ppo.c_clip and ppo.loss != "ppo":
+        raise ConfigError("train.ppo.c_clip", ppo.c_clip, f"is a part of loss=ppo, not of loss={ppo.loss}")
+    if ppo.behav_imp_weight_mode == "truncate" and not ppo.behav_imp_weight_cap:
+        problem = "truncates at train.ppo.behav_imp_weight_cap, which is 0 (off)"
+        raise ConfigError("train.ppo.behav_imp_weight_mode", "truncate", problem)
+    if ppo.behav_imp_weight_cap and not ppo.use_decoupled_loss:
+        problem = "without train.ppo.use_decoupled_loss there is no behaviour weight to bound"
+        raise ConfigError("train.ppo.behav_imp_weight_cap", ppo.behav_imp_weight_cap, problem)
+    if ppo.kl.adaptive and not ppo.kl.coef:
+        raise ConfigError("train.ppo.kl.coef", 0.0, "an adaptive coefficient needs a start above 0")
+
+
+def _check_advantages(config: Config) -> None:
+    ppo = config.train.ppo
+    if ppo.advantage.leave_one_out and ppo.advantage.mean != "group":
+        raise ConfigError("train.ppo.advantage.leave_one_out", True, "needs train.ppo.advantage.mean=group")
+    if config.rollout.group_size == 1 and "group" in (ppo.advantage.mean, ppo.advantage.std):
+        raise ConfigError("rollout.group_size", 1, "group normalisation needs at least 2 answers per prompt")
+    if token_level_advantages(config):
+        if ppo.skip_zero_advantage:
+            problem = "with a critic or a KL in the reward every token has an advantage of its own"
+            raise ConfigError("train.ppo.skip_zero_advantage", True, problem)
+        return
+    for name, value in (("gamma", ppo.gamma), ("lam", ppo.lam)):
+        if value != 1.0:
+            problem = "must be 1: without a critic (train.ppo.critic.enabled) a whole answer has one advantage"
+            raise ConfigError(f"train.ppo.{name}", value, problem)
+
+
+def _check_resume(config: Config) -> None:
+    checkpoint = config.checkpoint
+    if config.train.total_steps < checkpoint.every_steps:
+        problem = f"is beyond train.total_steps ({config.train.total_steps}); for one at the end set checkpoint.at_end"
+        raise ConfigError("checkpoint.every_steps", checkpoint.every_steps, problem)

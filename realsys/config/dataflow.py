@@ -1,0 +1,194 @@
+"""The dataflow graph of model function calls, declared as data and checked before anything starts.
+
+A call is ready when every key it reads is there. Everything that the settings of ``train.ppo`` can switch on:
+
+    (stream) tokens, behav_logprobs, versions
+        ├──> actor_inf   -> prox_logprobs     decoupled loss
+        ├──> ref_inf     -> ref_logprobs      KL to a reference
+        ├──> critic_inf  -> values            critic
+        ├──> reward_inf  -> scores            reward model
+        ├──> advantages  -> advantages, returns   where an answer's tokens differ: critic, or KL in the reward
+        ├──> actor_train
+        └──> critic_train
+
+An algorithm of one's own is a function Config -> Dataflow under a name of its own (``register_algorithm``), in a module
+named in ``plugins.dataflow``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from realsys.config.roles import role_settings
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+
+#: what a trajectory brings with it when it arrives at a DP head
+SOURCE_KEYS = frozenset({"tokens", "behav_logprobs", "versions"})
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """One model function call: which interface of which role reads and makes which keys.
+
+    ``trains``: it changes the role's weights. Hooks are names registered with the ModelWorkers
+    (``realsys.train.hooks``), run before and after the call on every rank of the role's mesh.
+    """
+
+    name: str
+    role: str
+    interface: str
+    inputs: frozenset[str]
+    outputs: frozenset[str] = frozenset()
+    trains: bool = False
+    pre_hooks: tuple[str, ...] = ()
+    post_hooks: tuple[str, ...] = ()
+
+
+class Dataflow:
+    """A checked set of calls. Raises ConfigError on a double name, a key nobody makes, a key made twice, or a cycle."""
+
+    def __init__(self, calls: Iterable[FunctionCall], source_keys: Iterable[str] = SOURCE_KEYS) -> None:
+        self.calls = tuple(calls)
+        self.source_keys = frozenset(source_keys)
+        names = [call.name for call in self.calls]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError("dataflow", name, "two calls have this name")
+        makers: dict[str, str] = dict.fromkeys(self.source_keys, "the stream")
+        for call in self.calls:
+            for key in sorted(call.outputs):
+                if key in makers:
+                    raise ConfigError("dataflow", call.name, f"makes key {key!r}, which {makers[key]} makes already")
+                makers[key] = call.name
+        for call in self.calls:
+            for key in sorted(call.inputs - makers.keys()):
+                raise ConfigError("dataflow", call.name, f"reads key {key!r}, which nothing makes")
+        self._check_cycles()
+
+    def _check_cycles(self) -> None:
+        available, left = set(self.source_keys), list(self.calls)
+        while left:
+            ready = [call for call in left if call.inputs <= available]
+            if not ready:
+                raise ConfigError("dataflow", ", ".join(c.name for c in left), "these calls wait for one another")
+            for call in ready:
+                available |= call.outputs
+            left = [call for call in left if call not in ready]
+
+    @property
+    def roles(self) -> list[str]:
+        """The model roles that are called, in the order of their first call."""
+        return list(dict.fromkeys(call.role for call in self.calls))
+
+    @property
+    def trained_roles(self) -> list[str]:
+        return list(dict.fromkeys(call.role for call in self.calls if call.trains))
+
+    def ready(self, available: Iterable[str], started: Iterable[str]) -> list[FunctionCall]:
+        """Calls not yet started whose keys are all there, in declaration order."""
+        have, gone = set(available), set(started)
+        return [call for call in self.calls if call.name not in gone and call.inputs <= have]
+
+    def last_consumers(self) -> dict[str, set[str]]:
+        """Key -> names of the calls that read it; when all have run, the key may be dropped."""
+        readers: dict[str, set[str]] = {}
+        for call in self.calls:
+            for key in call.inputs:
+                readers.setdefault(key, set()).add(call.name)
+        return readers
+
+
+Builder = Callable[[Config], Dataflow]
+ALGORITHMS: dict[str, Builder] = {}
+
+
+def register_algorithm(name: str) -> Callable[[Builder], Builder]:
+    """Decorator: ``train.ppo.algorithm=name`` runs the dataflow that this function returns."""
+
+    def register(builder: Builder) -> Builder:
+        if name in ALGORITHMS:
+            raise ConfigError("plugins.dataflow", name, "an algorithm of this name is registered already")
+        ALGORITHMS[name] = builder
+        return builder
+
+    return register
+
+
+def import_plugins(field: str, modules: Iterable[str]) -> None:
+    """Import modules of the user. Raises ConfigError naming the one that cannot be imported, and why."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as exc:
+            raise ConfigError(field, module, f"cannot be imported: {exc}") from exc
+
+
+def dataflow_of(config: Config) -> Dataflow:
+    """The graph of one train step. Raises ConfigError."""
+    import_plugins("plugins.dataflow", config.plugins.dataflow)
+    name = config.train.ppo.algorithm
+    if name not in ALGORITHMS:
+        problem = f"unknown; known: {', '.join(sorted(ALGORITHMS))} (yours: name its module in plugins.dataflow)"
+        raise ConfigError("train.ppo.algorithm", name, problem)
+    return with_offload(ALGORITHMS[name](config), config)
+
+
+def with_offload(flow: Dataflow, config: Config) -> Dataflow:
+    """The same graph; calls of a role with ``offload`` bring it in before and send it out after (its hooks)."""
+    calls = []
+    for call in flow.calls:
+        if role_settings(config, call.role).offload != "none":
+            call = replace(call, pre_hooks=("onload", *call.pre_hooks), post_hooks=(*call.post_hooks, "offload"))
+        calls.append(call)
+    return Dataflow(calls, flow.source_keys)
+
+
+@register_algorithm("ppo")
+def ppo_dataflow(config: Config) -> Dataflow:
+    """PPO with what the settings switch on."""
+    ppo = config.train.ppo
+    in_reward = ppo.kl.coef > 0 and ppo.kl.place == "reward"
+    in_loss = ppo.kl.coef > 0 and ppo.kl.place == "loss"
+    scores = frozenset({"scores"} if ppo.reward_model.enabled else ())
+    prox = frozenset({"prox_logprobs"} if ppo.use_decoupled_loss else ())
+    source = frozenset({"tokens", "behav_logprobs"})
+    tokens = frozenset({"tokens"})
+    calls = []
+    if ppo.reward_model.enabled:
+        calls.append(FunctionCall("reward_inf", "reward", "reward_inf", tokens, scores))
+    if prox:
+        # Which answers have advantage 0, and so need no proximal log-probs, is known only with their scores.
+        needed = source | (scores if ppo.skip_zero_advantage else frozenset())
+        calls.append(FunctionCall("actor_inf", "actor", "actor_inf", needed, prox))
+    if ppo.kl.coef > 0:
+        calls.append(FunctionCall("ref_inf", "ref", "ref_inf", tokens, frozenset({"ref_logprobs"})))
+    if ppo.critic.enabled:
+        calls.append(FunctionCall("critic_inf", "critic", "critic_inf", tokens, frozenset({"values"})))
+    reads = source | prox | scores
+    if token_level_advantages(config):
+        inputs = frozenset({"behav_logprobs"}) | prox | scores
+        inputs |= frozenset({"ref_logprobs"} if in_reward else ()) | frozenset({"values"} if ppo.critic.enabled else ())
+        outputs = frozenset({"advantages"} | ({"returns"} if ppo.critic.enabled else set()))
+        calls.append(FunctionCall("advantages", "actor", "advantages", inputs, outputs))
+        reads |= {"advantages"}
+    reads |= frozenset({"ref_logprobs"} if in_loss else ())
+    calls.append(FunctionCall("actor_train", "actor", "actor_train", reads, trains=True))
+    if ppo.critic.enabled:
+        inputs = frozenset({"tokens", "values", "returns"})
+        calls.append(FunctionCall("critic_train", "critic", "critic_train", inputs, trains=True))
+    return Dataflow(calls)
+
+
+def token_level_advantages(config: Config) -> bool:
+    """Whether the tokens of an answer have advantages of their own, which takes a call of its own to compute."""
+    ppo = config.train.ppo
+    return ppo.critic.enabled or (ppo.kl.coef > 0 and ppo.kl.place == "reward")
+
+
+def sft_dataflow(config: Config) -> Dataflow:
+    """Supervised warm-up of the actor."""
+    call = FunctionCall("sft", "actor", "sft", frozenset({"tokens"}), trains=True)
+    return with_offload(Dataflow([call], source_keys={"tokens"}), config)

@@ -1,0 +1,47 @@
+"""The settings of one model role, wherever they stand in the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from realsys.config.allocation import ACTOR
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config, LoraConfig, Offload, OptimizerConfig, RoleConfig
+from realsys.errors import ConfigError
+
+NO_LORA = LoraConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSettings:
+    """``path`` is empty for a model made on the spot. ``optimizer`` matters only for a role that is trained."""
+
+    name: str
+    path: str
+    head: Literal["lm", "value"]
+    offload: Offload
+    optimizer: OptimizerConfig
+    lora: LoraConfig = NO_LORA
+
+    def model_dir(self, paths: TrialPaths) -> Path:
+        return Path(self.path) if self.path else paths.model
+
+
+def role_settings(config: Config, role: str) -> RoleSettings:
+    """Raises ConfigError for a role that is not configured."""
+    train, path = config.train, config.model.path
+    if role == ACTOR:
+        return RoleSettings(ACTOR, path, "lm", train.offload, train.optimizer, train.lora)
+    known: dict[str, RoleConfig] = {
+        "ref": config.roles.ref,
+        "critic": config.roles.critic,
+        "reward": config.roles.reward,
+        **config.roles.custom,
+    }
+    if role not in known:
+        problem = f"is called by the dataflow but not configured; add roles.custom.{role}.head=lm|value"
+        raise ConfigError("roles", role, problem)
+    own = known[role]
+    return RoleSettings(role, own.path or path, own.head, own.offload, own.optimizer)

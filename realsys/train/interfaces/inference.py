@@ -1,0 +1,118 @@
+"""Forward passes: log-probs of actor and reference, values of the critic, scores of a reward model.
+
+    actor_inf    tokens  -> prox_logprobs
+    ref_inf      tokens  -> ref_logprobs
+    critic_inf   tokens  -> values
+    reward_inf   tokens  -> scores, in the reply
+
+Arrays are stored on the ranks of the last pipeline stage, each for the sequences of its data rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from realsys.train.data_manager import Array
+from realsys.train.interfaces.advantages import left_out
+from realsys.train.interfaces.registry import CallOutcome, register_interface
+from realsys.train.interfaces.role import Role, sequences_per_rank
+from realsys.train.interfaces.statistics import all_reduce, token_means
+from realsys.train.packing import split_answers
+from realsys.types import MfcRequest, SequenceRef
+
+
+@register_interface("actor_inf")
+class ActorInference:
+    """Proximal log-probs: of the answer tokens under the weights before the step's first update.
+
+    Its statistics compare them with the recorded ones: with equal weights that is the numerical mismatch between the
+    generation engine and the trainer, else off-policyness comes on top.
+    """
+
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        skipped = left_out(request, role.config)
+        per_rank = [[ref for ref in refs if ref.sample_id not in skipped] for refs in sequences_per_rank(request)]
+        found = store_logprobs(role, per_rank, "prox_logprobs")
+        if not role.groups.last_stage:
+            return CallOutcome()
+        for ref in role.own_sequences(request):
+            # Nobody will look at them, but the master may plan with every sequence having its array.
+            if ref.sample_id in skipped:
+                role.data.put(ref.sample_id, {"prox_logprobs": np.zeros(ref.answer_len, np.float32)})
+        differences = [np.zeros(0, np.float32)]
+        for sample_id, proximal in found.items():
+            if role.data.has(sample_id, "behav_logprobs"):
+                differences.append(np.abs(proximal - role.data.get(sample_id, "behav_logprobs")))
+        difference = torch.from_numpy(np.concatenate(differences))
+        stats = {
+            "tokens": torch.tensor(float(len(difference))),
+            "logprob_difference_sum": difference.sum(),
+            "logprob_difference_max": difference.amax() if len(difference) else torch.zeros(()),
+        }
+        return CallOutcome(token_means(stats, role))
+
+
+@register_interface("ref_inf")
+class ReferenceInference:
+    """Log-probs of the answer tokens under a frozen model, at the sampling temperature as the actor's."""
+
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        found = store_logprobs(role, sequences_per_rank(request), "ref_logprobs")
+        flat = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *found.values()]))
+        stats = {"tokens": torch.tensor(float(len(flat))), "ref_logprob_sum": flat.sum()}
+        return CallOutcome(token_means(stats, role))
+
+
+def store_logprobs(role: Role, per_rank: Sequence[Sequence[SequenceRef]], key: str) -> dict[str, Array]:
+    """Log-probs of the answers under the role's model, stored as ``key``; {} before the last stage."""
+    batches = role.microbatches(per_rank)
+    found: dict[str, Array] = {}
+    for batch, logprobs in zip(batches, role.engine.logprobs(batches), strict=role.groups.last_stage):
+        found |= split_answers(batch, logprobs)
+    for sample_id, values in found.items():
+        role.data.put(sample_id, {key: values})
+    return found
+
+
+@register_interface("critic_inf")
+class CriticInference:
+    """Values of the state before each answer token and after the last, in units of the rewards.
+
+    With value normalisation the model predicts in units of the running statistics; what is stored is not normalised.
+    """
+
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        batches = role.microbatches(sequences_per_rank(request))
+        flat = [torch.zeros(0)]
+        for batch, predicted in zip(batches, role.engine.values(batches), strict=role.groups.last_stage):
+            for sample_id, prediction in split_answers(batch, predicted, end=True).items():
+                values = role.running_values.denormalise(prediction)
+                role.data.put(sample_id, {"values": values})
+                flat.append(torch.from_numpy(values[:-1]))
+        found = torch.cat(flat)
+        stats = {"tokens": torch.tensor(float(len(found))), "value_sum": found.sum()}
+        return CallOutcome(token_means(stats, role))
+
+
+@register_interface("reward_inf")
+class RewardInference:
+    """The score of each whole answer: what the value head says at its last token."""
+
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        batches = role.microbatches(sequences_per_rank(request))
+        scores: dict[str, float] = {}
+        for batch, found in zip(batches, role.engine.scores(batches), strict=role.groups.last_stage):
+            scores |= dict(zip((ref.sample_id for ref in batch.refs), found.tolist(), strict=True))
+        if not role.groups.last_stage:
+            return CallOutcome()
+        own = torch.tensor([*scores.values()], dtype=torch.float64)
+        count, total, squares = all_reduce(
+            [float(len(own)), own.sum().item(), own.square().sum().item()], role.groups.data, role
+        )
+        mean = total / max(1.0, count)
+        deviation = math.sqrt(max(0.0, squares / max(1.0, count) - mean**2))
+        return CallOutcome({"score_mean": mean, "score_std": deviation}, scores)

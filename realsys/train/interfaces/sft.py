@@ -1,0 +1,35 @@
+"""Supervised warm-up of the actor."""
+
+from __future__ import annotations
+
+import torch
+
+from realsys.algorithm.loss import sft_loss
+from realsys.train.engine import Outputs, Stats
+from realsys.train.interfaces.registry import CallOutcome, register_interface
+from realsys.train.interfaces.role import Role
+from realsys.train.interfaces.steps import OptimizerSteps, call_argument, count_answer_tokens
+from realsys.train.packing import MicroBatch
+from realsys.types import MfcRequest
+
+
+@register_interface("sft")
+class Sft:
+    """Negative log-likelihood of the demonstrated answers, with the warm-up's optimizer."""
+
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        role.engine.use_optimizer("warmup", role.config.warmup.optimizer)
+        steps = OptimizerSteps(role, call_argument(request, "lr"))
+        for minibatch in request.minibatches:
+            denominator = float(max(1, count_answer_tokens(minibatch)))
+
+            def loss(
+                batch: MicroBatch, outputs: Outputs, denominator: float = denominator
+            ) -> tuple[torch.Tensor, Stats]:
+                theta, entropy = outputs.logprobs, outputs.entropy
+                assert theta is not None and entropy is not None
+                share, stats = sft_loss(theta, torch.ones_like(theta, dtype=torch.bool), denominator)
+                return share, stats | {"entropy_sum": entropy.detach().sum()}
+
+            steps.take(minibatch, role.microbatches(minibatch), loss, denominator)
+        return CallOutcome(steps.finish())

@@ -1,0 +1,195 @@
+"""`resume=DIR`: what is refused before anything starts, and the data that goes on through real managers' journals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from manager_trial import TOKEN, Trial, config, drive
+
+from launch.cli import main
+from launch.prepare import prepare, resolve
+from launch.resume import check_resume
+from realsys.admission.audit import audit
+from realsys.admission.events import Resumed
+from realsys.admission.journal import Journal
+from realsys.admission.messages import DataPosition
+from realsys.admission.order import permutation
+from realsys.config.compose import compose
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ConfigError, StreamError
+from realsys.master.checkpoints import commit
+from realsys.rollout.manager_client import ManagerClient
+from realsys.train.checkpoint_files import CheckpointState, FileInfo, RoleState, encode_state
+
+DATA = {"train_size": 20, "eval_size": 5, "demo_size": 0}
+SMALL = ["experiment=arith", *(f"data.arith.{k}={v}" for k, v in DATA.items()), "evaluation.problems=5"]
+STEP, BATCH, TOTAL = 3, 4, 8
+CONFIG = [*SMALL, "warmup.steps=0", f"train.batch_groups={BATCH}", f"train.total_steps={TOTAL}"]
+POSITION = DataPosition(14, [9, 2], 20, 1)
+
+
+@pytest.fixture
+def compose_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    monkeypatch.chdir(tmp_path)
+
+    def make(*overrides: str) -> Config:
+        return resolve(compose([*CONFIG, *overrides]), now=datetime(2025, 1, 1))
+
+    return make
+
+
+@pytest.fixture
+def trial(compose_in: Callable[..., Config]) -> Path:
+    """The folder of a trial that has checkpoints of steps 2 and 3, of the model that `arith` makes."""
+    paths = prepare(compose_in("trial=first"), lambda _: None)
+    raw = json.loads((paths.model / "config.json").read_text())
+    sizes = {
+        "hidden": raw["hidden_size"],
+        "layers": raw["num_hidden_layers"],
+        "heads": raw["num_attention_heads"],
+        "kv_heads": raw["num_key_value_heads"],
+        "head_dim": raw["head_dim"],
+        "ffn": raw["intermediate_size"],
+        "outputs": raw["vocab_size"],
+        "lora_rank": 0,
+    }
+    for step in (STEP - 1, STEP):
+        state = CheckpointState(
+            step, step, 1, BATCH, POSITION, {"actor": RoleState(sizes, "adam", "d1p1m1")}, {"coef": 0.0}, "", 0.0
+        )
+        tmp = paths.checkpoints / f"step-{step:08d}.tmp"
+        tmp.mkdir(parents=True)
+        commit(tmp, state, [])
+    return paths.root
+
+
+def test_a_trial_folder_means_its_newest_complete_checkpoint(trial: Path, compose_in: Callable[..., Config]) -> None:
+    (trial / "checkpoints" / "step-00000009.tmp").mkdir()
+    newest = trial / "checkpoints" / "step-00000003"
+    assert compose_in(f"resume={trial}").resume == str(newest)
+    assert compose_in(f"resume={newest}").resume == str(newest)
+    assert compose_in(f"resume={newest.with_name('step-00000002')}").resume.endswith("step-00000002")
+
+
+def test_the_new_trial_starts_with_the_ledger_of_the_checkpoint(trial: Path, compose_in: Callable[..., Config]) -> None:
+    said: list[str] = []
+    paths = prepare(compose_in(f"resume={trial}", "trial=second"), said.append)
+    assert audit(paths.ledger)["inherited"] == STEP * BATCH
+    with Journal(paths.ledger) as journal:
+        (event,) = journal.replay()
+    assert isinstance(event, Resumed)
+    assert (event.step, event.groups, event.cursor, event.pending) == (3, 12, 14, [9, 2])
+    assert said[-1] == f"continuing at step 3 from {trial / 'checkpoints' / 'step-00000003'}"
+
+
+def test_groups_behind_the_checkpoint_count_at_the_new_batch_size(
+    trial: Path, compose_in: Callable[..., Config]
+) -> None:
+    """Of capacity B * (v + eta + 1) the B * v are used up, whatever B is: eta + 1 batches are free."""
+    paths = prepare(compose_in(f"resume={trial}", "trial=second", "train.batch_groups=6"), lambda _: None)
+    assert audit(paths.ledger)["inherited"] == 3 * 6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "problem"),
+    [
+        (["train.total_steps=3"], "resume", "is at step 3 and train.total_steps is 3: nothing is left"),
+        (["seed=2"], "seed", "must be 1, as in resume="),
+        (["train.optimizer.name=sgd"], "resume", "role 'actor' has the state of adam, not of sgd"),
+        (["train.ppo.critic.enabled=true"], "resume", "has no role 'critic', which this run trains; it has: actor"),
+        (["train.batch_groups=5", "train.total_epochs=9"], "train.batch_groups", "with another batch size epochs"),
+        (["data.arith.train_size=30"], "resume", "was trained on 20 prompts, and the train split has 30"),
+        (["model.tiny.hidden_size=64"], "resume", "is of another model: role 'actor' has hidden 128 there, 64 here"),
+        (["train.lora.rank=4"], "resume", "is of another model: role 'actor' has lora_rank 0 there, 4 here"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused_in_one_line_and_leaves_nothing(
+    trial: Path, compose_in: Callable[..., Config], overrides: list[str], field: str, problem: str
+) -> None:
+    made = compose_in(f"resume={trial}", "trial=second", *overrides)
+    with pytest.raises(ConfigError) as caught:
+        prepare(made, lambda _: None)
+    assert caught.value.field == field and problem in str(caught.value) and "\n" not in str(caught.value)
+    assert not TrialPaths.of(made).root.exists()
+
+
+def test_the_command_refuses_with_exit_code_2(trial: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (trial / "checkpoints" / "step-00000003" / "state.json").write_text("{}")
+    for text, problem in [
+        ("nowhere", "is no directory"),
+        (str(tmp_path), "is no checkpoint and no trial"),
+        (str(trial), "state.json is corrupt"),
+    ]:
+        assert main(["run", *CONFIG, f"resume={text}", "--dry-run"]) == 2
+        error = capsys.readouterr().err
+        assert "resume=" in error and problem in error and error.count("\n") == 1
+
+
+def test_a_file_that_is_too_short_is_refused_before_the_start(trial: Path, compose_in: Callable[..., Config]) -> None:
+    made = compose_in(f"resume={trial}")
+    state = check_resume(made)
+    assert state is not None
+    files = {"actor-00001-of-00001.safetensors": FileInfo(10, "")}
+    target = Path(made.resume)
+    (target / "actor-00001-of-00001.safetensors").write_bytes(b"short")
+    (target / "state.json").write_bytes(encode_state(msgspec.structs.replace(state, files=files)))
+    with pytest.raises(ConfigError, match=r"safetensors has 5 bytes, its writer says 10: truncated"):
+        check_resume(made)
+
+
+def test_every_prompt_is_issued_once_across_checkpoint_and_resume(tmp_path: Path) -> None:
+    """B = 2, eta = 1, 64 prompts: six groups granted, two of them trained; then a new trial."""
+    order = permutation(config().seed, 0, 64).tolist()
+    found: list[DataPosition] = []
+
+    async def first(t: Trial) -> None:
+        await t.ready()
+        tickets = (await t.allocate(4))["tickets"]
+        await t.post("/trained", step=1, version=1, trained=[ticket["ticket_id"] for ticket in tickets[:2]])
+        t.publish(1)
+        await t.until("server 0 serves 1", t.serves(0, 1))
+        assert len((await t.allocate(10))["tickets"]) == 2
+        client = ManagerClient(lambda: t.url, TOKEN)
+        found.append(await client.data_position())
+        await client.close()
+
+    drive(tmp_path / "first", first)
+    (position,) = found
+    assert position == DataPosition(6, order[2:6], 64, config().seed)
+    second = tmp_path / "second"
+    with Journal(second / "ledger.jsonl") as journal:
+        journal.append([Resumed("/c", 1, 2, position.cursor, position.pending, 0.0)])
+
+    async def resumed(t: Trial) -> None:
+        await t.ready(version=1)
+        view = (await t.get("/status"))["admission"]
+        assert (view["counted"], view["capacity"]) == (2, 6)
+        tickets = (await t.allocate(10))["tickets"]
+        assert [ticket["prompt_index"] for ticket in tickets] == order[2:6], "as many as the bound allows, no more"
+        await t.halt()
+        await t.start()  # a manager that was restarted knows the same
+        assert (await t.allocate(10))["tickets"] == []
+        done: list[Any] = [ticket["ticket_id"] for ticket in tickets[:2]]
+        await t.post("/trained", step=2, version=2, trained=done)
+        t.publish(2)
+        await t.until("server 0 serves 2", t.serves(0, 2))
+        assert [ticket["prompt_index"] for ticket in (await t.allocate(10))["tickets"]] == order[6:8]
+
+    drive(second, resumed)
+
+
+def test_the_position_needs_the_token(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        client = ManagerClient(lambda: t.url, "another token")
+        with pytest.raises(StreamError, match="status 401: /data_position: needs the trial's token"):
+            await client.data_position()
+        await client.close()
+
+    drive(tmp_path, scenario)

@@ -1,0 +1,21 @@
+"""Nothing grows from train step to train step: a short form of benchmarks/memory.py, on two real ranks."""
+
+from __future__ import annotations
+
+from benchmarks.memory import run
+
+STEPS = 12
+SETTLED = 2  # Adam's state comes with the first step
+
+
+def test_a_rank_holds_no_more_after_many_steps_than_after_a_few() -> None:
+    histories = run(STEPS, every=1)
+    assert len(histories) == 2
+    for history in histories:
+        assert [held.step for held in history] == list(range(STEPS))
+        assert [(held.samples, held.array_bytes) for held in history] == [(0, 0)] * STEPS, "cleared samples are held"
+        late = history[SETTLED:]
+        assert {held.tensors for held in late} == {late[0].tensors}, "tensors outlive their step"
+        assert {held.tensor_bytes for held in late} == {late[0].tensor_bytes}
+        # A step's activations are some MiB; kept from each step they would be far beyond what an allocator rounds up.
+        assert late[-1].rss_bytes - late[0].rss_bytes < 16 << 20

@@ -1,0 +1,142 @@
+"""Tiny models of all roles and one batch, for tests of the interfaces on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel, Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+from realsys.cluster.topology import Mesh, whole_mesh
+from realsys.config.allocation import parse_allocation
+from realsys.config.schema import Config
+from realsys.train.data_manager import DataManager
+from realsys.train.device import Device
+from realsys.train.interfaces import CallOutcome, Role, find_interface
+from realsys.train.mesh import form_meshes
+from realsys.train.roles import make_role
+from realsys.types import MfcRequest, SequenceRef
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+VOCAB = 48
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.15,
+    "attn_implementation": "eager",
+    "tie_word_embeddings": False,
+}
+
+
+def whole(text: str, *roles: str) -> dict[str, Mesh]:
+    """All roles on one mesh of all workers, as ``d2p2``."""
+    return dict.fromkeys(roles, whole_mesh(parse_allocation(f"sglang.d1+{text}").actor))
+
+
+def make_models() -> dict[str, PreTrainedModel]:
+    """A model per role; no two alike, and no value head at zero."""
+    torch.manual_seed(23)
+    models: dict[str, PreTrainedModel] = {role: Qwen2ForCausalLM(Qwen2Config(**SIZES)) for role in ("actor", "ref")}
+    for role in ("critic", "reward"):
+        config = Qwen2Config(**SIZES, num_labels=1)
+        models[role] = Qwen2ForSequenceClassification(config)
+    for model in models.values():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # norms at 1 and biases at 0 would hide a forgotten one
+                    parameter.add_(torch.randn(parameter.shape) * 0.2)
+    return models
+
+
+def save_models(models: Mapping[str, PreTrainedModel], folder: Path) -> dict[str, Path]:
+    for role, model in models.items():
+        model.save_pretrained(folder / role)
+    return {role: folder / role for role in models}
+
+
+def make_batch() -> tuple[list[SequenceRef], dict[str, Arrays]]:
+    """Nine answers of very different length to four prompts; one of a single token, two cut off."""
+    rng = np.random.default_rng(17)
+    refs, arrays = [], {}
+    for i, answer in enumerate([14, 3, 1, 9, 21, 6, 5, 12, 8]):
+        prompt, name = int(rng.integers(1, 9)), f"t{i // 3}/{i % 3}"
+        refs.append(
+            SequenceRef(name, prompt + answer, prompt, float(rng.choice([5.0, -5.0, 2.0])), i in (4, 7), i // 3)
+        )
+        arrays[name] = {
+            "tokens": rng.integers(0, VOCAB, prompt + answer).astype(np.int32),
+            "behav_logprobs": rng.uniform(-4, -3, answer).astype(np.float32),
+        }
+    return refs, arrays
+
+
+def deal(refs: Sequence[SequenceRef], data_ranks: int) -> list[list[SequenceRef]]:
+    """Unevenly: data rank 0 gets two of three."""
+    parts: list[list[SequenceRef]] = [[] for _ in range(data_ranks)]
+    for i, ref in enumerate(refs):
+        parts[0 if i % 3 else i % data_ranks].append(ref)
+    return parts
+
+
+class Worker:
+    """What a ModelWorker is in these tests: its roles, its data, and calls dealt as the master would."""
+
+    def __init__(
+        self, rank: int, device: Device, config: Config, meshes: Mapping[str, Mesh], models: Mapping[str, Path]
+    ) -> None:
+        self.data = DataManager(rank)
+        self.roles: dict[str, Role] = {}
+        self._meshes = meshes
+        groups = form_meshes(meshes, rank, device)
+        for name in meshes:
+            if name not in groups:
+                continue
+            trainable = name in ("actor", "critic")
+            self.roles[name] = make_role(
+                config, name, models[name], groups[name], self.data, device, trainable=trainable
+            )
+
+    def fill(self, arrays: Mapping[str, Arrays]) -> None:
+        for sample_id, own in arrays.items():
+            self.data.put(sample_id, own)
+
+    def call(
+        self,
+        interface: str,
+        role: str,
+        minibatches: Sequence[Sequence[SequenceRef]],
+        deal: Callable[[Sequence[SequenceRef], int], list[list[SequenceRef]]] = deal,
+        **args: Any,
+    ) -> CallOutcome:
+        """One call on the mesh of ``role``; nothing on workers outside of it."""
+        if role not in self.roles:
+            return CallOutcome()
+        dealt = [deal(refs, self._meshes[role].layout.data) for refs in minibatches]
+        request = MfcRequest(interface, role, interface, 0, 0, dealt, args)
+        return find_interface(interface).run(self.roles[role], request)
+
+    def spread(self, refs: Sequence[SequenceRef], *keys: str) -> dict[str, Arrays]:
+        """Every worker gets these arrays of all samples, as if all had been transferred; what was found."""
+        own = {
+            ref.sample_id: {key: self.data.get(ref.sample_id, key) for key in keys if self.data.has(ref.sample_id, key)}
+            for ref in refs
+        }
+        found: list[dict[str, Arrays]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, own)
+        merged: dict[str, Arrays] = {}
+        for part in found:
+            for sample_id, arrays in part.items():
+                merged.setdefault(sample_id, {}).update(arrays)
+        self.fill(merged)
+        return merged

@@ -1,0 +1,197 @@
+"""ModelWorkers as asyncio tasks: they do what they are sent strictly in the order of arrival, and meet in collectives.
+
+Time is counted in turns of the event loop, so a run depends on nothing but its seed, and a deadlock is found by
+counting: a worker that waits for the others of a request longer than ``BOUND`` turns raises ``Deadlock``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from realsys.cluster.topology import Mesh
+from realsys.config.dataflow import Dataflow
+from realsys.types import (
+    ARRAY_KEYS,
+    METADATA_KEYS,
+    ClearRequest,
+    Empty,
+    MfcReply,
+    MfcRequest,
+    TransferReply,
+    TransferRequest,
+)
+
+BOUND = 3000  # far beyond the turns of all requests of a test together
+
+Held = set[tuple[str, str]]  # (key, sample id)
+
+
+class Deadlock(Exception):
+    """Some workers of a request wait for others that never come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    request: str  # name of the call, or "transfer {n}"
+    worker: int
+    what: Literal["start", "end"]
+
+
+@dataclass(slots=True)
+class Sent:
+    """One request on its way."""
+
+    name: str
+    workers: list[int]
+    payload: Any
+    replies: dict[int, asyncio.Future[Any]]
+    met: list[int] = field(default_factory=lambda: [0, 0])  # who reached its first and its last collective
+
+    @property
+    def has_collectives(self) -> bool:
+        return not isinstance(self.payload, ClearRequest)
+
+
+class SimulatedWorkers:
+    """Holds who has which array, and fails on a read of what is not there, a double transfer, or a deadlock.
+
+    ``turns``: how long the next request takes on a worker. ``score``: sample id -> the score that calls report.
+    """
+
+    def __init__(
+        self,
+        flow: Dataflow,
+        meshes: Mapping[str, Mesh],
+        count: int,
+        *,
+        turns: Callable[[], int] = lambda: 1,
+        score: Callable[[str], float | None] = lambda sample_id: None,
+    ) -> None:
+        self.flow, self.meshes, self._turns, self._score = flow, meshes, turns, score
+        self.held: dict[int, Held] = {worker: set() for worker in range(count)}
+        self.sent: list[Sent] = []
+        self.events: list[Event] = []
+        self.moved = 0  # arrays
+        self._queues: list[asyncio.Queue[Sent]] = [asyncio.Queue() for _ in range(count)]
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[SimulatedWorkers]:
+        tasks = [asyncio.create_task(self._serve(worker)) for worker in self.held]
+        try:
+            yield self
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- what the executor sees --------------------------------------------------------------------------------------
+
+    def transfer(self, workers: Iterable[int], payload: TransferRequest) -> asyncio.Future[list[TransferReply]]:
+        return self._send(f"transfer {len(self.sent)}", workers, payload)
+
+    def run_mfc(self, workers: Sequence[int], payload: MfcRequest) -> asyncio.Future[list[MfcReply]]:
+        return self._send(payload.mfc, workers, payload)
+
+    def clear(
+        self, workers: Iterable[int], sample_ids: list[str], keys: Sequence[str] = ()
+    ) -> asyncio.Future[list[Empty]]:
+        return self._send(f"clear {len(self.sent)}", workers, ClearRequest(sample_ids, list(keys)))
+
+    def _send(self, name: str, workers: Iterable[int], payload: Any) -> asyncio.Future[list[Any]]:
+        loop, recipients = asyncio.get_running_loop(), list(workers)
+        sent = Sent(name, recipients, payload, {worker: loop.create_future() for worker in recipients})
+        self.sent.append(sent)
+        self.deliver(sent)
+        return asyncio.gather(*sent.replies.values())
+
+    def deliver(self, sent: Sent) -> None:
+        """As a broadcast does: to all recipients before anything else is sent."""
+        for worker in sent.workers:
+            self.enqueue(worker, sent)
+
+    def enqueue(self, worker: int, sent: Sent) -> None:
+        self._queues[worker].put_nowait(sent)
+
+    # -- a worker ----------------------------------------------------------------------------------------------------
+
+    async def _serve(self, worker: int) -> None:
+        while True:
+            sent = await self._queues[worker].get()
+            reply = sent.replies[worker]
+            try:
+                result = await self._handle(worker, sent)
+            except (AssertionError, Deadlock) as error:  # answered, and then the worker ends, like a real one
+                if not reply.done():
+                    reply.set_exception(error)
+                return
+            if not reply.done():
+                reply.set_result(result)
+
+    async def _handle(self, worker: int, sent: Sent) -> Any:
+        self.events.append(Event(sent.name, worker, "start"))
+        await self._meet(0, worker, sent)
+        turns = self._turns()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        match sent.payload:
+            case TransferRequest():
+                reply: Any = TransferReply(self._move(worker, sent.payload))
+            case MfcRequest():
+                reply = self._compute(worker, sent.payload)
+                reply.seconds = float(turns)
+            case ClearRequest(sample_ids, keys):
+                gone = {(key, s) for key, s in self.held[worker] if s in sample_ids and (not keys or key in keys)}
+                self.held[worker] -= gone
+                reply = Empty()
+        await self._meet(1, worker, sent)
+        self.events.append(Event(sent.name, worker, "end"))
+        return reply
+
+    async def _meet(self, which: int, worker: int, sent: Sent) -> None:
+        if not sent.has_collectives:
+            return
+        sent.met[which] += 1
+        for _ in range(BOUND):
+            if sent.met[which] == len(sent.workers):
+                return
+            await asyncio.sleep(0)
+        raise Deadlock(f"worker {worker} waits in {sent.name} for {len(sent.workers) - sent.met[which]} others")
+
+    def _move(self, worker: int, request: TransferRequest) -> int:
+        received = 0
+        known = {ref.sample_id for ref in request.sequences}
+        for transfer in request.transfers:
+            for item in ((key, sample) for sample in transfer.sample_ids for key in transfer.keys):
+                assert item[1] in known, f"nobody can know the length of {item[1]}"
+                if transfer.src == worker:
+                    assert item in self.held[worker], f"worker {worker} is to send {item}, which it lacks"
+                if transfer.dst == worker:
+                    assert item not in self.held[worker], f"worker {worker} gets {item} twice"
+                    self.held[worker].add(item)
+                    received += 1
+        self.moved += received
+        return received
+
+    def _compute(self, worker: int, request: MfcRequest) -> MfcReply:
+        mesh = self.meshes[request.role]
+        call = next(call for call in self.flow.calls if call.name == request.mfc)
+        dp, _, pp = mesh.coordinates(mesh.workers.index(worker))
+        last = pp == mesh.layout.pipeline - 1
+        samples = [ref.sample_id for minibatch in request.minibatches for ref in minibatch[dp]]
+        for key in call.inputs - METADATA_KEYS:
+            if last or ARRAY_KEYS[key][1] == "sequence":
+                for sample in samples:
+                    assert (key, sample) in self.held[worker], (
+                        f"worker {worker} lacks {key} of {sample} for {call.name}"
+                    )
+        if last:
+            self.held[worker] |= {(key, sample) for key in call.outputs - METADATA_KEYS for sample in samples}
+        reply = MfcReply(worker, {"rank": float(worker)})
+        if worker == mesh.dp_head(dp) and "scores" in call.outputs:
+            found = {sample: self._score(sample) for sample in samples}
+            reply.scores = {sample: score for sample, score in found.items() if score is not None}
+        return reply

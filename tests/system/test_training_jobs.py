@@ -1,0 +1,159 @@
+"""Whole jobs of the training side: several models on shared and separate workers, published algorithms, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+from realsys.config.schema import TinyModelConfig
+from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+from tests.system.checkpoints import load_checkpoint, weights_differ
+from tests.system.jobs import Job, arith, run, run_arith
+from tests.system.ledgers import check_ledger, check_staleness
+
+pytestmark = pytest.mark.system
+
+QUICK = ["evaluation.problems=0", "train.total_steps=3", "rollout.workers=1", "warmup.steps=10"]
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def finite(job: Job, *names: str) -> None:
+    """These statistics are in every step, and are numbers."""
+    for step in job.records("train"):
+        for name in names:
+            assert math.isfinite(step["stats"][name]), (name, step["stats"])
+
+
+def make_reward_model(path: Path) -> Path:
+    """A random scorer with the tokenizer and the sizes of the tiny model."""
+    tiny = TinyModelConfig()
+    write_char_tokenizer(path)
+    make_tiny_model(tiny, path, seed=1)
+    config = Qwen2Config.from_pretrained(path, num_labels=1, pad_token_id=0)
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        Qwen2ForSequenceClassification(config).save_pretrained(path)
+    return path
+
+
+def test_critic_and_reference_train_on_workers_of_their_own(tmp_path: Path) -> None:
+    """Decoupled PPO with GAE; the KL to the reference is in the reward, so all three models feed the advantages."""
+    job = run_arith(
+        tmp_path,
+        "critic",
+        "algorithm=decoupled_ppo_critic",
+        "allocation=sglang.d1+actor.d1,ref.d1+critic.m2",
+        "train.ppo.kl.coef=0.05",
+        "train.ppo.kl.place=reward",
+        "train.ppo.kl.adaptive=true",
+        "roles.ref.offload=all",
+        *QUICK,
+    ).completed()
+    finite(job, "loss", "advantages/return_mean", "critic_train/loss", "critic_train/grad_norm")
+    check_ledger(job, batch_groups=8, eta=4, prompts=400)
+    check_staleness(job, 4)
+
+
+def test_a_reward_model_scores_and_offloads_beside_the_actor(tmp_path: Path) -> None:
+    scorer = make_reward_model(tmp_path / "scorer")
+    job = run_arith(
+        tmp_path,
+        "reward",
+        "algorithm=rloo",
+        "train.ppo.advantage.mean=group",
+        "train.ppo.reward_model.enabled=true",
+        "train.ppo.reward_model.weight=0.5",
+        f"roles.reward.path={scorer}",
+        "roles.reward.offload=all",
+        "train.offload=optimizer",
+        *QUICK,
+    ).completed()
+    finite(job, "loss", "grad_norm")
+    assert all(step["stats"]["grad_norm"] > 0 for step in job.records("train"))
+
+
+def test_dynamic_sampling_replaces_groups_and_every_ticket_ends(tmp_path: Path) -> None:
+    """DAPO: a fresh model is right now and then; groups without a right answer, or without a wrong one, are dropped."""
+    job = run_arith(
+        tmp_path, "dapo", "algorithm=dapo", "warmup.steps=120", "train.ppo.overlong.buffer=16", *QUICK[:3]
+    ).completed()
+    dropped = sum(step["dropped_filtered"] for step in job.records("train"))
+    ledger = check_ledger(job, batch_groups=8, eta=4, prompts=400)
+    assert dropped > 0
+    assert ledger.counts.dropped_by_reason["success_rate"] >= dropped
+
+
+def test_adapters_are_trained_and_served_merged(tmp_path: Path) -> None:
+    """Only adapters learn; what is exported is a plain model that differs from the base in the targeted weights."""
+    job = run_arith(
+        tmp_path,
+        "lora",
+        "algorithm=dr_grpo",
+        "train.lora.rank=4",
+        "train.lora.targets=[qkv,down]",
+        "train.optimizer.lr=1e-2",
+        "checkpoint.hf_every_steps=2",
+        "warmup.steps=0",
+        *QUICK[:3],
+    ).completed()
+    finite(job, "loss", "grad_norm")
+    changed = weights_differ(load_checkpoint(job.paths.model, "a1b2="), load_checkpoint(job.paths.final_model, "a1b2="))
+    assert changed and all(re.search(r"(q|k|v|down)_proj\.weight", name) for name in changed), changed
+    load_checkpoint(job.root / "hf" / "step-2", "a1b2=")
+
+
+def test_a_run_goes_on_from_a_checkpoint_in_another_layout(tmp_path: Path) -> None:
+    """Steps, versions, schedule and prompts go on where the checkpoint is; admission is right from the first second."""
+    first = run_arith(
+        tmp_path, "first", "checkpoint.every_steps=2", "train.total_steps=4", *QUICK[:1], *QUICK[2:]
+    ).completed()
+    folder = first.root / "checkpoints" / "step-00000002"
+    second = run_arith(
+        tmp_path,
+        "second",
+        f"resume={folder}",
+        "allocation=sglang.d1+p2",
+        "train.total_steps=5",
+        "checkpoint.at_end=true",
+        *QUICK[:1],
+        *QUICK[2:],
+    ).completed()
+    assert [step["step"] for step in second.records("train")] == [3, 4, 5]
+    assert not second.records("warmup")
+    check_staleness(second, 4)
+    assert (second.root / "checkpoints" / "step-00000005").is_dir()
+
+
+def test_what_is_no_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    job = run(*arith(tmp_path, "none", f"resume={tmp_path}", *QUICK))
+    assert job.returncode == 2
+    assert "resume" in job.stderr and job.stderr.count("\n") == 1
+    assert not job.root.exists()
+
+
+def test_the_example_of_the_documentation_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/extending.md adds a role, an interface and an algorithm: its code blocks are the two modules."""
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "extending.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) == 2
+    for name, text in zip(("distill", "distill_train"), blocks, strict=True):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    write_char_tokenizer(tmp_path / "teacher")
+    make_tiny_model(TinyModelConfig(), tmp_path / "teacher", seed=7)
+    job = run_arith(
+        tmp_path,
+        "distill",
+        "plugins.dataflow=[distill]",
+        "plugins.train=[distill_train]",
+        "train.ppo.algorithm=distill",
+        "train.ppo.skip_zero_advantage=false",
+        f"roles.custom.teacher.path={tmp_path / 'teacher'}",
+        "allocation=sglang.d1+actor.d1+teacher.d1",
+        *QUICK,
+    ).completed()
+    finite(job, "loss", "grad_norm", "advantages/advantage_mean")

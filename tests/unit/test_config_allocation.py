@@ -1,0 +1,63 @@
+"""The allocation expression and where it puts each role, against placements worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from realsys.cluster.topology import place
+from realsys.config.allocation import ParallelLayout, parse_allocation
+from realsys.errors import ConfigError
+
+PLACEMENTS = [
+    # (expression, ModelWorkers, role -> workers in rank order)
+    ("sglang.d4p1m1+d2p2m1", 4, {"actor": (0, 1, 2, 3), "ref": (0, 1, 2, 3)}),
+    ("d2+sglang.d4", 2, {"actor": (0, 1), "critic": (0, 1)}),
+    ("sglang.d2+actor.d2p2,critic.m2", 4, {"actor": (0, 1, 2, 3), "critic": (0, 1), "ref": (0, 1, 2, 3)}),
+    ("sglang.d2+actor.d2+critic.d1m2,ref.d1", 4, {"actor": (0, 1), "critic": (2, 3), "ref": (2,)}),
+    ("sglang.d1+critic.d1+actor.d1p2+reward.d1", 4, {"critic": (0,), "actor": (1, 2), "reward": (3,), "ref": (1, 2)}),
+]
+
+
+@pytest.mark.parametrize(("text", "workers", "roles"), PLACEMENTS, ids=[text for text, *_ in PLACEMENTS])
+def test_roles_sit_where_the_expression_says(text: str, workers: int, roles: dict[str, tuple[int, ...]]) -> None:
+    allocation = parse_allocation(text)
+    assert allocation.workers == workers
+    assert {role: mesh.workers for role, mesh in place(allocation, roles).items()} == roles
+
+
+def test_a_comma_shares_workers_and_each_role_keeps_its_own_layout() -> None:
+    allocation = parse_allocation("sglang.d3+actor.d2p2,critic.m2")
+    assert allocation.inference == ParallelLayout(data=3)
+    assert allocation.actor == ParallelLayout(data=2, pipeline=2)
+    assert allocation.placement("critic").layout == ParallelLayout(tensor=2)
+    assert allocation.placement("reward") == allocation.placement("actor")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("d2", "joined by '+'"),
+        ("sglang.d1+sglang.d1+d1", "exactly one inference part"),
+        ("vllm.d1+d1", "exactly one inference part"),
+        ("sglang.d1+critic.d1", "no part is the actor's"),
+        ("sglang.d1+d1+d1", "'actor' stands twice"),
+        ("sglang.d1+actor.d1,critic.x2", "cannot read 'x2'"),
+        ("sglang.d1+d1d2", "axis 'd' stands twice"),
+        ("sglang.d1+d0", "at least 1"),
+        ("sglang.d1+d1,critic.", "cannot read"),
+        ("sglang.d1+2x.d1", "cannot read the role"),
+        ("sglang.p2+d1", "must have p1"),
+        ("", "cannot read"),
+    ],
+)
+def test_what_cannot_be_read_is_named(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_allocation(text)
+    assert problem in str(caught.value) and caught.value.value == text
+
+
+def test_a_role_that_the_dataflow_does_not_call_is_refused() -> None:
+    allocation = parse_allocation("sglang.d1+d1+judge.d1")
+    allocation.check_roles(["actor", "judge"], "")
+    with pytest.raises(ConfigError, match="judge.*calls actor, ref"):
+        allocation.check_roles(["actor", "ref"], "sglang.d1+d1+judge.d1")

@@ -1,0 +1,317 @@
+"""The master's side of checkpoints: when, atomicity, which are kept. Workers write real files; no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import xxhash
+
+from realsys.admission.messages import DataPosition
+from realsys.cluster.topology import Mesh
+from realsys.config.allocation import ParallelLayout
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import CheckpointError, RemoteError
+from realsys.master import checkpoints as module
+from realsys.master.checkpoints import Checkpoints
+from realsys.train import checkpoint_files as files
+from realsys.train.checkpoint_files import FileInfo, RankIndex, complete_checkpoints, find_checkpoint, read_state
+from realsys.types import Empty, FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
+
+MESHES = {"actor": Mesh(ParallelLayout(data=2), (0, 1)), "critic": Mesh(ParallelLayout(), (2,))}
+POSITION = DataPosition(12, [4, 7], 20, 1)
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "vocab_size": 40}
+
+
+class Workers:
+    """Ranks that write their files when they are told to finish, or at once with ``eager``."""
+
+    def __init__(self, *, eager: bool = False) -> None:
+        self.calls: list[str] = []
+        self.eager = eager
+        self.wrote: Callable[[Path], None] = lambda path: None  # after each file
+        self._directory = Path()
+
+    async def save_checkpoint(self, payload: SaveCheckpointRequest) -> list[Empty]:
+        self.calls.append(f"save {payload.role} {payload.step}")
+        self._directory = Path(payload.directory)
+        if self.eager:
+            self.write(payload.role, payload.step)
+        return [Empty()]
+
+    async def finish_checkpoint(self, payload: FinishCheckpointRequest) -> list[Empty]:
+        self.calls.append(f"finish {payload.role} {payload.step}")
+        if not self.eager:
+            self.write(payload.role, payload.step)
+        return [Empty()]
+
+    async def load_checkpoint(self, payload: LoadCheckpointRequest) -> list[Empty]:
+        self.calls.append(f"load {payload.role} {Path(payload.directory).name}")
+        return [Empty()]
+
+    def write(self, role: str, step: int) -> None:
+        layout = MESHES[role].layout
+        for rank in range(layout.world_size):
+            stem, content = files.rank_stem(role, rank, layout.world_size), f"{role} {rank} {step}".encode()
+            info = FileInfo(len(content), xxhash.xxh3_64_hexdigest(content))
+            index = RankIndex(role, step, layout, rank, {}, None, {}, info, [])
+            for name, data in ((files.data_file(stem), content), (files.index_file(stem), msgspec.json.encode(index))):
+                (self._directory / name).write_bytes(data)
+                self.wrote(self._directory / name)
+
+
+def make(tmp_path: Path, workers: Workers, **settings: object) -> Checkpoints:
+    model = tmp_path / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(SIZES))
+    config = Config.model_validate({"checkpoint": settings, "train": {"batch_groups": 4}})
+
+    async def position() -> DataPosition:
+        workers.calls.append("position")
+        return POSITION
+
+    return Checkpoints(
+        config, TrialPaths(tmp_path), meshes=MESHES, workers=workers, position=position, kl=lambda: {"coef": 0.25}
+    )
+
+
+async def train(checkpoints: Checkpoints, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        await checkpoints.after_step(step)
+    await checkpoints.finish()
+
+
+def listed(tmp_path: Path) -> list[int]:
+    return [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")]
+
+
+def test_one_is_taken_every_n_steps_and_the_newest_k_are_kept(tmp_path: Path) -> None:
+    workers = Workers(eager=True)
+    checkpoints = make(tmp_path, workers, every_steps=2, keep=2)
+    asyncio.run(train(checkpoints, 1, 7))
+    assert listed(tmp_path) == [4, 6]
+    assert checkpoints.latest == tmp_path / "checkpoints" / "step-00000006"
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_the_last_step_is_saved_at_the_end_once(tmp_path: Path) -> None:
+    workers = Workers()
+    asyncio.run(train(make(tmp_path, workers, every_steps=3, at_end=True), 1, 4))
+    assert listed(tmp_path) == [3, 4]
+    other = tmp_path / "other"
+    other.mkdir()
+    workers = Workers()
+    asyncio.run(train(make(other, workers, every_steps=2, at_end=True), 1, 2))
+    assert workers.calls.count("save actor 2") == 1 and listed(other) == [2]
+
+
+def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path) -> None:
+    workers = Workers()
+    asyncio.run(train(make(tmp_path, workers), 1, 3))
+    assert workers.calls == [] and not (tmp_path / "checkpoints").exists()
+
+
+def test_what_a_later_trial_needs_is_in_the_state(tmp_path: Path) -> None:
+    asyncio.run(train(make(tmp_path, Workers(), every_steps=5), 5, 5))
+    state = read_state(tmp_path / "checkpoints" / "step-00000005")
+    assert (state.step, state.version, state.seed, state.batch_groups, state.kl) == (5, 5, 1, 4, {"coef": 0.25})
+    assert state.position == POSITION
+    assert {role: s.layout for role, s in state.roles.items()} == {"actor": "d2p1m1", "critic": "d1p1m1"}
+    # By hand: the config's hidden size, and heads of 16 / 4; a critic has one output.
+    assert state.roles["actor"].sizes["hidden"] == 16 and state.roles["actor"].sizes["head_dim"] == 4
+    assert state.roles["actor"].sizes["outputs"] == 40 and state.roles["critic"].sizes["outputs"] == 1
+    assert len(state.files) == 6
+    for name, info in state.files.items():
+        content = (tmp_path / "checkpoints" / "step-00000005" / name).read_bytes()
+        assert info == FileInfo(len(content), xxhash.xxh3_64_hexdigest(content))
+
+
+def test_training_goes_on_until_the_files_are_there_or_the_next_one_is_due(tmp_path: Path) -> None:
+    workers = Workers()
+    checkpoints = make(tmp_path, workers, every_steps=3)
+
+    async def run() -> None:
+        await checkpoints.after_step(3)
+        await checkpoints.after_step(4)
+        await checkpoints.after_step(5)
+        assert "finish actor 3" not in workers.calls and checkpoints.latest is None, "nobody waited"
+        await checkpoints.after_step(6)
+        saved = workers.calls.index("save actor 6")
+        assert workers.calls.index("finish actor 3") < workers.calls.index("finish critic 3") < saved
+        assert listed(tmp_path) == [3]
+        await checkpoints.finish()
+
+    asyncio.run(run())
+    assert listed(tmp_path) == [3, 6]
+
+
+def test_it_is_completed_after_the_first_step_that_finds_all_files(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path, Workers(eager=True), every_steps=3)
+
+    async def run() -> None:
+        await checkpoints.after_step(3)
+        assert listed(tmp_path) == []
+        await checkpoints.after_step(4)
+        assert listed(tmp_path) == [3]
+
+    asyncio.run(run())
+
+
+def test_a_rank_that_failed_is_asked_at_the_next_step_and_ends_the_run(tmp_path: Path) -> None:
+    """The disk is full in the second checkpoint: the error names it, and the first one stays."""
+    workers = Workers(eager=True)
+    checkpoints = make(tmp_path, workers, every_steps=1, keep=1)
+
+    async def refuse(payload: FinishCheckpointRequest) -> list[Empty]:
+        raise RemoteError("model_worker/1: checkpoint x: cannot be written: No space left on device")
+
+    async def run() -> None:
+        await checkpoints.after_step(1)
+        workers.eager = False
+        await checkpoints.after_step(2)
+        (tmp_path / "checkpoints" / "step-00000002.tmp" / "actor-00002-of-00002.failed").touch()
+        workers.finish_checkpoint = refuse  # type: ignore[method-assign]
+        with pytest.raises(CheckpointError) as caught:
+            await checkpoints.after_step(3)
+        message = str(caught.value)
+        assert message.startswith("master_worker: the checkpoint of step 2 failed: model_worker/1: ")
+        assert "No space left on device" in message and "step-00000001" in message and "\n" not in message
+
+    asyncio.run(run())
+    assert listed(tmp_path) == [1] and find_checkpoint(tmp_path).name == "step-00000001"
+
+
+def test_a_state_file_that_cannot_be_written_leaves_the_last_one(tmp_path: Path) -> None:
+    workers = Workers()
+    checkpoints = make(tmp_path, workers, every_steps=1, keep=1)
+
+    def fill_disk(path: Path) -> None:
+        state = path.parent / "state.json"
+        if path.parent.name.startswith("step-00000002") and not state.is_symlink():
+            state.symlink_to("/dev/full")
+
+    workers.wrote = fill_disk
+    with pytest.raises(CheckpointError, match=r"state\.json cannot be written: No space left on device"):
+        asyncio.run(train(checkpoints, 1, 2))
+    assert listed(tmp_path) == [1]
+
+
+def test_a_rank_file_that_changed_size_is_not_committed(tmp_path: Path) -> None:
+    workers = Workers()
+
+    def cut(path: Path) -> None:
+        if path.name == "critic-00001-of-00001.safetensors":
+            os.truncate(path, 3)
+
+    workers.wrote = cut
+    with pytest.raises(CheckpointError, match=r"critic-00001-of-00001\.safetensors has 3 bytes"):
+        asyncio.run(train(make(tmp_path, workers, every_steps=1), 1, 1))
+    assert listed(tmp_path) == []
+
+
+def killed_at(tmp_path: Path, prepare: Callable[[Workers], None]) -> None:
+    """Checkpoints of steps 1 and 2 in a process that ``prepare`` has killed somewhere in step 2."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            workers = Workers()
+            checkpoints = make(tmp_path, workers, every_steps=1, keep=1)
+            asyncio.run(train(checkpoints, 1, 1))
+            prepare(workers)
+            asyncio.run(train(checkpoints, 2, 2))
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("files_written", range(1, 7))
+def test_a_run_killed_between_files_leaves_the_complete_one(tmp_path: Path, files_written: int) -> None:
+    def prepare(workers: Workers) -> None:
+        written: list[Path] = []
+
+        def count(path: Path) -> None:
+            written.append(path)
+            if len(written) == files_written:
+                die()
+
+        workers.wrote = count
+
+    killed_at(tmp_path, prepare)
+    assert listed(tmp_path) == [1] and find_checkpoint(tmp_path).name == "step-00000001"
+    with pytest.raises(CheckpointError, match="was never completed"):
+        read_state(tmp_path / "checkpoints" / "step-00000002.tmp")
+    asyncio.run(train(make(tmp_path, Workers(), every_steps=1), 2, 2))  # what was left is no obstacle
+    assert listed(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("where", ["write_durably", "fsync_directory"])
+def test_a_run_killed_at_the_commit_leaves_the_complete_one(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before state.json is written, and between it and the rename."""
+    killed_at(tmp_path, lambda _: monkeypatch.setattr(module, where, die))
+    assert listed(tmp_path) == [1]
+    assert (tmp_path / "checkpoints" / "step-00000002.tmp" / "state.json").exists() == (where == "fsync_directory")
+
+
+def test_a_run_killed_while_old_ones_are_removed_leaves_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(_: Workers) -> None:
+        monkeypatch.setattr(module.shutil, "rmtree", die)
+
+    killed_at(tmp_path, prepare)
+    assert listed(tmp_path) == [2] and (tmp_path / "checkpoints" / "step-00000001").exists()
+    asyncio.run(train(make(tmp_path, Workers(), every_steps=1), 3, 3))
+    assert not (tmp_path / "checkpoints" / "step-00000001").exists(), "the half removed one is gone"
+
+
+def test_resuming_loads_every_trained_role(tmp_path: Path) -> None:
+    workers = Workers()
+    checkpoints = make(tmp_path, workers, every_steps=1)
+    asyncio.run(train(checkpoints, 1, 1))
+    workers.calls.clear()
+    state = asyncio.run(checkpoints.resume(tmp_path / "checkpoints" / "step-00000001"))
+    assert state.step == 1 and workers.calls == ["load actor step-00000001", "load critic step-00000001"]
+
+
+@pytest.mark.parametrize("flip", [30, 200, -20])
+def test_a_bit_flipped_in_the_state_is_refused_and_the_file_named(tmp_path: Path, flip: int) -> None:
+    asyncio.run(train(make(tmp_path, Workers(), every_steps=1), 1, 1))
+    path = tmp_path / "checkpoints" / "step-00000001" / "state.json"
+    content = bytearray(path.read_bytes())
+    content[flip] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        read_state(path.parent)
+    assert str(caught.value).startswith(f"{path} is corrupt: ")
+
+
+def test_another_format_is_refused_with_its_number(tmp_path: Path) -> None:
+    asyncio.run(train(make(tmp_path, Workers(), every_steps=1), 1, 1))
+    directory = tmp_path / "checkpoints" / "step-00000001"
+    state = msgspec.structs.replace(read_state(directory), format=2)
+    (directory / "state.json").write_bytes(files.encode_state(state))
+    with pytest.raises(CheckpointError, match="has format 2, this realsys reads 1"):
+        read_state(directory)
+
+
+def test_finding_a_checkpoint_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no directory"):
+        find_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="is no checkpoint and no trial"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "checkpoints" / "step-00000004.tmp").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+        find_checkpoint(tmp_path)

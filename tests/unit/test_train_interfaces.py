@@ -1,0 +1,312 @@
+"""Interfaces on real ranks: what must not depend on luck when numbers, sequences or minibatches are missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from realsys.config.dataflow import Dataflow, FunctionCall, register_algorithm
+from realsys.config.schema import Config
+from realsys.errors import ModelError, NotFiniteError
+from realsys.train.device import Device
+from realsys.train.interfaces import CallOutcome, Role, find_interface, register_interface
+from realsys.types import MfcRequest, SequenceRef
+from tests.ppo_batch import Worker, make_batch, make_models, save_models, whole
+from tests.train_ranks import run_ranks
+
+REFS, ARRAYS = make_batch()
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    torch.set_num_threads(1)
+    return make_models()
+
+
+@pytest.fixture(scope="module")
+def folders(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return save_models(models, tmp_path_factory.mktemp("models"))
+
+
+def make_config(*, max_skipped_steps: int = 5, **ppo: Any) -> Config:
+    train = {"microbatch_tokens": 48, "max_skipped_steps": max_skipped_steps, "ppo": ppo}
+    return Config.model_validate({"train": train})
+
+
+def weights(worker: Worker, role: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker.roles[role].engine.export()}
+
+
+@pytest.mark.parametrize("layout", ["d2", "p2"])
+def test_a_nan_sample_skips_the_step_and_is_named_on_every_rank(folders: dict[str, Path], layout: str) -> None:
+    config, meshes = make_config(max_skipped_steps=2), whole(layout, "actor")
+    bad = REFS[4].sample_id
+
+    def body(rank: int, device: Device) -> Any:
+        worker = Worker(rank, device, config, meshes, folders)
+        worker.fill({name: own | {"prox_logprobs": own["behav_logprobs"]} for name, own in ARRAYS.items()})
+        behav = ARRAYS[bad]["behav_logprobs"].copy()
+        behav[3] = math.nan
+        worker.data.put(bad, {"behav_logprobs": behav})
+        before = weights(worker, "actor")
+        first = worker.call("actor_train", "actor", [REFS], lr=1e-2).stats
+        unchanged = all(torch.equal(tensor, before[name]) for name, tensor in weights(worker, "actor").items())
+        with pytest.raises(NotFiniteError) as caught:
+            worker.call("actor_train", "actor", [REFS], lr=1e-2)
+        return first, unchanged, caught.value.sample_ids, str(caught.value)
+
+    for first, unchanged, named, message in run_ranks(2, body, config):
+        assert (first["skipped_steps"], first["optimizer_steps"]) == (1, 0)
+        assert math.isnan(first["loss"]) and unchanged
+        assert named == [bad]
+        assert message == (
+            "actor: 2 optimizer steps in a row skipped because loss or gradient was not finite "
+            f"(train.max_skipped_steps); samples of the last one: {bad}"
+        )
+
+
+def test_a_step_that_is_taken_ends_the_row_of_skipped_ones(folders: dict[str, Path]) -> None:
+    config, meshes = make_config(max_skipped_steps=2), whole("d1", "actor")
+    first, rest = REFS[:2], REFS[2:]
+
+    def body(rank: int, device: Device) -> Any:
+        worker = Worker(rank, device, config, meshes, folders)
+        worker.fill({name: own | {"prox_logprobs": own["behav_logprobs"]} for name, own in ARRAYS.items()})
+        worker.data.put(first[0].sample_id, {"prox_logprobs": np.full(first[0].answer_len, np.nan, np.float32)})
+        stats = worker.call("actor_train", "actor", [first, rest, first, rest], lr=1e-3).stats
+        role = worker.roles["actor"]
+        return stats, role.state_dict()
+
+    [(stats, state)] = run_ranks(1, body, config)
+    assert (stats["skipped_steps"], stats["skipped_steps_total"], stats["optimizer_steps"]) == (2, 2, 2)
+    assert (state["skipped_steps"], state["skipped_in_a_row"]) == (2.0, 0.0)
+
+
+def test_a_minibatch_none_of_whose_samples_stands_out_is_named_whole(folders: dict[str, Path]) -> None:
+    """Weights that overflow make every log-prob NaN: nobody is to blame alone."""
+    config, meshes = make_config(max_skipped_steps=1), whole("d1", "actor")
+
+    def body(rank: int, device: Device) -> Any:
+        worker = Worker(rank, device, config, meshes, folders)
+        worker.fill({name: own | {"prox_logprobs": own["behav_logprobs"]} for name, own in ARRAYS.items()})
+        with torch.no_grad():
+            for parameter in worker.roles["actor"].engine.module.parameters():  # type: ignore[union-attr]
+                parameter.mul_(math.inf)
+        with pytest.raises(NotFiniteError) as caught:
+            worker.call("actor_train", "actor", [REFS[:3], REFS[3:]], lr=1e-3)
+        return caught.value.sample_ids
+
+    assert run_ranks(1, body, config) == [[ref.sample_id for ref in REFS[:3]]]
+
+
+def test_a_nan_of_the_critic_stays_with_its_sample(folders: dict[str, Path]) -> None:
+    """Neither the batch's mean nor the running statistics carry it to the others."""
+    config = make_config(max_skipped_steps=1, critic={"enabled": True, "value_norm": "moving"})
+    bad, rest = REFS[1], [ref for ref in REFS if ref is not REFS[1]]
+
+    def body(rank: int, device: Device) -> Any:
+        worker = Worker(rank, device, config, whole("d2", "actor", "critic"), folders)
+        worker.fill(ARRAYS)
+        worker.call("actor_inf", "actor", [REFS])
+        worker.call("critic_inf", "critic", [REFS])
+        if worker.data.has(bad.sample_id, "values"):
+            values = worker.data.get(bad.sample_id, "values").copy()
+            values[-2] = math.inf
+            worker.data.put(bad.sample_id, {"values": values})
+        worker.call("advantages", "actor", [REFS])
+        worker.spread(REFS, "prox_logprobs", "values", "advantages", "returns")
+        named = []
+        for call, role in (("actor_train", "actor"), ("critic_train", "critic")):
+            with pytest.raises(NotFiniteError) as caught:
+                worker.call(call, role, [REFS], lr=1e-3)
+            named.append(caught.value.sample_ids)
+        running = worker.roles["critic"].running_values
+        untouched = (running.mean, running.std)
+        stats = worker.call("actor_train", "actor", [rest], lr=1e-3).stats
+        return named, untouched, stats["optimizer_steps"]
+
+    for named, running, steps in run_ranks(2, body, config):
+        assert named == [[bad.sample_id], [bad.sample_id]]
+        assert running == (0.0, 1.0)
+        assert steps == 1
+
+
+def test_a_role_keeps_its_state_over_a_checkpoint(folders: dict[str, Path]) -> None:
+    config = make_config(critic={"enabled": True, "value_norm": "exponential"})
+
+    def body(rank: int, device: Device) -> Any:
+        worker = Worker(rank, device, config, whole("d1", "critic"), folders)
+        role = worker.roles["critic"]
+        role.skipped_steps, role.skipped_in_a_row = 7, 2
+        role.running_values.update(4, 8.0, 80.0)  # mean 2, variance 20 - 4
+        state = role.state_dict()
+        other = Worker(rank, device, config, whole("d1", "critic"), folders).roles["critic"]
+        other.load_state_dict(state)
+        return other.skipped_steps, other.skipped_in_a_row, other.running_values.mean, other.running_values.std
+
+    [(total, in_a_row, mean, std)] = run_ranks(1, body, config)
+    assert (total, in_a_row) == (7, 2)
+    assert (mean, std) == (pytest.approx(2.0), pytest.approx(4.0))
+
+
+@pytest.mark.parametrize("layout", ["d2", "p2"])
+def test_an_early_stop_leaves_out_the_rest_on_every_rank_alike(folders: dict[str, Path], layout: str) -> None:
+    config, meshes = make_config(early_stop_ratio=1.5), whole(layout, "actor")
+    minibatches = [REFS[:3], REFS[3:6], REFS[6:]]
+
+    def body(rank: int, device: Device) -> dict[str, float]:
+        worker = Worker(rank, device, config, meshes, folders)
+        worker.fill(ARRAYS)
+        worker.call("actor_inf", "actor", minibatches)
+        for ref in minibatches[1]:  # u = e on every token of the second minibatch, but only the last stage knows
+            if worker.data.has(ref.sample_id, "prox_logprobs"):
+                worker.data.put(ref.sample_id, {"prox_logprobs": worker.data.get(ref.sample_id, "prox_logprobs") - 1})
+        return worker.call("actor_train", "actor", minibatches, lr=1e-6).stats
+
+    for stats in run_ranks(2, body, config):
+        assert (stats["optimizer_steps"], stats["early_stopped"], stats["skipped_steps"]) == (1, 1, 0)
+        assert stats["answer_tokens"] == sum(ref.answer_len for ref in minibatches[0])
+
+
+@pytest.mark.parametrize("layout", ["d2", "p2"])
+def test_a_reward_model_scores_each_answer_at_its_last_token(
+    folders: dict[str, Path], models: dict[str, PreTrainedModel], layout: str
+) -> None:
+    config, meshes = make_config(), whole(layout, "reward")
+    model: Any = models["reward"]
+    expected = {}
+    for ref in REFS:
+        ids = torch.from_numpy(ARRAYS[ref.sample_id]["tokens"]).long()[None]
+        expected[ref.sample_id] = model.score(model.model(ids).last_hidden_state[0, -1]).item()
+
+    def body(rank: int, device: Device) -> Any:
+        worker = Worker(rank, device, config, meshes, folders)
+        worker.fill(ARRAYS)
+        outcome = worker.call("reward_inf", "reward", [REFS])
+        return outcome.stats, outcome.scores, worker.roles["reward"].groups.last_stage
+
+    last = [(stats, scores) for stats, scores, is_last in run_ranks(2, body, config) if is_last]
+    merged: dict[str, float] = {}
+    for stats, scores in last:
+        assert not merged.keys() & scores.keys()
+        merged |= scores
+        assert stats["score_mean"] == pytest.approx(np.mean([*expected.values()]), abs=1e-5)
+        assert stats["score_std"] == pytest.approx(np.std([*expected.values()]), abs=1e-5)
+    assert merged == pytest.approx(expected, abs=1e-5)
+
+
+def everything_to_the_first(refs: Sequence[SequenceRef], data_ranks: int) -> list[list[SequenceRef]]:
+    return [list(refs), *([] for _ in range(data_ranks - 1))]
+
+
+def test_a_data_rank_without_sequences_takes_part_in_every_call(folders: dict[str, Path]) -> None:
+    config = make_config(critic={"enabled": True, "value_norm": "moving"}, kl={"coef": 0.1, "place": "reward"})
+    calls: list[tuple[str, str, dict[str, float]]] = [
+        ("actor_inf", "actor", {}),
+        ("ref_inf", "ref", {}),
+        ("critic_inf", "critic", {}),
+        ("reward_inf", "reward", {}),
+        ("advantages", "actor", {"kl_coef": 0.1}),
+        ("actor_train", "actor", {"lr": 0.0, "kl_coef": 0.1}),
+        ("critic_train", "critic", {"lr": 0.0}),
+        ("sft", "actor", {"lr": 0.0}),
+    ]
+
+    def body_of(layout: str) -> Any:
+        def body(rank: int, device: Device) -> list[dict[str, float]]:
+            worker = Worker(rank, device, config, whole(layout, "actor", "ref", "critic", "reward"), folders)
+            worker.fill(ARRAYS if rank == 0 else {})
+            return [
+                worker.call(interface, role, [REFS[:4], REFS[4:]], everything_to_the_first, **args).stats
+                for interface, role, args in calls
+            ]
+
+        return body
+
+    [alone] = run_ranks(1, body_of("d1"), config)
+    for stats in run_ranks(2, body_of("d2"), config):
+        for expected, found, (name, _, _) in zip(alone, stats, calls, strict=True):
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-5, nan_ok=True), name
+
+
+class CountsTokens:
+    """What a user might add: reads the request and the role's data, leaves statistics."""
+
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        own = role.own_sequences(request)
+        return CallOutcome({"longest": float(max(len(role.data.get(ref.sample_id, "tokens")) for ref in own))})
+
+
+def test_an_interface_of_ones_own_runs_by_its_name(folders: dict[str, Path]) -> None:
+    config = make_config()
+
+    def body(rank: int, device: Device) -> dict[str, float]:
+        register_interface("test_counts_tokens")(CountsTokens)  # in a forked rank: this process does not keep it
+        worker = Worker(rank, device, config, whole("d1", "actor"), folders)
+        worker.fill(ARRAYS)
+        return worker.call("test_counts_tokens", "actor", [REFS[:2], REFS[2:]]).stats
+
+    assert run_ranks(1, body, config) == [{"longest": float(max(ref.length for ref in REFS))}]
+
+
+class ConstantAdvantages:
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        for ref in role.own_sequences(request):
+            role.data.put(ref.sample_id, {"advantages": np.full(ref.answer_len, 0.5, np.float32)})
+        return CallOutcome()
+
+
+def test_training_reads_the_advantages_that_an_algorithm_of_ones_own_makes(folders: dict[str, Path]) -> None:
+    config = make_config(algorithm="test_constant", use_decoupled_loss=False, loss="reinforce")
+    source = frozenset({"tokens", "behav_logprobs"})
+    made = frozenset({"advantages"})
+
+    def body(rank: int, device: Device) -> float:
+        calls = [
+            FunctionCall("scored", "actor", "test_constant_advantages", source, made),
+            FunctionCall("actor_train", "actor", "actor_train", source | made, trains=True),
+        ]
+        register_algorithm("test_constant")(lambda config: Dataflow(calls))
+        register_interface("test_constant_advantages")(ConstantAdvantages)
+        worker = Worker(rank, device, config, whole("d1", "actor"), folders)
+        worker.fill(ARRAYS)
+        worker.call("test_constant_advantages", "actor", [REFS])
+        loss = worker.call("actor_train", "actor", [REFS], lr=0.0).stats["loss"]
+        mean = worker.call("ref_inf", "actor", [REFS]).stats["ref_logprob_mean"]
+        return loss + 0.5 * mean  # the loss is -A * theta
+
+    assert run_ranks(1, body, config) == [pytest.approx(0.0, abs=1e-5)]
+
+
+def test_an_unknown_interface_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ModelError) as caught:
+        find_interface("critic_trian")
+    assert str(caught.value) == (
+        "unknown interface 'critic_trian'; known: actor_inf, actor_train, advantages, critic_inf, critic_train, "
+        "ref_inf, reward_inf, sft (yours: name its module in plugins.train)"
+    )
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ModelError, match=r"^interface 'sft' is registered already, by Sft$"):
+        register_interface("sft")(CountsTokens)
+    assert type(find_interface("sft")).__name__ == "Sft"
+
+
+def test_training_without_a_learning_rate_is_refused(folders: dict[str, Path]) -> None:
+    config = make_config()
+
+    def body(rank: int, device: Device) -> str:
+        worker = Worker(rank, device, config, whole("d1", "actor"), folders)
+        with pytest.raises(ModelError) as caught:
+            worker.call("actor_train", "actor", [REFS])
+        return str(caught.value)
+
+    assert run_ranks(1, body, config) == ["actor_train: args lack 'lr'; the master decides it for every call"]
