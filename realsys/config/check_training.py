@@ -5,7 +5,7 @@ from __future__ import annotations
 from realsys.config.allocation import ACTOR, Allocation
 from realsys.config.dataflow import Dataflow, token_level_advantages
 from realsys.config.roles import role_settings
-from realsys.config.schema import Config
+from realsys.config.schema import Config, OptimizerConfig, RolesConfig
 from realsys.errors import ConfigError
 
 
@@ -31,6 +31,8 @@ def _check_batch(config: Config, allocation: Allocation, flow: Dataflow) -> None
                 f"{minibatches} minibatches x {data} data-parallel ranks of the {role}"
             )
             raise ConfigError("train.batch_groups", config.train.batch_groups, problem)
+    if config.warmup.steps:
+        _check_distributed(config, "warmup.optimizer", config.warmup.optimizer)
     if config.warmup.steps and config.warmup.batch < allocation.actor.data:
         problem = f"must be at least the {allocation.actor.data} data-parallel ranks"
         raise ConfigError("warmup.batch", config.warmup.batch, problem)
@@ -42,11 +44,32 @@ def _check_parallel(config: Config, allocation: Allocation, flow: Dataflow) -> N
         raise ConfigError("train.sequence_parallel", True, problem)
     for role in flow.roles:
         settings = role_settings(config, role)
+        if role in flow.trained_roles:
+            _check_distributed(config, _optimizer_field(role), settings.optimizer)
         if role in flow.trained_roles or role == ACTOR:
             continue
         if settings.offload == "optimizer":
             problem = "is not trained, so it has no optimizer to offload; write all"
             raise ConfigError(f"roles.{role}.offload", "optimizer", problem)
+
+
+def _check_distributed(config: Config, field: str, optimizer: OptimizerConfig) -> None:
+    """Megatron shards the state of AdamW only."""
+    if not config.train.distributed_optimizer:
+        return
+    if optimizer.name != "adam":
+        problem = "cannot be sharded (train.distributed_optimizer); only adam can"
+        raise ConfigError(f"{field}.name", optimizer.name, problem)
+    if not optimizer.decoupled_weight_decay:
+        problem = "must be true with train.distributed_optimizer, which shards the state of AdamW only"
+        raise ConfigError(f"{field}.decoupled_weight_decay", False, problem)
+
+
+def _optimizer_field(role: str) -> str:
+    if role == ACTOR:
+        return "train.optimizer"
+    section = role if role in RolesConfig.model_fields else f"custom.{role}"
+    return f"roles.{section}.optimizer"
 
 
 def _check_rewards(config: Config) -> None:

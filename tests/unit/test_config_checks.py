@@ -73,6 +73,12 @@ WRONG = [
     (["train.ppo.overlong.buffer=1000"], "train.ppo.overlong.buffer", "max_new_tokens (200)"),
     (["train.ppo.critic.enabled=true"], "train.ppo.skip_zero_advantage", "advantage of its own"),
     (["train.ppo.lam=0.9"], "train.ppo.lam", "without a critic"),
+    (["train.distributed_optimizer=true", "train.optimizer.name=sgd"], "train.optimizer.name", "only adam"),
+    (
+        ["train.distributed_optimizer=true", "warmup.optimizer.decoupled_weight_decay=false"],
+        "warmup.optimizer.decoupled_weight_decay",
+        "AdamW only",
+    ),
     (["checkpoint.every_steps=1000"], "checkpoint.every_steps", "checkpoint.at_end"),
 ]
 
