@@ -1,0 +1,194 @@
+"""Tokens per second with weight updates in the middle of answers, against waiting for running answers to finish.
+
+Two embedded engines of the same model decode the same endless stream of answers with heavy-tailed lengths, and get new
+weights every T seconds: one interrupts (recomputes the KV cache of running answers and goes on), the other drains
+(admits nobody, lets running answers finish, then swaps). They take turns, so both see the same machine; the clock is
+the CPU time of the engine's thread, where all of this happens, so what else the machine does disturbs little.
+
+    python -m benchmarks.interruption [--period 2.5] [--turns 4] [--longest 200 1000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import tempfile
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from benchmarks._table import report
+from realsys.config.schema import EmbeddedConfig, GenerationConfig
+from realsys.generation.build import build_engine
+from realsys.generation.core import EngineCore
+from realsys.generation.protocol import SamplingParams, UpdateResult
+from realsys.generation.weights import read_tensors
+
+VOCAB, PROMPT, SHORTEST, GROUP, RUNNING = 64, 32, 16, 8, 384
+BOUND_S = 300.0
+
+
+def answer_length(index: int, longest: int) -> int:
+    """P(length) ~ length^-1.5 between SHORTEST and ``longest``, by inverse CDF."""
+    u = np.random.default_rng(index).random()
+    low, high = SHORTEST**-0.5, longest**-0.5
+    return int((low - u * (low - high)) ** -2)
+
+
+@dataclass
+class Weights:
+    """What a loader returns."""
+
+    tensors: dict[str, torch.Tensor]
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+class Contestant:
+    """An engine under full load. ``turn`` lets it run for some CPU time, then it rests."""
+
+    def __init__(self, path: Path, longest: int, period_s: float, *, interruptible: bool) -> None:
+        self._longest, self._period_s = longest, period_s
+        self._indices, self._versions = itertools.count(), itertools.count(1)
+        self._turn_s, self._begun = 0.0, None  # type: float, tuple[float, int, int] | None
+        self._over = threading.Event()
+        self._updated_at, self._updating = 0.0, False
+        self.cpu_s, self.tokens, self.prefilled = 0.0, 0, 0
+        self.updates: list[dict[str, float]] = []
+        tensors = read_tensors(path)
+        config = GenerationConfig(
+            embedded=EmbeddedConfig(max_running=RUNNING, max_queued=RUNNING, context_length=PROMPT + longest)
+        )
+        self._engine = build_engine(
+            path,
+            config,
+            lambda path, version: Weights(tensors),
+            max_prompt_tokens=PROMPT,
+            interruptible=interruptible,
+            on_step=self._on_step,
+        )
+        self._engine.start()
+        self._engine.pause("in_place").result(BOUND_S)
+        for _ in range(2 * RUNNING):
+            self._request()
+
+    def turn(self, seconds: float, *, measured: bool = True) -> None:
+        self._turn_s, self._begun = seconds, None
+        before = self.cpu_s, self.tokens, self.prefilled, list(self.updates)
+        self._over.clear()
+        self._engine.resume().result(BOUND_S)
+        if not self._over.wait(BOUND_S):
+            raise TimeoutError(f"a turn of {seconds:g} s was not over after {BOUND_S:g} s")
+        self._engine.pause("in_place").result(BOUND_S)
+        if not measured:
+            self.cpu_s, self.tokens, self.prefilled, self.updates = before
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _request(self) -> None:
+        """GROUP requests in a row share their prompt."""
+        index = next(self._indices)
+        prompt = np.random.default_rng(index // GROUP).integers(0, VOCAB, PROMPT).tolist()
+        params = SamplingParams(max_new_tokens=answer_length(index, self._longest), sampling_seed=index)
+        self._engine.generate(str(index), prompt, params).add_done_callback(self._on_answer)
+
+    def _on_answer(self, future: Future[Any]) -> None:
+        if future.exception() is None:
+            self._request()
+
+    def _on_update(self, future: Future[UpdateResult]) -> None:
+        self._updating = False
+        if future.exception() is None:
+            self.updates.append(future.result().timings)
+
+    def _on_step(self, core: EngineCore) -> None:
+        """In the engine's thread, after each step."""
+        now, tokens, prefilled = time.thread_time(), core.counters.tokens, core.counters.prefilled
+        if self._begun is None:
+            self._begun = now, tokens, prefilled
+        if not self._updating and now - self._updated_at >= self._period_s:
+            self._updating, self._updated_at = True, now
+            self._engine.update("memory", next(self._versions)).add_done_callback(self._on_update)
+        if now - self._begun[0] >= self._turn_s and not self._over.is_set():
+            self.cpu_s += now - self._begun[0]
+            self.tokens += tokens - self._begun[1]
+            self.prefilled += prefilled - self._begun[2]
+            self._over.set()
+
+    def row(self) -> dict[str, Any]:
+        def mean_ms(name: str) -> float:
+            values = [timings[name] for timings in self.updates if name in timings]
+            return 1000 * float(np.mean(values)) if values else 0.0
+
+        return {
+            "tokens_per_s": self.tokens / self.cpu_s,
+            "updates": len(self.updates),
+            "prefilled_per_token": self.prefilled / self.tokens,
+            "drain_ms": mean_ms("drain_s"),
+            "pause_ms": mean_ms("pause_s"),
+            "first_token_ms": mean_ms("first_token_s"),
+        }
+
+
+def make_model(path: Path, longest: int) -> None:
+    """The size of the arith experiment's model; no end-of-text token, so that lengths are what was asked for."""
+    torch.manual_seed(0)
+    transformers_logging.disable_progress_bar()
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=PROMPT + longest,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+
+
+def compare(path: Path, longest: int, period_s: float, turns: int) -> list[dict[str, Any]]:
+    make_model(path, longest)
+    contestants = {
+        "interrupt": Contestant(path, longest, period_s, interruptible=True),
+        "drain": Contestant(path, longest, period_s, interruptible=False),
+    }
+    for turn in range(turns + 1):
+        for contestant in contestants.values():
+            # Two periods, so that each turn sees the same number of updates; the first only reaches the steady state.
+            contestant.turn(2 * period_s, measured=turn > 0)
+    rows = [{"longest": longest, "mode": name, **c.row()} for name, c in contestants.items()]
+    for contestant in contestants.values():
+        contestant.close()
+    rows[0]["gain_percent"] = 100 * (rows[0]["tokens_per_s"] / rows[1]["tokens_per_s"] - 1)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--period", type=float, default=2.5, help="seconds of CPU time between two updates")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--longest", type=int, nargs="+", default=[200, 1000])
+    args = parser.parse_args()
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    rows = []
+    for longest in args.longest:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += compare(Path(folder), longest, args.period, args.turns)
+    meta = {"unit": "tokens per CPU second", "running": RUNNING, "group": GROUP, "period_s": args.period}
+    report("interruption", rows, {**meta, "turns": args.turns, "threads": 1})
+
+
+if __name__ == "__main__":
+    main()
