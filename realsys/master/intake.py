@@ -120,7 +120,8 @@ class Intake:
     async def _arrival(self, timeout_s: float) -> bool:
         """Whether samples arrived in time."""
         try:
-            await asyncio.wait_for(self._arrived.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._arrived.wait()
         except TimeoutError:
             return False
         return True

@@ -95,7 +95,8 @@ class MasterStream:
         self._barriers.add(barrier)
         self._check_barriers()
         try:
-            await asyncio.wait_for(barrier.complete, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await barrier.complete
         except TimeoutError:
             missing = ", ".join(_name(w) for w in sorted(barrier.workers - self._peers.keys()))
             raise WaitTimeout(

@@ -232,7 +232,10 @@ class _Session:
     async def outlive(self, connect_timeout_s: float) -> bool:
         """Return when the connection is lost (True) or did not come about in time (False)."""
         try:
-            opened = await asyncio.wait_for(self._opened, connect_timeout_s)
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes as the connection opens, and a pusher
+            # that is closed right after its first push would wait for ever.
+            async with asyncio.timeout(connect_timeout_s):
+                opened = await self._opened
         except TimeoutError:
             self.problem = f"no connection within {connect_timeout_s:g} s"
             return False

@@ -109,6 +109,22 @@ def test_a_closing_sender_loses_nothing_that_was_acknowledged() -> None:
     assert puller.stats.duplicates == 0
 
 
+def test_closing_as_the_connection_opens_does_not_wait_for_ever() -> None:
+    async def run(puller: PullerThread) -> None:
+        pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0")
+        push = asyncio.create_task(pusher.push(make_group("t0")))
+        async with asyncio.timeout(BOUND_S):
+            # Every turn of the loop is looked at, so that the close comes in the one in which the connection opened.
+            while (session := pusher._links[0]._session) is None or not session.up:
+                await asyncio.sleep(0)
+            await pusher.close()
+        await asyncio.wait([push])
+        assert push.exception() is None or isinstance(push.exception(), StreamError)
+
+    with pulling() as puller:
+        asyncio.run(run(puller))
+
+
 def serve_until_killed(pipe: Connection) -> None:
     puller = Puller()
     pipe.send(puller.address)
