@@ -3,18 +3,23 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
+SGLANG_VENV := .venv-sglang
+SGLANG_TESTS := tests/unit/test_sglang_parts.py tests/unit/test_sglang_engine.py tests/contracts/test_generation_http.py \
+	tests/system/test_sglang_job.py
+SGLANG_CPU  := realsys/generation/sglang/cpu_support
 TESTS  ?= tests/unit tests/contracts tests/system
 ARGS   ?=
-BENCHES ?= microbatch dp_balance train_step train_throughput memory streams generation async_vs_sync
+BENCHES ?= microbatch dp_balance train_step train_throughput memory streams weights router generation prefill interruption \
+	async_vs_sync agreement algorithms
 
 # One thread per process: the processes are the parallelism, here as in a run.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format docs bench clean
+.PHONY: help setup sglang-cpu run test sglang-test lint format docs bench clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 setup: $(STAMP)  ## make .venv with the pinned dependencies and realsys itself (once)
 
@@ -24,11 +29,25 @@ $(STAMP): setup.py constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+sglang-cpu: $(SGLANG_VENV)/.installed  ## make .venv-sglang with the real SGLang for a machine without GPU (once, 3 GB)
+
+# Its dependencies first, without those that are for GPUs only; then what would pull those in, by itself.
+$(SGLANG_VENV)/.installed: $(SGLANG_CPU)/requirements.txt $(SGLANG_CPU)/no-deps.txt $(wildcard $(SGLANG_CPU)/*.toml $(SGLANG_CPU)/*/*.py)
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(SGLANG_CPU)/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(SGLANG_CPU)/no-deps.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(SGLANG_CPU)
+	rm -rf $(SGLANG_CPU)/build $(SGLANG_CPU)/*.egg-info
+	touch $@
+
 run: setup  ## train the small model of experiment=arith on this machine; ARGS="train.total_steps=10" changes it
 	$(VENV)/bin/realsys run experiment=arith $(ARGS)
 
 test: setup  ## unit, contract and system tests; the end lists what was skipped and why, and the slowest
 	$(PY) -m pytest $(TESTS) -ra --durations=15 $(ARGS)
+
+sglang-test: setup sglang-cpu  ## the tests that need SGLang: the contract of a generation server, and a short job
+	REALSYS_SGLANG=1 $(PY) -m pytest $(SGLANG_TESTS) -ra --durations=10 $(ARGS)
 
 lint: setup  ## style, format, types, and the direction of imports
 	$(VENV)/bin/ruff check .

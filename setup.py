@@ -9,7 +9,13 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["realsys*", "workers*", "launch*", "configs*"]),
-    package_data={"configs": ["**/*.yaml", "*.yaml"], "realsys.admission": ["*.html"], "workers": ["*.html"]},
+    package_data={
+        "configs": ["**/*.yaml", "*.yaml"],
+        "realsys.admission": ["*.html"],
+        # a package of its own, for the interpreter that runs SGLang
+        "realsys.generation.sglang": ["cpu_support/*", "cpu_support/realsys_sglang_cpu/*.py"],
+        "workers": ["*.html"],
+    },
     install_requires=[
         "aiohttp>=3.10",  # HTTP client of masters, managers and rollout workers
         "etcd3>=0.12",  # name store in production

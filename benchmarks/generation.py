@@ -5,33 +5,42 @@ could reach with plain torch: static cache, no scheduling, no requests, no HTTP.
 a user would, with its default cache; a batch of unequal answers runs until the longest is done, and only tokens that
 were asked for count.
 
-Speeds are tokens per second of this process's CPU time: all parts run in it, so on a free core that is wall time, and
-what else the machine does disturbs it little. ``http_wall`` is by the clock, waits included.
+Speeds are tokens per second of CPU time, of this process and of the SGLang it has started: on a free core that is wall
+time, and what else the machine does disturbs it little. ``http_wall`` is by the clock, waits included.
 
-    python -m benchmarks.generation [--repeats 3] [--concurrent 1 8 32 64] [--lengths equal heavy]
+With ``--sglang PYTHON``, an interpreter that has sglang (docs/sglang.md), the same requests go to its own server.
+
+    python -m benchmarks.generation [--repeats 3] [--concurrent 1 8 32 64] [--lengths equal heavy] [--sglang PYTHON]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import math
 import os
+import signal
+import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
+import psutil
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from benchmarks._table import report
+from realsys.cluster.network import free_ports
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.errors import WeightsError
 from realsys.generation.build import build_engine
@@ -39,6 +48,7 @@ from realsys.generation.client import GenerationClient, SamplingSpec
 from realsys.generation.engine import Engine, Staged
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.server import HttpServer, build_app
+from realsys.generation.sglang.arguments import Launch
 
 PROMPT, ANSWER, CONTEXT, VOCAB = 32, 128, 256, 1024
 
@@ -96,6 +106,66 @@ class EngineOverHttp:
 
     def close(self) -> None:
         self._server.close()
+
+
+class SglangOverHttp:
+    """The same requests to SGLang's own server, started as this system starts it, on the same core."""
+
+    _START_S = 180.0
+
+    def __init__(self, python: str, model_path: Path, log: Path) -> None:
+        [port] = free_ports(1)
+        launch = Launch(python, model_path, "float32", CONTEXT, tensor=1, seed=0, threads=1, gpus=False, options={})
+        self._url = f"http://127.0.0.1:{port}"
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                launch.command(port), env=launch.environment(), stdout=output, stderr=output, start_new_session=True
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def __call__(self, load: Load) -> None:
+        asyncio.run(self._run(load))
+
+    def cpu_s(self) -> float:
+        """Seconds of all its processes so far."""
+        root = psutil.Process(self._process.pid)
+        return sum(sum(p.cpu_times()[:2]) for p in (root, *root.children(recursive=True)))
+
+    def close(self) -> None:
+        children = psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        self._process.wait()
+
+    def _wait(self) -> None:
+        end = time.monotonic() + self._START_S
+        while time.monotonic() < end and self._process.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self._url}/health", timeout=5) as reply:
+                if reply.status == 200:
+                    return
+            time.sleep(0.5)
+        raise RuntimeError(f"SGLang does not serve; the end of its log: {self._log.read_text()[-2000:]}")
+
+    async def _run(self, load: Load) -> None:
+        todo = iter(enumerate(load.lengths))
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def caller() -> None:
+                for index, length in todo:
+                    params = {"max_new_tokens": length, "temperature": 1.0, "ignore_eos": True}
+                    body = {"input_ids": prompt(index), "sampling_params": params, "return_logprob": True}
+                    async with session.post(f"{self._url}/generate", json=body) as response:
+                        assert len((await response.json())["output_ids"]) == length
+
+            await asyncio.gather(*(caller() for _ in range(load.concurrent)))
 
 
 def engine_direct(engine: Engine, load: Load) -> None:
@@ -203,21 +273,27 @@ def never(path: str, version: int) -> Staged:
     raise WeightsError(f"no weights are updated here ({path}, {version})")
 
 
-def measure(methods: dict[str, Callable[[Load], None]], load: Load, repeats: int) -> dict[str, float]:
+def measure(
+    methods: dict[str, Callable[[Load], None]], load: Load, repeats: int, cpu_s: Callable[[], float]
+) -> dict[str, float]:
     """Best tokens/s of each method by CPU time, and as ``{name}_wall`` by the clock; the methods take turns."""
     best = dict.fromkeys([*methods, *(f"{name}_wall" for name in methods)], math.inf)
     for turn in range(repeats + 1):
         for name, method in methods.items():
-            wall, cpu = time.perf_counter(), time.process_time()
+            wall, cpu = time.perf_counter(), cpu_s()
             method(load)
             if turn:  # the first is for warming up
-                best[name] = min(best[name], time.process_time() - cpu)
+                best[name] = min(best[name], cpu_s() - cpu)
                 best[f"{name}_wall"] = min(best[f"{name}_wall"], time.perf_counter() - wall)
     return {name: load.tokens / seconds for name, seconds in best.items()}
 
 
-def compare(args: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
-    model = make_model(path)
+def compare(
+    args: argparse.Namespace, path: Path, model: PreTrainedModel, sglang: SglangOverHttp | None
+) -> list[dict[str, Any]]:
+    def cpu_s() -> float:
+        return time.process_time() + (sglang.cpu_s() if sglang else 0.0)
+
     embedded = EmbeddedConfig(max_running=max(args.concurrent), context_length=CONTEXT)
     rows = []
     for lengths, concurrent in itertools.product(args.lengths, args.concurrent):
@@ -233,7 +309,9 @@ def compare(args: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
         }
         if lengths == "equal":
             methods["bare_loop"] = BareLoop(model)
-        speed = measure(methods, load, args.repeats)
+        if sglang is not None:
+            methods["sglang"] = sglang
+        speed = measure(methods, load, args.repeats, cpu_s)
         engine.close()
         http.close()
         row: dict[str, Any] = {"lengths": lengths, "concurrent": concurrent, "http_wall": speed["http_wall"]}
@@ -241,6 +319,8 @@ def compare(args: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
         row["http_vs_transformers"] = speed["http"] / speed["transformers"]
         if lengths == "equal":
             row["http_vs_bare_loop"] = speed["http"] / speed["bare_loop"]
+        if sglang is not None:
+            row["http_vs_sglang"] = speed["http"] / speed["sglang"]
         rows.append(row)
         print(row, flush=True)
     return rows
@@ -251,11 +331,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--concurrent", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--lengths", nargs="+", choices=("equal", "heavy"), default=["equal", "heavy"])
+    parser.add_argument("--sglang", metavar="PYTHON", help="an interpreter that has sglang")
     args = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        rows = compare(args, Path(folder))
+        path = Path(folder)
+        model = make_model(path)
+        sglang = SglangOverHttp(args.sglang, path, path / "sglang.log") if args.sglang else None
+        try:
+            rows = compare(args, path, model, sglang)
+        finally:
+            if sglang is not None:
+                sglang.close()
     meta = {
         "unit": "tokens per CPU second",
         "hidden": 128,

@@ -1,11 +1,15 @@
 """Tokens per second with weight updates in the middle of answers, against waiting for running answers to finish.
 
-Two embedded engines of the same model decode the same endless stream of answers with heavy-tailed lengths, and get new
-weights every T seconds: one interrupts (recomputes the KV cache of running answers and goes on), the other drains
-(admits nobody, lets running answers finish, then swaps). They take turns, so both see the same machine; the clock is
-the CPU time of the engine's thread, where all of this happens, so what else the machine does disturbs little.
+Two embedded engines of the same model decode the same endless stream of answers with heavy-tailed lengths. As in a run
+that trains as fast as it generates, new weights come after each batch of finished answers: one engine interrupts
+(recomputes the KV cache of running answers and goes on), the other drains (admits nobody, lets running answers finish,
+then swaps). They take turns, one update each, so both see the same machine; the clock is the CPU time of the engine's
+thread, where all of this happens, so what else the machine does disturbs little.
 
-    python -m benchmarks.interruption [--period 2.5] [--turns 4] [--longest 200 1000]
+What is gained depends on how much slower than a full batch a nearly empty one decodes. On a CPU that is little beyond a
+handful of answers; on an accelerator a step takes as long for one answer as for a hundred.
+
+    python -m benchmarks.interruption [--turns 4] [--running 8 64] [--longest 200 1000]
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from realsys.generation.core import EngineCore
 from realsys.generation.protocol import SamplingParams, UpdateResult
 from realsys.generation.weights import read_tensors
 
-VOCAB, PROMPT, SHORTEST, GROUP, RUNNING = 64, 32, 16, 8, 384
+VOCAB, PROMPT, SHORTEST, GROUP = 64, 32, 16, 8
+BATCH = 8  # batches of running answers that finish between two updates
 BOUND_S = 300.0
 
 
@@ -50,22 +55,23 @@ class Weights:
 
     tensors: dict[str, torch.Tensor]
     timings: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 class Contestant:
     """An engine under full load. ``turn`` lets it run for some CPU time, then it rests."""
 
-    def __init__(self, path: Path, longest: int, period_s: float, *, interruptible: bool) -> None:
-        self._longest, self._period_s = longest, period_s
+    def __init__(self, path: Path, running: int, longest: int, *, interruptible: bool) -> None:
+        self._longest, self._batch = longest, BATCH * running
         self._indices, self._versions = itertools.count(), itertools.count(1)
-        self._turn_s, self._begun = 0.0, None  # type: float, tuple[float, int, int] | None
+        self._begun: tuple[float, int, int] | None = None
         self._over = threading.Event()
-        self._updated_at, self._updating = 0.0, False
+        self._answers = 0  # finished in this turn
         self.cpu_s, self.tokens, self.prefilled = 0.0, 0, 0
         self.updates: list[dict[str, float]] = []
         tensors = read_tensors(path)
         config = GenerationConfig(
-            embedded=EmbeddedConfig(max_running=RUNNING, max_queued=RUNNING, context_length=PROMPT + longest)
+            embedded=EmbeddedConfig(max_running=running, max_queued=running, context_length=PROMPT + longest)
         )
         self._engine = build_engine(
             path,
@@ -77,16 +83,17 @@ class Contestant:
         )
         self._engine.start()
         self._engine.pause("in_place").result(BOUND_S)
-        for _ in range(2 * RUNNING):
+        for _ in range(2 * running):
             self._request()
 
-    def turn(self, seconds: float, *, measured: bool = True) -> None:
-        self._turn_s, self._begun = seconds, None
+    def turn(self, *, measured: bool = True) -> None:
+        """From the middle of one batch of answers to the middle of the next, with an update between them."""
         before = self.cpu_s, self.tokens, self.prefilled, list(self.updates)
+        self._begun, self._answers = None, 0
         self._over.clear()
         self._engine.resume().result(BOUND_S)
         if not self._over.wait(BOUND_S):
-            raise TimeoutError(f"a turn of {seconds:g} s was not over after {BOUND_S:g} s")
+            raise TimeoutError(f"a turn of {self._batch} answers was not over after {BOUND_S:g} s")
         self._engine.pause("in_place").result(BOUND_S)
         if not measured:
             self.cpu_s, self.tokens, self.prefilled, self.updates = before
@@ -103,10 +110,12 @@ class Contestant:
 
     def _on_answer(self, future: Future[Any]) -> None:
         if future.exception() is None:
+            self._answers += 1
+            if self._answers == self._batch // 2:
+                self._engine.update("memory", next(self._versions)).add_done_callback(self._on_update)
             self._request()
 
     def _on_update(self, future: Future[UpdateResult]) -> None:
-        self._updating = False
         if future.exception() is None:
             self.updates.append(future.result().timings)
 
@@ -115,10 +124,7 @@ class Contestant:
         now, tokens, prefilled = time.thread_time(), core.counters.tokens, core.counters.prefilled
         if self._begun is None:
             self._begun = now, tokens, prefilled
-        if not self._updating and now - self._updated_at >= self._period_s:
-            self._updating, self._updated_at = True, now
-            self._engine.update("memory", next(self._versions)).add_done_callback(self._on_update)
-        if now - self._begun[0] >= self._turn_s and not self._over.is_set():
+        if self._answers >= self._batch and not self._over.is_set():
             self.cpu_s += now - self._begun[0]
             self.tokens += tokens - self._begun[1]
             self.prefilled += prefilled - self._begun[2]
@@ -157,36 +163,36 @@ def make_model(path: Path, longest: int) -> None:
     Qwen2ForCausalLM(config).save_pretrained(path)
 
 
-def compare(path: Path, longest: int, period_s: float, turns: int) -> list[dict[str, Any]]:
+def compare(path: Path, running: int, longest: int, turns: int) -> list[dict[str, Any]]:
     make_model(path, longest)
     contestants = {
-        "interrupt": Contestant(path, longest, period_s, interruptible=True),
-        "drain": Contestant(path, longest, period_s, interruptible=False),
+        "interrupt": Contestant(path, running, longest, interruptible=True),
+        "drain": Contestant(path, running, longest, interruptible=False),
     }
     for turn in range(turns + 1):
         for contestant in contestants.values():
-            # Two periods, so that each turn sees the same number of updates; the first only reaches the steady state.
-            contestant.turn(2 * period_s, measured=turn > 0)
-    rows = [{"longest": longest, "mode": name, **c.row()} for name, c in contestants.items()]
+            contestant.turn(measured=turn > 0)  # the first only reaches the steady state
+    rows = [{"running": running, "longest": longest, "mode": name, **c.row()} for name, c in contestants.items()]
     for contestant in contestants.values():
         contestant.close()
     rows[0]["gain_percent"] = 100 * (rows[0]["tokens_per_s"] / rows[1]["tokens_per_s"] - 1)
+    print(*rows, sep="\n", flush=True)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--period", type=float, default=2.5, help="seconds of CPU time between two updates")
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--running", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--longest", type=int, nargs="+", default=[200, 1000])
     args = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     rows = []
-    for longest in args.longest:
+    for running, longest in itertools.product(args.running, args.longest):
         with tempfile.TemporaryDirectory() as folder:
-            rows += compare(Path(folder), longest, args.period, args.turns)
-    meta = {"unit": "tokens per CPU second", "running": RUNNING, "group": GROUP, "period_s": args.period}
+            rows += compare(Path(folder), running, longest, args.turns)
+    meta = {"unit": "tokens per CPU second", "group": GROUP, "answers_per_update": f"{BATCH} x running"}
     report("interruption", rows, {**meta, "turns": args.turns, "threads": 1})
 
 

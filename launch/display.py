@@ -24,6 +24,12 @@ T = TypeVar("T")
 
 _RECENT_STEPS = 8
 _RECENT_NOTES = 4
+#: shown when the algorithm has a critic or a reference
+_OF_OTHER_MODELS = (
+    ("explained variance", "critic_train/explained_variance"),
+    ("KL to reference", "kl_ref_mean"),
+    ("KL to reference", "advantages/kl_ref_mean"),
+)
 #: why the manager grants nothing, in words
 _CLOSED = {
     "staleness": "waits for the trainer (eta)",
@@ -230,6 +236,9 @@ def _training(progress: Progress) -> Table:
         ("tokens/s end to end", fmt(mean(recent, "consumed_tokens_per_s"), ",.0f")),
         ("gradient norm", fmt(number(last, "stats", "grad_norm"), ".3f")),
     ]
+    for label, path in _OF_OTHER_MODELS:
+        if (value := number(last, "stats", path)) is not None:
+            rows.append((label, fmt(value, ".3f")))
     for name, record in progress.evals.items():
         rows.append((f"held out, {name}", fmt(number(record, "accuracy"), ".1%")))
     return _fields("training", rows)
@@ -244,6 +253,8 @@ def _asynchrony(progress: Progress, config: Config) -> Table:
         ("staleness", f"{lag if last else '-'}  (eta {config.asynchronous.max_head_offpolicyness})"),
         ("dropped stale", fmt(number(last, "dropped_stale"), ".0f")),
     ]
+    if filtered := number(last, "dropped_filtered"):
+        rows.append(("dropped by filter", fmt(filtered, ".0f")))
     ledger = status.get("ledger")
     if isinstance(ledger, Mapping):
         counts = [(state, number(ledger, state)) for state in ("running", "finished", "trained", "dropped")]

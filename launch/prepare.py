@@ -11,14 +11,18 @@ import shutil
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 
 from launch.resume import check_resume, resume_path, start_ledger
 from realsys.config.allocation import parse_allocation
-from realsys.config.checks import check_model
+from realsys.config.checks import check_made_model
+from realsys.config.dataflow import dataflow_of
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
-from realsys.config.schema import Config
+from realsys.config.schema import Config, RoleConfig, RolesConfig
 from realsys.errors import ConfigError
+
+Role = TypeVar("Role", bound=RoleConfig)
 
 DEFAULT_TRIAL = str(Config.model_fields["trial"].default)
 
@@ -33,6 +37,7 @@ def resolve(config: Config, *, now: datetime) -> Config:
         update["trial"] = _free_name(Path(config.fileroot).resolve() / config.experiment, now)
     if config.model.path:
         update["model"] = config.model.model_copy(update={"path": _absolute(config.model.path)})
+    update["roles"] = _absolute_roles(config.roles)
     update["resume"] = resume_path(config.resume)
     data = config.data
     files = {"train": _absolute(data.train), "eval": _absolute(data.eval), "demos": _absolute(data.demos)}
@@ -42,6 +47,14 @@ def resolve(config: Config, *, now: datetime) -> Config:
 
 def _absolute(path: str) -> str:
     return str(Path(path).resolve()) if path else ""
+
+
+def _absolute_roles(roles: RolesConfig) -> RolesConfig:
+    def moved(role: Role) -> Role:
+        return role.model_copy(update={"path": _absolute(role.path)})
+
+    custom = {name: moved(role) for name, role in roles.custom.items()}
+    return RolesConfig(ref=moved(roles.ref), critic=moved(roles.critic), reward=moved(roles.reward), custom=custom)
 
 
 def _free_name(parent: Path, now: datetime) -> str:
@@ -111,7 +124,7 @@ def _make_inputs(config: Config, paths: TrialPaths, say: Callable[[str], None]) 
     if not config.model.path:
         write_char_tokenizer(model)
         make_tiny_model(config.model.tiny, model, seed=config.seed)
-    check_model(model, config, parse_allocation(config.allocation))
+        check_made_model(model, config, parse_allocation(config.allocation), dataflow_of(config))
     sizes = check_data(config, paths, TextTokenizer(model))
     _check_sizes(config, sizes)
     say("data: " + ", ".join(f"{count:,} {split}" for split, count in sizes.items() if count))

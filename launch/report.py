@@ -74,6 +74,7 @@ def summarise(
             "eta": config.asynchronous.max_head_offpolicyness,
             "histogram": _histogram(train),
             "dropped": int(sum(number(r, "dropped_stale") or 0.0 for r in train)),
+            "filtered": int(sum(number(r, "dropped_filtered") or 0.0 for r in train)),
         },
         "restarts": [{"process": d.name, "how": d.how, "time": d.time} for d in outcome.restarted],
         "killed_at_stop": outcome.killed,
@@ -133,7 +134,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
             f"{fmt(tokens['end_to_end_per_s'], ',.0f')} end to end, {fmt(tokens['train_per_s'], ',.0f')} in training",
         )
         lag = f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}, bound {staleness['eta']}"
-        yield "staleness", f"{lag}; {staleness['dropped']} groups dropped"
+        filtered = f", {staleness['filtered']} by their success rate" if staleness["filtered"] else ""
+        yield "staleness", f"{lag}; {staleness['dropped']} groups dropped{filtered}"
     for i, restart in enumerate(summary["restarts"]):
         yield "" if i else "restarts", f"{restart['process']} {restart['how']}"
     if summary["checkpoint"]:

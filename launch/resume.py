@@ -13,9 +13,9 @@ from pathlib import Path
 
 from realsys.admission.events import Resumed
 from realsys.admission.journal import Journal
-from realsys.config.dataflow import dataflow_of
+from realsys.config.dataflow import dataflow_of, saved_roles
 from realsys.config.paths import TrialPaths
-from realsys.config.roles import role_settings
+from realsys.config.roles import role_field, role_settings
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError, ConfigError
 from realsys.master.checkpoints import describe_role
@@ -48,12 +48,19 @@ def check_resume(config: Config) -> CheckpointState | None:
         check_sizes(directory, state)
     except CheckpointError as error:
         raise ConfigError("resume", config.resume, str(error)) from None
-    for role in dataflow_of(config).trained_roles:
+    flow = dataflow_of(config)
+    for role in saved_roles(config, flow):
+        trained = role in flow.trained_roles
         if role not in state.roles:
-            known = ", ".join(state.roles)
-            raise ConfigError("resume", config.resume, f"has no role {role!r}, which this run trains; it has: {known}")
+            problem = (
+                f"has no role {role!r}, which this run trains; it has: {', '.join(state.roles)}"
+                if trained
+                else f"has no role {role!r}, which starts as the warmed-up actor (warmup.steps); name its directory in "
+                f"{role_field(role)}.path"
+            )
+            raise ConfigError("resume", config.resume, problem)
         theirs, ours = state.roles[role].optimizer, role_settings(config, role).optimizer.name
-        if theirs != ours:
+        if trained and theirs != ours:
             raise ConfigError("resume", config.resume, f"role {role!r} has the state of {theirs}, not of {ours}")
     _check_schedule(config, state)
     return state
@@ -80,9 +87,10 @@ def start_ledger(config: Config, paths: TrialPaths, state: CheckpointState, size
 
     ``sizes``: prompts per split. Raises ConfigError.
     """
+    wanted = saved_roles(config, dataflow_of(config))
     for role, theirs in state.roles.items():
-        if role not in dataflow_of(config).trained_roles:
-            continue  # this run does not train it any more
+        if role not in wanted:
+            continue  # this run has no use for its state any more
         ours = describe_role(config, paths, role, "").sizes
         for name, size in ours.items():
             if theirs.sizes.get(name) != size:

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
 from realsys.admission.messages import DataPosition
 from realsys.config.allocation import ParallelLayout
@@ -23,30 +21,19 @@ from realsys.train.engine import Outputs, Stats
 from realsys.train.interfaces import Role
 from realsys.train.packing import MicroBatch
 from realsys.types import SequenceRef
+from tests.hf_models import VOCAB, make_model
 from tests.train_ranks import build_role, run_ranks
 
-VOCAB, BEFORE, AFTER, LR = 48, 3, 2, 1e-3
+BEFORE, AFTER, LR = 3, 2, 1e-3
 State = dict[str, Any]
 
 
 def make_models(root: Path) -> dict[str, Path]:
     """Directories of random Qwen2 models, by name."""
-    made = {}
-    for name, tied, hidden in (("untied", False, 32), ("tied", True, 32), ("wider", False, 64)):
-        torch.manual_seed(11)
-        sizes = Qwen2Config(
-            vocab_size=VOCAB,
-            hidden_size=hidden,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            initializer_range=0.15,
-            tie_word_embeddings=tied,
-        )
-        made[name] = root / name
-        Qwen2ForCausalLM(sizes).save_pretrained(made[name])
-    return made
+    models = {"untied": make_model(), "tied": make_model(tied=True), "wider": make_model(hidden_size=64)}
+    for name, model in models.items():
+        model.save_pretrained(root / name)
+    return {name: root / name for name in models}
 
 
 SINGLE = ParallelLayout()

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import PreTrainedModel
 
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.config.roles import RoleSettings
@@ -20,20 +19,10 @@ from realsys.train.device import Device
 from realsys.train.engine import LossFunction, MegatronEngine, Stats
 from realsys.train.packing import MicroBatch, Packer
 from realsys.types import SequenceRef
+from tests.hf_models import VOCAB
 from tests.train_ranks import FORMED, cat_exports, coordinates, run_ranks
 
-VOCAB = 48
 TEMPERATURE = 0.7
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.15,
-    "attn_implementation": "eager",
-}
 
 
 def make_sequences() -> tuple[list[SequenceRef], dict[str, np.ndarray[Any, Any]]]:
@@ -49,22 +38,6 @@ def make_sequences() -> tuple[list[SequenceRef], dict[str, np.ndarray[Any, Any]]
 
 REFS, TOKENS = make_sequences()
 ANSWER_TOKENS = sum(ref.answer_len for ref in REFS)
-
-
-def make_model(head: Literal["lm", "value"], *, tied: bool = False) -> PreTrainedModel:
-    """A tiny Qwen2 in which no parameter is at its trivial initial value."""
-    torch.manual_seed(7)
-    model: PreTrainedModel
-    if head == "lm":
-        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied))
-    else:
-        config = Qwen2Config(**SIZES, tie_word_embeddings=tied, num_labels=1)
-        model = Qwen2ForSequenceClassification(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape) * 0.2)
-    return model.float()
 
 
 def make_config(dtype: str = "float32", **train: Any) -> Config:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -52,6 +54,9 @@ def make_model(kind: str, path: Path, *, tied: bool = False, seed: int = 0, eos:
         model = Qwen2ForCausalLM(Qwen2Config(**sizes))
     elif kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **sizes))  # heads * head_dim is not the hidden size
+    elif kind == "llama-linear":
+        rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+        model = LlamaForCausalLM(LlamaConfig(rope_parameters=rope, **sizes))
     else:
         rope = {
             "rope_type": "llama3",
@@ -73,9 +78,18 @@ def read_weights(path: Path) -> ModelWeights:
     return fuse(read_architecture(path), read_tensors(path), dtype=torch.float32, device=CPU)
 
 
-def make_core(path: Path, *, max_running: int = 8, max_queued: int = 64, context: int = 128) -> EngineCore:
-    arch = read_architecture(path)
-    return EngineCore(arch, read_weights(path), max_running=max_running, max_queued=max_queued, context=context)
+def make_core(
+    path: Path, *, max_running: int = 8, max_queued: int = 64, context: int = 128, **options: Any
+) -> EngineCore:
+    arch, weights = read_architecture(path), read_weights(path)
+    return EngineCore(arch, weights, max_running=max_running, max_queued=max_queued, context=context, **options)
+
+
+def make_tokenizer(path: Path) -> None:
+    """A tokenizer.json whose token i is the character "0" + i."""
+    tokenizer = Tokenizer(models.BPE({chr(ord("0") + token): token for token in range(VOCAB)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(path / "tokenizer.json"))
 
 
 def make_request(
@@ -122,3 +136,4 @@ class Weights:
 
     tensors: dict[str, torch.Tensor]
     timings: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)

@@ -49,11 +49,16 @@ FAMILIES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 }
 
 
-def make_model(family: str, *, tied: bool = False, value: bool = False, **changes: Any) -> PreTrainedModel:
-    """Norms and biases are moved off 1 and 0, which would hide one that is permuted or forgotten."""
+def make_model(
+    family: str = "qwen2", *, tied: bool = False, value: bool = False, seed: int = 11, **changes: Any
+) -> PreTrainedModel:
+    """Norms and biases are moved off 1 and 0, which would hide one that is permuted or forgotten.
+
+    ``value``: with a value head instead of logits; ``changes`` of the configuration.
+    """
     configuration, lm, classifier, own = FAMILIES[family]
     settings = {**SIZES, "sliding_window": None, **own, "tie_word_embeddings": tied, **changes}
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     model: PreTrainedModel = (
         classifier(configuration(**settings, num_labels=1)) if value else lm(configuration(**settings))
     )

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import PreTrainedModel
 
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import parse_allocation
@@ -22,21 +20,9 @@ from realsys.train.interfaces import CallOutcome, Role, find_interface
 from realsys.train.mesh import form_meshes
 from realsys.train.roles import make_role
 from realsys.types import MfcRequest, SequenceRef
+from tests.hf_models import VOCAB, make_model
 
 Arrays = dict[str, npt.NDArray[Any]]
-
-VOCAB = 48
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.15,
-    "attn_implementation": "eager",
-    "tie_word_embeddings": False,
-}
 
 
 def whole(text: str, *roles: str) -> dict[str, Mesh]:
@@ -45,18 +31,12 @@ def whole(text: str, *roles: str) -> dict[str, Mesh]:
 
 
 def make_models() -> dict[str, PreTrainedModel]:
-    """A model per role; no two alike, and no value head at zero."""
-    torch.manual_seed(23)
-    models: dict[str, PreTrainedModel] = {role: Qwen2ForCausalLM(Qwen2Config(**SIZES)) for role in ("actor", "ref")}
-    for role in ("critic", "reward"):
-        config = Qwen2Config(**SIZES, num_labels=1)
-        models[role] = Qwen2ForSequenceClassification(config)
-    for model in models.values():
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:  # norms at 1 and biases at 0 would hide a forgotten one
-                    parameter.add_(torch.randn(parameter.shape) * 0.2)
-    return models
+    """A model of two layers per role; no two alike, and no value head at zero."""
+    heads = {"actor": False, "ref": False, "critic": True, "reward": True}
+    return {
+        role: make_model(value=value, seed=seed, num_hidden_layers=2)
+        for seed, (role, value) in enumerate(heads.items())
+    }
 
 
 def save_models(models: Mapping[str, PreTrainedModel], folder: Path) -> dict[str, Path]:

@@ -7,7 +7,6 @@ calls need the trial's token. An error is one line: {"error": "..."}.
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -177,8 +176,7 @@ class ManagerApp:
         return reply_json({"status": "ok"})
 
     async def _status(self, request: Request) -> Response:
-        body = status(self._service.state, self._service.clock(), self._service.started)
-        return Response(json.dumps(body, default=str), media_type="application/json")
+        return reply_json(status(self._service.state, self._service.clock(), self._service.started))
 
     async def _metrics(self, request: Request) -> Response:
         body, content_type = render_metrics(self._service.state, self._service.clock())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from realsys.admission.manager import ManagerState
@@ -22,6 +22,8 @@ class StateCollector(Collector):
         yield from self._admission()
         yield from self._ledger()
         yield from self._servers()
+        yield from self._updates()
+        yield from self._agreement()
         state = self._state
         yield gauge("realsys_workers", "workers with a heartbeat", len(state.workers))
         yield gauge(
@@ -56,6 +58,26 @@ class StateCollector(Collector):
         for cause, number in counts.reissued_by_cause.items():
             reissued.add_metric([cause], number)
         yield reissued
+
+    def _updates(self) -> Iterator[Metric]:
+        updates = self._state.servers.updates
+        took = HistogramMetricFamily(
+            "realsys_weight_update_seconds", "weight updates of all servers, by stage", labels=["stage"]
+        )
+        for stage, histogram in updates.histograms.items():
+            took.add_metric([stage.removesuffix("_s")], histogram.cumulative(), histogram.total)
+        yield took
+        yield CounterMetricFamily("realsys_weight_update_failures", "weight updates that failed", updates.failures)
+
+    def _agreement(self) -> Iterator[Metric]:
+        """Of the last train step; absent when it had no token of the version that it trained."""
+        view = self._state.master.get("agreement")
+        if not isinstance(view, dict):
+            return
+        for key in ("tokens", "difference_mean", "difference_max", "ratio"):
+            if isinstance(view.get(key), int | float):
+                yield gauge(f"realsys_agreement_{key}", f"log-probs of trainer against engine: {key}", view[key])
+        yield gauge("realsys_agreement_warning", "1 while they drift apart", float(bool(view.get("warning"))))
 
     def _servers(self) -> Iterator[Metric]:
         families = {

@@ -156,8 +156,7 @@ class Manager:
     async def _load_clock(self) -> None:
         """Samples the servers' own load for the status page."""
         while True:
-            await self._rollout.poll_load()
-            await asyncio.sleep(LOAD_PERIOD_S)
+            await self._rollout.poll_load(LOAD_PERIOD_S)
 
     # -- name store ---------------------------------------------------------------------------------------------------
 

@@ -45,10 +45,14 @@ class WeightRollout:
             self._tasks[name, incarnation] = task
         self._service.changed.fire()
 
-    async def poll_load(self) -> None:
-        """Ask every server for its load, for /status only: one that does not answer just shows none."""
+    async def poll_load(self, period_s: float) -> None:
+        """Ask every server for its load, for /status only: one that does not answer just shows none.
 
-        async def ask(server: Server) -> None:
+        Spread over ``period_s``: asked all at once, many servers would keep requests for a place waiting.
+        """
+
+        async def ask(server: Server, delay: float) -> None:
+            await asyncio.sleep(delay)
             try:
                 info = await self._client.server_info(server.address.url, LOAD_TIMEOUT_S)
             except GenerationError as error:
@@ -57,7 +61,9 @@ class WeightRollout:
             else:
                 server.load = {key: getattr(info, key) for key in LOAD_KEYS}
 
-        await asyncio.gather(*(ask(server) for server in self._service.state.servers.all()))
+        servers = self._service.state.servers.all()
+        delays = (period_s * number / len(servers) for number in range(len(servers)))
+        await asyncio.gather(asyncio.sleep(period_s), *(ask(*pair) for pair in zip(servers, delays, strict=True)))
 
     def close(self) -> None:
         for task in self._tasks.values():
@@ -73,7 +79,7 @@ class WeightRollout:
                 return
             if isinstance(order, Idle):
                 await wait_for(changed, None if order.until is None else max(0.0, order.until - clock()))
-            elif not state.begin_update(order):
+            elif not state.begin_update(order, clock()):
                 await wait_for(changed, None)  # draining: every finished rollout fires the signal
             else:
                 await self._update(order)
@@ -81,11 +87,12 @@ class WeightRollout:
 
     async def _update(self, order: UpdateOrder) -> None:
         servers, begin = self._service.state.servers, time.perf_counter()
+        timings: dict[str, float] | None = None
         try:
-            if order.probe and await self._serves_already(order):
-                timings: dict[str, float] = {}
-            else:
+            if not (order.probe and await self._has(order)):
                 timings = await self._load(order)
+                if not await self._serves(order):
+                    raise GenerationError(f"{order.url}: took version {order.target.version}, but does not report it")
         except GenerationError as error:
             servers.failed(order, str(error), self._service.clock())
             log.warning("%s: version %d failed, quarantined: %s", order.server, order.target.version, error)
@@ -94,14 +101,19 @@ class WeightRollout:
             servers.succeeded(order, seconds, timings)
             log.info("%s: serves version %d after %.3f s", order.server, order.target.version, seconds)
 
-    async def _serves_already(self, order: UpdateOrder) -> bool:
+    async def _has(self, order: UpdateOrder) -> bool:
         """After a restart of the manager the servers may have the newest weights: same version from the same folder."""
         info = await self._client.model_info(order.url, min(PROBE_TIMEOUT_S, self._timeout_s))
         return info.weight_version == str(order.target.version) and info.model_path == order.target.path
+
+    async def _serves(self, order: UpdateOrder) -> bool:
+        """Asked, not believed: nothing is routed to a server on the word of the call that changed it."""
+        info = await self._client.model_info(order.url, min(PROBE_TIMEOUT_S, self._timeout_s))
+        return info.weight_version == str(order.target.version)
 
     async def _load(self, order: UpdateOrder) -> dict[str, float]:
         target = order.target
         result = await self._client.update_weights(order.url, target.path, target.version, self._timeout_s)
         if not result.success:
             raise GenerationError(f"{order.url}: did not load version {target.version}: {result.message}")
-        return result.timings
+        return {**result.timings, **result.counts}

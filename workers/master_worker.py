@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from realsys.cluster.aio import run_until_stopped
 from realsys.cluster.topology import place, routing_table
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.config.allocation import ACTOR, parse_allocation
-from realsys.config.dataflow import dataflow_of, sft_dataflow
+from realsys.config.dataflow import dataflow_of, saved_roles, sft_dataflow
 from realsys.config.roles import role_settings
 from realsys.data.demos import DemoDataset
 from realsys.data.files import dataset_files
@@ -63,13 +63,13 @@ class Master:
             root=paths.weights(),
             model_dir=self._model_dir(ACTOR),
             incarnation=ctx.incarnation,
-            keep=config.train.keep_versions,
+            keep=config.weights.keep_versions,
             save=self._workers.save_weights,
         )
         self._checkpoints = Checkpoints(
             config,
             paths,
-            meshes={role: self._meshes[role] for role in self._flow.trained_roles},
+            meshes={role: self._meshes[role] for role in saved_roles(config, self._flow)},
             workers=self._workers,
             position=manager.data_position,
             kl=self._arguments.state_dict,
@@ -96,10 +96,14 @@ class Master:
     async def run(self) -> None:
         await self._enter("connect")
         await self._stream.barrier(range(self._allocation.workers), self._config.cluster.connect_timeout_s)
-        await self._initialize()
+        waiting = self._followers()
+        await self._initialize((role for role in self._meshes if role not in waiting), self._model_dir)
         done = await self._begin()
         await self._enter("publish")
         await self._publisher.publish(done, done)
+        if waiting:
+            await self._publisher.export(self._paths.warmed_up)
+            await self._initialize(waiting, lambda role: self._paths.warmed_up)
         await self._evaluate("before", done)
         await self._enter("train")
         steps = await self._loop.run(done)
@@ -107,10 +111,19 @@ class Master:
         await self._publisher.export(self._paths.final_model)
         await self._enter("done")
 
-    async def _initialize(self) -> None:
-        """Every role on its mesh. All are sent before one is awaited, so roles on separate workers load together."""
+    def _followers(self) -> list[str]:
+        """Roles that start as the actor does, where that is known only after its warm-up.
+
+        A reference loaded before would be the model that has learned nothing, and its KL a pull back to that.
+        """
+        if self._config.resume or not self._config.warmup.steps:
+            return []
+        return [role for role in self._meshes if role_settings(self._config, role).as_actor]
+
+    async def _initialize(self, roles: Iterable[str], directory: Callable[[str], Path]) -> None:
+        """``roles`` on their meshes. All are sent before one is awaited: those on separate workers load together."""
         trained = {*self._flow.trained_roles, *([ACTOR] if self._config.warmup.steps else [])}
-        requests = [InitializeRequest(role, str(self._model_dir(role)), role in trained) for role in self._meshes]
+        requests = [InitializeRequest(role, str(directory(role)), role in trained) for role in roles]
         await asyncio.gather(*(self._workers.initialize(request) for request in requests))
 
     async def _begin(self) -> int:

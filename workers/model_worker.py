@@ -18,14 +18,16 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.train.data_manager import DataManager
     from realsys.train.device import prepare_device
     from realsys.train.mesh import form_meshes, rendezvous
-    from realsys.train.service import ModelWorkerService
-    from realsys.weights.shards import write_shard
+    from realsys.train.service import ModelWorkerService, check_calls
+    from realsys.weights.shards import ShardWriter
 
     config, cluster, worker = ctx.config, ctx.config.cluster, ctx.index
     import_plugins("plugins.train", config.plugins.train)
+    flow = dataflow_of(config)
+    check_calls(flow)
     allocation = parse_allocation(config.allocation)
     # The actor also where no call of the dataflow is its own: the warm-up trains it, and its heads receive the groups.
-    meshes = place(allocation, [ACTOR, *dataflow_of(config).roles])
+    meshes = place(allocation, [ACTOR, *flow.roles])
     heads = meshes[ACTOR].dp_heads()
     keys = keys_for(cluster.host, ctx.paths.root / "keys")
     device = prepare_device(worker, config.train.threads)
@@ -45,7 +47,8 @@ def serve(ctx: WorkerContext) -> None:
             incarnation=ctx.incarnation,
             keys=keys,
         )
-        service = ModelWorkerService(config, ctx.paths, groups, worker, endpoint, data, device, write_shard)
+        writer = ShardWriter(deltas=config.weights.delta == "auto", full_every=config.weights.full_every)
+        service = ModelWorkerService(config, ctx.paths, groups, worker, endpoint, data, device, writer.write)
         try:
             if puller is not None:
                 ctx.register(ctx.names.pull(heads.index(worker)), puller.address)

@@ -30,8 +30,9 @@ from realsys.admission.messages import (
 from realsys.admission.order import PromptOrder, sampling_seed
 from realsys.admission.rates import RateWindow
 from realsys.admission.repeats import Repeats
-from realsys.admission.routing import Reservation, Reservations, RouteRequest, ServerLoad, make_strategy
-from realsys.admission.servers import Server, ServerRegistry, UpdateOrder
+from realsys.admission.router import Router
+from realsys.admission.routing import Reservation, Reservations, make_strategy
+from realsys.admission.servers import Pace, ServerRegistry, UpdateOrder
 from realsys.admission.staleness import StalenessBound
 from realsys.admission.workers import Heartbeat, Held, is_lost, observe
 from realsys.config.schema import Config
@@ -56,9 +57,12 @@ class ManagerSettings:
     lease_s: float = 3600.0
     routing: str = "sticky"
     interruptible: bool = True
+    pace: Pace = field(default_factory=Pace)
 
     @classmethod
     def of(cls, config: Config, split_sizes: dict[str, int]) -> ManagerSettings:
+        manager = config.manager
+        rolling = manager.rollout_mode == "rolling"
         return cls(
             batch_groups=config.train.batch_groups,
             eta=config.asynchronous.max_head_offpolicyness,
@@ -68,9 +72,10 @@ class ManagerSettings:
             split_sizes=split_sizes,
             total_epochs=config.train.total_epochs,
             total_steps=config.train.total_steps,
-            lease_s=config.manager.rollout_lease_s,
-            routing=config.manager.routing,
+            lease_s=manager.rollout_lease_s,
+            routing=manager.routing,
             interruptible=config.asynchronous.interruptible,
+            pace=Pace(manager.rolling_fraction, manager.rolling_patience_s) if rolling else Pace(),
         )
 
 
@@ -106,8 +111,9 @@ class ManagerState:
         order = PromptOrder(settings.seed, settings.split_sizes["train"], settings.total_epochs)
         self.ledger = Ledger(order, settings.max_attempts)
         self.evaluations = Evaluations(settings.max_attempts)
-        self.servers = ServerRegistry(backoff_s=backoff_s, backoff_max_s=backoff_max_s)
+        self.servers = ServerRegistry(self.bound, settings.pace, backoff_s=backoff_s, backoff_max_s=backoff_max_s)
         self.reservations = Reservations()
+        self.router = Router(self.servers, self.reservations, make_strategy(settings.routing))
         self.workers: dict[str, Heartbeat] = {}
         self.outbox: list[Event] = []
         self.master: dict[str, object] = {}  # what the MasterWorker says in names.status
@@ -116,8 +122,8 @@ class ManagerState:
         self.generated_by_server: dict[str, RateWindow] = {}
         self.finished_groups = RateWindow()
         self.answers: Counter[str] = Counter()  # by finish reason
-        self._strategy = make_strategy(settings.routing)
         self._repeats = Repeats()
+        self._inherited: list[tuple[str, int]] = []  # attempts that ran when a predecessor of this manager ended
 
     @property
     def version(self) -> int:
@@ -133,6 +139,7 @@ class ManagerState:
                 self.ledger.apply(event)
                 if isinstance(event, Granted):
                     self._repeats.remember(event.worker, event.request, self._ticket(event))
+        self._inherited = [(ticket.ticket_id, ticket.attempt) for ticket in self.ledger.running()]
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
@@ -140,7 +147,7 @@ class ManagerState:
         """Why no train ticket can be granted now, None if one can."""
         if self.master.get("phase") == "done":
             return "paused"
-        if not any(self._serves_train(server) for server in self.servers.all()):
+        if not self.router.routes(None):
             return "no_server"
         needed = self.settings.total_steps * self.settings.batch_groups
         if self.ledger.exhausted or (needed and self.ledger.counted >= needed):
@@ -156,7 +163,7 @@ class ManagerState:
         tickets: list[Ticket] = []
         reason: Refusal | None = None
         while len(tickets) < request.max_tickets and reason is None:
-            ticket = self.evaluations.grant(request.worker, incarnation, self._servable, self.version, now)
+            ticket = self.evaluations.grant(request.worker, incarnation, self.router.serves, self.version, now)
             if ticket is None and (reason := self.refusal()) is None:
                 ticket = self._grant_train(request, incarnation, now)
             if ticket is not None:
@@ -205,40 +212,8 @@ class ManagerState:
             self.servers.report_failure(held.server, held.epoch, request.failure or "a rollout reported a failure", now)
             self.reservations.release(request.ticket_id)
             held = None
-        candidates = [s for s in self.servers.all() if self._routable(s, minimum, held)]
-        if not candidates:
-            return NoServer(self.explain_no_server())
-        return self._reserve(request, held, candidates)
-
-    def _reserve(self, request: ScheduleRequest, held: Reservation | None, candidates: list[Server]) -> ScheduleReply:
-        tokens = request.n * (request.prompt_len + request.max_new_tokens)
-        self.reservations.release(request.ticket_id)  # its own place must not count against it
-        loads = [
-            ServerLoad(s.name, s.verified.version, *self.reservations.load(s.name)) for s in candidates if s.verified
-        ]
-        previous = (held.server, held.version) if held else (None, None)
-        name = self._strategy.choose(RouteRequest(request.ticket_id, request.n, tokens, *previous), loads)
-        server = self.servers.get(name)
-        assert server is not None and server.verified is not None, f"strategy chose {name}, not a candidate"
-        version = server.verified.version
-        self.reservations.reserve(request.ticket_id, Reservation(name, request.n, tokens, version, server.epoch))
-        return ScheduleReply(name, server.address.url, version)
-
-    def _serves_train(self, server: Server) -> bool:
-        return self._routable(server, None, None)
-
-    def _servable(self, minimum: int) -> bool:
-        return any(self._routable(server, minimum, None) for server in self.servers.all())
-
-    def _routable(self, server: Server, minimum: int | None, held: Reservation | None) -> bool:
-        """Verified, trusted and fresh: within the bound for training, at ``minimum`` or newer for an evaluation."""
-        if server.verified is None or server.quarantined:
-            return False
-        if server.draining and (held is None or held.server != server.name):
-            return False
-        if minimum is None:
-            return self.bound.may_serve(server.verified.version, self.version)
-        return minimum <= server.verified.version <= self.version
+        reply = self.router.place(request, minimum, held)
+        return reply if reply is not None else NoServer(self.explain_no_server())
 
     def explain_no_server(self) -> str:
         """One line on each server, for the error."""
@@ -342,13 +317,22 @@ class ManagerState:
             self.reservations.release(ticket_id)
         return tickets
 
-    def begin_update(self, order: UpdateOrder) -> bool:
+    def begin_update(self, order: UpdateOrder, now: float) -> bool:
         """Whether the update may start now. If answers must not be interrupted, the server is drained first."""
-        if not self.settings.interruptible and self.reservations.load(order.server)[0]:
-            self.servers.drain(order)
+        if not self.settings.interruptible and (self.reservations.load(order.server)[0] or self._unplaced()):
+            self.servers.drain(order, now)
             return False
-        self.servers.started(order)
+        self.servers.started(order, now)
         return True
+
+    def _unplaced(self) -> bool:
+        """Whether an attempt from before a restart of the manager still runs, on a server that is not known here."""
+        self._inherited = [
+            (ticket_id, attempt)
+            for ticket_id, attempt in self._inherited
+            if self.ledger.is_running(ticket_id, attempt) and self.reservations.get(ticket_id) is None
+        ]
+        return bool(self._inherited)
 
     def roll_back(self, published: PublishedVersion, now: float) -> list[str]:
         """Training restarts from checkpoint ``published``: later groups are re-issued, later weights never served."""

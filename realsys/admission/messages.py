@@ -37,7 +37,10 @@ class AllocateReply(msgspec.Struct):
 
 
 class ScheduleRequest(msgspec.Struct):
-    """POST /schedule_request: which server to generate on. Asking again moves the reservation."""
+    """POST /schedule_request: which server to generate on. Asking again moves the reservation.
+
+    ``prefix``: hashes of the prompt's leading blocks (``realsys.admission.prefix``), for servers that may hold them.
+    """
 
     ticket_id: Identifier
     attempt: Count
@@ -46,6 +49,7 @@ class ScheduleRequest(msgspec.Struct):
     n: Annotated[int, msgspec.Meta(ge=1)] = 1
     failed_server: str | None = None
     failure: Text | None = None
+    prefix: Annotated[list[int], msgspec.Meta(max_length=64)] = []
 
 
 class ScheduleReply(msgspec.Struct):

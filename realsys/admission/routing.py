@@ -6,25 +6,31 @@ end, by a move, or by the death of its server.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What a strategy may look at. ``previous``: the server whose cache holds the prefix; with the weights it had."""
+    """What a strategy may look at. ``previous``: the server whose cache holds the prefix; with the weights it had.
+
+    ``prefix``: the prompt's block hashes, shortest prefix first (``realsys.admission.prefix``); empty if not known.
+    """
 
     ticket_id: str
     sequences: int
     tokens: int  # upper bound: n * (prompt + answer limit)
     previous: str | None = None
     previous_version: int | None = None
+    prefix: Sequence[int] = ()
 
 
 @dataclass(slots=True)
 class ServerLoad:
-    """A routable server with what is reserved on it."""
+    """A routable server with the version it serves and what is reserved on it."""
 
     name: str
     version: int
@@ -54,43 +60,104 @@ class LeastRequests:
     """The server with the fewest reserved sequences."""
 
     def choose(self, request: RouteRequest, servers: Sequence[ServerLoad]) -> str:
-        return min(servers, key=lambda server: (server.requests, server.tokens, server.name)).name
+        return min(servers, key=_BY_REQUESTS).name
 
 
 class LeastTokens:
     """The server with the fewest reserved tokens."""
 
     def choose(self, request: RouteRequest, servers: Sequence[ServerLoad]) -> str:
-        return min(servers, key=lambda server: (server.tokens, server.requests, server.name)).name
+        return min(servers, key=_BY_TOKENS).name
+
+
+_BY_REQUESTS = attrgetter("requests", "tokens", "name")
+_BY_TOKENS = attrgetter("tokens", "requests", "name")
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """How much busier than the least loaded server one may be and still be preferred for its cache.
+
+    Up to ``ratio`` times the least loaded one's tokens plus ``slack`` requests of this size. Without it a popular
+    prefix piles up a hot spot, as hashing prefixes to servers does.
+    """
+
+    ratio: float = 1.5
+    slack: float = 4.0
+
+    def limit(self, request: RouteRequest, least: int) -> float:
+        """The most tokens that a preferred server may have reserved."""
+        return self.ratio * least + self.slack * request.tokens
 
 
 class StickyLeastLoaded:
-    """Stay on the server that holds the prefix while its weights are the same and it is not overloaded.
+    """Stay on the server that holds the answers so far, while its weights are the same and the gate lets through.
 
-    After a weight update the cached prefix is gone anyway, so the ticket is placed anew. The gate is relative to the
-    least loaded server: staying is allowed up to ``ratio`` times its tokens plus ``slack`` requests of this size.
-    Hashing prefixes to servers instead piles up hot spots.
+    After a weight update the cached prefix is gone anyway, so the ticket is placed anew, on the least loaded server.
     """
 
-    def __init__(self, ratio: float = 1.5, slack: float = 4.0) -> None:
-        self._ratio, self._slack = ratio, slack
-        self._place = LeastTokens()
+    def __init__(self, gate: Gate | None = None) -> None:
+        self._gate = gate or Gate()
 
     def choose(self, request: RouteRequest, servers: Sequence[ServerLoad]) -> str:
-        least = min(server.tokens for server in servers)
-        for server in servers:
-            if server.name == request.previous and server.version == request.previous_version:
-                if server.tokens <= self._ratio * least + self._slack * request.tokens:
-                    return server.name
-                break
-        return self._place.choose(request, servers)
+        least = min(servers, key=_BY_TOKENS)
+        if request.previous is None:
+            return least.name
+        return _held_by_previous(request, servers, self._gate.limit(request, least.tokens)) or least.name
 
 
-STRATEGIES: dict[str, type[RoundRobin | LeastRequests | LeastTokens | StickyLeastLoaded]] = {
+class PrefixAware:
+    """Sticky; and a ticket without a place goes where the longest part of its prompt was sent last, inside the gate.
+
+    What a server holds is guessed from what was sent there under the weights it serves now: a wrong guess (its cache
+    was full, a block hash collided) costs a prefill, nothing else. Memory is bounded by ``capacity`` prefixes, the
+    least recently used go first.
+    """
+
+    def __init__(self, gate: Gate | None = None, capacity: int = 65536) -> None:
+        self._gate, self._capacity = gate or Gate(), capacity
+        self._holders: OrderedDict[int, dict[str, int]] = OrderedDict()  # prefix -> server -> version
+
+    def choose(self, request: RouteRequest, servers: Sequence[ServerLoad]) -> str:
+        least = min(servers, key=_BY_TOKENS)
+        limit = self._gate.limit(request, least.tokens)
+        chosen = _held_by_previous(request, servers, limit) or self._longest_match(request, servers, limit)
+        name = chosen or least.name
+        self._remember(request.prefix, next(server for server in servers if server.name == name))
+        return name
+
+    def _longest_match(self, request: RouteRequest, servers: Sequence[ServerLoad], limit: float) -> str | None:
+        for prefix in reversed(request.prefix):
+            holders = self._holders.get(prefix)
+            if holders is not None:
+                fit = [s for s in servers if s.tokens <= limit and holders.get(s.name) == s.version]
+                if fit:
+                    return min(fit, key=_BY_TOKENS).name
+        return None
+
+    def _remember(self, prefixes: Sequence[int], server: ServerLoad) -> None:
+        for prefix in prefixes:
+            self._holders.setdefault(prefix, {})[server.name] = server.version
+            self._holders.move_to_end(prefix)
+        while len(self._holders) > self._capacity:
+            self._holders.popitem(last=False)
+
+
+def _held_by_previous(request: RouteRequest, servers: Sequence[ServerLoad], limit: float) -> str | None:
+    """The server that the ticket was on, if it still has the same weights and not more than ``limit`` tokens."""
+    for server in servers:
+        if server.name == request.previous:
+            held = server.version == request.previous_version and server.tokens <= limit
+            return server.name if held else None
+    return None
+
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "round_robin": RoundRobin,
     "least_requests": LeastRequests,
     "least_tokens": LeastTokens,
     "sticky": StickyLeastLoaded,
+    "prefix": PrefixAware,
 }
 
 
@@ -115,7 +182,7 @@ class Reservations:
 
     def __init__(self) -> None:
         self._by_ticket: dict[str, Reservation] = {}
-        self._load: dict[str, list[int]] = {}  # server -> [sequences, tokens]
+        self._loads: dict[str, ServerLoad] = {}
 
     def __len__(self) -> int:
         return len(self._by_ticket)
@@ -125,27 +192,31 @@ class Reservations:
 
     def load(self, server: str) -> tuple[int, int]:
         """(sequences, tokens) reserved on ``server``."""
-        sequences, tokens = self._load.get(server, (0, 0))
-        return sequences, tokens
+        load = self._loads.get(server)
+        return (load.requests, load.tokens) if load else (0, 0)
+
+    def live(self, server: str, version: int) -> ServerLoad:
+        """The load of ``server``, which serves ``version``, as an object that follows every change to it."""
+        load = self._loads.setdefault(server, ServerLoad(server, version))
+        load.version = version
+        return load
 
     def reserve(self, ticket_id: str, reservation: Reservation) -> None:
         """Place a ticket, releasing the place it had."""
         self.release(ticket_id)
         self._by_ticket[ticket_id] = reservation
-        load = self._load.setdefault(reservation.server, [0, 0])
-        load[0] += reservation.sequences
-        load[1] += reservation.tokens
+        load = self._loads.get(reservation.server) or self.live(reservation.server, reservation.version)
+        load.requests += reservation.sequences
+        load.tokens += reservation.tokens
 
     def release(self, ticket_id: str) -> Reservation | None:
         """Free a ticket's place; None if it had none (any more)."""
         reservation = self._by_ticket.pop(ticket_id, None)
         if reservation is not None:
-            load = self._load[reservation.server]
-            load[0] -= reservation.sequences
-            load[1] -= reservation.tokens
-            assert load[0] >= 0 and load[1] >= 0, f"negative load on {reservation.server}: {load}"
-            if load == [0, 0]:
-                del self._load[reservation.server]
+            load = self._loads[reservation.server]
+            load.requests -= reservation.sequences
+            load.tokens -= reservation.tokens
+            assert load.requests >= 0 and load.tokens >= 0, f"negative load: {load}"
         return reservation
 
     def release_server(self, server: str) -> int:
@@ -153,6 +224,7 @@ class Reservations:
         tickets = [ticket for ticket, reservation in self._by_ticket.items() if reservation.server == server]
         for ticket in tickets:
             self.release(ticket)
+        self._loads.pop(server, None)
         return len(tickets)
 
     def recount(self) -> dict[str, tuple[int, int]]:

@@ -6,6 +6,9 @@
 
 A server that is updating stays routable inside the staleness bound: it goes on generating while it stages.
 A server that left the name store is gone at once; one that comes back as a new incarnation starts as registered.
+
+**Roll-out.** All servers update at once, or in turns (``Pace``): then a server that serves takes a slot before it
+begins, oldest weights first. One that serves nobody (new, quarantined, too stale) has nothing to lose and needs none.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from realsys.admission.staleness import StalenessBound
+from realsys.admission.updates import UpdateLog
 from realsys.types import PublishedVersion, ServerAddress
 
 State = Literal["registered", "draining", "updating", "ready", "quarantined"]
@@ -26,6 +31,7 @@ class Server:
     address: ServerAddress
     verified: PublishedVersion | None = None
     target: PublishedVersion | None = None  # of the update under way
+    began: float | None = None  # when that update, or draining for it, began
     draining: bool = False  # takes no new rollout until it has been updated
     quarantined: bool = False
     failures: int = 0  # in a row
@@ -53,6 +59,21 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """How many of the serving servers may update at a time: ``fraction`` of them, but at least one; 1: all.
+
+    A server that holds its slot for longer than ``patience_s`` no longer counts, so that a slow one holds the others
+    up once, for that long, and a hanging one no longer than that.
+    """
+
+    fraction: float = 1.0
+    patience_s: float = 30.0
+
+    def slots(self, serving: int) -> int:
+        return max(1, int(self.fraction * serving))
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateOrder:
     """What a server's update task does next. ``probe``: the server may have the version already, so ask first."""
 
@@ -73,13 +94,18 @@ class Idle:
 class ServerRegistry:
     """All registered servers. News of a server that is gone or has restarted is ignored."""
 
-    def __init__(self, *, backoff_s: float = 0.5, backoff_max_s: float = 30.0) -> None:
+    def __init__(
+        self, bound: StalenessBound, pace: Pace, *, backoff_s: float = 0.5, backoff_max_s: float = 30.0
+    ) -> None:
+        self._bound, self._pace = bound, pace
         self._backoff_s, self._backoff_max_s = backoff_s, backoff_max_s
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, Server] = {}  # in the order of their names
         self.published: PublishedVersion | None = None
+        self.updates = UpdateLog()
+        self.revision = 0  # grows with every change to what can be routed where
 
     def all(self) -> list[Server]:
-        return sorted(self._servers.values(), key=lambda server: server.name)
+        return list(self._servers.values())
 
     def get(self, name: str) -> Server | None:
         return self._servers.get(name)
@@ -97,8 +123,8 @@ class ServerRegistry:
         lost = [name for name, server in self._servers.items() if seen.get(name) != server.address]
         for name in lost:
             del self._servers[name]
-        for name, address in seen.items():
-            self._servers.setdefault(name, Server(address))
+        self._servers = {name: self._servers.get(name) or Server(seen[name]) for name in sorted(seen)}
+        self.revision += 1
         return lost
 
     def publish(self, published: PublishedVersion) -> bool:
@@ -106,6 +132,7 @@ class ServerRegistry:
         if self.published is not None and published.version <= self.published.version:
             return False
         self.published = published
+        self.revision += 1
         for server in self._servers.values():
             server.retry_at = 0.0  # the new version may be readable where the last one was not
         return True
@@ -113,9 +140,18 @@ class ServerRegistry:
     def restore(self, published: PublishedVersion) -> None:
         """Training went back to a checkpoint: later weights belong to a dead incarnation, not to be served."""
         self.published = published
+        self.revision += 1
         for server in self._servers.values():
             if server.verified is not None and server.verified.version >= published.version:
                 server.verified = None
+
+    def trusts(self, server: Server) -> bool:
+        """Whether train tokens may come from this server: verified, not in quarantine, fresh enough."""
+        if server.verified is None or server.quarantined or self.published is None:
+            return False
+        return self._bound.may_serve(server.verified.version, self.published.version)
+
+    # -- updates -----------------------------------------------------------------------------------------------------
 
     def next_order(self, name: str, incarnation: str, now: float) -> UpdateOrder | Idle | None:
         """What the update task of this incarnation does next; None: the task is over."""
@@ -126,25 +162,51 @@ class ServerRegistry:
             return Idle()
         if server.retry_at > now:
             return Idle(server.retry_at)
+        if (until := self._turn(server, now)) > now:
+            return Idle(until)
         probe = server.verified is None and not server.quarantined
         return UpdateOrder(name, incarnation, server.address.url, self.published, probe)
 
-    def started(self, order: UpdateOrder) -> None:
+    def _turn(self, server: Server, now: float) -> float:
+        """When to ask again for a slot if nothing changes before; now: the slot is this server's."""
+        if self._pace.fraction >= 1 or server.began is not None or not self.trusts(server):
+            return now
+        serving = [s for s in self._servers.values() if self.trusts(s)]
+        ends = [s.began + self._pace.patience_s for s in serving if s.began is not None]
+        holding = [end for end in ends if end > now]
+        waiting = [s for s in serving if s.began is None and s.verified is not None and s.verified != self.published]
+        waiting.sort(key=lambda s: (s.verified.version if s.verified else 0, s.name))
+        free = self._pace.slots(len(serving)) - len(holding)
+        if any(s is server for s in waiting[: max(0, free)]):
+            return now
+        # With a free slot it is another's turn, who may hang from now on.
+        return min(holding) if free <= 0 else now + self._pace.patience_s
+
+    def started(self, order: UpdateOrder, now: float) -> None:
         if server := self.incarnation(order.server, order.incarnation):
             server.target = order.target
+            server.began = now if server.began is None else server.began
 
-    def drain(self, order: UpdateOrder) -> None:
+    def drain(self, order: UpdateOrder, now: float) -> None:
         if server := self.incarnation(order.server, order.incarnation):
             server.draining = True
+            self.revision += 1
+            server.began = now if server.began is None else server.began
 
-    def succeeded(self, order: UpdateOrder, seconds: float, timings: Mapping[str, float]) -> bool:
-        """The server proved to serve the order's version. It leaves quarantine only if that is still the newest."""
+    def succeeded(self, order: UpdateOrder, seconds: float, timings: Mapping[str, float] | None) -> bool:
+        """The server proved to serve the order's version. It leaves quarantine only if that is still the newest.
+
+        ``timings`` are those of its update; None: it had the version already.
+        """
         server = self.incarnation(order.server, order.incarnation)
         if server is None:
             return False
-        server.target, server.draining, server.verified = None, False, order.target
-        server.update_s, server.timings = seconds, dict(timings)
-        server.updates += 1
+        if timings is not None:
+            self.updates.add(order.server, order.target.version, server.began or 0.0, seconds, timings)
+            server.update_s, server.timings = seconds, dict(timings)
+            server.updates += 1
+        server.target, server.began, server.draining, server.verified = None, None, False, order.target
+        self.revision += 1
         if self.published == order.target:
             server.epoch += server.quarantined
             server.quarantined, server.failures, server.error = False, 0, ""
@@ -155,11 +217,14 @@ class ServerRegistry:
         server = self.incarnation(order.server, order.incarnation)
         if server is None:
             return False
-        server.target, server.draining = None, False
+        self.updates.add_failure(order.server, order.target.version, server.began or now, error[:500])
+        server.target, server.began, server.draining = None, None, False
         self._quarantine(server, error, now)
         if self.published != order.target:
             server.retry_at = 0.0  # a newer version has not been tried yet
         return True
+
+    # -- failures ----------------------------------------------------------------------------------------------------
 
     def report_failure(self, name: str, epoch: int, error: str, now: float) -> bool:
         """A rollout could not generate there. Ignored if the server has proved itself since, or is in quarantine."""
@@ -172,5 +237,6 @@ class ServerRegistry:
 
     def _quarantine(self, server: Server, error: str, now: float) -> None:
         server.quarantined, server.error = True, error[:500]
+        self.revision += 1
         server.failures += 1
         server.retry_at = now + min(self._backoff_max_s, self._backoff_s * 2 ** min(server.failures - 1, 16))

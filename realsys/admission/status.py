@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from realsys.admission.manager import NO_VERSION, ManagerState
+from realsys.admission.updates import STAGES
 
 MASTER_KEYS = ("phase", "step", "total_steps", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy")
 
@@ -24,6 +25,7 @@ def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
         "master": state.master,
         "admission": admission(state),
         "servers": servers(state, now),
+        "rollout": rollout(state),
         "workers": workers(state, now),
         "ledger": ledger(state),
         "staleness": staleness(state),
@@ -36,6 +38,7 @@ def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
             "consumed_tokens_per_s": state.master.get("consumed_tokens_per_s"),
         },
         "time_split": state.master.get("seconds"),
+        "agreement": state.master.get("agreement"),
         "evaluations": evaluations(state),
     }
 
@@ -91,6 +94,7 @@ def servers(state: ManagerState, now: float) -> list[dict[str, Any]]:
                 "state": server.state,
                 "version": server.verified.version if server.verified else None,
                 "target": server.target.version if server.target else None,
+                "updating_s": now - server.began if server.began is not None else None,
                 "running": sequences,
                 "reserved_tokens": tokens,
                 "tokens_per_s": rate.rate(now) if rate else 0.0,
@@ -103,6 +107,28 @@ def servers(state: ManagerState, now: float) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def rollout(state: ManagerState) -> dict[str, Any]:
+    """Weight updates: how they are paced, how far the newest version is, and what the last ones took, newest first."""
+    pace, published = state.settings.pace, state.servers.published
+    return {
+        "mode": "rolling" if pace.fraction < 1 else "all_at_once",
+        "fraction": pace.fraction,
+        "at_newest": sum(server.verified == published for server in state.servers.all()) if published else 0,
+        "servers": len(state.servers.all()),
+        "failures": state.servers.updates.failures,
+        "updates": [
+            {
+                "server": record.server,
+                "version": record.version,
+                "began": record.began,
+                "error": record.error,
+                **{stage: record.timings.get(stage) for stage in STAGES},
+            }
+            for record in reversed(state.servers.updates.recent)
+        ],
+    }
 
 
 def workers(state: ManagerState, now: float) -> list[dict[str, Any]]:

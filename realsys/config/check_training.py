@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from realsys.config.allocation import ACTOR, Allocation
 from realsys.config.dataflow import Dataflow, token_level_advantages
-from realsys.config.roles import role_settings
-from realsys.config.schema import Config, OptimizerConfig, RolesConfig
+from realsys.config.roles import role_field, role_settings
+from realsys.config.schema import Config, OptimizerConfig
 from realsys.errors import ConfigError
 
 
@@ -45,12 +45,13 @@ def _check_parallel(config: Config, allocation: Allocation, flow: Dataflow) -> N
     for role in flow.roles:
         settings = role_settings(config, role)
         if role in flow.trained_roles:
-            _check_distributed(config, _optimizer_field(role), settings.optimizer)
+            field = "train.optimizer" if role == ACTOR else f"{role_field(role)}.optimizer"
+            _check_distributed(config, field, settings.optimizer)
         if role in flow.trained_roles or role == ACTOR:
             continue
         if settings.offload == "optimizer":
             problem = "is not trained, so it has no optimizer to offload; write all"
-            raise ConfigError(f"roles.{role}.offload", "optimizer", problem)
+            raise ConfigError(f"{role_field(role)}.offload", "optimizer", problem)
 
 
 def _check_distributed(config: Config, field: str, optimizer: OptimizerConfig) -> None:
@@ -63,13 +64,6 @@ def _check_distributed(config: Config, field: str, optimizer: OptimizerConfig) -
     if not optimizer.decoupled_weight_decay:
         problem = "must be true with train.distributed_optimizer, which shards the state of AdamW only"
         raise ConfigError(f"{field}.decoupled_weight_decay", False, problem)
-
-
-def _optimizer_field(role: str) -> str:
-    if role == ACTOR:
-        return "train.optimizer"
-    section = role if role in RolesConfig.model_fields else f"custom.{role}"
-    return f"roles.{section}.optimizer"
 
 
 def _check_rewards(config: Config) -> None:
@@ -105,6 +99,9 @@ def _check_loss(config: Config) -> None:
     if ppo.behav_imp_weight_cap and not ppo.use_decoupled_loss:
         problem = "without train.ppo.use_decoupled_loss there is no behaviour weight to bound"
         raise ConfigError("train.ppo.behav_imp_weight_cap", ppo.behav_imp_weight_cap, problem)
+    if 0 < ppo.early_stop_ratio <= 1:
+        problem = "must be above 1, where the mean of u is before the first update, or 0 for off"
+        raise ConfigError("train.ppo.early_stop_ratio", ppo.early_stop_ratio, problem)
     if ppo.kl.adaptive and not ppo.kl.coef:
         raise ConfigError("train.ppo.kl.coef", 0.0, "an adaptive coefficient needs a start above 0")
 

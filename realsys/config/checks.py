@@ -1,24 +1,24 @@
 """Rules that span several fields, and those that need the file system or the machine. Types and bounds: schema.py.
 
-``check`` runs before anything is written or started; ``check_model`` once the model directory exists (the tiny model is
-made at start). Each rule is a small function that raises ConfigError for the field to change.
+``check`` runs before anything is written or started; ``check_made_model`` once there is the tiny model, which is made
+at start. Each rule is a small function that raises ConfigError for the field to change.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.check_training import check_training
-from realsys.config.dataflow import Dataflow, dataflow_of
+from realsys.config.dataflow import Dataflow, dataflow_of, require_plugins
 from realsys.config.machine import Machine
 from realsys.config.model_families import Head, has_score, position_count, refuse_unsupported
-from realsys.config.roles import role_settings
+from realsys.config.roles import role_field, role_settings
 from realsys.config.schema import Config
+from realsys.config.sglang import check_sglang
 from realsys.errors import ConfigError, ModelError
 
 _TORCH_PROCESS_BYTES = (
@@ -33,6 +33,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     Raises ConfigError or ModelError.
     """
     allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
+    require_plugins("plugins.train", config.plugins.train)
     allocation.check_roles(flow.roles, config.allocation)
     _check_generation(config, allocation)
     _check_machine(config, allocation, machine)
@@ -41,7 +42,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     _check_data(config)
     _check_cluster(config)
     if not config.model.path:
-        _check_tiny(config, allocation)
+        _check_tiny(config, allocation, flow)
     check_models(config, allocation, flow)
     return allocation
 
@@ -50,17 +51,20 @@ def check(config: Config, machine: Machine) -> Allocation:
 
 
 def _check_generation(config: Config, allocation: Allocation) -> None:
-    if config.generation.backend != "embedded":
-        raise ConfigError("generation.backend", config.generation.backend, "is not served yet; set it to embedded")
-    if allocation.inference.tensor > 1:
-        raise ConfigError("allocation", config.allocation, "the embedded engine serves with m1; add servers with d")
-    embedded = config.generation.embedded
+    generation = config.generation
+    if generation.backend == "sglang":
+        check_sglang(generation.sglang)
+        each, limit = generation.sglang.max_answers, "generation.sglang.max_answers"
+    else:
+        if allocation.inference.tensor > 1:
+            raise ConfigError("allocation", config.allocation, "the embedded engine serves with m1; add servers with d")
+        each, limit = generation.embedded.max_running + generation.embedded.max_queued, "generation.embedded.max_queued"
     running = config.rollout.workers * config.rollout.max_concurrent * config.rollout.group_size
-    capacity = allocation.inference.data * (embedded.max_running + embedded.max_queued)
+    capacity = allocation.inference.data * each
     if running > capacity:
         problem = (
             f"{running} answers (rollout.workers x max_concurrent x group_size) "
-            f"are more than the servers run and queue ({capacity}); lower it or raise generation.embedded.max_queued"
+            f"are more than the servers run and queue ({capacity}); lower it or raise {limit}"
         )
         raise ConfigError("rollout.max_concurrent", config.rollout.max_concurrent, problem)
 
@@ -116,7 +120,7 @@ def _check_lengths(config: Config) -> None:
         problem = f"must not exceed max_new_tokens ({sampling.max_new_tokens})"
         raise ConfigError("generation.sampling.min_new_tokens", sampling.min_new_tokens, problem)
     context = config.generation.embedded.context_length
-    if 0 < context < longest:
+    if config.generation.backend == "embedded" and 0 < context < longest:
         raise ConfigError("generation.embedded.context_length", context, f"must hold {parts} = {longest}")
     if config.train.microbatch_tokens < longest:
         problem = f"one answer may have more tokens than that: {parts} = {longest}"
@@ -166,18 +170,29 @@ def check_models(config: Config, allocation: Allocation, flow: Dataflow) -> None
         if not settings.path:
             continue
         own = settings.path != config.model.path
-        field = f"roles.{role}.path" if own else "model.path"
-        seen = replace(allocation, roles={ACTOR: allocation.placement(role)})
-        scored = check_model(Path(settings.path), config, seen, head=settings.head, field=field)
+        field = f"{role_field(role)}.path" if own else "model.path"
+        scored = check_model(Path(settings.path), config, allocation, role=role, head=settings.head, field=field)
         if settings.head == "value" and not scored and role not in flow.trained_roles:
             problem = "is a language model without score.weight, and the role is not trained: all its values would be 0"
-            raise ConfigError(f"roles.{role}.path", settings.path, problem)
+            raise ConfigError(f"{role_field(role)}.path", settings.path, problem)
+
+
+def check_made_model(path: Path, config: Config, allocation: Allocation, flow: Dataflow) -> None:
+    """Check the model that was made on the spot for every role that uses it. Raises ConfigError or ModelError."""
+    for role in _roles_of_made_model(config, flow):
+        check_model(path, config, allocation, role=role)
 
 
 def check_model(
-    path: Path, config: Config, allocation: Allocation, *, head: Head = "lm", field: str = "model.path"
+    path: Path,
+    config: Config,
+    allocation: Allocation,
+    *,
+    role: str = ACTOR,
+    head: Head = "lm",
+    field: str = "model.path",
 ) -> bool:
-    """Check an HF model directory against what its role needs, the layouts and the lengths.
+    """Check an HF model directory against what ``role`` needs, the layouts and the lengths.
 
     ``field`` is where the configuration names it. Returns whether it has a score.weight.
     Raises ConfigError or ModelError.
@@ -199,38 +214,46 @@ def check_model(
         raise ModelError(f"{model}: no tokenizer.json in it")
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"{model}: no *.safetensors in it")
-    _check_sizes(hf, config, allocation, str(path))
+    _check_sizes(hf, config, allocation, role, str(path))
     return scored
 
 
-def _check_tiny(config: Config, allocation: Allocation) -> None:
+def _check_tiny(config: Config, allocation: Allocation, flow: Dataflow) -> None:
     if config.data.kind != "arith":
         raise ConfigError("model.path", "", "name a HF model directory; only data.kind=arith makes a model of its own")
     tiny = config.model.tiny
     if tiny.num_attention_heads % tiny.num_key_value_heads:
         problem = f"must divide model.tiny.num_attention_heads ({tiny.num_attention_heads})"
         raise ConfigError("model.tiny.num_key_value_heads", tiny.num_key_value_heads, problem)
-    _check_sizes(tiny.model_dump(), config, allocation, "the tiny model")
+    for role in _roles_of_made_model(config, flow):
+        _check_sizes(tiny.model_dump(), config, allocation, role, "the tiny model")
 
 
-def _check_sizes(hf: dict[str, Any], config: Config, allocation: Allocation, model: str) -> None:
-    """Heads, layers, vocabulary and positions of a model against the layouts and the lengths."""
+def _roles_of_made_model(config: Config, flow: Dataflow) -> list[str]:
+    """The actor, whom the warm-up trains whatever the dataflow calls, first."""
+    return [role for role in dict.fromkeys([ACTOR, *flow.roles]) if not role_settings(config, role).path]
+
+
+def _check_sizes(hf: dict[str, Any], config: Config, allocation: Allocation, role: str, model: str) -> None:
+    """Heads, layers, vocabulary and positions of a role's model against the layouts and the lengths."""
+    layout = allocation.placement(role).layout
+    part = "the training part" if role == ACTOR else f"role {role}"
     heads = _size(hf, "num_attention_heads", model)
     kv_heads = _size(hf, "num_key_value_heads", model) if hf.get("num_key_value_heads") else heads
     sharded = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     sharded["intermediate_size"] = _size(hf, "intermediate_size", model)
     if "vocab_size" in hf:
         sharded["vocab_size"] = _size(hf, "vocab_size", model)
-    for what, layout in (("training", allocation.actor), ("inference", allocation.inference)):
+    for what, tensor in ((part, layout.tensor), ("the inference part", allocation.inference.tensor)):
         for name, size in sharded.items():
-            if size % layout.tensor:
-                problem = f"{name} {size} of {model} does not divide by m{layout.tensor} of the {what} part"
+            if size % tensor:
+                problem = f"{name} {size} of {model} does not divide by m{tensor} of {what}"
                 raise ConfigError("allocation", config.allocation, problem)
     if heads % kv_heads:
         raise ModelError(f"{model}: num_attention_heads={heads} does not divide by num_key_value_heads={kv_heads}")
     layers = _size(hf, "num_hidden_layers", model)
-    if layers % allocation.actor.pipeline:
-        problem = f"{layers} layers of {model} do not divide by p{allocation.actor.pipeline} of the training part"
+    if layers % layout.pipeline:
+        problem = f"{layers} layers of {model} do not divide by p{layout.pipeline} of {part}"
         raise ConfigError("allocation", config.allocation, problem)
     positions = position_count(hf)
     longest = longest_sequence(config)

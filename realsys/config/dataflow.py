@@ -18,12 +18,13 @@ named in ``plugins.dataflow``.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
-from realsys.errors import ConfigError
+from realsys.errors import ConfigError, RealsysError
 
 #: what a trajectory brings with it when it arrives at a DP head
 SOURCE_KEYS = frozenset({"tokens", "behav_logprobs", "versions"})
@@ -122,8 +123,24 @@ def import_plugins(field: str, modules: Iterable[str]) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except ImportError as exc:
-            raise ConfigError(field, module, f"cannot be imported: {exc}") from exc
+        except RealsysError:
+            raise  # of ours already: a name registered twice
+        except Exception as exc:  # whatever a module of the user may raise
+            raise ConfigError(field, module, f"cannot be imported: {type(exc).__name__}: {exc}") from exc
+
+
+def require_plugins(field: str, modules: Iterable[str]) -> None:
+    """As ``import_plugins``, for modules that this process must not import, since they need torch: they are only found.
+
+    Raises ConfigError.
+    """
+    for module in modules:
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except (ImportError, ValueError):  # of a package above it
+            found = False
+        if not found:
+            raise ConfigError(field, module, "is no module that Python finds here; set PYTHONPATH to where it lies")
 
 
 def dataflow_of(config: Config) -> Dataflow:
@@ -161,7 +178,7 @@ def ppo_dataflow(config: Config) -> Dataflow:
         calls.append(FunctionCall("reward_inf", "reward", "reward_inf", tokens, scores))
     if prox:
         # Which answers have advantage 0, and so need no proximal log-probs, is known only with their scores.
-        needed = source | (scores if ppo.skip_zero_advantage else frozenset())
+        needed = source | {"versions"} | (scores if ppo.skip_zero_advantage else frozenset())
         calls.append(FunctionCall("actor_inf", "actor", "actor_inf", needed, prox))
     if ppo.kl.coef > 0:
         calls.append(FunctionCall("ref_inf", "ref", "ref_inf", tokens, frozenset({"ref_logprobs"})))
@@ -186,6 +203,15 @@ def token_level_advantages(config: Config) -> bool:
     """Whether the tokens of an answer have advantages of their own, which takes a call of its own to compute."""
     ppo = config.train.ppo
     return ppo.critic.enabled or (ppo.kl.coef > 0 and ppo.kl.place == "reward")
+
+
+def saved_roles(config: Config, flow: Dataflow) -> list[str]:
+    """The roles whose weights stand in no HF directory, so that only a checkpoint has them.
+
+    Those that are trained, and after a supervised warm-up those that start with the actor's weights.
+    """
+    as_actor = [role for role in flow.roles if config.warmup.steps and role_settings(config, role).as_actor]
+    return list(dict.fromkeys([*flow.trained_roles, *as_actor]))
 
 
 def sft_dataflow(config: Config) -> Dataflow:

@@ -46,6 +46,11 @@ class TrialPaths:
         return self.root / "model"
 
     @property
+    def warmed_up(self) -> Path:
+        """The actor after the supervised warm-up, as HF directory: what roles without a directory of their own load."""
+        return self.root / "warmed_up"
+
+    @property
     def data(self) -> Path:
         return self.root / "data"
 

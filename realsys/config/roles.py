@@ -8,7 +8,7 @@ from typing import Literal
 
 from realsys.config.allocation import ACTOR
 from realsys.config.paths import TrialPaths
-from realsys.config.schema import Config, LoraConfig, Offload, OptimizerConfig, RoleConfig
+from realsys.config.schema import Config, LoraConfig, Offload, OptimizerConfig, RoleConfig, RolesConfig
 from realsys.errors import ConfigError
 
 NO_LORA = LoraConfig()
@@ -16,7 +16,10 @@ NO_LORA = LoraConfig()
 
 @dataclass(frozen=True, slots=True)
 class RoleSettings:
-    """``path`` is empty for a model made on the spot. ``optimizer`` matters only for a role that is trained."""
+    """``path`` is empty for a model made on the spot. ``optimizer`` matters only for a role that is trained.
+
+    ``as_actor``: without a directory of its own the role starts with the weights that the actor starts with.
+    """
 
     name: str
     path: str
@@ -24,6 +27,7 @@ class RoleSettings:
     offload: Offload
     optimizer: OptimizerConfig
     lora: LoraConfig = NO_LORA
+    as_actor: bool = False
 
     def model_dir(self, paths: TrialPaths) -> Path:
         return Path(self.path) if self.path else paths.model
@@ -41,7 +45,12 @@ def role_settings(config: Config, role: str) -> RoleSettings:
         **config.roles.custom,
     }
     if role not in known:
-        problem = f"is called by the dataflow but not configured; add roles.custom.{role}.head=lm|value"
+        problem = f"is called by the dataflow but not configured; add {role_field(role)}.head=lm|value"
         raise ConfigError("roles", role, problem)
     own = known[role]
-    return RoleSettings(role, own.path or path, own.head, own.offload, own.optimizer)
+    return RoleSettings(role, own.path or path, own.head, own.offload, own.optimizer, as_actor=not own.path)
+
+
+def role_field(role: str) -> str:
+    """Where the settings of a role beside the actor stand in the configuration."""
+    return f"roles.{role}" if role in RolesConfig.model_fields else f"roles.custom.{role}"

@@ -88,11 +88,28 @@ class DataConfig(Section):
 
 
 class SamplingConfig(Section):
+    """What is sampled. Log-probs stay those of softmax(logits / temperature): cuts and penalties are not in them."""
+
     temperature: PositiveFloat = 1.0
     top_p: OpenProbability = 1.0
     top_k: int = Field(-1, ge=-1, description="-1: off")
+    min_p: Probability = Field(0.0, description="tokens below this share of the most probable one's are cut; 0: off")
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = Field(
+        1.0, description="divides (if negative: multiplies) the logits of tokens the answer holds already; 1: off"
+    )
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = Field(
+        0.0, description="taken off the logit of each token the answer holds already; 0: off"
+    )
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = Field(
+        0.0, description="the same, times how often it holds the token; 0: off"
+    )
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([], description="texts that end an answer")
+    stop_token_ids: list[NonNegative] = Field([], description="tokens that end an answer, beside the end of text")
     max_new_tokens: Positive = 27648
     min_new_tokens: NonNegative = 0
+    new_tokens_per_chunk: NonNegative = Field(
+        0, description="an answer is asked for in pieces of at most so many tokens; 0: in one"
+    )
 
 
 class EmbeddedConfig(Section):
@@ -101,11 +118,19 @@ class EmbeddedConfig(Section):
     max_running: Positive = Field(64, description="sequences decoded together")
     max_queued: Positive = 8192
     context_length: NonNegative = Field(0, description="tokens per sequence; 0: prompt + answer limits")
+    prefill_tokens: Annotated[int, Field(ge=64)] = Field(
+        1024, description="prompt tokens computed between two decoding steps: bounds how long running answers wait"
+    )
 
 
 class SglangConfig(Section):
-    python: str = Field("", description="interpreter that has sglang; empty: this one. Not read yet")
-    args: dict[str, Any] = {}
+    """SGLang's own server, in a child process of each GenerationServer."""
+
+    python: str = Field("", description="interpreter that has sglang; empty: .venv-sglang of the checkout, or this one")
+    args: dict[str, Any] = Field({}, description="options of SGLang's command line; true: the flag alone, false: not")
+    max_answers: Positive = Field(8192, description="answers that run and wait in one server; more are refused")
+    start_timeout_s: PositiveFloat = Field(600.0, description="bound on the start of SGLang, with loading the model")
+    max_restarts: NonNegative = Field(5, description="restarts in a row of a SGLang that died")
 
 
 class GenerationConfig(Section):
@@ -141,9 +166,31 @@ class AsyncConfig(Section):
     interruptible: bool = Field(True, description="update weights in the middle of answers; else drain first")
 
 
+class AgreementConfig(Section):
+    """When the log-probs of generation engine and trainer, for the same weights, are reported as drifting apart."""
+
+    max_difference: PositiveFloat = Field(
+        0.05, description="mean absolute difference per token, in nats, above which a step warns"
+    )
+    max_growth: Annotated[float, Field(gt=1)] = Field(
+        4.0, description="a step warns when the mean of the last ``window`` steps is this many times that of the first"
+    )
+    window: Positive = Field(8, description="steps that a trend is judged by")
+    floor: PositiveFloat = Field(1e-4, description="nats; a trend below this is numerical noise")
+
+
 class ManagerConfig(Section):
     port: NonNegative = Field(0, description="0: any free port")
-    routing: Literal["round_robin", "least_requests", "least_tokens", "sticky"] = "sticky"
+    routing: Literal["round_robin", "least_requests", "least_tokens", "sticky", "prefix"] = "sticky"
+    rollout_mode: Literal["all_at_once", "rolling"] = Field(
+        "all_at_once", description="new weights go to every server at once, or to some at a time"
+    )
+    rolling_fraction: OpenProbability = Field(
+        0.5, description="of the serving servers, at least one: how many update at a time in the rolling mode"
+    )
+    rolling_patience_s: PositiveFloat = Field(
+        30.0, description="a server that updates for longer no longer holds the others up"
+    )
     update_timeout_s: PositiveFloat = 600.0
     rollout_lease_s: PositiveFloat = Field(3600.0, description="a running ticket without news is re-issued after this")
 
@@ -275,7 +322,7 @@ class LoraConfig(Section):
 class RoleConfig(Section):
     """A model beside the actor."""
 
-    path: str = Field("", description="HF directory; empty: the actor's")
+    path: str = Field("", description="HF directory; empty: the actor's, as it is after its warm-up")
     head: Literal["lm", "value"] = Field("lm", description="logits over the vocabulary, or one number per token")
     offload: Offload = "none"
     optimizer: OptimizerConfig = Field(OptimizerConfig(lr=1e-5, weight_decay=0.0), description="if it is trained")
@@ -304,7 +351,7 @@ class PluginsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Training state on disk, to continue from; weights for serving are another thing (train.keep_versions)."""
+    """Training state on disk, to continue from; weights for serving are another thing (weights)."""
 
     every_steps: NonNegative = Field(0, description="0: only with at_end")
     at_end: bool = False
@@ -338,9 +385,20 @@ class TrainConfig(Section):
     max_skipped_steps: Positive = Field(
         5, description="optimizer steps skipped in a row for NaN or inf before the run ends, naming the samples"
     )
+
+
+class WeightsConfig(Section):
+    """Weight versions on disk, from the trainer to the servers; docs/weights.md."""
+
     keep_versions: Annotated[int, Field(ge=1)] = Field(
-        2, description="weight versions kept on disk beyond those in use"
+        2, description="newest versions kept on disk, with what they refer to"
     )
+    delta: Literal["off", "auto"] = Field(
+        "off",
+        description="auto: store only the changed elements of a tensor where that is less;"
+        " trainer and servers each hold a copy of the weights in host memory for it",
+    )
+    full_every: Positive = Field(8, description="with delta: a changing tensor is whole in one of so many versions")
 
 
 class WarmupConfig(Section):
@@ -367,7 +425,7 @@ class Config(Section):
     fileroot: str = "runs"
     seed: NonNegative = 1
     allocation: str = Field("sglang.d1p1m1+d1p1m1", description="inference + training parallelism; docs/allocation.md")
-    resume: str = Field("", description="checkpoint folder of another trial to continue from, in any layout")
+    resume: str = Field("", description="a trial to continue from, in any layout: its folder or a checkpoint of it")
     cluster: ClusterConfig = ClusterConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -375,7 +433,9 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     asynchronous: AsyncConfig = AsyncConfig()
     manager: ManagerConfig = ManagerConfig()
+    agreement: AgreementConfig = AgreementConfig()
     train: TrainConfig = TrainConfig()
+    weights: WeightsConfig = WeightsConfig()
     roles: RolesConfig = RolesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     plugins: PluginsConfig = PluginsConfig()

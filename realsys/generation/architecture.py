@@ -12,6 +12,13 @@ from realsys.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
+class LinearRope:
+    """All positions divided by ``factor``."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class Llama3Rope:
     """Llama 3's stretching of the low rotary frequencies."""
 
@@ -35,7 +42,7 @@ class Architecture:
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
-    rope: Llama3Rope | None
+    rope: LinearRope | Llama3Rope | None
     tied: bool
     qkv_bias: bool
     qk_norm: bool
@@ -149,16 +156,18 @@ def _size(path: Path, raw: dict[str, Any], name: str, default: int | None = None
     return value
 
 
-def _rope(path: Path, raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
+def _rope(path: Path, raw: dict[str, Any]) -> tuple[float, LinearRope | Llama3Rope | None]:
     """Base and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
     scaling: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise ModelError(f"{path}: rope_type={kind!r} is not supported; supported: default, llama3")
+    if kind not in ("linear", "llama3"):
+        raise ModelError(f"{path}: rope_type={kind!r} is not supported; supported: default, linear, llama3")
     try:
+        if kind == "linear":
+            return theta, LinearRope(float(scaling["factor"]))
         return theta, Llama3Rope(
             factor=float(scaling["factor"]),
             low_freq_factor=float(scaling["low_freq_factor"]),
@@ -166,7 +175,7 @@ def _rope(path: Path, raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
             original_context=int(scaling["original_max_position_embeddings"]),
         )
     except KeyError as error:
-        raise ModelError(f"{path}: rope_type='llama3' needs {error.args[0]}") from error
+        raise ModelError(f"{path}: rope_type={kind!r} needs {error.args[0]}") from error
 
 
 def _ids(value: Any) -> list[int]:

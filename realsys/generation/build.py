@@ -11,6 +11,7 @@ from realsys.config.schema import GenerationConfig
 from realsys.generation.architecture import read_architecture
 from realsys.generation.core import EngineCore
 from realsys.generation.engine import Engine, Load
+from realsys.generation.stop_strings import read_tokenizer
 from realsys.generation.weights import fuse, read_tensors
 
 
@@ -40,5 +41,7 @@ def build_engine(
         max_running=embedded.max_running,
         max_queued=embedded.max_queued,
         context=embedded.context_length or max_prompt_tokens + config.sampling.max_new_tokens,
+        prefill_tokens=embedded.prefill_tokens,
+        tokenizer=read_tokenizer(model_path),
     )
     return Engine(core, load, model_path=str(model_path), interruptible=interruptible, on_step=on_step)

@@ -7,7 +7,7 @@ Retrying is the caller's decision, because only it knows whether another server 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import aiohttp
@@ -31,15 +31,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """How to sample. ``n`` answers per prompt; stop tokens beside the model's own end of text."""
+    """How to sample: the fields of protocol.SamplingParams. Stop tokens beside the model's own end of text.
+
+    ``new_tokens_per_chunk``: an answer is asked for in pieces of at most that many tokens; 0: in one.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
+    answer_prefix: int = 0
+    new_tokens_per_chunk: int = 0
+
+    def params(self, seed: int) -> dict[str, Any]:
+        """The ``sampling_params`` of one request; what is off is left out, so that any backend understands it."""
+        sent = [field for field in fields(self) if field.name != "new_tokens_per_chunk"]
+        changed = {f.name: getattr(self, f.name) for f in sent if getattr(self, f.name) != f.default}
+        return {**changed, "sampling_seed": seed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +89,7 @@ class GenerationClient:
         """
         body = {
             "input_ids": [int(token) for token in input_ids],
-            "sampling_params": {
-                "temperature": spec.temperature,
-                "top_p": spec.top_p,
-                "top_k": spec.top_k,
-                "max_new_tokens": spec.max_new_tokens,
-                "min_new_tokens": spec.min_new_tokens,
-                "stop_token_ids": spec.stop_token_ids,
-                "n": spec.n,
-                "sampling_seed": seed,
-            },
+            "sampling_params": spec.params(seed),
             "return_logprob": True,
             "rid": rid,
         }

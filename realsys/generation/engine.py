@@ -18,14 +18,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import numpy as np
-
 from realsys.errors import GenerationError, WaitTimeout
 from realsys.generation.core import EngineCore
+from realsys.generation.limits import Limits
 from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
 from realsys.generation.scheduler import AnswerResult, Request
 from realsys.generation.staging import Load, Staged, Stager, Update
-from realsys.types import I32
 
 __all__ = ["Engine", "Load", "Staged"]
 
@@ -51,6 +49,14 @@ class Engine:
         self.core = core
         self.model_path = model_path
         self._interruptible, self._on_step = interruptible, on_step
+        self._limits = Limits(
+            vocabulary=core.arch.vocab_size,
+            eos=core.arch.eos,
+            context=core.context,
+            answers=core.scheduler.max_queued + core.scheduler.max_running,
+            tokenizer=core.tokenizer is not None,
+            model_path=model_path,
+        )
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._open: set[Future[Any]] = set()  # whoever waits for the engine
@@ -59,6 +65,7 @@ class Engine:
         self._paused = False
         self._updates_done = 0
         self._ready: deque[Update] = deque()  # staged, waiting for their moment
+        self._swapped: Update | None = None  # its call is answered with its first token
         self._stager = Stager(core.arch, load, core.dtype, core.staging_device, self._on_staged)
         self._thread = threading.Thread(target=self._run, name="generation-engine", daemon=True)
 
@@ -80,6 +87,11 @@ class Engine:
                 raise WaitTimeout(f"thread {thread.name} did not end within {timeout_s:g} s")
 
     @property
+    def version(self) -> int:
+        """Of the weights that sample now."""
+        return self.core.version
+
+    @property
     def failure(self) -> str | None:
         """Why the engine serves no more; None while it does."""
         return self._ended
@@ -89,9 +101,9 @@ class Engine:
 
         Raises GenerationError for a bad request. The future raises one for a full queue (retryable) or an id in use.
         """
-        prompt = self._checked_prompt(input_ids, params)
+        prompt = self._limits.checked_prompt(input_ids, params)
         seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
-        stops = tuple(sorted({*params.stop_token_ids, *self.core.arch.eos}))
+        stops = self._limits.stops(params)
         request = Request(rid or secrets.token_hex(16), prompt, params, seed, stops, self._new_future())
 
         def submit() -> None:
@@ -154,7 +166,7 @@ class Engine:
             context_length=core.context,
             max_running=core.scheduler.max_running,
             max_queued=core.scheduler.max_queued,
-            running=len(core.scheduler.running),
+            running=len(core.scheduler.active),
             queued=core.scheduler.queued,
             kv_tokens=core.cached_tokens,
             kv_capacity=core.scheduler.max_running * core.context,
@@ -164,30 +176,6 @@ class Engine:
             paused=self._paused,
             busy_s=core.counters.busy_s,
         )
-
-    def _checked_prompt(self, input_ids: Sequence[int], params: SamplingParams) -> I32:
-        core = self.core
-        vocabulary = core.arch.vocab_size
-        problem = params.problem()
-        if not input_ids:
-            problem = "input_ids is empty: a prompt needs at least one token"
-        elif not 0 <= min(input_ids) <= max(input_ids) < vocabulary:
-            bad = next(token for token in input_ids if not 0 <= token < vocabulary)
-            problem = f"input_ids holds token {bad}, the vocabulary has {vocabulary} tokens"
-        elif bad_stops := [token for token in params.stop_token_ids if not 0 <= token < vocabulary]:
-            problem = f"sampling_params.stop_token_ids holds {bad_stops[0]}, the vocabulary has {vocabulary} tokens"
-        elif params.min_new_tokens and len({*params.stop_token_ids, *core.arch.eos}) >= vocabulary:
-            problem = "sampling_params.min_new_tokens > 0, but every token of the vocabulary is a stop token"
-        elif len(input_ids) + params.max_new_tokens > core.context:
-            problem = (
-                f"input_ids of {len(input_ids)} tokens and max_new_tokens={params.max_new_tokens} "
-                f"exceed the context of {core.context} tokens"
-            )
-        elif params.n > core.scheduler.max_queued + core.scheduler.max_running:
-            problem = f"sampling_params.n={params.n} is more than this server can run and queue"
-        if problem is not None:
-            raise GenerationError(problem)
-        return np.asarray(input_ids, np.int32)
 
     # ---- calls into the engine thread
 
@@ -222,13 +210,15 @@ class Engine:
             while self._wait_for_work():
                 while self._inbox:
                     self._inbox.popleft()()
-                self.core.hold_admission = bool(self._ready)
+                self.core.hold_admission = bool(self._ready) and not self._interruptible
                 if self._swap_is_due:
                     self._swap(self._ready.popleft())
                 elif not self._paused and not self.core.idle:
                     self.core.step()
+                    self._report()
                     if self._on_step is not None:
                         self._on_step(self.core)
+                self._report()
         except BaseException as error:
             self._end(f"the engine failed: {type(error).__name__}: {error}")
             raise
@@ -244,7 +234,7 @@ class Engine:
 
     @property
     def _swap_is_due(self) -> bool:
-        return bool(self._ready) and (self._interruptible or not self.core.scheduler.running)
+        return bool(self._ready) and (self._interruptible or not self.core.scheduler.active)
 
     def _swap(self, update: Update) -> None:
         """The pause: everything slow happened in the staging thread."""
@@ -252,21 +242,35 @@ class Engine:
         start = time.perf_counter()
         if update.abort_all:
             self._abort_all()
+        if self._swapped is not None:
+            self._answer(self._swapped)  # it had no time to sample anything
+        loading = time.perf_counter()
         self.core.swap(update.weights, update.version)
-        swapped = time.perf_counter()
-        if not self._paused:
-            self.core.refresh()
-        end = time.perf_counter()
-        self._updates_done += 1
-        self.core.hold_admission = bool(self._ready)
-        timings = {
-            **update.timings,
+        update.swapped_at, update.tokens_before = time.perf_counter(), self.core.counters.tokens
+        update.timings |= {
             "drain_s": start - update.staged_at,
-            "pause_s": end - start,
-            "load_s": swapped - start,
-            "reprefill_s": end - swapped,
+            "pause_s": update.swapped_at - start,
+            "load_s": update.swapped_at - loading,
         }
-        update.done.set_result(UpdateResult(True, f"serving version {update.version}", timings))
+        self._updates_done += 1
+        self._swapped = update
+        self.core.hold_admission = False
+
+    def _report(self) -> None:
+        """Answer the call of an update once its first token is there, or none is to come for now."""
+        update = self._swapped
+        if update is None:
+            return
+        sampled = self.core.counters.tokens > update.tokens_before
+        if sampled:
+            update.timings["first_token_s"] = time.perf_counter() - update.swapped_at
+        if sampled or self._paused or self.core.idle:
+            self._answer(update)
+
+    def _answer(self, update: Update) -> None:
+        self._swapped = None
+        message = f"serving version {update.version}"
+        update.done.set_result(UpdateResult(True, message, update.timings, update.counts))
 
     def _abort_all(self) -> None:
         for request in self.core.scheduler.requests():

@@ -43,15 +43,17 @@ class KVCache:
         """Of one layer."""
         return 2 * self.kv_heads * self.head_dim * self.keys.element_size()
 
-    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store the first positions of ``rows``: keys and values are [len(rows), kv_heads, T, head_dim]."""
-        length = keys.shape[2]
-        for store, new in ((self.keys, keys), (self.values, values)):
-            store[layer].view(self.rows, self.kv_heads, self.context, -1)[:, :, :length].index_copy_(0, rows, new)
+    def read(self, layer: int, rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Copies of the first ``length`` positions of ``rows``: keys and values [len(rows), kv_heads, length, D]."""
+        keys, values = (self._by_row(store[layer], length).index_select(0, rows) for store in (self.keys, self.values))
+        return keys, values
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` positions of row source[i] to row target[i]; the two may overlap."""
         for store in (self.keys, self.values):
             for layer in store:
-                by_row = layer.view(self.rows, self.kv_heads, self.context, -1)[:, :, :length]
+                by_row = self._by_row(layer, length)
                 by_row.index_copy_(0, target, by_row.index_select(0, source))
+
+    def _by_row(self, layer: Tensor, length: int) -> Tensor:
+        return layer.view(self.rows, self.kv_heads, self.context, -1)[:, :, :length]

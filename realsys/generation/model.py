@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realsys.generation.architecture import Architecture
+from realsys.generation.architecture import Architecture, LinearRope, Llama3Rope
+from realsys.generation.batch import PrefillBatch, PrefillGroup
 from realsys.generation.kv_cache import KVCache
 from realsys.generation.scheduler import RowGroup
 from realsys.generation.weights import LayerWeights, ModelWeights
@@ -69,30 +70,51 @@ class Decoder:
             self._mlp(layer, x)
         return self._head(x)
 
-    def prefill(self, ids: Tensor, owners: Tensor, rows: Tensor) -> None:
-        """Compute the cache of ids [b, T] (right-padded with any token) and store that of ids[owners[i]] in rows[i].
+    def prefill(self, batch: PrefillBatch) -> None:
+        """Compute the cache of the batch's tokens; what stands before them in their rows must be there.
 
         No logits: an engine feeds the last token of a prompt through ``decode``, which also samples.
-        Padding is harmless: under the causal mask no real position sees it, and what it writes lies beyond the length.
+        Tokens are packed, N in all; only attention pads them, group by group.
         """
-        arch = self.arch
-        batch, length = ids.shape
-        x = self.weights.embedding.index_select(0, ids.reshape(-1))
-        rotary = self._rotary[:length].view(1, length, 1, 1, -1)
+        arch, tokens = self.arch, len(batch.ids)
+        x = self.weights.embedding.index_select(0, batch.ids)
+        rotary = self._rotary.index_select(0, batch.positions).view(tokens, 1, 1, -1)
+        slots = (self._origins.index_select(0, batch.rows) + batch.positions.unsqueeze(1)).view(-1)
+        masks = [self._prefix_mask(group) for group in batch.groups]
         last = len(self.weights.layers) - 1
         for index, layer in enumerate(self.weights.layers):
-            heads = self._qkv(layer, x).view(batch, length, arch.kv_heads, arch.group + 2, arch.head_dim)
-            self._rotate(heads[..., :-1, :], rotary)
-            k, v = heads[..., -2, :].transpose(1, 2), heads[..., -1, :].transpose(1, 2)  # [b, H, T, D]
-            self.cache.write(index, rows, k.index_select(0, owners), v.index_select(0, owners))
+            heads = self._qkv(layer, x).view(tokens, arch.kv_heads, arch.group + 2, arch.head_dim)
+            self._rotate(heads[:, :, :-1], rotary)
+            for store, new in ((self.cache.keys, heads[:, :, -2]), (self.cache.values, heads[:, :, -1])):
+                store[index].view(-1, arch.head_dim).index_copy_(0, slots, new.reshape(-1, arch.head_dim))
             if index == last:
                 return  # what follows would only give logits
-            q = heads[..., :-2, :].permute(0, 2, 3, 1, 4).reshape(batch, arch.heads, length, arch.head_dim)
-            context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=arch.group > 1)
-            x.addmm_(context.transpose(1, 2).reshape(batch * length, -1), layer.out.t())
+            queries = heads[:, :, :-2].reshape(tokens, -1)
+            context = torch.empty_like(queries)
+            for group, mask in zip(batch.groups, masks, strict=True):
+                context[group.tokens] = self._attend(index, group, mask, queries[group.tokens])
+            x.addmm_(context, layer.out.t())
             self._mlp(layer, x)
 
     # ---- parts
+
+    def _attend(self, layer: int, group: PrefillGroup, mask: Tensor | None, queries: Tensor) -> Tensor:
+        """Attention of packed queries [tokens of the group, heads * D] to their rows of the cache; same shape."""
+        rows, width = len(group.rows), group.width
+        padded = queries.new_zeros(rows * width, queries.shape[1]).index_copy_(0, group.places, queries)
+        q = padded.view(rows, width, self.arch.heads, self.arch.head_dim).transpose(1, 2)
+        k, v = self.cache.read(layer, group.rows, group.reach)
+        context = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.arch.group > 1
+        )
+        return context.transpose(1, 2).reshape(rows * width, -1).index_select(0, group.places)
+
+    def _prefix_mask(self, group: PrefillGroup) -> Tensor | None:
+        """[rows, 1, width, reach] of 0 and -inf; None when no row has a prefix: plain causal attention."""
+        if group.starts is None:
+            return None
+        positions = group.starts.view(-1, 1, 1, 1) + self._positions[: group.width].view(-1, 1)
+        return torch.where(self._positions[: group.reach] > positions, self._minus_infinity, self._zero)
 
     def _mask(self, group: RowGroup, positions: Tensor) -> Tensor | None:
         """[rows * H, 1, T] of 0 and -inf; None when all rows of the group are equally long."""
@@ -142,8 +164,10 @@ def rotary_table(arch: Architecture, context: int) -> Tensor:
     """exp(i * position * frequency), complex64 [context, head_dim / 2]."""
     exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
     frequencies = 1.0 / (arch.rope_theta**exponents)
-    if arch.rope is not None:
-        rope = arch.rope
+    rope = arch.rope
+    if isinstance(rope, LinearRope):
+        frequencies = frequencies / rope.factor
+    elif isinstance(rope, Llama3Rope):
         wavelength = 2 * math.pi / frequencies
         smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (
             rope.high_freq_factor - rope.low_freq_factor

@@ -23,23 +23,43 @@ UNSYNCED = -1  #: version of a server that has not loaded published weights yet
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to sample one request. temperature 0 means greedy; top_k -1 means off."""
+    """How to sample one request, with SGLang's names and meanings (docs/generation.md has the definitions).
+
+    temperature 0 means greedy; top_k -1 means off. Penalties and stop strings look at the tokens of the answer only.
+    ``answer_prefix`` is not SGLang's: so many of the last input_ids are earlier tokens of this very answer, which goes
+    on here. They count for penalties and stop strings, but not for min_new_tokens and max_new_tokens.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     max_new_tokens: int = 128
     min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
     sampling_seed: int | None = None
+    answer_prefix: int = 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether what an answer holds already changes what it may draw next."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def problem(self) -> str | None:
         """What is wrong with the values, in one line; None when they are fine."""
-        limits = (
+        limits: tuple[tuple[str, object, bool, str], ...] = (
             ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "finite and at least 0"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1, "-1 (off) or at least 1"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 2, "in (0, 2], 1 is off"),
+            ("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "in [-2, 2], 0 is off"),
+            ("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "in [-2, 2], 0 is off"),
             ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
             (
                 "min_new_tokens",
@@ -47,7 +67,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 0 <= self.min_new_tokens <= self.max_new_tokens,
                 f"from 0 to max_new_tokens={self.max_new_tokens}",
             ),
+            ("stop", list(self.stop), all(self.stop), "strings of at least one character"),
             ("n", self.n, self.n >= 1, "at least 1"),
+            ("answer_prefix", self.answer_prefix, self.answer_prefix >= 0, "at least 0"),
         )
         for name, value, good, wanted in limits:
             if not good:
@@ -65,10 +87,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Finish(msgspec.Struct, omit_defaults=True):
-    """Why an answer ended: ``matched`` is the stop token, ``length`` the limit that was reached."""
+    """Why an answer ended: ``matched`` is the stop token or the stop string, ``length`` the limit that was reached."""
 
     type: FinishReason
-    matched: int | None = None
+    matched: int | str | None = None
     length: int | None = None
     message: str | None = None
 
@@ -86,7 +108,7 @@ class MetaInfo(msgspec.Struct, omit_defaults=True):
 
 
 class Completion(msgspec.Struct):
-    """One answer. A stop token is part of ``output_ids``."""
+    """One answer. A stop token, or the tokens of a stop string, are part of ``output_ids``."""
 
     output_ids: list[int]
     meta_info: MetaInfo
@@ -102,12 +124,15 @@ class UpdateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class UpdateResult(msgspec.Struct):
     """``timings`` in seconds: stage_s, verify_s and drain_s pass while decoding goes on; pause_s is the whole pause,
-    of which load_s swaps the weights and reprefill_s recomputes the KV cache of running answers.
+    of which load_s swaps the weights. first_token_s passes from the swap to the first token of the new version; it is
+    absent when no answer was running. The KV cache of interrupted answers is recomputed between decoding steps.
+    ``counts``: bytes of all tensors, bytes_read of them, and tensors that came whole, changed (a delta), or were kept.
     """
 
     success: bool
     message: str
     timings: dict[str, float] = {}
+    counts: dict[str, int] = {}
 
 
 class PauseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,6 +1,7 @@
 """Who decodes where: admission queue, slots, rows and length groups. Pure bookkeeping, no torch.
 
-    submit ──> queue ──admit──> running (a slot for its tokens, a row of the KV cache) ──finish──> results
+    submit ──> queue ──admit──> prefilling (has a slot) ──join──> running (and a full row of the KV cache) ──finish──>
+                                    ^──────────────── suspend ────────────────┘
 
 A *slot* is where an answer's tokens, log-probs and random numbers stay for its whole life. A *row* is its place in the
 KV cache; rows 0..n-1 are always the running answers, so that a step works on slices, and ``arrange`` moves answers
@@ -26,12 +27,16 @@ __all__ = ["Answer", "AnswerResult", "Layout", "Request", "RowGroup", "Scheduler
 
 @dataclass(slots=True)
 class AnswerResult:
-    """A finished answer: tokens [T], log-probs [T], (version, count) segments over them."""
+    """A finished answer: tokens [T], log-probs [T], (version, count) segments over them.
+
+    ``matched``: the stop token or stop string that ended it.
+    """
 
     tokens: I32
     logprobs: F32
     segments: list[tuple[int, int]]
     finish_reason: FinishReason
+    matched: int | str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +52,10 @@ class Request:
     admitted: int = 0  # answers taken from the queue so far
     running: list[Answer] = field(default_factory=list)
     results: dict[int, AnswerResult] = field(default_factory=dict)
+    key: bytes = field(init=False)  # sorts requests by prompt
+
+    def __post_init__(self) -> None:
+        self.key = self.prompt.astype(">i4").tobytes()
 
     @property
     def waiting(self) -> int:
@@ -55,18 +64,27 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One running answer. ``length`` counts prompt and answer tokens; the last of them is not in the cache yet."""
+    """One admitted answer. ``length`` counts prompt and answer tokens; the last of them is never in the cache.
+
+    ``cached`` positions of its row are good while it is prefilling; when it runs, all but the last are.
+    """
 
     request: Request
     index: int
     slot: int
     length: int
     row: int = -1  # -1: nothing in the KV cache yet
+    cached: int = 0
     segments: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def generated(self) -> int:
         return self.length - len(self.request.prompt)
+
+    @property
+    def answer_start(self) -> int:
+        """Position of the answer's first token; before the end of the prompt when an earlier request began it."""
+        return len(self.request.prompt) - self.request.params.answer_prefix
 
     @property
     def ban_length(self) -> int:
@@ -86,11 +104,12 @@ class Answer:
 
 
 class Scheduler:
-    """Owns slots and queue. ``running`` is in row order after ``arrange``."""
+    """Owns slots, queue and the line of those to be prefilled. ``running`` is in row order after ``arrange``."""
 
     def __init__(self, max_running: int, max_queued: int, planner: LayoutPlanner) -> None:
         self.max_running, self.max_queued = max_running, max_queued
         self.running: list[Answer] = []
+        self.prefilling: list[Answer] = []
         self.queued = 0  # answers
         self._planner = planner
         self._queue: deque[Request] = deque()
@@ -113,7 +132,7 @@ class Scheduler:
         self.queued += count
 
     def admit(self) -> list[Answer]:
-        """Give free slots to queued answers, first come first served. Call ``arrange`` before the next step."""
+        """Give free slots to queued answers, first come first served."""
         admitted: list[Answer] = []
         while self._queue and self._free_slots:
             request = self._queue[0]
@@ -124,13 +143,28 @@ class Scheduler:
             self.queued -= 1
             if not request.waiting:
                 self._queue.popleft()
-        self.running += admitted
+        self.prefilling += admitted
         return admitted
 
+    def join(self, answers: Sequence[Answer]) -> None:
+        """Let prefilled answers run. Call ``arrange`` before the next step."""
+        gone = {id(answer) for answer in answers}
+        self.prefilling = [answer for answer in self.prefilling if id(answer) not in gone]
+        self.running += answers
+
+    def suspend(self) -> None:
+        """Send all running answers back to be prefilled: nothing that is cached is good any more."""
+        for answer in self.active:
+            answer.row, answer.cached = -1, 0
+        # Short ones first: most answers are back soonest. New ones have waited less.
+        self.prefilling = sorted(self.running, key=lambda answer: answer.length) + self.prefilling
+        self.running = []
+
     def finish(self, ended: Sequence[tuple[Answer, AnswerResult]]) -> list[Request]:
-        """Free the slots of running answers. Returns the requests that are complete with them."""
+        """Free the slots of admitted answers. Returns the requests that are complete with them."""
         gone = {id(answer) for answer, _ in ended}
         self.running = [answer for answer in self.running if id(answer) not in gone]
+        self.prefilling = [answer for answer in self.prefilling if id(answer) not in gone]
         complete = []
         for answer, result in ended:
             self._free_slots.append(answer.slot)
@@ -150,6 +184,11 @@ class Scheduler:
             request.results[index] = result
         request.admitted = request.params.n
         return self._completed(request)
+
+    @property
+    def active(self) -> list[Answer]:
+        """All answers that have a slot."""
+        return self.running + self.prefilling
 
     @property
     def can_admit(self) -> bool:

@@ -1,4 +1,4 @@
-"""HTTP surface of the embedded engine: FastAPI routes over raw msgspec bodies, and the uvicorn thread that serves them.
+"""HTTP surface of a generation engine: FastAPI routes over raw msgspec bodies, and the uvicorn thread that serves them.
 
 A bad request answers 400, a full queue or a stopping server 503, always {"error": {"message": one line}}.
 """
@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,14 +21,14 @@ from fastapi import FastAPI, Request, Response
 
 from realsys.errors import GenerationError, WaitTimeout
 from realsys.generation import protocol as p
-from realsys.generation.engine import Engine
+from realsys.generation.backend import GenerationEngine
 from realsys.generation.scheduler import AnswerResult
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-def build_app(engine: Engine) -> FastAPI:
+def build_app(engine: GenerationEngine) -> FastAPI:
     """The routes of protocol.py over one engine."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -104,11 +105,12 @@ def build_app(engine: Engine) -> FastAPI:
 
     @app.get("/model_info", response_model=None)
     async def model_info() -> Response:
-        return _reply(p.ModelInfo(engine.model_path, str(engine.core.version), engine.model_path))
+        return _reply(p.ModelInfo(engine.model_path, str(engine.version), engine.model_path))
 
     @app.get("/server_info", response_model=None)
     async def server_info() -> Response:
-        return _reply(engine.info())
+        info = engine.info()
+        return _reply(await asyncio.wrap_future(info) if isinstance(info, Future) else info)
 
     return app
 
@@ -170,12 +172,12 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _completion(engine: Engine, rid: str, body: p.GenerateRequest, result: AnswerResult) -> p.Completion:
+def _completion(engine: GenerationEngine, rid: str, body: p.GenerateRequest, result: AnswerResult) -> p.Completion:
     tokens: list[int] = result.tokens.tolist()
     reason = result.finish_reason
     finish = p.Finish(
         type=reason,
-        matched=tokens[-1] if reason == "stop" else None,
+        matched=result.matched,
         length=len(tokens) if reason == "length" else None,
         message="aborted by a call or because the client went away" if reason == "abort" else None,
     )
@@ -187,7 +189,7 @@ def _completion(engine: Engine, rid: str, body: p.GenerateRequest, result: Answe
         finish_reason=finish,
         prompt_tokens=len(body.input_ids),
         completion_tokens=len(tokens),
-        weight_version=str(result.segments[-1][0] if result.segments else engine.core.version),
+        weight_version=str(result.segments[-1][0] if result.segments else engine.version),
         weight_versions=p.segments_of(result.segments),
         output_token_logprobs=logprobs,
     )

@@ -23,13 +23,16 @@ _log = logging.getLogger(__name__)
 
 
 class Staged(Protocol):
-    """Verified weights by HF name, and how long getting them took (seconds by name)."""
+    """Verified weights by HF name, how long getting them took (seconds by name), and what was moved for them."""
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]: ...
 
     @property
     def timings(self) -> Mapping[str, float]: ...
+
+    @property
+    def counts(self) -> Mapping[str, int]: ...
 
 
 #: (directory, expected version) -> weights; raises when they are not that version or not whole
@@ -38,7 +41,7 @@ Load = Callable[[str, int], Staged]
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """One weight update on its way. ``staged_at`` is of time.perf_counter."""
+    """One weight update on its way. Its moments are of time.perf_counter."""
 
     path: str
     version: int
@@ -46,7 +49,10 @@ class Update:
     done: Future[UpdateResult]
     weights: ModelWeights | None = None
     timings: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     staged_at: float = 0.0
+    swapped_at: float = 0.0
+    tokens_before: int = 0  # sampled since the engine's start until then
 
 
 class Stager:
@@ -93,4 +99,8 @@ class Stager:
                 "stage_s": update.staged_at - start,
                 "fuse_s": update.staged_at - loaded,
             }
+            update.counts = dict(staged.counts)
+            # What was staged is in the engine's own form now: do not keep it until the next update.
+            del staged
             self._on_ready(update)
+            del update

@@ -40,7 +40,17 @@ class TokenStore:
         logprobs: F32 = self.logprobs[cells].cpu().numpy().copy()
         return tokens, logprobs
 
-    def padded(self, slots: list[int], length: int) -> Tensor:
-        """The first ``length`` cells of some slots, int64 [len(slots), length]; beyond a sequence they are stale."""
-        index = torch.tensor(slots, device=self.device)
-        return self.tokens.view(-1, self.context)[:, :length].index_select(0, index)
+    def counts(self, starts: Tensor, stops: Tensor, vocabulary: int) -> Tensor:
+        """How often each token stands in cells starts[i]..stops[i]-1: float32 [len(starts), vocabulary]."""
+        offsets = torch.arange(int((stops - starts).max()), device=self.device)
+        cells = starts.unsqueeze(1) + offsets
+        inside = cells < stops.unsqueeze(1)
+        tokens = self.tokens[torch.where(inside, cells, starts.unsqueeze(1))]
+        counts = torch.zeros(len(starts), vocabulary, device=self.device)
+        return counts.scatter_add_(1, tokens, inside.float())
+
+    def tails(self, stops: Tensor, width: int) -> list[list[int]]:
+        """The ``width`` tokens before each cell of ``stops``; the first of them may belong to another sequence."""
+        cells = stops.unsqueeze(1) + torch.arange(-width, 0, device=self.device)
+        tails: list[list[int]] = self.tokens[cells.clamp_(min=0)].tolist()
+        return tails

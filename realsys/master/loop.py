@@ -26,6 +26,7 @@ from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import SOURCE_KEYS, Dataflow
 from realsys.config.schema import Config
+from realsys.master.agreement import AgreementMonitor
 from realsys.master.arguments import CallArguments
 from realsys.master.evaluation import Evaluations
 from realsys.master.executor import CallResult, GraphExecutor, Minibatches
@@ -39,7 +40,7 @@ from realsys.rollout.manager_client import ManagerClient
 from realsys.types import SequenceRef
 
 #: what the manager's status page shows of the last step
-SHOWN = ("step", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy")
+SHOWN = ("step", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy", "agreement")
 
 Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]
 
@@ -87,6 +88,7 @@ class TrainLoop:
         only_critic = without_actor_training(flow)
         self._critic_only = GraphExecutor(only_critic, meshes, workers, score_weight=ppo.reward_model.weight)
         self._critic_steps = ppo.critic.warmup_steps if ppo.critic.enabled else 0
+        self._agreement = AgreementMonitor(config.agreement)
         self._started = time.monotonic()
 
     async def run(self, done: int = 0) -> int:
@@ -126,6 +128,9 @@ class TrainLoop:
             "lr": args["actor_train"]["lr"] if "actor_train" in results else 0.0,
             "dropped_stale": taken.dropped_stale,
             "dropped_filtered": taken.dropped_filtered,
+            "agreement": self._agreement.observe(
+                step - 1, results["actor_inf"].stats if "actor_inf" in results else {}
+            ),
             **train_record(statistics, seconds, results),
         }
         self._log.append({"kind": "train", "time": time.time(), **record})

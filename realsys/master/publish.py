@@ -13,6 +13,7 @@ import msgspec
 from realsys.cluster.name_store import NameStore
 from realsys.types import PublishedVersion, SaveWeightsReply, SaveWeightsRequest
 from realsys.weights import manifest
+from realsys.weights.files import materialise
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ class Publisher:
             raise ValueError(f"version {version} does not follow {self.newest.version}")
         start = time.perf_counter()
         tmp = await asyncio.to_thread(manifest.prepare, self._root, version, self._incarnation)
-        replies = await self._save(SaveWeightsRequest(self._role, version, str(tmp)))
+        base = "" if self.newest is None else Path(self.newest.path).name
+        replies = await self._save(SaveWeightsRequest(self._role, version, str(tmp), base))
         saved = time.perf_counter()
         shards = [shard for reply in replies for shard in reply.shards]
         final = await asyncio.to_thread(
@@ -64,11 +66,19 @@ class Publisher:
         await asyncio.to_thread(self._store.add, self._key, value, replace=True)
         self.newest = published
         gone = await asyncio.to_thread(manifest.prune, self._root, keep=self._keep, in_use=[final])
-        log.info("published version %d (%s), pruned %d", version, final.name, len(gone))
+        size = sum(manifest.tensor_bytes(info) for shard in shards for info in shard.tensors.values())
+        log.info(
+            "published version %d (%s), %.1f of %.1f MB written, pruned %d",
+            version,
+            final.name,
+            sum(shard.size for shard in shards) / 1e6,
+            size / 1e6,
+            len(gone),
+        )
         return {"save": saved - start, "publish": time.perf_counter() - saved}
 
     async def export(self, target: Path) -> None:
-        """Copy the newest version to ``target`` as a plain HF directory, whole or not at all."""
+        """Write the newest version to ``target`` as a plain HF directory, whole or not at all."""
         assert self.newest is not None, "nothing was published yet"
         target.parent.mkdir(parents=True, exist_ok=True)
-        await asyncio.to_thread(manifest.export_copy, Path(self.newest.path), target)
+        await asyncio.to_thread(materialise, Path(self.newest.path), target, self.newest.version)

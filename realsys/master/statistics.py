@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from realsys.master.agreement import PREFIX as AGREEMENT
 from realsys.master.executor import CallResult
 from realsys.types import SampleMeta
 
@@ -63,12 +64,13 @@ def train_record(
 
     ``seconds`` are of the parts of the step and its ``total``; ``call_seconds`` of each call's slowest rank, without
     waiting for others on its workers. Statistics of calls other than ``actor_train`` carry the call's name in front,
-    shortened for the actor's: ``inf/tokens``, ``critic_train/loss``.
+    shortened for the actor's: ``inf/tokens``, ``critic_train/loss``. Those of a group of their own keep its name:
+    ``agreement/ratio``.
     """
     stats: dict[str, float] = {}
     for name, result in results.items():
         prefix = "" if name == "actor_train" else f"{name.removeprefix('actor_')}/"
-        stats |= {f"{prefix}{key}": value for key, value in result.stats.items()}
+        stats |= {key if key.startswith(AGREEMENT) else f"{prefix}{key}": value for key, value in result.stats.items()}
     return {
         "seconds": dict(seconds),
         "call_seconds": {name: result.seconds for name, result in results.items()},

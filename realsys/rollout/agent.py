@@ -84,13 +84,19 @@ def make_agent(name: str, parts: AgentParts) -> Agent:
     return _AGENTS[name](parts)
 
 
-def sampling_spec(config: SamplingConfig, stop_token_ids: Sequence[int]) -> SamplingSpec:
-    """The trial's sampling settings; ``n`` is set per ticket."""
+def sampling_spec(config: SamplingConfig, end_of_text: Sequence[int]) -> SamplingSpec:
+    """The trial's sampling settings, with the tokenizer's own stop tokens; ``n`` is set per ticket."""
     return SamplingSpec(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k or -1,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
         min_new_tokens=config.min_new_tokens,
-        stop_token_ids=tuple(stop_token_ids),
+        stop=tuple(config.stop),
+        stop_token_ids=tuple(dict.fromkeys((*end_of_text, *config.stop_token_ids))),
+        new_tokens_per_chunk=config.new_tokens_per_chunk,
     )

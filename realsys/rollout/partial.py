@@ -1,11 +1,14 @@
 """Partial rollouts: an answer survives the server that began it.
 
     schedule ──> generate n answers ──> all finished ──> done
-       ^               │ some aborted, or the server failed
+       ^               │ some aborted, a piece is full, or the server failed
        └── each unfinished answer goes on from prompt + its tokens, on whichever server the manager names next
 
 Tokens, log-probs and versions of all segments are kept as they came; nothing is tokenised or recomputed. By the paper's
 Proposition 1 the concatenation is a sample of one behaviour policy, whose log-probs are the recorded ones.
+
+With ``new_tokens_per_chunk`` an answer is asked for in pieces, and the manager is asked between them: a long answer is
+then not bound to the server that began it. Its sticky routing names the same one as long as that is good.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import numpy as np
 
 from realsys.admission.messages import ScheduleReply, ScheduleRequest
 from realsys.admission.order import sampling_seed
+from realsys.admission.prefix import prefix_hashes
 from realsys.errors import GenerationError
 from realsys.generation.client import Generated, SamplingSpec
 from realsys.types import FinishReason, Ticket
@@ -53,10 +57,7 @@ class _Answer:
     budget: int  # tokens it may still have
     segments: list[Generated] = field(default_factory=list)
     finish_reason: FinishReason = "abort"
-
-    @property
-    def pending(self) -> bool:
-        return self.finish_reason == "abort"
+    pending: bool = True
 
     @property
     def length(self) -> int:
@@ -65,14 +66,16 @@ class _Answer:
     def tokens(self) -> list[int]:
         return [int(token) for segment in self.segments for token in segment.tokens]
 
-    def extend(self, segment: Generated) -> None:
+    def extend(self, segment: Generated, asked: int) -> None:
+        """Add what came of a request for at most ``asked`` tokens."""
         if len(segment.tokens) or segment.finish_reason != "abort":
             self.segments.append(segment)
         self.budget -= len(segment.tokens)
+        # A server may cut an answer short of what was asked for, at the end of its context: that is the end.
+        cut = segment.finish_reason == "abort" or (segment.finish_reason == "length" and len(segment.tokens) >= asked)
+        self.pending = cut and self.budget > 0
         # An abort on the very last token leaves nothing to go on with.
-        self.finish_reason = (
-            "length" if segment.finish_reason == "abort" and self.budget <= 0 else segment.finish_reason
-        )
+        self.finish_reason = "length" if cut and self.budget <= 0 else segment.finish_reason
 
     def join(self) -> Generated:
         if len(self.segments) == 1:
@@ -99,13 +102,14 @@ class PartialRolloutManager:
         Raises GenerationError when a request is refused or too many trips fail, and what ``schedule`` raises.
         """
         prompt = list(prompt)
+        prefix = prefix_hashes(prompt)
         answers = [_Answer(k, spec.max_new_tokens) for k in range(spec.n)]
         failed: tuple[str, str] | None = None  # server, failure
         trip = failures = stalled = 0
         delay = FIRST_DELAY_S
         while pending := [answer for answer in answers if answer.pending]:
             before = sum(answer.length for answer in pending)
-            place = await self._manager.schedule(_schedule_request(ticket, len(prompt), pending, failed))
+            place = await self._manager.schedule(_schedule_request(ticket, len(prompt), prefix, pending, failed))
             problem = await self._trip(ticket, trip, prompt, spec, pending, place.url)
             trip += 1
             failed = (place.server, problem) if problem else None
@@ -126,7 +130,9 @@ class PartialRolloutManager:
         """One visit to a server: extends the pending answers; the failure, or "". Raises GenerationError if refused."""
         rid = f"{ticket.ticket_id}.{ticket.attempt}.{trip}"
         if len(pending) == spec.n and not any(answer.segments for answer in pending):
-            return await self._request(url, prompt, spec, rid, ticket.seed, pending)
+            piece = _piece(spec, spec.max_new_tokens)
+            first = replace(spec, max_new_tokens=piece, min_new_tokens=min(piece, spec.min_new_tokens))
+            return await self._request(url, prompt, first, rid, ticket.seed, pending)
         self.continued += sum(bool(answer.segments) for answer in pending)
         tasks = [self._continue(url, prompt, spec, f"{rid}.{a.index}", ticket.seed, a) for a in pending]
         # Every answer's tokens are kept, also when another one is refused.
@@ -139,8 +145,13 @@ class PartialRolloutManager:
     async def _continue(
         self, url: str, prompt: list[int], spec: SamplingSpec, rid: str, seed: int, answer: _Answer
     ) -> str:
+        piece = _piece(spec, answer.budget)
         rest = replace(
-            spec, n=1, max_new_tokens=answer.budget, min_new_tokens=max(0, spec.min_new_tokens - answer.length)
+            spec,
+            n=1,
+            max_new_tokens=piece,
+            min_new_tokens=min(piece, max(0, spec.min_new_tokens - answer.length)),
+            answer_prefix=answer.length,
         )
         # A seed's random numbers start over with each request: the same one again would repeat the first segment's.
         seed = sampling_seed(seed, answer.index, answer.length) if answer.segments else seed + answer.index
@@ -158,12 +169,17 @@ class PartialRolloutManager:
             log.warning("request %s: %s; going on elsewhere", rid, error)
             return str(error)
         for answer, segment in zip(answers, segments, strict=True):
-            answer.extend(segment)
+            answer.extend(segment, spec.max_new_tokens)
         return ""
 
 
+def _piece(spec: SamplingSpec, budget: int) -> int:
+    """Tokens to ask for at once, of those that an answer may still have."""
+    return min(budget, spec.new_tokens_per_chunk or budget)
+
+
 def _schedule_request(
-    ticket: Ticket, prompt_len: int, pending: list[_Answer], failed: tuple[str, str] | None
+    ticket: Ticket, prompt_len: int, prefix: list[int], pending: list[_Answer], failed: tuple[str, str] | None
 ) -> ScheduleRequest:
     """What the pending answers will need, and which server failed them."""
     return ScheduleRequest(
@@ -174,4 +190,5 @@ def _schedule_request(
         n=len(pending),
         failed_server=failed[0] if failed else None,
         failure=failed[1][:2000] if failed else None,
+        prefix=prefix,
     )

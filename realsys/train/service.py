@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from realsys.config.dataflow import Dataflow
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ModelError
@@ -60,7 +61,8 @@ from realsys.types import (
     TransferRequest,
 )
 
-WriteShard = Callable[[Path, Mapping[str, torch.Tensor]], ShardInfo]
+#: (file, tensors by HF name, folder name of the version before) -> what was written
+WriteShard = Callable[[Path, Mapping[str, torch.Tensor], str], ShardInfo]
 
 #: How long the loop waits for a request before it looks at ``stop`` again.
 _POLL_S = 0.5
@@ -80,6 +82,14 @@ class Endpoint(Protocol):
     def next_request(self, timeout_s: float) -> Any: ...
     def reply(self, request: Any, payload: msgspec.Struct) -> None: ...
     def reply_error(self, request: Any, exc: BaseException) -> None: ...
+
+
+def check_calls(flow: Dataflow) -> None:
+    """Raises ModelError for a call whose interface or hook nobody has registered: at the start, not hours later."""
+    for call in flow.calls:
+        find_interface(call.interface)
+        for name in (*call.pre_hooks, *call.post_hooks):
+            find_hook(name)
 
 
 class ModelWorkerService:
@@ -179,7 +189,7 @@ class ModelWorkerService:
         file = Path(request.directory) / f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors"
         with onloaded(role):
             tensors = dict(role.engine.export())
-            shards = [self._write_shard(file, tensors)] if tensors else []
+            shards = [self._write_shard(file, tensors, request.base)] if tensors else []
         return SaveWeightsReply(shards, time.perf_counter() - start)
 
     def _save_checkpoint(self, request: SaveCheckpointRequest) -> Empty:

@@ -5,41 +5,62 @@
 
 Order of commit: every shard is already fsynced by its writer -> index and auxiliary files -> MANIFEST.json -> fsync
 of the folder -> rename -> fsync of the parent. A reader that finds a folder without ``.tmp`` finds it whole, and the
-manifest's sizes and checksums prove it.
+manifest's checksums prove it.
+
+The manifest lists every tensor with the pieces it is made of. Where all of them are whole and in the version's own
+folder, that folder is a plain HF directory. Otherwise the version refers to earlier ones (``needs``): its own files
+are then called ``*.part`` and have no index, so that nobody takes a part of the weights for all of them.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from realsys.errors import WeightsError
-from realsys.types import ShardInfo
+from realsys.types import FileInfo, Piece, ShardInfo, TensorInfo
 
 MANIFEST = "MANIFEST.json"
 INDEX = "model.safetensors.index.json"
+#: bytes of an element, by the name safetensors gives its type
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
 #: files of an HF directory that are not weights and that a served version needs beside them
 _AUXILIARY = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|merges)\.(json|txt|jinja)"
     r"|tokenizer\.model|chat_template\.(jinja|json)"
 )
 _DIRECTORY = re.compile(r"v(\d{8})\.([A-Za-z0-9._-]+?)(\.tmp)?")
-_CHUNK = 1 << 20
 
 
-class Manifest(msgspec.Struct):
+class Needs(msgspec.Struct):
+    """The part of MANIFEST.json that ``prune`` looks at: folders of earlier versions that this one refers to."""
+
+    needs: list[str]
+
+
+class Manifest(Needs):
     """Contents of MANIFEST.json."""
 
     version: int
     incarnation: str
     step: int
-    files: list[ShardInfo]
+    files: list[FileInfo]
+    tensors: dict[str, TensorInfo]
+
+
+def tensor_bytes(info: TensorInfo) -> int:
+    return math.prod(info.shape) * ITEM_BYTES[info.dtype]
 
 
 def directory_name(version: int, incarnation: str) -> str:
@@ -60,36 +81,76 @@ def commit(
 ) -> Path:
     """Turn a filled ``.tmp`` folder into a version; returns its final folder.
 
-    Raises WeightsError when a shard is missing, has another size than its writer reported, or two writers wrote one
-    tensor; the folder then stays ``.tmp`` and is never served.
+    Raises WeightsError when a shard is missing, has another size than its writer reported, two writers wrote one
+    tensor, or an earlier version that it refers to is not there; the folder then stays ``.tmp`` and is never served.
     """
-    weight_map: dict[str, str] = {}
-    total = 0
-    for shard in shards:
-        path = tmp / shard.file
-        size = path.stat().st_size if path.exists() else -1
-        if size != shard.size:
-            raise WeightsError(f"weights v{version}: {path} has {size} bytes, its writer reported {shard.size}")
-        for name, nbytes in shard.tensors.items():
-            if name in weight_map:
-                raise WeightsError(f"weights v{version}: tensor {name} is in {weight_map[name]} and in {shard.file}")
-            weight_map[name] = shard.file
-            total += nbytes
-    if not weight_map:
-        raise WeightsError(f"weights v{version}: no rank wrote a tensor")
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_durably(tmp / INDEX, msgspec.json.format(msgspec.json.encode(index)))
-    for source in auxiliary_files(model_dir):
-        write_durably(tmp / source.name, source.read_bytes())
-    manifest = Manifest(version, incarnation, step, sorted(shards, key=lambda s: s.file))
-    write_durably(tmp / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
-    fsync_directory(tmp)
     final = tmp.with_name(directory_name(version, incarnation))
     if final.exists():
         raise WeightsError(f"weights v{version}: {final} exists already; a version is written once")
+    complete(tmp, version=version, incarnation=incarnation, step=step, shards=shards, model_dir=model_dir)
     tmp.rename(final)
     fsync_directory(final.parent)
     return final
+
+
+def complete(
+    folder: Path, *, version: int, incarnation: str, step: int, shards: Sequence[ShardInfo], model_dir: Path
+) -> None:
+    """Add everything to a folder of shards that a version consists of, the manifest last. Raises as ``commit``."""
+    tensors = _merged(folder, version, shards)
+    own = directory_name(version, incarnation)
+    folders = {piece.folder for info in tensors.values() for piece in info.pieces}
+    needs = sorted(folders - {own, ""})
+    plain = not needs and all(len(info.pieces) == 1 for info in tensors.values())
+    # A writer knows the files of earlier versions by the names that it gave them.
+    names = {(need, Path(found.file).stem): found.file for need in needs for found in _files(folder.parent / need)}
+    files = []
+    for shard in sorted(shards, key=lambda shard: shard.file):
+        file = shard.file if plain else f"{Path(shard.file).stem}.part"
+        (folder / shard.file).rename(folder / file)
+        files.append(FileInfo(file, shard.size, shard.checksum))
+        names |= {(mine, Path(file).stem): file for mine in (own, "")}
+    for info in tensors.values():
+        info.pieces = [_placed(piece, own, names, version) for piece in info.pieces]
+    if plain:
+        weight_map = {name: info.pieces[0].file for name, info in sorted(tensors.items())}
+        index = {"metadata": {"total_size": sum(map(tensor_bytes, tensors.values()))}, "weight_map": weight_map}
+        write_durably(folder / INDEX, msgspec.json.format(msgspec.json.encode(index)))
+    for source in auxiliary_files(model_dir):
+        write_durably(folder / source.name, source.read_bytes())
+    manifest = Manifest(needs, version, incarnation, step, files, tensors)
+    write_durably(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+    fsync_directory(folder)
+
+
+def _files(directory: Path) -> list[FileInfo]:
+    return load_manifest(directory).files
+
+
+def _placed(piece: Piece, own: str, names: Mapping[tuple[str, str], str], version: int) -> Piece:
+    file = names.get((piece.folder, Path(piece.file).stem))
+    if file is None:
+        raise WeightsError(f"weights v{version} refers to {piece.folder or own}/{piece.file}, which is not there")
+    return msgspec.structs.replace(piece, file=file, folder="" if piece.folder == own else piece.folder)
+
+
+def _merged(folder: Path, version: int, shards: Sequence[ShardInfo]) -> dict[str, TensorInfo]:
+    """The tensors of all writers by name, their files checked."""
+    tensors: dict[str, TensorInfo] = {}
+    writer: dict[str, str] = {}
+    for shard in shards:
+        path = folder / shard.file
+        size = path.stat().st_size if path.exists() else -1
+        if size != shard.size:
+            raise WeightsError(f"weights v{version}: {path} has {size} bytes, its writer reported {shard.size}")
+        for name, info in shard.tensors.items():
+            if name in tensors:
+                raise WeightsError(f"weights v{version}: tensor {name} is in {writer[name]} and in {shard.file}")
+            # A copy: the writer goes on with its own.
+            tensors[name], writer[name] = msgspec.structs.replace(info), shard.file
+    if not tensors:
+        raise WeightsError(f"weights v{version}: no rank wrote a tensor")
+    return tensors
 
 
 def auxiliary_files(model_dir: Path) -> list[Path]:
@@ -106,45 +167,33 @@ def load_manifest(directory: Path) -> Manifest:
         raise WeightsError(f"{directory} has no {MANIFEST}: the version was never completed") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WeightsError(f"{path} cannot be read: {error}") from error
-    for shard in manifest.files:
-        if Path(shard.file).name != shard.file:
-            raise WeightsError(f"{path} names a file outside its folder: {shard.file!r}")
+    for file in manifest.files:
+        _check_inside(path, file.file)
+    for name, info in manifest.tensors.items():
+        _check_tensor(path, name, info)
     return manifest
 
 
-def verify(directory: Path, expected_version: int) -> Manifest:
-    """Check version, sizes and checksums of all files. Raises WeightsError naming the first that is wrong."""
-    manifest = load_manifest(directory)
-    check_version(manifest, directory, expected_version)
-    for shard in manifest.files:
-        check_file(directory / shard.file, shard, checksum_file(directory / shard.file))
-    return manifest
+def _check_inside(path: Path, file: str) -> None:
+    if Path(file).name != file:
+        raise WeightsError(f"{path} names a file outside its folder: {file!r}")
+
+
+def _check_tensor(path: Path, name: str, info: TensorInfo) -> None:
+    if info.dtype not in ITEM_BYTES or min(info.shape, default=0) < 0:
+        raise WeightsError(f"{path}: tensor {name} is of type {info.dtype!r} and shape {info.shape}: no such tensor")
+    whole = [not piece.base for piece in info.pieces]
+    if not whole or whole != [True] + [False] * (len(whole) - 1) or info.pieces[0].size != tensor_bytes(info):
+        raise WeightsError(f"{path}: tensor {name} must begin with a piece of all its {tensor_bytes(info)} bytes")
+    for piece in info.pieces:
+        _check_inside(path, piece.file)
+        if min(piece.start, piece.size) < 0 or (piece.folder and not _DIRECTORY.fullmatch(piece.folder)):
+            raise WeightsError(f"{path}: a piece of tensor {name} is out of bounds: {piece}")
 
 
 def check_version(manifest: Manifest, directory: Path, expected_version: int) -> None:
     if manifest.version != expected_version:
         raise WeightsError(f"{directory} holds version {manifest.version}, version {expected_version} was asked for")
-
-
-def check_file(path: Path, shard: ShardInfo, checksum: str) -> None:
-    """Raise WeightsError unless size and checksum are those of the manifest."""
-    size = path.stat().st_size
-    if size != shard.size:
-        raise WeightsError(f"{path} has {size} bytes, the manifest says {shard.size}: truncated or overwritten")
-    if checksum != shard.checksum:
-        raise WeightsError(f"{path} has checksum {checksum}, the manifest says {shard.checksum}: corrupt")
-
-
-def checksum_file(path: Path) -> str:
-    """xxh3-64 of the file, hex. Raises WeightsError when it is not there."""
-    digest = xxhash.xxh3_64()
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-    except FileNotFoundError:
-        raise WeightsError(f"{path} is in the manifest but not on disk") from None
-    return digest.hexdigest()
 
 
 def complete_versions(root: Path) -> list[tuple[int, str, Path]]:
@@ -158,30 +207,28 @@ def complete_versions(root: Path) -> list[tuple[int, str, Path]]:
 
 
 def prune(root: Path, *, keep: int, in_use: Iterable[Path] = ()) -> list[Path]:
-    """Delete all but the newest ``keep`` versions and those ``in_use``; returns what went.
+    """Delete all but the newest ``keep`` versions, those ``in_use`` and what these refer to; returns what went.
 
     The manifest goes first, so that a reader who comes meanwhile sees an incomplete version, not a broken one.
     """
-    protected = {path.resolve() for path in in_use}
+    versions = [path for _, _, path in complete_versions(root)]
+    used = {path.resolve() for path in in_use}
+    kept = {path for path in versions if path in versions[-keep:] or path.resolve() in used}
+    kept |= {root / need for path in kept for need in _needs(path)}
     gone = []
-    for _, _, path in complete_versions(root)[:-keep]:
-        if path.resolve() in protected:
-            continue
-        (path / MANIFEST).unlink()
-        shutil.rmtree(path)
-        gone.append(path)
+    for path in versions:
+        if path not in kept:
+            (path / MANIFEST).unlink()
+            shutil.rmtree(path)
+            gone.append(path)
     return gone
 
 
-def export_copy(directory: Path, target: Path) -> None:
-    """Copy a version to ``target`` as a plain HF directory, whole or not at all."""
-    tmp = target.with_name(target.name + ".tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
-    shutil.copytree(directory, tmp)
-    if target.exists():
-        shutil.rmtree(target)
-    tmp.rename(target)
-    fsync_directory(target.parent)
+def _needs(directory: Path) -> list[str]:
+    try:
+        return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Needs).needs
+    except (OSError, msgspec.DecodeError) as error:
+        raise WeightsError(f"{directory / MANIFEST} cannot be read: {error}") from error
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -2,58 +2,60 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load
 
-from realsys.errors import WeightsError
 from realsys.weights import manifest as manifests
+from realsys.weights.dtypes import as_tensor
 from realsys.weights.manifest import Manifest
+from realsys.weights.reader import HeldTensor, VersionReader
 
 
 @dataclass(slots=True)
 class StagedWeights:
-    """Verified tensors in host memory, by HF name. ``timings`` are seconds."""
+    """Verified tensors in host memory, by HF name. ``timings`` are seconds; ``counts``: see ``ReadReport``."""
 
     manifest: Manifest
     tensors: dict[str, torch.Tensor]
     timings: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
 
-def stage(directory: Path, expected_version: int) -> StagedWeights:
-    """Read, verify and parse every file of a version.
+@dataclass(slots=True)
+class HeldWeights:
+    """What a server keeps in host memory of the version it staged last, to read only what is new in the next.
 
-    The bytes that are checked are the bytes that are parsed: a file changed between check and load cannot slip in.
-    Raises WeightsError naming the file and what is wrong; nothing half-read is returned.
+    ``everything``: all tensors, at most once the size of the model, as deltas need it; otherwise those that a version
+    takes over from an earlier one: the frozen ones, which it will most likely take over again.
+    """
+
+    everything: bool = False
+    tensors: dict[str, HeldTensor] = field(default_factory=dict)
+
+    def wants(self, manifest: Manifest, name: str) -> bool:
+        return self.everything or bool(manifest.tensors[name].pieces[-1].folder)
+
+
+def stage(directory: Path, expected_version: int, held: HeldWeights | None = None) -> StagedWeights:
+    """Read and verify every tensor of a version; with ``held`` only what is not held already.
+
+    The bytes that are checked are the bytes that are loaded: a file changed between check and load cannot slip in.
+    Raises WeightsError naming the file and what is wrong; nothing half-read is returned. With ``held``, tensors that an
+    earlier call returned for it are overwritten: be done with them first.
     """
     manifest = manifests.load_manifest(directory)
     manifests.check_version(manifest, directory, expected_version)
     tensors: dict[str, torch.Tensor] = {}
-    read = verified = parsed = 0.0
-    for shard in manifest.files:
-        path = directory / shard.file
-        start = time.perf_counter()
-        try:
-            blob = path.read_bytes()
-        except OSError as error:
-            raise WeightsError(f"{path} is in the manifest but cannot be read: {error.strerror}") from error
-        after_read = time.perf_counter()
-        manifests.check_file(path, shard, xxhash.xxh3_64_hexdigest(blob))
-        after_verify = time.perf_counter()
-        try:
-            found = load(blob)
-        except SafetensorError as error:
-            raise WeightsError(f"{path} is no safetensors file: {error}") from error
-        if found.keys() != shard.tensors.keys():
-            odd = sorted(found.keys() ^ shard.tensors.keys())
-            raise WeightsError(f"{path} does not hold the tensors of the manifest: {', '.join(odd[:3])}")
-        tensors.update(found)
-        read += after_read - start
-        verified += after_verify - after_read
-        parsed += time.perf_counter() - after_verify
-    return StagedWeights(manifest, tensors, {"read_s": read, "verify_s": verified, "parse_s": parsed})
+    with VersionReader(directory, manifest) as reader:
+        if held is not None:
+            held.tensors = {name: held.tensors[name] for name in held.tensors.keys() & manifest.tensors.keys()}
+        for name in reader.order():
+            # Taken out before it is changed: one that could not be brought up to date must not be held.
+            found = reader.read(name, held.tensors.pop(name, None) if held is not None else None)
+            if held is not None and held.wants(manifest, name):
+                held.tensors[name] = found
+            info = manifest.tensors[name]
+            tensors[name] = as_tensor(found.data, info.dtype, info.shape)
+    return StagedWeights(manifest, tensors, reader.report.timings(), reader.report.counts())

@@ -33,7 +33,7 @@ class FakeServer:
         self.name = name
         self.loaded: list[int] = []
         self.path, self.version = "", "-1"
-        self.refuse = self.dead = False
+        self.refuse = self.dead = self.lies = False
         self.released = asyncio.Event()
         self.released.set()
         self.asked = asyncio.Event()
@@ -67,8 +67,9 @@ class FakeServer:
             request.transport.abort()
         if self.refuse:
             return web.json_response({"success": False, "message": "checksum of model-00001 is wrong"})
-        self.path, self.version = body["model_path"], body["weight_version"]
-        self.loaded.append(int(self.version))
+        if not self.lies:
+            self.path, self.version = body["model_path"], body["weight_version"]
+            self.loaded.append(int(self.version))
         return web.json_response({"success": True, "message": "ok", "timings": {"pause_s": 0.002}})
 
 
@@ -215,12 +216,14 @@ class Trial:
         return await self.post("/finish_rollout", **(body | {"reason": "", "answers": answers} | more))
 
 
-def config(*, batch: int = 2, eta: int = 1, update_timeout_s: float = 30.0, lease_s: float = 3600.0) -> Config:
+def config(
+    *, batch: int = 2, eta: int = 1, update_timeout_s: float = 30.0, lease_s: float = 3600.0, **manager: Any
+) -> Config:
     return Config(
         train=TrainConfig(batch_groups=batch, total_steps=100),
         rollout=RolloutConfig(group_size=2, max_attempts=2),
         asynchronous=AsyncConfig(max_head_offpolicyness=eta),
-        manager=ManagerConfig(update_timeout_s=update_timeout_s, rollout_lease_s=lease_s),
+        manager=ManagerConfig(update_timeout_s=update_timeout_s, rollout_lease_s=lease_s, **manager),
     )
 
 

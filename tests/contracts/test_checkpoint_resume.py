@@ -32,6 +32,7 @@ DATA = {"train_size": 20, "eval_size": 5, "demo_size": 0}
 SMALL = ["experiment=arith", *(f"data.arith.{k}={v}" for k, v in DATA.items()), "evaluation.problems=5"]
 STEP, BATCH, TOTAL = 3, 4, 8
 CONFIG = [*SMALL, "warmup.steps=0", f"train.batch_groups={BATCH}", f"train.total_steps={TOTAL}"]
+KL = ["train.ppo.kl.coef=0.1", "train.ppo.skip_zero_advantage=false"]
 POSITION = DataPosition(14, [9, 2], 20, 1)
 
 
@@ -104,6 +105,11 @@ def test_groups_behind_the_checkpoint_count_at_the_new_batch_size(
         (["seed=2"], "seed", "must be 1, as in resume="),
         (["train.optimizer.name=sgd"], "resume", "role 'actor' has the state of adam, not of sgd"),
         (["train.ppo.critic.enabled=true"], "resume", "has no role 'critic', which this run trains; it has: actor"),
+        (
+            ["warmup.steps=2", "warmup.batch=4", "data.arith.demo_size=9", *KL],
+            "resume",
+            "has no role 'ref', which starts as the warmed-up actor (warmup.steps); name its directory in roles.ref",
+        ),
         (["train.batch_groups=5", "train.total_epochs=9"], "train.batch_groups", "with another batch size epochs"),
         (["data.arith.train_size=30"], "resume", "was trained on 20 prompts, and the train split has 30"),
         (["model.tiny.hidden_size=64"], "resume", "is of another model: role 'actor' has hidden 128 there, 64 here"),

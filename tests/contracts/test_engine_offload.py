@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from realsys.config.allocation import ACTOR, ParallelLayout
-from realsys.config.schema import OptimizerConfig
+from realsys.config.schema import Offload, OptimizerConfig
 from realsys.errors import ModelError
 from realsys.train.engine import MegatronEngine
-from tests.engine_ranks import NLL, Rank, make_config, make_model, make_settings, on_ranks
+from tests.engine_ranks import NLL, Rank, make_config, make_settings, on_ranks
+from tests.hf_models import make_model
 from tests.train_ranks import FORMED, run_ranks
 
 ADAM = OptimizerConfig()
@@ -22,7 +23,7 @@ ADAM = OptimizerConfig()
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("actor")
-    make_model("lm").save_pretrained(folder)
+    make_model().save_pretrained(folder)
     return folder
 
 
@@ -53,12 +54,12 @@ def step(rank: Rank) -> None:
     assert rank.engine.step(0.01).applied
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "all"])
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_everything_goes_and_comes_back_bit_by_bit(offload: Any, dtype: str, distributed: bool, path: Path) -> None:
+def test_everything_goes_and_comes_back_bit_by_bit(dtype: str, distributed: bool, path: Path) -> None:
     def body(rank: Rank) -> dict[str, torch.Tensor]:
         engine = rank.engine
+        offload = engine.settings.offload
         step(rank)
         before = {kind: [tensor.clone() for tensor in tensors] for kind, tensors in memory(rank).items()}
         tensors = memory(rank)
@@ -82,11 +83,13 @@ def test_everything_goes_and_comes_back_bit_by_bit(offload: Any, dtype: str, dis
         step(rank)
         return rank.weights()
 
-    config, settings = make_config(dtype, distributed_optimizer=distributed), make_settings(offload=offload)
-    moved = on_ranks("d2", path, body, config, settings)
-    stayed = on_ranks("d2", path, uninterrupted, config, settings)
-    for a, b in zip(moved, stayed, strict=True):
-        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    config = make_config(dtype, distributed_optimizer=distributed)
+    stayed = on_ranks("d2", path, uninterrupted, config, make_settings())
+    modes: list[Offload] = ["optimizer", "all"]
+    for mode in modes:
+        moved = on_ranks("d2", path, body, config, make_settings(offload=mode))
+        for a, b in zip(moved, stayed, strict=True):
+            assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_an_offloaded_engine_refuses_what_it_has_no_memory_for(path: Path) -> None:

@@ -7,63 +7,94 @@ Weights are staged and verified by the product's own code, from directories with
 from __future__ import annotations
 
 import asyncio
-import json
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 import pytest
+import torch
 
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.errors import GenerationError
 from realsys.generation.build import build_engine
-from realsys.generation.client import GenerationClient, SamplingSpec
+from realsys.generation.client import SamplingSpec
 from realsys.generation.server import HttpServer, build_app
-from realsys.generation.weights import read_tensors
-from realsys.weights import manifest
-from realsys.weights.shards import write_shard
+from realsys.generation.sglang.engine import SglangEngine
 from realsys.weights.stage import stage
+from tests.contracts.generation_servers import (
+    BUSY,
+    CONTEXT,
+    EOS,
+    LONG,
+    PROMPT,
+    ServerUnderTest,
+    answers_of,
+    check,
+    drive,
+    publish,
+    raw,
+    start_long,
+    until_decoding,
+)
 from tests.generation_models import VOCAB, chosen, make_model, reference_logprobs
-
-PROMPT = [3, 1, 4, 1, 5]
-EOS = VOCAB - 1
-CONTEXT = 512
-LONG = SamplingSpec(max_new_tokens=480)
-
-
-@dataclass
-class ServerUnderTest:
-    """A running server. ``models[v]`` is what transformers says about published version v; -1 is the base model."""
-
-    url: str
-    models: dict[int, object]
-    paths: dict[int, Path]
-    max_answers: int  # that it runs and queues
-
-
-def publish(root: Path, version: int, model_dir: Path) -> Path:
-    tmp = manifest.prepare(root, version, "test")
-    shard = write_shard(tmp / "model-00001-of-00001.safetensors", read_tensors(model_dir))
-    return manifest.commit(tmp, version=version, incarnation="test", step=version, shards=[shard], model_dir=model_dir)
+from tests.sglang_server import needs_sglang, sglang_engine
 
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory):
-    """Base model and two published versions of one architecture."""
+    """A base model, -1, which is also published as version 0, and two more versions of its architecture."""
     root = tmp_path_factory.mktemp("weights")
     models, paths = {}, {}
     for version in (-1, 1, 2):
         path = root / f"hf{version}"
         models[version] = make_model("qwen2", path, seed=version + 10, eos=EOS)
         paths[version] = path if version < 0 else publish(root, version, path)
+    models[0], paths[0] = models[-1], publish(root, 0, paths[-1])
     return models, paths
 
 
-@pytest.fixture(params=["embedded"])
-def server(request, versions) -> Iterator[ServerUnderTest]:
+@pytest.fixture(scope="module")
+def sglang(versions, tmp_path_factory) -> Iterator[tuple[SglangEngine, HttpServer]]:
+    """One server for all tests: it takes long to start."""
+    needs_sglang()
+    _, paths = versions
+    overflow = tmp_path_factory.mktemp("staged") / "overflow"
+    engine = sglang_engine(paths[-1], overflow, "generation.sglang.max_answers=16", "rollout.max_concurrent=1")
+    engine.start()
+    assert engine.update(str(paths[0]), 0).result(60).success  # its staging thread is there from now on
+    http = HttpServer(build_app(engine))
+    http.start()
+    yield engine, http
+    engine.close()
+    http.close()
+
+
+@pytest.fixture(scope="module", params=["embedded", "sglang", "sglang-derived"])
+def running(request) -> Iterator[tuple[SglangEngine, HttpServer] | None]:
+    """None: an embedded engine for each test. sglang-derived: SGLang taken for one that tells no version per token."""
+    if request.param == "embedded":
+        yield None
+        return
+    engine, http = request.getfixturevalue("sglang")
+    traffic = engine._traffic
+    run = traffic.run
+    traffic.run = dataclasses.replace(run, reports=request.param == "sglang")
+    yield engine, http
+    traffic.run = run
+
+
+@pytest.fixture
+def server(running, versions) -> Iterator[ServerUnderTest]:
     models, paths = versions
+    if running is not None:
+        engine, http = running
+        for call in (engine.abort_all(), engine.resume()):
+            call.result(10)
+        assert engine.update(str(paths[0]), 0).result(30).success
+        yield ServerUnderTest(http.url, models, paths, 16, start=0, seeded=False, timings=())
+        return
     config = GenerationConfig(embedded=EmbeddedConfig(max_running=4, max_queued=12, context_length=CONTEXT))
     engine = build_engine(paths[-1], config, lambda path, version: stage(Path(path), version), max_prompt_tokens=16)
     http = HttpServer(build_app(engine))
@@ -74,48 +105,12 @@ def server(request, versions) -> Iterator[ServerUnderTest]:
     http.close()
 
 
-def drive(test):
-    """Run ``test(client)`` with a client of the product."""
-
-    async def body():
-        client = GenerationClient(timeout_s=30)
-        try:
-            return await test(client)
-        finally:
-            await client.close()
-
-    return asyncio.run(body())
-
-
-async def until_decoding(client: GenerationClient, url: str) -> None:
-    """Return when the server has sampled tokens of the requests that run now. Every look is a round trip."""
-    before = (await client.server_info(url)).generated_tokens
-    async with asyncio.timeout(20):
-        while (await client.server_info(url)).generated_tokens < before + 10:
-            pass
-
-
-def check(server: ServerUnderTest, answer, prompt=PROMPT) -> None:
-    """Every log-prob is that of the version the token is attributed to."""
-    tokens = answer.tokens.tolist()
-    for version in set(answer.versions.tolist()):
-        expected = chosen(reference_logprobs(server.models[version], prompt, tokens), tokens)
-        mine = answer.versions == version
-        assert np.abs(expected - answer.logprobs)[mine].max() <= 1e-4
-
-
-async def raw(server: ServerUnderTest, path: str, body: object) -> tuple[int, dict]:
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with aiohttp.ClientSession() as session, session.post(server.url + path, data=data) as response:
-        return response.status, await response.json()
-
-
-def test_a_fresh_server_is_healthy_and_unsynced(server):
+def test_an_idle_server_is_healthy_and_tells_its_version(server):
     async def test(client):
         async with aiohttp.ClientSession() as session, session.get(server.url + "/health") as response:
             assert response.status == 200
         info = await client.model_info(server.url)
-        assert info.weight_version == "-1"
+        assert info.weight_version == str(server.start)
         assert info.model_path == str(server.paths[-1])
         load = await client.server_info(server.url)
         assert (load.running, load.queued, load.context_length) == (0, 0, CONTEXT)
@@ -130,7 +125,7 @@ def test_answers_carry_tokens_logprobs_and_versions(server):
         assert len(answers) == 3
         for answer in answers:
             assert (answer.tokens.dtype, answer.logprobs.dtype, answer.versions.dtype) == ("int32", "float32", "int32")
-            assert set(answer.versions.tolist()) == {-1}
+            assert set(answer.versions.tolist()) == {server.start}
             stopped = answer.tokens[-1] in (7, EOS)
             assert answer.finish_reason == ("stop" if stopped else "length")
             assert stopped or len(answer.tokens) == 12
@@ -149,8 +144,8 @@ def test_reply_has_the_shape_of_sglang(server):
         assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("r1", 5, 3)
         assert meta["finish_reason"] == {"type": "length", "length": 3}
         assert [entry[1:] for entry in meta["output_token_logprobs"]] == [[t, None] for t in one["output_ids"]]
-        assert meta["weight_version"] == "-1"
-        assert meta["weight_versions"] == [["-1", 3]]
+        assert meta["weight_version"] == str(server.start)
+        assert meta["weight_versions"] == [[str(server.start), 3]]
         _, plain = await raw(server, "/generate", body)
         assert "output_token_logprobs" not in plain["meta_info"]
         _, two = await raw(server, "/generate", {**body, "sampling_params": {"max_new_tokens": 3, "n": 2}})
@@ -160,6 +155,9 @@ def test_reply_has_the_shape_of_sglang(server):
 
 
 def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(server):
+    if not server.seeded:
+        pytest.skip("a seed decides an answer only with SGLang's deterministic inference, which a CPU has not")
+
     async def test(client):
         spec = SamplingSpec(max_new_tokens=30, temperature=0.9, n=2)
         alone = await client.generate(server.url, PROMPT, spec, rid="a", seed=3)
@@ -173,15 +171,13 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(server):
 def test_update_in_mid_answer(server):
     async def test(client):
         # Sixteen answers on four rows take many rounds: some run, some wait while the weights change.
-        requests = [
-            asyncio.create_task(client.generate(server.url, PROMPT, LONG, rid=str(i), seed=i)) for i in range(16)
-        ]
-        await until_decoding(client, server.url)
+        requests = start_long(client, server.url, 16)
+        await until_decoding(client, server.url, 4)
         result = await client.update_weights(server.url, str(server.paths[1]), 1, 20)
         assert result.success, result.message
-        assert {"stage_s", "verify_s", "pause_s", "load_s", "reprefill_s"} <= result.timings.keys()
-        answers = [answer for group in await asyncio.gather(*requests) for answer in group]
-        assert any(set(a.versions.tolist()) == {-1, 1} for a in answers)
+        assert {"stage_s", "verify_s", "pause_s", "load_s", *server.timings} <= result.timings.keys()
+        answers = await answers_of(requests)
+        assert any(set(a.versions.tolist()) == {server.start, 1} for a in answers)
         for answer in answers:
             assert (np.diff(answer.versions) >= 0).all()
             check(server, answer)
@@ -195,7 +191,7 @@ def test_version_that_is_not_the_one_asked_for_is_refused(server):
         result = await client.update_weights(server.url, str(server.paths[1]), 2, 20)
         assert not result.success
         assert "holds version 1, version 2 was asked for" in result.message
-        assert (await client.model_info(server.url)).weight_version == "-1"
+        assert (await client.model_info(server.url)).weight_version == str(server.start)
 
     drive(test)
 
@@ -219,36 +215,74 @@ def test_corrupt_version_leaves_the_old_weights_serving(server, tmp_path, versio
     drive(test)
 
 
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.8}], ids=lambda f: "+".join(f) or "plain"
+)
+def test_logprobs_are_of_the_whole_distribution_at_the_temperature(server, filters):
+    """As they are trained on: softmax(logits / temperature), whatever top-k and top-p leave to draw from."""
+
+    async def test(client):
+        spec = SamplingSpec(max_new_tokens=40, temperature=0.7, n=2, **filters)
+        for answer in await client.generate(server.url, PROMPT, spec, rid="a", seed=5):
+            tokens = answer.tokens.tolist()
+            expected = reference_logprobs(server.models[server.start], PROMPT, tokens, temperature=0.7)
+            assert np.abs(chosen(expected, tokens) - answer.logprobs).max() <= 1e-4
+            if "top_k" in filters:
+                ranks = (expected > expected.gather(1, torch.tensor(tokens)[:, None])).sum(-1)
+                assert ranks.max() < filters["top_k"]
+
+    drive(test)
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause_holds_requests_and_continue_finishes_them(server, mode):
     async def test(client):
-        request = asyncio.create_task(client.generate(server.url, PROMPT, LONG, rid="a", seed=1))
-        await until_decoding(client, server.url)
+        requests = start_long(client, server.url)
+        await until_decoding(client, server.url, 4)
         await client.pause(server.url, mode)
         assert (await client.update_weights(server.url, str(server.paths[1]), 1, 20)).success
-        steps = (await client.server_info(server.url)).steps
+        before = await client.server_info(server.url)
+        ended = [request.done() for request in requests]
+        assert before.paused and not all(ended)
         assert (await client.model_info(server.url)).weight_version == "1"
-        assert (await client.server_info(server.url)).steps == steps
+        after = await client.server_info(server.url)
+        assert (after.steps, after.generated_tokens) == (before.steps, before.generated_tokens)
+        assert [request.done() for request in requests] == ended
         await client.resume(server.url)
-        [answer] = await request
-        assert set(answer.versions.tolist()) <= {-1, 1}
-        check(server, answer)
+        answers = await answers_of(requests)
+        assert any(set(answer.versions.tolist()) == {server.start, 1} for answer in answers)
+        for answer in answers:
+            assert set(answer.versions.tolist()) <= {server.start, 1}
+            check(server, answer)
 
     drive(test)
 
 
 def test_pause_abort_returns_what_there_is(server):
     async def test(client):
-        requests = [
-            asyncio.create_task(client.generate(server.url, PROMPT, LONG, rid=str(i), seed=i)) for i in range(8)
-        ]
-        await until_decoding(client, server.url)
+        requests = start_long(client, server.url)
+        await until_decoding(client, server.url, 4)
         await client.pause(server.url, "abort")
-        answers = [answer for group in await asyncio.gather(*requests) for answer in group]
+        answers = await answers_of(requests)
         assert "abort" in {a.finish_reason for a in answers}
         await client.resume(server.url)
         [after] = await client.generate(server.url, PROMPT, SamplingSpec(max_new_tokens=2), rid="z", seed=1)
         assert after.finish_reason in ("length", "stop")
+
+    drive(test)
+
+
+def test_abort_of_running_requests_returns_what_there_is(server):
+    async def test(client):
+        requests = start_long(client, server.url)
+        await until_decoding(client, server.url, 4)
+        for index in range(BUSY):
+            await client.abort(server.url, str(index))
+        answers = await answers_of(requests)
+        assert any(answer.finish_reason == "abort" and len(answer.tokens) for answer in answers)
+        for answer in answers:
+            if len(answer.tokens):
+                check(server, answer)
 
     drive(test)
 

@@ -14,38 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.schema import Config
 from realsys.train.device import Device
 from realsys.train.interfaces import INTERFACES
 from realsys.types import MfcRequest, SequenceRef
+from tests.hf_models import VOCAB, make_model, weights_of
 from tests.train_ranks import build_role, cat_exports, coordinates, run_ranks
 
-VOCAB = 48
 TEMPERATURE = 0.7
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.15,
-    "attn_implementation": "eager",
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 
 
 @dataclass
@@ -89,24 +68,6 @@ def batch() -> tuple[list[SequenceRef], dict[str, dict[str, np.ndarray[Any, Any]
 REFS, ARRAYS = batch()
 
 
-def make_model(name: str) -> PreTrainedModel:
-    torch.manual_seed(11)
-    tied = name.endswith("tied") and not name.endswith("untied")
-    sizes = SIZES | {"tie_word_embeddings": tied}
-    model: PreTrainedModel
-    if name.startswith("qwen2"):
-        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
-    elif name.startswith("qwen3"):
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=LLAMA3_ROPE))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms at 1 and biases at 0 would hide a permuted or forgotten one
-                parameter.add_(torch.randn(parameter.shape) * 0.2)
-    return model.float()
-
-
 def make_config(**train: Any) -> Config:
     return Config.model_validate(
         {
@@ -124,7 +85,7 @@ def make_config(**train: Any) -> Config:
 def reference(model: PreTrainedModel, path: Path) -> Reference:
     """The same step in one process: sequence by sequence, the loss as the paper has it."""
     model.save_pretrained(path)
-    weights = {k: v.clone() for k, v in model.state_dict().items() if not (k == "lm_head.weight" and tied(model))}
+    weights = weights_of(model)
     # The paper's: rewards normalised over all answer tokens.
     rewards = np.repeat([ref.reward for ref in REFS], [ref.answer_len for ref in REFS])
     tokens = len(rewards)
@@ -147,15 +108,12 @@ def reference(model: PreTrainedModel, path: Path) -> Reference:
     return Reference(path, weights, logprobs, gradients, loss.item(), norm, entropies / tokens)
 
 
-def tied(model: PreTrainedModel) -> bool:
-    return bool(model.config.tie_word_embeddings)
-
-
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    names = ["qwen2-tied", "qwen2-untied", "qwen3-untied", "llama-untied"]
     torch.set_num_threads(1)
-    return {name: reference(make_model(name), tmp_path_factory.mktemp(name)) for name in names}
+    models = {"qwen2-tied": make_model("qwen2", tied=True)}
+    models |= {f"{family}-untied": make_model(family) for family in ("qwen2", "qwen3", "llama")}
+    return {name: reference(model, tmp_path_factory.mktemp(name)) for name, model in models.items()}
 
 
 def deal(layout: ParallelLayout) -> list[list[SequenceRef]]:

@@ -124,6 +124,42 @@ def test_reported_failure_quarantines_until_the_server_proves_itself(tmp_path: P
     drive(tmp_path, scenario)
 
 
+def test_server_that_says_it_loaded_but_serves_something_else_is_not_routed_to(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        liar = t.servers[0]
+        liar.lies = True
+        t.publish(1)
+        await t.until("quarantine", t.quarantined(liar.name))
+        [row] = (await t.get("/status"))["servers"]
+        assert (row["version"], row["state"]) == (0, "quarantined") and "does not report it" in row["error"]
+        assert (await t.allocate())["reason"] == "no_server"
+        liar.lies = False
+        t.publish(2)
+        await t.until("server serves 2", t.serves(0, 2))
+
+    drive(tmp_path, scenario)
+
+
+def test_rolling_mode_updates_one_after_the_other_and_a_hanging_server_delays_the_others_once(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready(servers=3)
+        first = t.servers[0]
+        first.released.clear()
+        for server in t.servers:
+            server.asked.clear()
+        t.publish(1)
+        await asyncio.wait_for(first.asked.wait(), BOUND_S)
+        assert not t.servers[1].asked.is_set() and not t.servers[2].asked.is_set(), "one of three at a time"
+        rollout = (await t.get("/status"))["rollout"]
+        assert (rollout["mode"], rollout["at_newest"], rollout["servers"]) == ("rolling", 0, 3)
+        await t.until("server 1 serves 1", t.serves(1, 1))
+        await t.until("server 2 serves 1", t.serves(2, 1))
+        assert first.loaded == [0]
+
+    drive(tmp_path, scenario, rollout_mode="rolling", rolling_fraction=0.4, rolling_patience_s=0.3)
+
+
 @pytest.mark.parametrize(
     ("body", "token", "expected"),
     [
@@ -316,6 +352,10 @@ def test_status_metrics_and_page_show_the_trial(tmp_path: Path) -> None:
         await t.ready()
         t.store.add(t.names.status, json.dumps({"phase": "train", "time": 0}), replace=True)
         await t.until("phase", lambda: t.state.master.get("phase") == "train")
+        assert (await t.get("/status"))["agreement"] is None, "no train step yet"
+        drift = {"version": 3, "tokens": 9, "difference_mean": 0.5, "difference_max": 1.0, "ratio": 1.6, "warning": "!"}
+        t.store.add(t.names.status, json.dumps({"phase": "train", "agreement": drift}), replace=True)
+        await t.until("agreement", lambda: "agreement" in t.state.master)
         ticket = (await t.allocate())["tickets"][0]
         await t.schedule(ticket)
         await t.finish(ticket)
@@ -323,11 +363,15 @@ def test_status_metrics_and_page_show_the_trial(tmp_path: Path) -> None:
         assert (status["phase"], status["version"], status["eta"]) == ("train", 0, 1)
         assert status["admission"]["headroom"] == 3 and status["admission"]["admits"] is True
         assert status["servers"][0]["tokens_per_s"] > 0
+        assert status["rollout"]["updates"][0]["pause_s"] == 0.002 and status["agreement"] == drift
         assert status["throughput"]["generated_tokens"] == 40
         assert [worker["name"] for worker in status["workers"]] == [WORKER]
         async with t.session.get(t.url + "/metrics") as response:
             text = await response.text()
         assert 'realsys_tickets{state="finished"} 1.0' in text and ticket["ticket_id"] not in text
+        assert 'realsys_weight_update_seconds_bucket{le="0.003",stage="pause"} 1.0' in text
+        assert 'realsys_weight_update_seconds_count{stage="total"} 1.0' in text
+        assert "realsys_agreement_difference_mean 0.5" in text and "realsys_agreement_warning 1.0" in text
         async with t.session.get(t.url + "/") as response:
             page = await response.text()
         assert response.status == 200 and "fetch(" in page and "http://" not in page and "https://" not in page

@@ -115,7 +115,10 @@ def test_closing_as_the_connection_opens_does_not_wait_for_ever() -> None:
         push = asyncio.create_task(pusher.push(make_group("t0")))
         async with asyncio.timeout(BOUND_S):
             # Every turn of the loop is looked at, so that the close comes in the one in which the connection opened.
-            while (session := pusher._links[0]._session) is None or not session.up:
+            while True:
+                session = pusher._links[0]._session
+                if session is not None and session.up:
+                    break
                 await asyncio.sleep(0)
             await pusher.close()
         await asyncio.wait([push])

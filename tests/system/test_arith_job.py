@@ -7,6 +7,7 @@ import pytest
 from realsys.admission.events import EvalAnswered, EvalStarted
 from realsys.admission.journal import read_journal
 from realsys.weights import manifest
+from realsys.weights.stage import stage
 from tests.system.checkpoints import load_checkpoint, weights_differ
 from tests.system.jobs import Job, processes_of, run_arith
 from tests.system.ledgers import check_ledger, check_staleness
@@ -62,7 +63,7 @@ def test_warm_up_learns_and_both_evaluations_are_there(job):
 def test_newest_weights_verify_and_the_checkpoint_loads_in_transformers(job):
     version, _, directory = manifest.complete_versions(job.paths.weights())[-1]
     assert version == 4
-    manifest.verify(directory, 4)
+    stage(directory, 4)
     version, _, before = manifest.complete_versions(job.paths.weights())[-2]
     assert version == 3
     files = [path.name for path in directory.glob("*.safetensors")]

@@ -55,6 +55,8 @@ def test_critic_and_reference_train_on_workers_of_their_own(tmp_path: Path) -> N
         *QUICK,
     ).completed()
     finite(job, "loss", "advantages/return_mean", "critic_train/loss", "critic_train/grad_norm")
+    first = job.records("train")[0]["stats"]
+    assert first["advantages/kl_ref_mean"] == pytest.approx(0, abs=1e-6), "the reference is the warmed-up actor"
     check_ledger(job, batch_groups=8, eta=4, prompts=400)
     check_staleness(job, 4)
 
@@ -108,21 +110,26 @@ def test_adapters_are_trained_and_served_merged(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_from_a_checkpoint_in_another_layout(tmp_path: Path) -> None:
-    """Steps, versions, schedule and prompts go on where the checkpoint is; admission is right from the first second."""
-    first = run_arith(
-        tmp_path, "first", "checkpoint.every_steps=2", "train.total_steps=4", *QUICK[:1], *QUICK[2:]
-    ).completed()
+    """Steps, versions, schedule and prompts go on where the checkpoint is; admission is right from the first second.
+
+    So do the critic, and the reference, which is the first trial's actor after its warm-up.
+    """
+    settings = ["algorithm=decoupled_ppo_critic", "train.ppo.kl.coef=0.05", "train.ppo.kl.adaptive=true"]
+    settings += [*QUICK[:1], "rollout.workers=1", "warmup.steps=60"]
+    first = run_arith(tmp_path, "first", "checkpoint.every_steps=2", *settings).completed()
     folder = first.root / "checkpoints" / "step-00000002"
     second = run_arith(
         tmp_path,
         "second",
         f"resume={folder}",
-        "allocation=sglang.d1+p2",
+        "allocation=sglang.d1+actor.p2,critic.m2",
         "train.total_steps=5",
         "checkpoint.at_end=true",
-        *QUICK[:1],
-        *QUICK[2:],
+        *settings,
     ).completed()
+    finite(second, "loss", "critic_train/loss")
+    kl = second.records("train")[0]["stats"]["kl_ref_mean"]
+    assert 0 < kl < 0.2, "against the model before the warm-up it would be above 1"
     assert [step["step"] for step in second.records("train")] == [3, 4, 5]
     assert not second.records("warmup")
     check_staleness(second, 4)

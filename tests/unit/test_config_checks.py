@@ -18,6 +18,7 @@ CPU = Machine(cpus=8, memory_bytes=64 << 30)
 GPU1 = Machine(cpus=16, memory_bytes=64 << 30, gpus=("0",), torch_has_cuda=True)
 GPU8 = Machine(cpus=64, memory_bytes=512 << 30, gpus=tuple("01234567"), torch_has_cuda=True)
 CRITIC = ["train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false"]
+SGLANG = ["generation.backend=sglang", "generation.sglang.python=/bin/true"]
 
 WRONG = [
     (["allocation=d1"], "allocation", "joined by '+'"),
@@ -50,12 +51,21 @@ WRONG = [
     (["data.kind=jsonl"], "data.train", "JSONL"),
     (["data.kind=jsonl", "data.train=/no/such.jsonl"], "data.train", "no readable file"),
     (["model.path=/no/such/model"], "model.path", "no directory"),
-    (["generation.backend=sglang"], "generation.backend", "not served yet"),
+    ([*SGLANG, "generation.sglang.python=/no/python"], "generation.sglang.python", "no interpreter"),
+    ([*SGLANG, "generation.sglang.args={host: 0.0.0.0}"], "generation.sglang.args.host", "set by realsys"),
+    ([*SGLANG, "generation.sglang.args={model_path: /m}"], "generation.sglang.args.model_path", "set by realsys"),
+    ([*SGLANG, "generation.sglang.args={tp-size: 1, tp_size: 2}"], "args.tp_size", "the same option as tp-size"),
+    ([*SGLANG, "generation.sglang.args={lora-paths: {a: b}}"], "args.lora-paths", "must be a number"),
+    ([*SGLANG, "generation.sglang.max_answers=10"], "rollout.max_concurrent", "generation.sglang.max_answers"),
     # roles and where they sit
     (["allocation=sglang.d1+d1+judge.d1"], "allocation", "role 'judge', which the dataflow does not call"),
     (["allocation=sglang.d1+d1,d2"], "allocation", "'actor' stands twice"),
     (["allocation=sglang.d1+critic.d1"], "allocation", "no part is the actor's"),
     ([*CRITIC, "train.batch_groups=1", "allocation=sglang.d1+d1+critic.d4"], "train.batch_groups", "of the critic"),
+    ([*CRITIC, "allocation=sglang.d1+d1+critic.m4"], "allocation", "does not divide by m4 of role critic"),
+    (["train.ppo.kl.coef=0.1", "allocation=sglang.d1+d1,ref.p4"], "allocation", "do not divide by p4 of role ref"),
+    (["plugins.train=[no_such.module]"], "plugins.train", "no module that Python finds"),
+    (["train.ppo.early_stop_ratio=1.0"], "train.ppo.early_stop_ratio", "must be above 1"),
     (["train.ppo.kl.coef=0.1", "roles.ref.offload=optimizer"], "roles.ref.offload", "write all"),
     (["train.ppo.reward_model.enabled=true"], "roles.reward.path", "ForSequenceClassification"),
     # settings of the algorithm that exclude each other

@@ -9,6 +9,7 @@ from realsys.config.dataflow import (
     dataflow_of,
     ppo_dataflow,
     register_algorithm,
+    saved_roles,
     sft_dataflow,
 )
 from realsys.errors import ConfigError
@@ -59,7 +60,7 @@ def test_plain_ppo_needs_no_inference_and_independent_calls_are_ready_together()
 
 def test_a_kl_in_the_loss_adds_the_reference_to_what_training_reads():
     assert shape(ppo_dataflow(changed("train.ppo.kl.coef=0.1"))) == {
-        "actor_inf": ("actor", "behav_logprobs tokens", "prox_logprobs"),
+        "actor_inf": ("actor", "behav_logprobs tokens versions", "prox_logprobs"),
         "ref_inf": ("ref", "tokens", "ref_logprobs"),
         "actor_train": ("actor", "behav_logprobs prox_logprobs ref_logprobs tokens", ""),
     }
@@ -71,7 +72,7 @@ def test_everything_at_once():
     )
     assert shape(flow) == {
         "reward_inf": ("reward", "tokens", "scores"),
-        "actor_inf": ("actor", "behav_logprobs tokens", "prox_logprobs"),
+        "actor_inf": ("actor", "behav_logprobs tokens versions", "prox_logprobs"),
         "ref_inf": ("ref", "tokens", "ref_logprobs"),
         "critic_inf": ("critic", "tokens", "values"),
         "advantages": (
@@ -107,3 +108,21 @@ def test_an_algorithm_of_ones_own_is_found_by_name_and_taken_only_once(monkeypat
         dataflow_of(changed("train.ppo.algorithm=other"))
     with pytest.raises(ConfigError, match=r"plugins\.dataflow='no_such_module_': cannot be imported"):
         dataflow_of(changed("plugins.dataflow=[no_such_module_]"))
+
+
+@pytest.mark.parametrize(("text", "problem"), [("def f(:", "SyntaxError: "), ("1 / 0", "ZeroDivisionError: ")])
+def test_a_plugin_that_does_not_import_is_one_line(text, problem, tmp_path, monkeypatch):
+    (tmp_path / "broken_plugin.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"plugins\.dataflow='broken_plugin': cannot be imported: {problem}"):
+        dataflow_of(changed("plugins.dataflow=[broken_plugin]"))
+
+
+def test_a_checkpoint_has_what_no_directory_has():
+    def saved(*overrides):
+        config = changed(*CRITIC, "train.ppo.kl.coef=0.1", *overrides)
+        return saved_roles(config, dataflow_of(config))
+
+    assert saved("warmup.steps=0") == ["actor", "critic"]
+    assert saved("warmup.steps=1") == ["actor", "critic", "ref"], "the reference is the warmed-up actor"
+    assert saved("warmup.steps=1", "roles.ref.path=/models/ref") == ["actor", "critic"]

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from realsys.errors import GenerationError
+from realsys.generation.stop_strings import read_tokenizer
 from tests.generation_models import (
     chosen,
     finish,
     make_core,
     make_model,
     make_request,
+    make_tokenizer,
     read_weights,
     reference_logprobs,
     run,
@@ -34,7 +36,7 @@ def check_logprobs(model, prompt, result, temperature=1.0, tolerance=1e-4):
     assert np.abs(expected - result.logprobs).max() <= tolerance
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "llama-linear"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_logprobs_equal_transformers(tmp_path, kind, tied):
     model = make_model(kind, tmp_path, tied=tied)
@@ -130,6 +132,186 @@ def test_min_new_tokens_bans_stops_but_keeps_the_logprobs(two_models):
     assert len(early.tokens) < 12 < len(late.tokens) + 1
     assert not set(late.tokens[:12].tolist()) & set(stops)
     check_logprobs(model, PROMPTS[1], late)
+
+
+# ---- penalties and stop strings
+
+
+def penalised_greedy(model, prompt, count, prefix=0, **penalties):
+    """The definition, token by token: what the answer holds changes the logits of the next token."""
+    answer = prompt[len(prompt) - prefix :]
+    tokens: list[int] = []
+    for _ in range(count):
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].detach().numpy().copy()
+        for token in {*answer, *tokens}:
+            times = [*answer, *tokens].count(token)
+            rate = penalties.get("repetition_penalty", 1.0)
+            logits[token] = logits[token] / rate if logits[token] > 0 else logits[token] * rate
+            logits[token] -= penalties.get("presence_penalty", 0.0) + times * penalties.get("frequency_penalty", 0.0)
+        tokens.append(int(logits.argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"repetition_penalty": 1.7},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 0.8},
+        {"repetition_penalty": 0.6, "presence_penalty": -0.5, "frequency_penalty": 0.4},
+    ],
+)
+def test_penalties_look_at_the_answer_and_leave_the_logprobs_alone(two_models, penalties):
+    model, path = two_models[0]
+    greedy = {"temperature": 0.0, "max_new_tokens": 30}
+    plain = make_request("plain", PROMPTS[1], **greedy)
+    request = make_request("a", PROMPTS[3], **greedy, **penalties)
+    [free], [result] = run(make_core(path), plain, request)
+    assert result.tokens.tolist() == penalised_greedy(model, PROMPTS[3], 30, **penalties)
+    check_logprobs(model, PROMPTS[3], result)
+    assert free.tokens.tolist() == penalised_greedy(model, PROMPTS[1], 30)  # the neighbour in the batch
+
+
+def test_a_continued_answer_is_penalised_for_its_earlier_tokens(two_models):
+    model, path = two_models[0]
+    params = {"temperature": 0.0, "frequency_penalty": 0.8}
+    [[whole]] = run(make_core(path), make_request("a", PROMPTS[3], max_new_tokens=24, **params))
+    begun = PROMPTS[3] + whole.tokens[:11].tolist()
+    rest = make_request("b", begun, max_new_tokens=13, answer_prefix=11, **params)
+    [[continued]] = run(make_core(path), rest)
+    assert continued.tokens.tolist() == whole.tokens[11:].tolist()
+    assert continued.tokens.tolist() == penalised_greedy(model, begun, 13, prefix=11, frequency_penalty=0.8)
+
+
+def letters(ids):
+    """The text of tokens under the tokenizer of ``make_tokenizer``: one letter each."""
+    return "".join(chr(ord("0") + token) for token in ids)
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    make_tokenizer(tmp_path)
+    return read_tokenizer(tmp_path)
+
+
+def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(two_models, tokenizer):
+    model, path = two_models[0]
+    [[free]] = run(make_core(path), make_request("a", PROMPTS[1], max_new_tokens=40))
+    text = letters(free.tokens)
+    stop = text[12:15]
+    end = text.index(stop) + 3
+    core = make_core(path, tokenizer=tokenizer)
+    other = make_request("b", PROMPTS[3], max_new_tokens=40)
+    [result], [neighbour] = run(core, make_request("a", PROMPTS[1], max_new_tokens=40, stop=("never!", stop)), other)
+    assert result.tokens.tolist() == free.tokens[:end].tolist()
+    assert (result.finish_reason, result.matched) == ("stop", stop)
+    assert (neighbour.finish_reason, neighbour.matched, len(neighbour.tokens)) == ("length", None, 40)
+    check_logprobs(model, PROMPTS[1], result)
+
+
+def test_a_stop_string_is_looked_for_in_the_answer_only_and_not_too_early(two_models, tokenizer):
+    _, path = two_models[0]
+    [[free]] = run(make_core(path), make_request("a", PROMPTS[1], max_new_tokens=20))
+    across = letters([PROMPTS[1][-1], free.tokens[0]])  # the end of the prompt and the first token
+    early = letters(free.tokens[:2])
+    core = make_core(path, tokenizer=tokenizer)
+    params = {"max_new_tokens": 20}
+    [whole], [late], [continued] = run(
+        core,
+        make_request("a", PROMPTS[1], stop=(across,), **params),
+        make_request("b", PROMPTS[1], stop=(early,), min_new_tokens=3, **params),
+        make_request("c", [*PROMPTS[1], int(free.tokens[0])], stop=(early,), answer_prefix=1, seed=1, **params),
+    )
+    assert across not in letters(free.tokens) and len(whole.tokens) == 20
+    assert len(late.tokens) > 2  # two tokens completed the string, but three were asked for
+    # A string may begin in the part of the answer that an earlier request brought.
+    if letters(continued.tokens)[0] == early[1]:
+        assert (len(continued.tokens), continued.matched) == (1, early)
+
+
+# ---- chunked prefill and shared prefixes
+
+
+def test_a_long_prompt_is_computed_in_parts_while_others_decode(two_models):
+    model, path = two_models[0]
+    core = make_core(path, prefill_tokens=64, context=512)
+    short = make_request("short", PROMPTS[1], max_new_tokens=60)
+    core.submit(short)
+    core.step()
+    prompt = np.random.default_rng(0).integers(0, 97, 300).tolist()
+    long = make_request("long", prompt, n=2, max_new_tokens=6)
+    core.submit(long)
+    lengths = []
+    while len(core.scheduler.running) < 3:
+        core.step()
+        lengths.append(core.counters.tokens)
+    # 299 tokens to compute, 64 a step: the fifth completes it, and a token of the short answer came with each of them.
+    assert lengths == [2, 3, 4, 5, 8]
+    assert core.counters.prefilled == 2 + 299
+    finish(core)
+    for request in (short, long):
+        for result in request.done.result(0):
+            check_logprobs(model, request.prompt.tolist(), result)
+
+
+def test_prompts_of_all_lengths_arrive_while_others_end(two_models):
+    model, path = two_models[0]
+    core = make_core(path, max_running=5, prefill_tokens=64, context=256)
+    rng = np.random.default_rng(1)
+    requests = [
+        make_request(
+            str(i), rng.integers(0, 97, int(rng.integers(1, 200))).tolist(), seed=i, n=1 + i % 3, max_new_tokens=3 + i
+        )
+        for i in range(14)
+    ]
+    for request, results in zip(requests, run(core, *requests), strict=True):
+        for result in results:
+            check_logprobs(model, request.prompt.tolist(), result)
+
+
+def test_an_update_in_the_middle_of_a_long_prompt_computes_it_anew(two_models):
+    (_, old_path), (new, new_path) = two_models
+    core = make_core(old_path, prefill_tokens=64, context=512)
+    prompt = np.random.default_rng(0).integers(0, 97, 200).tolist()
+    request = make_request("a", prompt, max_new_tokens=5)
+    core.submit(request)
+    core.step()
+    assert core.cached_tokens == 64
+    core.swap(read_weights(new_path), 1)
+    assert core.cached_tokens == 0
+    finish(core)
+    [result] = request.done.result(0)
+    assert result.segments == [(1, 5)]
+    check_logprobs(new, prompt, result)
+
+
+def test_an_update_recomputes_the_prompt_of_a_group_once(two_models):
+    (_, old_path), (new, new_path) = two_models
+    core = make_core(old_path)
+    request = make_request("a", PROMPTS[2], n=6, max_new_tokens=20)
+    core.submit(request)
+    for _ in range(9):
+        core.step()
+    before = core.counters.prefilled
+    assert before == 39
+    core.swap(read_weights(new_path), 1)
+    finish(core)
+    # Nine tokens each, of which the last is fed by decoding; one prompt of 40.
+    assert core.counters.prefilled - before == 40 + 6 * 8
+    for result in request.done.result(0):
+        assert result.segments == [(-1, 9), (1, 11)]
+        expected = chosen(reference_logprobs(new, PROMPTS[2], result.tokens.tolist()), result.tokens)
+        assert np.abs(expected - result.logprobs)[9:].max() <= 1e-4
+
+
+def test_continued_answers_of_a_group_share_its_prompt(two_models):
+    model, path = two_models[0]
+    core = make_core(path)
+    begun = [[*PROMPTS[2], 90 - i, i, 3, 2] for i in range(5)]
+    requests = [make_request(str(i), prompt, seed=i, max_new_tokens=8) for i, prompt in enumerate(begun)]
+    for prompt, [result] in zip(begun, run(core, *requests), strict=True):
+        check_logprobs(model, prompt, result)
+    assert core.counters.prefilled == 40 + 5 * 3  # the last token of each is fed by decoding
 
 
 # ---- weight updates in the middle of answers

@@ -59,11 +59,11 @@ def steps():
 def start(models, steps):
     engines = []
 
-    def start(load=None, **options):
+    def start(load=None, prefill_tokens=2048, **options):
         def load_new(path, version):
             return Weights(read_tensors(models / "new"), {"verify_s": 0.25})
 
-        core = make_core(models / "old", max_running=4, max_queued=8)
+        core = make_core(models / "old", max_running=4, max_queued=8, prefill_tokens=prefill_tokens)
         core.version = 1
         engine = Engine(core, load or load_new, on_step=steps, **options)
         engine.start()
@@ -120,9 +120,53 @@ def test_update_stages_beside_decoding_and_swaps_between_two_steps(start, steps,
     assert generated.segments == [(1, 20), (2, 80)]
     assert result.success
     assert result.timings["verify_s"] == 0.25
-    assert {"stage_s", "drain_s", "pause_s", "load_s", "reprefill_s"} <= result.timings.keys()
+    assert {"stage_s", "drain_s", "pause_s", "load_s", "first_token_s"} <= result.timings.keys()
     assert engine.info().weight_version == "2"
     assert engine.info().updates == 1
+
+
+def test_an_update_is_answered_at_once_when_no_token_is_to_come(start):
+    engine = start()
+    timings = engine.update("v2", 2).result(BOUND).timings
+    assert "first_token_s" not in timings and timings["pause_s"] >= timings["load_s"]
+
+
+def test_two_updates_in_a_row_are_both_answered(start, steps):
+    engine = start()
+    answer = held_after(engine, steps, 10)
+    ready = staged(engine)
+    first = engine.update("v2", 2)
+    assert ready.wait(BOUND)
+    ready.clear()
+    second = engine.update("v3", 3)
+    assert ready.wait(BOUND)
+    steps.go()
+    assert "first_token_s" not in first.result(BOUND).timings  # the second one followed without a step between them
+    assert "first_token_s" in second.result(BOUND).timings
+    assert answer.result(BOUND)[0].segments == [(1, 10), (3, 90)]
+
+
+def test_an_update_does_not_wait_for_the_cache_of_those_it_interrupts(start, steps):
+    engine = start(prefill_tokens=64)
+    params = SamplingParams(max_new_tokens=60, sampling_seed=1)
+    steps.stop_at(10)
+    futures = [engine.generate(str(i), [i] * 50, params) for i in range(4)]
+    steps.wait()
+    ready = staged(engine)
+    update = engine.update("v2", 2)
+    assert ready.wait(BOUND)
+    steps.stop_at(11)
+    steps.go()
+    steps.wait()
+    # One answer of about 55 tokens fits a budget of 64: it has its first token of the new version, the others wait.
+    assert "first_token_s" in update.result(BOUND).timings
+    assert len(engine.core.scheduler.running) == 1
+    assert len(engine.core.scheduler.prefilling) == 3
+    steps.go()
+    for future in futures:
+        [result] = future.result(BOUND)
+        assert [version for version, _ in result.segments] in ([1, 2], [2])
+        assert len(result.tokens) == 60
 
 
 def test_without_interruption_running_answers_finish_and_new_ones_wait(start, steps):
@@ -292,6 +336,8 @@ def test_requests_without_a_seed_differ(start):
         ([1], {"n": 13}, "n=13 is more than this server"),
         ([1], {"min_new_tokens": 1, "stop_token_ids": tuple(range(97))}, "every token"),
         ([1], {"top_p": 1.5}, "top_p=1.5"),
+        ([1], {"stop": ("x",)}, r"stop=\['x'\] needs a tokenizer.json"),
+        ([1, 2], {"answer_prefix": 2}, "answer_prefix=2 leaves no prompt in 2 tokens"),
     ],
 )
 def test_bad_requests_are_refused_with_one_line(start, ids, params, message):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,9 +15,12 @@ from hypothesis import strategies as st
 
 from realsys.errors import ModelError
 from realsys.generation.architecture import read_architecture
+from realsys.generation.client import SamplingSpec
 from realsys.generation.layout import LayoutPlanner
+from realsys.generation.prefill import PrefixIndex, plan_pass
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.sampler import RowParams, sample
+from realsys.generation.scheduler import Answer, Request
 from realsys.generation.uniforms import uniforms
 
 CPU = torch.device("cpu")
@@ -70,6 +76,91 @@ def test_nobody_moves_without_a_gain():
     assert len(layout.sources) == 0
 
 
+# ---- prefill
+
+
+def answer(prompt, generated=0, cached=0):
+    params = SamplingParams(max_new_tokens=64)
+    request = Request("r", np.asarray(prompt, np.int32), params, 0, (), Future())
+    return Answer(request, 0, 0, len(prompt) + generated, cached=cached)
+
+
+def common(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+few_tokens = st.lists(st.sampled_from([0, 1, 256, 70000]), min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(few_tokens, min_size=1, max_size=12), few_tokens, st.integers(0, 5))
+def test_the_neighbour_in_the_index_shares_the_longest_prefix(prompts, prompt, generated):
+    others = [answer(other, generated=20) for other in prompts]
+    index = PrefixIndex(others[: len(others) // 2])
+    for other in others[len(others) // 2 :]:
+        index.add(other)
+    best, shared = index.longest(answer(prompt, generated))
+    longest = max(min(common(prompt, other), len(prompt) + generated - 1) for other in prompts)
+    assert shared == longest
+    if best is not None:
+        assert common(prompt, best.request.prompt.tolist()) >= shared
+
+
+def spans(parts):
+    return [(part.start, part.stop) for part in parts]
+
+
+def test_a_pass_takes_from_the_front_what_fits():
+    waiting = [answer([i] * length) for i, length in enumerate([31, 41, 301, 11])]
+    assert spans(plan_pass(waiting, [], 100)) == [(0, 30), (0, 40)]  # the third does not fit: it waits to be first
+    long = waiting[2:]
+    assert spans(plan_pass(long, [], 100)) == [(0, 100)]
+    long[0].cached = 200
+    parts = plan_pass(long, [], 105)
+    assert spans(parts) == [(200, 300)]
+    assert parts[0].completes
+
+
+def test_those_who_share_wait_for_the_first_and_then_copy():
+    prompt = list(range(40))
+    group = [answer(prompt, generated) for generated in (3, 5, 9)]
+    stranger = answer([7] * 20)
+    assert [part.answer for part in plan_pass([*group, stranger], [], 500)] == [group[0], stranger]
+    parts = plan_pass(group[1:], [group[0], stranger], 500)
+    assert spans(parts) == [(40, 44), (40, 48)]
+    assert {id(part.donor) for part in parts} == {id(group[0])}
+
+
+def test_a_short_common_beginning_is_not_worth_waiting_for():
+    waiting = [answer([1, 2, 3, *([i] * 30)]) for i in range(3)]
+    assert spans(plan_pass(waiting, [], 500)) == [(0, 32)] * 3
+
+
+def test_everything_shared_leaves_nothing_to_compute():
+    prompt = [4, 5, 6]
+    [first] = plan_pass([answer(prompt), answer(prompt)], [], 500)
+    assert spans([first]) == [(0, 2)]
+    assert spans(plan_pass([answer(prompt)], [first.answer], 500)) == [(2, 2)]
+
+
+# ---- what a client sends
+
+
+def test_what_is_off_is_not_sent():
+    assert SamplingSpec(max_new_tokens=5).params(3) == {"max_new_tokens": 5, "sampling_seed": 3}
+    spec = SamplingSpec(max_new_tokens=5, stop=("x",), min_p=0.1, answer_prefix=2, new_tokens_per_chunk=4)
+    sent = spec.params(3)
+    assert sent == {"max_new_tokens": 5, "sampling_seed": 3, "stop": ("x",), "min_p": 0.1, "answer_prefix": 2}
+    msgspec.convert(sent, SamplingParams)  # every name is known, and no field of the chunking is sent
+
+
+def test_defaults_of_client_and_server_agree():
+    server = SamplingParams()
+    for field in dataclasses.fields(SamplingSpec):
+        if field.name not in ("max_new_tokens", "new_tokens_per_chunk"):
+            assert getattr(server, field.name) == field.default, field.name
+
+
 # ---- random numbers
 
 
@@ -111,7 +202,16 @@ def test_frequencies_are_the_probabilities_and_logprobs_are_theirs():
 
 @pytest.mark.parametrize(
     ("params", "allowed"),
-    [({"top_k": 2}, {0, 2}), ({"top_p": 0.6}, {0}), ({"top_p": 0.85}, {0, 2}), ({"top_k": 1}, {0})],
+    [
+        ({"top_k": 2}, {0, 2}),
+        ({"top_p": 0.6}, {0}),
+        ({"top_p": 0.85}, {0, 2}),
+        ({"top_k": 1}, {0}),
+        ({"min_p": 0.13}, {0, 1, 2}),  # 0.087 / 0.644 = 0.135
+        ({"min_p": 0.14}, {0, 2}),
+        ({"min_p": 1.0}, {0}),
+        ({"min_p": 0.14, "top_k": 1}, {0}),
+    ],
 )
 def test_filters_cut_tokens_but_not_the_logprobs(params, allowed):
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0])  # 0.644 0.087 0.237 0.032
@@ -178,7 +278,8 @@ def directory(tmp_path, **changes):
             "sliding_window=8 is not supported: it is less than 16",
         ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "needs factor"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3' needs factor"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' needs factor"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         ({"hidden_size": 0}, "hidden_size=0 must be a positive whole number"),
         ({"vocab_size": "10"}, "vocab_size='10'"),
@@ -220,6 +321,12 @@ def test_old_and_new_spelling_of_rope_are_the_same(tmp_path):
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"min_new_tokens": 200}, "min_new_tokens"),
         ({"n": 0}, "n=0"),
+        ({"min_p": 1.1}, "min_p=1.1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"stop": ("ok", "")}, "stop"),
+        ({"answer_prefix": -1}, "answer_prefix"),
     ],
 )
 def test_bad_sampling_parameters_are_named(params, name):

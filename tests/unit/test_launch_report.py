@@ -185,6 +185,15 @@ def test_summary_says_gain_times_and_tokens(paths: TrialPaths) -> None:
     assert "rollout_worker/0 was killed by SIGKILL" in out.getvalue()
 
 
+def test_groups_dropped_for_their_success_rate_are_said_apart(paths: TrialPaths) -> None:
+    progress = progress_of([train_record(1, dropped_filtered=5), train_record(2, dropped_filtered=2)])
+    summary = summarise(Config(), paths, progress, Outcome("done", ""), started=START, ended=START + 160)
+    assert summary["staleness"]["filtered"] == 7
+    out = io.StringIO()
+    print_summary(Console(file=out, width=200), summary)
+    assert "2 groups dropped, 7 by their success rate" in out.getvalue()
+
+
 def test_report_is_written_with_curves(paths: TrialPaths) -> None:
     progress = progress_of(run_records())
     summary = summarise(Config(), paths, progress, Outcome("done", ""), started=START, ended=START + 160)

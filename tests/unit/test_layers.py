@@ -23,13 +23,23 @@ WITH_TORCH = (
 #: Modules inside those that must do without: others import them.
 WITHOUT_TORCH = (
     "realsys.generation",
+    "realsys.generation.backend",
     "realsys.generation.client",
+    "realsys.generation.limits",
     "realsys.generation.protocol",
     "realsys.generation.scheduler",
+    "realsys.generation.server",
+    "realsys.generation.sglang",
+    "realsys.generation.sglang.build",
+    "realsys.generation.sglang.engine",
+    "realsys.generation.sglang.guard",
     "realsys.train",
     "realsys.train.checkpoint_files",
     "realsys.weights",
+    "realsys.weights.delta",
+    "realsys.weights.files",
     "realsys.weights.manifest",
+    "realsys.weights.reader",
 )
 
 SCRIPT = """

@@ -1,7 +1,11 @@
-"""Random histories of arrivals, finishes, deaths, updates and restarts against a model that knows only the rules."""
+"""Random histories of arrivals, finishes, deaths, updates and restarts against a model that knows only the rules.
+
+In both roll-out modes, with updates in the middle of answers and with draining, and with every routing strategy.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
@@ -31,11 +35,14 @@ from realsys.admission.messages import (
     ScheduleRequest,
     TrainedRequest,
 )
-from realsys.admission.servers import UpdateOrder
+from realsys.admission.routing import STRATEGIES
+from realsys.admission.servers import Pace, UpdateOrder
 from realsys.types import PublishedVersion, ServerAddress, Ticket
 
 B, ETA, LEASE_S, ATTEMPTS = 3, 1, 50.0, 3
-SERVERS, WORKERS = st.integers(0, 2), st.integers(0, 2)
+SERVERS, WORKERS = st.integers(0, 3), st.integers(0, 2)
+PATIENCE_S = 30.0
+PACES = st.sampled_from([Pace(), Pace(0.3, PATIENCE_S), Pace(0.5, PATIENCE_S)])
 OUTCOMES: st.SearchStrategy[Outcome] = st.sampled_from(["accepted", "accepted", "rejected", "failed"])
 SETTINGS = ManagerSettings(B, ETA, 2, ATTEMPTS, 1, {"train": 7, "eval": 4}, lease_s=LEASE_S)
 
@@ -60,6 +67,8 @@ class Truth:
     address: ServerAddress
     version: int | None = None
     trusted: bool = True
+    draining: bool = False
+    began: float | None = None
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -69,7 +78,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now, self.version, self.births, self.evals = 0.0, -1, 0, 0
+        self.settings = SETTINGS
         self.state = ManagerState(SETTINGS)
+        self.unplaced: set[tuple[str, int]] = set()  # attempts that ran when the manager restarted
         self.journal: list[Event] = []
         self.model: dict[str, Known] = {}
         self.servers: dict[str, Truth] = {}
@@ -88,6 +99,13 @@ class ManagerMachine(RuleBasedStateMachine):
     def serves(self, truth: Truth, minimum: int) -> bool:
         return truth.trusted and truth.version is not None and minimum <= truth.version <= self.version
 
+    def takes_new(self, minimum: int) -> bool:
+        return any(self.serves(truth, minimum) and not truth.draining for truth in self.servers.values())
+
+    def holds_slot(self, truth: Truth) -> bool:
+        serving = self.serves(truth, self.version - ETA)
+        return serving and truth.began is not None and self.now - truth.began < PATIENCE_S
+
     def register(self) -> None:
         self.state.observe_servers([truth.address for truth in self.servers.values()])
 
@@ -105,14 +123,15 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # -- servers and versions ------------------------------------------------------------------------------------------
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(pace=PACES, interruptible=st.booleans(), routing=st.sampled_from(sorted(STRATEGIES)))
+    def begin(self, pace: Pace, interruptible: bool, routing: str) -> None:
+        self.settings = dataclasses.replace(SETTINGS, pace=pace, interruptible=interruptible, routing=routing)
+        self.state = ManagerState(self.settings)
         self.publish()
-        self.server_joins(0)
         self.worker_starts(0)
-        order = self.order(0)
-        assert isinstance(order, UpdateOrder)
-        self.update_ends(order, True)
+        for index in range(3):
+            self.server_joins(index)
+        self.all_servers_update()
 
     @rule(index=SERVERS)
     def server_joins(self, index: int) -> None:
@@ -123,6 +142,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.register()
         assert self.state.reservations.load(name) == (0, 0)
 
+    @precondition(lambda self: len(self.servers) > 1)
     @rule(index=SERVERS)
     def server_leaves(self, index: int) -> None:
         self.servers.pop(f"generation_server/{index}", None)
@@ -144,8 +164,33 @@ class ManagerMachine(RuleBasedStateMachine):
         if not isinstance(order, UpdateOrder):
             return multiple()
         assert order.target.version == self.version and order.url == truth.address.url
-        assert self.state.begin_update(order)
+        if self.settings.pace.fraction < 1 and self.serves(truth, self.version - ETA) and truth.began is None:
+            serving = [other for other in self.servers.values() if self.serves(other, self.version - ETA)]
+            slots = max(1, int(self.settings.pace.fraction * len(serving)))
+            assert sum(self.holds_slot(other) for other in serving) < slots, "more servers update than may at a time"
+        began = self.state.begin_update(order, self.now)
+        truth.began = self.now if truth.began is None else truth.began
+        if not began:
+            assert not self.settings.interruptible
+            truth.draining = True
+            return multiple()
+        if not self.settings.interruptible:
+            assert self.state.reservations.load(order.server) == (0, 0), "an update in the middle of an answer"
+            assert not any(self.runs_unseen(*attempt) for attempt in self.unplaced), "an answer whose place is unknown"
         return order
+
+    def runs_unseen(self, ticket_id: str, attempt: int) -> bool:
+        known = self.model[ticket_id]
+        running = known.state == "running" and known.attempt == attempt
+        return running and self.state.reservations.get(ticket_id) is None
+
+    @precondition(lambda self: self.version * B <= 6 + self.counted())
+    @rule(target=orders)
+    def rollout_begins(self) -> object:
+        """A version comes out and every server that may begins with it, or drains for it; some never end."""
+        self.publish()
+        orders = [self.order(int(name[-1])) for name in list(self.servers)]
+        return multiple(*(order for order in orders if isinstance(order, UpdateOrder)))
 
     @rule(order=consumes(orders), success=st.booleans())
     def update_ends(self, order: UpdateOrder, success: bool) -> None:
@@ -157,6 +202,7 @@ class ManagerMachine(RuleBasedStateMachine):
         else:
             assert self.state.servers.failed(order, "disk on fire", self.now) == current
         if truth is not None and current:
+            truth.draining, truth.began = False, None
             if success:
                 truth.version = order.target.version
                 truth.trusted = truth.trusted or order.target.version == self.version
@@ -165,10 +211,15 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def all_servers_update(self) -> None:
-        for name in list(self.servers):
-            order = self.order(int(name[-1]))
-            if isinstance(order, UpdateOrder):
-                self.update_ends(order, True)
+        """However they are paced: if none of them hangs, every server that serves gets there without the clock."""
+        hanging = any(self.holds_slot(truth) for truth in self.servers.values())
+        for _ in range(len(self.servers)):
+            for name in list(self.servers):
+                order = self.order(int(name[-1]))
+                if isinstance(order, UpdateOrder):
+                    self.update_ends(order, True)
+        if self.settings.interruptible and not hanging:
+            assert all(t.version == self.version for t in self.servers.values() if t.trusted)
 
     # -- workers and the clock -----------------------------------------------------------------------------------------
 
@@ -205,7 +256,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(target=tickets, index=WORKERS, count=st.integers(1, 5))
     def allocate(self, index: int, count: int) -> object:
         worker = sorted(self.workers)[index % len(self.workers)]
-        routable = any(self.serves(truth, self.version - ETA) for truth in self.servers.values())
+        routable = self.takes_new(self.version - ETA)
         reply = self.state.allocate(AllocateRequest(worker, count), self.now)
         self.commit()
         for ticket in reply.tickets:
@@ -215,6 +266,14 @@ class ManagerMachine(RuleBasedStateMachine):
         if not reply.tickets:
             assert reply.reason == ("staleness" if routable else "no_server")
         return multiple(*reply.tickets)
+
+    @rule(target=tickets, index=WORKERS, count=st.integers(2, 5))
+    def rollouts_begin(self, index: int, count: int) -> object:
+        """Granted and sent to their servers, where they stay for now."""
+        reply = self.allocate(index, count)
+        for ticket in reply.values if isinstance(reply, MultipleResults) else [reply]:
+            self.schedule(ticket, False)
+        return reply
 
     def granted(self, ticket: Ticket, worker: str) -> None:
         assert self.counted() // B <= self.version + ETA, "floor((N - 1) / B) <= v + eta, N with the candidate"
@@ -266,13 +325,15 @@ class ManagerMachine(RuleBasedStateMachine):
             truth = self.servers[reply.server]
             minimum = self.version - ETA if ticket.kind == "train" else 0
             assert self.serves(truth, minimum), "sent to a dead, untrusted or stale server"
+            stays = held is not None and not failed and held.server == reply.server
+            assert not truth.draining or stays, "a new ticket on a server that is drained"
             assert (reply.url, reply.version) == (truth.address.url, truth.version)
             place = self.state.reservations.get(ticket.ticket_id)
             assert place is not None and place.server == reply.server
         else:
             assert isinstance(reply, NoServer)
             if ticket.kind == "train":
-                assert not any(self.serves(truth, self.version - ETA) for truth in self.servers.values())
+                assert not self.takes_new(self.version - ETA)
 
     @rule(ticket=tickets, outcome=OUTCOMES)
     def finish(self, ticket: Ticket, outcome: Outcome) -> None:
@@ -332,7 +393,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def manager_restarts(self) -> None:
         before = self.state
         events = [msgspec.json.decode(msgspec.json.encode(event), type=Event) for event in self.journal]
-        self.state = ManagerState(SETTINGS)
+        self.state = ManagerState(self.settings)
         self.state.restore_from(events)
         assert self.state.ledger.counts == before.ledger.counts or before.ledger.counts.anomalies
         assert self.state.ledger.cursor == before.ledger.cursor
@@ -341,7 +402,8 @@ class ManagerMachine(RuleBasedStateMachine):
             known.news = known.granted  # renewals are not journalled
         self.state.publish(PublishedVersion(self.version, "m", f"/v{self.version}", self.version))
         for truth in self.servers.values():
-            truth.version, truth.trusted = None, True
+            truth.version, truth.trusted, truth.draining, truth.began = None, True, False, None
+        self.unplaced = {(i, known.attempt) for i, known in self.model.items() if known.state == "running"}
         self.register()
         self.observe_workers()
 
@@ -382,4 +444,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestManagerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

@@ -24,10 +24,10 @@ def dead(url="http://a"):
     return GenerationError(f"{url}/generate: connection failed", retryable=True)
 
 
-def run(script, n=1, max_new=20, min_new=0, scheduler=None):
+def run(script, n=1, max_new=20, min_new=0, chunk=0, scheduler=None):
     servers, scheduler = FakeServers(list(script)), scheduler or FakeScheduler()
     manager = PartialRolloutManager(scheduler, servers)
-    spec = SamplingSpec(max_new_tokens=max_new, min_new_tokens=min_new, n=n)
+    spec = SamplingSpec(max_new_tokens=max_new, min_new_tokens=min_new, n=n, new_tokens_per_chunk=chunk)
 
     async def body():
         async with asyncio.timeout(10):
@@ -64,6 +64,7 @@ def test_an_aborted_answer_goes_on_from_its_own_tokens_with_what_is_left_of_its_
     assert [call.spec.max_new_tokens for call in servers.calls] == [20, 16, 11]
     assert [call.spec.min_new_tokens for call in servers.calls] == [7, 3, 0]
     assert [call.spec.n for call in servers.calls] == [2, 1, 1]
+    assert [call.spec.answer_prefix for call in servers.calls] == [0, 4, 9]  # penalties and stop strings see them
     assert [call.url for call in servers.calls] == ["http://a", "http://b", "http://c"]
     assert [request.n for request in scheduler.requests] == [2, 1, 1]
     assert scheduler.requests[2].prompt_len == 12 and scheduler.requests[2].failed_server is None
@@ -133,6 +134,30 @@ def test_answers_without_a_token_yet_start_over_as_if_they_had_been_first():
 def test_an_abort_on_the_last_token_of_the_budget_is_the_end():
     answers, servers, _ = run([[(20, 0, "abort")]])
     assert answers[0].finish_reason == "length" and len(servers.calls) == 1
+
+
+def test_an_answer_in_pieces_is_the_answer_in_one():
+    script = [[(6, 3, "length"), (2, 3, "stop")], [(6, 3, "length")], [(6, 4, "length")], [(2, 4, "length")]]
+    answers, servers, scheduler = run(script, n=2, chunk=6)
+    assert [call.spec.max_new_tokens for call in servers.calls] == [6, 6, 6, 2]
+    assert [len(call.input_ids) for call in servers.calls] == [3, 9, 15, 21]
+    long, short = answers
+    assert long.tokens.tolist() == [STEP + 3 + k for k in range(20)]
+    assert long.versions.tolist() == [3] * 12 + [4] * 8
+    assert (long.finish_reason, short.finish_reason) == ("length", "stop")
+    # The manager reserves for all that may come, whatever the piece.
+    assert [request.max_new_tokens for request in scheduler.requests] == [20, 14, 8, 2]
+    assert not any(request.failed_server for request in scheduler.requests)
+
+
+def test_min_new_tokens_holds_across_pieces():
+    _, servers, _ = run([[(4, 0, "length")], [(4, 0, "length")], [(1, 0, "stop")]], min_new=6, chunk=4)
+    assert [call.spec.min_new_tokens for call in servers.calls] == [4, 2, 0]
+
+
+def test_an_answer_that_fills_the_context_before_its_piece_is_at_its_end():
+    answers, servers, _ = run([[(5, 0, "length")]], chunk=8)
+    assert (answers[0].finish_reason, len(answers[0].tokens), len(servers.calls)) == ("length", 5, 1)
 
 
 def test_a_superseded_attempt_stops_at_once():

@@ -1,4 +1,4 @@
-"""Routing strategies and reservations."""
+"""Routing strategies, names of prefixes, reservations."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from realsys.admission.prefix import BLOCK, MAX_BLOCKS, prefix_hashes
 from realsys.admission.routing import (
     STRATEGIES,
+    Gate,
+    PrefixAware,
     Reservation,
     Reservations,
     RouteRequest,
@@ -52,6 +55,56 @@ def test_sticky_places_anew_after_an_update_or_a_loss_of_its_server() -> None:
     strategy = make_strategy("sticky")
     assert strategy.choose(RouteRequest("t", 4, 100, "a", previous_version=0), servers(a=100, b=0)) == "b"
     assert strategy.choose(RouteRequest("t", 4, 100, "gone", previous_version=1), servers(a=100, b=0)) == "b"
+
+
+def sent(prefix: list[int], *, previous: str | None = None) -> RouteRequest:
+    return RouteRequest("t", 1, 100, previous, 1 if previous else None, prefix)
+
+
+def test_prefix_goes_to_the_server_that_holds_the_longest_part_of_it() -> None:
+    strategy = PrefixAware()
+    assert strategy.choose(sent([1, 2, 3]), servers(a=0, b=50)) == "a"
+    assert strategy.choose(sent([1, 9]), servers(a=300, b=0)) == "a", "shares the first block only, inside the gate"
+    assert strategy.choose(sent([7]), servers(a=300, b=0)) == "b"
+    assert strategy.choose(sent([7, 8]), servers(a=0, b=300)) == "b"
+    assert strategy.choose(sent([1, 2, 3]), servers(a=300, b=0)) == "a"
+
+
+def test_popular_prefix_spreads_when_its_server_is_past_the_gate() -> None:
+    strategy = PrefixAware(Gate(ratio=1.5, slack=4.0))
+    assert strategy.choose(sent([1]), servers(a=0, b=1000)) == "a"
+    assert strategy.choose(sent([1]), servers(a=1901, b=1000)) == "b", "1.5 * 1000 + 4 * 100 = 1900"
+    assert strategy.choose(sent([1]), servers(a=1000, b=1900)) == "a", "now both hold it: the less loaded one"
+
+
+def test_prefix_computed_with_other_weights_counts_for_nothing() -> None:
+    strategy = PrefixAware()
+    assert strategy.choose(sent([1]), servers(a=0, b=50)) == "a"
+    updated = [ServerLoad("a", version=2, tokens=100), ServerLoad("b", version=1, tokens=0)]
+    assert strategy.choose(sent([1]), updated) == "b"
+
+
+def test_prefix_strategy_keeps_a_ticket_where_its_answers_are() -> None:
+    strategy = PrefixAware()
+    assert strategy.choose(sent([1]), servers(a=0, b=50)) == "a"
+    assert strategy.choose(sent([1], previous="b"), servers(a=0, b=50)) == "b"
+
+
+def test_prefix_strategy_forgets_the_oldest_beyond_its_capacity() -> None:
+    strategy = PrefixAware(capacity=2)
+    for prefix in ([1], [2], [1], [3]):  # 2 is the one not used for longest
+        strategy.choose(sent(prefix), servers(a=0, b=50))
+    assert strategy.choose(sent([2]), servers(a=100, b=50)) == "b"
+    assert strategy.choose(sent([3]), servers(a=100, b=50)) == "a"
+
+
+def test_prompts_share_the_hashes_of_the_blocks_that_they_share() -> None:
+    first, second = [*range(3 * BLOCK + 5)], [*range(2 * BLOCK), *range(5000, 5000 + BLOCK + 5)]
+    one, other = prefix_hashes(first), prefix_hashes(second)
+    assert len(one) == len(other) == 4, "three blocks and the whole"
+    assert one[:2] == other[:2] and not set(one[2:]) & set(other[2:])
+    assert prefix_hashes(first) == one and prefix_hashes(first[: 2 * BLOCK]) == one[:2]
+    assert len(prefix_hashes([1])) == 1 and len(prefix_hashes([7] * 10**5)) == MAX_BLOCKS + 1
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

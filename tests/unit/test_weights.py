@@ -1,17 +1,22 @@
 """Weights on disk: commit, verification, staging, pruning."""
 
+import json
 import os
 import resource
 import signal
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
+from safetensors.torch import load_file
 
 from realsys.errors import WeightsError
-from realsys.types import ShardInfo
+from realsys.types import Piece, ShardInfo, TensorInfo
 from realsys.weights import manifest as m
-from realsys.weights.shards import write_shard
+from realsys.weights.files import materialise
+from realsys.weights.shards import ShardWriter
 from realsys.weights.stage import stage
 
 
@@ -32,7 +37,7 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 def committed(root: Path, version: int, model_dir: Path, incarnation: str = "a") -> Path:
     tmp = m.prepare(root, version, incarnation)
-    shards = [write_shard(tmp / f"model-{i:05d}-of-00002.safetensors", tensors(i)) for i in (1, 2)]
+    shards = [ShardWriter().write(tmp / f"model-{i:05d}-of-00002.safetensors", tensors(i)) for i in (1, 2)]
     return m.commit(tmp, version=version, incarnation=incarnation, step=version, shards=shards, model_dir=model_dir)
 
 
@@ -50,13 +55,59 @@ def test_committed_version_stages_to_the_written_tensors(tmp_path, model_dir):
     expected = {**tensors(1), **tensors(2)}
     assert staged.tensors.keys() == expected.keys()
     assert all(torch.equal(staged.tensors[k], expected[k]) for k in expected)
-    assert m.verify(final, 3).files == staged.manifest.files
+    assert (staged.counts["whole"], staged.counts["bytes_read"], staged.counts["bytes"]) == (4, 4 * 48, 4 * 48)
+    assert staged.timings.keys() == {"read_s", "verify_s", "apply_s"}
+
+
+def test_manifest_and_index_say_what_is_in_the_files(tmp_path, model_dir):
+    """A reader of its own: json, xxhash and the offsets of the manifest, against safetensors' reading of the file."""
+    final = committed(tmp_path / "w", 3, model_dir)
+    manifest = json.loads((final / m.MANIFEST).read_text())
+    assert (manifest["version"], manifest["incarnation"], manifest["step"], manifest["needs"]) == (3, "a", 3, [])
+    for file in manifest["files"]:
+        content = (final / file["file"]).read_bytes()
+        assert (len(content), xxhash.xxh3_64_hexdigest(content)) == (file["size"], file["checksum"])
+    for name, info in manifest["tensors"].items():
+        [piece] = info["pieces"]
+        data = (final / piece["file"]).read_bytes()[piece["start"] : piece["start"] + piece["size"]]
+        assert (info["dtype"], info["shape"]) == ("F32", [4, 3])
+        assert data == load_file(final / piece["file"])[name].numpy().tobytes()
+        assert piece["checksum"] == info["checksum"] == xxhash.xxh3_64_hexdigest(data)
+    index = json.loads((final / m.INDEX).read_text())
+    assert index["metadata"] == {"total_size": 4 * 48}
+    assert index["weight_map"]["t2.0"] == "model-00002-of-00002.safetensors"
+
+
+def test_every_type_and_shape_survives(tmp_path, model_dir):
+    written = {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4, dtype=torch.bfloat16),
+        "flags": torch.tensor([True, False, True]),
+        "eighth": torch.randn(5, 3).to(torch.float8_e4m3fn),
+        "turned": torch.arange(6, dtype=torch.float64).reshape(2, 3).t(),
+        "half": torch.randn(7).to(torch.bfloat16),
+        "ids": torch.tensor([[-1, 2**40]]),
+    }
+    tmp = m.prepare(tmp_path / "w", 1, "a")
+    shard = ShardWriter().write(tmp / "model-00001-of-00001.safetensors", written)
+    final = m.commit(tmp, version=1, incarnation="a", step=1, shards=[shard], model_dir=model_dir)
+    for found in (stage(final, 1).tensors, load_file(final / shard.file)):
+        assert found.keys() == written.keys()
+        for name, tensor in written.items():
+            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(found[name].double(), tensor.double())
+
+
+def test_type_without_a_name_is_refused(tmp_path):
+    tmp = m.prepare(tmp_path, 1, "a")
+    with pytest.raises(WeightsError, match=r"tensor phase is of type torch.complex64"):
+        ShardWriter().write(tmp / "x.safetensors", {"phase": torch.zeros(2, dtype=torch.complex64)})
 
 
 def test_folder_without_manifest_is_no_version(tmp_path, model_dir):
     root = tmp_path / "w"
     tmp = m.prepare(root, 1, "a")
-    write_shard(tmp / "model-00001-of-00001.safetensors", tensors(1))
+    ShardWriter().write(tmp / "model-00001-of-00001.safetensors", tensors(1))
     assert m.complete_versions(root) == []
     with pytest.raises(WeightsError, match=r"no MANIFEST.json"):
         stage(tmp, 1)
@@ -75,8 +126,9 @@ def test_damaged_shard_is_never_staged(tmp_path, model_dir, damage, message):
     damage(final / "model-00002-of-00002.safetensors")
     with pytest.raises(WeightsError, match=message):
         stage(final, 1)
-    with pytest.raises((WeightsError, FileNotFoundError)):
-        m.verify(final, 1)
+    with pytest.raises(WeightsError, match=message):
+        materialise(final, tmp_path / "copy")
+    assert not list(tmp_path.glob("copy*"))
 
 
 def test_wrong_version_is_refused(tmp_path, model_dir):
@@ -91,20 +143,31 @@ def test_garbage_and_escaping_manifests_are_refused(tmp_path, model_dir):
     (final / m.MANIFEST).write_text("{")
     with pytest.raises(WeightsError, match="cannot be read"):
         stage(final, 1)
-    (final / m.MANIFEST).write_text(good.replace("model-00001-of-00002.safetensors", "../../model/config.json"))
-    with pytest.raises(WeightsError, match="outside its folder"):
-        stage(final, 1)
+    for old, new, message in [
+        ("model-00001-of-00002.safetensors", "../../model/config.json", "outside its folder"),
+        ('"dtype": "F32"', '"dtype": "F31"', "no such tensor"),
+        ('"size": 48', '"size": 44', "must begin with a piece of all its 48 bytes"),
+        ('"start": ', '"folder": "../v1", "start": ', "out of bounds"),
+        ('"start": ', '"base": "00", "start": ', "must begin with a piece"),
+    ]:
+        assert old in good
+        (final / m.MANIFEST).write_text(good.replace(old, new))
+        with pytest.raises(WeightsError, match=message):
+            stage(final, 1)
 
 
 def test_commit_refuses_missing_short_and_doubled_shards(tmp_path, model_dir):
     root = tmp_path / "w"
     tmp = m.prepare(root, 1, "a")
-    shard = write_shard(tmp / "one.safetensors", tensors(1))
+    shard = ShardWriter().write(tmp / "one.safetensors", tensors(1))
     kwargs = {"version": 1, "incarnation": "a", "step": 1, "model_dir": model_dir}
+    gone = ShardInfo(
+        "gone.safetensors", 5, "0", {"x": TensorInfo("U8", [5], "0", [Piece("gone.safetensors", 0, 5, "0")])}
+    )
     with pytest.raises(WeightsError, match="-1 bytes"):
-        m.commit(tmp, shards=[shard, ShardInfo("gone.safetensors", 5, "0", {"x": 5})], **kwargs)
+        m.commit(tmp, shards=[shard, gone], **kwargs)
     with pytest.raises(WeightsError, match="is in one.safetensors and in two.safetensors"):
-        m.commit(tmp, shards=[shard, write_shard(tmp / "two.safetensors", tensors(1))], **kwargs)
+        m.commit(tmp, shards=[shard, ShardWriter().write(tmp / "two.safetensors", tensors(1))], **kwargs)
     with pytest.raises(WeightsError, match="no rank wrote"):
         m.commit(tmp, shards=[], **kwargs)
     assert m.complete_versions(root) == []
@@ -118,13 +181,44 @@ def test_prune_keeps_the_newest_and_those_in_use(tmp_path, model_dir):
     assert [v for v, _, _ in m.complete_versions(root)] == [1, 3, 4]
 
 
-def test_export_copy_replaces_the_target_whole(tmp_path, model_dir):
+def test_materialise_replaces_the_target_whole(tmp_path, model_dir):
     final = committed(tmp_path / "w", 1, model_dir)
     target = tmp_path / "checkpoint"
     target.mkdir()
     (target / "stale").write_text("x")
-    m.export_copy(final, target)
-    assert sorted(p.name for p in target.iterdir()) == sorted(p.name for p in final.iterdir())
+    materialise(final, target, 1)
+    assert sorted(p.name for p in target.iterdir()) == [
+        "MANIFEST.json",
+        "config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    expected = {**tensors(1), **tensors(2)}
+    for found in (load_file(target / "model-00001-of-00001.safetensors"), stage(target, 1).tensors):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(WeightsError, match="holds version 1, version 2 was asked for"):
+        materialise(final, target, 2)
+    assert stage(target, 1).manifest.version == 1
+
+
+def test_memory_is_that_of_the_tensors_and_is_given_back(tmp_path, model_dir):
+    """numpy tells tracemalloc what it allocates; eight tensors of 1 MB."""
+    tmp = m.prepare(tmp_path / "w", 1, "a")
+    written = {f"t{i}": torch.full((1 << 18,), float(i)) for i in range(8)}
+    shard = ShardWriter().write(tmp / "model-00001-of-00001.safetensors", written)
+    final = m.commit(tmp, version=1, incarnation="a", step=1, shards=[shard], model_dir=model_dir)
+    tracemalloc.start()
+    try:
+        staged = stage(final, 1)
+        assert tracemalloc.get_traced_memory()[1] < 8.2 * (1 << 20)
+        del staged
+        assert tracemalloc.get_traced_memory()[0] < 0.2 * (1 << 20)
+        tracemalloc.reset_peak()
+        materialise(final, tmp_path / "plain")
+        assert tracemalloc.get_traced_memory()[1] < 2.2 * (1 << 20)
+    finally:
+        tracemalloc.stop()
 
 
 def test_full_disk_is_named_and_leaves_the_last_version(tmp_path, model_dir):
@@ -137,7 +231,7 @@ def test_full_disk_is_named_and_leaves_the_last_version(tmp_path, model_dir):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
         try:
-            write_shard(tmp / "model-00001-of-00001.safetensors", tensors(1))
+            ShardWriter().write(tmp / "model-00001-of-00001.safetensors", tensors(1))
         except WeightsError as error:
             os._exit(7 if "cannot write" in str(error) else 8)
         os._exit(0)

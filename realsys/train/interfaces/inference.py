@@ -11,7 +11,7 @@ Arrays are stored on the ranks of the last pipeline stage, each for the sequence
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from realsys.train.data_manager import Array
 from realsys.train.interfaces.advantages import left_out
 from realsys.train.interfaces.registry import CallOutcome, register_interface
 from realsys.train.interfaces.role import Role, sequences_per_rank
-from realsys.train.interfaces.statistics import all_reduce, token_means
+from realsys.train.interfaces.statistics import all_reduce, reduce_stats, token_means
 from realsys.train.packing import split_answers
 from realsys.types import MfcRequest, SequenceRef
 
@@ -29,8 +29,8 @@ from realsys.types import MfcRequest, SequenceRef
 class ActorInference:
     """Proximal log-probs: of the answer tokens under the weights before the step's first update.
 
-    Its statistics compare them with the recorded ones: with equal weights that is the numerical mismatch between the
-    generation engine and the trainer, else off-policyness comes on top.
+    Its statistics compare them with the recorded ones: over all tokens, where off-policyness comes on top, and over
+    those that were sampled with these very weights (``agreement/...``), where only numerics differ.
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
@@ -43,17 +43,52 @@ class ActorInference:
             # Nobody will look at them, but the master may plan with every sequence having its array.
             if ref.sample_id in skipped:
                 role.data.put(ref.sample_id, {"prox_logprobs": np.zeros(ref.answer_len, np.float32)})
-        differences = [np.zeros(0, np.float32)]
+        differences, current = self._compare(role, request.version, found)
+        absolute = differences.abs()
+        stats = {
+            "tokens": torch.tensor(float(len(absolute))),
+            "logprob_difference_sum": absolute.sum(),
+            "logprob_difference_max": absolute.amax() if len(absolute) else torch.zeros(()),
+        }
+        return CallOutcome(token_means(stats, role) | agreement(differences[current], role))
+
+    @staticmethod
+    def _compare(role: Role, version: int, found: Mapping[str, Array]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Proximal minus recorded log-probs, float32 [tokens], and which tokens ``version`` sampled, bool [tokens]."""
+        differences, current = [np.zeros(0, np.float32)], [np.zeros(0, np.bool_)]
         for sample_id, proximal in found.items():
             if role.data.has(sample_id, "behav_logprobs"):
-                differences.append(np.abs(proximal - role.data.get(sample_id, "behav_logprobs")))
-        difference = torch.from_numpy(np.concatenate(differences))
-        stats = {
-            "tokens": torch.tensor(float(len(difference))),
-            "logprob_difference_sum": difference.sum(),
-            "logprob_difference_max": difference.amax() if len(difference) else torch.zeros(()),
-        }
-        return CallOutcome(token_means(stats, role))
+                differences.append(proximal - role.data.get(sample_id, "behav_logprobs"))
+                known = role.data.has(sample_id, "versions")
+                current.append(
+                    role.data.get(sample_id, "versions") == version if known else np.zeros(len(proximal), np.bool_)
+                )
+        return torch.from_numpy(np.concatenate(differences)), torch.from_numpy(np.concatenate(current))
+
+
+def agreement(differences: torch.Tensor, role: Role) -> dict[str, float]:
+    """How trainer and generation engine agree on tokens that the weights of this step sampled, over the data ranks.
+
+    ``differences``: trainer minus engine, float32 [tokens], natural logarithms. An answer whose weights changed on the
+    way has such tokens, too, and they compare exactly: the engine recomputed everything before them with the new
+    weights, so either side's number is log p(token | all tokens before it) under the same weights. Without any
+    token there are no means, only ``agreement/tokens`` 0.
+    """
+    stats = {
+        "tokens": torch.tensor(float(len(differences))),
+        "signed_sum": differences.double().sum(),
+        "absolute_sum": differences.double().abs().sum(),
+        "absolute_max": differences.abs().amax() if len(differences) else torch.zeros(()),
+    }
+    total = reduce_stats(stats, role)
+    if not total["tokens"]:
+        return {"agreement/tokens": 0.0}
+    return {
+        "agreement/tokens": total["tokens"],
+        "agreement/difference_mean": total["absolute_sum"] / total["tokens"],
+        "agreement/difference_max": total["absolute_max"],
+        "agreement/ratio": math.exp(total["signed_sum"] / total["tokens"]),
+    }
 
 
 @register_interface("ref_inf")

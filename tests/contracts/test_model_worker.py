@@ -43,7 +43,7 @@ from realsys.types import (
     TransferReply,
     TransferRequest,
 )
-from realsys.weights.shards import write_shard
+from realsys.weights.shards import ShardWriter
 from tests.ppo_batch import make_batch, make_models, save_models
 from tests.train_ranks import FORMED, run_ranks
 
@@ -93,7 +93,8 @@ class Played:
             for name, arrays in ARRAYS.items():
                 self.data.put(name, arrays)
         paths = TrialPaths.of(config)
-        self._service = ModelWorkerService(config, paths, FORMED, rank, self.endpoint, self.data, device, write_shard)
+        write = ShardWriter().write
+        self._service = ModelWorkerService(config, paths, FORMED, rank, self.endpoint, self.data, device, write)
 
     def serve(self) -> list[Any]:
         self._service.run(self.stop)

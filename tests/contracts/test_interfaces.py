@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from realsys.config.schema import Config
 from realsys.errors import ModelError, NotFiniteError
 from realsys.train.device import Device
 from realsys.train.interfaces import CallOutcome, Role, find_interface, register_interface
+from realsys.train.service import check_calls
 from realsys.types import MfcRequest, SequenceRef
 from tests.ppo_batch import Worker, make_batch, make_models, save_models, whole
 from tests.train_ranks import run_ranks
@@ -292,6 +294,17 @@ def test_an_unknown_interface_is_refused_with_the_known_ones() -> None:
         "unknown interface 'critic_trian'; known: actor_inf, actor_train, advantages, critic_inf, critic_train, "
         "ref_inf, reward_inf, sft (yours: name its module in plugins.train)"
     )
+
+
+def test_a_dataflow_is_held_against_what_is_registered_before_anything_is_loaded() -> None:
+    good = FunctionCall("a", "actor", "actor_inf", frozenset({"tokens"}), pre_hooks=("onload",))
+    check_calls(Dataflow([good]))
+    for bad, problem in (
+        (replace(good, name="b", interface="actor_ing"), "unknown interface 'actor_ing'; known: actor_inf, "),
+        (replace(good, name="b", post_hooks=("offlaod",)), "unknown hook 'offlaod'; known: offload, onload"),
+    ):
+        with pytest.raises(ModelError, match=problem):
+            check_calls(Dataflow([good, bad]))
 
 
 def test_a_name_is_registered_once() -> None:

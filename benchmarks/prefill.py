@@ -1,0 +1,88 @@
+"""The longest a running answer waits for its next token while a long prompt arrives, by the budget of a step.
+
+One prompt of 3,900 tokens arrives while 32 answers decode. Without chunks (a budget that holds all of it) every running
+answer waits until it is computed; with them a step computes at most ``prefill_tokens`` of it. The time to the long
+prompt's own first token is the price. CPU time of the engine, all budgets in turn.
+
+    python -m benchmarks.prefill [--repeats 3] [--budgets 4096 1024 512 128]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks._table import report
+from benchmarks.generation import VOCAB, make_model
+from realsys.generation.architecture import read_architecture
+from realsys.generation.core import EngineCore
+from realsys.generation.protocol import SamplingParams
+from realsys.generation.scheduler import Request
+from realsys.generation.weights import fuse, read_tensors
+
+RUNNING, LONG, CONTEXT = 32, 3900, 4096
+
+
+def request(rid: str, length: int, new_tokens: int) -> Request:
+    prompt = np.random.default_rng(len(rid)).integers(0, VOCAB, length).astype(np.int32)
+    return Request(rid, prompt, SamplingParams(max_new_tokens=new_tokens), 0, (), Future())
+
+
+def measure(core: EngineCore) -> tuple[float, float]:
+    """Longest gap between two steps of the running answers, and the long prompt's time to its first token, in s."""
+    for index in range(RUNNING):
+        core.submit(request(f"{index:02}", 16 + index, 150))
+    for _ in range(20):
+        core.step()
+    core.submit(request("long", LONG, 2))
+    gaps: list[float] = []
+    while core.scheduler.find("long") is not None:
+        begin = time.process_time()
+        core.step()
+        gaps.append(time.process_time() - begin)
+    while not core.idle:
+        core.step()
+    return max(gaps), sum(gaps[:-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--budgets", type=int, nargs="+", default=[4096, 1024, 512, 128])
+    args = parser.parse_args()
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        make_model(path)
+        arch = read_architecture(path)
+        weights = fuse(arch, read_tensors(path), dtype=torch.float32, device=torch.device("cpu"))
+    cores = {
+        budget: EngineCore(
+            arch, weights, max_running=RUNNING + 1, max_queued=64, context=CONTEXT, prefill_tokens=budget
+        )
+        for budget in args.budgets
+    }
+    best: dict[int, tuple[float, float]] = {}
+    for turn in range(args.repeats + 1):
+        for budget, core in cores.items():
+            result = measure(core)
+            if turn:  # the first is for warming up
+                best[budget] = min(best.get(budget, result), result)
+    rows: list[dict[str, Any]] = [
+        {"prefill_tokens": budget, "longest_gap_ms": 1000 * gap, "first_token_ms": 1000 * first}
+        for budget, (gap, first) in best.items()
+    ]
+    report("prefill", rows, {"running": RUNNING, "prompt": LONG, "repeats": args.repeats, "threads": 1})
+
+
+if __name__ == "__main__":
+    main()

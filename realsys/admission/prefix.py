@@ -1,0 +1,26 @@
+"""Names for the prefixes of a prompt, by which routing finds the server that has computed one already."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+BLOCK = 64  # tokens; engines share a prefix in whole pages, so a finer grain would promise what they do not have
+MAX_BLOCKS = 32  # a request carries no more names than this
+
+
+def prefix_hashes(tokens: Sequence[int]) -> list[int]:
+    """A 32-bit hash of each prefix of whole blocks, shortest first, and last of the whole prompt.
+
+    Equal prompts get equal lists; prompts that share their first k blocks share the first k hashes.
+    """
+    data = np.asarray(tokens, np.int32).tobytes()
+    step = 4 * BLOCK
+    hashes, running = [], 0
+    for start in range(0, min(len(data), MAX_BLOCKS * step) - step + 1, step):
+        running = zlib.crc32(data[start : start + step], running)
+        hashes.append(running)
+    whole = zlib.crc32(data)
+    return hashes if hashes and hashes[-1] == whole else [*hashes, whole]

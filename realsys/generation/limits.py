@@ -1,0 +1,62 @@
+"""What a server can take, and the check of a request against it: the same for every backend. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from realsys.errors import GenerationError
+from realsys.generation.protocol import SamplingParams
+from realsys.types import I32
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one server and its model. ``answers``: that it runs and queues; ``tokenizer``: whether it can read text."""
+
+    vocabulary: int
+    eos: tuple[int, ...]
+    context: int
+    answers: int
+    tokenizer: bool
+    model_path: str
+
+    def stops(self, params: SamplingParams) -> tuple[int, ...]:
+        """All stop tokens of a request: its own and the model's end of text."""
+        return tuple(sorted({*params.stop_token_ids, *self.eos}))
+
+    def checked_prompt(self, input_ids: Sequence[int], params: SamplingParams) -> I32:
+        """The prompt as int32. Raises GenerationError naming the first thing that is wrong with the request."""
+        if problem := params.problem() or self._problem(input_ids, params):
+            raise GenerationError(problem)
+        return np.asarray(input_ids, np.int32)
+
+    def _problem(self, input_ids: Sequence[int], params: SamplingParams) -> str | None:
+        if not input_ids:
+            return "input_ids is empty: a prompt needs at least one token"
+        if (bad := self._outside(input_ids)) is not None:
+            return f"input_ids holds token {bad}, the vocabulary has {self.vocabulary} tokens"
+        if (bad := self._outside(params.stop_token_ids)) is not None:
+            return f"sampling_params.stop_token_ids holds {bad}, the vocabulary has {self.vocabulary} tokens"
+        if params.min_new_tokens and len(self.stops(params)) >= self.vocabulary:
+            return "sampling_params.min_new_tokens > 0, but every token of the vocabulary is a stop token"
+        if len(input_ids) + params.max_new_tokens > self.context:
+            return (
+                f"input_ids of {len(input_ids)} tokens and max_new_tokens={params.max_new_tokens} "
+                f"exceed the context of {self.context} tokens"
+            )
+        if params.answer_prefix >= len(input_ids):
+            return f"sampling_params.answer_prefix={params.answer_prefix} leaves no prompt in {len(input_ids)} tokens"
+        if params.stop and not self.tokenizer:
+            return f"sampling_params.stop={list(params.stop)} needs a tokenizer.json, which {self.model_path} lacks"
+        if params.n > self.answers:
+            return f"sampling_params.n={params.n} is more than this server can run and queue"
+        return None
+
+    def _outside(self, tokens: Sequence[int]) -> int | None:
+        """The first token that is not of the vocabulary. min and max first: they look at a long prompt in C."""
+        if not tokens or 0 <= min(tokens) <= max(tokens) < self.vocabulary:
+            return None
+        return next(token for token in tokens if not 0 <= token < self.vocabulary)

@@ -1,0 +1,82 @@
+"""SGLang's command line and environment. Pure, but for a look whether the model has a tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from realsys.config.sglang import flags
+
+CPU_SUPPORT = Path(__file__).with_name("cpu_support")
+LOOPBACK = "127.0.0.1"
+#: SGLang counts the positions of a request its own way; so many more than ours never refuse what we let through
+_CONTEXT_SLACK = 16
+#: of our interpreter, and wrong in another
+_NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+_CPU_TOKENS = 65536  # KV cache of a server on CPU, unless the context is longer
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What to start. ``context``: tokens of a sequence; ``options``: the user's, names as SGLang's without dashes."""
+
+    python: str
+    model_path: Path
+    dtype: str
+    context: int
+    tensor: int
+    seed: int
+    threads: int
+    gpus: bool
+    options: Mapping[str, Any]
+
+    def command(self, port: int) -> list[str]:
+        """argv. The user's options replace ours, except where to listen and what to serve (checked before)."""
+        module = "sglang.launch_server" if self.gpus else "realsys_sglang_cpu.server"
+        options = {**self._own_options(), **self.options}
+        fixed = {"model-path": str(self.model_path), "host": LOOPBACK, "port": port}
+        return [self.python, "-m", module, *flags({**options, **fixed})]
+
+    def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+        env = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
+        env |= {
+            "OMP_NUM_THREADS": str(self.threads),
+            "PYTHONUNBUFFERED": "1",
+            # Everything is on disk: a lookup on the network would only be a way to hang.
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            # /health answers without generating: a paused server is healthy.
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            # Log-probs of softmax(logits / temperature), the distribution that is trained on, not of temperature 1.
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for _CONTEXT_SLACK; the true limit is checked by us
+        }
+        if not self.gpus:
+            # The copy of this very realsys, also where `make sglang-cpu` has installed one before.
+            env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(CPU_SUPPORT)}
+        return env
+
+    def _own_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "dtype": self.dtype,
+            "context-length": self.context + _CONTEXT_SLACK,
+            "tp-size": self.tensor,
+            "random-seed": self.seed,
+            "log-level": "warning",
+            "skip-tokenizer-init": not (self.model_path / "tokenizer.json").is_file(),
+        }
+        if not self.gpus:
+            options |= {
+                "device": "cpu",
+                "attention-backend": "torch_native",
+                "sampling-backend": "pytorch",
+                "disable-overlap-schedule": True,
+                "skip-server-warmup": True,
+                "sleep-on-idle": True,  # or every idle server keeps a core busy
+                "max-running-requests": 64,
+                "max-total-tokens": max(_CPU_TOKENS, 2 * (self.context + _CONTEXT_SLACK)),
+            }
+        return options

@@ -1,0 +1,199 @@
+"""SGLang as a GenerationEngine: requests in, answers out, whatever happens to the child process in between.
+
+HTTP handlers ──calls──> event loop of a thread:  Traffic (requests)  Updater (weights)  Keeper (the child)
+                                                      └────────HTTP, loopback────────┴──> SGLang
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+
+from realsys.errors import GenerationError
+from realsys.generation.backend import Change
+from realsys.generation.limits import Limits
+from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
+from realsys.generation.scheduler import AnswerResult
+from realsys.generation.sglang.api import Load
+from realsys.generation.sglang.arguments import Launch
+from realsys.generation.sglang.keeper import Keeper, Run
+from realsys.generation.sglang.loop_thread import LoopThread
+from realsys.generation.sglang.requests import Request
+from realsys.generation.sglang.traffic import Traffic
+from realsys.generation.sglang.update import PAUSE, Materialise, Shapes, Updater
+
+log = logging.getLogger(__name__)
+
+_INFO_TIMEOUT_S = 2.0
+_CLOSE_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``drain``: an update waits for running answers. ``load_timeout_s`` bounds that wait, and the load."""
+
+    start_timeout_s: float
+    max_restarts: int
+    request_timeout_s: float
+    load_timeout_s: float
+    drain: bool = False
+    first_backoff_s: float = 1.0
+
+
+class SglangEngine:
+    """Thread-safe front of one SGLang server and its successors.
+
+    ``on_change`` is called from the event loop, which it must not hold up.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        limits: Limits,
+        shapes: Shapes,
+        materialise: Materialise,
+        settings: Settings,
+        on_change: Callable[[Change], None] = lambda change: None,
+    ) -> None:
+        self.model_path = str(launch.model_path)
+        self._limits, self._settings, self._on_change = limits, settings, on_change
+        self._traffic = Traffic(limits.answers, settings.request_timeout_s)
+        self._updater = Updater(
+            self._traffic, shapes, materialise, drain=settings.drain, timeout_s=settings.load_timeout_s
+        )
+        self._keeper = Keeper(
+            launch,
+            start_timeout_s=settings.start_timeout_s,
+            max_restarts=settings.max_restarts,
+            on_up=self._up,
+            on_down=self._down,
+            first_backoff_s=settings.first_backoff_s,
+        )
+        self._started: Future[None] = Future()
+        self._loop = LoopThread("sglang-engine", self._keep)
+
+    # ---- any thread
+
+    def start(self) -> None:
+        """Return when SGLang serves. Raises GenerationError with its last lines when it does not come up."""
+        self._loop.start()
+        try:
+            self._started.result()  # the keeper bounds the start
+        except GenerationError:
+            self.close()
+            raise
+
+    def abandon_start(self) -> None:
+        """Have ``start`` raise, if it still waits. From any thread."""
+        with contextlib.suppress(InvalidStateError):
+            self._started.set_exception(GenerationError("the start of SGLang was given up: asked to stop"))
+
+    def close(self) -> None:
+        """Kill SGLang; open calls fail with a retryable error."""
+        self._loop.close(_CLOSE_TIMEOUT_S)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sample now; UNSYNCED after every start of SGLang."""
+        return self._traffic.version
+
+    @property
+    def failure(self) -> str | None:
+        """Why it does not serve now; None while it does."""
+        return self._traffic.failure
+
+    def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[AnswerResult]]:
+        """Sample the answers. Raises GenerationError for a bad request; the future raises the others."""
+        prompt = self._limits.checked_prompt(input_ids, params)
+        seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
+        request = Request.of(rid or secrets.token_hex(16), prompt, params, self._limits.stops(params), seed)
+        return self._loop.call(lambda: self._traffic.serve(request))
+
+    def update(self, path: str, version: int, *, abort_all: bool = False) -> Future[UpdateResult]:
+        return self._loop.call(lambda: self._updater.update(path, version, abort_all=abort_all))
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """in_place and retract are SGLang's own where it tells the version of every token."""
+        return self._loop.call(lambda: self._updater.pause(mode))
+
+    def resume(self) -> Future[None]:
+        return self._loop.call(self._updater.resume)
+
+    def abort(self, rid: str) -> Future[bool]:
+        return self._loop.call(functools.partial(self._abort, rid))
+
+    def abort_all(self) -> Future[None]:
+        return self._loop.call(self._abort_all)
+
+    def info(self) -> Future[ServerInfo]:
+        """Asks SGLang for its load. ``generated_tokens`` counts those handed over; ``steps`` SGLang does not tell."""
+        return self._loop.call(self._info)
+
+    # ---- the event loop
+
+    async def _keep(self) -> None:
+        try:
+            await self._keeper.keep()
+        except GenerationError as error:
+            self._traffic.down(str(error))
+            try:
+                self._started.set_exception(error)
+            except InvalidStateError:  # it has started before
+                self._on_change(Change(None, str(error), final=True))
+
+    def _up(self, run: Run) -> None:
+        self._traffic.up(run)
+        with contextlib.suppress(InvalidStateError):
+            self._started.set_result(None)
+        self._on_change(Change(run.serial))
+
+    def _down(self, reason: str) -> None:
+        self._traffic.down(reason)
+        self._on_change(Change(None, reason))
+
+    async def _abort(self, rid: str) -> bool:
+        found = rid in self._traffic
+        self._loop.spawn(self._recall_aborted(rid))
+        return found
+
+    async def _abort_all(self) -> None:
+        self._loop.spawn(self._recall_aborted(None))
+
+    async def _recall_aborted(self, rid: str | None) -> None:
+        """Beside the call: its caller need not wait for the requests, whose own callers do."""
+        try:
+            await self._traffic.recall(self._traffic.abort(rid))
+        except GenerationError as error:
+            log.warning("abort of %s: %s", rid or "all requests", error)
+
+    async def _info(self) -> ServerInfo:
+        loads: list[Load] = []
+        if self._traffic.run is not None:
+            try:
+                loads = await self._traffic.run.api.loads(_INFO_TIMEOUT_S)
+            except GenerationError as error:
+                log.debug("SGLang does not tell its load: %s", error)
+        sent, held = self._traffic.open_answers()
+        max_running = sum(load.max_running_requests for load in loads) or sent
+        running = min(sent, max_running)
+        return ServerInfo(
+            backend="sglang",
+            weight_version=str(self.version),
+            context_length=self._limits.context,
+            max_running=max_running,
+            max_queued=self._limits.answers - max_running,
+            running=running,
+            queued=sent - running + held,
+            kv_tokens=sum(load.num_used_tokens for load in loads),
+            kv_capacity=sum(load.max_total_num_tokens for load in loads),
+            generated_tokens=self._traffic.tokens,
+            steps=0,
+            updates=self._updater.done,
+            paused=PAUSE in self._traffic.holds,
+            busy_s=self._traffic.busy_s(),
+        )

@@ -1,0 +1,120 @@
+"""Keeps one SGLang server running.
+
+    start ──> serving ──ended──> back-off ──> start ...    at most ``max_restarts`` times in a row
+      └── the very first start fails: that is the end, for the next would fail too
+
+consumes    the exit of the child
+produces    on_up(run) when a run serves, on_down(reason) when it no longer does; GenerationError when it gives up
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import aiohttp
+
+from realsys.cluster.network import free_ports, join_host_port
+from realsys.errors import GenerationError
+from realsys.generation.sglang.api import Piece, SglangApi
+from realsys.generation.sglang.arguments import LOOPBACK, Launch
+from realsys.generation.sglang.child import Child
+
+log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+_LONGEST_BACKOFF_S = 30.0
+_HEALTHY_AFTER_S = 300.0  # a run that lasted this long makes up for the failures before it
+_PROBE_TIMEOUT_S = 120.0  # a first forward pass may compile
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """One run of the server, from when it serves. ``scratch``: a folder that is gone with it.
+
+    ``reports``: it tells for every token which weights sampled it (SGLang from 0.5.18 or so; tried, not assumed).
+    """
+
+    serial: int
+    child: Child
+    api: SglangApi
+    scratch: Path
+    reports: bool
+
+
+class Keeper:
+    """Starts, watches and restarts. Lives on one event loop."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        start_timeout_s: float,
+        max_restarts: int,
+        on_up: Callable[[Run], None],
+        on_down: Callable[[str], None],
+        first_backoff_s: float = 1.0,
+    ) -> None:
+        self._launch, self._start_timeout_s, self._max_restarts = launch, start_timeout_s, max_restarts
+        self._on_up, self._on_down, self._first_backoff_s = on_up, on_down, first_backoff_s
+
+    async def keep(self) -> NoReturn:
+        """Run the server for ever. Raises GenerationError when that cannot be done; cancel to stop."""
+        failures = 0
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            for serial in itertools.count():
+                begin = time.monotonic()
+                reason = await self._run(serial, session)
+                failures = 1 if time.monotonic() - begin > _HEALTHY_AFTER_S else failures + 1
+                if failures > self._max_restarts:
+                    problem = f"after {self._max_restarts} restarts in a row (generation.sglang.max_restarts)"
+                    raise GenerationError(f"SGLang {reason}, {problem}")
+                delay = min(_LONGEST_BACKOFF_S, self._first_backoff_s * 2 ** (failures - 1))
+                log.warning("SGLang %s; restart %d/%d in %.1f s", reason, failures, self._max_restarts, delay)
+                await asyncio.sleep(delay)
+        raise AssertionError("count() ended")
+
+    async def _run(self, serial: int, session: aiohttp.ClientSession) -> str:
+        """One run from start to end; how it ended."""
+        [port] = free_ports(1)
+        url = f"http://{join_host_port(LOOPBACK, port)}"
+        scratch = _scratch()
+        child = await Child.start(self._launch.command(port), self._launch.environment(), url, scratch)
+        try:
+            await child.healthy(session, self._start_timeout_s)
+            api = SglangApi(session, url)
+            reports = await _reports_versions(api)
+            log.info("SGLang serves at %s, %s", url, "with versions per token" if reports else "one version per answer")
+            self._on_up(Run(serial, child, api, scratch, reports))
+            try:
+                await asyncio.wait({child.ended})
+                reason = child.ended.result()
+            finally:
+                self._on_down("SGLang has ended")
+        except GenerationError as error:
+            if serial == 0:
+                raise
+            reason = f"did not start: {error}"
+        finally:
+            await child.stop()
+        return f"{reason}; its last lines: {child.tail()}"
+
+
+def _scratch() -> Path:
+    """A new folder in memory-backed storage where there is one."""
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    return Path(tempfile.mkdtemp(prefix="realsys-sglang-", dir=base))
+
+
+async def _reports_versions(api: SglangApi) -> bool:
+    """Generate one token, and see what comes with it."""
+    piece = Piece("probe", [0], {"max_new_tokens": 1, "temperature": 0.0})
+    [reply] = await api.generate([piece], _PROBE_TIMEOUT_S)
+    return reply.meta_info.weight_versions is not None

@@ -1,0 +1,161 @@
+"""A request and its answers while SGLang works on them. Pure bookkeeping.
+
+open answers ──pieces──> SGLang ──replies──> take ──> finished, or open again (interrupted: goes on from its tokens)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from realsys.errors import GenerationError
+from realsys.generation.protocol import UNSYNCED, SamplingParams
+from realsys.generation.scheduler import AnswerResult
+from realsys.generation.sglang.api import Piece, Reply
+from realsys.generation.uniforms import splitmix64
+from realsys.types import I32, FinishReason
+
+_UNNAMED = "default"  # SGLang's name for the weights that it started with
+_AS_IN_SGLANG = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_DEFAULTS = SamplingParams()
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """One answer so far."""
+
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    segments: list[tuple[int, int]] = field(default_factory=list)
+    finish: FinishReason | None = None
+    matched: int | str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and the answers asked for. ``stops``: its stop tokens with the model's own."""
+
+    rid: str
+    prompt: I32
+    params: SamplingParams
+    stops: tuple[int, ...]
+    answers: list[Answer]
+    aborted: bool = False  # ends with what it has
+    recalled: bool = False  # SGLang was asked to give back what is under way
+    rids: list[str] = field(default_factory=list)  # of the pieces under way
+    trip: asyncio.Future[list[Reply]] | None = None  # under way in SGLang
+    go: asyncio.Future[None] | None = None  # held back: resolved when it may go to SGLang
+
+    @classmethod
+    def of(cls, rid: str, prompt: I32, params: SamplingParams, stops: tuple[int, ...], seed: int) -> Request:
+        return cls(rid, prompt, params, stops, [Answer(answer_seed(seed, k)) for k in range(params.n)])
+
+    @property
+    def open(self) -> list[Answer]:
+        return [answer for answer in self.answers if answer.finish is None]
+
+    def pieces(self, serials: Iterator[int]) -> list[Piece]:
+        """What is left to do, as SGLang is asked for it."""
+        prompt: list[int] = self.prompt.tolist()
+        # Of one width: SGLang aborts every request whose id begins with the one it is given.
+        pieces = [
+            Piece(f"{next(serials):012d}", prompt + answer.tokens, self._sampling(answer)) for answer in self.open
+        ]
+        self.rids = [piece.rid for piece in pieces]
+        return pieces
+
+    def take(self, replies: Sequence[Reply], version: int | None) -> None:
+        """Add what came back for the open answers. ``version`` of all tokens; None: the replies tell.
+
+        Raises GenerationError when tokens, log-probs and versions do not match up.
+        """
+        for answer, reply in zip(self.open, replies, strict=True):
+            count = len(reply.output_ids)
+            segments = [(version, count)] if version is not None else _segments(reply)
+            logprobs = reply.logprobs
+            if not count == len(logprobs) == sum(length for _, length in segments):
+                raise GenerationError(
+                    f"SGLang gave {count} tokens with {len(logprobs)} log-probs and versions {segments}", retryable=True
+                )
+            answer.tokens += reply.output_ids
+            answer.logprobs += logprobs
+            answer.segments = _joined(answer.segments + segments)
+            self._finish(answer, reply)
+
+    def results(self) -> list[AnswerResult]:
+        return [
+            AnswerResult(
+                np.asarray(answer.tokens, np.int32),
+                np.asarray(answer.logprobs, np.float32),
+                answer.segments,
+                answer.finish or "abort",
+                answer.matched,
+            )
+            for answer in self.answers
+        ]
+
+    def _finish(self, answer: Answer, reply: Reply) -> None:
+        finish = reply.meta_info.finish_reason
+        if finish.type != "abort":
+            answer.finish = finish.type
+            # A list is of stop tokens that only match together; none are sent, so the last token is as good a name.
+            answer.matched = answer.tokens[-1] if isinstance(finish.matched, list) else finish.matched
+        elif len(answer.tokens) >= self.params.max_new_tokens:
+            answer.finish = "length"
+        elif self.aborted or not self.recalled:
+            answer.finish = "abort"
+
+    def _sampling(self, answer: Answer) -> dict[str, Any]:
+        done = len(answer.tokens)
+        values = {name: getattr(self.params, name) for name in _AS_IN_SGLANG}
+        sampling = {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
+        sampling["max_new_tokens"] = self.params.max_new_tokens - done
+        if self.params.min_new_tokens > done:
+            sampling["min_new_tokens"] = self.params.min_new_tokens - done
+        if self.params.stop:
+            sampling["stop"] = list(self.params.stop)
+        if self.stops:
+            sampling["stop_token_ids"] = list(self.stops)
+        return {**sampling, "sampling_seed": answer.seed, "no_stop_trim": True}
+
+
+def answer_seed(seed: int, answer: int) -> int:
+    """The seed of one answer of a request, 63 bits. Used by SGLang if its deterministic inference is on."""
+    mixed = splitmix64(np.asarray([seed & 0xFFFFFFFFFFFFFFFF], np.uint64))
+    return int(splitmix64(mixed + np.uint64(answer))[0] >> np.uint64(1))
+
+
+def _segments(reply: Reply) -> list[tuple[int, int]]:
+    spans = reply.meta_info.weight_versions
+    if spans is None:
+        raise GenerationError("SGLang gave an answer without weight_versions, though it has them", retryable=True)
+    return [
+        (UNSYNCED if span.version == _UNNAMED else int(span.version), span.end - span.start)
+        for span in spans
+        if span.end > span.start
+    ]
+
+
+def _joined(segments: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours of one version as one; empty ones left out."""
+    joined: list[tuple[int, int]] = []
+    for version, count in segments:
+        if not count:
+            continue
+        if joined and joined[-1][0] == version:
+            count += joined.pop()[1]
+        joined.append((version, count))
+    return joined

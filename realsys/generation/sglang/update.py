@@ -1,0 +1,184 @@
+"""New weights for SGLang: staged and verified beside generation, loaded in a pause.
+
+    stage, verify ──> hold ──> [drain] ──> interrupt ──> load ──> go on
+                                              │ SGLang tells versions per token: it retracts what runs, and resumes it
+                                              └ it does not: it gives back what runs, which goes on as a new request,
+                                                so that every piece has one version
+
+A load that fails leaves weights that nobody knows: SGLang is then killed, and starts again unsynced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from realsys.errors import GenerationError, RealsysError, WeightsError
+from realsys.generation.protocol import PauseMode, UpdateResult
+from realsys.generation.sglang.keeper import Run
+from realsys.generation.sglang.traffic import Traffic
+
+log = logging.getLogger(__name__)
+
+Shapes = Mapping[str, tuple[int, ...]]  # HF name -> shape
+
+PAUSE, LOAD = "pause", "load"  # why trips are held
+
+
+@dataclass(frozen=True, slots=True)
+class Materialised:
+    """A verified version as a plain HF directory that SGLang can load, removed after that; ``timings`` in seconds."""
+
+    directory: Path
+    timings: Mapping[str, float]
+
+
+#: (version's directory, expected version, folder to make in memory-backed storage if there is room) -> where it lies;
+#: raises when the version is not whole
+Materialise = Callable[[Path, int, Path], Materialised]
+
+
+class Updater:
+    """Puts updates in order, and keeps pauses out of a load."""
+
+    def __init__(
+        self, traffic: Traffic, shapes: Shapes, materialise: Materialise, *, drain: bool, timeout_s: float
+    ) -> None:
+        self._traffic, self._shapes, self._materialise = traffic, shapes, materialise
+        self._drain, self._timeout_s = drain, timeout_s
+        self._order = asyncio.Lock()
+        self._control = asyncio.Lock()
+        self._stopped: Run | None = None  # the run that was told to pause
+        self.done = 0  # updates that succeeded
+
+    async def pause(self, mode: PauseMode) -> None:
+        async with self._control:
+            run = self._traffic.serving()
+            self._traffic.hold(PAUSE)
+            await self._interrupt(run, mode)
+
+    async def resume(self) -> None:
+        async with self._control:
+            run = self._traffic.serving()
+            await self._go_on(run)
+            self._traffic.release(PAUSE)
+
+    async def update(self, path: str, version: int, *, abort_all: bool) -> UpdateResult:
+        """Stage, verify, load. What is wrong with a version is a result; GenerationError: SGLang is not there."""
+        async with self._order:
+            run, begin = self._traffic.serving(), time.perf_counter()
+            target = run.scratch / f"v{version:08d}"
+            try:
+                staged = await asyncio.to_thread(self._stage, Path(path), version, target)
+            except (RealsysError, OSError) as error:
+                log.warning("update to version %d failed: %s", version, error)
+                return UpdateResult(False, str(error), {"stage_s": time.perf_counter() - begin})
+            timings = {**staged.timings, "stage_s": time.perf_counter() - begin}
+            try:
+                return await self._swap(run, staged.directory, version, abort_all, timings)
+            finally:
+                await asyncio.to_thread(shutil.rmtree, staged.directory, ignore_errors=True)
+
+    def _stage(self, source: Path, version: int, target: Path) -> Materialised:
+        try:
+            staged = self._materialise(source, version, target)
+        except BaseException:
+            shutil.rmtree(target, ignore_errors=True)
+            raise
+        try:
+            check_shapes(staged.directory, self._shapes)
+        except WeightsError:
+            shutil.rmtree(staged.directory, ignore_errors=True)
+            raise
+        return staged
+
+    async def _swap(
+        self, run: Run, directory: Path, version: int, abort_all: bool, timings: dict[str, float]
+    ) -> UpdateResult:
+        traffic, ready = self._traffic, time.perf_counter()
+        async with self._control:
+            if traffic.serving() is not run:
+                raise GenerationError("SGLang was restarted while the weights were staged", retryable=True)
+            traffic.hold(LOAD)
+            try:
+                if self._drain and PAUSE not in traffic.holds:
+                    await traffic.drained(self._timeout_s)
+                drained = time.perf_counter()
+                if abort_all:
+                    traffic.abort()
+                loading = await self._load(run, directory, version, "abort" if abort_all else "retract")
+            finally:
+                traffic.release(LOAD)
+        if isinstance(loading, str):
+            return UpdateResult(False, loading, timings)
+        self.done += 1
+        timings |= {"drain_s": drained - ready, "pause_s": time.perf_counter() - drained, "load_s": loading}
+        return UpdateResult(True, f"serving version {version}", timings)
+
+    async def _load(self, run: Run, directory: Path, version: int, mode: PauseMode) -> float | str:
+        """Interrupt, load, go on. Seconds of the load, or why SGLang had to be killed."""
+        traffic = self._traffic
+        try:
+            await self._interrupt(run, mode)
+            begin = time.perf_counter()
+            await run.api.load(directory, version, self._timeout_s)
+            loaded = time.perf_counter()
+            traffic.version = version
+            if PAUSE not in traffic.holds:
+                await self._go_on(run)
+        except GenerationError as error:
+            log.error("update to version %d failed, SGLang is started again: %s", version, error)
+            traffic.down(f"SGLang is killed, for its weights are not known: {error}")
+            run.child.kill()
+            return str(error)
+        return loaded - begin
+
+    async def _interrupt(self, run: Run, mode: PauseMode) -> None:
+        """Stop SGLang's work. What is under way stays there, or comes back (module's drawing)."""
+        traffic = self._traffic
+        if mode == "abort":
+            if self._stopped is run:
+                await run.api.pause("retract")  # an answer that is paused in place would not come back
+            await traffic.recall(traffic.abort())
+        elif not run.reports:
+            await traffic.recall(traffic.under_way())
+        if run.reports:
+            await run.api.pause("retract" if mode == "abort" else mode)
+            self._stopped = run
+
+    async def _go_on(self, run: Run) -> None:
+        if self._stopped is run:
+            await run.api.resume()
+            self._stopped = None
+
+
+def check_shapes(directory: Path, expected: Shapes) -> None:
+    """Raise WeightsError unless the directory holds just these tensors: SGLang keeps old values for missing ones."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found.update(_shapes_in(path))
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
+        name = wrong[0]
+        raise WeightsError(
+            f"{directory}: tensor {name} has shape {found.get(name, 'missing')}, the model that is served has "
+            f"{expected.get(name, 'no such tensor')}; {len(wrong)} tensors differ"
+        )
+
+
+def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape from the header of a safetensors file. Raises WeightsError when it has none."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    except (struct.error, ValueError, KeyError, TypeError, MemoryError) as error:
+        raise WeightsError(f"{path} is no safetensors file: {error}") from error

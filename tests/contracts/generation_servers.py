@@ -1,0 +1,90 @@
+"""What the contract suite of generation servers knows of a server, and how it talks to one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from realsys.generation.client import Generated, GenerationClient, SamplingSpec
+from realsys.generation.weights import read_tensors
+from realsys.weights import manifest
+from realsys.weights.shards import ShardWriter
+from tests.generation_models import VOCAB, chosen, reference_logprobs
+
+PROMPT = [3, 1, 4, 1, 5]
+EOS = VOCAB - 1
+CONTEXT = 512
+LONG = SamplingSpec(max_new_tokens=480)
+BUSY = 8  # requests that keep a server at work for a while
+
+
+@dataclass
+class ServerUnderTest:
+    """A running server. ``models[v]`` is what transformers says about version v.
+
+    ``start``: the version that it serves when a test begins. ``seeded``: a seed decides an answer whatever else runs;
+    SGLang needs its deterministic inference for that, which it has not on a CPU.
+    """
+
+    url: str
+    models: dict[int, object]
+    paths: dict[int, Path]
+    max_answers: int  # that it runs and queues
+    start: int = -1
+    seeded: bool = True
+    timings: tuple[str, ...] = ("first_token_s",)  # of an update, beside those of every backend
+
+
+def publish(root: Path, version: int, model_dir: Path) -> Path:
+    tmp = manifest.prepare(root, version, "test")
+    shard = ShardWriter().write(tmp / "model-00001-of-00001.safetensors", read_tensors(model_dir))
+    return manifest.commit(tmp, version=version, incarnation="test", step=version, shards=[shard], model_dir=model_dir)
+
+
+def drive(test):
+    """Run ``test(client)`` with a client of the product."""
+
+    async def body():
+        client = GenerationClient(timeout_s=30)
+        try:
+            return await test(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(body())
+
+
+async def until_decoding(client: GenerationClient, url: str, answers: int = BUSY) -> None:
+    """Return when more than the prompts of these answers is in the KV cache. Every look is a round trip."""
+    async with asyncio.timeout(20):
+        while (await client.server_info(url)).kv_tokens < answers * len(PROMPT) + 10:
+            pass
+
+
+def start_long(client: GenerationClient, url: str, count: int = BUSY) -> list[asyncio.Task]:
+    """Requests that run long enough to be interrupted, most of them: which ends when is the model's whim."""
+    return [asyncio.create_task(client.generate(url, PROMPT, LONG, rid=str(i), seed=i)) for i in range(count)]
+
+
+async def answers_of(requests: list[asyncio.Task]) -> list[Generated]:
+    return [answer for group in await asyncio.gather(*requests) for answer in group]
+
+
+def check(server: ServerUnderTest, answer, prompt=PROMPT) -> None:
+    """Every log-prob is that of the version the token is attributed to."""
+    tokens = answer.tokens.tolist()
+    for version in set(answer.versions.tolist()):
+        expected = chosen(reference_logprobs(server.models[version], prompt, tokens), tokens)
+        mine = answer.versions == version
+        assert np.abs(expected - answer.logprobs)[mine].max() <= 1e-4
+
+
+async def raw(server: ServerUnderTest, path: str, body: object) -> tuple[int, dict]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with aiohttp.ClientSession() as session, session.post(server.url + path, data=data) as response:
+        return response.status, await response.json()

@@ -1,0 +1,42 @@
+"""The real SGLang for tests: where it is installed, and an engine over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from realsys.config.schema import Config
+from realsys.config.sglang import DEFAULT_VENV, interpreter
+from realsys.generation.sglang.build import build_sglang_engine
+from realsys.generation.sglang.engine import SglangEngine
+from realsys.generation.sglang.update import Materialised
+from tests.config_trees import changed
+from workers.generation_server import write_verified
+
+
+def needs_sglang() -> None:
+    """Skip the test where SGLang is not installed; fail it where it is meant to be (`make sglang-test`)."""
+    if (DEFAULT_VENV / "bin" / "python").exists():
+        return
+    reason = "needs .venv-sglang: run `make sglang-cpu`"
+    if os.environ.get("REALSYS_SGLANG") == "1":
+        pytest.fail(f"{reason} (REALSYS_SGLANG=1)", pytrace=False)
+    pytest.skip(reason)
+
+
+def sglang_config(*overrides: str) -> Config:
+    return changed("generation.backend=sglang", "generation.sglang.args={'context-length': 512}", *overrides)
+
+
+def sglang_engine(model: Path, overflow: Path, *overrides: str, on_change: Callable = print) -> SglangEngine:
+    """Not started. Weights are verified and staged as in a run."""
+
+    def materialise(source: Path, version: int, target: Path) -> Materialised:
+        return write_verified(source, version, target, overflow, model)
+
+    config = sglang_config(*overrides)
+    assert Path(interpreter(config.generation.sglang)).exists()
+    return build_sglang_engine(model, config, materialise, on_change)

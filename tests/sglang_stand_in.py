@@ -1,0 +1,106 @@
+"""A small program that answers like SGLang's server, for the tests of what starts, watches and updates one.
+
+Not a model: it counts. The token after t is (t + 1) % 90, with log-prob -1 - version / 100. A request with temperature
+0.5 stalls half-way while the weights are those of the start: it gives what it has when it is aborted. Token 89 as the
+last of a prompt ends the process. Usage: sglang_stand_in.py [--fail | --silent | --reports] --port PORT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class State:
+    def __init__(self, reports: bool) -> None:
+        self.reports, self.version = reports, "default"
+        self.aborted: set[str] = set()
+        self.changed = threading.Condition()
+
+
+class Handler(BaseHTTPRequestHandler):
+    state: State
+
+    def do_GET(self) -> None:
+        self._reply({}, 200 if self.path == "/health" else 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        state = self.state
+        with state.changed:
+            if self.path == "/generate":
+                jobs = zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True)
+                self._reply([self._generate(*job) for job in jobs])
+            elif self.path == "/abort_request":
+                state.aborted |= {"all"} if body.get("abort_all") else {body["rid"]}
+                state.changed.notify_all()
+                self._reply({})
+            elif self.path == "/update_weights_from_disk":
+                good = not (Path(body["model_path"]) / "broken").exists()
+                state.version = body["weight_version"] if good else state.version
+                self._reply({"success": good, "message": "as asked" if good else "cannot load"}, 200 if good else 400)
+            else:
+                self._reply({})
+
+    def _generate(self, rid: str, prompt: list[int], params: dict) -> dict:
+        state, count = self.state, params["max_new_tokens"]
+        if prompt[-1] == 89:
+            print("token 89: the end", flush=True)
+            os._exit(3)
+        stalls = params.get("temperature") == 0.5 and state.version == "default"
+        if stalls:
+            state.aborted.clear()
+            state.changed.wait_for(lambda: {"all", rid} & state.aborted, timeout=20)
+            count //= 2
+        tokens = [(prompt[-1] + 1 + i) % 90 for i in range(count)]
+        logprob = -1.0 if state.version == "default" else -1 - int(state.version) / 100
+        meta = {
+            "id": rid,
+            "finish_reason": {"type": "abort", "message": "asked to"}
+            if stalls
+            else {"type": "length", "length": count},
+            "output_token_logprobs": [[logprob, token, None] for token in tokens],
+            "weight_version": state.version,
+        }
+        if state.reports:
+            meta["weight_versions"] = [{"version": state.version, "start": 0, "end": count}]
+        return {"output_ids": tokens, "meta_info": meta}
+
+    def _reply(self, value: object, status: int = 200) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    for mode in ("fail", "silent", "reports"):
+        parser.add_argument(f"--{mode}", action="store_true")
+    arguments = parser.parse_args()
+    print(f"serving on {arguments.port}", flush=True)
+    if arguments.fail:
+        print("RuntimeError: no such model", file=sys.stderr, flush=True)
+        sys.exit(9)
+    # As SGLang does, have a process of one's own that would stay if nobody cared, in a session of its own at that.
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    print(f"helper {sleeper.pid}", flush=True)
+    if arguments.silent:
+        threading.Event().wait(600)
+    Handler.state = State(arguments.reports)
+    ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

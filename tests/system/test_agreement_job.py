@@ -1,0 +1,57 @@
+"""Log-probs of the generation engine against the trainer's, for the same weights, in whole jobs."""
+
+import pytest
+
+from tests.system.jobs import run_arith
+
+pytestmark = pytest.mark.system
+
+NOISE = 1e-4  # nats; fp32 on both sides, answers of up to 180 tokens
+QUICK = ["evaluation.problems=0", "rollout.workers=1"]
+
+
+def test_without_learning_engine_and_trainer_stay_at_numerical_noise(tmp_path):
+    """At a learning rate of nothing all versions are the same weights: whatever sampled a token, both must agree."""
+    job = run_arith(
+        tmp_path,
+        "no-learning",
+        "train.optimizer.lr=1e-30",
+        "train.total_steps=6",
+        "asynchronous.max_head_offpolicyness=0",
+        *QUICK,
+    ).completed()
+    steps = job.records("train")
+    assert [step["agreement"]["version"] for step in steps] == [0, 1, 2, 3, 4, 5]
+    for step in steps:
+        found = step["agreement"]
+        assert found["tokens"] == step["answer_tokens"], "nothing older may be trained at eta 0"
+        assert 0 < found["difference_mean"] < found["difference_max"] < NOISE
+        assert abs(found["ratio"] - 1) < NOISE and found["warning"] == ""
+        assert step["stats"]["agreement/difference_max"] == found["difference_max"]
+        assert step["stats"]["inf/logprob_difference_max"] < NOISE
+
+
+def test_answers_whose_weights_changed_on_the_way_are_compared_exactly(tmp_path):
+    """The weights move, and answers span versions: their last tokens are the trained version's, on a new prefix."""
+    job = run_arith(
+        tmp_path,
+        "mixed",
+        "train.optimizer.lr=1e-3",
+        "train.total_steps=10",
+        "train.batch_groups=4",
+        "rollout.group_size=2",
+        "warmup.steps=2",
+        "asynchronous.max_head_offpolicyness=1",
+        "generation.sampling.min_new_tokens=150",
+        "generation.sampling.max_new_tokens=180",
+        "generation.embedded.context_length=256",
+        *QUICK,
+    ).completed()
+    steps = job.records("train")
+    mixed = [step for step in steps if 0 < step["agreement"]["tokens"] < step["answer_tokens"]]
+    assert mixed, "no answer was interrupted just before its batch"
+    for step in mixed:
+        assert step["agreement"]["difference_max"] < NOISE
+    # the same comparison over all tokens has the change of the weights in it
+    assert max(step["stats"]["inf/logprob_difference_max"] for step in mixed) > 100 * NOISE
+    assert not any(step["agreement"]["warning"] for step in steps)

@@ -1,0 +1,46 @@
+"""A whole job whose generation is done by the real SGLang, on a CPU."""
+
+import numpy as np
+import pytest
+
+from tests.sglang_server import needs_sglang
+from tests.system.jobs import Job, processes_of, run_arith
+from tests.system.ledgers import check_ledger, check_staleness
+
+pytestmark = pytest.mark.system
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Job:
+    needs_sglang()
+    root = tmp_path_factory.mktemp("runs")
+    settings = ["generation=sglang", f"train.total_steps={STEPS}", "cluster.connect_timeout_s=400"]
+    return run_arith(root, "sglang", *settings, timeout_s=600).completed()
+
+
+@pytest.mark.timeout(700)
+def test_sglang_job_trains_and_every_version_reaches_the_server(job):
+    steps = job.records("train")
+    assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
+    evaluations = job.records("eval")
+    assert [record["problems"] for record in evaluations] == [16, 16]
+    # The last evaluation was answered with the last version: SGLang has loaded it.
+    assert evaluations[-1]["version_min"] == STEPS
+
+
+def test_sglang_job_keeps_the_ledger_and_the_bound(job):
+    check_staleness(job, eta=4)
+    check_ledger(job, batch_groups=8, eta=4, prompts=400)
+
+
+def test_sglang_logprobs_agree_with_the_trainer(job):
+    """Both in float32. Where versions differ the difference is that of the policies, so the first step is looked at."""
+    first = job.records("train")[0]["stats"]
+    found = {name: value for name, value in first.items() if "agreement" in name and "max" in name}
+    assert found, sorted(first)
+    assert all(np.abs(value) < 1e-3 for value in found.values()), found
+
+
+def test_sglang_job_leaves_no_process(job):
+    assert processes_of(job.root) == []
