@@ -7,7 +7,7 @@ then swaps). They take turns, one update each, so both see the same machine; the
 thread, where all of this happens, so what else the machine does disturbs little.
 
 What is gained depends on how much slower than a full batch a nearly empty one decodes. On a CPU that is little beyond a
-handful of answers; on an accelerator a step takes as long for one answer as for a hundred.
+handful of answers.
 
     python -m benchmarks.interruption [--turns 4] [--running 8 64] [--longest 200 1000]
 """
