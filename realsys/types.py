@@ -316,5 +316,7 @@ METADATA_KEYS = frozenset({"scores"})
 
 def register_key(name: str, dtype: str, span: Span) -> None:
     """Declare an array that calls of one's own dataflow make and read. Raises ValueError if it is another already."""
-    if ARRAY_KEYS.setdefault(name, (dtype, span)) != (dtype, span) or name in METADATA_KEYS:
-        raise ValueError(f"key {name!r} is declared already, as {ARRAY_KEYS.get(name, 'metadata')}")
+    known = "metadata" if name in METADATA_KEYS else ARRAY_KEYS.get(name, (dtype, span))
+    if known != (dtype, span):
+        raise ValueError(f"key {name!r} is declared already, as {known}")
+    ARRAY_KEYS[name] = (dtype, span)

@@ -153,9 +153,13 @@ def write_verified(
     folder = target if size * 1.1 < room else overflow
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    save_file(staged.tensors, folder / "model.safetensors")
-    for file in auxiliary_files(model_path):
-        shutil.copy(file, folder)
+    try:
+        save_file(staged.tensors, folder / "model.safetensors")
+        for file in auxiliary_files(model_path):
+            shutil.copy(file, folder)
+    except BaseException:  # half a version must not go on filling the disk that it did not fit on
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return Materialised(folder, {**staged.timings, "write_s": time.perf_counter() - begin})
 
 

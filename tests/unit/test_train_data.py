@@ -18,7 +18,7 @@ from realsys.train.data_manager import DataManager, array_size
 from realsys.train.demos import DemoSource
 from realsys.train.packing import Packer, split_answers
 from realsys.train.spec import make_buckets, pack_segments
-from realsys.types import ARRAY_KEYS, SequenceRef, Ticket, Trajectory, TrajectoryGroup
+from realsys.types import ARRAY_KEYS, SequenceRef, Ticket, Trajectory, TrajectoryGroup, register_key
 
 
 def make_group(ticket_id: str, answers: list[int], attempt: int = 0) -> TrajectoryGroup:
@@ -258,3 +258,19 @@ def test_a_warm_up_without_demonstrations_is_a_mistake_in_the_configuration(tmp_
     config = Config.model_validate({"data": {"kind": "jsonl", "train": "t.jsonl"}})
     with pytest.raises(ConfigError, match=r"data\.demos"):
         DemoSource(config, TrialPaths(tmp_path), DataManager(0)).load([0])
+
+
+def test_a_key_of_a_dataflow_of_ones_own_is_stored_and_cannot_become_another() -> None:
+    try:
+        for _ in range(2):  # twice is fine: every process imports the module that declares it
+            register_key("entropies", "float32", "answer")
+        with pytest.raises(ValueError, match=r"entropies.*declared already"):
+            register_key("entropies", "int32", "answer")
+        with pytest.raises(ValueError, match=r"scores.*metadata"):
+            register_key("scores", "float32", "answer")
+        assert "scores" not in ARRAY_KEYS
+        data = DataManager(0)
+        data.put("t/0", {"entropies": np.array([0.5, 1.5])})
+        assert data.get("t/0", "entropies").dtype == np.float32
+    finally:
+        ARRAY_KEYS.pop("entropies", None)

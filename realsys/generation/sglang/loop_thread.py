@@ -26,9 +26,11 @@ class LoopThread:
         self._stop: asyncio.Event
         self._running = threading.Event()
 
-    def start(self) -> None:
+    def start(self, timeout_s: float = 30.0) -> None:
+        """Return when work is taken. Raises WaitTimeout when the loop does not come up."""
         self._thread.start()
-        self._running.wait()
+        if not self._running.wait(timeout_s):
+            raise WaitTimeout(f"thread {self._thread.name} did not start its event loop within {timeout_s:g} s")
 
     def close(self, timeout_s: float) -> None:
         """Cancel everything and wait for the end of the thread."""

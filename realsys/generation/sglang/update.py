@@ -94,7 +94,7 @@ class Updater:
             raise
         try:
             check_shapes(staged.directory, self._shapes)
-        except WeightsError:
+        except BaseException:
             shutil.rmtree(staged.directory, ignore_errors=True)
             raise
         return staged
