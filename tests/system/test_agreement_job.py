@@ -32,14 +32,19 @@ def test_without_learning_engine_and_trainer_stay_at_numerical_noise(tmp_path):
 
 
 def test_answers_whose_weights_changed_on_the_way_are_compared_exactly(tmp_path):
-    """The weights move, and answers span versions: their last tokens are the trained version's, on a new prefix."""
+    """The weights move, and answers span versions: their last tokens are the trained version's, on a new prefix.
+
+    One answer at a time is generated, so that a batch of them takes longer than a train step, however loaded the machine
+    is: whenever a version comes out, part of the next batch is done and an answer of it is running.
+    """
     job = run_arith(
         tmp_path,
         "mixed",
         "train.optimizer.lr=1e-3",
-        "train.total_steps=10",
+        "train.total_steps=6",
         "train.batch_groups=4",
         "rollout.group_size=2",
+        "generation.embedded.max_running=1",
         "warmup.steps=2",
         "asynchronous.max_head_offpolicyness=1",
         "generation.sampling.min_new_tokens=150",
@@ -49,7 +54,7 @@ def test_answers_whose_weights_changed_on_the_way_are_compared_exactly(tmp_path)
     ).completed()
     steps = job.records("train")
     mixed = [step for step in steps if 0 < step["agreement"]["tokens"] < step["answer_tokens"]]
-    assert mixed, "no answer was interrupted just before its batch"
+    assert len(mixed) >= len(steps) // 2, f"{len(mixed)} of {len(steps)} batches hold an interrupted answer"
     for step in mixed:
         assert step["agreement"]["difference_max"] < NOISE
     # the same comparison over all tokens has the change of the weights in it
