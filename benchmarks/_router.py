@@ -31,7 +31,8 @@ from realsys.admission.messages import (
 )
 from realsys.cluster.file_store import FileNameStore
 from realsys.cluster.names import Names
-from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig, TrainConfig
+from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
+from realsys.config.schema_train import TrainConfig
 from realsys.types import Ticket
 from workers.manager_process import Manager, ManagerParts
 

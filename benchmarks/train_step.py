@@ -45,7 +45,8 @@ from benchmarks._training import (
     single_rank,
     timed,
 )
-from realsys.config.schema import Config, OptimizerConfig
+from realsys.config.schema import Config
+from realsys.config.schema_train import OptimizerConfig
 from realsys.train.device import Device, prepare_device
 from realsys.train.interfaces import Role, find_interface
 from realsys.types import SequenceRef

@@ -19,7 +19,8 @@ from realsys.config.checks import check_made_model
 from realsys.config.dataflow import dataflow_of
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
-from realsys.config.schema import Config, RoleConfig, RolesConfig
+from realsys.config.schema import Config
+from realsys.config.schema_train import RoleConfig, RolesConfig
 from realsys.errors import ConfigError
 
 Role = TypeVar("Role", bound=RoleConfig)

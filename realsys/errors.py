@@ -28,15 +28,17 @@ from __future__ import annotations
 
 
 class RealsysError(Exception):
-    """Base of all; ``exit_code`` is what the command returns when this ends it."""
+    """Base of all; ``exit_code`` is what the command returns when this ends it, ``permanent`` that it will again."""
 
     exit_code = 1
+    permanent = False
 
 
 class ConfigError(RealsysError):
     """A field of the configuration is wrong. ``field`` is its dotted path."""
 
     exit_code = 2
+    permanent = True
 
     def __init__(self, field: str, value: object, problem: str) -> None:
         self.field, self.value, self.problem = field, value, problem
@@ -47,12 +49,14 @@ class DataError(RealsysError):
     """A record of a dataset is wrong. The message names file and line."""
 
     exit_code = 2
+    permanent = True
 
 
 class ModelError(RealsysError):
     """A model directory is unusable, or its sizes do not divide by the layout."""
 
     exit_code = 2
+    permanent = True
 
 
 class NameStoreError(RealsysError):
@@ -114,10 +118,13 @@ class LedgerError(RealsysError):
 class StuckError(RealsysError):
     """The run can make no further progress; the message says why."""
 
+    permanent = True
+
 
 class NotFiniteError(RealsysError):
     """Optimizer steps of ``role`` were skipped in a row for NaN or inf. ``sample_ids``: of the last one."""
 
+    permanent = True
     #: more ids than this do not go into the message
     SHOWN = 16
 

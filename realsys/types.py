@@ -33,6 +33,7 @@ class Ticket(msgspec.Struct, frozen=True):
     n: int = 1  # answers to sample
     seed: int = 0  # base seed of the group's sampling
     version: int = 0  # version published when granted
+    training: str = ""  # incarnation of the training side it was granted under
 
 
 @dataclass(slots=True)
@@ -86,6 +87,7 @@ class SampleMeta(msgspec.Struct):
     version_max: int
     owner: int  # index of the ModelWorker that holds the tensors
     arrived: float = 0.0  # unix seconds
+    training: str = ""  # as the ticket says
 
     @property
     def answer_len(self) -> int:

@@ -12,8 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
+from realsys.config.fields import Offload
 from realsys.config.roles import RoleSettings
-from realsys.config.schema import Config, Offload, OptimizerConfig
+from realsys.config.schema import Config
+from realsys.config.schema_train import OptimizerConfig
 from realsys.train.data_manager import DataManager
 from realsys.train.device import Device
 from realsys.train.engine import LossFunction, MegatronEngine, Stats

@@ -32,6 +32,31 @@ class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
     time: float
 
 
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """What the decisions after it were bound by: the audit needs no other file. Again whenever any of it changes."""
+
+    prompts: int
+    seed: int
+    batch_groups: int  # B
+    eta: int
+    stale_policy: str  # "drop": nothing older than eta is trained
+    group_size: int
+    time: float
+
+
+class RolledBack(msgspec.Struct, frozen=True, tag="rolled_back"):
+    """The training side, now ``incarnation``, goes on from what ``version`` was; -1: from the start.
+
+    Every ticket that is not in the weights of ``version`` or an older one, and has not been dropped, is re-issued.
+    """
+
+    version: int
+    step: int
+    incarnation: str
+    checkpoint: str  # for people: its folder; "" when it starts from the beginning
+    time: float
+
+
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
     """A train ticket went to a worker. ``position`` of the prompt in the order; -1 if it is not a new one."""
 
@@ -55,6 +80,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     reason: str
     retry: bool
     time: float
+    version_min: int = -1  # of the answers' tokens; -1: there are none
+    version_max: int = -1
 
 
 class Reissued(msgspec.Struct, frozen=True, tag="reissued"):
@@ -76,12 +103,14 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
 
 
 class Trained(msgspec.Struct, frozen=True, tag="trained"):
-    """These tickets are in the weights of ``version``."""
+    """These tickets are in the weights of ``version``. ``oldest``: of each, the version of its oldest token."""
 
     version: int
     step: int
     tickets: list[str]
     time: float
+    oldest: list[int] = []
+    incarnation: str = ""  # of the training side
 
 
 class EvalStarted(msgspec.Struct, frozen=True, tag="eval_started"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from realsys.config.schema import FilterConfig
+from realsys.config.schema_train import FilterConfig
 
 
 def keep_group(rewards: Sequence[float], correct_reward: float, cfg: FilterConfig) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from realsys.algorithm.flat import blank, check_shapes, count, masked_max, masked_sum
 from realsys.algorithm.kl import MAX_LOG_RATIO, kl_estimate
-from realsys.config.schema import PPOConfig
+from realsys.config.schema_train import PPOConfig
 from realsys.types import SequenceRef
 
 Stats = dict[str, Tensor]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from realsys.config.schema import CriticConfig
+from realsys.config.schema_train import CriticConfig
 from realsys.types import F32
 
 #: Smallest variance divided by: a first batch of equal returns must not make the next one's differences infinite.

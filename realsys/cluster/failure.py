@@ -28,6 +28,7 @@ class ErrorRecord:
     message: str
     traceback: str
     exit_code: int = 1  # what the `realsys` command should return for it
+    permanent: bool = False  # a restart would meet the same end
 
     @property
     def worker(self) -> str:
@@ -50,6 +51,7 @@ def record_of(kind: str, index: int, exc: BaseException) -> ErrorRecord:
         message=lines[0],
         traceback="".join(traceback.format_exception(exc)),
         exit_code=getattr(exc, "exit_code", 1),
+        permanent=getattr(exc, "permanent", False),
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from realsys.config.allocation import ACTOR, Allocation
 from realsys.config.dataflow import Dataflow, token_level_advantages
 from realsys.config.roles import role_field, role_settings
-from realsys.config.schema import Config, OptimizerConfig
+from realsys.config.schema import Config
+from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from realsys.buffer.replay import SUCCESS_RATE
-from realsys.config.schema import FilterConfig
+from realsys.config.schema_train import FilterConfig
 
 FEWEST_FAILURES = 32  # dropped groups, without one arriving, before a run is given up
 #: Groups filtered out, without one kept, before a run is given up. Were only 2 % of the prompts worth training on, the

@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 
 from realsys.config.roles import RoleSettings
-from realsys.config.schema import Config, OptimizerConfig
+from realsys.config.schema import Config
+from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
 from realsys.train import lora
 from realsys.train.device import Device, seed_megatron

@@ -13,7 +13,7 @@ import torch
 
 from realsys.config.allocation import ParallelLayout
 from realsys.config.model_families import Head, has_score, refuse_unsupported
-from realsys.config.schema import TrainConfig
+from realsys.config.schema_train import TrainConfig
 from realsys.errors import ModelError
 from realsys.train.megatron import TransformerConfig
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from realsys.config.schema import LoraConfig
+from realsys.config.schema_train import LoraConfig
 from realsys.train.megatron import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from realsys.config.schema import OptimizerConfig
+from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
 from realsys.train.megatron import MegatronOptimizerConfig, clip_grad_by_total_norm_fp32, get_megatron_optimizer
 

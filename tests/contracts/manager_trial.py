@@ -17,7 +17,8 @@ from aiohttp import web
 from realsys.admission.manager import ManagerState
 from realsys.cluster.memory_store import MemoryNameStore
 from realsys.cluster.names import Names
-from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig, TrainConfig
+from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
+from realsys.config.schema_train import TrainConfig
 from realsys.types import PublishedVersion, ServerAddress
 from workers.manager_process import Manager, ManagerParts
 

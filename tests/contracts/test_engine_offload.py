@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from realsys.config.allocation import ACTOR, ParallelLayout
-from realsys.config.schema import Offload, OptimizerConfig
+from realsys.config.fields import Offload
+from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
 from realsys.train.engine import MegatronEngine
 from tests.engine_ranks import NLL, Rank, make_config, make_settings, on_ranks

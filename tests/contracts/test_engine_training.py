@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from realsys.config.schema import OptimizerConfig
+from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
 from realsys.train.engine import Outputs, Stats
 from realsys.train.packing import MicroBatch

@@ -34,8 +34,8 @@ def test_without_learning_engine_and_trainer_stay_at_numerical_noise(tmp_path):
 def test_answers_whose_weights_changed_on_the_way_are_compared_exactly(tmp_path):
     """The weights move, and answers span versions: their last tokens are the trained version's, on a new prefix.
 
-    One answer at a time is generated, so that a batch of them takes longer than a train step, however loaded the machine
-    is: whenever a version comes out, part of the next batch is done and an answer of it is running.
+    One answer at a time is generated, so that a batch of them takes longer than a train step however loaded the
+    machine is: whenever a version comes out, part of the next batch is done and an answer of it is running.
     """
     job = run_arith(
         tmp_path,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realsys.algorithm.advantages import gae, normalise, outcome_advantages, shape_rewards
-from realsys.config.schema import NormalisationConfig, PPOConfig
+from realsys.config.schema_train import NormalisationConfig, PPOConfig
 from realsys.errors import ConfigError
 from realsys.types import SequenceRef
 

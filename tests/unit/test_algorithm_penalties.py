@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from realsys.algorithm.loss import Segments, actor_loss, finish_stats, should_stop
-from realsys.config.schema import PPOConfig
+from realsys.config.schema_train import PPOConfig
 
 ALL = torch.ones(4, dtype=torch.bool)
 

@@ -18,7 +18,7 @@ from realsys.algorithm.loss import (
     loss_denominator,
     merge_stats,
 )
-from realsys.config.schema import PPOConfig
+from realsys.config.schema_train import PPOConfig
 from realsys.types import SequenceRef
 
 # Two answers of two tokens. log u = 0.2, -0.5 | -0.5, 1.0 and log w = 0.3, -0.1 | 0, -0.2
