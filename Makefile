@@ -7,16 +7,16 @@ SGLANG_VENV := .venv-sglang
 SGLANG_TESTS := tests/unit/test_sglang_parts.py tests/unit/test_sglang_engine.py tests/contracts/test_generation_http.py \
 	tests/system/test_sglang_job.py
 SGLANG_CPU  := realsys/generation/sglang/cpu_support
-TESTS  ?= tests/unit tests/contracts tests/system
+TESTS  ?= tests/unit tests/contracts tests/system tests/chaos
 ARGS   ?=
 BENCHES ?= microbatch dp_balance train_step train_throughput memory streams weights router generation prefill interruption \
-	async_vs_sync agreement algorithms
+	async_vs_sync agreement algorithms fuzz
 
 # One thread per process: the processes are the parallelism, here as in a run.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-cpu run test sglang-test lint format docs bench clean
+.PHONY: help setup sglang-cpu run test sglang-test chaos lint format docs bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -48,6 +48,9 @@ test: setup  ## unit, contract and system tests; the end lists what was skipped 
 
 sglang-test: setup sglang-cpu  ## the tests that need SGLang: the contract of a generation server, and a short job
 	REALSYS_SGLANG=1 $(PY) -m pytest $(SGLANG_TESTS) -ra --durations=10 $(ARGS)
+
+chaos: setup  ## every fault at every phase of a small run, and the table of what became of them
+	$(PY) -m tests.chaos --json benchmarks/results/chaos.json $(ARGS)
 
 lint: setup  ## style, format, types, and the direction of imports
 	$(VENV)/bin/ruff check .

@@ -165,7 +165,7 @@ class SimulatedServers:
 
     def __init__(self, count: int, stage_s: tuple[float, float]) -> None:
         self.count, self._stage_s = count, stage_s
-        self.versions = [-1] * count
+        self.versions, self._paths = [-1] * count, [""] * count
         self.updated = asyncio.Event()  # set with every update that a server has completed
         self._random = random.Random(1)
 
@@ -189,11 +189,12 @@ class SimulatedServers:
         if call == "update_weights_from_disk":
             stage_s = self._random.uniform(*self._stage_s)
             await asyncio.sleep(stage_s)
-            self.versions[index] = int(msgspec.json.decode(body)["weight_version"])
+            order = msgspec.json.decode(body)
+            self.versions[index], self._paths[index] = int(order["weight_version"]), order["model_path"]
             self.updated.set()
             return {"success": True, "message": "", "timings": {"stage_s": stage_s, "pause_s": 0.001}}
         if call == "model_info":
-            return {"model_path": "", "weight_version": str(self.versions[index])}
+            return {"model_path": self._paths[index], "weight_version": str(self.versions[index])}
         counts = {"running": 1, "queued": 0, "kv_tokens": 0, "kv_capacity": 1, "generated_tokens": 0, "busy_s": 0.0}
         limits = {"backend": "", "weight_version": "", "context_length": 1, "max_running": 1, "max_queued": 1}
         return {**counts, **limits, "steps": 0, "updates": 0, "paused": False, "prefilled_tokens": 0}

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from transformers import Qwen2Config, Qwen2ForCausalLM
-from transformers.utils import logging as transformers_logging
 
+from benchmarks._models import random_qwen2
 from realsys.buffer.balance import flop_costs, training_flops
 from realsys.cluster.topology import whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
@@ -58,23 +57,7 @@ def chosen_sizes(preset: str, options: argparse.Namespace) -> ModelSizes:
 
 def make_model(sizes: ModelSizes, directory: Path, *, positions: int, dtype: str = "float32") -> int:
     """A random Qwen2 as an HF directory; returns its number of parameters."""
-    torch.manual_seed(1)
-    transformers_logging.disable_progress_bar()
-    settings = Qwen2Config(
-        hidden_size=sizes.hidden,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        intermediate_size=sizes.ffn,
-        vocab_size=sizes.outputs,
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    model = Qwen2ForCausalLM(settings).to(getattr(torch, dtype))
-    model.save_pretrained(directory)
+    model = random_qwen2(sizes, directory, positions=positions, end_of_text=1, dtype=dtype)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

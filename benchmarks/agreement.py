@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks._jobs import records, run_job
 from benchmarks._table import report
-from realsys.config.paths import TrialPaths
-from realsys.telemetry.steps import read_steps
 
 SMALL = [
-    "experiment=arith",
     "allocation=sglang.d1+d1",
     "data.arith.max_operands=6",
     "data.arith.train_size=2000",
@@ -43,23 +39,21 @@ START_AND_STOP_S = 120  # more than the phases beside training take
 
 
 def run(folder: str, versions: int, eta: int, lr: float, seconds: float) -> list[dict[str, Any]]:
-    """Train records of the job. Raises CalledProcessError if it fails."""
+    """Train records of the job."""
     overrides = [f"train.total_steps={versions}", f"asynchronous.max_head_offpolicyness={eta}"]
-    overrides += [f"train.max_seconds={seconds}", f"train.optimizer.lr={lr}", f"fileroot={folder}", "trial=agreement"]
-    command = [sys.executable, "-m", "launch.cli", "run", *SMALL, *overrides]
-    subprocess.run(command, check=True, timeout=seconds + START_AND_STOP_S, stdout=subprocess.DEVNULL)
-    paths = TrialPaths(Path(folder) / "arith" / "agreement")
-    return [record for record in read_steps(paths.steps) if record["kind"] == "train"]
+    overrides += [f"train.max_seconds={seconds}", f"train.optimizer.lr={lr}"]
+    trial = run_job(Path(folder), "agreement", [*SMALL, *overrides], timeout_s=seconds + START_AND_STOP_S)
+    return records(trial, "train")
 
 
-def row(records: list[dict[str, Any]]) -> dict[str, Any]:
+def row(steps: list[dict[str, Any]]) -> dict[str, Any]:
     """A stretch of versions."""
-    found = [r["agreement"] for r in records if r["agreement"]["tokens"]]
-    every = [r["stats"] for r in records]
+    found = [r["agreement"] for r in steps if r["agreement"]["tokens"]]
+    every = [r["stats"] for r in steps]
     return {
-        "versions": f"{records[0]['version'] - 1}-{records[-1]['version'] - 1}",
+        "versions": f"{steps[0]['version'] - 1}-{steps[-1]['version'] - 1}",
         "tokens compared": sum(a["tokens"] for a in found),
-        "of all": sum(a["tokens"] for a in found) / sum(r["answer_tokens"] for r in records),
+        "of all": sum(a["tokens"] for a in found) / sum(r["answer_tokens"] for r in steps),
         "mean": statistics.mean(a["difference_mean"] for a in found) if found else "",
         "max": max((a["difference_max"] for a in found), default=""),
         "ratio - 1": max((abs(a["ratio"] - 1) for a in found), default=""),
@@ -77,9 +71,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="stop training after this long")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        records = run(folder, arguments.versions, arguments.eta, arguments.lr, arguments.seconds)
-    stretch = max(1, len(records) // 5)
-    rows = [row(records[start : start + stretch]) for start in range(0, len(records), stretch)]
+        found = run(folder, arguments.versions, arguments.eta, arguments.lr, arguments.seconds)
+    stretch = max(1, len(found) // 5)
+    rows = [row(found[start : start + stretch]) for start in range(0, len(found), stretch)]
     # numbers this small would all show as 0.000
     shown = [{k: f"{v:.1e}" if isinstance(v, float) and k != "of all" else v for k, v in r.items()} for r in rows]
     report("agreement", shown, vars(arguments))

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks._jobs import records, run_job, warm_start
 from benchmarks._table import report
-from benchmarks.async_vs_sync import launch, train_records
 
 PRESETS = sorted(path.stem for path in (Path(__file__).parents[1] / "configs" / "algorithm").glob("*.yaml"))
 #: settings that a paper leaves to the user, here in units of the arith task: answers of at most 200 tokens
@@ -30,9 +30,8 @@ TASK = {
 
 
 def measure(preset: str, trial: Path) -> dict[str, Any]:
-    records = [json.loads(line) for line in (trial / "steps.jsonl").read_text().splitlines()]
-    accuracy = {r["eval_id"]: 100 * r["accuracy"] for r in records if r["kind"] == "eval"}
-    steps = train_records(trial, 0)
+    accuracy = {r["eval_id"]: 100 * r["accuracy"] for r in records(trial, "eval")}
+    steps = records(trial, "train")
     last = steps[-5:]
     return {
         "preset": preset,
@@ -56,16 +55,10 @@ def main() -> None:
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="algorithms_"))
     try:
-        warm = launch(root, "warm", ["train.total_steps=1", "train.batch_groups=8", "evaluation.problems=0"])
-        common = [
-            f"model.path={warm / 'checkpoint'}",
-            "warmup.steps=0",
-            f"train.total_steps={options.steps}",
-            *options.override,
-        ]
+        common = [*warm_start(root), f"train.total_steps={options.steps}", *options.override]
         rows = []
         for preset in options.presets:
-            trial = launch(root, preset, [f"algorithm={preset}", *common, *TASK.get(preset, [])])
+            trial = run_job(root, preset, [f"algorithm={preset}", *common, *TASK.get(preset, [])])
             rows.append(measure(preset, trial))
             print(json.dumps(rows[-1]), flush=True)
         report("algorithms", rows, {"steps": options.steps, "task_settings": TASK, "common": common[1:]})

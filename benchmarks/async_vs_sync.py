@@ -18,15 +18,13 @@ weight update of the asynchronous one recompute more prefixes (384 answers in fl
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks._jobs import records, run_job, warm_start
 from benchmarks._table import report
 
 MODES = {
@@ -39,26 +37,9 @@ ALLOCATION = "allocation=sglang.d1p1m1+d1p1m1"
 PARTS = ("wait", "inf", "train", "save", "publish")
 
 
-def launch(root: Path, trial: str, overrides: list[str]) -> Path:
-    command = [sys.executable, "-m", "launch.cli", "run", "experiment=arith", f"fileroot={root}", f"trial={trial}"]
-    result = subprocess.run(
-        [*command, *overrides], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=3600
-    )
-    if result.returncode:
-        raise SystemExit(
-            f"{' '.join(command)} failed with {result.returncode}:\n{result.stdout[-3000:]}{result.stderr[-3000:]}"
-        )
-    return root / "arith" / trial
-
-
-def train_records(trial: Path, skip: int) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (trial / "steps.jsonl").read_text().splitlines()]
-    return [r for r in records if r["kind"] == "train"][skip:]
-
-
 def measure(trial: Path, skip: int) -> dict[str, float]:
     """Steady-state figures of one run. Seconds are means per step."""
-    steps = train_records(trial, skip)
+    steps = records(trial, "train")[skip:]
     total = sum(s["seconds"]["total"] for s in steps)
     figures = {
         "steps_per_hour": 3600 * len(steps) / total,
@@ -80,7 +61,7 @@ def compare(root: Path, groups: int, repeats: int, common: list[str], sequences:
                 f"train.total_steps={steps}",
                 f"rollout.max_concurrent={max(8, groups // 4)}",  # per RolloutWorker, of two
             ]
-            trial = launch(root, f"{mode}-{groups}-{repeat}", [*common, *batch, *overrides])
+            trial = run_job(root, f"{mode}-{groups}-{repeat}", [*common, *batch, *overrides])
             runs[mode].append(measure(trial, SKIP))
     pairs = zip(runs["sync"], runs["async"], strict=True)
     ratio = statistics.median(a["consumed_tokens_per_s"] / s["consumed_tokens_per_s"] for s, a in pairs)
@@ -103,14 +84,7 @@ def main() -> None:
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="async_vs_sync_"))
     try:
-        warm = launch(root, "warm", ["train.total_steps=1", "train.batch_groups=8", "evaluation.problems=0"])
-        common = [
-            f"model.path={warm / 'checkpoint'}",
-            "warmup.steps=0",
-            "evaluation.problems=0",
-            ALLOCATION,
-            *options.override,
-        ]
+        common = [*warm_start(root), "evaluation.problems=0", ALLOCATION, *options.override]
         rows: list[dict[str, Any]] = []
         for groups in options.groups:
             rows += compare(root, groups, options.repeat, common, options.sequences)

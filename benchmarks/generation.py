@@ -36,11 +36,12 @@ import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel
 
+from benchmarks._models import on_one_core, random_qwen2
 from benchmarks._table import report
 from realsys.cluster.network import free_ports
+from realsys.config.model_sizes import ModelSizes
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.errors import WeightsError
 from realsys.generation.build import build_engine
@@ -51,6 +52,7 @@ from realsys.generation.server import HttpServer, build_app
 from realsys.generation.sglang.arguments import Launch
 
 PROMPT, ANSWER, CONTEXT, VOCAB = 32, 128, 256, 1024
+SIZES = ModelSizes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=384, outputs=VOCAB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,27 +250,6 @@ class BareLoop:
         return F.linear(F.rms_norm(x, hidden, state["model.norm.weight"], 1e-6), state["lm_head.weight"])
 
 
-def make_model(path: Path) -> PreTrainedModel:
-    """Hidden 128, 2 layers, float32; no end-of-text token, so that lengths are what was asked for."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    transformers_logging.disable_progress_bar()
-    model = Qwen2ForCausalLM(config).eval()
-    model.save_pretrained(path)
-    return model
-
-
 def never(path: str, version: int) -> Staged:
     raise WeightsError(f"no weights are updated here ({path}, {version})")
 
@@ -333,11 +314,10 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", choices=("equal", "heavy"), default=["equal", "heavy"])
     parser.add_argument("--sglang", metavar="PYTHON", help="an interpreter that has sglang")
     args = parser.parse_args()
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    torch.set_num_threads(1)
+    on_one_core()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        model = make_model(path)
+        model = random_qwen2(SIZES, path, positions=CONTEXT)
         sglang = SglangOverHttp(args.sglang, path, path / "sglang.log") if args.sglang else None
         try:
             rows = compare(args, path, model, sglang)
@@ -346,8 +326,8 @@ def main() -> None:
                 sglang.close()
     meta = {
         "unit": "tokens per CPU second",
-        "hidden": 128,
-        "layers": 2,
+        "hidden": SIZES.hidden,
+        "layers": SIZES.layers,
         "dtype": "float32",
         "prompt": PROMPT,
         "answer": ANSWER,

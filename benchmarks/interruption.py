@@ -1,22 +1,22 @@
 """Tokens per second with weight updates in the middle of answers, against waiting for running answers to finish.
 
-Two embedded engines of the same model decode the same endless stream of answers with heavy-tailed lengths. As in a run
-that trains as fast as it generates, new weights come after each batch of finished answers: one engine interrupts
-(recomputes the KV cache of running answers and goes on), the other drains (admits nobody, lets running answers finish,
-then swaps). They take turns, one update each, so both see the same machine; the clock is the CPU time of the engine's
-thread, where all of this happens, so what else the machine does disturbs little.
+Two embedded engines of the same model decode the same endless stream of answers with heavy-tailed lengths. New weights
+come each time when ``batches`` times as many answers have finished as run at a time: about once in the experiments that
+are shipped and in the paper, where a batch of answers is in flight. One engine interrupts (recomputes the KV cache of
+running answers and goes on), the other drains (admits nobody, lets running answers finish, then swaps). They take
+turns, one update each, so both see the same machine; the clock is the CPU time of the engine's thread, where all of
+this happens, so what else the machine does disturbs little.
 
-What is gained depends on how much slower than a full batch a nearly empty one decodes. On a CPU that is little beyond a
-handful of answers.
+An update costs the one the prefill of what runs, the other the steps that it decodes with few answers. So what is
+gained grows with the longest answer, and with how little faster a nearly empty step is than a full one.
 
-    python -m benchmarks.interruption [--turns 4] [--running 8 64] [--longest 200 1000]
+    python -m benchmarks.interruption [--turns 4] [--running 8 64] [--longest 200 1000] [--batches 1 8]
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import tempfile
 import threading
 import time
@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
-from transformers.utils import logging as transformers_logging
 
+from benchmarks._models import on_one_core, random_qwen2
 from benchmarks._table import report
+from realsys.config.model_sizes import ModelSizes
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.generation.build import build_engine
 from realsys.generation.core import EngineCore
@@ -38,7 +38,8 @@ from realsys.generation.protocol import SamplingParams, UpdateResult
 from realsys.generation.weights import read_tensors
 
 VOCAB, PROMPT, SHORTEST, GROUP = 64, 32, 16, 8
-BATCH = 8  # batches of running answers that finish between two updates
+#: of the arith experiment
+SIZES = ModelSizes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=256, outputs=VOCAB)
 BOUND_S = 300.0
 
 
@@ -61,8 +62,8 @@ class Weights:
 class Contestant:
     """An engine under full load. ``turn`` lets it run for some CPU time, then it rests."""
 
-    def __init__(self, path: Path, running: int, longest: int, *, interruptible: bool) -> None:
-        self._longest, self._batch = longest, BATCH * running
+    def __init__(self, path: Path, running: int, longest: int, batches: int, *, interruptible: bool) -> None:
+        self._longest, self._batch = longest, batches * running
         self._indices, self._versions = itertools.count(), itertools.count(1)
         self._begun: tuple[float, int, int] | None = None
         self._over = threading.Event()
@@ -145,34 +146,17 @@ class Contestant:
         }
 
 
-def make_model(path: Path, longest: int) -> None:
-    """The size of the arith experiment's model; no end-of-text token, so that lengths are what was asked for."""
-    torch.manual_seed(0)
-    transformers_logging.disable_progress_bar()
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=PROMPT + longest,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
-
-
-def compare(path: Path, running: int, longest: int, turns: int) -> list[dict[str, Any]]:
-    make_model(path, longest)
+def compare(path: Path, running: int, longest: int, batches: int, turns: int) -> list[dict[str, Any]]:
+    random_qwen2(SIZES, path, positions=PROMPT + longest)
     contestants = {
-        "interrupt": Contestant(path, running, longest, interruptible=True),
-        "drain": Contestant(path, running, longest, interruptible=False),
+        "interrupt": Contestant(path, running, longest, batches, interruptible=True),
+        "drain": Contestant(path, running, longest, batches, interruptible=False),
     }
     for turn in range(turns + 1):
         for contestant in contestants.values():
             contestant.turn(measured=turn > 0)  # the first only reaches the steady state
-    rows = [{"running": running, "longest": longest, "mode": name, **c.row()} for name, c in contestants.items()]
+    load = {"running": running, "longest": longest, "batches": batches}
+    rows = [{**load, "mode": name, **contestant.row()} for name, contestant in contestants.items()]
     for contestant in contestants.values():
         contestant.close()
     rows[0]["gain_percent"] = 100 * (rows[0]["tokens_per_s"] / rows[1]["tokens_per_s"] - 1)
@@ -185,14 +169,14 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--running", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--longest", type=int, nargs="+", default=[200, 1000])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     args = parser.parse_args()
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    torch.set_num_threads(1)
+    on_one_core()
     rows = []
-    for running, longest in itertools.product(args.running, args.longest):
+    for running, longest, batches in itertools.product(args.running, args.longest, args.batches):
         with tempfile.TemporaryDirectory() as folder:
-            rows += compare(Path(folder), running, longest, args.turns)
-    meta = {"unit": "tokens per CPU second", "group": GROUP, "answers_per_update": f"{BATCH} x running"}
+            rows += compare(Path(folder), running, longest, batches, args.turns)
+    meta = {"unit": "tokens per CPU second", "group": GROUP, "answers_per_update": "batches x running"}
     report("interruption", rows, {**meta, "turns": args.turns, "threads": 1})
 
 

@@ -10,7 +10,6 @@ prompt's own first token is the price. CPU time of the engine, all budgets in tu
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from concurrent.futures import Future
@@ -20,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks._models import on_one_core, random_qwen2
 from benchmarks._table import report
-from benchmarks.generation import VOCAB, make_model
+from benchmarks.generation import SIZES, VOCAB
 from realsys.generation.architecture import read_architecture
 from realsys.generation.core import EngineCore
 from realsys.generation.protocol import SamplingParams
@@ -58,11 +58,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budgets", type=int, nargs="+", default=[4096, 1024, 512, 128])
     args = parser.parse_args()
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    torch.set_num_threads(1)
+    on_one_core()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        make_model(path)
+        random_qwen2(SIZES, path, positions=CONTEXT)
         arch = read_architecture(path)
         weights = fuse(arch, read_tensors(path), dtype=torch.float32, device=torch.device("cpu"))
     cores = {

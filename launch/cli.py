@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_CTRL_C = 0, 1, 2, 130
 
@@ -44,9 +45,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--dry-run", action="store_true", help="check everything, print the processes, start nothing")
     run.add_argument("--plain", action="store_true", help="one line per step instead of the live display")
+    _add_record_commands(commands)
+    audit = commands.add_parser("audit", help="check that a trial lost no ticket and used none twice")
+    audit.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR")
+    audit.add_argument("--json", action="store_true", help="the whole report, for machines")
     status = commands.add_parser("status", help="show a running or finished trial")
     status.add_argument("trial_dir", nargs="?", type=Path, metavar="TRIAL_DIR", help="default: the newest under runs/")
     return parser
+
+
+def _add_record_commands(commands: Any) -> None:
+    """What looks at the recorded steps of a trial."""
+    replay = commands.add_parser("replay", help="repeat a recorded train step and compare it, bit for bit")
+    samples = commands.add_parser("samples", help="show what a train step was trained on")
+    for command in (replay, samples):
+        command.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR")
+        command.add_argument("--step", type=int, metavar="K", help="default: the last recorded one")
+    samples.add_argument("--ticket", metavar="ID", help="this prompt only")
+    samples.add_argument("--limit", type=int, metavar="N", help="prompts to show, 0: all; default 4, with --json all")
+    samples.add_argument("--json", action="store_true", help="one JSON object per answer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,6 +96,18 @@ def _dispatch(args: argparse.Namespace) -> int:
             from launch.status import show_status
 
             return show_status(args.trial_dir)
+        if args.command == "audit":
+            from launch.audit import show_audit
+
+            return show_audit(args.trial_dir, as_json=args.json)
+        if args.command == "replay":
+            from launch.replay import replay
+
+            return replay(args.trial_dir, args.step)
+        if args.command == "samples":
+            from launch.samples import show_samples
+
+            return show_samples(args.trial_dir, args.step, args.ticket, args.limit, args.json)
         from launch.run import RunOptions, run
 
         options = RunOptions(args.trial, args.config_dir, args.dry_run, args.plain)

@@ -50,10 +50,13 @@ class View(Protocol):
     def refresh(self, progress: Progress) -> None: ...
 
 
-def make_view(console: Console, config: Config, paths: TrialPaths, *, plain: bool) -> View:
-    """Live on a terminal, plain where the output goes to a file or a pipe, or on request."""
+def make_view(console: Console, config: Config, paths: TrialPaths, progress: Progress, *, plain: bool) -> View:
+    """Live on a terminal, plain where the output goes to a file or a pipe, or on request.
+
+    What ``progress`` has already is not new.
+    """
     if plain or not console.is_terminal:
-        return PlainView(console)
+        return PlainView(console, shown=len(progress.arrived))
     return LiveView(console, config, paths)
 
 
@@ -63,9 +66,8 @@ def make_view(console: Console, config: Config, paths: TrialPaths, *, plain: boo
 class PlainView:
     """One line per record."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._shown = {"phases": 0, "warmup": 0, "train": 0, "evals": 0}
+    def __init__(self, console: Console, shown: int = 0) -> None:
+        self._console, self._shown = console, shown
         self._address: str | None = None
 
     def __enter__(self) -> Self:
@@ -81,28 +83,36 @@ class PlainView:
         if progress.address and progress.address != self._address:
             self._address = progress.address
             self._print(f"status page: {self._address}/")
-        lines: list[tuple[float, str]] = []
-        for phase, began in self._new("phases", progress.phases):
-            lines.append((began, f"phase {phase}"))
-        for record in self._new("warmup", progress.warmup):
-            step, total = int(number(record, "step") or 0), int(number(record, "total") or 0)
-            if step % 20 == 0 or step in (1, total):
-                lines.append((_when(record), warmup_line(record)))
-        lines += [(_when(r), train_line(r)) for r in self._new("train", progress.train)]
-        lines += [(_when(r), eval_line(r)) for r in self._new("evals", list(progress.evals.values()))]
-        for _, line in sorted(lines, key=lambda item: item[0]):
-            self._print(line)
-
-    def _new(self, name: str, items: Sequence[T]) -> Sequence[T]:
-        start, self._shown[name] = self._shown[name], len(items)
-        return items[start:]
+        new, self._shown = progress.arrived[self._shown :], len(progress.arrived)
+        for record in new:
+            if line := _line(record):
+                self._print(line)
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _when(record: Record) -> float:
-    return number(record, "time") or 0.0
+def _line(record: Record) -> str:
+    """Empty for what is not shown."""
+    match record.get("kind"):
+        case "phase":
+            return f"phase {record.get('phase', '?')}"
+        case "warmup":
+            step, total = int(number(record, "step") or 0), int(number(record, "total") or 0)
+            return warmup_line(record) if step % 20 == 0 or step in (1, total) else ""
+        case "train":
+            return train_line(record)
+        case "eval":
+            return eval_line(record)
+        case "recovered":
+            return recovered_line(record)
+    return ""
+
+
+def recovered_line(record: Record) -> str:
+    step = number(record, "step")
+    where = "from the beginning" if step is None or step < 0 else f"after step {step:.0f}"
+    return f"training goes on {where}"
 
 
 def warmup_line(record: Record) -> str:
@@ -321,8 +331,10 @@ def sparkline(records: Sequence[Record], field: str, width: int = 24) -> str:
 # ---- dry run
 
 
-def print_plan(console: Console, config: Config, paths: TrialPaths, specs: Sequence[ProcessSpec]) -> None:
-    """The processes as a table, for --dry-run."""
+def print_plan(
+    console: Console, config: Config, paths: TrialPaths, specs: Sequence[ProcessSpec], notes: Sequence[str] = ()
+) -> None:
+    """The processes as a table, for --dry-run. ``notes``: what else would happen."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("process", "holds", "threads", "device", "when it dies", "command"):
         table.add_column(column, no_wrap=True, justify="right" if column == "threads" else "left")
@@ -331,4 +343,6 @@ def print_plan(console: Console, config: Config, paths: TrialPaths, specs: Seque
     wide = console if console.is_terminal else Console(file=console.file, width=300)
     console.print(f"{config.experiment}/{config.trial}: {len(specs)} processes, folder {paths.root}", soft_wrap=True)
     wide.print(table)
+    for note in notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     console.print("dry run: nothing was written or started")

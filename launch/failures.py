@@ -9,13 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from launch.supervisor import Outcome
+from launch.verdict import KILL_HEARD_AFTER_S, Outcome
 
 _LOG_LINES = 15
 _TAIL_BYTES = 1 << 16
-# The sockets of a killed process close before its memory is given back and its parent hears of it; meanwhile its peers
-# may have written their complaints.
-_KILL_HEARD_AFTER_S = 5.0
 
 
 class ErrorRecord(Protocol):
@@ -55,7 +52,7 @@ def first_failure(outcome: Outcome, errors: Iterable[ErrorRecord], logs: Path) -
 
     Errors of processes that were restarted are no cause: the run went on after them.
     """
-    mended = {death.pid for death in outcome.restarted}
+    mended = outcome.mended
     found = [
         FirstFailure(f"{e.kind}/{e.index}", e.pid, e.time, f"{e.type}: {e.message}", _log(e, logs), [], e.exit_code)
         for e in errors
@@ -67,7 +64,7 @@ def first_failure(outcome: Outcome, errors: Iterable[ErrorRecord], logs: Path) -
     found += [FirstFailure(d.name, d.pid, d.time, d.how, d.log, []) for d in silent]
     if not found:
         return None
-    first = min(found, key=lambda failure: failure.time - _KILL_HEARD_AFTER_S * (failure.pid in killed))
+    first = min(found, key=lambda failure: failure.time - KILL_HEARD_AFTER_S * (failure.pid in killed))
     return replace(first, log_tail=tail(first.log, _LOG_LINES))
 
 

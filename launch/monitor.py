@@ -31,10 +31,9 @@ class Monitor:
     The manager is looked up in the name store, again whenever it does not answer: a restarted one has a new address.
     """
 
-    def __init__(self, config: Config, paths: TrialPaths, progress: Progress, screen: Screen) -> None:
+    def __init__(self, config: Config, paths: TrialPaths, progress: Progress, screen: Screen, tail: StepTail) -> None:
         self._config, self._paths = config, paths
-        self._progress, self._screen = progress, screen
-        self._tail = StepTail(paths.steps)
+        self._progress, self._screen, self._tail = progress, screen, tail
 
     def read_steps(self) -> None:
         """Take in what the MasterWorker wrote since the last time."""
@@ -73,7 +72,7 @@ class Monitor:
 
 async def look_once(config: Config, paths: TrialPaths, progress: Progress) -> None:
     """Fill ``progress`` from the step log and, if it answers, from the manager."""
-    monitor = Monitor(config, paths, progress, _NoScreen())
+    monitor = Monitor(config, paths, progress, _NoScreen(), StepTail(paths.steps))
     monitor.read_steps()
     store = await asyncio.to_thread(make_name_store, config, paths)
     try:

@@ -1,7 +1,7 @@
 """Which processes a trial needs: Config -> list[ProcessSpec]. Pure: nothing is read, written or started here.
 
-gserver_manager x 1, generation_server x (data part of inference), model_worker x (world size of training),
-rollout_worker x rollout.workers, master_worker x 1
+name_store x 1 (etcd, with cluster.name_store.start), gserver_manager x 1, generation_server x (data part of inference),
+model_worker x (world size of training), rollout_worker x rollout.workers, master_worker x 1
 """
 
 from __future__ import annotations
@@ -20,10 +20,17 @@ from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 
-Kind = Literal["gserver_manager", "generation_server", "model_worker", "rollout_worker", "master_worker"]
+Kind = Literal["name_store", "gserver_manager", "generation_server", "model_worker", "rollout_worker", "master_worker"]
+OnDeath = Literal["restart", "restart_training", "end"]
 
-#: What losing one means. Stateless kinds are restarted; the training side ends the run.
-STATELESS: frozenset[str] = frozenset({"gserver_manager", "generation_server", "rollout_worker"})
+NAME_STORE: Kind = "name_store"
+#: One that dies takes the others with it: the ranks of a mesh cannot go on without each other, nor without the master.
+TRAINING: frozenset[Kind] = frozenset({"model_worker", "master_worker"})
+_IN_WORDS: dict[OnDeath, str] = {
+    "restart": "restarted",
+    "restart_training": "training side restarts",
+    "end": "ends the run",
+}
 
 #: this realsys, also when it runs from a checkout that is not installed
 _SOURCE_ROOT = str(Path(__file__).resolve().parent.parent)
@@ -37,13 +44,17 @@ class ProcessSpec:
     index: int
     argv: tuple[str, ...]
     log: Path
-    restart: bool
+    on_death: OnDeath
     holds: str = ""  # model shards
     env: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return f"{self.kind}/{self.index}"
+
+    @property
+    def on_training_side(self) -> bool:
+        return self.kind in TRAINING
 
 
 def plan(config: Config, paths: TrialPaths, machine: Machine, run_id: str, python_path: str = "") -> list[ProcessSpec]:
@@ -60,9 +71,10 @@ def plan(config: Config, paths: TrialPaths, machine: Machine, run_id: str, pytho
     }
 
     def spec(kind: Kind, index: int, devices: str | None, threads: int = 1, holds: str = "") -> ProcessSpec:
-        return _spec(kind, index, paths, common, threads, devices, holds)
+        return _spec(kind, index, paths, common, threads, devices, holds, _on_death(kind, config))
 
-    specs = [spec("gserver_manager", 0, devices.none)]
+    specs = [spec(NAME_STORE, 0, devices.none)] if config.cluster.name_store.start else []
+    specs.append(spec("gserver_manager", 0, devices.none))
     for index in range(allocation.inference.data):
         specs.append(spec("generation_server", index, devices.of_server(index), config.generation.threads))
     for rank, shards in enumerate(_shards(config, allocation)):
@@ -71,6 +83,12 @@ def plan(config: Config, paths: TrialPaths, machine: Machine, run_id: str, pytho
         specs.append(spec("rollout_worker", index, devices.none))
     specs.append(spec("master_worker", 0, devices.none))
     return specs
+
+
+def _on_death(kind: Kind, config: Config) -> OnDeath:
+    if kind not in TRAINING:
+        return "restart"
+    return "end" if config.recover == "off" else "restart_training"
 
 
 def _shards(config: Config, allocation: Allocation) -> list[list[str]]:
@@ -90,6 +108,7 @@ def _spec(
     threads: int,
     devices: str | None,
     holds: str,
+    on_death: OnDeath,
 ) -> ProcessSpec:
     env = {
         **common,
@@ -103,7 +122,7 @@ def _spec(
     # -P: a folder named `workers` where the user stands must not be imported in place of ours.
     argv = (sys.executable, "-P", "-m", f"workers.{kind}", "--trial-dir", str(paths.root), "--index", str(index))
     log = paths.logs / f"{kind}-{index}.log"
-    return ProcessSpec(kind, index, argv, log, kind in STATELESS, holds, env)
+    return ProcessSpec(kind, index, argv, log, on_death, holds, env)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +169,7 @@ def as_rows(specs: Sequence[ProcessSpec]) -> list[tuple[str, str, str, str, str,
             spec.holds,
             spec.env["OMP_NUM_THREADS"],
             spec.env.get("CUDA_VISIBLE_DEVICES", "") or "cpu",
-            "restarted" if spec.restart else "ends the run",
+            _IN_WORDS[spec.on_death],
             " ".join(["python", *spec.argv[1:]]),
         )
         for spec in specs

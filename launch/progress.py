@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from realsys.telemetry.steps import undone
+
 Record = Mapping[str, Any]
 
 #: The parts a train step's time is split into, in the order they happen.
@@ -19,17 +21,21 @@ TIME_PARTS = ("wait", "inf", "train", "save", "publish")
 class Progress:
     """The state of a run as the launcher knows it."""
 
+    since: float = 0.0  # unix seconds; what came before belongs to earlier starts of the trial
     phase: str = "starting"
     phase_since: float | None = None
     phases: list[tuple[str, float]] = field(default_factory=list)  # (phase, unix seconds it began)
     warmup: list[Record] = field(default_factory=list)
     train: list[Record] = field(default_factory=list)
+    recoveries: list[Record] = field(default_factory=list)
+    arrived: list[Record] = field(default_factory=list)  # everything in its order, undone or not
     evals: dict[str, Record] = field(default_factory=dict)
     status: Record = field(default_factory=dict)  # GET /status of the manager
     address: str | None = None  # of the manager
 
     def add(self, records: Iterable[Record]) -> None:
         for record in records:
+            self.arrived.append(record)
             match record.get("kind"):
                 case "phase":
                     self.phase = str(record.get("phase", "?"))
@@ -42,6 +48,15 @@ class Progress:
                     self.train.append(record)
                 case "eval":
                     self.evals[str(record.get("eval_id", "?"))] = record
+                case "recovered":
+                    self._go_back(record)
+
+    def _go_back(self, recovered: Record) -> None:
+        """What was undone is forgotten: it will happen again."""
+        self.recoveries.append(recovered)
+        self.train = [record for record in self.train if not undone(record, recovered)]
+        self.warmup = [record for record in self.warmup if not undone(record, recovered)]
+        self.evals = {name: record for name, record in self.evals.items() if not undone(record, recovered)}
 
     @property
     def step(self) -> tuple[int, int]:
@@ -50,10 +65,11 @@ class Progress:
         return int(number(last, "step") or 0), int(number(last, "total") or 0)
 
     def phase_seconds(self, end: float) -> dict[str, float]:
-        """Wall seconds spent in each phase; a phase entered twice is summed."""
+        """Wall seconds spent in each phase since this start; a phase entered twice is summed."""
         seconds: dict[str, float] = {}
-        stops = [*(began for _, began in self.phases[1:]), end]
-        for (name, start), stop in zip(self.phases, stops, strict=False):  # without any phase `end` stands alone
+        phases = [(name, began) for name, began in self.phases if began >= self.since]
+        stops = [*(began for _, began in phases[1:]), end]
+        for (name, start), stop in zip(phases, stops, strict=False):  # without any phase `end` stands alone
             if name != "done":
                 seconds[name] = seconds.get(name, 0.0) + max(0.0, stop - start)
         return seconds

@@ -11,7 +11,7 @@ from rich.console import Console
 from launch.display import fmt
 from launch.failures import FirstFailure
 from launch.progress import TIME_PARTS, Progress, Record, mean, number
-from launch.supervisor import Outcome
+from launch.verdict import Outcome
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 
@@ -40,6 +40,7 @@ def summarise(
     after = number(progress.evals.get("after", {}), "accuracy")
     seconds = progress.phase_seconds(ended)
     answer_tokens = sum(number(r, "answer_tokens") or 0.0 for r in train)
+    tokens_now = sum(number(r, "answer_tokens") or 0.0 for r in train if (number(r, "time") or 0.0) >= progress.since)
     training_seconds = seconds.get("train")
     return {
         "experiment": config.experiment,
@@ -65,7 +66,7 @@ def summarise(
         "step_seconds": {part: mean(train, "seconds", part) for part in (*TIME_PARTS, "total")},
         "tokens": {
             "trained_answer_tokens": int(answer_tokens),
-            "end_to_end_per_s": answer_tokens / training_seconds if training_seconds and answer_tokens else None,
+            "end_to_end_per_s": tokens_now / training_seconds if training_seconds and tokens_now else None,
             "train_per_s": mean(train, "train_tokens_per_s"),
         },
         "staleness": {
@@ -76,6 +77,7 @@ def summarise(
             "dropped": int(sum(number(r, "dropped_stale") or 0.0 for r in train)),
             "filtered": int(sum(number(r, "dropped_filtered") or 0.0 for r in train)),
         },
+        "recoveries": len(progress.recoveries),
         "restarts": [{"process": d.name, "how": d.how, "time": d.time} for d in outcome.restarted],
         "killed_at_stop": outcome.killed,
         "checkpoint": str(paths.final_model) if paths.final_model.is_dir() else None,
@@ -138,6 +140,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "staleness", f"{lag}; {staleness['dropped']} groups dropped{filtered}"
     for i, restart in enumerate(summary["restarts"]):
         yield "" if i else "restarts", f"{restart['process']} {restart['how']}"
+    if recoveries := summary.get("recoveries"):  # older summaries have none
+        yield "recoveries", f"training went on from a checkpoint {recoveries} time{'s' if recoveries > 1 else ''}"
     if summary["checkpoint"]:
         yield "checkpoint", summary["checkpoint"]
     yield "report", f"{summary['folder']}/summary.json, curves.png" if summary["steps"] else summary["folder"]

@@ -1,8 +1,10 @@
-"""`realsys run resume=DIR`: a new trial that continues from a checkpoint. Everything that cannot work is found here.
+"""Going on from a checkpoint: what has to fit. Everything that cannot work is found here.
 
-resume_path ──> the checkpoint folder         before anything is written
-check_resume    against the configuration     before anything is written
-start_ledger    against model and data        in the new trial's folder; its first record
+resume_path ──> the checkpoint folder       before anything is written
+check_checkpoint  against the configuration before anything is written: its own one (recover) or another's (resume=DIR)
+check_resume      of resume=DIR, and its schedule
+check_inputs      against model and data, once they are in the trial's folder
+start_ledger      of a new trial that continues another: its first record
 """
 
 from __future__ import annotations
@@ -35,33 +37,39 @@ def resume_path(text: str) -> str:
         raise ConfigError("resume", text, str(error)) from None
 
 
-def check_resume(config: Config) -> CheckpointState | None:
-    """Complete, of the same roles and optimizers, and with steps left to train; None when nothing is resumed.
-
-    ``config`` is resolved. Raises ConfigError.
-    """
-    if not config.resume:
-        return None
-    directory = Path(config.resume)
+def check_checkpoint(config: Config, directory: Path, field: str, value: str) -> CheckpointState:
+    """Complete, of the same roles and optimizers. Raises ConfigError for ``field=value``, which asked for it."""
     try:
         state = read_state(directory)
         check_sizes(directory, state)
     except CheckpointError as error:
-        raise ConfigError("resume", config.resume, str(error)) from None
+        raise ConfigError(field, value, str(error)) from None
     flow = dataflow_of(config)
     for role in saved_roles(config, flow):
         trained = role in flow.trained_roles
         if role not in state.roles:
             problem = (
-                f"has no role {role!r}, which this run trains; it has: {', '.join(state.roles)}"
+                f"{directory} has no role {role!r}, which this run trains; it has: {', '.join(state.roles)}"
                 if trained
-                else f"has no role {role!r}, which starts as the warmed-up actor (warmup.steps); name its directory in "
-                f"{role_field(role)}.path"
+                else f"{directory} has no role {role!r}, which starts as the warmed-up actor (warmup.steps); name its "
+                f"directory in {role_field(role)}.path"
             )
-            raise ConfigError("resume", config.resume, problem)
+            raise ConfigError(field, value, problem)
         theirs, ours = state.roles[role].optimizer, role_settings(config, role).optimizer.name
         if trained and theirs != ours:
-            raise ConfigError("resume", config.resume, f"role {role!r} has the state of {theirs}, not of {ours}")
+            problem = f"{directory}: role {role!r} has the state of {theirs}, not of {ours}"
+            raise ConfigError(field, value, problem)
+    return state
+
+
+def check_resume(config: Config) -> CheckpointState | None:
+    """What ``resume`` names, with steps left to train; None when nothing is resumed.
+
+    ``config`` is resolved. Raises ConfigError.
+    """
+    if not config.resume:
+        return None
+    state = check_checkpoint(config, Path(config.resume), "resume", config.resume)
     _check_schedule(config, state)
     return state
 
@@ -82,11 +90,10 @@ def _check_schedule(config: Config, state: CheckpointState) -> None:
         raise ConfigError("train.batch_groups", train.batch_groups, problem)
 
 
-def start_ledger(config: Config, paths: TrialPaths, state: CheckpointState, sizes: Mapping[str, int]) -> None:
-    """Write the first record of the new trial's ledger, once its model and its data are known to be the same.
-
-    ``sizes``: prompts per split. Raises ConfigError.
-    """
+def check_inputs(
+    config: Config, paths: TrialPaths, state: CheckpointState, sizes: Mapping[str, int], field: str, value: str
+) -> None:
+    """Model and data are those of the checkpoint. ``sizes``: prompts per split. Raises ConfigError for ``field``."""
     wanted = saved_roles(config, dataflow_of(config))
     for role, theirs in state.roles.items():
         if role not in wanted:
@@ -95,14 +102,20 @@ def start_ledger(config: Config, paths: TrialPaths, state: CheckpointState, size
         for name, size in ours.items():
             if theirs.sizes.get(name) != size:
                 problem = f"is of another model: role {role!r} has {name} {theirs.sizes.get(name)} there, {size} here"
-                raise ConfigError("resume", config.resume, problem)
-    position = state.position
-    if sizes["train"] != position.prompts:
-        problem = (
-            f"was trained on {position.prompts} prompts, and the train split has {sizes['train']}: use the same data"
-        )
-        raise ConfigError("resume", config.resume, problem)
-    epochs = config.train.total_epochs
+                raise ConfigError(field, value, problem)
+    prompts = state.position.prompts
+    if sizes["train"] != prompts:
+        problem = f"was trained on {prompts} prompts, and the train split has {sizes['train']}: use the same data"
+        raise ConfigError(field, value, problem)
+
+
+def start_ledger(config: Config, paths: TrialPaths, state: CheckpointState, sizes: Mapping[str, int]) -> None:
+    """Write the first record of the new trial's ledger, once its model and its data are known to be the same.
+
+    ``sizes``: prompts per split. Raises ConfigError.
+    """
+    check_inputs(config, paths, state, sizes, "resume", config.resume)
+    position, epochs = state.position, config.train.total_epochs
     if epochs and position.cursor >= epochs * position.prompts and len(position.pending) < config.train.batch_groups:
         problem = f"resume={config.resume} has used these epochs up: nothing is left; raise that"
         raise ConfigError("train.total_epochs", epochs, problem)

@@ -1,9 +1,14 @@
-"""`realsys run`: compose, check, prepare, plan; then supervise and show until the end; then report."""
+"""`realsys run`: compose, check, prepare, plan; then supervise and show until the end; then report.
+
+The same command again goes on with a trial that was stopped or died (launch/recover.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
+import shlex
 import sys
 import time
 import uuid
@@ -14,20 +19,25 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launch.display import View, make_view, print_plan
+from launch.display import make_view, print_plan
 from launch.failures import FirstFailure, first_failure
 from launch.monitor import Monitor
+from launch.own_etcd import etcd_answers
 from launch.plan import ProcessSpec, plan
-from launch.prepare import prepare, refuse_existing, resolve
+from launch.prepare import Ready, examine, find, prepare, refuse_taken_address, resolve
 from launch.progress import Progress
+from launch.recover import remove_half_written
 from launch.resume import check_resume
-from launch.supervisor import Death, Outcome, Supervisor
-from realsys.cluster.failure import read_errors
+from launch.supervisor import Supervisor
+from launch.verdict import Outcome
+from realsys.cluster.failure import ErrorRecord, read_errors
 from realsys.config.checks import check
 from realsys.config.compose import compose
 from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.telemetry.steps import StepTail
+from realsys.train.checkpoint_files import complete_checkpoints
 
 EXIT_BAD_INPUT = 2  # RealsysError.exit_code of ConfigError, DataError, ModelError
 
@@ -56,20 +66,44 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
     specs = plan(config, paths, machine, run_id, os.environ.get("PYTHONPATH", ""))
     console = Console()
     if options.dry_run:
-        refuse_existing(paths, config)
-        check_resume(config)
-        print_plan(console, config, paths, specs)
+        _dry_run(console, config, paths, specs)
         return 0
+    say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
     console.print(f"trial [bold]{config.experiment}/{config.trial}[/] in {paths.root}", highlight=False, soft_wrap=True)
-    prepare(config, lambda text: console.print(text, highlight=False, soft_wrap=True))
-    return asyncio.run(_supervise(config, paths, specs, make_view(console, config, paths, plain=options.plain)))
+    with prepare(config, say) as ready:
+        again = command_again(overrides, config.trial, options)
+        return asyncio.run(_supervise(config, ready, specs, console, again, plain=options.plain))
 
 
-async def _supervise(config: Config, paths: TrialPaths, specs: Sequence[ProcessSpec], view: View) -> int:
+def _dry_run(console: Console, config: Config, paths: TrialPaths, specs: Sequence[ProcessSpec]) -> None:
+    earlier = find(config, paths)
+    refuse_taken_address(config)
+    if earlier is None:
+        check_resume(config)
+    lines = [] if earlier is None else examine(config, paths, earlier)
+    print_plan(console, config, paths, specs, lines)
+
+
+def command_again(overrides: Sequence[str], trial: str, options: RunOptions) -> str:
+    """The command that goes on with the trial, to be copied to a shell."""
+    words = ["realsys", "run"]
+    words += [text for text in overrides if text.partition("=")[0] not in ("trial", "recover")]
+    words += ["--trial", trial]
+    words += ["--config-dir", str(options.config_dir)] if options.config_dir else []
+    words += ["--plain"] if options.plain else []
+    return shlex.join(words)
+
+
+async def _supervise(
+    config: Config, ready: Ready, specs: Sequence[ProcessSpec], console: Console, again: str, *, plain: bool
+) -> int:
     """consumes the plan; waits for the supervisor, which ends with the run; produces the report."""
+    paths, cluster = ready.paths, config.cluster
     started = time.time()
-    progress = Progress()
-    monitor = Monitor(config, paths, progress, view)
+    progress, tail = Progress(since=started), StepTail(paths.steps)
+    progress.add(tail.read())  # of earlier runs of this trial: they count, and are not shown again
+    view = make_view(console, config, paths, progress, plain=plain)
+    monitor = Monitor(config, paths, progress, view, tail)
 
     def say(text: str) -> None:
         monitor.read_steps()  # what happened before is shown before
@@ -77,10 +111,14 @@ async def _supervise(config: Config, paths: TrialPaths, specs: Sequence[ProcessS
 
     supervisor = Supervisor(
         specs,
-        stop_timeout_s=config.cluster.stop_timeout_s,
-        max_restarts=config.cluster.max_restarts,
+        stop_timeout_s=cluster.stop_timeout_s,
+        master_stop_s=cluster.master_stop_s,
+        max_restarts=cluster.max_restarts,
         say=say,
-        hopeless=lambda death: _met_bad_input(death, paths),
+        permanent=lambda pids: any(_is_permanent(e) for e in read_errors(paths.errors) if e.pid in pids),
+        checkpoint=lambda: _newest_step(paths),
+        name_store_ready=lambda _: etcd_answers(cluster.name_store.address, cluster.connect_timeout_s),
+        inherit=[ready.lock.fd],
     )
     with view:
         watching = asyncio.create_task(monitor.run())
@@ -92,16 +130,24 @@ async def _supervise(config: Config, paths: TrialPaths, specs: Sequence[ProcessS
             monitor.read_steps()
             if isinstance(trouble, Exception):  # a display that fails must not take the run with it, nor be silent
                 view.note(f"the display stopped working: {type(trouble).__name__}: {trouble}")
-    return _conclude(config, paths, progress, outcome, started)
+    remove_half_written(paths)
+    return _conclude(config, paths, progress, outcome, started, again)
 
 
-def _met_bad_input(death: Death, paths: TrialPaths) -> bool:
-    """Whether the process left word that the user's input is wrong: then it must not be restarted, but reported."""
-    return any(e.pid == death.pid and e.exit_code == EXIT_BAD_INPUT for e in read_errors(paths.errors))
+def _is_permanent(error: ErrorRecord) -> bool:
+    """Whether a restart would meet the same end: then it is reported. Bad input is the user's to change."""
+    return error.permanent or error.exit_code == EXIT_BAD_INPUT
 
 
-def _conclude(config: Config, paths: TrialPaths, progress: Progress, outcome: Outcome, started: float) -> int:
-    """Write and print the report; returns the exit code."""
+def _newest_step(paths: TrialPaths) -> int | None:
+    complete = complete_checkpoints(paths.checkpoints)
+    return complete[-1][0] if complete else None
+
+
+def _conclude(
+    config: Config, paths: TrialPaths, progress: Progress, outcome: Outcome, started: float, again: str
+) -> int:
+    """Write and print the report; returns the exit code. ``again``: the command that goes on."""
     from launch.report import print_summary, summarise, write_report
 
     failure = None
@@ -110,16 +156,16 @@ def _conclude(config: Config, paths: TrialPaths, progress: Progress, outcome: Ou
     summary = summarise(config, paths, progress, outcome, started=started, ended=time.time(), failure=failure)
     write_report(summary, progress, paths)
     if outcome.status == "failed":
-        _print_failure(outcome, failure, paths)
+        _print_failure(outcome, failure, paths, again)
         return failure.exit_code if failure else 1
     print_summary(Console(), summary)
     if outcome.status == "interrupted":
-        print(f"realsys: {outcome.reason}; what was written is in {paths.root}", file=sys.stderr)
+        print(f"realsys: {outcome.reason}; to go on: {again}", file=sys.stderr)
         return 128 + (outcome.signal or 2)
     return 0
 
 
-def _print_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialPaths) -> None:
+def _print_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialPaths, again: str) -> None:
     """One line with the cause; then where it can be read, and its last lines."""
     lines: list[str] = []
     if failure is None:
@@ -130,4 +176,5 @@ def _print_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialP
             lines.append(f"  the run ended when {outcome.reason}")
         lines += [f"  last lines of {failure.log}:", *(f"  | {line}" for line in failure.log_tail)]
     lines.append(f"  logs: {paths.logs}   errors: {paths.errors}")
+    lines.append(f"  to go on: {again}")
     print("\n".join(lines), file=sys.stderr)

@@ -12,7 +12,7 @@ from rich.console import Console
 from launch.display import PlainView
 from launch.progress import Progress
 from launch.report import print_summary
-from realsys.config.dump import read_config
+from realsys.config.dump import newest_dump, read_config
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
 
@@ -47,7 +47,7 @@ def show_status(trial_dir: Path | None) -> int:
 
 def newest_trial(root: Path) -> Path:
     """The folder of the trial that was started last. Raises ConfigError if there is none."""
-    dumps = list(root.glob("*/*/config.json"))
-    if not dumps:
+    newest = newest_dump(root)
+    if newest is None:
         raise ConfigError("TRIAL_DIR", str(root), "no trial in it; name the folder of one")
-    return max(dumps, key=lambda path: path.stat().st_mtime).parent
+    return newest.parent

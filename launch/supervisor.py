@@ -2,85 +2,41 @@
 
     consumes     ProcessSpecs
     waits for    the exit of any child (a pidfd each, on the event loop), SIGINT/SIGTERM/SIGHUP
-    ends when    the MasterWorker exits 0 (done), a training process dies or a restart budget is spent (failed),
+    ends when    the MasterWorker exits 0 (done), a death that ends the run or a spent restart budget (failed),
                  or a signal arrives (interrupted)
     leaves       no process: every child leads a session of its own, and the launcher is the subreaper of them all
 
-Children get SIGTERM and ``stop_timeout_s``; then their whole group gets SIGKILL, and so does any descendant left.
+What a death means is decided in verdict.py. The training side (ModelWorkers and MasterWorker) is lost as a whole: the
+others of it are killed, and when all are gone they are started again together.
+
+An interrupted run stops its MasterWorker first, which takes a checkpoint while the ModelWorkers still answer; then all
+others get SIGTERM, and the name store last. What is left after ``stop_timeout_s`` gets SIGKILL with its whole group,
+and so does any descendant.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-import psutil
-
-from launch.plan import ProcessSpec
+from launch.children import Child, Descendants, subreaper
+from launch.plan import NAME_STORE, ProcessSpec
+from launch.verdict import Death, End, Judge, Loss, Outcome
+from realsys.cluster.process import TRAINING_START
+from realsys.errors import RealsysError
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FIRST_BACKOFF_S = 0.5
-_LONGEST_BACKOFF_S = 30.0
 _KILL_TIMEOUT_S = 2.0
-_HEALTHY_AFTER_S = 300.0  # a worker that ran this long gets its restart budget back
-_PR_SET_CHILD_SUBREAPER = 36
+_LAST_WORDS_S = 2.0  # what the peers of a failed process get to say why: the cause may be one of theirs
+_SIDE = "the training side"
 
 
-@dataclass(frozen=True, slots=True)
-class Death:
-    """A process that ended though nobody asked it to."""
-
-    name: str
-    pid: int
-    returncode: int
-    time: float  # unix seconds
-    log: Path
-
-    @property
-    def killed(self) -> bool:
-        """By SIGKILL: from outside, and never because another process failed."""
-        return self.returncode == -signal.SIGKILL
-
-    @property
-    def how(self) -> str:
-        if self.returncode >= 0:
-            return f"exited with code {self.returncode}"
-        hint = " (out of memory?)" if self.killed else ""
-        try:
-            return f"was killed by {signal.Signals(-self.returncode).name}{hint}"
-        except ValueError:
-            return f"was killed by signal {-self.returncode}"
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How the run ended. ``restarted`` holds the deaths that a restart made good."""
-
-    status: Literal["done", "failed", "interrupted"]
-    reason: str
-    signal: int | None = None
-    deaths: list[Death] = field(default_factory=list)
-    restarted: list[Death] = field(default_factory=list)
-    killed: list[str] = field(default_factory=list)  # what had to be killed, because it did not stop in time
-
-
-@dataclass(slots=True)
-class _Child:
-    spec: ProcessSpec
-    process: subprocess.Popen[bytes] | None = None
-    pidfd: int = -1
-    started: float = 0.0
-    restarts: int = 0
-    pending: asyncio.TimerHandle | None = None
+async def _at_once(_: ProcessSpec) -> None:
+    return None
 
 
 class Supervisor:
@@ -91,25 +47,41 @@ class Supervisor:
         specs: Sequence[ProcessSpec],
         *,
         stop_timeout_s: float,
+        master_stop_s: float,
         max_restarts: int,
         say: Callable[[str], None],
-        hopeless: Callable[[Death], bool] = lambda death: False,
+        permanent: Callable[[frozenset[int]], bool] = lambda pids: False,
+        checkpoint: Callable[[], int | None] = lambda: None,
+        name_store_ready: Callable[[ProcessSpec], Awaitable[None]] = _at_once,
+        inherit: Sequence[int] = (),
         first_backoff_s: float = _FIRST_BACKOFF_S,
     ) -> None:
-        """``say`` gets a line per restart and kill. ``hopeless``: a restart would meet the same end (bad input)."""
-        self._children = [_Child(spec) for spec in specs]
-        self._stop_timeout_s = stop_timeout_s
-        self._max_restarts = max_restarts
+        """``say`` gets a line per restart and kill; ``inherit``: descriptors that every child keeps open.
+
+        ``permanent``: whether one of these processes failed in a way that would come again. ``checkpoint``: step of the
+        newest complete one. ``name_store_ready`` returns when the name store of this run's own answers. The
+        MasterWorker has ``master_stop_s`` of ``stop_timeout_s`` for itself.
+        """
+        self._children = [Child(spec) for spec in specs]
+        self._side = [child for child in self._children if child.spec.on_death == "restart_training"]
+        self._stop_timeout_s, self._master_stop_s = stop_timeout_s, master_stop_s
         self._say = say
-        self._hopeless = hopeless
-        self._first_backoff_s = first_backoff_s
+        self._permanent, self._checkpoint = permanent, checkpoint
+        self._name_store_ready = name_store_ready
+        self._inherit = tuple(inherit)
+        self._descendants = Descendants()
+        self._judge = Judge(max_restarts, first_backoff_s)
+        self._max_restarts = max_restarts
         self._outcome: Outcome | None = None
         self._deaths: list[Death] = []
         self._restarted: list[Death] = []
-        self._ended = asyncio.Event()
-        self._hurry = asyncio.Event()  # a second signal: do not wait for an orderly stop
-        self._all_gone = asyncio.Event()
-        self._others: set[int] = set()
+        self._side_deaths: list[Death] = []  # since it was last whole
+        self._side_pids: frozenset[int] = frozenset()  # when it was last whole
+        self._side_starts = 1
+        self._side_timer: asyncio.TimerHandle | None = None  # its kill, or its next start
+        self._side_killed = False
+        self._changed = asyncio.Event()  # a process has ended, or the run is to
+        self._hurry = False  # a second signal: do not wait for an orderly stop
         self._killing = False
 
     @property
@@ -122,149 +94,214 @@ class Supervisor:
 
     async def run(self) -> Outcome:
         """Start everything, wait for the end of the run, stop everything."""
-        self._others = {child.pid for child in psutil.Process().children()}
-        with _subreaper(), self._signals():
+        with subreaper(), self._signals():
             try:
-                for child in self._children:
-                    self._start(child)
-                await self._ended.wait()
+                await self._start_all()
+                await self._until(lambda: self._outcome is not None)
             finally:
                 killed = await self._stop()
         assert self._outcome is not None
-        self._outcome.deaths, self._outcome.restarted = self._deaths, self._restarted
-        self._outcome.killed = killed
-        return self._outcome
+        outcome = self._outcome
+        outcome.deaths, outcome.restarted, outcome.mended = self._deaths, self._restarted, self._judge.mended
+        outcome.killed = killed
+        return outcome
 
     def interrupt(self, signum: int) -> None:
         """End the run as a signal does; the second call stops it the hard way."""
         if self._outcome is not None:
-            self._hurry.set()
+            self._hurry = True
+            self._changed.set()
             return
         self._end(Outcome("interrupted", f"stopped by {signal.Signals(signum).name}", signal=signum))
 
-    # ---- one process
+    # ---- start
 
-    def _start(self, child: _Child) -> None:
+    async def _start_all(self) -> None:
+        for child in self._children:
+            self._start(child)
+            if child.spec.kind == NAME_STORE:
+                await self._wait_for_name_store(child.spec)
+        self._side_pids = self._pids(self._side)
+
+    async def _wait_for_name_store(self, spec: ProcessSpec) -> None:
+        """Until it answers, or the run ends before."""
+        ready = asyncio.ensure_future(self._name_store_ready(spec))
+        ready.add_done_callback(lambda _: self._changed.set())
+        try:
+            await self._until(lambda: ready.done() or self._outcome is not None)
+            if self._outcome is None:
+                ready.result()
+        except RealsysError as error:
+            self._end(Outcome("failed", f"{spec.name}: {error}"))
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+
+    def _start(self, child: Child) -> None:
         child.pending = None
         if self._outcome is not None:
             return
-        spec = child.spec
-        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        env = {TRAINING_START: str(self._side_starts)} if child.spec.on_training_side else {}
         try:
-            with spec.log.open("ab") as log:
-                child.process = subprocess.Popen(
-                    spec.argv,
-                    env=_environment(spec.env),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a group to kill as a whole; Ctrl-C reaches the launcher only
-                )
+            child.start(env, self._inherit, self._on_exit)
         except OSError as exc:
-            self._end(Outcome("failed", f"{spec.name} cannot be started: {exc}"))
-            return
-        child.started = time.monotonic()
-        child.pidfd = os.pidfd_open(child.process.pid)
-        asyncio.get_running_loop().add_reader(child.pidfd, self._on_exit, child)
+            self._end(Outcome("failed", f"{child.spec.name} cannot be started: {exc}"))
 
-    def _on_exit(self, child: _Child) -> None:
-        process = child.process
-        assert process is not None
-        asyncio.get_running_loop().remove_reader(child.pidfd)
-        os.close(child.pidfd)
-        # Before the zombie is reaped its pid, and so the group's id, cannot have been given to anybody else.
-        _kill_group(process.pid)
-        returncode = process.wait()
-        child.process, child.pidfd = None, -1
-        self._reap_orphans()
-        death = Death(child.spec.name, process.pid, returncode, time.time(), child.spec.log)
+    # ---- deaths
+
+    def _on_exit(self, child: Child) -> None:
+        pid, returncode = child.reap()
+        self._descendants.reap_orphans(list(self.running().values()))
+        death = Death(child.spec.name, pid, returncode, time.time(), child.spec.log)
         if self._outcome is None:
-            self._judge(child, death)
-        elif death.killed and not self._killing:
+            self._consider(child, death)
+        elif death.killed and not self._killing and not (self._side_killed and child.spec.on_training_side):
             self._deaths.append(death)  # not by us: others may have ended because of it, and been noticed first
-        if not self.running():
-            self._all_gone.set()
+        self._changed.set()
 
-    def _judge(self, child: _Child, death: Death) -> None:
-        """Decide what a death nobody asked for means."""
+    def _consider(self, child: Child, death: Death) -> None:
+        """A death nobody asked for, or one of the training side that is being taken down."""
         spec = child.spec
         if spec.kind == "master_worker" and death.returncode == 0:
             self._end(Outcome("done", "the MasterWorker finished"))
-            return
-        if not spec.restart or self._hopeless(death):
+        elif spec.on_death == "end":
             self._deaths.append(death)
             self._end(Outcome("failed", f"{spec.name} {death.how}"))
+        elif spec.on_death == "restart":
+            self._restart_one(child, death)
+        else:
+            self._lose_side(death)
+
+    def _restart_one(self, child: Child, death: Death) -> None:
+        pids = frozenset({death.pid})
+        ran_s = time.monotonic() - child.started
+        verdict = self._judge.judge(Loss(death.name, [death], pids, ran_s, self._permanent(pids)))
+        if isinstance(verdict, End):
+            self._give_up(verdict)
             return
-        if time.monotonic() - child.started > _HEALTHY_AFTER_S:
-            child.restarts = 0
-        if child.restarts >= self._max_restarts:
-            self._deaths.append(death)
-            problem = f"{spec.name} {death.how}, after {child.restarts} restarts (cluster.max_restarts)"
-            self._end(Outcome("failed", problem))
-            return
-        delay = min(_LONGEST_BACKOFF_S, self._first_backoff_s * 2**child.restarts)
-        child.restarts += 1
         self._restarted.append(death)
-        self._say(
-            f"{spec.name} {death.how}; restart {child.restarts}/{self._max_restarts} in {delay:.1f} s ({spec.log})"
-        )
-        child.pending = asyncio.get_running_loop().call_later(delay, self._start, child)
+        times = f"restart {verdict.number}/{self._max_restarts} in {verdict.delay_s:.1f} s"
+        self._say(f"{death.name} {death.how}; {times} ({death.log})")
+        child.pending = asyncio.get_running_loop().call_later(verdict.delay_s, self._start, child)
+
+    def _lose_side(self, death: Death) -> None:
+        if not self._side_killed or not death.killed:
+            self._side_deaths.append(death)
+        if len(self._side_deaths) == 1 and not self._side_killed:
+            grace = 0.0 if death.killed else _LAST_WORDS_S
+            self._side_timer = asyncio.get_running_loop().call_later(grace, self._kill_side)
+        if not self._pids(self._side):
+            self._restart_side()
+
+    def _kill_side(self) -> None:
+        self._side_killed = True
+        for child in self._side:
+            child.kill()
+
+    def _restart_side(self) -> None:
+        """All of it is gone."""
+        self._cancel_side()
+        deaths, self._side_deaths, self._side_killed = self._side_deaths, [], False
+        ran_s = time.monotonic() - min(child.started for child in self._side)
+        pids = self._side_pids
+        checkpoint = self._checkpoint()
+        verdict = self._judge.judge(Loss(_SIDE, deaths, pids, ran_s, self._permanent(pids), checkpoint))
+        if isinstance(verdict, End):
+            self._give_up(verdict)
+            return
+        self._restarted.append(verdict.cause)
+        cause, start = verdict.cause, "from the beginning" if checkpoint is None else f"from step {checkpoint}"
+        times = f"restart {verdict.number}/{self._max_restarts} of the training side in {verdict.delay_s:.1f} s"
+        self._say(f"{cause.name} {cause.how}; {times}, {start} ({cause.log})")
+        self._side_timer = asyncio.get_running_loop().call_later(verdict.delay_s, self._start_side)
+
+    def _start_side(self) -> None:
+        self._side_timer = None
+        self._side_starts += 1
+        for child in self._side:
+            self._start(child)
+        self._side_pids = self._pids(self._side)
+
+    def _cancel_side(self) -> None:
+        if self._side_timer is not None:
+            self._side_timer.cancel()
+            self._side_timer = None
+
+    def _give_up(self, verdict: End) -> None:
+        self._deaths += verdict.deaths
+        self._end(Outcome("failed", verdict.reason))
 
     def _end(self, outcome: Outcome) -> None:
-        self._outcome = outcome
-        self._ended.set()
+        if self._outcome is None:
+            self._outcome = outcome
+        self._changed.set()
 
     # ---- the end
 
     async def _stop(self) -> list[str]:
         """Stop every process; returns the names of those that had to be killed."""
-        if self._outcome is None:  # an exception in the launcher itself
-            self._end(Outcome("failed", "the launcher failed"))
+        self._end(Outcome("failed", "the launcher failed"))  # an exception in the launcher itself; else it stands
+        assert self._outcome is not None
+        began = time.monotonic()
+        if self._side_deaths:  # it was being taken down: what it said last counts
+            self._deaths += self._side_deaths
+        self._cancel_side()
+        workers = [child for child in self._children if child.spec.kind != NAME_STORE]
         for child in self._children:
-            if child.pending is not None:
-                child.pending.cancel()
-            if child.process is not None:
-                child.process.send_signal(signal.SIGTERM)
-        if not self.running():
-            self._all_gone.set()
-        await _first_of(self._stop_timeout_s, self._all_gone, self._hurry)
-        killed, self._killing = list(self.running()), True
-        for child in self._children:
-            if child.process is not None:
-                _kill_group(child.process.pid)
-        await _first_of(_KILL_TIMEOUT_S, self._all_gone)
-        killed += self._sweep()
+            child.cancel()
+        if self._outcome.status == "interrupted":
+            await self._stop_master()
+        for child in workers:
+            child.terminate()
+        left = self._stop_timeout_s - (time.monotonic() - began)
+        await self._until(lambda: self._hurry or not self._pids(workers), left)
+        killed, self._killing = self._names(workers), True
+        for child in workers:
+            child.kill()
+        await self._until(lambda: not self._pids(workers), _KILL_TIMEOUT_S)
+        killed += await self._stop_name_store(self._stop_timeout_s + _KILL_TIMEOUT_S - (time.monotonic() - began))
+        killed += self._descendants.sweep(_KILL_TIMEOUT_S)
+        await self._until(lambda: not self._pids(self._children), _KILL_TIMEOUT_S)  # killed, and not heard of yet
         if killed:
             self._say(f"killed, because they did not stop within {self._stop_timeout_s:g} s: {', '.join(killed)}")
         return killed
 
-    def _sweep(self) -> list[str]:
-        """Kill the descendants that outlived their parents, wherever they hid (own session, double fork)."""
-        left = [p for p in self._descendants() if _alive(p)]
-        names = []
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                names.append(f"{process.name()} (pid {process.pid})")
-                process.kill()
-        psutil.wait_procs(left, timeout=_KILL_TIMEOUT_S)
-        self._reap_orphans()
-        return names
+    async def _stop_master(self) -> None:
+        """It needs every ModelWorker for its checkpoint; without one of them it is not waited for."""
+        training = [child for child in self._children if child.spec.on_training_side]
+        if not training or len(self._pids(training)) < len(training):
+            return
+        for child in training:
+            if child.spec.kind == "master_worker":
+                child.terminate()
+        await self._until(lambda: self._hurry or len(self._pids(training)) < len(training), self._master_stop_s)
 
-    def _descendants(self) -> list[psutil.Process]:
-        mine = [p for p in psutil.Process().children() if p.pid not in self._others]
-        found = list(mine)
-        for process in mine:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found += process.children(recursive=True)
-        return found
+    async def _stop_name_store(self, timeout_s: float) -> list[str]:
+        stores = [child for child in self._children if child.spec.kind == NAME_STORE]
+        for child in stores:
+            child.terminate()
+        await self._until(lambda: self._hurry or not self._pids(stores), timeout_s)
+        killed = self._names(stores)
+        for child in stores:
+            child.kill()
+        await self._until(lambda: not self._pids(stores), _KILL_TIMEOUT_S)
+        return killed
 
-    def _reap_orphans(self) -> None:
-        """Collect dead processes that were handed to the launcher as subreaper; its own are Popen's business."""
-        own = {c.process.pid for c in self._children if c.process is not None} | self._others
-        for process in psutil.Process().children():
-            if process.pid not in own and not _alive(process):
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(process.pid, os.WNOHANG)
+    async def _until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Look again whenever a process has ended, until the condition holds or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    @staticmethod
+    def _pids(children: Sequence[Child]) -> frozenset[int]:
+        return frozenset(child.process.pid for child in children if child.process is not None)
+
+    @staticmethod
+    def _names(children: Sequence[Child]) -> list[str]:
+        return [child.spec.name for child in children if child.process is not None]
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -276,48 +313,3 @@ class Supervisor:
         finally:
             for signum in _STOP_SIGNALS:
                 loop.remove_signal_handler(signum)
-
-
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    # With the pid a child can tell that the launcher died before the child asked to die with it.
-    env = {**os.environ, **extra, "REALSYS_PARENT_PID": str(os.getpid())}
-    if "PYTHONPATH" in extra and os.environ.get("PYTHONPATH"):
-        env["PYTHONPATH"] = os.pathsep.join((extra["PYTHONPATH"], os.environ["PYTHONPATH"]))
-    return env
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-async def _first_of(timeout_s: float, *events: asyncio.Event) -> None:
-    """Wait until one of the events is set or the time is over."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
-    await asyncio.gather(*waits, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def _subreaper() -> Iterator[None]:
-    """Orphaned descendants become children of this process instead of init's, so that none can get lost."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def set_to(value: int) -> None:
-        if libc.prctl(_PR_SET_CHILD_SUBREAPER, value, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-    set_to(1)
-    try:
-        yield
-    finally:
-        set_to(0)

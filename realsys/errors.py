@@ -13,6 +13,7 @@ RealsysError
 ├── DecodeError           bytes that are no message of ours
 ├── WeightsError          a weight version is missing, truncated, corrupt, or not the one asked for
 ├── CheckpointError       a checkpoint cannot be written, is torn or corrupt, or belongs to another model
+├── RecordError           a recorded step is missing (exit code 2), or damaged (exit code 1)
 ├── GenerationError       a generation server refused or failed a request
 ├── RewardError           a verifier raised, hung or died; never turned into a reward
 ├── LedgerError           an event that the rollout ledger cannot accept
@@ -25,6 +26,11 @@ The message of each is one line: which process or field, which value, what to do
 """
 
 from __future__ import annotations
+
+import msgspec
+
+#: what msgspec raises for bytes that are not what was asked for: shape and values, encoding, nesting without end
+MALFORMED = (msgspec.MsgspecError, UnicodeError, RecursionError)
 
 
 class RealsysError(Exception):
@@ -97,6 +103,16 @@ class WeightsError(RealsysError):
 
 class CheckpointError(RealsysError):
     """A checkpoint cannot be written, is incomplete, torn or corrupt, or does not fit the model that is to load it."""
+
+
+class RecordError(RealsysError):
+    """A recorded step is missing (exit code 2), or ``damaged``: then what is there is not what was written."""
+
+    permanent = True
+
+    def __init__(self, message: str, *, damaged: bool = False) -> None:
+        self.exit_code = 1 if damaged else 2
+        super().__init__(message)
 
 
 class GenerationError(RealsysError):

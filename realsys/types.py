@@ -43,6 +43,7 @@ class Trajectory:
     tokens    int32   [prompt_len + answer_len]
     logprobs  float32 [answer_len]  under the policy that sampled the token (``behav``); never recomputed
     versions  int32   [answer_len]  version of that policy
+    route     (server, tokens) runs over the answer: who sampled it; empty where that is not known
     """
 
     tokens: I32
@@ -51,6 +52,7 @@ class Trajectory:
     prompt_len: int
     reward: float
     finish_reason: FinishReason
+    route: tuple[tuple[str, int], ...] = ()
 
     @property
     def answer_len(self) -> int:
@@ -71,6 +73,24 @@ class TrajectoryGroup:
     started: float = 0.0  # unix seconds
     finished: float = 0.0
     extra: dict[str, float] = field(default_factory=dict)
+
+
+class AnswerOrigin(msgspec.Struct, frozen=True):
+    """How an answer was sampled: ``route`` as in ``Trajectory``."""
+
+    finish_reason: FinishReason
+    route: tuple[tuple[str, int], ...] = ()
+
+
+class GroupOrigin(msgspec.Struct, frozen=True):
+    """Where a group came from. Nothing computes with it: it is for the record of its step."""
+
+    ticket: Ticket
+    worker: str
+    started: float  # unix seconds
+    finished: float
+    extra: dict[str, float]
+    answers: list[AnswerOrigin]
 
 
 class SampleMeta(msgspec.Struct):
@@ -173,12 +193,14 @@ class Empty(msgspec.Struct):
 class InitializeRequest(msgspec.Struct):
     """Build this worker's shard of ``role`` from the HF directory ``model_path``.
 
-    ``trainable``: with gradients and an optimizer. Sent to the ranks of the role's mesh only.
+    ``trainable``: with gradients and an optimizer. Sent to the ranks of the role's mesh only. ``training``: the
+    master's incarnation; no group of another one is taken in.
     """
 
     role: str
     model_path: str
     trainable: bool = True
+    training: str = ""
 
 
 class SaveCheckpointRequest(msgspec.Struct):
@@ -223,6 +245,50 @@ class ClearRequest(msgspec.Struct):
 
     sample_ids: list[str]
     keys: list[str] = []
+
+
+class HoldRequest(msgspec.Struct):
+    """Keep these arrays of the step that begins until its ``RecordRequest``, whoever clears them meanwhile.
+
+    ``arrays``: worker -> key -> sample ids; each array is on one worker only.
+    """
+
+    step: int
+    arrays: dict[int, dict[str, list[str]]]
+
+
+class RecordRequest(msgspec.Struct):
+    """The calls of ``step`` have run: write what was held into ``directory``, beside what follows.
+
+    Notice ``recorded`` says when it is there.
+    """
+
+    step: int
+    directory: str
+
+
+class RecordReply(msgspec.Struct):
+    """``weights``: trained role -> parameter on this rank -> xxh3-64 of its bytes, after the step."""
+
+    worker: int
+    weights: dict[str, dict[str, str]]
+    seconds: float = 0.0
+
+
+class Recorded(msgspec.Struct):
+    """Notice ``recorded``: this worker's file of a step's record is written, or why it is not (``failure``)."""
+
+    worker: int
+    step: int
+    size: int = 0  # bytes
+    checksum: str = ""  # xxh3-64 of the file, hex
+    failure: str = ""
+
+
+class LoadRecordRequest(msgspec.Struct):
+    """Hold the samples of the recorded step in ``directory``, as they came from rollout. To every worker."""
+
+    directory: str
 
 
 class SaveWeightsRequest(msgspec.Struct):

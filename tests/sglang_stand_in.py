@@ -2,7 +2,8 @@
 
 Not a model: it counts. The token after t is (t + 1) % 90, with log-prob -1 - version / 100. A request with temperature
 0.5 stalls half-way while the weights are those of the start: it gives what it has when it is aborted. Token 89 as the
-last of a prompt ends the process. Usage: sglang_stand_in.py [--fail | --silent | --reports] --port PORT
+last of a prompt ends the process, 88 makes it hang while it still listens. Version 13 never answers the prompt [0].
+Usage: sglang_stand_in.py [--fail | --silent | --reports] --port PORT
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class State:
     def __init__(self, reports: bool) -> None:
         self.reports, self.version = reports, "default"
         self.aborted: set[str] = set()
+        self.hangs = False
         self.changed = threading.Condition()
 
 
@@ -28,7 +30,8 @@ class Handler(BaseHTTPRequestHandler):
     state: State
 
     def do_GET(self) -> None:
-        self._reply({}, 200 if self.path == "/health" else 404)
+        samples = self.path == "/health_generate" and not self.state.hangs
+        self._reply({}, 200 if self.path == "/health" or samples else 503)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -53,6 +56,9 @@ class Handler(BaseHTTPRequestHandler):
         if prompt[-1] == 89:
             print("token 89: the end", flush=True)
             os._exit(3)
+        state.hangs |= prompt[-1] == 88
+        if state.hangs or (prompt == [0] and state.version == "13"):
+            state.changed.wait_for(lambda: False, timeout=60)
         stalls = params.get("temperature") == 0.5 and state.version == "default"
         if stalls:
             state.aborted.clear()

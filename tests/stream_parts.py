@@ -74,10 +74,12 @@ class PullerThread:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._puller.socket, zmq.POLLIN)
+        poller.register(self._puller.monitor, zmq.POLLIN)
         poller.register(self._stopped, zmq.POLLIN)
         try:
             while self._stopped not in dict(poller.poll()):
                 self._puller.drain(self._take)
+                self._puller.count_rejected()
                 with self._arrived:
                     self._arrived.notify_all()
         except PullerCrash:

@@ -7,6 +7,7 @@ to the manager.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -22,10 +23,13 @@ from realsys.cluster.worker import WorkerContext, worker_main
 
 if TYPE_CHECKING:
     from realsys.generation.backend import Change, GenerationEngine
+    from realsys.generation.server import HttpServer
     from realsys.generation.sglang.update import Materialised
     from realsys.weights.stage import HeldWeights, StagedWeights
 
 log = logging.getLogger(__name__)
+
+_HAND_OVER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +55,26 @@ def serve(ctx: WorkerContext) -> None:
         if ctx.stop.is_set():
             return
         raise
-    http = HttpServer(build_app(engine), ctx.config.cluster.host)
+    app = build_app(engine, token=ctx.token, check_alive=ctx.check_alive)
+    ctx.count(lambda: app.refused)
+    http = HttpServer(app, ctx.config.cluster.host)
     http.start(ctx.config.cluster.connect_timeout_s)
     log.info("serving %s at %s", model_path, http.url)
     try:
         _register_changes(ctx, http.url, changes)
     finally:
-        # The engine first: whoever waits for an answer gets an error at once, and the HTTP server has nothing to do.
-        engine.close()
-        http.close()
+        stop_serving(engine, http)
+
+
+def stop_serving(engine: GenerationEngine, http: HttpServer) -> None:
+    """Hand over what the open answers have, so that they go on elsewhere, and close."""
+    from realsys.errors import GenerationError
+
+    with contextlib.suppress(GenerationError, TimeoutError):  # it has ended already, or hangs
+        engine.pause("abort").result(_HAND_OVER_S)
+    # The engine first: whoever asks now gets an error at once, and the HTTP server has nothing to do.
+    engine.close()
+    http.close()
 
 
 def _register_changes(ctx: WorkerContext, url: str, changes: queue.SimpleQueue[Change | Stop]) -> None:

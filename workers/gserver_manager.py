@@ -25,6 +25,8 @@ async def serve(ctx: WorkerContext) -> None:
         ledger=ctx.paths.ledger,
         split_sizes=split_sizes(ctx.config, ctx.paths),
         register=register,
+        check_alive=ctx.check_alive,
+        count=ctx.count,
     )
     await Manager(parts).run(stop_event(ctx))
 

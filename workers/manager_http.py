@@ -1,14 +1,14 @@
 """The manager's HTTP surface.
 
 Bodies are msgspec Structs, decoded from and encoded to the raw request: no pydantic on the hot routes. State-changing
-calls need the trial's token. An error is one line: {"error": "..."}.
+calls need the trial's token (``realsys.cluster.http_guard``). An error is one line: {"error": "..."}.
 """
 
 from __future__ import annotations
 
-import hmac
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +19,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from realsys.admission.manager import NoServer, NotRunning
 from realsys.admission.messages import (
     AllocateReply,
     AllocateRequest,
@@ -28,14 +27,19 @@ from realsys.admission.messages import (
     EvaluationReply,
     FinishReply,
     FinishRequest,
+    RollBackReply,
+    RollBackRequest,
     ScheduleReply,
     ScheduleRequest,
     TrainedReply,
     TrainedRequest,
     VersionReply,
 )
+from realsys.admission.refusals import NoServer, NotRunning, OlderTraining
 from realsys.admission.status import status
-from realsys.errors import RealsysError
+from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.http_guard import Guard, Refused
+from realsys.errors import MALFORMED, RealsysError
 from workers.manager_metrics import render_metrics
 from workers.manager_service import ManagerService
 
@@ -47,43 +51,37 @@ PAGE = Path(__file__).with_name("status_page.html")
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class Refused(Exception):
-    """Ends a request with this status and one line."""
-
-    def __init__(self, status: int, message: str) -> None:
-        self.status, self.message = status, message
-        super().__init__(message)
-
-
 def reply_json(body: object, status_code: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status_code, media_type="application/json")
 
 
-async def read_body(request: Request, limit: int = MAX_BODY) -> bytes:
-    """The whole body, refused as soon as it is known to be larger than ``limit``."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise Refused(413, f"{request.url.path}: body of {declared} bytes is over the limit of {limit}")
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise Refused(413, f"{request.url.path}: body is over the limit of {limit} bytes")
-        chunks.append(chunk)
-    return b"".join(chunks)
+@contextlib.contextmanager
+def bad_request(path: str) -> Iterator[None]:
+    """ValueError is a caller's mistake: status 400 and one line."""
+    try:
+        yield
+    except ValueError as error:
+        log.warning("%s: %s", path, error)
+        raise Refused(400, f"{path}: {error}") from error
 
 
 class ManagerApp:
     """Routes to the service."""
 
-    def __init__(self, service: ManagerService, token: str, refresh: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        service: ManagerService,
+        token: str,
+        refresh: Callable[[], Awaitable[None]],
+        check_alive: CheckAlive = unleased,
+    ) -> None:
         """``refresh`` reads the published version from the name store: a watch may lag behind the caller."""
-        self._service, self._refresh = service, refresh
-        self._authorization = f"Bearer {token}".encode()
+        self._service, self._refresh, self._token, self._check_alive = service, refresh, token, check_alive
         self._page = PAGE.read_text(encoding="utf-8")
 
-    def build(self) -> FastAPI:
-        return FastAPI(
+    def build(self) -> Guard:
+        """The routes, behind what checks token, size and lease for all of them."""
+        app = FastAPI(
             title="realsys gserver_manager",
             openapi_url=None,
             routes=[
@@ -91,6 +89,7 @@ class ManagerApp:
                 self._post("/schedule_request", ScheduleRequest, self._schedule),
                 self._post("/finish_rollout", FinishRequest, self._finish),
                 self._post("/trained", TrainedRequest, self._trained),
+                self._post("/roll_back", RollBackRequest, self._roll_back),
                 self._post("/evaluate", EvaluateRequest, self._evaluate),
                 Route("/evaluate/{eval_id}", self._evaluation),
                 Route("/data_position", self._position),
@@ -101,18 +100,24 @@ class ManagerApp:
                 Route("/", self._index),
             ],
         )
+        return Guard(
+            app,
+            token=self._token,
+            max_body=MAX_BODY,
+            error=lambda message: {"error": message},
+            secret=("/data_position",),
+            check_alive=self._check_alive,
+        )
 
     def _post(self, path: str, kind: type[T], handle: Callable[[T, Request], Awaitable[msgspec.Struct]]) -> Route:
-        """A state-changing call: token, size, shape, then the handler."""
+        """A state-changing call: shape, then the handler."""
         decoder = msgspec.json.Decoder(kind)
 
         async def endpoint(request: Request) -> Response:
             try:
-                self._authorize(request)
-                body = await read_body(request)
                 try:
-                    payload = decoder.decode(body)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    payload = decoder.decode(await request.body())
+                except MALFORMED as error:
                     raise Refused(400, f"{path}: {error}") from error
                 return reply_json(await handle(payload, request))
             except Refused as refused:
@@ -124,11 +129,6 @@ class ManagerApp:
                 return reply_json({"error": str(error)}, 500)
 
         return Route(path, endpoint, methods=["POST"])
-
-    def _authorize(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").encode("utf-8", "replace")
-        if not hmac.compare_digest(given, self._authorization):
-            raise Refused(401, f"{request.url.path}: needs the trial's token: Authorization: Bearer <token>")
 
     async def _allocate(self, payload: AllocateRequest, request: Request) -> AllocateReply:
         return await self._service.allocate(payload, request.is_disconnected)
@@ -145,14 +145,26 @@ class ManagerApp:
         return self._service.finish(payload)
 
     async def _trained(self, payload: TrainedRequest, request: Request) -> TrainedReply:
-        return await self._service.trained(payload)
+        with bad_request("/trained"):
+            reply = await self._service.trained(payload)
+        if isinstance(reply, OlderTraining):
+            raise Refused(409, reply.problem)
+        return reply
+
+    async def _roll_back(self, payload: RollBackRequest, request: Request) -> RollBackReply:
+        with bad_request("/roll_back"):
+            reply = await self._service.roll_back(payload)
+        if isinstance(reply, OlderTraining):
+            log.error("/roll_back: %s", reply.problem)
+            raise Refused(409, reply.problem)
+        started = "training side %s starts from version %d: %d tickets re-issued"
+        log.info(started, payload.incarnation, payload.version, reply.reissued)
+        return reply
 
     async def _evaluate(self, payload: EvaluateRequest, request: Request) -> EvaluateReply:
         await self._refresh()
-        try:
+        with bad_request("/evaluate"):
             return EvaluateReply(self._service.evaluate(payload).started.total)
-        except ValueError as error:
-            raise Refused(400, f"/evaluate: {error}") from error
 
     async def _evaluation(self, request: Request) -> Response:
         eval_id = request.path_params["eval_id"]
@@ -163,11 +175,7 @@ class ManagerApp:
         return reply_json(reply)
 
     async def _position(self, request: Request) -> Response:
-        try:
-            self._authorize(request)
-        except Refused as refused:
-            return reply_json({"error": refused.message}, refused.status)
-        return reply_json(self._service.state.ledger.position())
+        return reply_json(await self._service.position())
 
     async def _version(self, request: Request) -> Response:
         return reply_json(VersionReply(self._service.state.version))

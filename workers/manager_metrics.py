@@ -30,6 +30,13 @@ class StateCollector(Collector):
             "realsys_generated_tokens_per_second", "tokens of finished answers", state.generated.rate(self._now)
         )
         yield CounterMetricFamily("realsys_generated_tokens", "tokens of finished answers", state.generated.total)
+        refused = CounterMetricFamily(
+            "realsys_refused", "peers, requests and messages refused, by cause", labels=["worker", "cause"]
+        )
+        for name, beat in state.workers.items():
+            for cause, count in beat.counters.items():
+                refused.add_metric([name, cause], count)
+        yield refused
 
     def _admission(self) -> Iterator[Metric]:
         view = admission(self._state)
@@ -50,6 +57,7 @@ class StateCollector(Collector):
             tickets.add_metric([name], number)
         yield tickets
         yield CounterMetricFamily("realsys_attempts", "granted attempts", counts.attempts)
+        yield CounterMetricFamily("realsys_training_starts", "starts of the training side", counts.starts)
         dropped = GaugeMetricFamily("realsys_tickets_dropped", "dropped tickets by reason", labels=["reason"])
         for reason, number in counts.dropped_by_reason.items():
             dropped.add_metric([reason], number)

@@ -12,21 +12,24 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
 
 from realsys.admission.journal import Journal
 from realsys.admission.manager import ManagerSettings, ManagerState
+from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.http_guard import BoundedHead
 from realsys.cluster.name_store import NameStore, Watch
 from realsys.cluster.names import Names
 from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of
 from realsys.config.schema import Config
-from realsys.errors import KeyMissing
+from realsys.errors import MALFORMED, KeyMissing
 from realsys.generation.client import GenerationClient
 from realsys.types import PublishedVersion, ServerAddress
 from workers.manager_http import ManagerApp
@@ -36,12 +39,15 @@ from workers.manager_service import ManagerService
 log = logging.getLogger(__name__)
 
 Tree = dict[str, str]
+T = TypeVar("T")
 LOAD_PERIOD_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerParts:
-    """What the manager is built from. ``register`` is called with the address once requests are accepted."""
+    """What the manager is built from. ``register`` is called with the address once requests are accepted; ``count``
+    with what tells how much was refused so far, by cause.
+    """
 
     config: Config
     names: Names
@@ -50,6 +56,8 @@ class ManagerParts:
     ledger: Path
     split_sizes: dict[str, int]
     register: Callable[[str], None]
+    check_alive: CheckAlive = unleased
+    count: Callable[[Callable[[], Mapping[str, int]]], None] = lambda _: None
 
 
 class HttpServer(uvicorn.Server):
@@ -74,6 +82,7 @@ class Manager:
     def __init__(self, parts: ManagerParts) -> None:
         self._parts = parts
         self._watches: list[Watch] = []
+        self._unreadable: Counter[str] = Counter()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop``. Raises what must end the process: a journal that cannot be written, a bug in a task."""
@@ -84,8 +93,15 @@ class Manager:
             state.restore_from(journal.replay())
             if journal.records:
                 log.info("ledger: %d records replayed, N=%d", journal.records, state.ledger.counted)
-            self.service = ManagerService(state, journal)
-            client = GenerationClient(config.manager.update_timeout_s)
+            self.service = ManagerService(
+                state,
+                journal,
+                check_alive=self._parts.check_alive,
+                compact_above=int(config.manager.ledger_compact_mb * 2**20),
+            )
+            state.open(self.service.clock())
+            self.service.commit()
+            client = GenerationClient(config.manager.update_timeout_s, token=self._parts.token)
             try:
                 async with asyncio.TaskGroup() as updates:
                     self._rollout = WeightRollout(self.service, client, updates, config.manager.update_timeout_s)
@@ -102,11 +118,14 @@ class Manager:
         config, service = self._parts.config, self.service
         bound = bind_tcp(config.cluster.host, config.manager.port)
         address = f"http://{join_host_port(advertised_host(config.cluster.host), port_of(bound))}"
-        app = ManagerApp(service, self._parts.token, self._refresh_version)
+        app = ManagerApp(service, self._parts.token, self._refresh_version, self._parts.check_alive).build()
+        self._parts.count(lambda: app.refused + self._unreadable)
         listening = asyncio.Event()
         server = HttpServer(
             uvicorn.Config(
-                app.build(),
+                app,
+                http=BoundedHead,
+                ws="none",
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -121,6 +140,7 @@ class Manager:
             asyncio.create_task(self._start(listening, address), name="start"),
             asyncio.create_task(self._lease_clock(), name="leases"),
             asyncio.create_task(self._load_clock(), name="loads"),
+            asyncio.create_task(service.keep_compact(), name="compaction"),
         ]
         waiting: set[asyncio.Future[Any]] = {http, service.fatal, *helpers}
         try:
@@ -193,7 +213,9 @@ class Manager:
 
     def _on_version(self, tree: Tree) -> None:
         for key, value in tree.items():
-            published = msgspec.json.decode(value, type=PublishedVersion)
+            published = self._decoded(key, value, PublishedVersion)
+            if published is None:
+                continue
             known = self.service.state.servers.published
             if self.service.publish(published):
                 log.info("version %d published: %s", published.version, published.path)
@@ -201,7 +223,8 @@ class Manager:
                 log.error("%s: version %d does not follow %s; ignored", key, published.version, known)
 
     def _on_servers(self, tree: Tree) -> None:
-        self._rollout.observe([msgspec.json.decode(value, type=ServerAddress) for value in tree.values()])
+        addresses = (self._decoded(key, value, ServerAddress) for key, value in tree.items())
+        self._rollout.observe([address for address in addresses if address is not None])
 
     def _on_heartbeats(self, tree: Tree) -> None:
         start = len(self._parts.names.heartbeats) + 1
@@ -209,8 +232,8 @@ class Manager:
             log.warning("worker lost, re-issued: %s", ", ".join(lost[:20]))
 
     def _on_status(self, tree: Tree) -> None:
-        for value in tree.values():
-            self.service.state.master = msgspec.json.decode(value, type=dict[str, object])
+        for key, value in tree.items():
+            self.service.state.master = self._decoded(key, value, dict[str, object]) or {}
             self.service.changed.fire()
 
     async def _refresh_version(self) -> None:
@@ -219,7 +242,26 @@ class Manager:
             value = await asyncio.to_thread(self._parts.store.get, self._parts.names.model_version())
         except KeyMissing:
             return
-        self.service.publish(msgspec.json.decode(value, type=PublishedVersion))
+        published = self._decoded(self._parts.names.model_version(), value, PublishedVersion)
+        if published is not None:
+            self.service.publish(published)
+
+    def _decoded(self, key: str, value: str, kind: type[T]) -> T | None:
+        """The value of a key; None if it is something else: whoever wrote it must not end the manager."""
+        try:
+            return decode_value(key, value, kind)
+        except ValueError as error:
+            self._unreadable["unreadable_value"] += 1
+            log.error("name store: %s; ignored", error)
+            return None
+
+
+def decode_value(key: str, value: str, kind: type[T]) -> T:
+    """What ``value`` of ``key`` is. Raises ValueError that says what it should be."""
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except MALFORMED as error:
+        raise ValueError(f"{key} holds {value[:80]!r}, which is no {kind.__name__}: {error}") from None
 
 
 def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:

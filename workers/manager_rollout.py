@@ -89,7 +89,8 @@ class WeightRollout:
         servers, begin = self._service.state.servers, time.perf_counter()
         timings: dict[str, float] | None = None
         try:
-            if not (order.probe and await self._has(order)):
+            # After a restart of the manager the servers may have the newest weights.
+            if not (order.probe and await self._serves(order)):
                 timings = await self._load(order)
                 if not await self._serves(order):
                     raise GenerationError(f"{order.url}: took version {order.target.version}, but does not report it")
@@ -101,15 +102,13 @@ class WeightRollout:
             servers.succeeded(order, seconds, timings)
             log.info("%s: serves version %d after %.3f s", order.server, order.target.version, seconds)
 
-    async def _has(self, order: UpdateOrder) -> bool:
-        """After a restart of the manager the servers may have the newest weights: same version from the same folder."""
+    async def _serves(self, order: UpdateOrder) -> bool:
+        """Asked, not believed: nothing is routed to a server on the word of the call that changed it.
+
+        The same version from the same folder: another training side may have had another version of that number.
+        """
         info = await self._client.model_info(order.url, min(PROBE_TIMEOUT_S, self._timeout_s))
         return info.weight_version == str(order.target.version) and info.model_path == order.target.path
-
-    async def _serves(self, order: UpdateOrder) -> bool:
-        """Asked, not believed: nothing is routed to a server on the word of the call that changed it."""
-        info = await self._client.model_info(order.url, min(PROBE_TIMEOUT_S, self._timeout_s))
-        return info.weight_version == str(order.target.version)
 
     async def _load(self, order: UpdateOrder) -> dict[str, float]:
         target = order.target

@@ -13,20 +13,26 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+from realsys.admission.compaction import Compactor
 from realsys.admission.evaluations import Evaluation
 from realsys.admission.journal import Journal
-from realsys.admission.manager import ManagerState, NoServer, NotRunning
+from realsys.admission.manager import ManagerState
 from realsys.admission.messages import (
     AllocateReply,
     AllocateRequest,
+    DataPosition,
     EvaluateRequest,
     FinishReply,
     FinishRequest,
+    RollBackReply,
+    RollBackRequest,
     ScheduleReply,
     ScheduleRequest,
     TrainedReply,
     TrainedRequest,
 )
+from realsys.admission.refusals import NoServer, NotRunning, OlderTraining
+from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import LedgerError
 from realsys.types import PublishedVersion
 
@@ -62,13 +68,24 @@ async def wait_for(event: asyncio.Event, timeout_s: float | None) -> None:
 class ManagerService:
     """The calls of the manager as coroutines. ``fatal`` gets the error that must end the process."""
 
-    def __init__(self, state: ManagerState, journal: Journal, *, clock: Callable[[], float] = time.time) -> None:
-        self.state, self.clock = state, clock
+    def __init__(
+        self,
+        state: ManagerState,
+        journal: Journal,
+        *,
+        clock: Callable[[], float] | None = None,
+        check_alive: CheckAlive = unleased,
+        compact_above: int = 64 << 20,
+    ) -> None:
+        """``compact_above``: bytes of the journal; see ``keep_compact``."""
+        self.state, self.clock, self._check_alive = state, clock or time.time, check_alive
         self.changed = Signal()
-        self.started = clock()
+        self.started = self.clock()
         self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.closing = False
         self.journal = journal
+        self.compaction = asyncio.Event()  # the journal has grown beyond its limit
+        self._compactor = Compactor(journal, compact_above)
 
     def close(self) -> None:
         """Answer what is held, so that the server can stop."""
@@ -78,12 +95,25 @@ class ManagerService:
     def commit(self) -> None:
         """Put this turn's events on file. If that fails the process must end: its memory is ahead of the journal."""
         events, self.state.outbox = self.state.outbox, []
+        if events:
+            self._check_alive()  # a successor may be writing the journal already
         try:
             self.journal.append(events)
         except LedgerError as error:
             if not self.fatal.done():
                 self.fatal.set_exception(error)
             raise
+        if self._compactor.due:
+            self.compaction.set()
+
+    async def keep_compact(self) -> None:
+        """Compacts the journal whenever it has grown too large, beside everything else; until it is cancelled."""
+        while True:
+            await self.compaction.wait()
+            self.compaction.clear()
+            if self._compactor.due:
+                self._check_alive()
+                await self._compactor.compact(lambda: self.state.snapshot(self.clock()))
 
     async def allocate(self, request: AllocateRequest, gone: Gone) -> AllocateReply:
         """Held up to ``wait_s``; woken by every change that may let something through."""
@@ -127,13 +157,35 @@ class ManagerService:
             self.changed.fire()
         return reply
 
-    async def trained(self, request: TrainedRequest) -> TrainedReply:
+    async def trained(self, request: TrainedRequest) -> TrainedReply | OlderTraining:
+        """Raises ValueError for a call that contradicts itself."""
         reply = self.state.trained(request, self.clock())
+        if isinstance(reply, OlderTraining):
+            return reply
         self.commit()
         self.changed.fire()
         if reply.trained:
             await asyncio.to_thread(self.journal.sync)
         return reply
+
+    async def roll_back(self, request: RollBackRequest) -> RollBackReply | OlderTraining:
+        """Survives the death of the machine once answered: the incarnation that it fences off must stay so.
+
+        Raises ValueError for a version that cannot be gone back to.
+        """
+        reply = self.state.roll_back(request, self.clock())
+        if isinstance(reply, OlderTraining):
+            return reply
+        self.commit()
+        self.changed.fire()
+        await asyncio.to_thread(self.journal.sync)
+        return reply
+
+    async def position(self) -> DataPosition:
+        """Where in the data training is; on the disk, for the checkpoint that is to hold it."""
+        position = self.state.ledger.position()
+        await asyncio.to_thread(self.journal.sync)
+        return position
 
     def evaluate(self, request: EvaluateRequest) -> Evaluation:
         evaluation = self.state.evaluate(request, self.clock())

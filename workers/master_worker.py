@@ -1,9 +1,18 @@
-"""The MasterWorker process: connects the ModelWorkers, runs warm-up, training and evaluation, exports the result."""
+"""The MasterWorker process: finds out where to start, connects the ModelWorkers, runs warm-up, training and
+evaluation, exports the result.
+
+    where to start? ──> roll the ledger back ──> connect ──> load, or warm up ──> publish ──> evaluate ──> train ...
+
+Every start is the same, be it the first one, that of a training side whose predecessor died, or that of a run which is
+started again (``realsys.master.recovery``).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,10 +21,12 @@ from typing import Any
 import msgspec
 import uvloop
 
+from realsys.admission.messages import RollBackRequest
 from realsys.algorithm.group_filter import keep_group
-from realsys.cluster.aio import run_until_stopped
+from realsys.cluster.aio import run_until_stopped, stop_event, unless
+from realsys.cluster.process import training_start
 from realsys.cluster.topology import place, routing_table
-from realsys.cluster.worker import WorkerContext, worker_main
+from realsys.cluster.worker import EXIT_STOPPED, WorkerContext, worker_main
 from realsys.config.allocation import ACTOR, parse_allocation
 from realsys.config.dataflow import dataflow_of, saved_roles, sft_dataflow
 from realsys.config.roles import role_settings
@@ -31,6 +42,8 @@ from realsys.master.intake import Intake
 from realsys.master.loop import TrainLoop, planned_steps
 from realsys.master.plans import cost_functions, plan_roles
 from realsys.master.publish import Publisher
+from realsys.master.recorder import Recorder
+from realsys.master.recovery import Start, evaluated, find_start, has_trained, recovered_record
 from realsys.master.step_log import StepLog
 from realsys.master.warmup import Warmup
 from realsys.master.workers import ModelWorkers
@@ -38,14 +51,27 @@ from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.request_reply import MasterStream
 from realsys.stream.routing import RoutedStream
 from realsys.stream.security import keys_for
-from realsys.types import InitializeRequest, SampleMeta, SamplesArrived
+from realsys.telemetry.steps import StepRecord, read_steps
+from realsys.types import InitializeRequest, Recorded, SampleMeta, SamplesArrived
+
+log = logging.getLogger(__name__)
+
+_GRACE = 0.9  # of ``cluster.master_stop_s``; the rest is for closing
 
 
 class Master:
     """Builds the parts in their order and runs the phases."""
 
-    def __init__(self, ctx: WorkerContext, stream: MasterStream, manager: ManagerClient, step_log: StepLog) -> None:
+    def __init__(
+        self,
+        ctx: WorkerContext,
+        stream: MasterStream,
+        manager: ManagerClient,
+        step_log: StepLog,
+        stop: asyncio.Event,
+    ) -> None:
         config, paths = ctx.config, ctx.paths
+        self._stop, self.finished = stop, False
         self._ctx, self._config, self._paths, self._manager, self._log = ctx, config, paths, manager, step_log
         self._stream = stream
         self._phase, self._shown = "start", dict[str, Any]()
@@ -65,6 +91,7 @@ class Master:
             incarnation=ctx.incarnation,
             keep=config.weights.keep_versions,
             save=self._workers.save_weights,
+            check_alive=ctx.check_alive,
         )
         self._checkpoints = Checkpoints(
             config,
@@ -73,6 +100,7 @@ class Master:
             workers=self._workers,
             position=manager.data_position,
             kl=self._arguments.state_dict,
+            check_alive=ctx.check_alive,
         )
         self._costs = cost_functions(config, paths, list(self._meshes))
         self._loop = self._build_loop(total_steps)
@@ -94,43 +122,82 @@ class Master:
         await asyncio.to_thread(self._ctx.store.add, self._ctx.names.status, value, replace=True)
 
     async def run(self) -> None:
+        """To the end of the run, or until ``stop`` is set and what was trained is saved. Raises Fenced when another
+        training side has taken over.
+        """
+        done = await unless(self._stop, self._start())
+        if done is None:
+            return
+        steps = await self._loop.run(done)
+        await unless(self._stop, self._conclude(steps))
+
+    async def _start(self) -> int:
+        """Everything before the first step; returns the steps done. Told to stop meanwhile, it loses nothing: what it
+        makes is on disk, or is made again.
+        """
+        start = await asyncio.to_thread(find_start, self._paths.checkpoints, self._config.resume)
+        await self._roll_back(start)
         await self._enter("connect")
         await self._stream.barrier(range(self._allocation.workers), self._config.cluster.connect_timeout_s)
-        waiting = self._followers()
+        waiting = self._followers(start)
         await self._initialize((role for role in self._meshes if role not in waiting), self._model_dir)
-        done = await self._begin()
+        done = await self._begin(start)
         await self._enter("publish")
         await self._publisher.publish(done, done)
         if waiting:
             await self._publisher.export(self._paths.warmed_up)
             await self._initialize(waiting, lambda role: self._paths.warmed_up)
-        await self._evaluate("before", done)
+        if not start.own and (start.checkpoint or self._config.warmup.steps):
+            await self._checkpoints.first(done)
+        if not has_trained(self._records()):
+            await self._evaluate("before", done)
         await self._enter("train")
-        steps = await self._loop.run(done)
+        if start.own and self._loop.evaluation_is_due(done) and f"step-{done}" not in evaluated(self._records()):
+            await self._loop.start_evaluation(done)
+        return done
+
+    async def _conclude(self, steps: int) -> None:
         await self._evaluate("after", steps)
         await self._publisher.export(self._paths.final_model)
         await self._enter("done")
+        self.finished = True
 
-    def _followers(self) -> list[str]:
+    async def _roll_back(self, start: Start) -> None:
+        """What is later than ``start`` is undone, before anything else: from here on the manager grants nothing, and
+        what was granted is issued again once the weights of ``start`` are published. Raises Fenced.
+        """
+        folder = str(start.checkpoint or "")
+        reply = await self._manager.roll_back(RollBackRequest(start.step, start.step, self._ctx.incarnation, folder))
+        if self._records():
+            self._log.append(recovered_record(start, self._ctx.incarnation))
+            log.info("went back to version %d; %d tickets are issued again", start.step, reply.reissued)
+        await self._publisher.discard_unfinished()
+
+    def _records(self) -> list[StepRecord]:
+        """What holds of the step log."""
+        return read_steps(self._paths.steps)
+
+    def _followers(self, start: Start) -> list[str]:
         """Roles that start as the actor does, where that is known only after its warm-up.
 
         A reference loaded before would be the model that has learned nothing, and its KL a pull back to that.
         """
-        if self._config.resume or not self._config.warmup.steps:
+        if start.checkpoint or not self._config.warmup.steps:
             return []
         return [role for role in self._meshes if role_settings(self._config, role).as_actor]
 
     async def _initialize(self, roles: Iterable[str], directory: Callable[[str], Path]) -> None:
         """``roles`` on their meshes. All are sent before one is awaited: those on separate workers load together."""
         trained = {*self._flow.trained_roles, *([ACTOR] if self._config.warmup.steps else [])}
-        requests = [InitializeRequest(role, str(directory(role)), role in trained) for role in roles]
+        training = self._ctx.incarnation
+        requests = [InitializeRequest(role, str(directory(role)), role in trained, training) for role in roles]
         await asyncio.gather(*(self._workers.initialize(request) for request in requests))
 
-    async def _begin(self) -> int:
+    async def _begin(self, start: Start) -> int:
         """The actor as training starts with it: as a checkpoint left it, or warmed up. Returns the steps done."""
-        if self._config.resume:
-            await self._enter("resume")
-            state = await self._checkpoints.resume(Path(self._config.resume))
+        if start.checkpoint:
+            await self._enter("recover" if start.own else "resume")
+            state = await self._checkpoints.load(start.checkpoint)
             self._arguments.load_state_dict(state.kl)
             return state.step
         if self._config.warmup.steps:
@@ -145,8 +212,11 @@ class Master:
         def keep(group: Sequence[SampleMeta]) -> bool:
             return keep_group([sample.reward for sample in group], correct, wanted)
 
-        intake = Intake(config, keep=keep, workers=self._workers, manager=self._manager)
+        intake = Intake(config, training=self._ctx.incarnation, keep=keep, workers=self._workers, manager=self._manager)
         self._stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
+        ctx = self._ctx
+        recorder = Recorder(config, self._paths, self._meshes, self._workers, ctx.incarnation, ctx.check_alive)
+        self._stream.on_notice("recorded", Recorded, recorder.written)
         return TrainLoop(
             config,
             flow=self._flow,
@@ -163,6 +233,8 @@ class Master:
             show=self._show,
             hf_folder=self._paths.root / "hf",
             total_steps=total_steps,
+            stop=self._stop,
+            recorder=recorder if config.record.samples else None,
         )
 
     async def _warm_up(self) -> None:
@@ -182,31 +254,36 @@ class Master:
         await warmup.run()
 
     async def _evaluate(self, eval_id: str, step: int) -> None:
-        """Held-out accuracy, sampled through the servers like any rollout, with the newest version."""
+        """Held-out accuracy, sampled through the servers like any rollout, with the newest version; once per trial."""
         problems = self._config.evaluation.problems
-        if not problems:
+        if not problems or eval_id in evaluated(self._records()):
             return
         await self._enter("evaluate")
         self._log.append(await self._evaluations.run(eval_id, problems, step))
 
 
 async def serve(ctx: WorkerContext) -> None:
-    """Run the master until it is done or told to stop."""
+    """Run the master until it is done, or told to stop: then the step under way, and a checkpoint, if that fits."""
     keys = keys_for(ctx.config.cluster.host, ctx.paths.root / "keys")
-    stream = MasterStream(ctx.config.cluster.host, keys=keys)
-    ctx.register(ctx.names.request_reply, stream.address)
+    stream = MasterStream(ctx.config.cluster.host, keys=keys, check_alive=ctx.check_alive)
+    ctx.count(lambda: {"bad_messages": stream.bad_messages, "rejected_peers": stream.rejected})
+    ctx.register(ctx.names.request_reply(training_start()), stream.address)
     step_log = StepLog(ctx.paths.steps)
     config, names = ctx.config, ctx.names
     client = ManagerClient(
         lambda: ctx.store.wait(names.gserver_manager, config.cluster.connect_timeout_s, "the gserver_manager"),
         ctx.token,
+        check_alive=ctx.check_alive,
     )
     try:
-        await run_until_stopped(ctx, Master(ctx, stream, client, step_log).run())
+        master = Master(ctx, stream, client, step_log, stop_event(ctx))
+        await run_until_stopped(ctx, master.run(), _GRACE * config.cluster.master_stop_s)
     finally:
         await client.close()
         stream.close()
         step_log.close()
+    if not master.finished:
+        sys.exit(EXIT_STOPPED)
 
 
 def main() -> None:

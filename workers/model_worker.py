@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from realsys.cluster.process import training_start
 from realsys.cluster.worker import WorkerContext, worker_main
+from realsys.types import ShardInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def serve(ctx: WorkerContext) -> None:
@@ -33,12 +40,12 @@ def serve(ctx: WorkerContext) -> None:
     device = prepare_device(worker, config.train.threads)
     data = DataManager(worker)
     ctx.set_state("connecting")
-    # The run's id: what an earlier run of this trial left in the name store must not be found.
-    store_key = ctx.names.torch_store(os.environ.get("REALSYS_RUN_ID", "0"))
-    with rendezvous(ctx.store, store_key, worker, allocation.workers, cluster, device):
+    start = training_start()
+    with rendezvous(ctx.store, ctx.names.torch_store(start), worker, allocation.workers, cluster, device):
         groups = form_meshes(meshes, worker, device)
-        master = ctx.store.wait(ctx.names.request_reply, cluster.connect_timeout_s, "the address of the MasterWorker")
-        puller = Puller(cluster.host, keys=keys) if worker in heads else None
+        key = ctx.names.request_reply(start)
+        master = ctx.store.wait(key, cluster.connect_timeout_s, "the address of the MasterWorker")
+        puller = Puller(cluster.host, keys=keys, check_alive=ctx.check_alive) if worker in heads else None
         endpoint = WorkerEndpoint(
             worker,
             master,
@@ -46,9 +53,16 @@ def serve(ctx: WorkerContext) -> None:
             data.add_group if puller is not None else None,
             incarnation=ctx.incarnation,
             keys=keys,
+            check_alive=ctx.check_alive,
         )
+        ctx.count(lambda: {**endpoint.counters(), "superseded_groups": data.refused})
         writer = ShardWriter(deltas=config.weights.delta == "auto", full_every=config.weights.full_every)
-        service = ModelWorkerService(config, ctx.paths, groups, worker, endpoint, data, device, writer.write)
+
+        def write_shard(file: Path, tensors: Mapping[str, Tensor], base: str) -> ShardInfo:
+            ctx.check_alive()
+            return writer.write(file, tensors, base)
+
+        service = ModelWorkerService(config, ctx.paths, groups, worker, endpoint, data, device, write_shard)
         try:
             if puller is not None:
                 ctx.register(ctx.names.pull(heads.index(worker)), puller.address)

@@ -33,6 +33,7 @@ async def serve(ctx: WorkerContext) -> None:
         lambda: ctx.store.wait(names.gserver_manager, cluster.connect_timeout_s, "the address of the gserver_manager"),
         ctx.token,
         patience_s=cluster.connect_timeout_s,
+        check_alive=ctx.check_alive,
     )
     heads = parse_allocation(config.allocation).actor.data
     pusher = Pusher(
@@ -40,8 +41,9 @@ async def serve(ctx: WorkerContext) -> None:
         group_contiguously(config.rollout.workers, heads)[ctx.index],
         ctx.name,
         keys=keys_for(cluster.host, ctx.paths.root / "keys"),
+        check_alive=ctx.check_alive,
     )
-    generation = GenerationClient(config.generation.request_timeout_s)
+    generation = GenerationClient(config.generation.request_timeout_s, token=ctx.token)
     pool = VerifierPool(config.rollout.reward.processes, config.rollout.reward.timeout_s)
     agent = make_agent(
         config.rollout.agent,

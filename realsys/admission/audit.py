@@ -1,65 +1,384 @@
-"""Offline audit of a trial's ledger: ``python -m realsys.admission.audit TRIAL_DIR``.
+"""Audit of a trial's ledger: a second opinion on its journal, by rules of its own. Pure: events in, report out.
 
-Replays the journal (reading only, also beside a running manager), checks that every ticket is where exactly one history
-can have brought it, and prints the counts as JSON. Exit code 1 if the journal is damaged or contradicts itself.
+    records of the journal ──observe──> per ticket: state, attempt, end ──┐
+    train records of the step log ────────────────────────────────────────┴──report──> counts and checks
+
+It shares nothing with ``Ledger`` but the records, so that a mistake there does not hide itself; the last check is that
+the ledger's own replay comes to the same numbers. A problem never ends the audit: it is noted, with its line.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from realsys.admission.events import EvalAnswered, EvalStarted
-from realsys.admission.journal import read_journal
+import msgspec
+
+from realsys.admission.events import (
+    Dropped,
+    Event,
+    Finished,
+    Granted,
+    Opened,
+    Reissued,
+    Resumed,
+    RolledBack,
+    Snapshot,
+    Trained,
+)
 from realsys.admission.ledger import Ledger
 from realsys.admission.order import PromptOrder
-from realsys.config.paths import TrialPaths
+from realsys.admission.staleness import StalenessBound
+from realsys.admission.tickets import label, ticket_name
 from realsys.errors import LedgerError
 
-
-def audit(path: Path) -> dict[str, Any]:
-    """Counts of a ledger file. Raises LedgerError on damage or contradiction, OSError if it cannot be read."""
-    ledger = Ledger(PromptOrder(seed=0, size=1), max_attempts=1)  # decides nothing here: events carry their outcome
-    records, end = 0, 0
-    for event, end in read_journal(path):  # noqa: B007 (the last offset is wanted)
-        records += 1
-        if not isinstance(event, EvalStarted | EvalAnswered):
-            ledger.apply(event)
-    states = ledger.counts.by_state()
-    if sum(states.values()) != ledger.counts.granted:
-        raise LedgerError(f"ledger {path}: {ledger.counts.granted} tickets granted, but the states add up to {states}")
-    return {
-        "records": records,
-        "torn_bytes": path.stat().st_size - end,
-        "inherited": ledger.counts.inherited,
-        "granted": ledger.counts.granted,
-        "attempts": ledger.counts.attempts,
-        **states,
-        "dropped_by_reason": {reason: n for reason, n in ledger.counts.dropped_by_reason.items() if n},
-        "reissued_by_cause": dict(ledger.counts.reissued_by_cause),
-        "anomalies": dict(ledger.counts.anomalies),
-        "open": {ticket.ticket_id: ticket.state for ticket in ledger.open.values()},
-    }
+ENDED = ("trained", "dropped")
+#: name -> what holds if it is ok
+CLAIMS = {
+    "journal": "every record can be read",
+    "prompts": "every prompt position below the cursor was granted exactly once, what was given back too",
+    "attempts": "one attempt of a ticket at a time, each after the loss of the one before",
+    "ends": "no ticket ended twice",
+    "trained": "no ticket was trained twice, unless a roll-back lies between",
+    "versions": "each version was trained once, in order, by the training side that started last",
+    "staleness": "nothing older than eta was trained (stale_policy=drop)",
+    "admission": "floor((N - 1) / B) <= v + eta at every grant",
+    "steps": "the trainer's own record names the same tickets for each step",
+    "replay": "the manager's replay accepts every record, and each ticket is in exactly one state",
+}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m realsys.admission.audit", description="Check a trial's ledger.")
-    parser.add_argument("trial_dir", type=Path, help="the trial's folder")
-    path = TrialPaths(parser.parse_args(arguments).trial_dir).ledger
-    try:
-        print(json.dumps(audit(path), indent=2))
-    except LedgerError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"ledger {path}: cannot be read: {error.strerror}", file=sys.stderr)
-        return 1
-    return 0
+class Check(msgspec.Struct):
+    """``problems`` is empty if the claim holds; ``skipped`` says why it was not checked."""
+
+    name: str
+    claim: str
+    problems: list[str] = []
+    skipped: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+class RollBackRow(msgspec.Struct):
+    """One start of the training side."""
+
+    version: int
+    incarnation: str
+    reissued: int
+    time: float
+
+
+class AuditReport(msgspec.Struct):
+    """What ``realsys audit --json`` prints. ``histogram``: lag of the oldest token in versions -> trained tickets."""
+
+    ok: bool
+    records: int
+    compacted: int
+    torn_bytes: int
+    inherited: int
+    granted: int
+    attempts: int
+    states: dict[str, int]
+    dropped_by_reason: dict[str, int]
+    reissued_by_cause: dict[str, int]
+    starts: list[RollBackRow]
+    steps: int
+    histogram: dict[str, int]
+    open: dict[str, str]
+    checks: list[Check]
+
+
+@dataclass(slots=True)
+class Seen:
+    """A ticket as the records tell it."""
+
+    prompt: int
+    state: str = "running"
+    attempt: int = 0
+    oldest: int = -1  # version of its oldest token, as the worker said
+    version: int = -1  # it is trained in
+    lag: int = -1
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Auditor:
+    """Feed it every record with its line, then ask for the ``report``."""
+
+    tickets: dict[str, Seen] = field(default_factory=dict)
+    problems: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in CLAIMS})
+    states: Counter[str] = field(default_factory=Counter)
+    causes: Counter[str] = field(default_factory=Counter)
+    opened: Opened | None = None
+    order: PromptOrder | None = None
+    starts: list[RollBackRow] = field(default_factory=list)
+    training: str = ""
+    records: int = 0
+    compacted: int = 0
+    inherited: int = 0
+    attempts: int = 0
+    cursor: int = 0
+    newest: int = 0  # version that was trained last
+    given_back: deque[int] = field(default_factory=deque)
+    lost_steps: set[int] = field(default_factory=set)  # versions gone back to: the trainer may have died before its log
+    ledger: Ledger = field(default_factory=lambda: Ledger(PromptOrder(seed=0, size=1), max_attempts=1))
+
+    def observe(self, event: Event, line: int) -> None:
+        """The next record."""
+        self.records += 1
+        match event:
+            case Granted():
+                self._granted(event, line)
+            case Finished():
+                self._finished(event, line)
+            case Trained():
+                self._trained(event, line)
+            case Reissued():
+                self._lost(event.ticket_id, event.attempt, label(event.cause), line)
+            case Dropped():
+                self._dropped(event, line)
+            case RolledBack():
+                self._rolled_back(event, line)
+            case Opened():
+                self.opened, self.order = event, PromptOrder(event.seed, event.prompts)
+            case Resumed():
+                self.inherited, self.cursor, self.newest = event.groups, event.cursor, event.step
+                self.given_back.extend(event.pending)
+            case Snapshot():
+                self._snapshot(event)
+            case _:
+                return  # evaluations are no tickets of the quota
+        self._replay(event, line)
+
+    def _note(self, check: str, line: int, text: str) -> None:
+        self.problems[check].append(f"line {line}: {text}")
+
+    def _move(self, seen: Seen, state: str) -> None:
+        self.states[seen.state] -= 1
+        self.states[state] += 1
+        seen.state = state
+
+    def _replay(self, event: Event, line: int) -> None:
+        if not self.problems["replay"]:
+            try:
+                self.ledger.apply(event)  # type: ignore[arg-type]  # observe() lets no event of evaluations come here
+            except LedgerError as error:
+                self._note("replay", line, str(error))
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def _granted(self, event: Granted, line: int) -> None:
+        seen = self.tickets.get(event.ticket_id)
+        self.attempts += 1
+        if seen is None:
+            self._new(event, line)
+        else:
+            if seen.state in ENDED:
+                self._note("ends", line, f"ticket {event.ticket_id} granted again after it was {seen.state}")
+            elif seen.state != "waiting" or event.attempt != seen.attempt + 1:
+                was = f"attempt {seen.attempt} was {seen.state}"
+                self._note("attempts", line, f"ticket {event.ticket_id}: attempt {event.attempt} granted while {was}")
+            seen.attempt, seen.oldest = event.attempt, -1
+            self._move(seen, "running")
+        if self.opened is not None:
+            counted = self.inherited + sum(self.states[state] for state in ("running", "finished", "trained"))
+            bound = StalenessBound(self.opened.batch_groups, self.opened.eta)
+            if not bound.admits(counted, event.version):
+                limit = f"{bound.capacity(event.version)} at version {event.version}"
+                self._note("admission", line, f"ticket {event.ticket_id} granted as number {counted}, beyond {limit}")
+
+    def _new(self, event: Granted, line: int) -> None:
+        if event.ticket_id != ticket_name(len(self.tickets)):
+            wanted = ticket_name(len(self.tickets))
+            self._note("prompts", line, f"ticket {event.ticket_id} granted where {wanted} was the next: one is lost")
+        if event.attempt:
+            self._note("attempts", line, f"ticket {event.ticket_id} begins with attempt {event.attempt}")
+        self.tickets[event.ticket_id] = Seen(event.prompt_index, attempt=event.attempt)
+        self.states["running"] += 1
+        if event.position < 0:
+            if event.prompt_index in self.given_back:
+                self.given_back.remove(event.prompt_index)
+            else:
+                self._note("prompts", line, f"ticket {event.ticket_id}: prompt {event.prompt_index} was not given back")
+            return
+        if event.position != self.cursor:
+            what = "granted before" if event.position < self.cursor else f"granted before {self.cursor}"
+            self._note("prompts", line, f"ticket {event.ticket_id}: prompt position {event.position} was {what}")
+        elif self.order is not None and self.order.at(event.position) != event.prompt_index:
+            expected = self.order.at(event.position)
+            self._note("prompts", line, f"ticket {event.ticket_id}: prompt {event.prompt_index} instead of {expected}")
+        self.cursor = max(self.cursor, event.position + 1)
+
+    def _finished(self, event: Finished, line: int) -> None:
+        seen = self._current(event.ticket_id, event.attempt, f"finished ({event.outcome})", line)
+        if seen is None:
+            return
+        if seen.state != "running":
+            self._note("attempts", line, f"ticket {event.ticket_id} finished, though it was {seen.state}")
+        if event.outcome == "accepted":
+            seen.oldest = event.version_min
+            self._move(seen, "finished")
+        elif event.outcome == "failed" and event.retry:
+            self.causes["failed"] += 1
+            self._move(seen, "waiting")
+        else:
+            seen.reason = f"{event.outcome} {label(event.reason)}" if event.reason else event.outcome
+            self._move(seen, "dropped")
+
+    def _dropped(self, event: Dropped, line: int) -> None:
+        seen = self._current(event.ticket_id, None, f"dropped ({event.reason})", line)
+        if seen is not None:
+            seen.reason = label(event.reason)
+            self._move(seen, "dropped")
+            if event.requeue:
+                self.given_back.append(seen.prompt)
+
+    def _lost(self, ticket_id: str, attempt: int, cause: str, line: int) -> None:
+        seen = self._current(ticket_id, attempt, f"re-issued ({cause})", line)
+        if seen is not None:
+            if seen.state == "waiting":
+                self._note("attempts", line, f"ticket {ticket_id} re-issued ({cause}) while it waited")
+            self.causes[cause] += 1
+            self._move(seen, "waiting")
+
+    def _current(self, ticket_id: str, attempt: int | None, what: str, line: int) -> Seen | None:
+        """The open ticket that a record is about; None, noted, if there is none."""
+        seen = self.tickets.get(ticket_id)
+        if seen is None:
+            self._note("attempts", line, f"ticket {ticket_id} {what}, but never granted")
+        elif seen.state in ENDED:
+            self._note("ends", line, f"ticket {ticket_id} {what} after it was {seen.state}")
+            return None
+        elif attempt is not None and attempt != seen.attempt:
+            self._note("attempts", line, f"ticket {ticket_id}: attempt {attempt} {what}, but {seen.attempt} is current")
+        return seen
+
+    def _trained(self, event: Trained, line: int) -> None:
+        if event.version != self.newest + 1:
+            self._note("versions", line, f"version {event.version} trained after version {self.newest}")
+        if self.starts and event.incarnation != self.training:
+            ours = f"{event.incarnation or 'unknown'}, while {self.training} had started"
+            self._note("versions", line, f"version {event.version} trained by training side {ours}")
+        self.newest = event.version
+        for i, ticket_id in enumerate(event.tickets):
+            seen = self.tickets.get(ticket_id)
+            if seen is None:
+                self._note("attempts", line, f"ticket {ticket_id} trained at version {event.version}, never granted")
+                continue
+            if seen.state == "trained":
+                times = f"at version {seen.version} and again at {event.version}"
+                self._note("trained", line, f"ticket {ticket_id} trained {times}")
+            elif seen.state == "dropped":
+                self._note("ends", line, f"ticket {ticket_id} trained at version {event.version} after it was dropped")
+            oldest = event.oldest[i] if i < len(event.oldest) else seen.oldest
+            seen.lag = event.version - 1 - oldest if oldest >= 0 else -1
+            if oldest >= event.version:
+                self._note(
+                    "versions", line, f"ticket {ticket_id} of version {oldest} trained at version {event.version}"
+                )
+            if self.opened is not None and self.opened.stale_policy == "drop" and seen.lag > self.opened.eta:
+                behind = f"{seen.lag} versions behind, eta is {self.opened.eta}"
+                self._note("staleness", line, f"ticket {ticket_id} trained at version {event.version}: {behind}")
+            seen.version = event.version
+            self._move(seen, "trained")
+
+    def _rolled_back(self, event: RolledBack, line: int) -> None:
+        if event.incarnation <= self.training:
+            self._note("versions", line, f"training side {event.incarnation} started after {self.training}")
+        reissued = 0
+        for seen in self.tickets.values():
+            if seen.state in ("running", "finished") or (seen.state == "trained" and seen.version > event.version):
+                self._move(seen, "waiting")
+                seen.version = seen.lag = seen.oldest = -1
+                reissued += 1
+        if reissued:
+            self.causes["rolled back"] += reissued
+        self.training, self.newest = event.incarnation, max(0, event.version)
+        self.lost_steps.add(event.version)
+        self.starts.append(RollBackRow(event.version, event.incarnation, reissued, event.time))
+
+    def _snapshot(self, event: Snapshot) -> None:
+        if problem := event.problem():
+            self._note("journal", 1, problem)
+            return
+        self.compacted, self.records = event.records, event.records
+        self.inherited, self.cursor, self.newest = event.inherited, event.cursor, max(0, event.newest)
+        if event.opened is not None:
+            self.opened, self.order = event.opened, PromptOrder(event.opened.seed, event.opened.prompts)
+        if event.rolled_back is not None:
+            last = event.rolled_back
+            self.training = last.incarnation
+            self.lost_steps.add(last.version)
+            self.starts.append(RollBackRow(last.version, last.incarnation, event.reissued, last.time))
+        open_ = {ticket.ticket_id: ticket for ticket in event.open}
+        for number, (code, attempt) in enumerate(zip(event.outcome, event.attempt, strict=True)):
+            name = ticket_name(number)
+            seen = self.tickets[name] = Seen(event.prompt[number], attempt=attempt, lag=event.lag[number])
+            if code == -1 and (ticket := open_.get(name)):
+                seen.state = ticket.state
+            elif code >= 0:
+                seen.state, seen.version = "trained", code
+            elif code < -1:
+                seen.state, seen.reason = "dropped", event.reasons[-2 - code]
+            else:
+                self._note("prompts", 1, f"ticket {name} is lost: neither open nor ended")
+            self.states[seen.state] += 1
+        self.attempts = len(event.attempt) + sum(event.attempt)
+        self.causes.update(event.reissued_by_cause)
+        self.given_back.extend(event.prompts)
+
+    # -- the report --------------------------------------------------------------------------------------------------
+
+    def compare_steps(self, logged: Mapping[int, Sequence[str]]) -> None:
+        """``logged``: the tickets of each step that the step log has and that no recovery undid."""
+        trained: dict[int, set[str]] = {}
+        for name, seen in self.tickets.items():
+            if seen.state == "trained":
+                trained.setdefault(seen.version, set()).add(name)
+        problems = self.problems["steps"]
+        for step in sorted(trained.keys() | logged.keys()):
+            ours, theirs = trained.get(step, set()), set(logged.get(step, ()))
+            if step not in logged and (step == self.newest or step in self.lost_steps):
+                continue  # the trainer tells the ledger first; it is not there yet, or died in between
+            if twice := len(logged.get(step, ())) - len(theirs):
+                problems.append(f"step {step}: the step log names {twice} tickets twice")
+            if missing := sorted(ours - theirs):
+                problems.append(f"step {step}: not in the step log: ticket {', '.join(missing)}")
+            if extra := sorted(theirs - ours):
+                problems.append(f"step {step}: only in the step log: ticket {', '.join(extra)}")
+
+    def report(self, *, torn_bytes: int = 0, skipped: Mapping[str, str] | None = None) -> AuditReport:
+        """``skipped``: checks that could not be made, and why."""
+        reasons = dict(skipped or {})
+        states = {state: self.states[state] for state in ("running", "finished", "waiting", *ENDED)}
+        replayed = self.ledger.counts.by_state()
+        if not self.problems["replay"] and states != replayed:
+            self.problems["replay"].append(f"the records lead to {states}, the manager's replay to {replayed}")
+        if self.opened is None:
+            for name in ("staleness", "admission"):
+                reasons.setdefault(name, "no record says what B and eta were")
+        elif self.opened.stale_policy != "drop":
+            reasons["staleness"] = f"stale_policy={self.opened.stale_policy}: older groups may be trained"
+        trained = [seen for seen in self.tickets.values() if seen.state == "trained"]
+        lags = Counter(seen.lag for seen in trained)
+        checks = [Check(name, claim, self.problems[name], reasons.get(name, "")) for name, claim in CLAIMS.items()]
+        return AuditReport(
+            ok=all(check.ok for check in checks),
+            records=self.records,
+            compacted=self.compacted,
+            torn_bytes=torn_bytes,
+            inherited=self.inherited,
+            granted=len(self.tickets),
+            attempts=self.attempts,
+            states=states,
+            dropped_by_reason=dict(Counter(seen.reason for seen in self.tickets.values() if seen.state == "dropped")),
+            reissued_by_cause=dict(self.causes),
+            starts=self.starts,
+            steps=len({seen.version for seen in trained}),
+            histogram={str(lag) if lag >= 0 else "unknown": lags[lag] for lag in sorted(lags)},
+            open={name: seen.state for name, seen in self.tickets.items() if seen.state not in ENDED},
+            checks=checks,
+        )

@@ -1,6 +1,7 @@
 """Evaluations beside training: each problem answered once, outside the staleness quota.
 
 An evaluation asked for at version v is answered only by servers at v or newer, so that "after the last step" means it.
+A roll-back of training forgets the unfinished ones and those of versions that it undoes: they are asked for again.
 A failed attempt is repeated; a problem whose attempts all failed has no answer, which is not the same as a wrong one.
 """
 
@@ -10,13 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from realsys.admission.events import EvalAnswered, EvalEvent, EvalStarted
+from realsys.admission.events import EvalAnswered, EvalEvent, EvalStarted, EvaluationState, RolledBack, Snapshot
 from realsys.admission.messages import Answer, EvaluationReply
 from realsys.admission.order import sampling_seed
 from realsys.errors import LedgerError
 from realsys.types import Ticket
 
 PREFIX = "eval-"
+ATTEMPTS = 1 << 16  # of one problem before its evaluation is forgotten and asked for again: numbers never come twice
 
 
 @dataclass(slots=True)
@@ -45,6 +47,11 @@ class Evaluation:
     length: int = 0
     version_min: int = -1
     version_max: int = -1
+    first_attempt: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return len(self.done) == self.started.total
 
     def reply(self) -> EvaluationReply:
         answered = len(self.done) - self.failed
@@ -77,6 +84,7 @@ class Evaluations:
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
         self._all: dict[str, Evaluation] = {}
+        self._forgotten: dict[str, int] = {}  # eval_id -> how often
 
     def get(self, eval_id: str) -> Evaluation | None:
         return self._all.get(eval_id)
@@ -84,11 +92,34 @@ class Evaluations:
     def all(self) -> dict[str, Evaluation]:
         return self._all
 
-    def apply(self, event: EvalEvent) -> None:
+    def apply(self, event: EvalEvent | RolledBack | Snapshot) -> None:
         """One event of the journal. Raises LedgerError for an answer to an evaluation that was never asked for."""
-        if isinstance(event, EvalStarted):
-            self._all[event.eval_id] = Evaluation(event, deque(range(event.total)))
-            return
+        match event:
+            case EvalStarted():
+                first = ATTEMPTS * self._forgotten.get(event.eval_id, 0)
+                self._all[event.eval_id] = Evaluation(event, deque(range(event.total)), first_attempt=first)
+            case EvalAnswered():
+                self._apply_answered(event)
+            case RolledBack():
+                for eval_id, evaluation in list(self._all.items()):
+                    if not evaluation.finished or evaluation.started.version > event.version:
+                        del self._all[eval_id]
+                        self._forgotten[eval_id] = self._forgotten.get(eval_id, 0) + 1
+            case Snapshot():
+                self._forgotten = dict(event.forgotten)
+                self._all = {state.started.eval_id: _restored(state) for state in event.evaluations}
+
+    def snapshot(self) -> tuple[list[EvaluationState], dict[str, int]]:
+        """What a snapshot of the journal keeps: the evaluations, and how often each was forgotten."""
+        states = [
+            EvaluationState(
+                e.started, sorted(e.done), e.failed, e.correct, e.length, e.version_min, e.version_max, e.first_attempt
+            )
+            for e in self._all.values()
+        ]
+        return states, dict(self._forgotten)
+
+    def _apply_answered(self, event: EvalAnswered) -> None:
         evaluation = self._all.get(event.eval_id)
         if evaluation is None:
             raise LedgerError(f"ledger: {event}: unknown evaluation")
@@ -120,7 +151,7 @@ class Evaluations:
         for eval_id, evaluation in self._all.items():
             if evaluation.waiting and servable(evaluation.started.version):
                 index = evaluation.waiting.popleft()
-                attempt = evaluation.attempts.get(index, -1) + 1
+                attempt = evaluation.attempts.get(index, evaluation.first_attempt - 1) + 1
                 evaluation.attempts[index] = attempt
                 name = eval_ticket_id(eval_id, index)
                 evaluation.running[index] = RunningProblem(name, attempt, worker, incarnation, now)
@@ -180,3 +211,18 @@ class Evaluations:
     def _again(evaluation: Evaluation, index: int) -> None:
         del evaluation.running[index]
         evaluation.waiting.appendleft(index)
+
+
+def _restored(state: EvaluationState) -> Evaluation:
+    done = set(state.done)
+    return Evaluation(
+        state.started,
+        deque(index for index in range(state.started.total) if index not in done),
+        done=done,
+        failed=state.failed,
+        correct=state.correct,
+        length=state.length,
+        version_min=state.version_min,
+        version_max=state.version_max,
+        first_attempt=state.first_attempt,
+    )

@@ -5,15 +5,21 @@
        │  └────────┴── Reissued <─────┘        the same ticket_id, attempt + 1
        └──> Finished(rejected | failed) / Dropped
 
+    RolledBack: every running, finished or later trained ticket waits for its next attempt, in one record
+
 Times are unix seconds of the manager's clock.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from realsys.admission.tickets import OpenTicket, ticket_name
+
+_I16, _I32 = (1 << 15) - 1, (1 << 31) - 1  # what the columns of a ledger hold
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 Outcome = Literal["accepted", "rejected", "failed"]
 
 
@@ -35,10 +41,10 @@ class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
     """What the decisions after it were bound by: the audit needs no other file. Again whenever any of it changes."""
 
-    prompts: int
-    seed: int
-    batch_groups: int  # B
-    eta: int
+    prompts: Positive
+    seed: Annotated[int, msgspec.Meta(ge=0)]
+    batch_groups: Positive  # B
+    eta: Annotated[int, msgspec.Meta(ge=0)]
     stale_policy: str  # "drop": nothing older than eta is trained
     group_size: int
     time: float
@@ -85,7 +91,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class Reissued(msgspec.Struct, frozen=True, tag="reissued"):
-    """The attempt is lost (lease lapsed, worker died, training rolled back); the ticket waits for its next one."""
+    """The attempt is lost (lease lapsed, worker died, never arrived); the ticket waits for its next one."""
 
     ticket_id: str
     attempt: int  # the one that was lost
@@ -136,6 +142,62 @@ class EvalAnswered(msgspec.Struct, frozen=True, tag="eval_answered"):
     version_max: int
 
 
-TicketEvent = Resumed | Granted | Finished | Reissued | Dropped | Trained
+class EvaluationState(msgspec.Struct, frozen=True):
+    """An evaluation in a snapshot; without what runs, as after any restart."""
+
+    started: EvalStarted
+    done: list[int]  # prompt indices
+    failed: int
+    correct: int
+    length: int
+    version_min: int
+    version_max: int
+    first_attempt: int
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
+    """First record of a compacted journal: the state that the ``records`` before it led to.
+
+    ``outcome``, ``attempt``, ``prompt`` and ``lag`` have one entry per ticket, by number. outcome: -1 open, k >= 0
+    trained at version k, -2 - i dropped for ``reasons[i]``. lag: versions that its oldest token was behind when it was
+    trained, -1 if not trained or not known. ``prompts``: given back and not granted again yet, in order.
+    """
+
+    records: int
+    opened: Opened | None
+    rolled_back: RolledBack | None
+    reissued: int  # by that roll-back
+    starts: int
+    inherited: int
+    first_cursor: int  # where the order of prompts began: 0, or the cursor of the checkpoint that was resumed
+    base: int  # version before which nothing can be rolled back: -1, or the step of that checkpoint
+    newest: int  # newest version that a batch has been trained for
+    cursor: int
+    outcome: list[int]
+    attempt: list[int]
+    prompt: list[int]
+    lag: list[int]
+    reasons: list[str]
+    open: list[OpenTicket]
+    prompts: list[int]
+    reissued_by_cause: dict[str, int]
+    anomalies: dict[str, int]
+    evaluations: list[EvaluationState]
+    forgotten: dict[str, int]  # evaluations that a roll-back undid, how often
+    time: float
+
+    def problem(self) -> str | None:
+        """Why no ledger can have been in this state; None if one can."""
+        columns = (self.outcome, self.attempt, self.prompt, self.lag)
+        open_ = [ticket_name(number) for number, code in enumerate(self.outcome) if code == -1]
+        if len({len(column) for column in columns}) > 1 or open_ != sorted(ticket.ticket_id for ticket in self.open):
+            return f"a snapshot of {self.records} records that does not add up"
+        bounds = ((self.outcome, -1 - len(self.reasons), _I32), (self.attempt, 0, _I32), (self.lag, -1, _I16))
+        if any(column and (min(column) < low or max(column) > high) for column, low, high in bounds):
+            return f"a snapshot of {self.records} records with numbers out of bounds"
+        return None
+
+
+TicketEvent = Snapshot | Opened | Resumed | RolledBack | Granted | Finished | Reissued | Dropped | Trained
 EvalEvent = EvalStarted | EvalAnswered
-Event = Resumed | Granted | Finished | Reissued | Dropped | Trained | EvalStarted | EvalAnswered
+Event = TicketEvent | EvalEvent

@@ -5,6 +5,12 @@
 A record is written (to the page cache: it survives the death of the process) before the call that caused it is
 answered; ``sync`` makes it survive the death of the machine. A torn last record is cut off when the file is opened;
 damage further up is an error, because what follows it cannot be trusted.
+
+A compaction (``compaction``) replaces the file by a snapshot record and what was appended since that was taken:
+
+    snapshot ──write (thread)──> .tmp, synced ──copy_tail──> appends go to both ──sync (thread)──> switch: rename
+
+At every moment the file of that name is whole and locked, and what ``sync`` has promised is in it.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,8 +26,9 @@ from typing import Self
 
 import msgspec
 
-from realsys.admission.events import Event
-from realsys.errors import LedgerError
+from realsys.admission.events import Event, Snapshot
+from realsys.cluster.failpoint import reach
+from realsys.errors import MALFORMED, LedgerError
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +51,7 @@ def decode_record(line: bytes) -> Event | None:
         if int(line[:8], 16) != zlib.crc32(body):
             return None
         return _decoder.decode(body)
-    except (ValueError, msgspec.DecodeError):
+    except (ValueError, *MALFORMED):
         return None
 
 
@@ -65,15 +73,54 @@ def read_journal(path: Path) -> Iterator[tuple[Event, int]]:
             yield event, offset
 
 
+def twin_path(path: Path) -> Path:
+    """Where a compaction writes."""
+    return path.with_name(path.name + ".tmp")
+
+
+def open_locked(path: Path) -> int:
+    """Open the ledger for appending and lock it; a compaction may rename another file to its name in between.
+
+    Raises LedgerError when another manager has it.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            lock(fd, path)
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def lock(fd: int, path: Path) -> None:
+    """Raises LedgerError when another process holds it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LedgerError(f"ledger {path}: another gserver_manager has it open; stop that one first") from None
+    except OSError as error:  # some network file systems have no locks; the worker's lease still fences
+        log.warning("ledger %s: cannot lock: %s", path, error.strerror)
+
+
 class Journal:
-    """The one writer of a ledger file. Opening repairs the tail and locks the file against a second manager."""
+    """The one writer of a ledger file. Opening repairs the tail and locks the file against a second manager.
+
+    ``size``: of the file, bytes; ``base``: of the snapshot it begins with, 0 if there is none.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.path, self.size, self.base = path, 0, 0
+        self._fd = open_locked(path)
+        self._twin = -1  # the file that a compaction is about to put in the place of this one
+        self._swap = threading.Lock()  # between ``sync`` in a thread and the exchange of the two
         try:
-            self._lock()
+            twin_path(path).unlink(missing_ok=True)  # of a compaction that a death ended
             self._events = self._repair()
         except BaseException:
             os.close(self._fd)
@@ -91,20 +138,60 @@ class Journal:
         if not records:
             return
         data = b"".join(records)
-        try:
-            written = os.write(self._fd, data)
-        except OSError as error:
-            raise LedgerError(f"ledger {self.path}: cannot write {len(data)} bytes: {error.strerror}") from error
-        if written != len(data):
-            raise LedgerError(f"ledger {self.path}: wrote {written} of {len(data)} bytes: disk full?")
+        self._write(self._fd, data)
+        if self._twin >= 0:
+            try:
+                self._write(self._twin, data)
+            except LedgerError as error:  # the journal itself is whole, so only the compaction ends
+                log.warning("%s; compaction given up", error)
+                self.drop_twin()
+        self.size += len(data)
         self.records += len(records)
 
     def sync(self) -> None:
-        """fsync; slow, call it off the event loop."""
-        os.fsync(self._fd)
+        """fsync; slow, call it off the event loop. Raises LedgerError."""
+        with self._swap:
+            copies = [os.dup(fd) for fd in (self._fd, self._twin) if fd >= 0]
+        try:
+            for fd in copies:
+                os.fsync(fd)
+        except OSError as error:
+            raise LedgerError(f"ledger {self.path}: cannot sync: {error.strerror}") from error
+        finally:
+            for fd in copies:
+                os.close(fd)
+
+    def copy_tail(self, start: int, twin: int) -> None:
+        """Append what follows offset ``start`` to the open file ``twin``; from here on that gets every record, too."""
+        self._twin = twin
+        data = os.pread(self._fd, self.size - start, start)
+        if len(data) != self.size - start:
+            raise LedgerError(f"ledger {self.path}: read {len(data)} of {self.size - start} bytes: cut by someone else")
+        if data:
+            self._write(twin, data)
+
+    def switch(self, base: int) -> bool:
+        """Put the twin, which begins with a snapshot of ``base`` bytes, in this file's place. False: it was dropped."""
+        if self._twin < 0:
+            return False
+        twin_path(self.path).rename(self.path)
+        with self._swap:
+            old, self._fd, self._twin = self._fd, self._twin, -1
+        os.close(old)
+        self.size, self.base = os.fstat(self._fd).st_size, base
+        return True
+
+    def drop_twin(self) -> None:
+        """Give a compaction up; the file stays as it is."""
+        with self._swap:
+            twin, self._twin = self._twin, -1
+        if twin >= 0:
+            os.close(twin)
+        twin_path(self.path).unlink(missing_ok=True)
 
     def close(self) -> None:
         if self._fd >= 0:
+            self.drop_twin()
             os.close(self._fd)
             self._fd = -1
 
@@ -114,18 +201,22 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _lock(self) -> None:
+    def _write(self, fd: int, data: bytes) -> None:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LedgerError(f"ledger {self.path}: another gserver_manager has it open; stop that one first") from None
-        except OSError as error:  # some network file systems have no locks; the worker's lease still fences
-            log.warning("ledger %s: cannot lock: %s", self.path, error.strerror)
+            reach("manager.journal")
+            written = os.write(fd, data)
+        except OSError as error:
+            raise LedgerError(f"ledger {self.path}: cannot write {len(data)} bytes: {error.strerror}") from error
+        if written != len(data):
+            raise LedgerError(f"ledger {self.path}: wrote {written} of {len(data)} bytes: disk full?")
 
     def _repair(self) -> list[Event]:
         events, end = [], 0
-        for event, end in read_journal(self.path):  # noqa: B007 (the last offset is wanted)
+        for event, end in read_journal(self.path):
             events.append(event)
+            if len(events) == 1 and isinstance(event, Snapshot):
+                self.base = end
+        self.size = end
         torn = os.fstat(self._fd).st_size - end
         if torn:
             log.warning("ledger %s: cut a torn tail of %d bytes after %d records", self.path, torn, len(events))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from realsys.admission.evaluations import PREFIX, Evaluation, Evaluations
-from realsys.admission.events import EvalAnswered, EvalStarted, Event, Granted
+from realsys.admission.events import EvalAnswered, EvalStarted, Event, Granted, Opened, RolledBack, Snapshot
 from realsys.admission.ledger import Ledger
 from realsys.admission.messages import (
     AllocateReply,
@@ -22,6 +22,8 @@ from realsys.admission.messages import (
     FinishReply,
     FinishRequest,
     Refusal,
+    RollBackReply,
+    RollBackRequest,
     ScheduleReply,
     ScheduleRequest,
     TrainedReply,
@@ -29,17 +31,22 @@ from realsys.admission.messages import (
 )
 from realsys.admission.order import PromptOrder, sampling_seed
 from realsys.admission.rates import RateWindow
+from realsys.admission.refusals import NoServer, NotRunning, OlderTraining
 from realsys.admission.repeats import Repeats
 from realsys.admission.router import Router
 from realsys.admission.routing import Reservation, Reservations, make_strategy
 from realsys.admission.servers import Pace, ServerRegistry, UpdateOrder
 from realsys.admission.staleness import StalenessBound
+from realsys.admission.tickets import OpenTicket
 from realsys.admission.workers import Heartbeat, Held, is_lost, observe
 from realsys.config.schema import Config
 from realsys.types import PublishedVersion, ServerAddress, Ticket
 
 STALE = "stale"  # a drop whose reason starts with this gives the prompt a fresh ticket
 NO_VERSION = -1
+#: Seconds that a finished group may take to show up among what the master holds. It was acknowledged by its DP head
+#: before its finish was sent, so only the notice from there to the master is under way.
+ARRIVAL_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,7 @@ class ManagerSettings:
     routing: str = "sticky"
     interruptible: bool = True
     pace: Pace = field(default_factory=Pace)
+    stale_policy: str = "drop"
 
     @classmethod
     def of(cls, config: Config, split_sizes: dict[str, int]) -> ManagerSettings:
@@ -72,25 +80,12 @@ class ManagerSettings:
             split_sizes=split_sizes,
             total_epochs=config.train.total_epochs,
             total_steps=config.train.total_steps,
+            stale_policy=config.asynchronous.stale_policy,
             lease_s=manager.rollout_lease_s,
             routing=manager.routing,
             interruptible=config.asynchronous.interruptible,
             pace=Pace(manager.rolling_fraction, manager.rolling_patience_s) if rolling else Pace(),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class NoServer:
-    """Why a request cannot be routed now."""
-
-    problem: str
-
-
-@dataclass(frozen=True, slots=True)
-class NotRunning:
-    """The attempt that asks has been superseded or never granted."""
-
-    problem: str
 
 
 @dataclass(slots=True)
@@ -123,23 +118,53 @@ class ManagerState:
         self.finished_groups = RateWindow()
         self.answers: Counter[str] = Counter()  # by finish reason
         self._repeats = Repeats()
-        self._inherited: list[tuple[str, int]] = []  # attempts that ran when a predecessor of this manager ended
+        self._unseen: list[tuple[str, int]] = []  # attempts that ran when a predecessor of this manager ended
 
     @property
     def version(self) -> int:
         """The published version v; -1 before the first."""
         return self.servers.published.version if self.servers.published else NO_VERSION
 
+    @property
+    def training(self) -> str:
+        """Incarnation of the training side; "" before the first has started."""
+        return self.ledger.rolled_back.incarnation if self.ledger.rolled_back else ""
+
     def restore_from(self, events: Iterable[Event]) -> None:
         """Replay a journal into a fresh state. Running tickets keep the lease they had."""
         for event in events:
-            if isinstance(event, EvalStarted | EvalAnswered):
-                self.evaluations.apply(event)
-            else:
+            if not isinstance(event, EvalStarted | EvalAnswered):
                 self.ledger.apply(event)
-                if isinstance(event, Granted):
-                    self._repeats.remember(event.worker, event.request, self._ticket(event))
-        self._inherited = [(ticket.ticket_id, ticket.attempt) for ticket in self.ledger.running()]
+            if isinstance(event, EvalStarted | EvalAnswered | RolledBack | Snapshot):
+                self.evaluations.apply(event)
+        if self.training:
+            self.servers.roll_back(self.training)
+        for ticket in sorted(self.ledger.running(), key=lambda ticket: ticket.news_at):
+            self._unseen.append((ticket.ticket_id, ticket.attempt))
+            self._repeats.remember(ticket.worker, ticket.request, self._ticket(ticket))
+
+    def open(self, now: float) -> None:
+        """Put into the journal what the decisions are bound by. Raises LedgerError if the tickets are of another data.
+
+        Before anything else is decided, after ``restore_from``.
+        """
+        settings = self.settings
+        opened = Opened(
+            prompts=settings.split_sizes["train"],
+            seed=settings.seed,
+            batch_groups=settings.batch_groups,
+            eta=settings.eta,
+            stale_policy=settings.stale_policy,
+            group_size=settings.group_size,
+            time=now,
+        )
+        if event := self.ledger.bind(opened):
+            self.outbox.append(event)
+
+    def snapshot(self, now: float) -> Snapshot:
+        """Everything that a replay of the journal would lead to, as one record to replace it."""
+        assert not self.outbox, "events that are not in the journal yet would be in it twice"
+        return self.ledger.snapshot(now, *self.evaluations.snapshot())
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
@@ -182,17 +207,17 @@ class ManagerState:
             return self.evaluations.running(ticket.ticket_id, ticket.attempt) is not None
         return self.ledger.is_running(ticket.ticket_id, ticket.attempt)
 
-    def _ticket(self, event: Granted) -> Ticket:
+    def _ticket(self, granted: Granted | OpenTicket) -> Ticket:
         # Numbered on from the groups before a checkpoint: a resumed trial must not draw its first numbers again.
-        number = self.ledger.counts.inherited + int(event.ticket_id)
-        seed = sampling_seed(self.settings.seed, number, event.attempt)
+        number = self.ledger.counts.inherited + int(granted.ticket_id)
         return Ticket(
-            event.ticket_id,
-            event.attempt,
-            event.prompt_index,
+            granted.ticket_id,
+            granted.attempt,
+            granted.prompt_index,
             n=self.settings.group_size,
-            seed=seed,
-            version=event.version,
+            seed=sampling_seed(self.settings.seed, number, granted.attempt),
+            version=granted.version,
+            training=self.training,
         )
 
     # -- routing -----------------------------------------------------------------------------------------------------
@@ -238,7 +263,9 @@ class ManagerState:
             if event is not None:
                 self.outbox.append(event)
         else:
-            result = self.ledger.finish(request.ticket_id, request.attempt, request.outcome, reason, now)
+            result = self.ledger.finish(
+                request.ticket_id, request.attempt, request.outcome, reason, now, request.versions()
+            )
             known, retry, changed = result.known, result.retry, result.event is not None
             if result.event is not None:
                 self.outbox.append(result.event)
@@ -256,9 +283,18 @@ class ManagerState:
         if held is not None:
             self.generated_by_server.setdefault(held.server, RateWindow()).add(tokens, now)
 
-    def trained(self, request: TrainedRequest, now: float) -> TrainedReply:
-        """The trainer's verdict. What it names has been generated, so its reservation ends, finish or not."""
-        event = self.ledger.trained(request.version, request.step, request.trained, now)
+    def trained(self, request: TrainedRequest, now: float) -> TrainedReply | OlderTraining:
+        """The trainer's verdict. What it names has been generated, so its reservation ends, finish or not.
+
+        Raises ValueError for a call that contradicts itself or comes from a training side that has not rolled back.
+        """
+        if request.incarnation < self.training:
+            return self._older(request.incarnation)
+        if self.training and request.incarnation > self.training:
+            raise ValueError(f"training side {request.incarnation} has not called /roll_back; {self.training} has")
+        event = self.ledger.trained(
+            request.version, request.step, request.trained, now, request.oldest, request.incarnation
+        )
         if event is not None:
             self.outbox.append(event)
             for ticket_id in event.tickets:
@@ -270,9 +306,38 @@ class ManagerState:
                 self.outbox.append(drop)
                 self.reservations.release(ticket_id)
                 dropped += 1
+        lost = []
+        if request.held is not None:
+            lost = self.ledger.never_arrived({ticket for ticket, _ in request.held}, now - ARRIVAL_GRACE_S, now)
+            self.outbox += lost
         if request.staleness:
             self.staleness.append(StepStaleness(request.step, request.version, dict(request.staleness)))
-        return TrainedReply(len(event.tickets) if event else 0, dropped)
+        return TrainedReply(len(event.tickets) if event else 0, dropped, [event.ticket_id for event in lost])
+
+    def roll_back(self, request: RollBackRequest, now: float) -> RollBackReply | OlderTraining:
+        """A training side starts from ``request.version``: only what is in the weights of that version counts.
+
+        Nothing is granted until it has published. Raises ValueError for a version that cannot be gone back to.
+        """
+        if request.incarnation < self.training:
+            return self._older(request.incarnation)
+        known = self.ledger.rolled_back
+        if known is not None and request.incarnation == known.incarnation:
+            if request.version != known.version:
+                raise ValueError(f"{known.incarnation} has rolled back to {known.version}, not to {request.version}")
+            return RollBackReply(self.ledger.reissued)
+        event = self.ledger.roll_back(request.version, request.step, request.incarnation, request.checkpoint, now)
+        self.outbox.append(event)
+        self.evaluations.apply(event)
+        self.servers.roll_back(event.incarnation)
+        self.reservations.release_all()
+        self._repeats.clear()
+        self.staleness = deque((s for s in self.staleness if s.version <= event.version), self.staleness.maxlen)
+        return RollBackReply(self.ledger.reissued)
+
+    def _older(self, incarnation: str) -> OlderTraining:
+        name = f"training side {incarnation or 'without incarnation'}"
+        return OlderTraining(f"{name} must end: {self.training} has started since")
 
     def evaluate(self, request: EvaluateRequest, now: float) -> Evaluation:
         """Start an evaluation, or find the one with this id. Raises ValueError for an unknown split."""
@@ -327,16 +392,9 @@ class ManagerState:
 
     def _unplaced(self) -> bool:
         """Whether an attempt from before a restart of the manager still runs, on a server that is not known here."""
-        self._inherited = [
+        self._unseen = [
             (ticket_id, attempt)
-            for ticket_id, attempt in self._inherited
+            for ticket_id, attempt in self._unseen
             if self.ledger.is_running(ticket_id, attempt) and self.reservations.get(ticket_id) is None
         ]
-        return bool(self._inherited)
-
-    def roll_back(self, published: PublishedVersion, now: float) -> list[str]:
-        """Training restarts from checkpoint ``published``: later groups are re-issued, later weights never served."""
-        self.servers.restore(published)
-        events = self.ledger.roll_back(published.version, now)
-        self.outbox += events
-        return [event.ticket_id for event in events]
+        return bool(self._unseen)

@@ -81,6 +81,11 @@ class FinishRequest(msgspec.Struct):
     reason: Text | None = ""
     answers: list[Answer] = []
 
+    def versions(self) -> tuple[int, int]:
+        """Of the oldest and the newest token of all answers; -1 if there is none."""
+        low = min((answer.version_min for answer in self.answers), default=-1)
+        return low, max((answer.version_max for answer in self.answers), default=-1)
+
 
 class FinishReply(msgspec.Struct):
     """``known`` False: the attempt was superseded or never granted. ``retry``: there will be another attempt."""
@@ -89,21 +94,51 @@ class FinishReply(msgspec.Struct):
     retry: bool = False
 
 
+class RollBackRequest(msgspec.Struct):
+    """POST /roll_back: the training side ``incarnation`` starts and goes on from ``version``; -1: from nothing.
+
+    Idempotent per incarnation. Status 409 for an incarnation older than the one known: its sender must end.
+    ``checkpoint``: its folder, for people; "" when there is none.
+    """
+
+    version: Annotated[int, msgspec.Meta(ge=-1)]
+    step: Annotated[int, msgspec.Meta(ge=-1)]
+    incarnation: Identifier
+    checkpoint: Text = ""
+
+
+class RollBackReply(msgspec.Struct):
+    """``reissued``: tickets that were running, buffered or trained later, and wait for another attempt now."""
+
+    reissued: int
+
+
 class TrainedRequest(msgspec.Struct):
-    """POST /trained, idempotent. A drop for a reason that starts with "stale" gives the prompt a fresh ticket."""
+    """POST /trained, idempotent. A drop for a reason that starts with "stale" gives the prompt a fresh ticket.
+
+    ``incarnation``: of the training side that speaks; status 409 if it is older than the one that rolled back last.
+    ``oldest``: for each ticket of ``trained`` the version of its oldest token, or empty.
+    ``held``: (ticket, attempt) of every complete group that the master has (buffered, in training), those of this
+    call aside; what finished a while ago and is not held, in whichever attempt, never arrived and is re-issued. None:
+    nothing is said of it.
+    """
 
     step: int
     version: int
     trained: list[Identifier] = []
     dropped: list[tuple[Identifier, Text]] = []
     staleness: dict[str, Count] = {}  # versions behind -> sequences, of this step
+    incarnation: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    oldest: list[int] = []
+    held: list[tuple[Identifier, Count]] | None = None
 
 
 class TrainedReply(msgspec.Struct):
-    """How many of the named tickets changed state; 0 when the call was a repetition."""
+    """How many of the named tickets changed state (0 for a repetition); ``lost``: never arrived and re-issued."""
 
     trained: int
     dropped: int
+    lost: list[str] = []
 
 
 class EvaluateRequest(msgspec.Struct):

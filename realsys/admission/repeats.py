@@ -27,6 +27,9 @@ class Repeats:
         while len(requests) > REMEMBERED:
             requests.popitem(last=False)
 
+    def clear(self) -> None:
+        self._by_worker.clear()
+
     def find(self, worker: str, request_id: str, still_running: Callable[[Ticket], bool]) -> list[Ticket]:
         """What this allocation got before, as far as it still runs."""
         before = self._by_worker.get(worker, OrderedDict()).get(request_id, [])

@@ -65,7 +65,5 @@ class Router:
         """Verified, trusted and fresh: within the bound for training, at ``minimum`` or newer for an evaluation."""
         if minimum is None:
             return self._servers.trusts(server)
-        published = self._servers.published
-        if server.verified is None or server.quarantined or published is None:
-            return False
-        return minimum <= server.verified.version <= published.version
+        served, published = self._servers.current(server), self._servers.published
+        return served is not None and published is not None and minimum <= served.version <= published.version

@@ -227,6 +227,11 @@ class Reservations:
         self._loads.pop(server, None)
         return len(tickets)
 
+    def release_all(self) -> None:
+        """Nothing that was placed is wanted any more."""
+        for ticket in list(self._by_ticket):
+            self.release(ticket)
+
     def recount(self) -> dict[str, tuple[int, int]]:
         """Loads summed from scratch, for checks."""
         loads: dict[str, tuple[int, int]] = {}

@@ -6,6 +6,8 @@
 
 A server that is updating stays routable inside the staleness bound: it goes on generating while it stages.
 A server that left the name store is gone at once; one that comes back as a new incarnation starts as registered.
+When training starts again (``roll_back``) nothing is trusted until the new training side has published and a server has
+verified that: versions are ordered by (incarnation of the training side, number).
 
 **Roll-out.** All servers update at once, or in turns (``Pace``): then a server that serves takes a slot before it
 begins, oldest weights first. One that serves nobody (new, quarantined, too stale) has nothing to lose and needs none.
@@ -101,6 +103,7 @@ class ServerRegistry:
         self._backoff_s, self._backoff_max_s = backoff_s, backoff_max_s
         self._servers: dict[str, Server] = {}  # in the order of their names
         self.published: PublishedVersion | None = None
+        self.training = ""  # incarnation of the training side; publications of older ones are refused
         self.updates = UpdateLog()
         self.revision = 0  # grows with every change to what can be routed where
 
@@ -128,8 +131,12 @@ class ServerRegistry:
         return lost
 
     def publish(self, published: PublishedVersion) -> bool:
-        """A new version; False (and nothing happens) if it is not newer: versions never go back."""
-        if self.published is not None and published.version <= self.published.version:
+        """A new version; False (and nothing happens) if it is not newer: within an incarnation versions never go back,
+        and what an older incarnation publishes is never served again.
+        """
+        if published.incarnation < self.training:
+            return False
+        if self.published is not None and _age(published) <= _age(self.published):
             return False
         self.published = published
         self.revision += 1
@@ -137,19 +144,29 @@ class ServerRegistry:
             server.retry_at = 0.0  # the new version may be readable where the last one was not
         return True
 
-    def restore(self, published: PublishedVersion) -> None:
-        """Training went back to a checkpoint: later weights belong to a dead incarnation, not to be served."""
-        self.published = published
+    def roll_back(self, incarnation: str) -> None:
+        """The training side ``incarnation`` starts: no server is trusted before it has verified what that publishes."""
+        self.training, self.published = incarnation, None
         self.revision += 1
         for server in self._servers.values():
-            if server.verified is not None and server.verified.version >= published.version:
-                server.verified = None
+            server.verified, server.draining, server.retry_at = None, False, 0.0
+            if server.target is None:
+                server.began = None  # it was drained for an update that will not come
+
+    def current(self, server: Server) -> PublishedVersion | None:
+        """What it serves, if that is verified, of the incarnation that trains, and the server not in quarantine."""
+        if server.verified is None or server.quarantined or self.published is None:
+            return None
+        return server.verified if server.verified.incarnation == self.published.incarnation else None
 
     def trusts(self, server: Server) -> bool:
         """Whether train tokens may come from this server: verified, not in quarantine, fresh enough."""
-        if server.verified is None or server.quarantined or self.published is None:
-            return False
-        return self._bound.may_serve(server.verified.version, self.published.version)
+        served = self.current(server)
+        return (
+            served is not None
+            and self.published is not None
+            and (self._bound.may_serve(served.version, self.published.version))
+        )
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
@@ -205,7 +222,8 @@ class ServerRegistry:
             self.updates.add(order.server, order.target.version, server.began or 0.0, seconds, timings)
             server.update_s, server.timings = seconds, dict(timings)
             server.updates += 1
-        server.target, server.began, server.draining, server.verified = None, None, False, order.target
+        server.target, server.began, server.draining = None, None, False
+        server.verified = None if order.target.incarnation < self.training else order.target  # began before a roll-back
         self.revision += 1
         if self.published == order.target:
             server.epoch += server.quarantined
@@ -219,6 +237,8 @@ class ServerRegistry:
             return False
         self.updates.add_failure(order.server, order.target.version, server.began or now, error[:500])
         server.target, server.began, server.draining = None, None, False
+        if order.target.incarnation < self.training:
+            return True  # of weights that nobody wants any more
         self._quarantine(server, error, now)
         if self.published != order.target:
             server.retry_at = 0.0  # a newer version has not been tried yet
@@ -240,3 +260,7 @@ class ServerRegistry:
         self.revision += 1
         server.failures += 1
         server.retry_at = now + min(self._backoff_max_s, self._backoff_s * 2 ** min(server.failures - 1, 16))
+
+
+def _age(published: PublishedVersion) -> tuple[str, int]:
+    return published.incarnation, published.version

@@ -146,6 +146,7 @@ def workers(state: ManagerState, now: float) -> list[dict[str, Any]]:
             "up_s": now - beat.since,
             "age_s": max(0.0, now - (beat.time or beat.changed)),
             "running": running.get(name, 0),
+            "refused": {what: count for what, count in beat.counters.items() if count},
         }
         for name, beat in sorted(state.workers.items())
     ]
@@ -163,6 +164,8 @@ def ledger(state: ManagerState) -> dict[str, Any]:
         "reissued_by_cause": dict(counts.reissued_by_cause),
         "anomalies": dict(counts.anomalies),
         "epoch": state.ledger.epoch,
+        "starts": counts.starts,
+        "training": state.training,
     }
 
 

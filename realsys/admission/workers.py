@@ -7,6 +7,8 @@ from typing import Protocol
 
 import msgspec
 
+from realsys.errors import MALFORMED
+
 
 class Heartbeat(msgspec.Struct):
     """Value of a heartbeat key. ``since``: when this incarnation was first seen; ``changed``: its last change."""
@@ -18,6 +20,7 @@ class Heartbeat(msgspec.Struct):
     incarnation: str = ""
     state: str = ""
     time: float = 0.0  # when the worker wrote it, if it says so
+    counters: dict[str, int] = {}  # what it refused so far, by what was wrong
     since: float = 0.0
     changed: float = 0.0
 
@@ -37,7 +40,7 @@ def observe(values: Mapping[str, str], before: Mapping[str, Heartbeat], now: flo
         old = before.get(name)
         try:
             new = msgspec.json.decode(value, type=Heartbeat)
-        except msgspec.DecodeError:
+        except MALFORMED:
             new = old or Heartbeat(state="unreadable heartbeat")
         same = old is not None and old.incarnation == new.incarnation
         new.since = old.since if old is not None and same else now

@@ -101,6 +101,13 @@ class SequenceBuffer:
     def incomplete_groups(self) -> int:
         return len(self._incomplete)
 
+    def held(self) -> dict[str, int]:
+        """Ticket -> attempt of every complete group that is here and not in training.
+
+        Of one that is here in part the rest may be lost; another attempt takes its place.
+        """
+        return {ticket: group.attempt for ticket, group in self._ready.items()}
+
     def fresh_groups(self, version: int, eta: int) -> int:
         """Complete groups that ``take`` would not drop: what a step loop waits for under policy ``drop``."""
         return sum(version - group.oldest_version() <= eta for group in self._ready.values())

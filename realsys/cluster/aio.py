@@ -26,10 +26,11 @@ def stop_event(ctx: WorkerContext) -> asyncio.Event:
     return stop
 
 
-async def run_until_stopped(ctx: WorkerContext, work: Coroutine[Any, Any, None]) -> bool:
+async def run_until_stopped(ctx: WorkerContext, work: Coroutine[Any, Any, None], grace_s: float = 0.0) -> bool:
     """Run ``work`` until it ends or the worker is asked to stop, whichever is first; then it is cancelled.
 
-    Returns whether it ended by itself. What it raises comes out here.
+    ``grace_s``: how long work that was told to stop by itself, too, has for that. Returns whether it ended by itself.
+    What it raises comes out here.
     """
     task = asyncio.ensure_future(work)
     stopping = asyncio.create_task(stop_event(ctx).wait(), name="stop")
@@ -37,7 +38,8 @@ async def run_until_stopped(ctx: WorkerContext, work: Coroutine[Any, Any, None])
         await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             log.info("asked to stop")
-            return False
+            if not grace_s or not (await asyncio.wait({task}, timeout=grace_s))[0]:
+                return False
         task.result()
         return True
     finally:
@@ -45,6 +47,21 @@ async def run_until_stopped(ctx: WorkerContext, work: Coroutine[Any, Any, None])
             if not pending.done():
                 pending.cancel()
                 await asyncio.wait({pending})
+
+
+async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of ``work``; None, and ``work`` is cancelled, when ``stop`` is set before it ends."""
+    if stop.is_set():
+        work.close()
+        return None
+    task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for pending in (task, stopping):
+            pending.cancel()
+        await asyncio.wait({task, stopping})
 
 
 async def run_beside(work: Coroutine[Any, Any, Result], service: Coroutine[Any, Any, None]) -> Result:

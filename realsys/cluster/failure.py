@@ -9,8 +9,12 @@ import socket
 import time
 import traceback
 import uuid
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import msgspec
+
+from realsys.errors import MALFORMED
 
 log = logging.getLogger(__name__)
 
@@ -78,12 +82,11 @@ def write_error(directory: Path, record: ErrorRecord) -> Path:
 
 def read_errors(directory: Path) -> list[ErrorRecord]:
     """Every record, earliest first. A file that is no record is logged and left out: the others still count."""
-    known = {field.name for field in fields(ErrorRecord)}
     records: list[ErrorRecord] = []
     for path in directory.glob("[!.]*.json"):
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            records.append(ErrorRecord(**{name: value for name, value in content.items() if name in known}))
-        except (OSError, ValueError, TypeError, AttributeError) as exc:
+            # Not msgspec's own parser: it has no lone surrogates, which the text of an exception may hold.
+            records.append(msgspec.convert(json.loads(path.read_text(encoding="utf-8")), ErrorRecord))
+        except (OSError, ValueError, *MALFORMED) as exc:
             log.warning("%s is no error record: %s", path, exc)
     return sorted(records, key=lambda record: record.time)

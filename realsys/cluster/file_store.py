@@ -15,6 +15,9 @@ lease written by another host is judged by observation: dead when its counter ha
 reader's own clock. So no two hosts' clocks are ever compared; the price is that a fresh reader on another host takes
 up to one TTL to see a death.
 
+A directory that is out of reach is an error, not an empty store: whatever seems not to be there is believed only as
+long as the directory around it is.
+
 Across hosts the directory must be on a file system with flock and without cached lookups (NFS: ``lookupcache=none``).
 Where that is in doubt use etcd.
 """
@@ -26,6 +29,7 @@ import fcntl
 import functools
 import json
 import os
+import re
 import threading
 import time
 import uuid
@@ -34,11 +38,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote
 
+import msgspec
+
 from realsys.cluster.name_store import Lease, NameStore, Tree, Watch, WatchCallback, WatchThread, check_key, escape
-from realsys.errors import Fenced, KeyExists, NameStoreError
+from realsys.errors import MALFORMED, Fenced, KeyExists, NameStoreError
 
 POLL_S = 0.05
 LOCK_TIMEOUT_S = 5.0
+_LEASE_ID = re.compile(rb"[0-9a-f]{32}")  # becomes a file name
 VALUE = "@value"  # '@' is escaped in components, so no component ends like this
 
 
@@ -106,6 +113,8 @@ class FileNameStore(NameStore):
         self._check_open()
         with self._reported(f"read {key}"):
             value = self._read_live(self._path(key))
+            if value is None:
+                os.stat(self._keys)
         if value is None:
             raise self._missing(key)
         return value
@@ -180,12 +189,13 @@ class FileNameStore(NameStore):
     def _read_lease(self, lease_id: str) -> _LeaseRecord | None:
         path = self._leases / lease_id
         try:
-            return _LeaseRecord(**json.loads(path.read_bytes()))
+            return msgspec.json.decode(path.read_bytes(), type=_LeaseRecord)
         except FileNotFoundError:
+            os.stat(self._leases)
             with self._observed_lock:
                 self._observed.pop(lease_id, None)
             return None
-        except (ValueError, TypeError):
+        except MALFORMED:
             raise NameStoreError(f"name store: {path} is no lease; delete it") from None
 
     def _write_lease(self, lease_id: str, record: _LeaseRecord) -> None:
@@ -238,6 +248,7 @@ class FileNameStore(NameStore):
             if value is not None:
                 tree[root] = value
             self._collect(self._directory(root), root, tree)
+            os.stat(self._keys)
         return dict(sorted(tree.items()))
 
     def _collect(self, directory: Path, key: str, tree: Tree) -> None:
@@ -329,7 +340,7 @@ def _encode(lease_id: str, value: str) -> bytes:
 def _decode(content: bytes, path: Path) -> tuple[str, str]:
     lease_id, newline, value = content.partition(b"\n")
     try:
-        if not newline:
+        if not newline or (lease_id and not _LEASE_ID.fullmatch(lease_id)):
             raise ValueError
         return lease_id.decode("ascii"), value.decode("utf-8", "surrogatepass")
     except ValueError:

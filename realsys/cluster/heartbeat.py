@@ -3,9 +3,12 @@
     beat thread      every heartbeat_s: renew the lease, check that the key is still ours, write it again
     deadline thread  waits until the lease must have lapsed by our own clock; a good beat moves that moment
 
+    check()          any thread, before an act that others see: raises once that moment has passed
+
 Two threads, because the beat may hang inside the store (a dead file server, an etcd that went away) for longer than
 the lease; to everyone else this worker is dead by then, and it must not go on. Whichever finds the loss first calls
-``on_lost``, once. A thread that holds the GIL for a whole lease (no known library does) would look dead too.
+``on_lost``, once. A thread that holds the GIL for a whole lease (no known library does) would look dead too. Neither
+need be the first to run in a process that wakes up after a suspension: hence ``check``.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from realsys.cluster.name_store import NameStore
 from realsys.errors import Fenced, KeyMissing, NameStoreError
@@ -37,16 +40,18 @@ class Heartbeat:
         lease_s: float,
         heartbeat_s: float,
         on_lost: Callable[[Fenced], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._key, self._on_lost = store, key, on_lost
-        self._beat_s = heartbeat_s
+        self._beat_s, self._clock = heartbeat_s, clock
+        self._counters: Callable[[], Mapping[str, int]] = dict
         self._state = "starting"
         self._host, self._pid, self._kind, self._index = socket.gethostname(), os.getpid(), kind, index
         self._incarnation = self._next_incarnation()
         self._due = threading.Event()
         self._condition = threading.Condition()
         self._stopping = self._lost = False
-        began = time.monotonic()
+        began = clock()
         self.lease = store.lease(lease_s)
         # Counted from before the call: what the store believes can only end later than this.
         self._deadline = began + self.lease.ttl_s
@@ -71,6 +76,22 @@ class Heartbeat:
             self._state = state
             self._due.set()
 
+    def count(self, counters: Callable[[], Mapping[str, int]]) -> None:
+        """Show in the value what ``counters`` says at each beat, from the beat thread: what was refused, above all."""
+        self._counters = counters
+
+    def check(self) -> None:
+        """Raises Fenced from the moment on at which the lease must have lapsed; ``on_lost`` has then been called.
+
+        One look at the clock: for every act that others see.
+        """
+        if self._lost:
+            raise Fenced(f"{self._key}: this worker has lost its lease; it must stop")
+        if self._clock() >= self._deadline:
+            reason = self._lapsed()
+            self._lose(reason)
+            raise reason
+
     def stop(self) -> None:
         """No beat and no loss after this. The lease still runs: revoke it to take the keys away."""
         with self._condition:
@@ -94,8 +115,8 @@ class Heartbeat:
         except KeyMissing:
             return None
         try:
-            return int(json.loads(value)["incarnation"])
-        except (ValueError, KeyError, TypeError):
+            return incarnation_in(value)
+        except ValueError:
             problem = f"name store: {self._key} holds {value[:80]!r}, which is no heartbeat; delete the key"
             raise NameStoreError(problem) from None
 
@@ -108,6 +129,7 @@ class Heartbeat:
             "incarnation": self.incarnation,
             "state": self._state,
             "time": time.time(),
+            "counters": dict(self._counters()),
         }
         self._store.add(self._key, json.dumps(value), lease=self.lease, replace=True)
 
@@ -124,11 +146,11 @@ class Heartbeat:
                 self._lose(exc)
                 return
             except NameStoreError as exc:
-                left = self._deadline - time.monotonic()
+                left = self._deadline - self._clock()
                 log.warning("heartbeat failed, trying again; the lease lapses in %.1f s: %s", left, exc)
 
     def _beat(self) -> None:
-        began = time.monotonic()
+        began = self._clock()
         self.lease.keep_alive()
         holder = self._holder()
         if holder is None:
@@ -144,17 +166,18 @@ class Heartbeat:
         """Waits for the deadline; moved by a good beat; ends with ``stop`` or a loss."""
         with self._condition:
             while not (self._stopping or self._lost):
-                left = self._deadline - time.monotonic()
+                left = self._deadline - self._clock()
                 if left <= 0:
                     break
                 self._condition.wait(left)
             if self._stopping or self._lost:
                 return
-        self._lose(
-            Fenced(
-                f"{self._key}: no heartbeat for the whole lease of {self.lease.ttl_s:g} s (process paused, or the name "
-                "store out of reach); this worker must stop"
-            )
+        self._lose(self._lapsed())
+
+    def _lapsed(self) -> Fenced:
+        return Fenced(
+            f"{self._key}: no heartbeat for the whole lease of {self.lease.ttl_s:g} s (process paused, or the name "
+            "store out of reach); this worker must stop"
         )
 
     def _lose(self, reason: Fenced) -> None:
@@ -164,3 +187,14 @@ class Heartbeat:
             self._lost = True
             self._condition.notify_all()
         self._on_lost(reason)
+
+
+def incarnation_in(value: str) -> int:
+    """Of a heartbeat's value. Raises ValueError where it is none."""
+    try:
+        incarnation = json.loads(value)["incarnation"]
+        if isinstance(incarnation, str):
+            return int(incarnation)
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"no heartbeat: {error}") from None
+    raise ValueError(f"no heartbeat: incarnation={incarnation!r:.80}")

@@ -27,10 +27,9 @@ class Names:
     def heartbeats(self) -> str:
         return f"{self.root}/heartbeat"
 
-    @property
-    def request_reply(self) -> str:
-        """tcp address of the MasterWorker's request-reply socket."""
-        return f"{self.root}/request_reply/master"
+    def request_reply(self, start: str) -> str:
+        """tcp address of the MasterWorker's request-reply socket; ``start`` of the training side."""
+        return f"{self.root}/request_reply/{start}"
 
     def pull(self, dp: int) -> str:
         """tcp address of the push-pull socket of DP head ``dp``."""
@@ -57,9 +56,9 @@ class Names:
         """JSON PublishedVersion of the newest complete weights."""
         return f"{self.root}/model_version/{role}"
 
-    def torch_store(self, incarnation: str) -> str:
-        """host:port of torch's TCPStore for the ModelWorkers' process groups."""
-        return f"{self.root}/torch_store/{incarnation}"
+    def torch_store(self, start: str) -> str:
+        """host:port of torch's TCPStore for the ModelWorkers' process groups; ``start`` of the training side."""
+        return f"{self.root}/torch_store/{start}"
 
     @property
     def status(self) -> str:

@@ -17,6 +17,8 @@ from realsys.errors import RealsysError
 log = logging.getLogger(__name__)
 
 PARENT_PID = "REALSYS_PARENT_PID"  # set by a launcher that is the direct parent
+RUN_ID = "REALSYS_RUN_ID"
+TRAINING_START = "REALSYS_TRAINING_START"  # number of the training side's start, for its processes
 _PR_SET_PDEATHSIG = 1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -46,6 +48,11 @@ def die_with_parent() -> None:
     expected = os.environ.get(PARENT_PID)
     if expected is not None and expected != str(os.getppid()):
         raise RealsysError(f"the launcher (pid {expected}) has ended already; nothing to work for")
+
+
+def training_start() -> str:
+    """This start of the training side, the same for all its processes: what one before it left must not be found."""
+    return "-".join(os.environ.get(name, "0") for name in (RUN_ID, TRAINING_START))
 
 
 def flush() -> None:

@@ -7,7 +7,7 @@
 ``python -m workers.<kind> --trial-dir DIR --index I`` calls ``worker_main(kind, body)``. Arguments are parsed before
 anything slow is imported.
 
-Exit codes: 0 the body returned; 1 it failed; 2 wrong arguments; 75 fenced; 143 stopped by a signal while it waited.
+Exit codes: 0 the body returned; 1 it failed; 2 wrong arguments; 75 fenced; 143 stopped by a signal before it was done.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from realsys.cluster import failpoint
 from realsys.cluster.failure import ErrorRecord, record_of, write_error
 from realsys.cluster.process import StopSignals, bounded, configure_logging, die_with_parent, exit_within, flush
 from realsys.errors import Fenced, RealsysError, WaitTimeout
@@ -68,8 +69,8 @@ class WorkerContext:
         """The trial's secret for state-changing calls of the manager."""
         try:
             return self.paths.token.read_text(encoding="utf-8").strip()
-        except OSError as exc:
-            problem = f"cannot read the trial's token {self.paths.token}: {exc.strerror}"
+        except (OSError, UnicodeDecodeError) as exc:
+            problem = f"cannot read the trial's token {self.paths.token}: {exc}"
             raise RealsysError(f"{self.name}: {problem}") from exc
 
     def register(self, key: str, value: str) -> None:
@@ -79,6 +80,14 @@ class WorkerContext:
     def set_state(self, state: str) -> None:
         """A word for the heartbeat's value: what this worker is doing."""
         self._heartbeat.set_state(state)
+
+    def check_alive(self) -> None:
+        """Before every act that others see: see ``realsys.cluster.fence``. Ends the process if its lease is over."""
+        self._heartbeat.check()
+
+    def count(self, counters: Callable[[], Mapping[str, int]]) -> None:
+        """What to show beside the state, asked for at each beat from another thread: refusals by what was wrong."""
+        self._heartbeat.count(counters)
 
     def on_stop(self, callback: Callable[[], None]) -> None:
         """Call back, from another thread, when asked to stop; at once if that was before. For event loops:
@@ -172,6 +181,8 @@ def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSign
     from realsys.cluster.name_store import make_name_store, trial_names
     from realsys.config.dump import read_config
 
+    failpoint.arm(f"{kind}/{index}")
+    failpoint.reach("worker.start")
     config = read_config(paths.config)
     signals.orphan_grace_s = config.cluster.stop_timeout_s
     names = trial_names(config)
@@ -228,6 +239,8 @@ def _run_body(body: Body, context: WorkerContext, reporter: _FailureReporter) ->
     except SystemExit as exc:
         if exc.code in (None, 0):
             return 0
+        if exc.code == EXIT_STOPPED and context.stop.is_set():  # the body stopped before its work was done
+            return EXIT_STOPPED
         reporter.report(exc, "the body called sys.exit")
         return exc.code if isinstance(exc.code, int) else EXIT_FAILED
     return 0

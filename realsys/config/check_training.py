@@ -17,7 +17,6 @@ def check_training(config: Config, allocation: Allocation, flow: Dataflow) -> No
     _check_rewards(config)
     _check_loss(config)
     _check_advantages(config)
-    _check_resume(config)
 
 
 def _check_batch(config: Config, allocation: Allocation, flow: Dataflow) -> None:
@@ -122,10 +121,3 @@ def _check_advantages(config: Config) -> None:
         if value != 1.0:
             problem = "must be 1: without a critic (train.ppo.critic.enabled) a whole answer has one advantage"
             raise ConfigError(f"train.ppo.{name}", value, problem)
-
-
-def _check_resume(config: Config) -> None:
-    checkpoint = config.checkpoint
-    if config.train.total_steps < checkpoint.every_steps:
-        problem = f"is beyond train.total_steps ({config.train.total_steps}); for one at the end set checkpoint.at_end"
-        raise ConfigError("checkpoint.every_steps", checkpoint.every_steps, problem)

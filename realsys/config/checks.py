@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from realsys.config.machine import Machine
 from realsys.config.model_families import Head, has_score, position_count, refuse_unsupported
 from realsys.config.roles import role_field, role_settings
 from realsys.config.schema import Config
-from realsys.config.sglang import check_sglang
+from realsys.config.sglang import check_sglang, check_sglang_sampling
 from realsys.errors import ConfigError, ModelError
 
 _TORCH_PROCESS_BYTES = (
     600 << 20
 )  # resident memory of a process that has imported torch and Megatron, with a small model
 _LIGHT_PROCESS_BYTES = 120 << 20
+_SGLANG_CPU_BYTES = 2560 << 20  # SGLang's processes, of one server on a CPU with a small model
 
 
 def check(config: Config, machine: Machine) -> Allocation:
@@ -54,6 +56,7 @@ def _check_generation(config: Config, allocation: Allocation) -> None:
     generation = config.generation
     if generation.backend == "sglang":
         check_sglang(generation.sglang)
+        check_sglang_sampling(generation.sampling)
         each, limit = generation.sglang.max_answers, "generation.sglang.max_answers"
     else:
         if allocation.inference.tensor > 1:
@@ -86,6 +89,8 @@ def _check_machine(config: Config, allocation: Allocation, machine: Machine) -> 
     else:
         heavy = ranks + servers
         need = heavy * _TORCH_PROCESS_BYTES + (total - heavy) * _LIGHT_PROCESS_BYTES
+        if config.generation.backend == "sglang" and not machine.gpus:
+            need += servers * _SGLANG_CPU_BYTES
         if need > machine.memory_bytes:
             problem = (
                 f"{total} processes need about {need / 2**30:.1f} GiB, {machine.memory_bytes / 2**30:.1f} GiB are free"
@@ -104,6 +109,13 @@ def _check_cluster(config: Config) -> None:
         host, _, port = cluster.name_store.address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError("cluster.name_store.address", cluster.name_store.address, "write host:port")
+    if cluster.name_store.start:
+        if cluster.name_store.backend != "etcd":
+            raise ConfigError(
+                "cluster.name_store.start", True, "only etcd is a process: cluster.name_store.backend=etcd"
+            )
+        if shutil.which("etcd") is None:
+            raise ConfigError("cluster.name_store.start", True, "there is no program named etcd; install etcd-server")
     root = Path(config.fileroot).resolve()
     existing = next(p for p in (root, *root.parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

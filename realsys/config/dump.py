@@ -21,12 +21,20 @@ def write_config(config: Config, path: Path) -> None:
     staged.replace(path)
 
 
+def newest_dump(fileroot: Path, experiment: str = "*") -> Path | None:
+    """The configuration of the trial that was started last, of one experiment or of any."""
+    dumps = list(fileroot.glob(f"{experiment}/*/config.json"))
+    return max(dumps, key=lambda path: path.stat().st_mtime, default=None)
+
+
 def read_config(path: Path) -> Config:
     """Read a dump back. Raises ConfigError naming the file if it is missing or not ours."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as exc:
         raise ConfigError("config.json", str(path), exc.strerror or "cannot be read") from None
+    except UnicodeDecodeError as exc:
+        raise ConfigError("config.json", str(path), f"is no text: {exc}") from None
     try:
         return Config.model_validate_json(text)
     except ValidationError as exc:

@@ -36,6 +36,16 @@ class TrialPaths:
         return self.root / "name_store"
 
     @property
+    def own_etcd(self) -> Path:
+        """Data of the etcd that the run starts itself."""
+        return self.root / "etcd"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the launcher and its workers for as long as one of them lives; holds the launcher's pid."""
+        return self.root / "lock"
+
+    @property
     def token(self) -> Path:
         """The trial's token for state-changing calls of the manager, mode 0600."""
         return self.root / "token"
@@ -71,6 +81,11 @@ class TrialPaths:
     def checkpoints(self) -> Path:
         """Training state to continue from, one folder per step."""
         return self.root / "checkpoints"
+
+    @property
+    def records(self) -> Path:
+        """What each train step was trained on, one folder per step."""
+        return self.root / "record"
 
     @property
     def summary(self) -> Path:

@@ -11,7 +11,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from realsys.config.fields import Name, NonNegative, OpenProbability, Positive, PositiveFloat, Probability, Section
-from realsys.config.schema_train import CheckpointConfig, OptimizerConfig, PluginsConfig, RolesConfig, TrainConfig
+from realsys.config.schema_train import (
+    CheckpointConfig,
+    OptimizerConfig,
+    PluginsConfig,
+    RecordConfig,
+    RolesConfig,
+    TrainConfig,
+)
 
 
 class NameStoreConfig(Section):
@@ -30,6 +37,11 @@ class ClusterConfig(Section):
     request_timeout_s: PositiveFloat = Field(1800.0, description="bound on one model function call")
     stop_timeout_s: PositiveFloat = Field(8.0, description="a stopping run kills what is left after this")
     max_restarts: NonNegative = Field(5, description="restarts in a row, of a stateless worker or of the training side")
+
+    @property
+    def master_stop_s(self) -> float:
+        """What the MasterWorker has of ``stop_timeout_s`` for its last checkpoint; the others stop after it."""
+        return max(self.stop_timeout_s / 2, self.stop_timeout_s - 3.0)
 
 
 class TinyModelConfig(Section):
@@ -119,7 +131,10 @@ class SglangConfig(Section):
     args: dict[str, Any] = Field({}, description="options of SGLang's command line; true: the flag alone, false: not")
     max_answers: Positive = Field(8192, description="answers that run and wait in one server; more are refused")
     start_timeout_s: PositiveFloat = Field(600.0, description="bound on the start of SGLang, with loading the model")
-    max_restarts: NonNegative = Field(5, description="restarts in a row of a SGLang that died")
+    max_restarts: NonNegative = Field(5, description="restarts in a row of a SGLang that died or hung")
+    silence_timeout_s: float = Field(
+        180.0, ge=30, description="a SGLang that samples nothing for so long, though asked to, is killed and restarted"
+    )
 
 
 class GenerationConfig(Section):
@@ -182,6 +197,9 @@ class ManagerConfig(Section):
     )
     update_timeout_s: PositiveFloat = 600.0
     rollout_lease_s: PositiveFloat = Field(3600.0, description="a running ticket without news is re-issued after this")
+    ledger_compact_mb: PositiveFloat = Field(
+        64.0, description="a larger ledger file is replaced by a snapshot of its state; the history before it is gone"
+    )
 
 
 class WeightsConfig(Section):
@@ -238,6 +256,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     roles: RolesConfig = RolesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    record: RecordConfig = RecordConfig()
     plugins: PluginsConfig = PluginsConfig()
     warmup: WarmupConfig = WarmupConfig()
     evaluation: EvalConfig = EvalConfig()

@@ -186,6 +186,15 @@ class CheckpointConfig(Section):
     )
 
 
+class RecordConfig(Section):
+    """What each step was trained on, on disk: to look at (`realsys samples`) and to repeat (`realsys replay`)."""
+
+    samples: bool = Field(True, description="record every train step; docs/replay.md")
+    keep_steps: Positive = Field(
+        50, description="newest steps whose records stay; those after the oldest kept checkpoint stay in any case"
+    )
+
+
 class TrainConfig(Section):
     batch_groups: Positive = Field(512, description="B: prompts per train step")
     total_steps: Positive = Field(100, description="stop after this many train steps")

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import realsys
-from realsys.config.schema import SglangConfig
+from realsys.config.schema import SamplingConfig, SglangConfig
 from realsys.errors import ConfigError
 
 #: made by `make sglang-cpu`, beside the package in a checkout
 DEFAULT_VENV = Path(realsys.__file__).resolve().parents[1] / ".venv-sglang"
 #: where it listens and what it serves is decided here
 _OURS = frozenset({"host", "port", "model-path", "model"})
+#: what SGLang applies to the logits before it takes the log-probs that it returns
+_IN_LOGPROBS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_new_tokens")
 _SCALARS = (str, int, float, bool, type(None))
 
 
@@ -51,6 +53,17 @@ def check_sglang(settings: SglangConfig, default_venv: Path = DEFAULT_VENV) -> N
         if not isinstance(value, _SCALARS) and not _is_list(value):
             raise ConfigError(field, value, "must be a number, a text, true, false, or a list of numbers and texts")
         seen[normal] = name
+
+
+def check_sglang_sampling(sampling: SamplingConfig) -> None:
+    """Raises ConfigError where SGLang's log-probs are not those of softmax(logits / temperature), which is trained."""
+    for name in _IN_LOGPROBS:
+        value, off = getattr(sampling, name), SamplingConfig.model_fields[name].default
+        if value != off:
+            problem = (
+                f"SGLang would put it into the log-probs to train on; leave it at {off} or use generation=embedded"
+            )
+            raise ConfigError(f"generation.sampling.{name}", value, problem)
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from realsys.errors import DataError
+from realsys.errors import MALFORMED, DataError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -61,7 +61,7 @@ class RecordReader(Generic[Record]):
         """The record on line ``number`` (from 1). Raises DataError."""
         try:
             record = self._decoder.decode(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except MALFORMED as error:
             raise self._error(path, number, str(error)) from None
         problem = _problem_of(record)
         if problem:

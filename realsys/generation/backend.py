@@ -33,7 +33,7 @@ class GenerationEngine(Protocol):
 
     @property
     def model_path(self) -> str:
-        """Of the model that it was started with."""
+        """Directory of the weights that sample now: at first, of the model that it was started with."""
 
     @property
     def version(self) -> int:

@@ -14,7 +14,8 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from realsys.errors import GenerationError
+from realsys.cluster.failpoint import reach
+from realsys.errors import MALFORMED, GenerationError
 from realsys.generation.protocol import (
     Acknowledged,
     Completion,
@@ -63,21 +64,27 @@ class Generated:
     """One answer: int32 [T], float32 [T], int32 [T]. A stop token is part of it.
 
     ``logprobs`` are natural, of the softmax at the request's temperature before top-k and top-p.
-    ``versions`` are those of the weights that sampled the tokens.
+    ``versions`` are those of the weights that sampled the tokens, ``route`` (server, tokens) runs of who did.
     """
 
     tokens: I32
     logprobs: F32
     versions: I32
     finish_reason: FinishReason
+    route: tuple[tuple[str, int], ...] = ()
 
 
 class GenerationClient:
-    """Calls generation servers; use within one event loop. ``timeout_s`` bounds a call from start to last byte."""
+    """Calls generation servers; use within one event loop. ``timeout_s`` bounds a call from start to last byte.
 
-    def __init__(self, timeout_s: float, connect_timeout_s: float = 10.0) -> None:
+    ``token``: the trial's, without which a server of a trial does nothing; None for one that stands alone.
+    """
+
+    def __init__(self, timeout_s: float, connect_timeout_s: float = 10.0, *, token: str | None = None) -> None:
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
+        authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._headers = {"Content-Type": "application/json", **authorization}
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(
@@ -135,12 +142,18 @@ class GenerationClient:
         total = self._timeout_s if timeout_s is None else timeout_s
         timeout = aiohttp.ClientTimeout(total=total, sock_connect=self._connect_timeout_s)
         data = None if body is None else msgspec.json.encode(body)
+        fault = reach("server.call")
+        if fault == "garbage":
+            data = b"{\xff"
         try:
-            async with self._session.request(
-                method, url + path, data=data, timeout=timeout, headers={"Content-Type": "application/json"}
-            ) as response:
-                payload = await response.read()
-                status = response.status
+            for _ in range(1 + (fault == "duplicate")):
+                async with self._session.request(
+                    method, url + path, data=data, timeout=timeout, headers=self._headers
+                ) as response:
+                    payload = await response.read()
+                    status = response.status
+            if fault == "drop":
+                raise ConnectionResetError("the reply was lost")
         except TimeoutError as error:
             raise GenerationError(f"{url}{path}: no answer within {total:g} s", retryable=True) from error
         except (aiohttp.ClientError, OSError) as error:
@@ -149,30 +162,37 @@ class GenerationClient:
         if status != 200:
             reason = _error_message(payload)
             raise GenerationError(f"{url}{path}: status {status}: {reason}", retryable=status >= 500 or status == 429)
-        try:
-            return msgspec.json.decode(payload, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise GenerationError(f"{url}{path}: reply cannot be read: {error}", retryable=True) from error
+        return decode_reply(url + path, payload, kind)
+
+
+def decode_reply(where: str, payload: bytes, kind: type[T]) -> T:
+    """The body of a reply. Raises GenerationError, retryable, when it is something else."""
+    try:
+        return msgspec.json.decode(payload, type=kind)
+    except MALFORMED as error:
+        raise GenerationError(f"{where}: reply cannot be read: {error}", retryable=True) from error
 
 
 def _generated(url: str, completion: Completion) -> Generated:
     """Arrays of one answer; the counts of tokens, log-probs and versions must agree."""
     meta = completion.meta_info
-    tokens = np.asarray(completion.output_ids, np.int32)
-    logprobs = np.asarray([entry[0] for entry in meta.output_token_logprobs or ()], np.float32)
-    segments = meta.weight_versions or []
-    versions = np.repeat(
-        np.asarray([int(version) for version, _ in segments], np.int32), [count for _, count in segments]
-    ).astype(np.int32)
-    if not len(tokens) == len(logprobs) == len(versions):
+    entries, segments = meta.output_token_logprobs or [], meta.weight_versions or []
+    counts = [count for _, count in segments]
+    if min(counts, default=0) < 0 or not len(completion.output_ids) == len(entries) == sum(counts):
         raise GenerationError(
-            f"{url}/generate: {len(tokens)} tokens but {len(logprobs)} log-probs and {len(versions)} versions"
+            f"{url}/generate: {len(completion.output_ids)} tokens but {len(entries)} log-probs and versions of {counts}"
         )
+    try:
+        tokens = np.asarray(completion.output_ids, np.int32)
+        logprobs = np.asarray([entry[0] for entry in entries], np.float32)
+        versions = np.repeat(np.asarray([int(version) for version, _ in segments], np.int32), counts)
+    except (ValueError, OverflowError) as error:  # no number, or one that no token or version has
+        raise GenerationError(f"{url}/generate: answer cannot be read: {error}", retryable=True) from error
     return Generated(tokens, logprobs, versions, meta.finish_reason.type)
 
 
 def _error_message(payload: bytes) -> str:
     try:
         return msgspec.json.decode(payload, type=ErrorReply).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except MALFORMED:
         return payload[:200].decode("utf-8", "replace") or "no reason given"

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from realsys.cluster.failpoint import reach
 from realsys.errors import GenerationError, WaitTimeout
 from realsys.generation.core import EngineCore
 from realsys.generation.limits import Limits
@@ -245,7 +246,9 @@ class Engine:
         if self._swapped is not None:
             self._answer(self._swapped)  # it had no time to sample anything
         loading = time.perf_counter()
+        reach("server.load")
         self.core.swap(update.weights, update.version)
+        self.model_path = update.path
         update.swapped_at, update.tokens_before = time.perf_counter(), self.core.counters.tokens
         update.timings |= {
             "drain_s": start - update.staged_at,

@@ -1,6 +1,7 @@
 """HTTP surface of a generation engine: FastAPI routes over raw msgspec bodies, and the uvicorn thread that serves them.
 
-A bad request answers 400, a full queue or a stopping server 503, always {"error": {"message": one line}}.
+A bad request answers 400, one without the token 401, one that is too large 413, a full queue or a stopping server
+503; always {"error": {"message": one line}}.
 """
 
 from __future__ import annotations
@@ -18,18 +19,25 @@ from typing import Any, TypeVar
 import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from starlette.types import ASGIApp
 
-from realsys.errors import GenerationError, WaitTimeout
+from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.http_guard import BoundedHead, Guard
+from realsys.errors import MALFORMED, GenerationError, WaitTimeout
 from realsys.generation import protocol as p
 from realsys.generation.backend import GenerationEngine
 from realsys.generation.scheduler import AnswerResult
+
+MAX_BODY = 16 << 20  # bytes; a prompt of a million tokens is 7 MB
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-def build_app(engine: GenerationEngine) -> FastAPI:
-    """The routes of protocol.py over one engine."""
+def build_app(engine: GenerationEngine, *, token: str | None = None, check_alive: CheckAlive = unleased) -> Guard:
+    """The routes of protocol.py over one engine. ``token``: what every POST must carry; None for a server that stands
+    alone on loopback. Nothing is accepted or answered once ``check_alive`` raises.
+    """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     def post(path: str, kind: type[T]) -> Callable[[Callable[[T, Request], Awaitable[Any]]], None]:
@@ -40,7 +48,7 @@ def build_app(engine: GenerationEngine) -> FastAPI:
             async def route(request: Request) -> Response:
                 try:
                     body = decoder.decode(await request.body() or b"{}")
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except MALFORMED as error:
                     return _error(400, f"{path}: {error}")
                 try:
                     return _reply(await handler(body, request))
@@ -112,20 +120,24 @@ def build_app(engine: GenerationEngine) -> FastAPI:
         info = engine.info()
         return _reply(await asyncio.wrap_future(info) if isinstance(info, Future) else info)
 
-    return app
+    def error(message: str) -> p.ErrorReply:
+        return p.ErrorReply(p.ErrorDetail(message))
+
+    return Guard(app, token=token, max_body=MAX_BODY, error=error, check_alive=check_alive)
 
 
 class HttpServer:
     """uvicorn in a thread of its own, on a socket that is bound here: ``url`` is right as soon as it is there."""
 
-    def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> None:
         self._socket = socket.create_server((host, port), family=_family(host), backlog=2048)
         bound = self._socket.getsockname()[1]
         self.url = f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=BoundedHead,
+            ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,

@@ -1,5 +1,6 @@
 """Checkpoints of a trial: when one is taken, what makes it complete, which are kept. No torch.
 
+    first      ──> a warmed-up or resumed state, so that recovery does not have to make it again
     after_step ──> .tmp folder ──> save_checkpoint to every trained role ──> the next step trains
                                       each rank: copy to host memory, then files, beside training
     after_step ──> all indexes there? ──> finish_checkpoint ──> sizes, state.json, fsync, rename ──> prune
@@ -24,6 +25,8 @@ import msgspec
 import xxhash
 
 from realsys.admission.messages import DataPosition
+from realsys.cluster.failpoint import reach
+from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.topology import Mesh
 from realsys.config.model_sizes import read_sizes
 from realsys.config.paths import TrialPaths
@@ -55,7 +58,7 @@ class _Running:
 
 
 class Checkpoints:
-    """Takes and keeps the checkpoints of one trial; loads one of another trial at the start.
+    """Takes and keeps the checkpoints of one trial; loads the one that it goes on from, its own or another trial's.
 
     ``meshes``: those of the trained roles. ``position``: where the manager is in the data. ``kl``: state of the KL
     controller.
@@ -70,8 +73,10 @@ class Checkpoints:
         workers: CheckpointCalls,
         position: Callable[[], Awaitable[DataPosition]],
         kl: Callable[[], dict[str, float]],
+        check_alive: CheckAlive = unleased,
     ) -> None:
         self._config, self._paths, self._meshes, self._workers = config, paths, dict(meshes), workers
+        self._check_alive = check_alive
         self._position, self._kl = position, kl
         self._running: _Running | None = None
         self._newest_step = self._saved_step = 0
@@ -90,17 +95,28 @@ class Checkpoints:
         if every and step % every == 0:
             await self._begin(step)
 
-    async def finish(self) -> None:
+    async def first(self, step: int) -> None:
+        """``step`` is what training starts from, and no checkpoint of this trial has it. Returns when it is on disk:
+        until then a failure would cost the warm-up. Raises CheckpointError.
+        """
+        settings = self._config.checkpoint
+        if settings.every_steps or settings.on_stop:
+            await self._begin(step)
+            await self._complete(wait=True)
+
+    async def finish(self, *, stopped: bool) -> None:
         """No further step comes; returns when everything is on disk. Raises CheckpointError."""
-        if self._config.checkpoint.at_end and self._newest_step > self._saved_step:
+        settings = self._config.checkpoint
+        if (settings.on_stop if stopped else settings.at_end) and self._newest_step > self._saved_step:
             await self._begin(self._newest_step)
         await self._complete(wait=True)
 
-    async def resume(self, directory: Path) -> CheckpointState:
+    async def load(self, directory: Path) -> CheckpointState:
         """Every trained role gets its state of the checkpoint. Raises RealsysError naming what does not fit."""
         state = await asyncio.to_thread(files.read_state, directory)
         requests = [LoadCheckpointRequest(role, str(directory)) for role in self._meshes]
         await asyncio.gather(*(self._workers.load_checkpoint(request) for request in requests))
+        self._newest_step = self._saved_step = state.step
         return state
 
     async def _begin(self, step: int) -> None:
@@ -126,7 +142,7 @@ class Checkpoints:
         try:
             requests = [FinishCheckpointRequest(role, step) for role in self._meshes]
             await asyncio.gather(*(self._workers.finish_checkpoint(request) for request in requests))
-            final = await asyncio.to_thread(commit, running.directory, running.state, self._stems())
+            final = await asyncio.to_thread(commit, running.directory, running.state, self._stems(), self._check_alive)
             gone = await asyncio.to_thread(prune, self._paths.checkpoints, self._config.checkpoint.keep)
         except RealsysError as error:
             raise self._failed(step, error) from error
@@ -180,7 +196,8 @@ def describe_role(config: Config, paths: TrialPaths, role: str, layout: str) -> 
 
 
 def prepare(root: Path, step: int) -> Path:
-    """Make the empty ``.tmp`` folder of a checkpoint; what a killed run left half written or half removed goes.
+    """Make the empty ``.tmp`` folder of a checkpoint; what a killed run left half written or half removed goes, and
+    what recovery set aside as damaged.
 
     Raises CheckpointError.
     """
@@ -191,7 +208,7 @@ def prepare(root: Path, step: int) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
         for folder in root.glob("step-*"):
-            if folder.suffix == ".tmp" or not (folder / files.STATE).exists():
+            if folder.suffix or not (folder / files.STATE).exists():
                 shutil.rmtree(folder)
         tmp.mkdir()
     except OSError as error:
@@ -199,7 +216,7 @@ def prepare(root: Path, step: int) -> Path:
     return tmp
 
 
-def commit(tmp: Path, state: CheckpointState, stems: Sequence[str]) -> Path:
+def commit(tmp: Path, state: CheckpointState, stems: Sequence[str], check_alive: CheckAlive = unleased) -> Path:
     """Turn a ``.tmp`` folder with the files of ``stems`` into a checkpoint; returns its final folder.
 
     Every rank has synced its two files already. Raises CheckpointError when one is missing or is not what its writer
@@ -217,12 +234,15 @@ def commit(tmp: Path, state: CheckpointState, stems: Sequence[str]) -> Path:
         found[path.name] = FileInfo(len(raw), xxhash.xxh3_64_hexdigest(raw))
     final = tmp.with_suffix("")
     try:
+        reach("checkpoint.commit")
+        check_alive()
         write_durably(tmp / files.STATE, files.encode_state(msgspec.structs.replace(state, files=found)))
         fsync_directory(tmp)
         tmp.rename(final)
         fsync_directory(final.parent)
     except OSError as error:
         raise CheckpointError(f"{tmp}: {files.STATE} cannot be written: {error.strerror}") from error
+    reach("checkpoint.complete", final)
     return final
 
 

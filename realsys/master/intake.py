@@ -1,8 +1,8 @@
 """What arrives from rollout, until it is a batch.
 
     notices ──on_samples──> buffer ──next_batch──> groups of one step
-                              │ copies, success rate out of bounds (at once), too stale (at the next batch)
-                              └──> told to the manager, which gives the quota to another prompt; freed on their owners
+         another training side's  │ copies, success rate out of bounds (at once), too stale (at the next batch)
+                  └──> freed      └──> told to the manager, which gives the quota to another prompt; freed
 
 Consumes the notices of the DP heads; ``next_batch`` waits for a batch's worth of groups and is unblocked by the arrival
 of one; ``give_back`` runs beside the steps, so that what is sorted out on arrival does not hold quota while one trains.
@@ -32,11 +32,25 @@ _LOOK_S = 5.0  # between two looks at the manager's status while no group arrive
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The groups of a step, and how many groups were dropped since the batch before, by reason."""
+    """The groups of a step; since the batch before: groups dropped, by reason, and samples ``refused``, which were
+    granted under another training side.
+    """
 
     groups: list[list[SampleMeta]]
     dropped_stale: int
     dropped_filtered: int
+    refused: int
+
+    @property
+    def tickets(self) -> list[str]:
+        """In order."""
+        return sorted({sample.ticket_id for sample in self.samples})
+
+    @property
+    def oldest(self) -> list[int]:
+        """For each of ``tickets``, the version of its oldest token."""
+        oldest = {group[0].ticket_id: min(sample.version_min for sample in group) for group in self.groups}
+        return [oldest[ticket] for ticket in self.tickets]
 
     @property
     def samples(self) -> list[SampleMeta]:
@@ -44,28 +58,55 @@ class Taken:
 
 
 class Intake:
-    """The buffer between the stream and the steps. ``keep``: whether a group is worth training on."""
+    """The buffer between the stream and the steps.
 
-    def __init__(self, config: Config, *, keep: Keep, workers: ModelWorkers, manager: ManagerClient) -> None:
-        self._config, self._workers, self._manager = config, workers, manager
+    ``keep``: whether a group is worth training on. ``training``: incarnation of this training side; what was granted
+    under another one has been re-issued, so that it is neither trained nor given back.
+    """
+
+    def __init__(
+        self, config: Config, *, training: str, keep: Keep, workers: ModelWorkers, manager: ManagerClient
+    ) -> None:
+        self._config, self.training, self._workers, self._manager = config, training, workers, manager
         self._buffer = SequenceBuffer(config.rollout.group_size, keep)
         self._version = 0
-        self._filtered = 0  # groups since the last batch
+        self._filtered = self._refused = 0  # groups, and samples, since the last batch
         self._dropped: list[tuple[str, str]] = []  # to be told
+        self._leaving: dict[str, int] = {}  # ticket -> attempt of what is dropped, until the manager knows
         self._unwanted: list[SampleMeta] = []  # to be freed
         self._arrived, self._sorted_out = asyncio.Event(), asyncio.Event()
 
     def on_samples(self, samples: Sequence[SampleMeta]) -> None:
         """Notice `samples_arrived` of a DP head. Copies of a group are refused, and freed where they lie."""
+        samples = self._own(samples)
         added = self._buffer.add(samples)
         if added.rejected:
             log.warning("refused %d samples that came twice, of %s", added.rejected, samples[0].ticket_id)
         self._filtered += len(added.dropped)
         self._dropped.extend(added.dropped)
+        dropped = {ticket_id for ticket_id, _ in added.dropped}
+        self._leaving |= {sample.ticket_id: sample.attempt for sample in added.clear if sample.ticket_id in dropped}
         self._unwanted.extend(added.clear)
-        if added.clear:
+        if self._unwanted:
             self._sorted_out.set()
         self._arrived.set()
+
+    def _own(self, samples: Sequence[SampleMeta]) -> list[SampleMeta]:
+        """Those granted under this training side; the DP heads let no others in."""
+        own = [sample for sample in samples if sample.training == self.training]
+        if others := [sample for sample in samples if sample.training != self.training]:
+            self._refused += len(others)
+            self._unwanted.extend(others)
+            first = others[0]
+            log.warning("refused %d samples of training side %r, of %s", len(others), first.training, first.ticket_id)
+        return own
+
+    def held(self) -> list[tuple[str, int]]:
+        """(ticket, attempt) of all that arrived and is neither trained nor given back: what the manager need not miss.
+
+        Without the batch in training, which is reported by name.
+        """
+        return sorted({**self._leaving, **self._buffer.held()}.items())
 
     async def give_back(self) -> None:
         """Gives back what was sorted out on arrival; runs beside the steps until it is cancelled."""
@@ -100,14 +141,16 @@ class Intake:
             await self._next_group(version + 1)
 
     def _taken(self, batch: Batch, stale: int) -> Taken:
-        filtered, self._filtered = self._filtered, 0
-        return Taken(batch.groups, stale, filtered)
+        taken = Taken(batch.groups, stale, self._filtered, self._refused)
+        self._filtered = self._refused = 0
+        return taken
 
     async def _next_group(self, step: int) -> None:
         """Wait until samples arrive; meanwhile look now and then whether any will. Raises StuckError, WaitTimeout."""
         wanted, timeout = self._config.train.batch_groups, self._config.cluster.request_timeout_s
         check, deadline = StuckCheck(wanted), time.monotonic() + timeout
         while not await self._arrival(min(_LOOK_S, timeout)):
+            await self._tell_held()  # else a group that was lost on its way would be waited for, here and there
             ready = self._buffer.ready_groups
             if reason := check.look(await self._manager.status(), ready):
                 raise StuckError(f"master_worker: step {step} can never get its batch: {reason}; see the workers' logs")
@@ -130,10 +173,18 @@ class Intake:
         status = await self._manager.status()
         return f"admission {status.get('admission')}, ledger {status.get('ledger')}"
 
+    async def _tell_held(self) -> None:
+        request = TrainedRequest(self._version, self._version, incarnation=self.training, held=self.held())
+        if lost := (await self._manager.trained(request)).lost:
+            log.warning("%d groups never arrived and are rolled out again: %s", len(lost), ", ".join(lost[:20]))
+
     async def _drop(self, dropped: list[tuple[str, str]]) -> None:
         """Tell the manager of groups that will not be trained."""
         if dropped:
-            await self._manager.trained(TrainedRequest(self._version, self._version, dropped=dropped))
+            request = TrainedRequest(self._version, self._version, dropped=dropped, incarnation=self.training)
+            await self._manager.trained(request)
+            for ticket_id, _ in dropped:
+                self._leaving.pop(ticket_id, None)
 
     async def _free(self, samples: Sequence[SampleMeta]) -> None:
         """Free samples that will not be trained, each where the stream brought it."""

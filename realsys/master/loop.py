@@ -8,41 +8,38 @@
         ──> evaluate "after" ──> export the last version
 
 Consumes batches of groups' metadata (``intake``); waits for the next batch and for the replies to calls; produces
-weight versions, checkpoints and the step log. Never sees a token.
+weight versions, checkpoints and the step log. Never sees a token. Told to stop, it waits for no batch, ends the step
+under way, and has what was trained last saved.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from realsys.admission.messages import TrainedRequest
-from realsys.buffer.batch import sequence_refs
-from realsys.buffer.replay import owners_of
-from realsys.cluster.aio import run_beside
+from realsys.cluster.aio import run_beside, unless
+from realsys.cluster.failpoint import reach
 from realsys.cluster.topology import Mesh
-from realsys.config.allocation import ACTOR
-from realsys.config.dataflow import SOURCE_KEYS, Dataflow
+from realsys.config.dataflow import Dataflow
 from realsys.config.schema import Config
 from realsys.master.agreement import AgreementMonitor
 from realsys.master.arguments import CallArguments
 from realsys.master.evaluation import Evaluations
-from realsys.master.executor import CallResult, GraphExecutor, Minibatches
 from realsys.master.intake import Intake, Taken
-from realsys.master.ownership import Ownership
 from realsys.master.publish import Publisher
+from realsys.master.recorder import Recorder
 from realsys.master.statistics import batch_statistics, call_seconds, train_record
+from realsys.master.step import Plan, StepRunner
 from realsys.master.step_log import StepLog
 from realsys.master.workers import ModelWorkers
 from realsys.rollout.manager_client import ManagerClient
-from realsys.types import SequenceRef
 
 #: what the manager's status page shows of the last step
 SHOWN = ("step", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy", "agreement")
-
-Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]
 
 
 class Checkpointer(Protocol):
@@ -52,8 +49,9 @@ class Checkpointer(Protocol):
         """``step`` is trained, published and told to the manager."""
         ...
 
-    async def finish(self) -> None:
-        """No further step comes; returns when everything is on disk."""
+    async def finish(self, *, stopped: bool) -> None:
+        """No further step comes, because all are done or because the run is ``stopped``; returns when everything is
+        on disk."""
         ...
 
 
@@ -78,45 +76,64 @@ class TrainLoop:
         show: Callable[[dict[str, Any]], Awaitable[None]],
         hf_folder: Path,
         total_steps: int,
+        stop: asyncio.Event,
+        recorder: Recorder | None = None,
     ) -> None:
-        self._config, self._flow, self._plan, self._workers, self._intake = config, flow, plan, workers, intake
+        self._stop, self._recorder = stop, recorder
+        self._config, self._flow, self._intake = config, flow, intake
         self._arguments, self._publisher, self._manager, self._log = arguments, publisher, manager, step_log
         self._evaluations, self._checkpoints, self._show = evaluations, checkpoints, show
         self._hf_folder, self._total_steps = hf_folder, total_steps
-        ppo = config.train.ppo
-        self._executor = GraphExecutor(flow, meshes, workers, score_weight=ppo.reward_model.weight)
-        only_critic = without_actor_training(flow)
-        self._critic_only = GraphExecutor(only_critic, meshes, workers, score_weight=ppo.reward_model.weight)
-        self._critic_steps = ppo.critic.warmup_steps if ppo.critic.enabled else 0
+        self._runner = StepRunner(config, flow, meshes, plan, workers, recorder)
         self._agreement = AgreementMonitor(config.agreement)
         self._started = time.monotonic()
 
     async def run(self, done: int = 0) -> int:
-        """Train on from step ``done`` until a stop condition holds; returns the number of steps done."""
+        """Train on from step ``done`` until a stop condition holds or ``stop`` is set; returns the steps done.
+
+        Raises Fenced when another training side has taken over.
+        """
+        if self._recorder:
+            await self._recorder.rewind(done)
         return await run_beside(self._steps(done), self._intake.give_back())
 
     async def _steps(self, step: int) -> int:
         while step < self._total_steps and not self._out_of_time():
+            if not await self.step(step + 1):
+                break
             step += 1
-            await self.step(step)
-            if (every := self._config.evaluation.every_steps) and step % every == 0 and step < self._total_steps:
-                await self._evaluations.start(f"step-{step}", self._config.evaluation.every_problems, step)
+            if self.evaluation_is_due(step):
+                await self.start_evaluation(step)
             for record in await self._evaluations.finished():
                 self._log.append(record)
-        await self._checkpoints.finish()
+        await self._checkpoints.finish(stopped=self._stop.is_set())
+        if self._recorder:
+            await self._recorder.finish()
         return step
 
-    async def step(self, step: int) -> None:
-        """One train step: version ``step - 1`` trains and becomes version ``step``."""
+    def evaluation_is_due(self, step: int) -> bool:
+        """Beside training, after ``step``."""
+        every = self._config.evaluation.every_steps
+        return every > 0 and step % every == 0 and 0 < step < self._total_steps
+
+    async def start_evaluation(self, step: int) -> None:
+        await self._evaluations.start(f"step-{step}", self._config.evaluation.every_problems, step)
+
+    async def step(self, step: int) -> bool:
+        """One train step: version ``step - 1`` trains and becomes version ``step``. False: told to stop before it."""
         watch = _Watch()
-        taken = await self._intake.next_batch(step - 1)
+        taken = await unless(self._stop, self._intake.next_batch(step - 1))
+        if taken is None:
+            return False
         seconds = {"wait": watch.lap()}
+        reach("master.batch", at=step)
         args = self._arguments.of_step(step)
-        results = await self._run_graph(step, taken, args)
+        results = await self._runner.run(step, taken.groups, args)
         self._arguments.observe(results, len(taken.samples))
         seconds |= call_seconds(results, [call.name for call in self._flow.calls if call.trains])
         times = await self._publisher.publish(step, step)
         watch.lap()
+        reach("master.trained", at=step)
         statistics = await self._tell_manager(step, taken)
         seconds |= {"save": times["save"], "publish": times["publish"] + watch.lap()}
         await self._keep(step)
@@ -128,6 +145,8 @@ class TrainLoop:
             "lr": args["actor_train"]["lr"] if "actor_train" in results else 0.0,
             "dropped_stale": taken.dropped_stale,
             "dropped_filtered": taken.dropped_filtered,
+            "refused": taken.refused,
+            "tickets": taken.tickets,
             "agreement": self._agreement.observe(
                 step - 1, results["actor_inf"].stats if "actor_inf" in results else {}
             ),
@@ -135,17 +154,7 @@ class TrainLoop:
         }
         self._log.append({"kind": "train", "time": time.time(), **record})
         await self._show({key: record[key] for key in SHOWN})
-
-    async def _run_graph(self, step: int, taken: Taken, args: Mapping[str, dict[str, Any]]) -> dict[str, CallResult]:
-        """The calls of one step; afterwards no worker holds anything of its samples."""
-        ownership = Ownership()
-        ownership.add_owners(SOURCE_KEYS, owners_of(taken.groups))
-        plans = self._plan(sequence_refs(taken.groups))
-        executor = self._critic_only if step <= self._critic_steps else self._executor
-        results = await executor.run(plans, ownership, step=step, version=step - 1, args=args)
-        ids = [sample.sample_id for sample in taken.samples]
-        await self._workers.clear(sorted(ownership.forget(ids)), ids)
-        return results
+        return True
 
     async def _tell_manager(self, step: int, taken: Taken) -> dict[str, Any]:
         """Which tickets are in version ``step``; returns the statistics of the batch."""
@@ -155,8 +164,11 @@ class TrainLoop:
             TrainedRequest(
                 step=step,
                 version=step,
-                trained=sorted({sample.ticket_id for sample in taken.samples}),
+                trained=taken.tickets,
+                oldest=taken.oldest,
                 staleness=statistics["staleness"]["histogram"],
+                incarnation=self._intake.training,
+                held=self._intake.held(),
             )
         )
         return statistics
@@ -188,11 +200,6 @@ class _Watch:
 
     def total(self) -> float:
         return time.perf_counter() - self._began
-
-
-def without_actor_training(flow: Dataflow) -> Dataflow:
-    """The graph of a step in which only the critic learns (train.ppo.critic.warmup_steps)."""
-    return Dataflow([c for c in flow.calls if not (c.trains and c.role == ACTOR)], flow.source_keys)
 
 
 def planned_steps(config: Config, train_prompts: int) -> int:

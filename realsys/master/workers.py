@@ -14,11 +14,15 @@ from realsys.types import (
     ClearRequest,
     Empty,
     FinishCheckpointRequest,
+    HoldRequest,
     InitializeRequest,
     LoadCheckpointRequest,
     LoadDemosRequest,
+    LoadRecordRequest,
     MfcReply,
     MfcRequest,
+    RecordReply,
+    RecordRequest,
     SamplesArrived,
     SaveCheckpointRequest,
     SaveWeightsReply,
@@ -60,6 +64,15 @@ class ModelWorkers:
     def load_checkpoint(self, payload: LoadCheckpointRequest) -> asyncio.Future[list[Empty]]:
         return self._to_role(payload.role, "load_checkpoint", payload, Empty)
 
+    def hold(self, payload: HoldRequest) -> asyncio.Future[list[Empty]]:
+        return self._stream.broadcast(self._everybody(), "hold", payload, Empty, timeout_s=self._timeout_s)
+
+    def record(self, payload: RecordRequest) -> asyncio.Future[list[RecordReply]]:
+        return self._stream.broadcast(self._everybody(), "record", payload, RecordReply, timeout_s=self._timeout_s)
+
+    def load_record(self, payload: LoadRecordRequest) -> asyncio.Future[list[Empty]]:
+        return self._stream.broadcast(self._everybody(), "load_record", payload, Empty, timeout_s=self._timeout_s)
+
     def load_demos(self, head: int, indices: list[int]) -> asyncio.Future[SamplesArrived]:
         request = LoadDemosRequest(indices)
         return self._stream.request(head, "load_demos", request, SamplesArrived, timeout_s=self._timeout_s)
@@ -70,6 +83,9 @@ class ModelWorkers:
         """Forget samples; with ``keys`` only these arrays of them. What a worker does not hold is no error."""
         request = ClearRequest(sample_ids, list(keys))
         return self._stream.broadcast(workers, "clear", request, Empty, timeout_s=self._timeout_s)
+
+    def _everybody(self) -> list[int]:
+        return sorted({worker for mesh in self._meshes.values() for worker in mesh.workers})
 
     def _to_role(
         self, role: str, handler: str, payload: msgspec.Struct, reply_type: type[Reply]

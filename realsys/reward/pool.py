@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from realsys.errors import RewardError
+from realsys.errors import MALFORMED, RewardError
 from realsys.reward.messages import LENGTH, MAX_MESSAGE, Batch, Failed, Item, Reply, frame
 
 START_TIMEOUT_S = 60.0  # to start Python and to import a verifier's libraries on a busy machine
@@ -162,7 +162,7 @@ class _Process:
             raise RewardError(f"verifier process {pid} killed: no result within {timeout_s:.3g} s ({doing})") from None
         except (asyncio.IncompleteReadError, OSError):
             raise RewardError(f"verifier process {self._popen.pid} died: {self._how_it_ended()} ({doing})") from None
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise RewardError(f"verifier process {self._popen.pid}: reply cannot be read: {error}") from error
 
     def _how_it_ended(self) -> str:

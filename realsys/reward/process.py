@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from realsys.cluster import failpoint
 from realsys.reward.messages import LENGTH, Batch, Failed, Results, frame
 from realsys.reward.verifiers import Verifier, load_verifier
 
@@ -27,6 +28,7 @@ _MESSAGE_LIMIT = 500  # characters of an exception
 def main(argv: list[str]) -> None:
     descriptor, parent, memory = (int(argument) for argument in argv)
     _end_with(parent)
+    failpoint.arm("verifier/0")
     if memory:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
@@ -58,6 +60,7 @@ def verify_batch(verifier: Verifier, batch: Batch, send: Callable[[msgspec.Struc
             send(Results(verdicts))
             verdicts, reported = [], time.monotonic()
         try:
+            failpoint.reach("verifier.judge")
             verdict = verifier(item.prompt, item.answer, item.reference)
             if not isinstance(verdict, bool):
                 raise TypeError(f"returned {verdict!r:.100}, not True or False")

@@ -67,6 +67,7 @@ class MathSingleTurnAgent:
                 prompt_len=len(head),
                 reward=verdict.reward,
                 finish_reason=answer.finish_reason,
+                route=answer.route,
             )
             for answer, verdict in zip(answers, verdicts, strict=True)
         ]

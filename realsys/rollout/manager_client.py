@@ -23,17 +23,22 @@ from realsys.admission.messages import (
     EvaluationReply,
     FinishReply,
     FinishRequest,
+    RollBackReply,
+    RollBackRequest,
     ScheduleReply,
     ScheduleRequest,
     TrainedReply,
     TrainedRequest,
 )
-from realsys.errors import GenerationError, RealsysError, StreamError, WaitTimeout
+from realsys.cluster.failpoint import reach
+from realsys.cluster.fence import CheckAlive, unleased
+from realsys.errors import MALFORMED, Fenced, GenerationError, RealsysError, StreamError, WaitTimeout
 
 log = logging.getLogger(__name__)
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.05, 1.0  # between tries; doubles
 SCHEDULE = "/schedule_request"
+OF_MASTER = ("/trained", "/roll_back")  # refused with 409 when a younger training side has started
 NO_SERVER, SUPERSEDED = 503, 409
 
 Reply = TypeVar("Reply")
@@ -58,11 +63,12 @@ class ManagerClient:
         patience_s: float = 120.0,
         no_server_patience_s: float = 600.0,
         timeout_s: float = 30.0,
+        check_alive: CheckAlive = unleased,
     ) -> None:
         """``no_server_patience_s`` bounds the wait for a generation server; ``timeout_s`` one exchange, without the
-        time that the manager holds an allocation.
+        time that the manager holds an allocation. ``check_alive`` is asked before every exchange.
         """
-        self._resolve = resolve
+        self._resolve, self._check_alive = resolve, check_alive
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._patience_s, self._no_server_patience_s, self._timeout_s = patience_s, no_server_patience_s, timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -85,8 +91,15 @@ class ManagerClient:
         return await self._call("/finish_rollout", request, FinishReply)
 
     async def trained(self, request: TrainedRequest) -> TrainedReply:
-        """Report what a step trained, or what was dropped before it."""
+        """Report what a step trained, or what was dropped before it. Raises Fenced for an older incarnation."""
         return await self._call("/trained", request, TrainedReply)
+
+    async def roll_back(self, request: RollBackRequest) -> RollBackReply:
+        """Before anything else of a training side that starts. The same incarnation again changes nothing.
+
+        Raises Fenced when a younger one has started, StreamError when the ledger cannot go back to that version.
+        """
+        return await self._call("/roll_back", request, RollBackReply)
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
         """Start an evaluation; the same id again changes nothing."""
@@ -119,6 +132,8 @@ class ManagerClient:
             try:
                 status, payload = await self._exchange(path, request, held_s)
                 problem = ""
+            except Fenced:
+                raise
             except (TimeoutError, aiohttp.ClientError, OSError, RealsysError) as error:
                 self._url = None  # it may have moved
                 status, payload, problem = 0, b"", str(error) or type(error).__name__
@@ -138,6 +153,8 @@ class ManagerClient:
                 if now - away_since > self._patience_s:
                     waited = f"waited {self._patience_s:g} s for the gserver_manager to answer {path}"
                     raise WaitTimeout(f"{waited}: {problem}; see its log")
+            elif status == SUPERSEDED and path in OF_MASTER:
+                raise Fenced(f"gserver_manager {path}: {_reason(payload)}")
             elif status == SUPERSEDED:
                 raise RolloutSuperseded(_reason(payload))
             else:
@@ -152,18 +169,26 @@ class ManagerClient:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self._headers)
         timeout = aiohttp.ClientTimeout(total=self._timeout_s + held_s, sock_connect=self._timeout_s)
         method, body = ("GET", None) if request is None else ("POST", msgspec.json.encode(request))
-        async with self._session.request(method, self._url + path, data=body, timeout=timeout) as response:
-            return response.status, await response.read()
+        fault = reach("manager.call")
+        self._check_alive()
+        if fault == "garbage":
+            body = b"{\xff"
+        for _ in range(1 + (fault == "duplicate")):
+            async with self._session.request(method, self._url + path, data=body, timeout=timeout) as response:
+                status, payload = response.status, await response.read()
+        if fault == "drop":
+            raise ConnectionResetError("the reply was lost")
+        return status, payload
 
     def _decode(self, path: str, payload: bytes, kind: type[Reply]) -> Reply:
         try:
             return msgspec.json.decode(payload, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except MALFORMED as error:
             raise StreamError(f"gserver_manager {path}: reply cannot be read: {error}") from error
 
 
 def _reason(payload: bytes) -> str:
     try:
         return msgspec.json.decode(payload, type=_Refusal).error or "no reason given"
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except MALFORMED:
         return payload[:200].decode("utf-8", "replace") or "no reason given"

@@ -58,6 +58,7 @@ class _Answer:
     segments: list[Generated] = field(default_factory=list)
     finish_reason: FinishReason = "abort"
     pending: bool = True
+    route: list[tuple[str, int]] = field(default_factory=list)  # (server, tokens) of the segments
 
     @property
     def length(self) -> int:
@@ -66,10 +67,12 @@ class _Answer:
     def tokens(self) -> list[int]:
         return [int(token) for segment in self.segments for token in segment.tokens]
 
-    def extend(self, segment: Generated, asked: int) -> None:
-        """Add what came of a request for at most ``asked`` tokens."""
+    def extend(self, segment: Generated, asked: int, server: str) -> None:
+        """Add what came of a request to ``server`` for at most ``asked`` tokens."""
         if len(segment.tokens) or segment.finish_reason != "abort":
             self.segments.append(segment)
+        if len(segment.tokens):
+            self.route.append((server, len(segment.tokens)))
         self.budget -= len(segment.tokens)
         # A server may cut an answer short of what was asked for, at the end of its context: that is the end.
         cut = segment.finish_reason == "abort" or (segment.finish_reason == "length" and len(segment.tokens) >= asked)
@@ -79,12 +82,13 @@ class _Answer:
 
     def join(self) -> Generated:
         if len(self.segments) == 1:
-            return replace(self.segments[0], finish_reason=self.finish_reason)
+            return replace(self.segments[0], finish_reason=self.finish_reason, route=tuple(self.route))
         return Generated(
             np.concatenate([segment.tokens for segment in self.segments]),
             np.concatenate([segment.logprobs for segment in self.segments]),
             np.concatenate([segment.versions for segment in self.segments]),
             self.finish_reason,
+            tuple(self.route),
         )
 
 
@@ -110,7 +114,7 @@ class PartialRolloutManager:
         while pending := [answer for answer in answers if answer.pending]:
             before = sum(answer.length for answer in pending)
             place = await self._manager.schedule(_schedule_request(ticket, len(prompt), prefix, pending, failed))
-            problem = await self._trip(ticket, trip, prompt, spec, pending, place.url)
+            problem = await self._trip(ticket, trip, prompt, spec, pending, place)
             trip += 1
             failed = (place.server, problem) if problem else None
             failures += bool(problem)
@@ -125,16 +129,22 @@ class PartialRolloutManager:
         return [answer.join() for answer in answers]
 
     async def _trip(
-        self, ticket: Ticket, trip: int, prompt: list[int], spec: SamplingSpec, pending: list[_Answer], url: str
+        self,
+        ticket: Ticket,
+        trip: int,
+        prompt: list[int],
+        spec: SamplingSpec,
+        pending: list[_Answer],
+        place: ScheduleReply,
     ) -> str:
         """One visit to a server: extends the pending answers; the failure, or "". Raises GenerationError if refused."""
         rid = f"{ticket.ticket_id}.{ticket.attempt}.{trip}"
         if len(pending) == spec.n and not any(answer.segments for answer in pending):
             piece = _piece(spec, spec.max_new_tokens)
             first = replace(spec, max_new_tokens=piece, min_new_tokens=min(piece, spec.min_new_tokens))
-            return await self._request(url, prompt, first, rid, ticket.seed, pending)
+            return await self._request(place, prompt, first, rid, ticket.seed, pending)
         self.continued += sum(bool(answer.segments) for answer in pending)
-        tasks = [self._continue(url, prompt, spec, f"{rid}.{a.index}", ticket.seed, a) for a in pending]
+        tasks = [self._continue(place, prompt, spec, f"{rid}.{a.index}", ticket.seed, a) for a in pending]
         # Every answer's tokens are kept, also when another one is refused.
         results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
@@ -143,7 +153,7 @@ class PartialRolloutManager:
         return next((result for result in results if isinstance(result, str) and result), "")
 
     async def _continue(
-        self, url: str, prompt: list[int], spec: SamplingSpec, rid: str, seed: int, answer: _Answer
+        self, place: ScheduleReply, prompt: list[int], spec: SamplingSpec, rid: str, seed: int, answer: _Answer
     ) -> str:
         piece = _piece(spec, answer.budget)
         rest = replace(
@@ -155,13 +165,19 @@ class PartialRolloutManager:
         )
         # A seed's random numbers start over with each request: the same one again would repeat the first segment's.
         seed = sampling_seed(seed, answer.index, answer.length) if answer.segments else seed + answer.index
-        return await self._request(url, prompt + answer.tokens(), rest, rid, seed, [answer])
+        return await self._request(place, prompt + answer.tokens(), rest, rid, seed, [answer])
 
     async def _request(
-        self, url: str, input_ids: list[int], spec: SamplingSpec, rid: str, seed: int, answers: list[_Answer]
+        self,
+        place: ScheduleReply,
+        input_ids: list[int],
+        spec: SamplingSpec,
+        rid: str,
+        seed: int,
+        answers: list[_Answer],
     ) -> str:
         try:
-            segments = await self._generator.generate(url, input_ids, spec, rid=rid, seed=seed)
+            segments = await self._generator.generate(place.url, input_ids, spec, rid=rid, seed=seed)
         except GenerationError as error:
             if not error.retryable:
                 raise
@@ -169,7 +185,7 @@ class PartialRolloutManager:
             log.warning("request %s: %s; going on elsewhere", rid, error)
             return str(error)
         for answer, segment in zip(answers, segments, strict=True):
-            answer.extend(segment, spec.max_new_tokens)
+            answer.extend(segment, spec.max_new_tokens, place.server)
         return ""
 
 

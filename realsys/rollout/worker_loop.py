@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from realsys.admission.events import Outcome
 from realsys.admission.messages import AllocateReply, AllocateRequest, Answer, FinishReply, FinishRequest
+from realsys.cluster.failpoint import reach
 from realsys.data.prompts import Prompt
 from realsys.errors import RealsysError
 from realsys.rollout.agent import Agent, Episode
@@ -162,6 +163,7 @@ class RolloutLoop:
             reason = f"{type(error).__name__}: {error}"
         else:
             self.accepted += 1
+            reach("rollout.finish")
             await self._finish(ticket, "accepted", "", answers)
             return
         self.failed += 1
@@ -170,6 +172,7 @@ class RolloutLoop:
     async def _produce(self, ticket: Ticket) -> list[Answer]:
         """Run the episode; a group to train on is with its DP head when this returns."""
         started = time.time()
+        reach("rollout.running")
         episode = await self._agent.run(ticket, self._prompts.prompt(ticket.split, ticket.prompt_index))
         if len(episode.trajectories) != ticket.n or len(episode.correct) != ticket.n:
             raise RuntimeError(
@@ -179,6 +182,7 @@ class RolloutLoop:
             group = TrajectoryGroup(
                 ticket, episode.trajectories, self._worker, started=started, finished=time.time(), extra=episode.extra
             )
+            reach("rollout.push")
             await self._pusher.push(group)
         return answers_of(ticket, episode)
 

@@ -50,13 +50,17 @@ Run = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 
 
 class AnswerHeader(msgspec.Struct, array_like=True, frozen=True):
-    """One trajectory: its array lengths follow from ``length`` and ``prompt_len``; ``runs`` of (version, tokens)."""
+    """One trajectory: its array lengths follow from ``length`` and ``prompt_len``; ``runs`` of (version, tokens).
+
+    ``route``: the same of servers; empty where it is not known.
+    """
 
     length: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
     prompt_len: Count
     reward: float
     finish_reason: FinishReason
     runs: list[tuple[Version, Run]]
+    route: tuple[tuple[Annotated[str, msgspec.Meta(max_length=256)], Run], ...] = ()
 
 
 class GroupHeader(msgspec.Struct, array_like=True, frozen=True, tag="group/1"):
@@ -132,7 +136,7 @@ def encode_group(group: TrajectoryGroup, slabs: Slabs | None = None) -> list[byt
         length = len(trajectory.tokens)
         runs = _runs(trajectory.versions)
         reward, reason = float(trajectory.reward), trajectory.finish_reason
-        answers.append(AnswerHeader(length, trajectory.prompt_len, reward, reason, runs))
+        answers.append(AnswerHeader(length, trajectory.prompt_len, reward, reason, runs, trajectory.route))
         elements += length + trajectory.answer_len
     header = GroupHeader(group.ticket, group.worker, group.started, group.finished, group.extra, answers)
     return [msgspec.msgpack.encode(header), _join([*tokens, *logprobs], ITEM * elements, slabs)]
@@ -194,7 +198,7 @@ def decode_group(frames: Sequence[Buffer]) -> TrajectoryGroup:
     for answer in header.answers:
         t_end, a_end = t + answer.length, a + answer.length - answer.prompt_len
         arrays = (tokens[t:t_end], logprobs[a:a_end], versions[a:a_end])
-        trajectories.append(Trajectory(*arrays, answer.prompt_len, answer.reward, answer.finish_reason))
+        trajectories.append(Trajectory(*arrays, answer.prompt_len, answer.reward, answer.finish_reason, answer.route))
         t, a = t_end, a_end
     return TrajectoryGroup(header.ticket, trajectories, header.worker, header.started, header.finished, header.extra)
 
@@ -215,6 +219,11 @@ def _check_header(header: GroupHeader) -> None:
         if counted != answer_len:
             raise DecodeError(
                 f"group {ticket.ticket_id}: trajectory {k}: versions of {counted} tokens, answer has {answer_len}"
+            )
+        routed = sum(count for _, count in answer.route)
+        if answer.route and routed != answer_len:
+            raise DecodeError(
+                f"group {ticket.ticket_id}: trajectory {k}: servers of {routed} tokens, answer has {answer_len}"
             )
         if not math.isfinite(answer.reward):
             raise DecodeError(f"group {ticket.ticket_id}: trajectory {k}: reward={answer.reward} is not finite")

@@ -24,11 +24,13 @@ from typing import TypeVar
 import msgspec
 import zmq
 
+from realsys.cluster.failpoint import reach
+from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import DecodeError, Fenced, StreamError, WaitTimeout
 from realsys.stream import protocol, sockets
 from realsys.stream.codec import Buffer, decode_message, decode_with, encode_message
 from realsys.stream.protocol import Ack, Failure, Hello, NoticeHeader, Refused, ReplyHeader, RequestHeader, Welcome
-from realsys.stream.puller import Puller
+from realsys.stream.puller import Puller, PullerStats
 from realsys.stream.security import CurveKeys
 from realsys.types import TrajectoryGroup
 
@@ -71,8 +73,9 @@ class WorkerEndpoint:
 
     ``incarnation`` tells a restarted worker from its predecessor. ``on_group`` runs in the I/O thread and must be
     short; the Struct it returns, if any, goes to the master as notice ``group_notice``. It may raise StreamError to
-    refuse a group. Any other exception in the I/O thread ends it through ``threading.excepthook``; whoever calls
-    ``next_request``, ``reply`` or ``notify`` afterwards gets a StreamError.
+    refuse a group. ``check_alive`` is asked before anything is taken in or sent. Any other exception in the I/O thread
+    ends it through ``threading.excepthook``; whoever calls ``next_request``, ``reply`` or ``notify`` afterwards gets a
+    StreamError.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class WorkerEndpoint:
         incarnation: str | None = None,
         keys: CurveKeys | None = None,
         group_notice: str = "samples_arrived",
+        check_alive: CheckAlive = unleased,
     ) -> None:
         if (puller is None) != (on_group is None):
             raise ValueError(f"model_worker/{index}: puller and on_group belong together")
@@ -93,6 +97,7 @@ class WorkerEndpoint:
         self.incarnation = incarnation or f"{time.time_ns()}-{secrets.token_hex(4)}"
         self.master_address = master_address
         self._puller, self._on_group, self._group_notice = puller, on_group, group_notice
+        self._check_alive = check_alive
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()  # None: the I/O thread has ended
         self._failure: BaseException | None = None
         self._connected = threading.Event()
@@ -122,6 +127,12 @@ class WorkerEndpoint:
         self._thread.start()
 
     # any thread
+
+    def counters(self) -> dict[str, int]:
+        """What was refused since the start, by what was wrong with it."""
+        stats = PullerStats() if self._puller is None else self._puller.stats
+        refused = {"malformed": stats.malformed, "refused_groups": stats.refused, "rejected_peers": stats.rejected}
+        return {**refused, "bad_messages": self.bad_messages}
 
     def wait_connected(self, timeout_s: float) -> None:
         """Return when the master has welcomed this worker; WaitTimeout naming its address."""
@@ -158,7 +169,7 @@ class WorkerEndpoint:
         self._post(_Outgoing(encode_message(payload), handler=handler))
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Stop, after waiting up to ``timeout_s`` for the master to acknowledge what was sent."""
+        """Stop, after waiting up to ``timeout_s`` for the master, while it is there, to acknowledge what was sent."""
         if threading.current_thread() is self._thread:
             raise RuntimeError(f"{self.name}: close() called from its I/O thread")
         if self._thread.is_alive() and not self._idle.wait(timeout_s):
@@ -210,8 +221,10 @@ class WorkerEndpoint:
             poller.register(sock, zmq.POLLIN)
         if self._puller is not None:
             poller.register(self._puller.socket, zmq.POLLIN)
+            poller.register(self._puller.monitor, zmq.POLLIN)
         while not self._stopping:
             ready = dict(poller.poll())
+            self._check_alive()
             if self._woken in ready:
                 for _ in self._receive(self._woken):
                     pass
@@ -223,6 +236,8 @@ class WorkerEndpoint:
                     self._on_message(frames)
             if self._puller is not None and self._puller.socket in ready:
                 self._puller.drain(self._store)
+            if self._puller is not None and self._puller.monitor in ready:
+                self._puller.count_rejected()
             self._send_outbox()
 
     @staticmethod
@@ -253,6 +268,8 @@ class WorkerEndpoint:
         if was_up or problem != self._problem:
             log.warning("%s: master at %s: %s", self.name, self.master_address, problem)
         self._problem = problem
+        if not was_up:
+            self._idle.set()  # nobody is there who could acknowledge: close() need not wait
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         try:
@@ -266,6 +283,9 @@ class WorkerEndpoint:
             return
         match header:
             case RequestHeader(number, handler):
+                if reach("request.receive") == "drop":
+                    self._reconnect()
+                    return
                 if number > self._last_request:  # else resent, and here already
                     self._last_request = number
                     self._requests.put(Request(number, handler, frames[1]))
@@ -275,6 +295,8 @@ class WorkerEndpoint:
                 self._welcomed = True
                 self._connected.set()
                 self._forget_up_to(last_message)
+                if self._unacked:
+                    self._idle.clear()
                 for unacked in self._unacked.values():
                     self._dealer.send_multipart(unacked, zmq.NOBLOCK)
             case Refused(reason):
@@ -288,7 +310,23 @@ class WorkerEndpoint:
             self._unacked[self._next_number] = frames
             self._next_number += 1
             if self._welcomed:  # else it goes out with the welcome
+                fault = reach("reply.send")
+                self._check_alive()
+                match fault:
+                    case "drop":
+                        self._reconnect()
+                        continue
+                    case "duplicate":
+                        self._dealer.send_multipart(frames, zmq.NOBLOCK)
+                    case "garbage":
+                        frames = [frames[0], b"\xc1"]
                 self._dealer.send_multipart(frames, zmq.NOBLOCK)
+
+    def _reconnect(self) -> None:
+        """As if the connection had been cut: what is on its way is lost with it."""
+        self._welcomed = False
+        self._dealer.disconnect(self.master_address)
+        self._dealer.connect(self.master_address)
 
     def _forget_up_to(self, number: int) -> None:
         while self._unacked and (first := next(iter(self._unacked))) <= number:

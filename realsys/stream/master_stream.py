@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
+from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout, WorkerLost
 from realsys.stream import protocol, sockets
 from realsys.stream.codec import decode_message, decode_with, encode_message
@@ -67,8 +68,15 @@ class MasterStream:
     """Typed calls to ModelWorkers. To be made inside the event loop; ``address`` may be registered at once."""
 
     def __init__(
-        self, host: str = "127.0.0.1", *, keys: CurveKeys | None = None, request_timeout_s: float = 1800.0
+        self,
+        host: str = "127.0.0.1",
+        *,
+        keys: CurveKeys | None = None,
+        request_timeout_s: float = 1800.0,
+        check_alive: CheckAlive = unleased,
     ) -> None:
+        """``check_alive``: asked before a request is sent; ``request`` raises what it raises."""
+        self._check_alive = check_alive
         self._loop = asyncio.get_running_loop()
         self._timeout_s = request_timeout_s
         self._server = sockets.bind_server(host, keys)
@@ -83,6 +91,12 @@ class MasterStream:
         self._failure: BaseException | None = None
         self._closed = False
         self._reader = sockets.LoopReader(self._server.socket, self._on_frames, self._fail)
+        self._rejections = sockets.LoopReader(self._server.monitor, self._server.reject, self._fail)
+
+    @property
+    def rejected(self) -> int:
+        """Peers that were not let in: a wrong key, or none."""
+        return self._server.rejected
 
     @property
     def connected(self) -> list[int]:
@@ -126,6 +140,7 @@ class MasterStream:
         self, worker: int, handler: str, payload: bytes, reply_type: type[Reply], *, timeout_s: float | None = None
     ) -> asyncio.Future[Reply]:
         """``request`` with a payload that is msgpack already, so that a broadcast encodes it once."""
+        self._check_alive()
         reply: asyncio.Future[Reply] = self._loop.create_future()
         peer = self._peers.get(worker)
         if self._closed or self._failure is not None:
@@ -176,6 +191,7 @@ class MasterStream:
             if not barrier.complete.done():
                 barrier.complete.set_exception(self._ended("barrier"))
         self._reader.close()
+        self._rejections.close()
         self._server.close()
 
     # receiving

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
+from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import DecodeError, StreamError
 from realsys.stream import protocol, sockets
 from realsys.stream.codec import decode_group, decode_with
@@ -26,6 +27,7 @@ class PullerStats:
     duplicates: int = 0
     malformed: int = 0  # did not decode
     refused: int = 0  # decoded, but on_group would not have it
+    rejected: int = 0  # peers that were not let in: a wrong key, or none
 
 
 @dataclass(slots=True)
@@ -44,13 +46,17 @@ class _Sender:
 class Puller:
     """The receiving end: bound at once to a port of the system's choice, so ``address`` may be registered.
 
-    To be used by one thread: poll ``socket``, then call ``drain``.
+    To be used by one thread: poll ``socket``, then call ``drain``; poll ``monitor``, then call ``count_rejected``.
     """
 
     MAX_SENDERS = 10_000
     RECEIVE_LIMIT = 64  # groups per sender waiting in memory; beyond it TCP holds them back
 
-    def __init__(self, host: str = "127.0.0.1", *, keys: CurveKeys | None = None) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", *, keys: CurveKeys | None = None, check_alive: CheckAlive = unleased
+    ) -> None:
+        """``check_alive``: asked before a group is acknowledged; what it raises comes out of ``drain``."""
+        self._check_alive = check_alive
         self._server = sockets.bind_server(host, keys, receive_limit=self.RECEIVE_LIMIT)
         self.address = self._server.address
         self.stats = PullerStats()
@@ -59,6 +65,19 @@ class Puller:
     @property
     def socket(self) -> sockets.ZSocket:
         return self._server.socket
+
+    @property
+    def monitor(self) -> sockets.ZSocket:
+        return self._server.monitor
+
+    def count_rejected(self) -> None:
+        """Take in what waits on ``monitor``."""
+        while True:
+            try:
+                self._server.reject(self.monitor.recv_multipart(zmq.NOBLOCK, copy=False))
+            except zmq.Again:
+                break
+        self.stats.rejected = self._server.rejected
 
     def drain(self, on_group: Callable[[TrajectoryGroup], object], budget: int = 16) -> int:
         """Take up to ``budget`` waiting messages and return how many there were.
@@ -145,6 +164,7 @@ class Puller:
             log.warning("puller %s: dropped message %d from %s: %s", self.address, self.stats.malformed, sender, err)
 
     def _answer(self, route: bytes, answer: PushAck | PushNack) -> None:
+        self._check_alive()
         try:
             self.socket.send_multipart([route, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
         except zmq.ZMQError as err:

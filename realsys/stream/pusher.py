@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from realsys.cluster.failpoint import reach
+from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import DecodeError, RealsysError, StreamError, WaitTimeout
 from realsys.stream import protocol, sockets
 from realsys.stream.codec import Slabs, decode_with, encode_group
@@ -41,7 +43,9 @@ class Pusher:
         max_in_flight: int = 8,
         push_timeout_s: float = 300.0,
         connect_timeout_s: float = 10.0,
+        check_alive: CheckAlive = unleased,
     ) -> None:
+        """``check_alive``: asked before a group is sent; what it raises ends the push."""
         if not receivers:
             raise ValueError(f"{identity}: a pusher needs at least one receiver")
         self.identity = identity
@@ -50,7 +54,8 @@ class Pusher:
         # a restarted worker must not be taken for a resending one, even if it is given the same name
         session = f"{identity}#{secrets.token_hex(6)}"
         self._links = [
-            _Link(dp, f"{session}>{dp}", resolve, self._context, keys, connect_timeout_s) for dp in receivers
+            _Link(dp, f"{session}>{dp}", resolve, self._context, keys, connect_timeout_s, check_alive)
+            for dp in receivers
         ]
         self._turn = 0
         self._slabs = Slabs(keep=max_in_flight)
@@ -113,7 +118,9 @@ class _Link:
         context: sockets.ZContext,
         keys: CurveKeys | None,
         connect_timeout_s: float,
+        check_alive: CheckAlive,
     ) -> None:
+        self._check_alive = check_alive
         self._dp, self._identity, self._resolve = dp, identity, resolve
         self._context, self._keys, self._connect_timeout_s = context, keys, connect_timeout_s
         self._pending: dict[int, _Pending] = {}  # by sequence, ascending
@@ -188,13 +195,27 @@ class _Link:
 
     def _send(self, session: _Session, sequence: int) -> None:
         header = Push(self._identity, sequence, next(iter(self._pending)))
-        session.send([msgspec.msgpack.encode(header), *self._pending[sequence].frames])
+        frames = [msgspec.msgpack.encode(header), *self._pending[sequence].frames]
+        fault = reach("push.send")
+        self._check_alive()
+        match fault:
+            case "drop":
+                session.lose()  # TCP loses a message only together with its connection
+                return
+            case "duplicate":
+                session.send(frames)
+            case "garbage":
+                frames[-1] = bytes(7)
+        session.send(frames)
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         try:
             answer = decode_with(protocol.TO_PUSHER, frames[0], "acknowledgement")
         except DecodeError as err:
             log.warning("%s: dropped a message of puller %d: %s", self._identity, self._dp, err)
+            return
+        if reach("push.ack") == "drop" and self._session is not None:
+            self._session.lose()
             return
         for sequence in answer.sequences if isinstance(answer, PushAck) else [answer.sequence]:
             pending = self._pending.get(sequence)
@@ -245,6 +266,12 @@ class _Session:
     def send(self, frames: list[bytes | memoryview]) -> None:
         self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
         self._reader.nudge()
+
+    def lose(self) -> None:
+        """As if the connection had been cut."""
+        self.up, self.problem = False, "connection lost"
+        if not self._lost.done():
+            self._lost.set_result(None)
 
     def close(self) -> None:
         self.up = False

@@ -18,7 +18,7 @@ import zmq
 import zmq.auth.thread
 
 from realsys.cluster.network import is_loopback
-from realsys.errors import StreamError
+from realsys.errors import MALFORMED, StreamError
 
 KEY_FILE = "stream.keys"
 
@@ -95,7 +95,7 @@ def load_keys(directory: Path) -> CurveKeys:
     try:
         texts = msgspec.json.decode(content, type=_KeyFile)
         keys = [getattr(texts, name).encode("ascii") for name in texts.__struct_fields__]
-    except (msgspec.MsgspecError, ValueError) as err:
+    except (ValueError, *MALFORMED) as err:
         raise StreamError(f"stream keys {path}: {err}; delete the file to have new ones made") from err
     if any(len(key) != 40 for key in keys):
         raise StreamError(f"stream keys {path}: a key is not 40 characters long; delete the file to have new ones made")

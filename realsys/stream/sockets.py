@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +17,8 @@ from realsys.cluster.network import advertised_host, is_loopback, join_host_port
 from realsys.errors import StreamError
 from realsys.stream.codec import COPY_LIMIT
 from realsys.stream.security import CurveKeys
+
+log = logging.getLogger(__name__)
 
 ZContext = zmq.Context[zmq.Socket[bytes]]
 ZSocket = zmq.Socket[bytes]
@@ -32,23 +37,38 @@ CONNECTION_EVENTS = (
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 )
-REJECTED_EVENTS = (
-    zmq.Event.HANDSHAKE_FAILED_AUTH,
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
-)
+#: event of a refused handshake -> what was wrong with the peer, as far as libzmq tells
+REJECTED_EVENTS = {
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "its key is not the trial's",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "it broke the handshake off",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it has no key, has that of another server, or speaks another protocol",
+}
 
 
 @dataclass(slots=True)
 class Server:
-    """A bound ROUTER with its own context. ``address`` may be registered: the socket is bound."""
+    """A bound ROUTER with its own context. ``address`` may be registered: the socket is bound.
+
+    ``monitor`` tells of peers that were not let in; its owner hands each message to ``reject``, or libzmq would
+    wait for it in the end. ``rejected`` counts them.
+    """
 
     context: ZContext
     socket: ZSocket
+    monitor: ZSocket
     address: str
     authenticator: zmq.auth.thread.ThreadAuthenticator | None
+    rejected: int = 0
+
+    def reject(self, frames: Sequence[zmq.Frame]) -> None:
+        """Count and log what the monitor said."""
+        self.rejected += 1
+        if worth_logging(self.rejected):
+            log.warning("%s: rejected peer %d: %s", self.address, self.rejected, REJECTED_EVENTS[monitor_event(frames)])
 
     def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
         self.socket.close(linger=1000)  # lets a last acknowledgement out; bounded, so that term() returns
         if self.authenticator is not None:
             self.authenticator.stop()
@@ -68,9 +88,13 @@ def bind_server(host: str, keys: CurveKeys | None, *, receive_limit: int = 0) ->
     if keys is not None:
         keys.secure_server(router)
     router.ipv6 = ":" in host
+    rejections = REJECTED_EVENTS.keys()
+    monitor = router.get_monitor_socket(int(functools.reduce(operator.or_, rejections)))
     try:
         router.bind(f"tcp://{join_host_port(host, 0)}")
     except zmq.ZMQError as err:
+        router.disable_monitor()
+        monitor.close(linger=0)
         router.close(linger=0)
         if authenticator is not None:
             authenticator.stop()
@@ -80,7 +104,7 @@ def bind_server(host: str, keys: CurveKeys | None, *, receive_limit: int = 0) ->
         ) from err
     endpoint = bytes(router.getsockopt(zmq.LAST_ENDPOINT))  # type: ignore[arg-type]
     port = int(endpoint.rstrip(b"\0").decode().rsplit(":", 1)[1])
-    return Server(context, router, f"tcp://{join_host_port(advertised_host(host), port)}", authenticator)
+    return Server(context, router, monitor, f"tcp://{join_host_port(advertised_host(host), port)}", authenticator)
 
 
 def connect_client(context: ZContext, address: str, keys: CurveKeys | None) -> tuple[ZSocket, ZSocket]:

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from realsys.cluster.failpoint import reach
 from realsys.errors import CheckpointError
 from realsys.train import checkpoint_files as files
 from realsys.train.checkpoint_files import CheckpointState, FileInfo, Piece, RankIndex
@@ -37,14 +38,22 @@ PARAMETER = "param"
 NUMBER = "number/"  # and the name of an optimizer state: one number per parameter, above all its step count
 GENERATOR = "generator"  # state of a random generator, which belongs to a process and not to the model
 
+_SHARE = 0.8  # of the master's bound on a call
+
 Write = Callable[[Path, Sequence[Snapshot]], tuple[FileInfo, list[Piece]]]
 
 
 class CheckpointWriter:
-    """Writes one role's share of checkpoints, one at a time. ``write`` puts the tensors on disk."""
+    """Writes one role's share of checkpoints, one at a time. ``write`` puts the tensors on disk.
 
-    def __init__(self, role: Role, write: Write = write_tensors) -> None:
+    ``timeout_s``: how long ``finish`` waits; by default for less than the master waits for it, so that the file is
+    named that is waited for.
+    """
+
+    def __init__(self, role: Role, write: Write = write_tensors, timeout_s: float = 0.0) -> None:
         self._role, self._write = role, write
+        self._timeout_s = timeout_s or _SHARE * role.config.cluster.request_timeout_s
+        self._path = Path()  # of the file that is being written
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -85,16 +94,22 @@ class CheckpointWriter:
         """Return when both files are on disk and synced. Raises CheckpointError naming the file that is not."""
         if self._thread is None:
             raise CheckpointError(f"{self._role.name}: no checkpoint was begun")
-        self._thread.join()
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"checkpoint {self._path}: not on disk after {self._timeout_s:g} s more; the disk hangs, or is too "
+                "slow for cluster.request_timeout_s"
+            )
         self._thread = None
         if self._error is not None:
             raise self._error
 
     def _run(self, directory: Path, stem: str, index: RankIndex, snapshots: list[Snapshot]) -> None:
-        path = directory / files.data_file(stem)
+        path = self._path = directory / files.data_file(stem)
         try:
+            reach("checkpoint.write")
             info, pieces = self._write(path, snapshots)
-            path = directory / files.index_file(stem)
+            path = self._path = directory / files.index_file(stem)
             write_bytes(path, msgspec.json.encode(msgspec.structs.replace(index, file=info, pieces=pieces)))
         except BaseException as error:  # raised by finish(), in the thread that can answer for it
             problem = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

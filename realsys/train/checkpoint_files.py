@@ -1,6 +1,7 @@
 """A checkpoint on disk: what makes it complete, how it is found and checked. No torch.
 
     {trial}/checkpoints/step-00000010.tmp/       while being written
+    {trial}/checkpoints/step-00000010.damaged/   set aside by recovery, which took the one before
     {trial}/checkpoints/step-00000010/           after commit (realsys.master.checkpoints)
         actor-00001-of-00004.safetensors         the tensors of one rank of the role's mesh
         actor-00001-of-00004.json                what they are: RankIndex, written once they are on disk
@@ -13,6 +14,7 @@ Order of commit: every rank has synced its two files -> their sizes are compared
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,10 +24,11 @@ import xxhash
 from realsys.admission.messages import DataPosition
 from realsys.config.allocation import ParallelLayout
 from realsys.config.paths import TrialPaths
-from realsys.errors import CheckpointError
+from realsys.errors import MALFORMED, CheckpointError
 
 FORMAT = 1  # of the whole folder; another one is refused
 STATE = "state.json"
+_READERS, _CHUNK = 4, 1 << 22  # threads that verify, and bytes read at a time
 _DIRECTORY = re.compile(r"step-(\d{8})")
 
 T = TypeVar("T")
@@ -185,6 +188,36 @@ def check_sizes(directory: Path, state: CheckpointState) -> None:
         check_size(directory / name, info)
 
 
+def verify(directory: Path) -> CheckpointState:
+    """Its state, once every byte of every file is proved to be what was written. Reads all of it.
+
+    Raises CheckpointError naming the first file that is not.
+    """
+    state = read_state(directory)
+    check_sizes(directory, state)
+
+    def check(name: str) -> None:
+        if (found := _checksum(directory / name)) != state.files[name].checksum:
+            problem = f"has checksum {found}, {STATE} says {state.files[name].checksum}: corrupt"
+            raise CheckpointError(f"{directory / name} {problem}; use an older checkpoint")
+
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="verify") as pool:
+        for _ in pool.map(check, sorted(state.files)):
+            pass
+    return state
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; use an older checkpoint") from None
+    return digest.hexdigest()
+
+
 def check_size(path: Path, info: FileInfo) -> None:
     try:
         size = path.stat().st_size
@@ -221,5 +254,5 @@ def decode(raw: bytes, kind: type[T], path: Path) -> T:
     """``raw`` as read from ``path``. Raises CheckpointError when it is something else."""
     try:
         return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise CheckpointError(f"{path} is corrupt: {error}; use an older checkpoint") from None

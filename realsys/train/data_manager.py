@@ -6,6 +6,7 @@ and what they span are ``realsys.types.ARRAY_KEYS``.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -14,24 +15,45 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from realsys.types import ARRAY_KEYS, SampleMeta, SamplesArrived, SequenceRef, TrajectoryGroup
+from realsys.types import (
+    ARRAY_KEYS,
+    AnswerOrigin,
+    GroupOrigin,
+    SampleMeta,
+    SamplesArrived,
+    SequenceRef,
+    TrajectoryGroup,
+)
+
+log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
 
 class DataManager:
-    """Thread-safe. Holds an array until the master clears its sample, or its key of it; nothing else frees it."""
+    """Thread-safe. Holds an array until the master clears its sample, or its key of it; nothing else frees it.
+
+    What ``hold`` names is kept beside that until ``release``, for the record of the step.
+    """
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
         self._lock = threading.Lock()
         self._samples: dict[str, dict[str, Array]] = {}
+        self._origins: dict[str, GroupOrigin] = {}  # by the id of any sample of the group
+        self._held: dict[tuple[str, str], Array | None] = {}  # (sample id, key)
+        #: incarnation of the training side whose tickets are trained here; set before the first of them is granted
+        self.training = ""
+        self.refused = 0  # groups of another one, since the start
 
     def put(self, sample_id: str, arrays: Mapping[str, Array]) -> None:
         """Store or add to a sample. Raises KeyError for an unknown key."""
         checked = {key: np.ascontiguousarray(array, dtype=ARRAY_KEYS[key][0]) for key, array in arrays.items()}
         with self._lock:
             self._samples.setdefault(sample_id, {}).update(checked)
+            for key in checked:
+                if (sample_id, key) in self._held:
+                    self._held[sample_id, key] = checked[key]
 
     def get(self, sample_id: str, key: str) -> Array:
         """Raises KeyError saying which worker lacks what."""
@@ -55,6 +77,28 @@ class DataManager:
                     sample.pop(key, None)
                 if not keys or not sample:
                     self._samples.pop(sample_id, None)
+                    self._origins.pop(sample_id, None)
+
+    def hold(self, wanted: Mapping[str, Iterable[str]]) -> list[GroupOrigin]:
+        """Keep these arrays (key -> sample ids), those here and those to come. The origins of the groups among them.
+
+        Replaces what was held before.
+        """
+        origins: dict[str, GroupOrigin] = {}
+        with self._lock:
+            self._held.clear()
+            for key, sample_ids in wanted.items():
+                for sample_id in sample_ids:
+                    self._held[sample_id, key] = self._samples.get(sample_id, {}).get(key)
+                    if origin := self._origins.get(sample_id):
+                        origins[origin.ticket.ticket_id] = origin
+        return list(origins.values())
+
+    def release(self) -> dict[tuple[str, str], Array]:
+        """What was held, by sample id and key, in the order in which it was asked for; nothing is held any more."""
+        with self._lock:
+            held, self._held = self._held, {}
+        return {item: array for item, array in held.items() if array is not None}
 
     def __len__(self) -> int:
         with self._lock:
@@ -66,12 +110,24 @@ class DataManager:
             return sum(array.nbytes for sample in self._samples.values() for array in sample.values())
 
     def add_group(self, group: TrajectoryGroup) -> SamplesArrived | None:
-        """Store a group from rollout; what to tell the master, or None if its samples are here already.
+        """Store a group from rollout; what to tell the master, or None if it is not wanted: its samples are here
+        already, or its ticket was granted under an earlier training side and is issued again.
 
-        A ticket issued twice may arrive twice. The first one stays: the master may be training on it.
+        A ticket issued twice may arrive twice. The first one stays: the master may be training on it. So one of an
+        earlier training side must not be stored, not even for a moment: it would stand in the way of the right one.
         """
         now = time.time()
         ticket = group.ticket
+        if ticket.training != self.training:
+            self.refused += 1
+            log.info(
+                "refused ticket %s attempt %d of training side %r, this is %r",
+                ticket.ticket_id,
+                ticket.attempt,
+                ticket.training,
+                self.training,
+            )
+            return None
         metas = []
         entries: dict[str, dict[str, Array]] = {}
         for k, trajectory in enumerate(group.trajectories):
@@ -95,12 +151,16 @@ class DataManager:
                     version_max=int(trajectory.versions.max()) if trajectory.answer_len else ticket.version,
                     owner=self._worker,
                     arrived=now,
+                    training=ticket.training,
                 )
             )
+        answers = [AnswerOrigin(t.finish_reason, t.route) for t in group.trajectories]
+        origin = GroupOrigin(ticket, group.worker, group.started, group.finished, group.extra, answers)
         with self._lock:
             if any(sample_id in self._samples for sample_id in entries):
                 return None
             self._samples.update(entries)
+            self._origins.update(dict.fromkeys(entries, origin))
         return SamplesArrived(metas)
 
     def add_sequence(self, sample_id: str, prompt: list[int], response: list[int]) -> SampleMeta:

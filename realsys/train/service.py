@@ -13,6 +13,8 @@ replies, and the notice ``samples_arrived``.
     save_checkpoint     ranks of the role's mesh        takes a snapshot; it is written beside what follows
     finish_checkpoint   ranks of the role's mesh        waits until it is on disk
     load_checkpoint     ranks of the role's mesh        replaces the training state
+    hold, record        everybody                       keeps the arrays of a step; writes its share of the record
+    load_record         everybody                       holds the samples of a recorded step (replay)
     clear               holders of the samples          frees arrays
 
 An error is answered with its traceback and then ends the process: the other ranks of the mesh may be waiting in a
@@ -30,6 +32,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from realsys.cluster.failpoint import reach
 from realsys.config.dataflow import Dataflow
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -41,17 +44,21 @@ from realsys.train.device import Device
 from realsys.train.hooks import find_hook, onloaded
 from realsys.train.interfaces import Role, find_interface
 from realsys.train.mesh import MeshGroups
+from realsys.train.recording import SampleRecorder
 from realsys.train.roles import make_role
 from realsys.train.transfer import execute
 from realsys.types import (
     ClearRequest,
     Empty,
     FinishCheckpointRequest,
+    HoldRequest,
     InitializeRequest,
     LoadCheckpointRequest,
     LoadDemosRequest,
+    LoadRecordRequest,
     MfcReply,
     MfcRequest,
+    RecordRequest,
     SamplesArrived,
     SaveCheckpointRequest,
     SaveWeightsReply,
@@ -82,6 +89,7 @@ class Endpoint(Protocol):
     def next_request(self, timeout_s: float) -> Any: ...
     def reply(self, request: Any, payload: msgspec.Struct) -> None: ...
     def reply_error(self, request: Any, exc: BaseException) -> None: ...
+    def notify(self, handler: str, payload: msgspec.Struct) -> None: ...
 
 
 def check_calls(flow: Dataflow) -> None:
@@ -114,6 +122,7 @@ class ModelWorkerService:
         self._write_shard = write_shard
         self._demos = DemoSource(config, paths, data, worker)
         self._roles: dict[str, Role] = {}
+        recorder = SampleRecorder(worker, data, self._roles, lambda written: endpoint.notify("recorded", written))
         self._checkpoints: dict[str, CheckpointWriter] = {}
         self._handlers: dict[str, tuple[type[msgspec.Struct], Callable[[Any], msgspec.Struct]]] = {
             "initialize": (InitializeRequest, self._initialize),
@@ -124,6 +133,9 @@ class ModelWorkerService:
             "save_checkpoint": (SaveCheckpointRequest, self._save_checkpoint),
             "finish_checkpoint": (FinishCheckpointRequest, self._finish_checkpoint),
             "load_checkpoint": (LoadCheckpointRequest, self._load_checkpoint),
+            "hold": (HoldRequest, recorder.hold),
+            "record": (RecordRequest, recorder.record),
+            "load_record": (LoadRecordRequest, recorder.load),
             "clear": (ClearRequest, self._clear),
         }
 
@@ -151,6 +163,7 @@ class ModelWorkerService:
         if name not in self._groups:
             here = ", ".join(self._groups) or "none"
             raise ModelError(f"model_worker/{self._worker} is on no mesh of role {name!r}; the roles here: {here}")
+        self._data.training = request.training
         model, groups = Path(request.model_path), self._groups[name]
         role = make_role(self._config, name, model, groups, self._data, self._device, trainable=request.trainable)
         self._roles[name], self._checkpoints[name] = role, CheckpointWriter(role)
@@ -190,6 +203,7 @@ class ModelWorkerService:
         with onloaded(role):
             tensors = dict(role.engine.export())
             shards = [self._write_shard(file, tensors, request.base)] if tensors else []
+        reach("weights.shard", file)
         return SaveWeightsReply(shards, time.perf_counter() - start)
 
     def _save_checkpoint(self, request: SaveCheckpointRequest) -> Empty:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import xxhash
 
+from realsys.cluster.failpoint import reach
 from realsys.errors import WeightsError
 from realsys.types import FileInfo, Piece, ShardInfo, TensorInfo
 from realsys.weights import manifest as manifests
@@ -48,6 +49,7 @@ def write_safetensors(
     size = 0
     starts: dict[str, int] = {}
     try:
+        reach("weights.write")
         with path.open("wb") as file:
             for data in (len(text).to_bytes(8, "little"), text):
                 file.write(data)

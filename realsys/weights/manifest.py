@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from realsys.errors import WeightsError
+from realsys.errors import MALFORMED, WeightsError
 from realsys.types import FileInfo, Piece, ShardInfo, TensorInfo
 
 MANIFEST = "MANIFEST.json"
@@ -165,7 +165,7 @@ def load_manifest(directory: Path) -> Manifest:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise WeightsError(f"{directory} has no {MANIFEST}: the version was never completed") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise WeightsError(f"{path} cannot be read: {error}") from error
     for file in manifest.files:
         _check_inside(path, file.file)
@@ -197,13 +197,27 @@ def check_version(manifest: Manifest, directory: Path, expected_version: int) ->
 
 
 def complete_versions(root: Path) -> list[tuple[int, str, Path]]:
-    """(version, incarnation, folder) of everything committed under ``root``, oldest first."""
+    """(version, incarnation, folder) of everything committed under ``root``, in the order of its publication.
+
+    An incarnation that went back to a checkpoint publishes lower versions than the one before it, but later.
+    """
     found = []
     for path in root.iterdir() if root.exists() else ():
         match = _DIRECTORY.fullmatch(path.name)
         if match and not match[3] and (path / MANIFEST).exists():
             found.append((int(match[1]), match[2], path))
-    return sorted(found)
+    return sorted(found, key=lambda entry: (entry[1], entry[0]))
+
+
+def discard_unfinished(root: Path) -> list[Path]:
+    """Delete every folder that is no complete version; returns what went. Only while nobody writes here."""
+    gone = []
+    for path in root.iterdir() if root.exists() else ():
+        match = _DIRECTORY.fullmatch(path.name)
+        if match and (match[3] or not (path / MANIFEST).exists()):
+            shutil.rmtree(path)
+            gone.append(path)
+    return sorted(gone)
 
 
 def prune(root: Path, *, keep: int, in_use: Iterable[Path] = ()) -> list[Path]:
@@ -227,7 +241,7 @@ def prune(root: Path, *, keep: int, in_use: Iterable[Path] = ()) -> list[Path]:
 def _needs(directory: Path) -> list[str]:
     try:
         return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Needs).needs
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise WeightsError(f"{directory / MANIFEST} cannot be read: {error}") from error
 
 

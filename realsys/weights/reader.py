@@ -97,10 +97,13 @@ class VersionReader:
         info, report = self.manifest.tensors[name], self.report
         size = tensor_bytes(info)
         report.bytes += size
+        if held is not None and held.data.size != size:
+            held = None
         missing = _missing(info, held)
-        if held is not None and held.data.size == size:
+        if held is not None:
             data = held.data
         else:
+            self._check_there(missing[0], name)
             data = np.empty(size, np.uint8)
         if not missing:
             report.kept += 1
@@ -127,6 +130,7 @@ class VersionReader:
         return HeldTensor(found, data)
 
     def _change(self, data: Bytes, name: str, info: TensorInfo, piece: Piece) -> None:
+        self._check_there(piece, name)
         blob = np.empty(piece.size, np.uint8)
         self._fetch(piece, name, blob)
         start = time.perf_counter()
@@ -135,6 +139,25 @@ class VersionReader:
         except WeightsError as error:
             raise WeightsError(f"{self._path(piece)}: tensor {name}: {error}") from error
         self.report.apply_s += time.perf_counter() - start
+
+    def _check_there(self, piece: Piece, name: str) -> None:
+        """No memory is taken for bytes that no file has."""
+        path = self._path(piece)
+        try:
+            size = os.fstat(self._open(path)).st_size
+        except OSError as error:
+            raise self._unreadable(path, piece, error) from error
+        if size < piece.start + piece.size:
+            raise self._truncated(path, piece, name, size)
+
+    def _unreadable(self, path: Path, piece: Piece, error: OSError) -> WeightsError:
+        whose = f"{self.directory.name} needs it" if piece.folder else "it is in the manifest"
+        return WeightsError(f"{path} cannot be read, but {whose}: {error.strerror}")
+
+    @staticmethod
+    def _truncated(path: Path, piece: Piece, name: str, end: int) -> WeightsError:
+        reaches = piece.start + piece.size
+        return WeightsError(f"{path} ends at byte {end}, but tensor {name} reaches to {reaches}: truncated")
 
     def _fetch(self, piece: Piece, name: str, into: Bytes) -> None:
         """Fill ``into`` with the bytes of the piece and check them."""
@@ -152,14 +175,10 @@ class VersionReader:
                 verified += time.perf_counter() - middle
                 read += middle - start
                 if not count:
-                    raise WeightsError(
-                        f"{path} ends at byte {piece.start + done}, but tensor {name} reaches to "
-                        f"{piece.start + piece.size}: truncated"
-                    )
+                    raise self._truncated(path, piece, name, piece.start + done)
                 done += count
         except OSError as error:
-            whose = f"{self.directory.name} needs it" if piece.folder else "it is in the manifest"
-            raise WeightsError(f"{path} cannot be read, but {whose}: {error.strerror}") from error
+            raise self._unreadable(path, piece, error) from error
         self.report.read_s += read
         self.report.verify_s += verified
         self.report.bytes_read += piece.size

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from realsys.cluster.failpoint import reach
+from realsys.errors import WeightsError
 from realsys.weights import manifest as manifests
 from realsys.weights.dtypes import as_tensor
 from realsys.weights.manifest import Manifest
@@ -29,10 +31,14 @@ class HeldWeights:
 
     ``everything``: all tensors, at most once the size of the model, as deltas need it; otherwise those that a version
     takes over from an earlier one: the frozen ones, which it will most likely take over again.
+
+    ``newest``: (incarnation of the training side, version) of what was staged last. What is older is refused: training
+    that went back to a checkpoint publishes a lower version, but as a younger incarnation.
     """
 
     everything: bool = False
     tensors: dict[str, HeldTensor] = field(default_factory=dict)
+    newest: tuple[str, int] = ("", -1)
 
     def wants(self, manifest: Manifest, name: str) -> bool:
         return self.everything or bool(manifest.tensors[name].pieces[-1].folder)
@@ -45,8 +51,13 @@ def stage(directory: Path, expected_version: int, held: HeldWeights | None = Non
     Raises WeightsError naming the file and what is wrong; nothing half-read is returned. With ``held``, tensors that an
     earlier call returned for it are overwritten: be done with them first.
     """
+    reach("server.stage")
     manifest = manifests.load_manifest(directory)
     manifests.check_version(manifest, directory, expected_version)
+    age = (manifest.incarnation, manifest.version)
+    if held is not None and age < held.newest:
+        incarnation, version = held.newest
+        raise WeightsError(f"{directory} is older than version {version} of training side {incarnation}: not staged")
     tensors: dict[str, torch.Tensor] = {}
     with VersionReader(directory, manifest) as reader:
         if held is not None:
@@ -58,4 +69,6 @@ def stage(directory: Path, expected_version: int, held: HeldWeights | None = Non
                 held.tensors[name] = found
             info = manifest.tensors[name]
             tensors[name] = as_tensor(found.data, info.dtype, info.shape)
+    if held is not None:
+        held.newest = age
     return StagedWeights(manifest, tensors, reader.report.timings(), reader.report.counts())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
+import torch
 
 from realsys.generation.client import Generated, GenerationClient, SamplingSpec
 from realsys.generation.weights import read_tensors
@@ -37,12 +38,21 @@ class ServerUnderTest:
     max_answers: int  # that it runs and queues
     start: int = -1
     seeded: bool = True
-    timings: tuple[str, ...] = ("first_token_s",)  # of an update, beside those of every backend
 
 
-def publish(root: Path, version: int, model_dir: Path) -> Path:
+def publish(
+    root: Path,
+    version: int,
+    model_dir: Path,
+    *,
+    tensors: dict[str, torch.Tensor] | None = None,
+    writer: ShardWriter | None = None,
+    base: str = "",
+) -> Path:
+    """A version of ``tensors``, or else of those in ``model_dir``. ``base``: folder of the version before."""
     tmp = manifest.prepare(root, version, "test")
-    shard = ShardWriter().write(tmp / "model-00001-of-00001.safetensors", read_tensors(model_dir))
+    file = tmp / "model-00001-of-00001.safetensors"
+    shard = (writer or ShardWriter()).write(file, tensors or read_tensors(model_dir), base)
     return manifest.commit(tmp, version=version, incarnation="test", step=version, shards=[shard], model_dir=model_dir)
 
 
@@ -82,6 +92,13 @@ def check(server: ServerUnderTest, answer, prompt=PROMPT) -> None:
         expected = chosen(reference_logprobs(server.models[version], prompt, tokens), tokens)
         mine = answer.versions == version
         assert np.abs(expected - answer.logprobs)[mine].max() <= 1e-4
+
+
+def flip(path: Path, offset: int = -1) -> None:
+    """Change one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
 
 
 async def raw(server: ServerUnderTest, path: str, body: object) -> tuple[int, dict]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from realsys.errors import CheckpointError
 from realsys.train.checkpoint import CheckpointWriter, load_checkpoint
+from realsys.train.checkpoint_files import FileInfo, Piece
+from realsys.train.checkpoint_tensors import Snapshot, write_tensors
 from realsys.train.interfaces import Role
 from tests.checkpoint_ranks import SINGLE, Setup, checkpoint, complete, make_models, train
 
@@ -59,6 +63,31 @@ def test_a_file_size_limit_is_named(models: dict[str, Path], tmp_path: Path) -> 
 
     (message,) = Setup().run(body, models["untied"])
     assert message.endswith("cannot be written: File too large")
+
+
+def test_a_disk_that_hangs_is_not_waited_for_without_bound_and_the_file_is_named(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    tmp = tmp_path / "step-00000001.tmp"
+    tmp.mkdir()
+
+    def body(role: Role) -> str:
+        train(role, range(1))
+        hangs = threading.Event()
+
+        def write(path: Path, snapshots: Sequence[Snapshot]) -> tuple[FileInfo, list[Piece]]:
+            hangs.wait()
+            return write_tensors(path, snapshots)
+
+        writer = CheckpointWriter(role, write, timeout_s=0.05)
+        writer.begin(tmp, 1)
+        with pytest.raises(CheckpointError) as caught:
+            writer.finish()
+        hangs.set()
+        return str(caught.value)
+
+    (message,) = Setup().run(body, models["untied"])
+    assert message.startswith(f"checkpoint {tmp / 'actor-00001-of-00001.safetensors'}: not on disk after 0.05 s more")
 
 
 @pytest.fixture(scope="module")

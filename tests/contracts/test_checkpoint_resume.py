@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from manager_trial import TOKEN, Trial, config, drive
 
+from launch.audit import audit_trial
 from launch.cli import main
 from launch.prepare import prepare, resolve
 from launch.resume import check_resume
-from realsys.admission.audit import audit
 from realsys.admission.events import Resumed
 from realsys.admission.journal import Journal
 from realsys.admission.messages import DataPosition
@@ -49,7 +49,8 @@ def compose_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 @pytest.fixture
 def trial(compose_in: Callable[..., Config]) -> Path:
     """The folder of a trial that has checkpoints of steps 2 and 3, of the model that `arith` makes."""
-    paths = prepare(compose_in("trial=first"), lambda _: None)
+    with prepare(compose_in("trial=first"), lambda _: None) as ready:
+        paths = ready.paths
     raw = json.loads((paths.model / "config.json").read_text())
     sizes = {
         "hidden": raw["hidden_size"],
@@ -81,8 +82,9 @@ def test_a_trial_folder_means_its_newest_complete_checkpoint(trial: Path, compos
 
 def test_the_new_trial_starts_with_the_ledger_of_the_checkpoint(trial: Path, compose_in: Callable[..., Config]) -> None:
     said: list[str] = []
-    paths = prepare(compose_in(f"resume={trial}", "trial=second"), said.append)
-    assert audit(paths.ledger)["inherited"] == STEP * BATCH
+    with prepare(compose_in(f"resume={trial}", "trial=second"), said.append) as ready:
+        paths = ready.paths
+    assert audit_trial(paths).inherited == STEP * BATCH
     with Journal(paths.ledger) as journal:
         (event,) = journal.replay()
     assert isinstance(event, Resumed)
@@ -94,8 +96,9 @@ def test_groups_behind_the_checkpoint_count_at_the_new_batch_size(
     trial: Path, compose_in: Callable[..., Config]
 ) -> None:
     """Of capacity B * (v + eta + 1) the B * v are used up, whatever B is: eta + 1 batches are free."""
-    paths = prepare(compose_in(f"resume={trial}", "trial=second", "train.batch_groups=6"), lambda _: None)
-    assert audit(paths.ledger)["inherited"] == 3 * 6
+    with prepare(compose_in(f"resume={trial}", "trial=second", "train.batch_groups=6"), lambda _: None) as ready:
+        paths = ready.paths
+    assert audit_trial(paths).inherited == 3 * 6
 
 
 @pytest.mark.parametrize(

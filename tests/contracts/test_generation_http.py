@@ -7,7 +7,10 @@ Weights are staged and verified by the product's own code, from directories with
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +25,8 @@ from realsys.generation.build import build_engine
 from realsys.generation.client import SamplingSpec
 from realsys.generation.server import HttpServer, build_app
 from realsys.generation.sglang.engine import SglangEngine
-from realsys.weights.stage import stage
+from realsys.weights.shards import ShardWriter
+from realsys.weights.stage import HeldWeights, StagedWeights, stage
 from tests.contracts.generation_servers import (
     BUSY,
     CONTEXT,
@@ -33,6 +37,7 @@ from tests.contracts.generation_servers import (
     answers_of,
     check,
     drive,
+    flip,
     publish,
     raw,
     start_long,
@@ -92,11 +97,17 @@ def server(running, versions) -> Iterator[ServerUnderTest]:
         engine, http = running
         for call in (engine.abort_all(), engine.resume()):
             call.result(10)
-        assert engine.update(str(paths[0]), 0).result(30).success
-        yield ServerUnderTest(http.url, models, paths, 16, start=0, seeded=False, timings=())
+        back = engine.update(str(paths[0]), 0).result(30)
+        assert back.success, back.message
+        yield ServerUnderTest(http.url, models, paths, 16, start=0, seeded=False)
         return
     config = GenerationConfig(embedded=EmbeddedConfig(max_running=4, max_queued=12, context_length=CONTEXT))
-    engine = build_engine(paths[-1], config, lambda path, version: stage(Path(path), version), max_prompt_tokens=16)
+    held = HeldWeights(everything=True)
+
+    def load(path: str, version: int) -> StagedWeights:
+        return stage(Path(path), version, held)
+
+    engine = build_engine(paths[-1], config, load, max_prompt_tokens=16)
     http = HttpServer(build_app(engine))
     engine.start()
     http.start()
@@ -111,7 +122,7 @@ def test_an_idle_server_is_healthy_and_tells_its_version(server):
             assert response.status == 200
         info = await client.model_info(server.url)
         assert info.weight_version == str(server.start)
-        assert info.model_path == str(server.paths[-1])
+        assert info.model_path == str(server.paths[server.start])
         load = await client.server_info(server.url)
         assert (load.running, load.queued, load.context_length) == (0, 0, CONTEXT)
 
@@ -175,7 +186,7 @@ def test_update_in_mid_answer(server):
         await until_decoding(client, server.url, 4)
         result = await client.update_weights(server.url, str(server.paths[1]), 1, 20)
         assert result.success, result.message
-        assert {"stage_s", "verify_s", "pause_s", "load_s", *server.timings} <= result.timings.keys()
+        assert {"stage_s", "verify_s", "pause_s", "load_s", "first_token_s"} <= result.timings.keys()
         answers = await answers_of(requests)
         assert any(set(a.versions.tolist()) == {server.start, 1} for a in answers)
         for answer in answers:
@@ -196,21 +207,86 @@ def test_version_that_is_not_the_one_asked_for_is_refused(server):
     drive(test)
 
 
-def test_corrupt_version_leaves_the_old_weights_serving(server, tmp_path, versions):
+def no_weights(version: Path) -> None:
+    shard_of(version).unlink()
+
+
+def no_manifest(version: Path) -> None:
+    (version / "MANIFEST.json").unlink()
+
+
+def corrupt_shard(version: Path) -> None:
+    flip(shard_of(version))
+
+
+def short_shard(version: Path) -> None:
+    os.truncate(shard_of(version), 100)
+
+
+def other_manifest(version: Path) -> None:
+    manifest = json.loads((version / "MANIFEST.json").read_text())
+    (version / "MANIFEST.json").write_text(json.dumps({**manifest, "version": 8}))
+
+
+def shard_of(version: Path) -> Path:
+    return next(version.glob("model-*"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (no_weights, "cannot be read, but it is in the manifest"),
+        (no_manifest, "MANIFEST.json"),
+        (corrupt_shard, "corrupt"),
+        (short_shard, "truncated"),
+        (other_manifest, "holds version 8, version 7 was asked for"),
+    ],
+)
+def test_damaged_version_leaves_the_old_weights_serving(server, tmp_path, versions, damage, message):
     broken = publish(tmp_path, 7, versions[1][-1])
-    shard = next(broken.glob("*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
+    damage(broken)
 
     async def test(client):
         assert (await client.update_weights(server.url, str(server.paths[2]), 2, 20)).success
         result = await client.update_weights(server.url, str(broken), 7, 20)
         assert not result.success
-        assert "corrupt" in result.message
+        assert message in result.message and "\n" not in result.message
         [answer] = await client.generate(server.url, PROMPT, SamplingSpec(max_new_tokens=5), rid="a", seed=1)
         assert set(answer.versions.tolist()) == {2}
         check(server, answer)
+
+    drive(test)
+
+
+def test_corrupt_delta_leaves_the_old_weights_serving_and_the_next_one_is_taken(server, tmp_path, versions):
+    model, writer = copy.deepcopy(versions[0][-1]), ShardWriter(deltas=True, full_every=9)
+    models, paths = {}, {}
+    for version in (5, 6, 7):
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[version] += 0.3
+        models[version] = copy.deepcopy(model)
+        tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        base = paths[version - 1].name if version > 5 else ""
+        paths[version] = publish(tmp_path, version, versions[1][-1], tensors=tensors, writer=writer, base=base)
+    known = dataclasses.replace(server, models=models)
+    delta = shard_of(paths[6])
+    assert delta.stat().st_size < shard_of(paths[5]).stat().st_size / 2
+    flip(delta)
+
+    async def serves(client, version):
+        [answer] = await client.generate(server.url, PROMPT, SamplingSpec(max_new_tokens=20), rid="a", seed=1)
+        assert set(answer.versions.tolist()) == {version}
+        check(known, answer)
+
+    async def test(client):
+        assert (await client.update_weights(server.url, str(paths[5]), 5, 20)).success
+        for version in (6, 7):  # 7 needs the delta of 6
+            refused = await client.update_weights(server.url, str(paths[version]), version, 20)
+            assert not refused.success and "corrupt" in refused.message
+            await serves(client, 5)
+        flip(delta)
+        assert (await client.update_weights(server.url, str(paths[7]), 7, 20)).success
+        await serves(client, 7)
 
     drive(test)
 
@@ -346,6 +422,12 @@ def test_full_server_answers_503(server):
         ("/generate", {"input_ids": [VOCAB]}, f"the vocabulary has {VOCAB} tokens"),
         ("/generate", {"input_ids": [1] * CONTEXT}, f"exceed the context of {CONTEXT}"),
         ("/generate", {"input_ids": [1], "sampling_params": {"top_p": 2}}, "top_p=2"),
+        (
+            "/generate",
+            {"input_ids": [1], "sampling_params": {"stop_token_ids": [VOCAB]}},
+            f"stop_token_ids holds {VOCAB}",
+        ),
+        ("/generate", {"input_ids": [1], "sampling_params": {"stop": ["end"]}}, "needs a tokenizer.json"),
         ("/update_weights_from_disk", {"model_path": "x", "weight_version": "new"}, "weight_version='new'"),
         ("/pause_generation", {"mode": "gently"}, "gently"),
         ("/abort_request", {}, "needs rid"),
@@ -357,6 +439,8 @@ def test_bad_requests_are_answered_with_400_and_one_line(server, path, body, mes
         assert status == 400
         assert message in reply["error"]["message"]
         assert "\n" not in reply["error"]["message"]
+        good = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+        assert (await raw(server, "/generate", good))[0] == 200
 
     drive(test)
 

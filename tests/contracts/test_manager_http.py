@@ -286,8 +286,8 @@ def test_restart_with_a_torn_journal_keeps_counts_and_running_tickets(tmp_path: 
             "trained": [tickets[0]["ticket_id"]],
             "dropped": [[tickets[1]["ticket_id"], "stale"]],
         }
-        assert await t.post("/trained", **trained, staleness={"0": 1}) == {"trained": 1, "dropped": 1}
-        assert await t.post("/trained", **trained) == {"trained": 0, "dropped": 0}
+        assert await t.post("/trained", **trained, staleness={"0": 1}) == {"trained": 1, "dropped": 1, "lost": []}
+        assert await t.post("/trained", **trained) == {"trained": 0, "dropped": 0, "lost": []}
         before = (await t.get("/status"))["ledger"]
         await t.halt()
         with t.ledger.open("ab") as file:

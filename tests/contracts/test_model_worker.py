@@ -82,6 +82,9 @@ class PlayedEndpoint:
     def reply_error(self, request: PlayedRequest, exc: BaseException) -> None:
         self.errors.append(f"{type(exc).__name__}: {exc}")
 
+    def notify(self, handler: str, payload: msgspec.Struct) -> None:
+        raise AssertionError(f"nobody asked for a notice {handler}")
+
 
 class Played:
     """A ModelWorker that is to serve ``script``, and has the batch if it is one of ``holders``."""

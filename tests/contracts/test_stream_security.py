@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +18,7 @@ from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.stream.security import KEY_FILE, CurveKeys, ensure_keys, keys_for, load_keys
 from realsys.types import Empty
-from tests.stream_parts import BOUND_S, PullerThread, make_group
+from tests.stream_parts import BOUND_S, PullerThread, make_group, pulling
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,7 @@ def strangers(keys: CurveKeys) -> dict[str, CurveKeys | None]:
 
 
 @pytest.mark.parametrize("who", ["no key", "another trial's keys", "the server's public key only"])
-def test_a_stranger_is_not_let_in(keys: CurveKeys, who: str) -> None:
+def test_a_stranger_is_not_let_in_and_is_counted(keys: CurveKeys, who: str, caplog: pytest.LogCaptureFixture) -> None:
     stranger = strangers(keys)[who]
 
     async def run(puller: PullerThread) -> None:
@@ -117,15 +119,23 @@ def test_a_stranger_is_not_let_in(keys: CurveKeys, who: str) -> None:
         with pytest.raises(WaitTimeout, match="model_worker/0 did not connect"):
             await stream.barrier([0], 0.3)
         await asyncio.to_thread(endpoint.close)
+        for _ in range(int(BOUND_S * 100)):
+            if stream.rejected:
+                break
+            await asyncio.sleep(0.01)
+        assert stream.rejected
         stream.close()
 
     puller = PullerThread(keys=keys)
     try:
-        asyncio.run(run(puller))
+        with caplog.at_level("WARNING"):
+            asyncio.run(run(puller))
+            puller.wait_until(lambda: puller.stats.rejected > 0)
     finally:
         puller.close()
     assert puller.tickets == []
     assert puller.stats.malformed == 0  # not even decoded
+    assert "rejected peer 1: it" in caplog.text
 
 
 def test_a_member_is_told_that_it_was_rejected(keys: CurveKeys) -> None:
@@ -144,3 +154,67 @@ def test_what_crosses_the_wire_is_encrypted(keys: CurveKeys) -> None:
     keys.secure_client(dealer)
     assert dealer.getsockopt(zmq.MECHANISM) == zmq.CURVE
     context.destroy(linger=0)
+
+
+def test_members_are_not_counted_as_strangers(keys: CurveKeys) -> None:
+    async def run(puller: PullerThread) -> None:
+        pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0", keys=keys)
+        await pusher.push(make_group("t0"))
+        await pusher.close()
+
+    puller = PullerThread(keys=keys)
+    try:
+        asyncio.run(run(puller))
+    finally:
+        puller.close()
+    assert puller.stats.rejected == 0
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+
+
+def zmtp_peer(address: str) -> socket.socket:
+    """A peer that has shaken hands by hand, so that it can say what no library would."""
+    host, port = address.removeprefix("tcp://").rsplit(":", 1)
+    peer = socket.create_connection((host, int(port)), timeout=BOUND_S)
+    peer.sendall(GREETING)
+    peer.sendall(b"\x04" + bytes([len(READY)]) + READY)
+    answer = b""
+    while len(answer) < 64 + 2 + len(READY):
+        answer += peer.recv(4096)
+    return peer
+
+
+def test_a_frame_that_is_said_to_be_huge_ends_the_connection_before_memory_is_taken_for_it() -> None:
+    with pulling() as puller:
+        peer = zmtp_peer(puller.address)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peer.sendall(b"\x02" + (1 << 40).to_bytes(8, "big") + b"x" * 100)
+        try:
+            while peer.recv(4096):
+                pass
+        except ConnectionResetError:
+            pass
+        peer.close()
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100 << 10  # KiB
+        assert puller.tickets == [] and puller.stats.malformed == 0
+
+
+def test_a_peer_that_speaks_another_protocol_is_cut_off_and_harms_nobody() -> None:
+    async def push(puller: PullerThread) -> None:
+        pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0")
+        await pusher.push(make_group("t0"))
+        await pusher.close()
+
+    with pulling() as puller:
+        host, port = puller.address.removeprefix("tcp://").rsplit(":", 1)
+        with socket.create_connection((host, int(port)), timeout=BOUND_S) as browser:
+            browser.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100))
+            try:
+                while browser.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass
+        asyncio.run(push(puller))
+        assert puller.tickets == ["t0"]

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,14 +155,20 @@ class LiveJob:
 
 
 @contextlib.contextmanager
-def running(root: Path, argv: list[str]) -> Iterator[LiveJob]:
-    """Start a run; at the end of the block it is over, in an orderly way or not."""
+def running(root: Path, argv: list[str], env: Mapping[str, str] | None = None) -> Iterator[LiveJob]:
+    """Start a run, ``env`` laid over ours; at the end of the block it is over, in an orderly way or not."""
     output = root.with_name(root.name + ".stdout"), root.with_name(root.name + ".stderr")
     output[0].parent.mkdir(parents=True, exist_ok=True)
     with output[0].open("w") as stdout, output[1].open("w") as stderr:
         # A session of its own, as in a terminal: its Ctrl-C is not ours.
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True, start_new_session=True
+            argv,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
         )
     try:
         yield LiveJob(root, process, output)

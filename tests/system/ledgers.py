@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from realsys.admission.audit import audit
+from launch.audit import audit_trial
 from realsys.admission.events import EvalAnswered, EvalStarted, Granted, Trained
 from realsys.admission.journal import read_journal
 from realsys.admission.ledger import Ledger
@@ -45,9 +45,10 @@ def check_ledger(job: Job, *, batch_groups: int, eta: int, prompts: int, max_att
     ended = {t: ledger.ended(t) for t in trained}
     assert all(end and end.startswith("trained@") for end in ended.values()), ended
     assert not ledger.counts.anomalies, ledger.counts.anomalies
-    report = audit(job.paths.ledger)  # the command that a user has must find the same
-    assert {state: report[state] for state in states} == states
-    assert report["torn_bytes"] == 0
+    report = audit_trial(job.paths)  # the command that a user has must find the same
+    assert report.ok, [check for check in report.checks if not check.ok]
+    assert {state: report.states[state] for state in states} == states
+    assert report.torn_bytes == 0
     return ledger
 
 

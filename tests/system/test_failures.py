@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 
 import pytest
 
@@ -19,10 +18,9 @@ def test_ctrl_c_in_mid_training_stops_everything_within_ten_seconds(tmp_path):
     root, argv = arith(tmp_path, "interrupted", *ENDLESS)
     with running(root, argv) as live:
         live.until_step(2)
-        begin = time.monotonic()
         live.process.send_signal(signal.SIGINT)
-        job = live.wait(10)
-        assert time.monotonic() - begin < 10
+        live.until(lambda: not processes_of(root), "no worker is left", timeout_s=10)
+        job = live.wait(60)  # it writes its report
     assert job.returncode == 130, job.report()
     assert processes_of(root) == []
     assert "stopped by SIGINT" in job.stderr
@@ -33,9 +31,9 @@ def test_ctrl_c_in_mid_training_stops_everything_within_ten_seconds(tmp_path):
     assert not list(job.paths.errors.glob("*")), job.report()
 
 
-def test_death_of_a_model_worker_ends_the_run_and_is_named(tmp_path):
+def test_death_of_a_model_worker_ends_a_run_without_recovery_and_is_named(tmp_path):
     # Two ranks: the one that is left complains about its lost peer, and that must not be taken for the cause.
-    root, argv = arith(tmp_path, "killed", *ENDLESS, "allocation=sglang.d1p1m1+d2p1m1")
+    root, argv = arith(tmp_path, "killed", *ENDLESS, "allocation=sglang.d1p1m1+d2p1m1", "recover=off")
     with running(root, argv) as live:
         live.until_step(1)
         pid = live.kill("model_worker/0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,9 @@ def store() -> Iterator[MemoryNameStore]:
     made.close()
 
 
-def heartbeat(store: MemoryNameStore, losses: Losses, lease_s: float = 5.0) -> Heartbeat:
-    return Heartbeat(store, KEY, kind="rollout_worker", index=1, lease_s=lease_s, heartbeat_s=0.02, on_lost=losses.put)
+def heartbeat(store: MemoryNameStore, losses: Losses, lease_s: float = 60.0, **options: Any) -> Heartbeat:
+    settings = {"kind": "rollout_worker", "index": 1, "lease_s": lease_s, "heartbeat_s": 0.02, "on_lost": losses.put}
+    return Heartbeat(store, KEY, **settings, **options)
 
 
 @pytest.fixture
@@ -105,3 +107,65 @@ def test_foreign_value_under_the_key_is_named(store, losses):
     store.add(KEY, "not json")
     with pytest.raises(NameStoreError, match=f"{KEY} holds 'not json'"):
         heartbeat(store, losses)
+
+
+def test_check_raises_from_the_deadline_on_before_any_other_thread_has_run(store, losses):
+    """A process that wakes up after a suspension: the store still takes it for alive, no thread of ours has run yet."""
+    now = 100.0
+    beating = heartbeat(store, losses, lease_s=60.0, clock=lambda: now)
+    now = 159.9
+    beating.check()
+    assert losses.empty()
+    now = 160.0
+    for _ in range(2):
+        with pytest.raises(Fenced, match="must stop"):
+            beating.check()
+    assert "whole lease of 60 s" in str(losses.get_nowait())
+    assert losses.empty()
+    assert store.get(KEY)
+
+
+def test_good_beat_moves_the_deadline_to_a_lease_after_its_begin(store, losses):
+    now = 100.0
+    beating = heartbeat(store, losses, lease_s=60.0, clock=lambda: now)
+    now = 150.0
+    beating._beat()
+    now = 209.9
+    beating.check()
+    now = 210.0
+    with pytest.raises(Fenced):
+        beating.check()
+
+
+def test_beat_that_the_suspension_cut_in_two_does_not_bring_the_lease_back(store, losses, monkeypatch):
+    """Suspended inside the store's call: its answer is from before, and so is the deadline that it earns."""
+    now = 100.0
+    beating = heartbeat(store, losses, lease_s=60.0, clock=lambda: now)
+
+    def suspended() -> None:
+        nonlocal now
+        now = 500.0
+
+    monkeypatch.setattr(beating.lease, "keep_alive", suspended)
+    beating._beat()
+    with pytest.raises(Fenced):
+        beating.check()
+
+
+def test_check_raises_once_the_key_was_taken_over(store, losses):
+    old, newer_losses = heartbeat(store, losses), queue.SimpleQueue()
+    new = heartbeat(store, newer_losses)
+    old.start()
+    assert "taken over" in str(losses.get(timeout=BOUND_S))
+    with pytest.raises(Fenced, match="lost its lease"):
+        old.check()
+    new.check()
+    old.stop()
+
+
+def test_counters_are_in_the_value_with_the_next_beat(store, losses):
+    beating = heartbeat(store, losses)
+    assert json.loads(store.get(KEY))["counters"] == {}
+    beating.count(lambda: {"malformed": 3})
+    beating._beat()
+    assert json.loads(store.get(KEY))["counters"] == {"malformed": 3}

@@ -10,87 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from realsys.cluster.failure import read_errors
-from realsys.cluster.name_store import NameStore, make_name_store, trial_names
-from realsys.config.dump import write_config
-from realsys.config.paths import TrialPaths
-from realsys.config.schema import ClusterConfig, Config, NameStoreConfig
-
-BOUND_S = 20.0
-PRELUDE = """
-import logging, os, signal, sys, threading
-from realsys.cluster.worker import worker_main
-from realsys.errors import RewardError
-
-def quick():
-    ctx.register(ctx.names.root + "/ready", ctx.incarnation)
-
-def body(context):
-    global ctx
-    ctx = context
-    {body}
-
-worker_main("tester", body)
-"""
-
-
-class Trial:
-    """A trial folder in which scripts run as worker ``tester``."""
-
-    def __init__(self, folder: Path, **name_store: Any) -> None:
-        settings = NameStoreConfig(**name_store)
-        cluster = ClusterConfig(heartbeat_s=0.1, lease_s=1.0, stop_timeout_s=0.5, name_store=settings)
-        self.config = Config(fileroot=str(folder), cluster=cluster)
-        self.paths = TrialPaths.of(self.config)
-        self.paths.root.mkdir(parents=True)
-        write_config(self.config, self.paths.config)
-        self.paths.token.write_text("secret\n")
-        self.names = trial_names(self.config)
-        self.store: NameStore = make_name_store(self.config, self.paths)
-        self._started: list[subprocess.Popen[str]] = []
-
-    def start(self, body: str, index: int = 0, **environment: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", PRELUDE.format(body=body), "--trial-dir", str(self.paths.root)]
-        process = subprocess.Popen(
-            [*command, "--index", str(index)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
-        self._started.append(process)
-        return process
-
-    def ready(self) -> str:
-        """Wait until a body has called ``quick()``; its incarnation."""
-        return self.store.wait(f"{self.names.root}/ready", BOUND_S, "the tester")
-
-    def gone(self, key: str) -> None:
-        self.until(key, lambda tree: not tree)
-
-    def until(self, key: str, holds: Callable[[dict[str, str]], bool]) -> None:
-        happened = threading.Event()
-        with self.store.watch(key, lambda tree: happened.set() if holds(tree) else None):
-            assert happened.wait(BOUND_S), f"{key} stayed at {self.store.get_subtree(key)}"
-
-    def ends(self, process: subprocess.Popen[str], code: int) -> str:
-        """Its log, once it has ended with ``code``."""
-        _, log = process.communicate(timeout=BOUND_S)
-        assert process.returncode == code, log
-        return log
-
-    def close(self) -> None:
-        for process in self._started:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
-        self.store.close()
+from tests.tester_trial import BOUND_S, PRELUDE, Trial
 
 
 @pytest.fixture
@@ -126,8 +52,7 @@ def test_worker_with_etcd_registers_is_fenced_after_a_pause_and_cleans_up(tmp_pa
     try:
         paused = trial.start("quick(); threading.Event().wait()")
         first = trial.ready()
-        paused.send_signal(signal.SIGSTOP)
-        trial.gone(trial.names.root)
+        trial.suspend(paused)
         paused.send_signal(signal.SIGCONT)
         trial.ends(paused, 75)
         successor = trial.start("quick(); ctx.stop.wait(30)")
@@ -174,8 +99,7 @@ def test_paused_process_fences_itself_when_it_wakes_up(trial):
     """Longer than its lease it was dead to everyone; its work has been given to others."""
     process = trial.start("quick(); threading.Event().wait()")
     trial.ready()
-    process.send_signal(signal.SIGSTOP)
-    trial.gone(trial.names.root)
+    trial.suspend(process)
     process.send_signal(signal.SIGCONT)
     log = trial.ends(process, 75)
     (record,) = read_errors(trial.paths.errors)
@@ -227,6 +151,18 @@ def test_stop_ends_a_wait_in_the_name_store(trial):
     process.send_signal(signal.SIGINT)
     assert "stopped while waiting for the master" in trial.ends(process, 143)
     assert read_errors(trial.paths.errors) == []
+
+
+def test_body_that_stops_before_it_is_done_says_so_and_has_not_failed(trial):
+    """Not 0: whoever started it must not take the run for finished."""
+    process = trial.start("quick(); ctx.stop.wait(30); raise SystemExit(143)")
+    trial.ready()
+    process.terminate()
+    trial.ends(process, 143)
+    assert read_errors(trial.paths.errors) == []
+    unasked = trial.start("quick(); raise SystemExit(143)")
+    trial.ends(unasked, 143)
+    assert len(read_errors(trial.paths.errors)) == 1, "nobody had asked it to stop"
 
 
 def test_second_sigterm_changes_nothing(trial):

@@ -43,6 +43,7 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
                 prompt_len,
                 draw(st.floats(-10, 10)),
                 draw(st.sampled_from(["stop", "length", "abort"])),
+                draw(st.sampled_from([(), (("generation_server/1", answer_len),)])) if answer_len else (),
             )
         )
     ticket = Ticket(draw(st.text("abc", min_size=1, max_size=5)), draw(st.integers(0, 5)), draw(st.integers(0, 100)))
@@ -57,6 +58,7 @@ def assert_same(a: TrajectoryGroup, b: TrajectoryGroup) -> None:
             assert getattr(x, name).dtype == getattr(y, name).dtype
             np.testing.assert_array_equal(getattr(x, name), getattr(y, name))
         assert (x.prompt_len, x.reward, x.finish_reason) == (y.prompt_len, y.reward, y.finish_reason)
+        assert x.route == y.route
 
 
 @given(groups(), st.booleans())

@@ -56,6 +56,8 @@ WRONG = [
     ([*SGLANG, "generation.sglang.args={model_path: /m}"], "generation.sglang.args.model_path", "set by realsys"),
     ([*SGLANG, "generation.sglang.args={tp-size: 1, tp_size: 2}"], "args.tp_size", "the same option as tp-size"),
     ([*SGLANG, "generation.sglang.args={lora-paths: {a: b}}"], "args.lora-paths", "must be a number"),
+    ([*SGLANG, "generation.sampling.presence_penalty=0.5"], "presence_penalty", "the log-probs to train on"),
+    ([*SGLANG, "generation.sampling.min_new_tokens=5"], "min_new_tokens", "the log-probs to train on"),
     ([*SGLANG, "generation.sglang.max_answers=10"], "rollout.max_concurrent", "generation.sglang.max_answers"),
     # roles and where they sit
     (["allocation=sglang.d1+d1+judge.d1"], "allocation", "role 'judge', which the dataflow does not call"),
@@ -89,7 +91,6 @@ WRONG = [
         "warmup.optimizer.decoupled_weight_decay",
         "AdamW only",
     ),
-    (["checkpoint.every_steps=1000"], "checkpoint.every_steps", "checkpoint.at_end"),
 ]
 
 
@@ -113,6 +114,13 @@ def test_layouts_that_fit(allocation: str) -> None:
 def test_too_little_memory_is_said_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"need about \d+\.\d GiB, 1\.0 GiB are free"):
         check(changed("allocation=sglang.d2+d4"), Machine(cpus=8, memory_bytes=1 << 30))
+
+
+def test_sglang_on_a_cpu_needs_memory_of_its_own() -> None:
+    small = Machine(cpus=8, memory_bytes=4 << 30)
+    check(changed("allocation=sglang.d1+d1"), small)
+    with pytest.raises(ConfigError, match=r"need about 4\.\d GiB, 4\.0 GiB are free"):
+        check(changed("allocation=sglang.d1+d1", *SGLANG), small)
 
 
 def test_one_gpu_is_enough_for_a_run_but_not_for_two_ranks() -> None:

@@ -125,6 +125,20 @@ def test_update_stages_beside_decoding_and_swaps_between_two_steps(start, steps,
     assert engine.info().updates == 1
 
 
+def test_weights_of_a_lower_version_are_taken_and_each_token_has_the_version_that_sampled_it(start, steps):
+    """Training went back to a checkpoint: what publishes is younger, the number is lower."""
+    engine = start()
+    engine.core.version = 7
+    answer = held_after(engine, steps, 20)
+    ready = staged(engine)
+    update = engine.update("weights/v5.0002", 5)
+    assert ready.wait(BOUND)
+    steps.go()
+    [generated] = answer.result(BOUND)
+    assert generated.segments == [(7, 20), (5, 80)]
+    assert update.result(BOUND).success and (engine.version, engine.model_path) == (5, "weights/v5.0002")
+
+
 def test_an_update_is_answered_at_once_when_no_token_is_to_come(start):
     engine = start()
     timings = engine.update("v2", 2).result(BOUND).timings

@@ -79,7 +79,8 @@ def test_every_kind_has_its_number_and_its_restart_rule() -> None:
         "rollout_worker": 4,
         "master_worker": 1,
     }
-    assert {spec.kind for spec in specs if not spec.restart} == {"model_worker", "master_worker"}
+    assert {spec.kind for spec in specs if spec.on_death == "restart_training"} == {"model_worker", "master_worker"}
+    assert {spec.on_death for spec in specs if spec.kind not in ("model_worker", "master_worker")} == {"restart"}
     assert len({spec.log for spec in specs}) == len(specs)
 
 
@@ -139,10 +140,11 @@ def test_paths_are_absolute_in_the_resolved_configuration(tmp_path: Path, monkey
 def test_trial_that_exists_is_refused_and_untouched(tmp_path: Path) -> None:
     config = Config(fileroot=str(tmp_path), trial="mine")
     TrialPaths.of(config).root.mkdir(parents=True)
-    with pytest.raises(ConfigError, match="exists already") as caught:
-        prepare(config, print)
-    assert caught.value.field == "trial"
-    assert TrialPaths.of(config).root.is_dir()
+    for recover, problem in (("off", "exists already"), ("auto", "is no trial"), ("resume", "is no trial")):
+        with pytest.raises(ConfigError, match=problem) as caught:
+            prepare(config.model_copy(update={"recover": recover}), print)
+        assert caught.value.field == "trial"
+    assert not list(TrialPaths.of(config).root.iterdir())
 
 
 def arith(tmp_path: Path, **sections: dict[str, Any]) -> Config:
@@ -157,7 +159,8 @@ def arith(tmp_path: Path, **sections: dict[str, Any]) -> Config:
 def test_prepared_folder_has_all_that_workers_read(tmp_path: Path) -> None:
     said: list[str] = []
     config = arith(tmp_path)
-    paths = prepare(config, said.append)
+    with prepare(config, said.append) as ready:
+        paths = ready.paths
     assert paths.root == tmp_path / "math" / "mine"
     assert read_config(paths.config) == config
     assert paths.token.stat().st_mode & 0o777 == 0o600 and len(paths.token.read_text()) >= 32

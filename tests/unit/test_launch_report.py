@@ -18,7 +18,7 @@ from launch.monitor import look_once
 from launch.progress import Progress
 from launch.report import print_summary, summarise, write_report
 from launch.status import newest_trial, show_status
-from launch.supervisor import Death, Outcome
+from launch.verdict import Death, Outcome
 from realsys.cluster.name_store import make_name_store, trial_names
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
@@ -160,11 +160,37 @@ def test_plain_output_is_one_line_per_step_in_the_order_of_events() -> None:
     assert lines[5].startswith("step 1/4  v1  reward +0.100  accuracy 50.0%  length 41  lag 0.5/2  4,000 tok/s")
 
 
+def test_what_recovery_undid_is_counted_once_and_shown_as_it_happened(paths: TrialPaths) -> None:
+    records = run_records()
+    steps = [record for record in records if record["kind"] == "train"]
+    progress = progress_of(records)
+    back = {"kind": "recovered", "step": 2, "incarnation": "2", "time": START + 200}
+    view = PlainView(Console(file=(out := io.StringIO())), shown=len(progress.arrived))
+    progress.add([back, *steps[2:]])
+    view.refresh(progress)
+    heads = [" ".join(line.split()[:2]) for line in out.getvalue().splitlines()]
+    assert heads == ["training goes", "step 3/4", "step 4/4"]  # and nothing of before
+    assert [record["step"] for record in progress.train] == [1, 2, 3, 4]
+    summary = summarise(Config(), paths, progress, Outcome("done", ""), started=START, ended=START + 300)
+    assert summary["steps"] == 4 and summary["recoveries"] == 1
+    assert summary["staleness"]["histogram"] == {"0": 1200, "1": 800, "2": 48}
+    print_summary(Console(file=(text := io.StringIO())), summary)
+    assert "training went on from a checkpoint 1 time\n" in text.getvalue()
+
+
+def test_times_of_an_earlier_start_of_the_trial_do_not_count() -> None:
+    progress = Progress(since=START + 1000)
+    progress.add(run_records())
+    began = START + 1010
+    progress.add([{"kind": "phase", "phase": "train", "time": began}])
+    assert progress.phase_seconds(began + 5) == {"train": 5.0}
+
+
 def test_view_is_plain_where_there_is_no_terminal(paths: TrialPaths) -> None:
-    assert isinstance(make_view(Console(file=io.StringIO()), Config(), paths, plain=False), PlainView)
+    assert isinstance(make_view(Console(file=io.StringIO()), Config(), paths, Progress(), plain=False), PlainView)
     terminal = Console(file=io.StringIO(), force_terminal=True)
-    assert isinstance(make_view(terminal, Config(), paths, plain=False), LiveView)
-    assert isinstance(make_view(terminal, Config(), paths, plain=True), PlainView)
+    assert isinstance(make_view(terminal, Config(), paths, Progress(), plain=False), LiveView)
+    assert isinstance(make_view(terminal, Config(), paths, Progress(), plain=True), PlainView)
 
 
 def test_summary_says_gain_times_and_tokens(paths: TrialPaths) -> None:

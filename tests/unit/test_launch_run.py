@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -49,7 +48,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
             bodies = {"model_worker": WAIT, "master_worker": MASTER.format(path=str(paths.steps), end=end)}
             env = {"PYTHONPATH": str(Path(launch.run.__file__).parents[1])}
             return [
-                ProcessSpec(kind, 0, (sys.executable, "-c", body), paths.logs / f"{kind}-0.log", False, env)  # type: ignore[arg-type]
+                ProcessSpec(kind, 0, (sys.executable, "-c", body), paths.logs / f"{kind}-0.log", "end", "", env)  # type: ignore[arg-type]
                 for kind, body in bodies.items()
             ]
 
@@ -100,15 +99,3 @@ def test_signal_stops_the_run_and_is_the_exit_code(
     assert code == expected
     assert f"stopped by {signum.name}" in capsys.readouterr().err
     assert json.loads(paths.summary.read_text())["status"] == "interrupted"
-
-
-def test_second_run_of_the_same_trial_is_refused(
-    command: Callable[[str], tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, paths = command("")
-    before = os.listdir(paths.root)
-    capsys.readouterr()
-    code, _ = command("")
-    err = capsys.readouterr().err
-    assert code == 2 and "trial='t': exists already" in err and len(err.splitlines()) == 1
-    assert os.listdir(paths.root) == before

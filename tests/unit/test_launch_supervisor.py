@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
 from launch.failures import first_failure, tail
-from launch.plan import STATELESS, Kind, ProcessSpec
-from launch.supervisor import Death, Outcome, Supervisor
+from launch.plan import TRAINING, Kind, OnDeath, ProcessSpec
+from launch.supervisor import Supervisor
+from launch.verdict import Death, Outcome
+from realsys.errors import WaitTimeout
 
 READY = """
 import os, signal, socket, sys
@@ -36,12 +39,14 @@ class Trial:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.recover = False
         self.notes: list[str] = []
         self.socket = f"realsys-test-{uuid.uuid4().hex}"  # abstract: no file, no limit on the folder's length
 
     def spec(self, kind: Kind, index: int, script: str) -> ProcessSpec:
         argv = (sys.executable, "-c", script, self.socket, f"{kind}/{index}")
-        return ProcessSpec(kind, index, argv, self.folder / f"{kind}-{index}.log", kind in STATELESS, {})
+        on_death: OnDeath = "restart" if kind not in TRAINING else "restart_training" if self.recover else "end"
+        return ProcessSpec(kind, index, argv, self.folder / f"{kind}-{index}.log", on_death)
 
     def run(
         self,
@@ -49,27 +54,35 @@ class Trial:
         until: Sequence[str] = (),
         then: Callable[[Supervisor], None] | None = None,
         stop_timeout_s: float = 5.0,
-        hopeless: Callable[[Death], bool] = lambda death: False,
+        permanent: Callable[[frozenset[int]], bool] = lambda pids: False,
+        checkpoint: Callable[[], int | None] = lambda: None,
+        name_store_ready: Callable[[ProcessSpec], Awaitable[None]] | None = None,
     ) -> Outcome:
         """Run to the end; once every process in ``until`` is ready, call ``then``. Checks that no process is left."""
 
         async def body() -> Outcome:
             waiting, all_ready = set(until), asyncio.Event()
 
-            async def on_ready(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                waiting.discard((await reader.read()).decode())
-                writer.close()
+            def on_ready() -> None:
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(10)
+                    waiting.discard(connection.recv(100).decode())
                 if not waiting:
                     all_ready.set()
 
-            async with asyncio.timeout(30), await asyncio.start_unix_server(on_ready, "\0" + self.socket):
+            asyncio.get_running_loop().add_reader(server, on_ready)
+            async with asyncio.timeout(90):
                 supervisor = Supervisor(
                     specs,
                     stop_timeout_s=stop_timeout_s,
+                    master_stop_s=stop_timeout_s / 2,
                     max_restarts=2,
                     say=self.notes.append,
-                    hopeless=hopeless,
+                    permanent=permanent,
+                    checkpoint=checkpoint,
                     first_backoff_s=0.01,
+                    **({"name_store_ready": name_store_ready} if name_store_ready else {}),
                 )
                 running = asyncio.create_task(supervisor.run())
                 if then is not None:
@@ -78,7 +91,10 @@ class Trial:
                 return await running
 
         before = {p.pid for p in psutil.Process().children(recursive=True)}
-        outcome = asyncio.run(body())
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind("\0" + self.socket)
+            server.listen()
+            outcome = asyncio.run(body())
         assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
         return outcome
 
@@ -115,7 +131,9 @@ def test_run_is_done_when_the_master_exits_zero(trial: Trial) -> None:
         ("model_worker", "import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
     ],
 )
-def test_death_of_the_training_side_ends_the_run(trial: Trial, kind: Kind, script: str, how: str) -> None:
+def test_death_of_the_training_side_ends_a_run_without_recovery(
+    trial: Trial, kind: Kind, script: str, how: str
+) -> None:
     outcome = trial.run(trial.spec("rollout_worker", 0, FOREVER), trial.spec(kind, 0, script))
     assert outcome.status == "failed"
     assert how in outcome.reason and f"{kind}/0" in outcome.reason
@@ -133,7 +151,7 @@ def test_stateless_worker_is_restarted_until_its_budget_is_spent(trial: Trial) -
 
 def test_worker_that_met_bad_input_is_not_restarted(trial: Trial) -> None:
     specs = [trial.spec("generation_server", 0, "raise SystemExit(1)"), trial.spec("master_worker", 0, FOREVER)]
-    outcome = trial.run(*specs, hopeless=lambda death: death.name == "generation_server/0")
+    outcome = trial.run(*specs, permanent=lambda pids: True)
     assert outcome.status == "failed" and not outcome.restarted
     assert outcome.reason == "generation_server/0 exited with code 1"
 
@@ -212,7 +230,7 @@ def test_real_signal_reaches_the_supervisor(trial: Trial) -> None:
 
 
 def test_program_that_cannot_be_started_fails_the_run(trial: Trial) -> None:
-    spec = ProcessSpec("model_worker", 0, ("/no/such/program",), trial.folder / "x.log", False, {})
+    spec = ProcessSpec("model_worker", 0, ("/no/such/program",), trial.folder / "x.log", "end")
     outcome = trial.run(trial.spec("master_worker", 0, FOREVER), spec)
     assert outcome.status == "failed"
     assert "model_worker/0 cannot be started" in outcome.reason
@@ -235,6 +253,197 @@ def test_nothing_is_left_behind_but_the_logs(trial: Trial) -> None:
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert {p.name for p in trial.folder.iterdir()} == {"rollout_worker-0.log", "master_worker-0.log"}
+
+
+# ---- the training side
+
+
+def log(trial: Trial, name: str) -> list[str]:
+    return (trial.folder / f"{name.replace('/', '-')}.log").read_text().splitlines()
+
+
+def waits_for(name: str) -> str:
+    """A script that is ready, and goes on with what follows at the signal, whenever that comes."""
+    block = f"signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.{name}}})\n"
+    return READY + block + f"ready(); signal.sigwait({{signal.{name}}})\n"
+
+
+SHOW = READY + "print(os.environ.get('REALSYS_TRAINING_START'), os.getpid(), flush=True)\n"
+SHOWN = SHOW + "ready(); signal.pause()"
+
+
+def at_second_start(then: str) -> str:
+    """Reports only when it has been started a second time; ``then`` is what it does at the first."""
+    return SHOW + f"if os.environ['REALSYS_TRAINING_START'] == '1':\n    {then}\nready(); signal.pause()"
+
+
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL (out of memory?)"),
+        ("os._exit(75)", "exited with code 75"),
+        ("os._exit(0)", "exited with code 0"),
+    ],
+)
+def test_death_of_a_rank_restarts_the_whole_training_side_and_nothing_else(trial: Trial, victim: str, how: str) -> None:
+    trial.recover = True
+    # The others ignore SIGTERM, and wait for ever: they have to be killed for the side to come back.
+    other = at_second_start("signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()")
+    outcome = trial.run(
+        trial.spec("gserver_manager", 0, SHOWN),
+        trial.spec("rollout_worker", 0, SHOWN),
+        trial.spec("model_worker", 0, other),
+        trial.spec("model_worker", 1, at_second_start(victim)),
+        trial.spec("master_worker", 0, other),
+        until=["gserver_manager/0", "rollout_worker/0", "model_worker/0", "model_worker/1", "master_worker/0"],
+        then=stop,
+        checkpoint=lambda: 40,
+    )
+    assert outcome.status == "interrupted" and not outcome.killed and not outcome.deaths
+    assert [death.name for death in outcome.restarted] == ["model_worker/1"]
+    [note] = trial.notes
+    assert note.startswith(f"model_worker/1 {how}; restart 1/2 of the training side in 0.0 s, from step 40 (")
+    for name in ("model_worker/0", "model_worker/1", "master_worker/0"):
+        assert log(trial, name)[-1].startswith("2 ")
+    for name in ("gserver_manager/0", "rollout_worker/0"):
+        assert len(log(trial, name)) == 1 and log(trial, name)[0].startswith("None ")
+    assert len(outcome.mended) == 3
+
+
+def test_training_side_that_dies_again_and_again_ends_with_its_first_death(trial: Trial) -> None:
+    trial.recover = True
+    dies = "import os; n = int(os.environ['REALSYS_TRAINING_START']); os._exit(10 + n)"
+    outcome = trial.run(
+        trial.spec("rollout_worker", 0, FOREVER),
+        trial.spec("model_worker", 0, dies),
+        trial.spec("master_worker", 0, FOREVER),
+    )
+    assert outcome.status == "failed" and len(outcome.restarted) == 2 and len(trial.notes) == 2
+    assert outcome.reason == "model_worker/0 exited with code 13, after 2 restarts (cluster.max_restarts)"
+    failure = first_failure(outcome, [], trial.folder)
+    assert failure is not None and failure.problem == "exited with code 11"
+
+
+def test_new_checkpoint_gives_the_training_side_its_budget_back(trial: Trial) -> None:
+    trial.recover = True
+    dies = "import os; n = int(os.environ['REALSYS_TRAINING_START']); os._exit(10 + n if n < 6 else 0)"
+    steps = iter([0, 0, 20, 20, 40, 40])
+    outcome = trial.run(trial.spec("master_worker", 0, dies), checkpoint=lambda: next(steps))
+    assert outcome.status == "done" and len(outcome.restarted) == 5
+    assert [note.split("restart ")[1].split()[0] for note in trial.notes] == ["1/2", "2/2", "1/2", "2/2", "1/2"]
+
+
+def test_failure_of_a_peer_that_would_come_again_ends_the_run(trial: Trial) -> None:
+    """The MasterWorker ends of what a rank told it; that the input is bad, the rank says itself."""
+    trial.recover = True
+    said, master = trial.folder / "said", trial.folder / "master"
+    rank = waits_for("SIGUSR1") + f"open({str(said)!r}, 'w').write(str(os.getpid()))\n"
+    rank += f"os.kill(int(open({str(master)!r}).read()), signal.SIGUSR1); os._exit(2)"
+
+    def fail(supervisor: Supervisor) -> None:
+        master.write_text(str(supervisor.running()["master_worker/0"]))
+        os.kill(supervisor.running()["model_worker/0"], signal.SIGUSR1)
+
+    outcome = trial.run(
+        trial.spec("model_worker", 0, rank),
+        trial.spec("master_worker", 0, waits_for("SIGUSR1") + "os._exit(1)"),
+        until=["model_worker/0", "master_worker/0"],
+        then=fail,
+        permanent=lambda pids: said.exists() and int(said.read_text()) in pids,
+    )
+    assert outcome.status == "failed" and not outcome.restarted and not outcome.mended
+    assert 2 in {death.returncode for death in outcome.deaths}
+
+
+def test_signal_while_the_training_side_is_down_ends_the_run(trial: Trial) -> None:
+    trial.recover = True
+    outcome = trial.run(
+        trial.spec("rollout_worker", 0, FOREVER),
+        trial.spec("model_worker", 0, STUBBORN),
+        trial.spec("master_worker", 0, FOREVER),
+        until=["rollout_worker/0", "model_worker/0", "master_worker/0"],
+        then=lambda s: (os.kill(s.running()["master_worker/0"], signal.SIGKILL), stop(s))[1],
+        stop_timeout_s=1.0,
+    )
+    assert outcome.status == "interrupted"
+
+
+# ---- the order of stopping
+
+
+def test_master_is_stopped_first_and_finds_the_others_alive(trial: Trial) -> None:
+    """It takes its last checkpoint with them."""
+    asked = trial.folder / "asked"
+    rank = waits_for("SIGTERM") + f"open({str(asked)!r}, 'w').close()"
+    master = waits_for("SIGTERM") + f"print('asked' if os.path.exists({str(asked)!r}) else 'first')"
+    outcome = trial.run(
+        trial.spec("model_worker", 0, rank),
+        trial.spec("master_worker", 0, master),
+        until=["model_worker/0", "master_worker/0"],
+        then=stop,
+        stop_timeout_s=60.0,
+    )
+    assert outcome.status == "interrupted" and not outcome.killed
+    assert log(trial, "master_worker/0") == ["first"] and asked.exists()
+
+
+def test_master_that_does_not_stop_leaves_the_others_their_time(trial: Trial) -> None:
+    outcome = trial.run(
+        trial.spec("model_worker", 0, FOREVER),
+        trial.spec("master_worker", 0, STUBBORN),
+        until=["model_worker/0", "master_worker/0"],
+        then=stop,
+        stop_timeout_s=2.0,
+    )
+    assert outcome.killed == ["master_worker/0"]
+
+
+def test_name_store_is_waited_for_at_the_start_and_stopped_last(trial: Trial) -> None:
+    order = trial.folder / "order"
+    script = READY + f"out = open({str(order)!r}, 'a', buffering=1)\n"
+    script += "def ended(*_):\n    out.write('end ' + sys.argv[2] + chr(10)); os._exit(0)\n"
+    script += (
+        "signal.signal(signal.SIGTERM, ended); out.write('start ' + sys.argv[2] + chr(10)); ready(); signal.pause()"
+    )
+
+    async def answers(spec: ProcessSpec) -> None:
+        assert spec.name == "name_store/0" and not (trial.folder / "gserver_manager-0.log").exists()
+        while not order.exists() or "start name_store/0" not in order.read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    trial.run(
+        trial.spec("name_store", 0, script),
+        trial.spec("gserver_manager", 0, script),
+        until=["name_store/0", "gserver_manager/0"],
+        then=stop,
+        name_store_ready=answers,
+    )
+    assert order.read_text().splitlines() == [
+        "start name_store/0",
+        "start gserver_manager/0",
+        "end gserver_manager/0",
+        "end name_store/0",
+    ]
+
+
+def test_name_store_that_does_not_answer_ends_the_run_by_name(trial: Trial) -> None:
+    async def silent(spec: ProcessSpec) -> None:
+        raise WaitTimeout("etcd at 127.0.0.1:1 did not answer within 1 s")
+
+    specs = [trial.spec("name_store", 0, FOREVER), trial.spec("master_worker", 0, FOREVER)]
+    outcome = trial.run(*specs, name_store_ready=silent)
+    assert outcome.status == "failed"
+    assert outcome.reason == "name_store/0: etcd at 127.0.0.1:1 did not answer within 1 s"
+    assert not (trial.folder / "master_worker-0.log").exists()
+
+
+def test_signal_while_the_name_store_is_waited_for_ends_the_run(trial: Trial) -> None:
+    async def interrupted(spec: ProcessSpec) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    outcome = trial.run(trial.spec("name_store", 0, FOREVER), name_store_ready=interrupted)
+    assert outcome.status == "interrupted"
 
 
 # ---- which failure came first
@@ -261,7 +470,7 @@ def test_first_failure_is_the_earliest_error_not_the_first_death_seen(tmp_path: 
 
 
 def test_first_failure_is_not_one_that_a_restart_made_good() -> None:
-    outcome = Outcome("failed", "", deaths=[death(10, 5.0)], restarted=[death(7, 1.0, "rollout_worker/0")])
+    outcome = Outcome("failed", "", deaths=[death(10, 5.0)], mended=frozenset({7}))
     failure = first_failure(outcome, [Error(1.0, "rollout_worker", 0, 7, "long ago")], Path("/nowhere"))
     assert failure is not None and failure.process == "model_worker/0"
 

@@ -35,6 +35,8 @@ WITHOUT_TORCH = (
     "realsys.generation.sglang.guard",
     "realsys.train",
     "realsys.train.checkpoint_files",
+    "realsys.train.data_manager",
+    "realsys.train.record_files",
     "realsys.weights",
     "realsys.weights.delta",
     "realsys.weights.files",

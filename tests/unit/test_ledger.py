@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.admission.events import Dropped, Finished, Granted, Reissued, Resumed, Trained
+from realsys.admission.events import Dropped, Finished, Granted, Reissued, Resumed, RolledBack, Trained
 from realsys.admission.ledger import Ledger
 from realsys.admission.order import PromptOrder, permutation, sampling_seed
 from realsys.errors import LedgerError
@@ -164,15 +164,58 @@ def test_exhausted_only_when_nothing_waits() -> None:
 
 def test_roll_back_reissues_what_the_checkpoint_does_not_have() -> None:
     ledger = make()
-    tickets = [grant(ledger).ticket_id for _ in range(4)]
+    tickets = [grant(ledger).ticket_id for _ in range(5)]
     for ticket in tickets[:3]:
         ledger.finish(ticket, 0, "accepted", "", 1.0)
     ledger.trained(1, 1, tickets[:1], 1.0)
     ledger.trained(2, 2, tickets[1:2], 1.0)
-    assert sorted(event.ticket_id for event in ledger.roll_back(1, 3.0)) == tickets[1:3]
-    assert ledger.counts.by_state() == {"running": 1, "finished": 0, "waiting": 2, "trained": 1, "dropped": 0}
-    assert [grant(ledger).ticket_id for _ in range(2)] == tickets[1:3]
+    ledger.finish(tickets[4], 0, "rejected", "", 1.0)
+    assert ledger.roll_back(1, 1, "2", "/c", 3.0) == RolledBack(1, 1, "2", "/c", 3.0)
+    assert ledger.reissued == 3 and ledger.counts.reissued_by_cause == {"rolled back": 3}
+    assert ledger.counts.by_state() == {"running": 0, "finished": 0, "waiting": 3, "trained": 1, "dropped": 1}
+    assert [grant(ledger).ticket_id for _ in range(3)] == tickets[1:4]
     assert ledger.counted == 4
+    ledger.trained(2, 2, tickets[1:3], 4.0)
+    assert ledger.ended(tickets[1]) == "trained@2", "again, after its first training was undone"
+
+
+def test_roll_back_to_the_start_takes_everything_back_but_what_was_dropped() -> None:
+    ledger = make(max_attempts=1)
+    first, second = grant(ledger), grant(ledger)
+    ledger.trained(1, 1, [first.ticket_id], 1.0)
+    ledger.finish(second.ticket_id, 0, "failed", "bad", 1.0)
+    ledger.trained(2, 2, [second.ticket_id], 1.0)  # its group had reached the trainer all the same
+    ledger.roll_back(-1, -1, "2", "", 2.0)
+    assert ledger.counts.by_state() == {"running": 0, "finished": 0, "waiting": 2, "trained": 0, "dropped": 0}
+    assert ledger.counted == 0 and ledger.newest == -1
+
+
+def test_training_sides_start_in_the_order_of_their_incarnations() -> None:
+    ledger = make()
+    ledger.roll_back(-1, -1, "2", "", 0.0)
+    for incarnation in ("2", "1"):
+        with pytest.raises(LedgerError, match="cannot follow"):
+            ledger.apply(RolledBack(-1, -1, incarnation, "", 1.0))
+
+
+def test_a_trial_that_was_resumed_does_not_go_back_beyond_its_beginning() -> None:
+    ledger = make()
+    resume(ledger)
+    with pytest.raises(ValueError, match="version 2: this trial began at 3"):
+        ledger.roll_back(2, 2, "1", "", 0.0)
+    ledger.roll_back(3, 3, "1", "/c", 0.0)
+    assert ledger.counted == 12
+
+
+def test_never_arrived_looks_only_at_what_finished_before() -> None:
+    ledger = make()
+    old, young, held, running = [grant(ledger).ticket_id for _ in range(4)]
+    for ticket, when in ((old, 1.0), (held, 1.0), (young, 5.0)):
+        ledger.finish(ticket, 0, "accepted", "", when)
+    events = ledger.never_arrived({held}, 5.0, 9.0)
+    assert events == [Reissued(old, 0, "never arrived", 9.0)]
+    assert ledger.counted == 3 and ledger.is_running(running, 0)
+    assert ledger.never_arrived({held}, 5.0, 9.0) == []
 
 
 def test_drop_reasons_do_not_grow_without_bound() -> None:
@@ -193,6 +236,9 @@ def test_drop_reasons_do_not_grow_without_bound() -> None:
         Trained(1, 1, ["0000000003"], 0.0),
         Reissued("0000000003", 0, "lease lapsed", 0.0),
         Reissued("0000000000", 4, "lease lapsed", 0.0),
+        Finished("0000000000", 1, "accepted", "", False, 0.0),
+        Granted("0000000001", 0, 1, 5, "w", "1", 0, 0.0),  # not the next position
+        Granted("0000000001", 0, 1, -1, "w", "1", 0, 0.0),  # no prompt was given back
     ],
 )
 def test_event_that_cannot_follow_is_refused(event: Granted) -> None:

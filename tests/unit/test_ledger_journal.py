@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
-from realsys.admission.audit import main
-from realsys.admission.events import EvalAnswered, EvalStarted, Event, Finished, Granted, Reissued, Resumed, Trained
+from realsys.admission.events import EvalAnswered, EvalStarted, Event, Finished, Granted, Reissued, Trained
 from realsys.admission.journal import Journal, decode_record, encode_record, read_journal
 from realsys.errors import LedgerError
 
@@ -100,26 +98,3 @@ def test_append_after_close_says_what_is_wrong(tmp_path: Path) -> None:
     journal.close()
     with pytest.raises(LedgerError, match="cannot write"):
         journal.append(EVENTS)
-
-
-def test_audit_prints_counts_and_refuses_contradictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "ledger.jsonl"
-    again = Granted("0000000000", 1, 7, -1, "w", "1", 0, 2.8)
-    content = written(path, [EVENTS[0], EVENTS[1], again, EVENTS[3], EVENTS[4]])
-    path.write_bytes(content + b"torn")
-    assert main([str(tmp_path)]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["granted"], report["attempts"], report["trained"], report["torn_bytes"]) == (1, 2, 1, 4)
-    assert report["reissued_by_cause"] == {"failed": 1} and report["open"] == {}
-    path.write_bytes(content + encode_record(EVENTS[3]))
-    assert main([str(tmp_path)]) == 1
-    assert "trained before" in capsys.readouterr().err
-    assert main([str(tmp_path / "nowhere")]) == 1
-
-
-def test_the_audit_counts_what_a_resumed_trial_inherited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    granted = Granted("0000000000", 0, 5, -1, "w", "1", 10, 2.0)
-    written(tmp_path / "ledger.jsonl", [Resumed("/c", 10, 40, 44, [5, 6], 1.0), granted])
-    assert main([str(tmp_path)]) == 0
-    counts = json.loads(capsys.readouterr().out)
-    assert (counts["inherited"], counts["granted"], counts["running"], counts["trained"]) == (40, 1, 1, 0)

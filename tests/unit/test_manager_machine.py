@@ -1,4 +1,4 @@
-"""Random histories of arrivals, finishes, deaths, updates and restarts against a model that knows only the rules.
+"""Random histories of arrivals, finishes, deaths, updates, restarts and roll-backs against a model of the rules.
 
 In both roll-out modes, with updates in the middle of answers and with draining, and with every routing strategy.
 """
@@ -6,8 +6,6 @@ In both roll-out modes, with updates in the middle of answers and with draining,
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from dataclasses import dataclass
 
 import msgspec
 from hypothesis import settings
@@ -15,17 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
     MultipleResults,
-    RuleBasedStateMachine,
     consumes,
     initialize,
-    invariant,
     multiple,
     precondition,
     rule,
 )
 
 from realsys.admission.events import Event, Outcome
-from realsys.admission.manager import ManagerSettings, ManagerState, NoServer, NotRunning
+from realsys.admission.manager import ARRIVAL_GRACE_S, ManagerState
 from realsys.admission.messages import (
     AllocateRequest,
     Answer,
@@ -35,91 +31,29 @@ from realsys.admission.messages import (
     ScheduleRequest,
     TrainedRequest,
 )
+from realsys.admission.refusals import NoServer, NotRunning
 from realsys.admission.routing import STRATEGIES
 from realsys.admission.servers import Pace, UpdateOrder
-from realsys.types import PublishedVersion, ServerAddress, Ticket
-
-B, ETA, LEASE_S, ATTEMPTS = 3, 1, 50.0, 3
-SERVERS, WORKERS = st.integers(0, 3), st.integers(0, 2)
-PATIENCE_S = 30.0
-PACES = st.sampled_from([Pace(), Pace(0.3, PATIENCE_S), Pace(0.5, PATIENCE_S)])
-OUTCOMES: st.SearchStrategy[Outcome] = st.sampled_from(["accepted", "accepted", "rejected", "failed"])
-SETTINGS = ManagerSettings(B, ETA, 2, ATTEMPTS, 1, {"train": 7, "eval": 4}, lease_s=LEASE_S)
-
-
-@dataclass
-class Known:
-    """What the model knows of a train ticket."""
-
-    state: str
-    attempt: int
-    prompt: int
-    worker: str
-    granted: float
-    news: float
-    failures: int = 0
+from realsys.types import ServerAddress, Ticket
+from tests.manager_model import (
+    ATTEMPTS,
+    ETA,
+    LEASE_S,
+    OUTCOMES,
+    PACES,
+    SERVERS,
+    SETTINGS,
+    WORKERS,
+    B,
+    Known,
+    ManagerModel,
+    Truth,
+)
 
 
-@dataclass
-class Truth:
-    """What a server really is: its version, and whether the manager may trust it."""
-
-    address: ServerAddress
-    version: int | None = None
-    trusted: bool = True
-    draining: bool = False
-    began: float | None = None
-
-
-class ManagerMachine(RuleBasedStateMachine):
+class ManagerMachine(ManagerModel):
     orders: Bundle[UpdateOrder] = Bundle("orders")
     tickets: Bundle[Ticket] = Bundle("tickets")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now, self.version, self.births, self.evals = 0.0, -1, 0, 0
-        self.settings = SETTINGS
-        self.state = ManagerState(SETTINGS)
-        self.unplaced: set[tuple[str, int]] = set()  # attempts that ran when the manager restarted
-        self.journal: list[Event] = []
-        self.model: dict[str, Known] = {}
-        self.servers: dict[str, Truth] = {}
-        self.workers: dict[str, str] = {}
-        self.eval_total = 0
-
-    # -- helpers -------------------------------------------------------------------------------------------------------
-
-    def commit(self) -> None:
-        self.journal += self.state.outbox
-        self.state.outbox = []
-
-    def counted(self) -> int:
-        return sum(known.state in ("running", "finished", "trained") for known in self.model.values())
-
-    def serves(self, truth: Truth, minimum: int) -> bool:
-        return truth.trusted and truth.version is not None and minimum <= truth.version <= self.version
-
-    def takes_new(self, minimum: int) -> bool:
-        return any(self.serves(truth, minimum) and not truth.draining for truth in self.servers.values())
-
-    def holds_slot(self, truth: Truth) -> bool:
-        serving = self.serves(truth, self.version - ETA)
-        return serving and truth.began is not None and self.now - truth.began < PATIENCE_S
-
-    def register(self) -> None:
-        self.state.observe_servers([truth.address for truth in self.servers.values()])
-
-    def observe_workers(self) -> None:
-        beats = {name: f'{{"kind": "rollout_worker", "incarnation": "{i}"}}' for name, i in self.workers.items()}
-        lost = self.state.observe_workers(beats, self.now)
-        self.mark_lost(lost)
-        self.commit()
-
-    def mark_lost(self, lost: list[str]) -> None:
-        for ticket_id in lost:
-            if not ticket_id.startswith("eval-"):
-                assert self.model[ticket_id].state == "running"
-                self.model[ticket_id].state = "waiting"
 
     # -- servers and versions ------------------------------------------------------------------------------------------
 
@@ -127,7 +61,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def begin(self, pace: Pace, interruptible: bool, routing: str) -> None:
         self.settings = dataclasses.replace(SETTINGS, pace=pace, interruptible=interruptible, routing=routing)
         self.state = ManagerState(self.settings)
-        self.publish()
+        self.state.open(self.now)
+        self.training_starts(-1)
         self.worker_starts(0)
         for index in range(3):
             self.server_joins(index)
@@ -152,8 +87,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule()
     def publish(self) -> None:
         self.version += 1
-        assert self.state.publish(PublishedVersion(self.version, "m", f"/v{self.version}", self.version))
-        assert not self.state.publish(PublishedVersion(self.version - 1, "m", "/old", 0)), "versions never go back"
+        assert self.state.publish(self.published(self.version))
+        assert not self.state.publish(self.published(self.version - 1)), "versions never go back"
 
     @rule(target=orders, index=SERVERS)
     def order(self, index: int) -> UpdateOrder | object:
@@ -203,7 +138,9 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.state.servers.failed(order, "disk on fire", self.now) == current
         if truth is not None and current:
             truth.draining, truth.began = False, None
-            if success:
+            if order.target.incarnation != self.training:  # it began before training started again: proves nothing
+                truth.version = None if success else truth.version
+            elif success:
                 truth.version = order.target.version
                 truth.trusted = truth.trusted or order.target.version == self.version
             else:
@@ -348,6 +285,8 @@ class ManagerMachine(RuleBasedStateMachine):
         if ticket.kind == "eval":
             return
         known = self.model[ticket.ticket_id]
+        if outcome == "accepted":
+            known.news = known.granted = self.now  # from here on it has time to arrive
         known.failures += outcome == "failed"
         retry = outcome == "failed" and known.failures < ATTEMPTS
         assert reply.retry == retry
@@ -361,24 +300,38 @@ class ManagerMachine(RuleBasedStateMachine):
         states = ("finished", "running", "waiting") if early else ("finished",)
         ready = sorted(ticket_id for ticket_id, known in self.model.items() if known.state in states)
         batch = data.draw(st.lists(st.sampled_from(ready), max_size=B, unique=True)) if ready else []
-        request = TrainedRequest(self.version + 1, self.version + 1, batch, staleness={"0": len(batch)})
-        assert self.state.trained(request, self.now).trained == len(batch)
+        request = TrainedRequest(
+            self.version + 1, self.version + 1, batch, oldest=[self.version] * len(batch), incarnation=self.training
+        )
+        assert self.trained(request).trained == len(batch)
         if repeat:
-            assert self.state.trained(request, self.now).trained == 0
-        self.commit()
+            assert self.trained(request).trained == 0
         for ticket_id in batch:
             assert self.model[ticket_id].state != "trained"
-            self.model[ticket_id].state = "trained"
+            self.model[ticket_id].state, self.model[ticket_id].version = "trained", self.version + 1
+            self.newest = self.version + 1
 
     @rule(data=st.data(), reason=st.sampled_from(["stale", "filtered"]))
     def drop(self, data: st.DataObject, reason: str) -> None:
         ready = sorted(ticket_id for ticket_id, known in self.model.items() if known.state == "finished")
         if ready:
             ticket_id = data.draw(st.sampled_from(ready))
-            reply = self.state.trained(TrainedRequest(1, 1, dropped=[(ticket_id, reason)]), self.now)
-            self.commit()
-            assert reply.dropped == 1
+            request = TrainedRequest(1, 1, dropped=[(ticket_id, reason)], incarnation=self.training)
+            assert self.trained(request).dropped == 1
             self.model[ticket_id].state = "dropped"
+
+    @rule(data=st.data())
+    def groups_are_missed(self, data: st.DataObject) -> None:
+        """The master says what it holds: what finished a while ago and is not among it never arrived."""
+        finished = sorted(ticket_id for ticket_id, known in self.model.items() if known.state == "finished")
+        kept = data.draw(st.sets(st.sampled_from(finished))) if finished else set()
+        held = [(ticket_id, self.model[ticket_id].attempt) for ticket_id in kept]
+        missed = {i for i in finished if i not in kept and self.model[i].news < self.now - ARRIVAL_GRACE_S}
+        request = TrainedRequest(0, 0, incarnation=self.training, held=held)
+        assert set(self.trained(request).lost) == missed
+        assert self.trained(request).lost == []
+        for ticket_id in missed:
+            self.model[ticket_id].state = "waiting"
 
     @rule()
     def evaluate(self) -> None:
@@ -387,60 +340,39 @@ class ManagerMachine(RuleBasedStateMachine):
             self.eval_total += self.state.evaluate(EvaluateRequest(f"e{self.evals}", "eval", 9), self.now).started.total
             self.commit()
 
-    # -- restart -------------------------------------------------------------------------------------------------------
+    # -- restarts ------------------------------------------------------------------------------------------------------
 
-    @rule()
-    def manager_restarts(self) -> None:
+    @rule(back=st.integers(0, 4), repeat=st.booleans())
+    def training_restarts(self, back: int, repeat: bool) -> None:
+        """From a checkpoint of some version; all that is younger never happened. It publishes at once."""
+        self.training_starts(max(-1, self.newest - back), repeat)
+
+    @rule(compacted=st.booleans())
+    def manager_restarts(self, compacted: bool) -> None:
+        """Also from a journal that was compacted before: the state is the same."""
         before = self.state
+        if compacted:
+            self.journal = [before.snapshot(self.now)]
+            for known in self.model.values():
+                known.granted = known.news  # a snapshot has the renewals, too
         events = [msgspec.json.decode(msgspec.json.encode(event), type=Event) for event in self.journal]
         self.state = ManagerState(self.settings)
         self.state.restore_from(events)
+        if compacted:
+            assert self.state.snapshot(self.now) == self.journal[0]
         assert self.state.ledger.counts == before.ledger.counts or before.ledger.counts.anomalies
         assert self.state.ledger.cursor == before.ledger.cursor
         assert self.state.ledger.open.keys() == before.ledger.open.keys()
+        self.state.open(self.now)
+        assert not self.state.outbox, "nothing has changed"
         for known in self.model.values():
             known.news = known.granted  # renewals are not journalled
-        self.state.publish(PublishedVersion(self.version, "m", f"/v{self.version}", self.version))
+        self.state.publish(self.published(self.version))
         for truth in self.servers.values():
             truth.version, truth.trusted, truth.draining, truth.began = None, True, False, None
         self.unplaced = {(i, known.attempt) for i, known in self.model.items() if known.state == "running"}
         self.register()
         self.observe_workers()
-
-    # -- what must always hold -----------------------------------------------------------------------------------------
-
-    @invariant()
-    def counts_are_those_of_a_recount(self) -> None:
-        counts = Counter(known.state for known in self.model.values())
-        by_state = self.state.ledger.counts.by_state()
-        assert by_state == {state: counts[state] for state in by_state}
-        assert self.state.ledger.counted == self.counted()
-        assert sum(self.state.ledger.counts.dropped_by_reason.values()) == counts["dropped"]
-
-    @invariant()
-    def reservations_belong_to_running_tickets(self) -> None:
-        reservations, running = self.state.reservations, 0
-        for name in self.servers:
-            assert reservations.load(name) == reservations.recount().get(name, (0, 0))
-            running += reservations.load(name)[0]
-        assert reservations.recount().keys() <= self.servers.keys(), "a place on a server that is gone"
-        places = [t for t, known in self.model.items() if known.state == "running" and reservations.get(t)]
-        evals = [
-            problem.ticket_id
-            for evaluation in self.state.evaluations.all().values()
-            for problem in evaluation.running.values()
-            if reservations.get(problem.ticket_id)
-        ]
-        assert len(reservations) == len(places) + len(evals)
-
-    @invariant()
-    def no_problem_of_an_evaluation_is_lost(self) -> None:
-        total = 0
-        for evaluation in self.state.evaluations.all().values():
-            parts = [set(evaluation.waiting), set(evaluation.running), evaluation.done]
-            assert sum(map(len, parts)) == len(set.union(*parts)) == evaluation.started.total
-            total += evaluation.started.total
-        assert total == self.eval_total
 
 
 TestManagerMachine = ManagerMachine.TestCase

@@ -85,7 +85,7 @@ def make(tmp_path: Path, workers: Workers, **settings: object) -> Checkpoints:
 async def train(checkpoints: Checkpoints, first: int, last: int) -> None:
     for step in range(first, last + 1):
         await checkpoints.after_step(step)
-    await checkpoints.finish()
+    await checkpoints.finish(stopped=False)
 
 
 def listed(tmp_path: Path) -> list[int]:
@@ -146,7 +146,7 @@ def test_training_goes_on_until_the_files_are_there_or_the_next_one_is_due(tmp_p
         saved = workers.calls.index("save actor 6")
         assert workers.calls.index("finish actor 3") < workers.calls.index("finish critic 3") < saved
         assert listed(tmp_path) == [3]
-        await checkpoints.finish()
+        await checkpoints.finish(stopped=False)
 
     asyncio.run(run())
     assert listed(tmp_path) == [3, 6]
@@ -282,8 +282,42 @@ def test_resuming_loads_every_trained_role(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, workers, every_steps=1)
     asyncio.run(train(checkpoints, 1, 1))
     workers.calls.clear()
-    state = asyncio.run(checkpoints.resume(tmp_path / "checkpoints" / "step-00000001"))
+    state = asyncio.run(checkpoints.load(tmp_path / "checkpoints" / "step-00000001"))
     assert state.step == 1 and workers.calls == ["load actor step-00000001", "load critic step-00000001"]
+
+
+def test_a_run_that_is_told_to_stop_saves_its_last_step_once(tmp_path: Path) -> None:
+    async def run(checkpoints: Checkpoints) -> None:
+        for step in (1, 2, 3, 4):
+            await checkpoints.after_step(step)
+        await checkpoints.finish(stopped=True)
+
+    for name in ("on", "off"):
+        (tmp_path / name).mkdir()
+        asyncio.run(run(make(tmp_path / name, Workers(), every_steps=3, on_stop=name == "on")))
+    assert (listed(tmp_path / "on"), listed(tmp_path / "off")) == ([3, 4], [3])
+
+
+def test_what_was_loaded_is_not_saved_again_and_what_was_warmed_up_is_saved_at_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        workers = Workers()
+        checkpoints = make(tmp_path, workers, every_steps=2)
+        await checkpoints.first(0)
+        assert listed(tmp_path) == [0], "complete: a failure after it does not cost the warm-up"
+        await checkpoints.after_step(1)
+        await checkpoints.finish(stopped=True)
+        assert listed(tmp_path) == [0, 1]
+        again = make(tmp_path, workers, every_steps=2, at_end=True)
+        await again.load(tmp_path / "checkpoints" / "step-00000001")
+        await again.finish(stopped=True)
+        await again.finish(stopped=False)
+        assert workers.calls.count("save actor 1") == 1
+
+    asyncio.run(run())
+    other = tmp_path / "other"
+    other.mkdir()
+    asyncio.run(make(other, Workers(), every_steps=0, on_stop=False).first(0))
+    assert listed(other) == []
 
 
 @pytest.mark.parametrize("flip", [30, 200, -20])

@@ -58,6 +58,7 @@ def test_an_aborted_answer_goes_on_from_its_own_tokens_with_what_is_left_of_its_
     assert first.logprobs.tolist() == [-3.5] * 4 + [-4.5] * 5 + [-6.5]
     assert (first.tokens.dtype, first.logprobs.dtype, first.versions.dtype) == (np.int32, np.float32, np.int32)
     assert first.finish_reason == "stop"
+    assert first.route == (("a", 4), ("b", 5), ("c", 1))
     assert answers[1].tokens.tolist() == [STEP + 3, STEP + 4]
     assert servers.calls[1].input_ids == PROMPT + first.tokens[:4].tolist()
     assert servers.calls[2].input_ids == PROMPT + first.tokens[:9].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import queue
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -25,6 +27,7 @@ from realsys.errors import GenerationError, WeightsError
 from realsys.generation.backend import Change
 from realsys.generation.limits import Limits
 from realsys.generation.protocol import SamplingParams
+from realsys.generation.sglang import keeper as keepers
 from realsys.generation.sglang.engine import Settings, SglangEngine
 from realsys.generation.sglang.update import Materialised, check_shapes
 from tests import sglang_stand_in
@@ -72,7 +75,8 @@ def make() -> Iterator[Make]:
     def build(*flags: str, start: bool = True, **settings: object) -> tuple[SglangEngine, queue.SimpleQueue[Change]]:
         changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
         limits = Limits(vocabulary=97, eos=(96,), context=64, answers=8, tokenizer=False, model_path="/models/base")
-        values = {"start_timeout_s": WAIT_S, "max_restarts": 2, "request_timeout_s": WAIT_S, "load_timeout_s": WAIT_S}
+        bounds = ("start_timeout_s", "request_timeout_s", "load_timeout_s", "silence_timeout_s")
+        values = {**dict.fromkeys(bounds, WAIT_S), "max_restarts": 2}
         engine = SglangEngine(
             StandIn(flags),
             limits,
@@ -133,7 +137,9 @@ def test_start_that_fails_is_named_with_the_last_lines(make):
 
 def test_start_is_bounded(make):
     engine, _ = make("--silent", start=False, start_timeout_s=0.5)
-    with pytest.raises(GenerationError, match=r"within 0\.5 s \(generation\.sglang\.start_timeout_s\).*serving on"):
+    with pytest.raises(
+        GenerationError, match=r"within 0\.5 s \(generation\.sglang\.start_timeout_s\); its last"
+    ):
         engine.start()
 
 
@@ -167,7 +173,7 @@ def test_nothing_outlives_a_killed_server(tmp_path):
         "logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
         "from tests.unit.test_sglang_engine import *\n"
         "limits = Limits(vocabulary=97, eos=(), context=64, answers=8, tokenizer=False, model_path='')\n"
-        "settings = Settings(30.0, 2, 30.0, 30.0)\n"
+        "settings = Settings(30.0, 2, 30.0, 30.0, 30.0)\n"
         "engine = SglangEngine(StandIn(), limits, SHAPES, materialise, settings)\n"
         "engine.start()\n"
         "run = engine._traffic.run\n"
@@ -213,11 +219,59 @@ def test_held_requests_fail_with_the_death(make):
     held = generate(engine, [5])
     [server] = psutil.Process(engine._traffic.run.child.pid).children()
     server.kill()
-    with pytest.raises(GenerationError, match="SGLang has ended") as lost:
+    with pytest.raises(GenerationError, match="SGLang was killed by SIGKILL") as lost:
         held.result(WAIT_S)
     assert lost.value.retryable
     assert changes.get(timeout=WAIT_S).serial is None
     assert changes.get(timeout=WAIT_S) == Change(1)
+
+
+@pytest.mark.parametrize("how", ["samples nothing", "says nothing"])
+def test_a_server_that_is_alive_and_does_nothing_is_started_again(make, how):
+    engine, changes = make(silence_timeout_s=2.0)
+    [server] = psutil.Process(engine._traffic.run.child.pid).children()
+    if how == "says nothing":
+        server.suspend()
+    lost = generate(engine, [88])
+    down = changes.get(timeout=WAIT_S)
+    assert (down.serial, down.final) == (None, False)
+    assert "sampled nothing for 2 s (generation.sglang.silence_timeout_s)" in down.reason
+    assert changes.get(timeout=WAIT_S) == Change(1)
+    with pytest.raises(GenerationError) as error:
+        lost.result(WAIT_S)
+    assert error.value.retryable
+    assert ended(server.pid)
+
+
+def test_silence_counts_only_while_sglang_is_meant_to_sample(monkeypatch):
+    """Half a limit passes with every question; for twenty of them it is paused."""
+    now, asked = [0.0], []
+
+    def held() -> bool:
+        now[0] += 50
+        return len(asked) < 20
+
+    class Silent:
+        async def samples(self, session: object, timeout_s: float) -> bool:
+            asked.append("samples")
+            return False
+
+    async def body() -> str:
+        child = Silent()
+        child.ended = asyncio.get_running_loop().create_future()
+        return await keeper._watch(child, None)
+
+    def held_and_counted() -> bool:
+        if value := held():
+            asked.append("held")
+        return value
+
+    monkeypatch.setattr(keepers, "_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(keepers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    news = {"on_up": print, "on_down": print, "held": held_and_counted}
+    keeper = keepers.Keeper(StandIn(), start_timeout_s=1.0, max_restarts=0, silence_timeout_s=100.0, **news)
+    assert asyncio.run(body()).startswith("has sampled nothing for 100 s")
+    assert asked == ["held"] * 20 + ["samples"]
 
 
 def test_restarts_are_bounded(make):
@@ -238,7 +292,7 @@ def test_versions_are_derived_where_they_are_not_reported(make):
     running = engine.generate("a", [5], STALLING)
     result = engine.update("/weights/v7", 7).result(WAIT_S)
     assert result.success
-    assert {"stage_s", "verify_s", "drain_s", "pause_s", "load_s"} <= result.timings.keys()
+    assert {"stage_s", "verify_s", "drain_s", "pause_s", "load_s", "first_token_s"} <= result.timings.keys()
     [answer] = running.result(WAIT_S)
     assert answer.tokens.tolist() == list(range(6, 16))
     assert answer.segments == [(-1, 5), (7, 5)]
@@ -259,9 +313,23 @@ def test_pause_gives_back_what_runs_and_resume_goes_on(make):
     assert answer.segments == [(-1, 5), (7, 5)]
 
 
+def test_a_pause_does_not_wait_for_the_first_token_of_an_update(make):
+    engine, _ = make()
+    running = engine.generate("a", [5], STALLING)
+    update = engine.update("/weights/v13", 13)
+    while engine._updater._probe is None:
+        assert not update.done()
+    engine.pause("in_place").result(WAIT_S)
+    result = update.result(WAIT_S)
+    assert result.success and "first_token_s" not in result.timings
+    engine.resume().result(WAIT_S)
+    assert running.result(WAIT_S)[0].segments == [(-1, 5), (13, 5)]
+
+
 def test_reported_versions_are_taken_and_sglang_holds_the_requests_itself(make):
     engine, _ = make("--reports")
-    assert engine.update("/weights/v7", 7).result(WAIT_S).success
+    update = engine.update("/weights/v7", 7).result(WAIT_S)
+    assert update.success and "first_token_s" not in update.timings  # nobody waits for one
     [answer] = generate(engine, [5]).result(WAIT_S)
     assert answer.segments == [(7, 4)]
 

@@ -19,6 +19,8 @@ from realsys.generation.protocol import SamplingParams
 from realsys.generation.sglang.api import Reply
 from realsys.generation.sglang.arguments import CPU_SUPPORT, Launch
 from realsys.generation.sglang.requests import Request, answer_seed
+from realsys.generation.stop_strings import read_tokenizer
+from tests.generation_models import make_tokenizer
 
 GPU = Launch(
     python="/venv/bin/python",
@@ -193,6 +195,44 @@ def test_an_abort_of_the_caller_or_of_sglang_itself_ends_the_answer(aborted, rec
     one.take([reply([3], "abort")], 1)
     assert one.results()[0].finish_reason == "abort"
     assert not one.open
+
+
+@pytest.mark.parametrize(
+    ("prefix", "earlier", "later", "kept", "matched"),
+    [
+        (0, "ab", "cxyz", "abc", "bc"),  # began in an earlier piece
+        (2, "", "cxyz", "c", "bc"),  # began before this request
+        (0, "", "cxyz", "cxyz", None),  # the prompt is no part of the answer
+        (0, "a", "xyz", "axyz", None),
+    ],
+)
+def test_a_stop_string_across_pieces_ends_the_answer(tmp_path, prefix, earlier, later, kept, matched):
+    def ids(text: str) -> list[int]:
+        return [ord(letter) - ord("0") for letter in text]
+
+    make_tokenizer(tmp_path)
+    sampling = SamplingParams(max_new_tokens=8, stop=("bc",), answer_prefix=prefix)
+    one = Request.of("r", np.asarray(ids("ab"), np.int32), sampling, (), 5, read_tokenizer(tmp_path))
+    if earlier:
+        one.recalled = True
+        one.take([reply(ids(earlier), "abort")], 1)
+        one.recalled = False
+    one.take([reply(ids(later), "length")], 2)
+    [result] = one.results()
+    assert result.tokens.tolist() == ids(kept)
+    assert len(result.logprobs) == len(kept) == sum(count for _, count in result.segments)
+    assert (result.finish_reason, result.matched) == (("stop", matched) if matched else ("length", None))
+
+
+def test_a_stop_string_across_pieces_waits_for_min_new_tokens(tmp_path):
+    make_tokenizer(tmp_path)
+    sampling = SamplingParams(max_new_tokens=30, min_new_tokens=12, stop=("bc",))
+    one = Request.of("r", np.asarray([1], np.int32), sampling, (), 5, read_tokenizer(tmp_path))
+    b, c, x = (ord(letter) - ord("0") for letter in "bcx")
+    one.recalled = True
+    one.take([reply([b], "abort")], 1)
+    one.take([reply([c] + [x] * 20, "length")], 1)
+    assert len(one.results()[0].tokens) == 22
 
 
 def test_tokens_without_their_versions_are_an_error():

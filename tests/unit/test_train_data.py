@@ -7,6 +7,7 @@ import threading
 import weakref
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -49,6 +50,19 @@ def test_a_group_is_stored_and_described() -> None:
     assert (first.version_min, first.version_max, first.truncated, first.owner) == (4, 5, False, 3)
     assert (second.sample_id, second.answer_len, second.version_max, second.truncated) == ("t7/1", 5, 8, True)
     np.testing.assert_array_equal(data.get("t7/1", "tokens"), np.arange(8))
+
+
+def test_a_group_of_another_training_side_is_not_stored_and_does_not_stand_in_the_way() -> None:
+    """Its ticket is issued again, and then has the same sample ids."""
+    data = DataManager(0)
+    data.training = "0002"
+    early, again = make_group("t1", [2, 2]), make_group("t1", [5, 5], attempt=1)
+    early.ticket = msgspec.structs.replace(early.ticket, training="0001")
+    again.ticket = msgspec.structs.replace(again.ticket, training="0002")
+    assert data.add_group(early) is None and len(data) == 0 and data.refused == 1
+    arrived = data.add_group(again)
+    assert arrived is not None and {sample.training for sample in arrived.samples} == {"0002"}
+    assert data.add_group(early) is None and len(data.get("t1/0", "tokens")) == 8
 
 
 def test_a_ticket_that_arrives_twice_keeps_its_first_arrays() -> None:
@@ -274,3 +288,30 @@ def test_a_key_of_a_dataflow_of_ones_own_is_stored_and_cannot_become_another() -
         assert data.get("t/0", "entropies").dtype == np.float32
     finally:
         ARRAY_KEYS.pop("entropies", None)
+
+
+def test_what_is_held_outlives_its_clearing_and_nothing_else_does() -> None:
+    data = DataManager(0)
+    data.add_group(make_group("t1", [2, 2]))
+    data.add_group(make_group("t2", [2]))
+    wanted = {"tokens": ["t1/0", "t1/1"], "values": ["t1/0"], "returns": ["t1/0"]}
+    (origin,) = data.hold(wanted)
+    assert (origin.ticket.ticket_id, origin.worker, len(origin.answers)) == ("t1", "rollout_worker/0", 2)
+    data.put("t1/0", {"values": np.ones(3), "prox_logprobs": np.zeros(2)})  # one that is held, and one that is not
+    data.clear(["t1/0"], ["tokens", "values"])
+    data.clear(["t1/0", "t1/1"])
+    held = data.release()
+    assert list(held) == [("t1/0", "tokens"), ("t1/1", "tokens"), ("t1/0", "values")]  # returns never came
+    np.testing.assert_array_equal(held["t1/0", "values"], np.ones(3))
+    assert data.release() == {}
+    data.clear(["t2/0"])
+    assert data.hold({"tokens": ["t2/0"]}) == [] and data.release() == {}
+    assert data.nbytes == 0
+
+
+def test_a_new_hold_forgets_the_one_before() -> None:
+    data = DataManager(0)
+    data.add_group(make_group("t1", [2]))
+    data.hold({"tokens": ["t1/0"]})
+    data.hold({"versions": ["t1/0"]})
+    assert list(data.release()) == [("t1/0", "versions")]

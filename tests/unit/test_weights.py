@@ -17,7 +17,7 @@ from realsys.types import Piece, ShardInfo, TensorInfo
 from realsys.weights import manifest as m
 from realsys.weights.files import materialise
 from realsys.weights.shards import ShardWriter
-from realsys.weights.stage import stage
+from realsys.weights.stage import HeldWeights, stage
 
 
 @pytest.fixture
@@ -179,6 +179,43 @@ def test_prune_keeps_the_newest_and_those_in_use(tmp_path, model_dir):
     gone = m.prune(root, keep=2, in_use=[paths[1]])
     assert gone == [paths[0], paths[2]]
     assert [v for v, _, _ in m.complete_versions(root)] == [1, 3, 4]
+
+
+def test_versions_of_an_earlier_training_side_go_like_older_ones(tmp_path, model_dir):
+    """Training went back from 7 to 5: the newest of before stays for as long as a server may be reading it."""
+    root = tmp_path / "w"
+    before = [committed(root, v, model_dir, "0001") for v in (6, 7)]
+    first = committed(root, 5, model_dir, "0002")
+    assert m.prune(root, keep=2, in_use=[first]) == before[:1]
+    second = committed(root, 6, model_dir, "0002")
+    assert m.prune(root, keep=2, in_use=[second]) == before[1:]
+    assert [(v, i) for v, i, _ in m.complete_versions(root)] == [(5, "0002"), (6, "0002")]
+
+
+def test_what_a_dead_trainer_left_unfinished_is_discarded_and_nothing_else(tmp_path, model_dir):
+    root = tmp_path / "w"
+    assert m.discard_unfinished(root) == []
+    whole, half = committed(root, 1, model_dir, "0001"), committed(root, 2, model_dir, "0001")
+    (half / m.MANIFEST).unlink()  # killed while it was being removed
+    tmp = m.prepare(root, 3, "0001")
+    (tmp / "model-00001-of-00001.safetensors").write_bytes(b"half")
+    (root / "notes").mkdir()
+    assert m.discard_unfinished(root) == [half, tmp]
+    assert sorted(root.iterdir()) == [root / "notes", whole]
+
+
+def test_a_server_stages_what_a_younger_training_side_publishes_and_nothing_older(tmp_path, model_dir):
+    root, held = tmp_path / "w", HeldWeights()
+    old, older = committed(root, 7, model_dir, "0001"), committed(root, 6, model_dir, "0001")
+    stage(old, 7, held)
+    with pytest.raises(WeightsError, match="v00000006.0001 is older than version 7 of training side 0001"):
+        stage(older, 6, held)
+    back = committed(root, 5, model_dir, "0002")
+    assert stage(back, 5, held).manifest.incarnation == "0002"
+    with pytest.raises(WeightsError, match="v00000007.0001 is older than version 5 of training side 0002"):
+        stage(old, 7, held)
+    stage(back, 5, held)  # asked for once more
+    stage(old, 7, HeldWeights())  # a server that knows nothing takes what it is told to
 
 
 def test_materialise_replaces_the_target_whole(tmp_path, model_dir):

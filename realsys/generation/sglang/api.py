@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from realsys.errors import GenerationError
+from realsys.errors import MALFORMED, GenerationError
 from realsys.generation.protocol import PauseMode
 from realsys.types import FinishReason
 
@@ -161,7 +161,7 @@ class SglangApi:
 def _decode(path: str, payload: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(payload, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise GenerationError(f"SGLang{path}: reply cannot be read: {error}", retryable=True) from error
 
 
@@ -169,7 +169,7 @@ def _reason(payload: bytes) -> str:
     """The message of an error reply, in one line."""
     try:
         error = msgspec.json.decode(payload, type=_Error)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except MALFORMED:
         text = payload[:300].decode("utf-8", "replace")
     else:
         text = (error.error.message if error.error is not None else error.message) or ""

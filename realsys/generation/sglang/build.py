@@ -15,6 +15,7 @@ from realsys.generation.limits import Limits
 from realsys.generation.sglang.arguments import Launch
 from realsys.generation.sglang.engine import Settings, SglangEngine
 from realsys.generation.sglang.update import Materialise
+from realsys.generation.stop_strings import read_tokenizer
 
 
 def build_sglang_engine(
@@ -30,7 +31,7 @@ def build_sglang_engine(
     Raises ModelError for a model that this system cannot train.
     """
     generation, arch = config.generation, read_architecture(model_path)
-    given = options(generation.sglang)
+    given, tokenizer = options(generation.sglang), read_tokenizer(model_path)
     context = int(given.pop("context-length", 0)) or config.data.max_prompt_tokens + generation.sampling.max_new_tokens
     launch = Launch(
         python=interpreter(generation.sglang),
@@ -48,7 +49,7 @@ def build_sglang_engine(
         eos=arch.eos,
         context=context,
         answers=generation.sglang.max_answers,
-        tokenizer=(model_path / "tokenizer.json").is_file(),
+        tokenizer=tokenizer is not None,
         model_path=str(model_path),
     )
     settings = Settings(
@@ -56,6 +57,7 @@ def build_sglang_engine(
         max_restarts=generation.sglang.max_restarts,
         request_timeout_s=generation.request_timeout_s,
         load_timeout_s=config.manager.update_timeout_s,
+        silence_timeout_s=generation.sglang.silence_timeout_s,
         drain=not config.asynchronous.interruptible,
     )
-    return SglangEngine(launch, limits, arch.tensor_shapes(), materialise, settings, on_change)
+    return SglangEngine(launch, limits, arch.tensor_shapes(), materialise, settings, on_change, tokenizer)

@@ -1,6 +1,6 @@
 """One run of SGLang's server: start, log, health, end.
 
-    start ──> [GET /health until 200] ──> serving ──> ended
+    start ──> [GET /health until 200] ──> serving, asked now and then whether it samples ──> ended
                  │ exits, or not in time: GenerationError with the last lines of its log
 
 Its output is passed on to our log line by line. Every run is killed with all its processes when ``stop`` is called or
@@ -70,7 +70,7 @@ class Child:
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.ended.done():
-                    if await self._answers(session):
+                    if await self._answers(session, "/health", _HEALTH_TIMEOUT_S):
                         return
                     await asyncio.wait({self.ended}, timeout=_HEALTH_INTERVAL_S)
         except TimeoutError:
@@ -79,6 +79,13 @@ class Child:
                 f"its last lines: {self.tail()}"
             ) from None
         raise GenerationError(f"SGLang {self.ended.result()} before it answered; its last lines: {self.tail()}")
+
+    async def samples(self, session: aiohttp.ClientSession, timeout_s: float) -> bool:
+        """Whether it has sampled anything since it was asked: for a request, or else for this question.
+
+        SGLang itself gives the answer up after 20 s. One that is paused, or loads weights, says no as well.
+        """
+        return await self._answers(session, "/health_generate", timeout_s)
 
     def tail(self) -> str:
         """The last lines of its output, in one."""
@@ -99,10 +106,10 @@ class Child:
                 os.killpg(self._process.pid, signal.SIGKILL)
             await self.ended
 
-    async def _answers(self, session: aiohttp.ClientSession) -> bool:
-        timeout = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
+    async def _answers(self, session: aiohttp.ClientSession, path: str, timeout_s: float) -> bool:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with session.get(f"{self.url}/health", timeout=timeout) as response:
+            async with session.get(self.url + path, timeout=timeout) as response:
                 return response.status == 200
         return False
 

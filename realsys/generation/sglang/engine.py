@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 
+from tokenizers import Tokenizer
+
 from realsys.errors import GenerationError
 from realsys.generation.backend import Change
 from realsys.generation.limits import Limits
@@ -35,12 +37,16 @@ _CLOSE_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``drain``: an update waits for running answers. ``load_timeout_s`` bounds that wait, and the load."""
+    """``drain``: an update waits for running answers. ``load_timeout_s`` bounds that wait, and the load.
+
+    ``silence_timeout_s``: SGLang is taken for hung when it samples nothing for so long.
+    """
 
     start_timeout_s: float
     max_restarts: int
     request_timeout_s: float
     load_timeout_s: float
+    silence_timeout_s: float
     drain: bool = False
     first_backoff_s: float = 1.0
 
@@ -59,8 +65,10 @@ class SglangEngine:
         materialise: Materialise,
         settings: Settings,
         on_change: Callable[[Change], None] = lambda change: None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        self.model_path = str(launch.model_path)
+        self._tokenizer = tokenizer
+        self._started_with = str(launch.model_path)
         self._limits, self._settings, self._on_change = limits, settings, on_change
         self._traffic = Traffic(limits.answers, settings.request_timeout_s)
         self._updater = Updater(
@@ -70,8 +78,10 @@ class SglangEngine:
             launch,
             start_timeout_s=settings.start_timeout_s,
             max_restarts=settings.max_restarts,
+            silence_timeout_s=settings.silence_timeout_s,
             on_up=self._up,
             on_down=self._down,
+            held=lambda: bool(self._traffic.holds),
             first_backoff_s=settings.first_backoff_s,
         )
         self._started: Future[None] = Future()
@@ -98,6 +108,10 @@ class SglangEngine:
         self._loop.close(_CLOSE_TIMEOUT_S)
 
     @property
+    def model_path(self) -> str:
+        return self._traffic.path or self._started_with
+
+    @property
     def version(self) -> int:
         """Of the weights that sample now; UNSYNCED after every start of SGLang."""
         return self._traffic.version
@@ -111,7 +125,8 @@ class SglangEngine:
         """Sample the answers. Raises GenerationError for a bad request; the future raises the others."""
         prompt = self._limits.checked_prompt(input_ids, params)
         seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
-        request = Request.of(rid or secrets.token_hex(16), prompt, params, self._limits.stops(params), seed)
+        stops = self._limits.stops(params)
+        request = Request.of(rid or secrets.token_hex(16), prompt, params, stops, seed, self._tokenizer)
         return self._loop.call(lambda: self._traffic.serve(request))
 
     def update(self, path: str, version: int, *, abort_all: bool = False) -> Future[UpdateResult]:

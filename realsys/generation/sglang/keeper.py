@@ -1,9 +1,9 @@
 """Keeps one SGLang server running.
 
-    start ──> serving ──ended──> back-off ──> start ...    at most ``max_restarts`` times in a row
+    start ──> serving ──ended, or samples nothing──> back-off ──> start ...    at most ``max_restarts`` times in a row
       └── the very first start fails: that is the end, for the next would fail too
 
-consumes    the exit of the child
+consumes    the exit of the child, and its answers to the question whether it samples
 produces    on_up(run) when a run serves, on_down(reason) when it no longer does; GenerationError when it gives up
 """
 
@@ -33,6 +33,8 @@ SHARED_MEMORY = Path("/dev/shm")
 _LONGEST_BACKOFF_S = 30.0
 _HEALTHY_AFTER_S = 300.0  # a run that lasted this long makes up for the failures before it
 _PROBE_TIMEOUT_S = 120.0  # a first forward pass may compile
+_CHECK_INTERVAL_S = 10.0
+_CHECK_TIMEOUT_S = 30.0  # SGLang's own limit is 20 s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,11 +60,15 @@ class Keeper:
         *,
         start_timeout_s: float,
         max_restarts: int,
+        silence_timeout_s: float,
         on_up: Callable[[Run], None],
         on_down: Callable[[str], None],
+        held: Callable[[], bool],
         first_backoff_s: float = 1.0,
     ) -> None:
+        """``held``: whether SGLang is meant to sample nothing now, in a pause or a load of weights."""
         self._launch, self._start_timeout_s, self._max_restarts = launch, start_timeout_s, max_restarts
+        self._silence_timeout_s, self._held = silence_timeout_s, held
         self._on_up, self._on_down, self._first_backoff_s = on_up, on_down, first_backoff_s
 
     async def keep(self) -> NoReturn:
@@ -93,11 +99,11 @@ class Keeper:
             reports = await _reports_versions(api)
             log.info("SGLang serves at %s, %s", url, "with versions per token" if reports else "one version per answer")
             self._on_up(Run(serial, child, api, scratch, reports))
+            reason = "is being stopped"
             try:
-                await asyncio.wait({child.ended})
-                reason = child.ended.result()
+                reason = await self._watch(child, session)
             finally:
-                self._on_down("SGLang has ended")
+                self._on_down(f"SGLang {reason}")
         except GenerationError as error:
             if serial == 0:
                 raise
@@ -105,6 +111,20 @@ class Keeper:
         finally:
             await child.stop()
         return f"{reason}; its last lines: {child.tail()}"
+
+    async def _watch(self, child: Child, session: aiohttp.ClientSession) -> str:
+        """Return when it has ended, or is alive and does nothing; which of them."""
+        limit = self._silence_timeout_s
+        interval, timeout_s = min(_CHECK_INTERVAL_S, limit / 4), min(_CHECK_TIMEOUT_S, limit)
+        heard = time.monotonic()
+        while time.monotonic() - heard < limit:
+            if (await asyncio.wait({child.ended}, timeout=interval))[0]:
+                return child.ended.result()
+            if self._held() or await child.samples(session, timeout_s) or self._held():
+                heard = time.monotonic()
+        if child.ended.done():
+            return child.ended.result()
+        return f"has sampled nothing for {limit:g} s (generation.sglang.silence_timeout_s) and is killed"
 
 
 def _scratch() -> Path:

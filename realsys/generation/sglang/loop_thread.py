@@ -6,7 +6,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from realsys.errors import GenerationError, WaitTimeout
@@ -74,6 +74,8 @@ class LoopThread:
     async def _run(self) -> None:
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        # What is handed to threads (reading weights, removing files) goes one after the other anyway.
+        self._loop.set_default_executor(ThreadPoolExecutor(1, f"{self._thread.name}-files"))
         main = asyncio.create_task(self._main(), name="main")
         stopping = asyncio.create_task(self._stop.wait(), name="stop")
         self._running.set()

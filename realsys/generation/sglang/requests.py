@@ -1,6 +1,8 @@
 """A request and its answers while SGLang works on them. Pure bookkeeping.
 
 open answers ──pieces──> SGLang ──replies──> take ──> finished, or open again (interrupted: goes on from its tokens)
+
+SGLang looks for stop strings in what one piece has sampled. One that began in the tokens before is found in ``take``.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from realsys.errors import GenerationError
 from realsys.generation.protocol import UNSYNCED, SamplingParams
 from realsys.generation.scheduler import AnswerResult
 from realsys.generation.sglang.api import Piece, Reply
+from realsys.generation.stop_strings import find_stop, window
 from realsys.generation.uniforms import splitmix64
 from realsys.types import I32, FinishReason
 
@@ -46,13 +50,17 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt and the answers asked for. ``stops``: its stop tokens with the model's own."""
+    """One prompt and the answers asked for. ``stops``: its stop tokens with the model's own.
+
+    ``tokenizer``: for stop strings; none, and there are none.
+    """
 
     rid: str
     prompt: I32
     params: SamplingParams
     stops: tuple[int, ...]
     answers: list[Answer]
+    tokenizer: Tokenizer | None = None
     aborted: bool = False  # ends with what it has
     recalled: bool = False  # SGLang was asked to give back what is under way
     rids: list[str] = field(default_factory=list)  # of the pieces under way
@@ -60,8 +68,16 @@ class Request:
     go: asyncio.Future[None] | None = None  # held back: resolved when it may go to SGLang
 
     @classmethod
-    def of(cls, rid: str, prompt: I32, params: SamplingParams, stops: tuple[int, ...], seed: int) -> Request:
-        return cls(rid, prompt, params, stops, [Answer(answer_seed(seed, k)) for k in range(params.n)])
+    def of(
+        cls,
+        rid: str,
+        prompt: I32,
+        params: SamplingParams,
+        stops: tuple[int, ...],
+        seed: int,
+        tokenizer: Tokenizer | None = None,
+    ) -> Request:
+        return cls(rid, prompt, params, stops, [Answer(answer_seed(seed, k)) for k in range(params.n)], tokenizer)
 
     @property
     def open(self) -> list[Answer]:
@@ -90,10 +106,12 @@ class Request:
                 raise GenerationError(
                     f"SGLang gave {count} tokens with {len(logprobs)} log-probs and versions {segments}", retryable=True
                 )
+            begin = len(answer.tokens)
             answer.tokens += reply.output_ids
             answer.logprobs += logprobs
             answer.segments = _joined(answer.segments + segments)
             self._finish(answer, reply)
+            self._cut(answer, begin)
 
     def results(self) -> list[AnswerResult]:
         return [
@@ -117,6 +135,21 @@ class Request:
             answer.finish = "length"
         elif self.aborted or not self.recalled:
             answer.finish = "abort"
+
+    def _cut(self, answer: Answer, begin: int) -> None:
+        """End the answer where a stop string is complete that began before token ``begin``, the first of this piece."""
+        earlier: list[int] = self.prompt[len(self.prompt) - self.params.answer_prefix :].tolist()
+        if self.tokenizer is None or not self.params.stop or not begin + len(earlier):
+            return
+        text, reach = earlier + answer.tokens, window(self.params.stop)
+        first = max(begin + 1, self.params.min_new_tokens)
+        for count in range(first, min(len(answer.tokens), begin + reach) + 1):
+            end = len(earlier) + count
+            if (match := find_stop(self.tokenizer, text[max(0, end - reach) : end], self.params.stop)) is not None:
+                del answer.tokens[count:], answer.logprobs[count:]
+                answer.segments = _first(answer.segments, count)
+                answer.finish, answer.matched = "stop", match
+                return
 
     def _sampling(self, answer: Answer) -> dict[str, Any]:
         done = len(answer.tokens)
@@ -147,6 +180,15 @@ def _segments(reply: Reply) -> list[tuple[int, int]]:
         for span in spans
         if span.end > span.start
     ]
+
+
+def _first(segments: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+    """The segments of the first ``count`` tokens."""
+    kept: list[tuple[int, int]] = []
+    for version, length in segments:
+        kept.append((version, min(length, count)))
+        count -= kept[-1][1]
+    return _joined(kept)
 
 
 def _joined(segments: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -22,7 +22,9 @@ _RECALL_TIMEOUT_S = 60.0
 
 
 class Traffic:
-    """Owns what is under way. ``version``: of the weights that SGLang has now. ``holds``: why new trips wait."""
+    """Owns what is under way. ``version``, ``path``: of the weights that SGLang has now, "" for those it was started
+    with. ``holds``: why new trips wait.
+    """
 
     def __init__(self, max_answers: int, request_timeout_s: float) -> None:
         self._max_answers, self._request_timeout_s = max_answers, request_timeout_s
@@ -30,7 +32,7 @@ class Traffic:
         self._serials = itertools.count()
         self.run: Run | None = None
         self.failure: str | None = "SGLang is starting"  # why there is no run
-        self.version = UNSYNCED
+        self.version, self.path = UNSYNCED, ""
         self.holds: set[str] = set()
         self.tokens = 0  # handed over
         self._busy_s, self._busy_since = 0.0, 0.0
@@ -39,11 +41,11 @@ class Traffic:
 
     def up(self, run: Run) -> None:
         """SGLang serves, with the weights that it was started with."""
-        self.run, self.failure, self.version = run, None, UNSYNCED
+        self.run, self.failure, self.version, self.path = run, None, UNSYNCED, ""
 
     def down(self, reason: str) -> None:
         """It does not. What is under way fails by itself, with its connection; what is held back fails here."""
-        self.run, self.failure, self.version = None, reason, UNSYNCED
+        self.run, self.failure, self.version, self.path = None, reason, UNSYNCED, ""
         for request in self._requests.values():
             if request.go is not None and not request.go.done():
                 request.go.set_exception(self._unserved())

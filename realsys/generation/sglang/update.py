@@ -5,6 +5,7 @@
                                               └ it does not: it gives back what runs, which goes on as a new request,
                                                 so that every piece has one version
 
+Where answers were open, one token is asked for behind them: when it is there, SGLang samples with the new weights.
 A load that fails leaves weights that nobody knows: SGLang is then killed, and starts again unsynced.
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from realsys.errors import GenerationError, RealsysError, WeightsError
 from realsys.generation.protocol import PauseMode, UpdateResult
+from realsys.generation.sglang.api import Piece, Reply
 from realsys.generation.sglang.keeper import Run
 from realsys.generation.sglang.traffic import Traffic
 
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 Shapes = Mapping[str, tuple[int, ...]]  # HF name -> shape
 
 PAUSE, LOAD = "pause", "load"  # why trips are held
+_FIRST_TOKEN_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,15 @@ class Updater:
         self._order = asyncio.Lock()
         self._control = asyncio.Lock()
         self._stopped: Run | None = None  # the run that was told to pause
+        self._probe: asyncio.Future[list[Reply]] | None = None  # one token of the new version, asked for
         self.done = 0  # updates that succeeded
 
     async def pause(self, mode: PauseMode) -> None:
         async with self._control:
             run = self._traffic.serving()
             self._traffic.hold(PAUSE)
+            if self._probe is not None:
+                self._probe.cancel()
             await self._interrupt(run, mode)
 
     async def resume(self) -> None:
@@ -82,7 +88,10 @@ class Updater:
                 return UpdateResult(False, str(error), {"stage_s": time.perf_counter() - begin})
             timings = {**staged.timings, "stage_s": time.perf_counter() - begin}
             try:
-                return await self._swap(run, staged.directory, version, abort_all, timings)
+                result = await self._swap(run, staged.directory, version, abort_all, timings)
+                if result.success:
+                    self._traffic.path = path
+                return result
             finally:
                 await asyncio.to_thread(shutil.rmtree, staged.directory, ignore_errors=True)
 
@@ -113,17 +122,33 @@ class Updater:
                 drained = time.perf_counter()
                 if abort_all:
                     traffic.abort()
-                loading = await self._load(run, directory, version, "abort" if abort_all else "retract")
+                loaded = await self._load(run, directory, version, "abort" if abort_all else "retract")
             finally:
                 traffic.release(LOAD)
-        if isinstance(loading, str):
-            return UpdateResult(False, loading, timings)
+        if isinstance(loaded, str):
+            return UpdateResult(False, loaded, timings)
+        begin, end = loaded
         self.done += 1
-        timings |= {"drain_s": drained - ready, "pause_s": time.perf_counter() - drained, "load_s": loading}
+        timings |= {"drain_s": drained - ready, "pause_s": time.perf_counter() - drained, "load_s": end - begin}
+        if any(traffic.open_answers()) and await self._samples(run, version):
+            timings["first_token_s"] = time.perf_counter() - end
         return UpdateResult(True, f"serving version {version}", timings)
 
-    async def _load(self, run: Run, directory: Path, version: int, mode: PauseMode) -> float | str:
-        """Interrupt, load, go on. Seconds of the load, or why SGLang had to be killed."""
+    async def _samples(self, run: Run, version: int) -> bool:
+        """Wait for one token of the new version, in line with the answers. False when a pause or an end comes first."""
+        piece = Piece(f"first{version:08d}", [0], {"max_new_tokens": 1, "temperature": 0.0})
+        if PAUSE in self._traffic.holds:
+            return False
+        probe = self._probe = asyncio.ensure_future(run.api.generate([piece], _FIRST_TOKEN_TIMEOUT_S))
+        try:
+            await asyncio.wait({probe})
+            return not probe.cancelled() and probe.exception() is None and bool(probe.result()[0].output_ids)
+        finally:
+            probe.cancel()
+            self._probe = None
+
+    async def _load(self, run: Run, directory: Path, version: int, mode: PauseMode) -> tuple[float, float] | str:
+        """Interrupt, load, go on. When the load began and ended, or why SGLang had to be killed."""
         traffic = self._traffic
         try:
             await self._interrupt(run, mode)
@@ -138,7 +163,7 @@ class Updater:
             traffic.down(f"SGLang is killed, for its weights are not known: {error}")
             run.child.kill()
             return str(error)
-        return loaded - begin
+        return begin, loaded
 
     async def _interrupt(self, run: Run, mode: PauseMode) -> None:
         """Stop SGLang's work. What is under way stays there, or comes back (module's drawing)."""

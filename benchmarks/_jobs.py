@@ -1,0 +1,35 @@
+"""Whole jobs for benchmarks: run one to its end, begin from a model that was warmed up once, read what was recorded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from realsys.config.paths import TrialPaths
+from realsys.telemetry.steps import read_steps
+
+
+def run_job(root: Path, trial: str, overrides: Sequence[str], *, timeout_s: float = 3600) -> Path:
+    """The trial's folder. Exits with the job's last words when it fails."""
+    command = [sys.executable, "-m", "launch.cli", "run", "experiment=arith", f"fileroot={root}", f"trial={trial}"]
+    result = subprocess.run(
+        [*command, *overrides], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+    )
+    if result.returncode:
+        words = result.stdout[-3000:] + result.stderr[-3000:]
+        raise SystemExit(f"{' '.join(command)} failed with {result.returncode}:\n{words}")
+    return root / "arith" / trial
+
+
+def warm_start(root: Path) -> list[str]:
+    """Settings with which a job begins from a model that this call warms up, instead of warming up its own."""
+    warm = run_job(root, "warm", ["train.total_steps=1", "train.batch_groups=8", "evaluation.problems=0"])
+    return [f"model.path={warm / 'checkpoint'}", "warmup.steps=0"]
+
+
+def records(trial: Path, kind: str) -> list[dict[str, Any]]:
+    """Those of ``steps.jsonl`` of one kind, in order."""
+    return [record for record in read_steps(TrialPaths(trial).steps) if record["kind"] == kind]

@@ -1,0 +1,69 @@
+"""The calls of one train step, the same in a run and in a replay.
+
+groups ──plan──> who works on what ──> graph of calls ──> results
+   └──────────────── recorder ─────────────────┘ record/step-K
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from realsys.buffer.batch import sequence_refs
+from realsys.buffer.replay import owners_of
+from realsys.cluster.topology import Mesh
+from realsys.config.allocation import ACTOR
+from realsys.config.dataflow import SOURCE_KEYS, Dataflow
+from realsys.config.schema import Config
+from realsys.master.executor import CallResult, GraphExecutor, Minibatches
+from realsys.master.ownership import Ownership
+from realsys.master.recorder import Recorder
+from realsys.master.workers import ModelWorkers
+from realsys.types import SampleMeta, SequenceRef
+
+Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]
+
+
+class StepRunner:
+    """Runs train steps: version ``step - 1`` trains. ``recorder``: None where nothing is recorded."""
+
+    def __init__(
+        self,
+        config: Config,
+        flow: Dataflow,
+        meshes: Mapping[str, Mesh],
+        plan: Plan,
+        workers: ModelWorkers,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._plan, self._workers, self._recorder = plan, workers, recorder
+        ppo = config.train.ppo
+        self._flow, self._only_critic = flow, without_actor_training(flow)
+        weight = ppo.reward_model.weight
+        self._executor = GraphExecutor(flow, meshes, workers, score_weight=weight)
+        self._critic_executor = GraphExecutor(self._only_critic, meshes, workers, score_weight=weight)
+        self._critic_steps = ppo.critic.warmup_steps if ppo.critic.enabled else 0
+
+    async def run(
+        self, step: int, groups: list[list[SampleMeta]], args: Mapping[str, dict[str, Any]]
+    ) -> dict[str, CallResult]:
+        """The calls of ``step`` on ``groups``; afterwards no worker holds anything of their samples."""
+        ownership = Ownership()
+        ownership.add_owners(SOURCE_KEYS, owners_of(groups))
+        plans = self._plan(sequence_refs(groups))
+        critic_only = step <= self._critic_steps
+        flow = self._only_critic if critic_only else self._flow
+        executor = self._critic_executor if critic_only else self._executor
+        recording = self._recorder.begin(step, groups, flow, plans, args) if self._recorder else None
+        results = await executor.run(plans, ownership, step=step, version=step - 1, args=args)
+        # Sent before the clearing, and so served before it.
+        recorded = [recording.end(results)] if recording else []
+        ids = [sample.sample_id for group in groups for sample in group]
+        await asyncio.gather(self._workers.clear(sorted(ownership.forget(ids)), ids), *recorded)
+        return results
+
+
+def without_actor_training(flow: Dataflow) -> Dataflow:
+    """The graph of a step in which only the critic learns (train.ppo.critic.warmup_steps)."""
+    return Dataflow([c for c in flow.calls if not (c.trains and c.role == ACTOR)], flow.source_keys)

@@ -1,0 +1,141 @@
+"""What must hold after a run, however it went: the ledger, the samples, nothing left behind, a named end."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from launch.audit import audit_trial
+from realsys.admission.events import RolledBack, Trained
+from realsys.admission.journal import read_journal
+from realsys.config.dump import read_config
+from realsys.config.paths import TrialPaths
+from realsys.data.prompts import PromptDataset
+from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import RealsysError
+from realsys.reward.verifiers import load_verifier
+from realsys.train.record_files import read_arrays, read_record, recorded_steps
+from tests.chaos.live import ChaosRun
+from tests.system.jobs import Job, processes_of
+
+_SETTLE_S = 3.0  # what ends by itself within this is no leftover
+_CAUSE = re.compile(r"^realsys: the run failed: (\S+ \(pid \d+\): .+)$", re.MULTILINE)
+
+
+@dataclass
+class LedgerReport:
+    problems: list[str] = field(default_factory=list)
+    lost: int = 0  # tickets that no state accounts for
+    twice: int = 0  # tickets that are in the weights more than once
+    reissued: int = 0
+
+
+def ledger(paths: TrialPaths) -> LedgerReport:
+    """The audit's word, and a count of our own of what is in the weights twice."""
+    report = LedgerReport()
+    try:
+        found = audit_trial(paths)
+    except RealsysError as error:
+        report.problems.append(f"audit: {error}")
+        return report
+    failed = {check.name: check.problems for check in found.checks if not check.ok}
+    report.problems += [f"audit: {name}: {'; '.join(problems[:3])}" for name, problems in failed.items()]
+    report.reissued = sum(found.reissued_by_cause.values())
+    report.lost = abs(found.granted - sum(found.states.values())) + len(failed.get("prompts", ()))
+    report.twice = _trained_twice(paths.ledger) + len(failed.get("ends", ()))
+    return report
+
+
+def reissued(paths: TrialPaths) -> int:
+    """Attempts lost so far, of a run under way."""
+    return sum(audit_trial(paths).reissued_by_cause.values())
+
+
+def _trained_twice(path: Path) -> int:
+    """Tickets trained again although the weights that hold them stand."""
+    version: dict[str, int] = {}
+    twice = 0
+    for event, _ in read_journal(path):
+        if isinstance(event, RolledBack):
+            version = {ticket: at for ticket, at in version.items() if at <= event.version}
+        elif isinstance(event, Trained):
+            twice += len(version.keys() & set(event.tickets))
+            version |= dict.fromkeys(event.tickets, event.version)
+    return twice
+
+
+def rejudge(paths: TrialPaths) -> tuple[int, list[str]]:
+    """Every answer that was trained, judged again from its recorded tokens: how many, and what is not as it was."""
+    config = read_config(paths.config)
+    tokenizer = TextTokenizer(paths.model)
+    prompts, verifier = PromptDataset(config, paths, tokenizer), load_verifier("exact")
+    judged, problems = 0, list[str]()
+    for step, folder in recorded_steps(paths.records).items():
+        record = read_record(folder)
+        arrays, origins = read_arrays(folder, record)
+        by_ticket = {origin.ticket.ticket_id: origin for origin in origins}
+        for group in record.groups:
+            origin = by_ticket[group[0].ticket_id]
+            prompt = prompts.prompt("train", origin.ticket.prompt_index)
+            for meta, how in zip(group, origin.answers, strict=True):
+                tokens = arrays[meta.sample_id, "tokens"].tolist()
+                text = tokenizer.answer_text(tokens[meta.prompt_len :])
+                right = how.finish_reason == "stop" and verifier(prompt.text, text, prompt.answer)
+                wanted = config.rollout.reward.correct if right else config.rollout.reward.wrong
+                judged += 1
+                if tokens[: meta.prompt_len] != list(prompt.ids):
+                    problems.append(f"step {step}: sample {meta.sample_id} begins with another prompt than its own")
+                if meta.reward != wanted:
+                    problems.append(f"step {step}: sample {meta.sample_id} has reward {meta.reward}, judged {wanted}")
+    return judged, problems
+
+
+def cause_of(job: Job) -> str:
+    """The one line that says why a run failed, without pid and folders."""
+    found = _CAUSE.search(job.stderr)
+    return re.sub(r" \(pid \d+\)|/\S+/(?=\S)", "", found[1]) if found else ""
+
+
+def named_end(job: Job, pattern: str) -> bool:
+    return job.returncode not in (0, None) and re.search(pattern, cause_of(job)) is not None
+
+
+def leftovers(run: ChaosRun, tmp: Path) -> list[str]:
+    """Processes, ports, locks, temp files."""
+    deadline = time.monotonic() + _SETTLE_S
+    while (alive := processes_of(run.root)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    root = run.root
+    left = [f"process left: {line}" for line in alive]
+    left += [f"port left: {address}" for address in sorted(run.addresses) if _listens(address)]
+    left += [f"locked: {path}" for path in (root / "ledger.jsonl", root / "lock") if path.exists() and _locked(path)]
+    # torch makes a cache per user wherever TMPDIR points; it is meant to stay.
+    others = [path for path in tmp.iterdir() if not path.name.startswith("torchinductor_")]
+    temporary = [*root.rglob("*.tmp"), *root.glob("staged-*"), *root.glob("errors/.*"), *others]
+    left += [f"temp file left: {path}" for path in temporary]
+    left += [f"shared memory left: {path}" for path in Path("/dev/shm").glob(f"*{root.name}*")]
+    return left
+
+
+def _listens(address: str) -> bool:
+    """Whether anybody answers at ``tcp://host:port`` or ``http://host:port``."""
+    where = urlsplit(address)
+    try:
+        with socket.create_connection((where.hostname or "", where.port or 0), 2):
+            return True
+    except OSError:
+        return False
+
+
+def _locked(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

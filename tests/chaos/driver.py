@@ -1,0 +1,204 @@
+"""Runs a case: injects its faults one after the other, sees what becomes of each, then looks at what is left.
+
+    train ──> step b: the master holds ──> gate ──> fault fires ──> three further steps ──> ... ──> end ──> checks
+                                             └── next row: b += STEPS, once the last one has been recovered from
+
+The MasterWorker may not begin step b before gate k is open, and gate k opens only when row k - 1 is over: so no row
+depends on how fast a machine is. Every wait has a bound and names what it waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realsys.cluster.failpoint import FAULTS, FOLDER, Fault
+from tests.chaos import checks, outside
+from tests.chaos.cases import JOB, Case, Row
+from tests.chaos.live import ChaosRun, Ended
+from tests.system.jobs import command, running
+
+STEPS = 6  # train steps that a row has
+#: steps after which whatever was hit must be back: eta is 1, so two batches at most were there before
+PROOF = 3
+FIRE_S, RECOVER_S, END_S = 90.0, 240.0, 120.0
+
+
+@dataclass
+class RowResult:
+    """One line of the table."""
+
+    case: str
+    fault: str
+    phase: str
+    outcome: str = "not reached"
+    recovery_s: float | None = None  # from the fault until PROOF further steps were trained
+    reissued: int | None = None
+    lost: int | None = None
+    twice: int | None = None
+
+    @property
+    def good(self) -> bool:
+        return self.outcome.startswith(("survived", "ended: ", "skipped")) and not self.lost and not self.twice
+
+
+@dataclass
+class CaseResult:
+    name: str
+    rows: list[RowResult]
+    seconds: float = 0.0
+    rejudged: int = 0  # answers that were trained, with the reward that they have
+    problems: list[str] = field(default_factory=list)
+    report: str = ""  # everything there is to read, where something is wrong
+
+    @property
+    def good(self) -> bool:
+        return not self.problems and all(row.good for row in self.rows)
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "report"}
+
+
+def run_case(case: Case, folder: Path) -> CaseResult:
+    """One run from start to checks; what it leaves stays in ``folder`` only if something was wrong."""
+    result = CaseResult(case.name, [RowResult(case.name, row.fault, row.phase) for row in case.rows])
+    if missing := _missing(case):
+        for row in result.rows:
+            row.outcome = f"skipped: needs {missing}"
+        return result
+    began = time.monotonic()
+    folder.mkdir(parents=True)
+    _Drive(case, folder, result).run()
+    result.seconds = time.monotonic() - began
+    if result.good:
+        shutil.rmtree(folder)
+    return result
+
+
+def _missing(case: Case) -> str:
+    """What this machine lacks for the case, "" if nothing."""
+    if case.needs == "root" and os.geteuid() != 0:
+        return "root"
+    return case.needs if case.needs == "etcd" and shutil.which("etcd") is None else ""
+
+
+class _Drive:
+    """One case under way."""
+
+    def __init__(self, case: Case, folder: Path, result: CaseResult) -> None:
+        self._case, self._folder, self._result = case, folder, result
+        self._faults, self._tmp, self._fileroot = folder / "faults", folder / "tmp", folder / "runs"
+        for path in (self._faults, self._tmp):
+            path.mkdir()
+
+    def run(self) -> None:
+        case, result = self._case, self._result
+        root = self._fileroot / "arith" / case.name
+        total = 1 + STEPS * len(case.rows)
+        argv = command(
+            *JOB, f"train.total_steps={total}", f"fileroot={self._fileroot}", f"trial={case.name}", *case.overrides
+        )
+        with contextlib.ExitStack() as disk, running(root, argv, self._environment()) as live:
+            run = ChaosRun(live, self._faults)
+            try:
+                if case.needs == "root":
+                    run.until(root.exists, "the trial's folder", FIRE_S)
+                    disk.enter_context(outside.small_disk(root / "weights"))
+                    (self._faults / "mounted").touch()
+                self._inject_all(run)
+                live.process.wait(END_S)
+            except Ended as error:
+                result.problems += [] if case.ends else [f"the run ended while waiting for {error}"]
+                live.process.wait(END_S)
+            except Exception as error:  # a boundary: the other cases go on, and this one says what happened
+                result.problems.append(f"{type(error).__name__}: {error}")
+            if live.process.poll() is None:
+                live.process.terminate()
+                live.process.wait(END_S)
+            try:
+                self._judge(run)
+            except Exception as error:  # the same: of a run that never began there is nothing to read, say
+                result.problems.append(f"cannot be checked: {type(error).__name__}: {error}")
+            if not result.good:
+                result.report = live.job.report()
+
+    def _environment(self) -> Mapping[str, str]:
+        faults = [fault for number, row in enumerate(self._case.rows) for fault in self._armed(number, row)]
+        text = msgspec.json.encode(faults).decode()
+        return {FAULTS: text, FOLDER: str(self._faults), "TMPDIR": str(self._tmp)}
+
+    def _armed(self, number: int, row: Row) -> list[Fault]:
+        """The hold before the row's first step, and its faults."""
+        gate = f"go-{number}"
+        at = 2 + STEPS * number
+        hold = Fault(f"hold-{number}", "master_worker/0", "master.batch", "hold", at=at, until=gate)
+        disk = Fault("mount", "model_worker/0", "weights.write", "hold", until="mounted")
+        return [
+            *([disk] if self._case.needs == "root" else []),
+            hold,
+            *(
+                msgspec.structs.replace(fault, name=f"{number}-{part}", gate=gate)
+                for part, fault in enumerate(row.faults)
+            ),
+        ]
+
+    def _inject_all(self, run: ChaosRun) -> None:
+        reissued = 0
+        for number, (row, result) in enumerate(zip(self._case.rows, self._result.rows, strict=True)):
+            first = 2 + STEPS * number
+            run.until_step(first - 1, RECOVER_S)
+            run.see_addresses()
+            result.outcome = "did not fire"
+            run.open_gate(number)
+            fired = self._fire(run, number, row, result)
+            before = run.steps()
+            result.outcome = "did not recover"
+            run.until_step(before + PROOF, RECOVER_S)
+            result.recovery_s = round(time.time() - fired, 2)
+            result.outcome = "survived"
+            total = checks.reissued(run.live.job.paths)
+            result.reissued, reissued = total - reissued, total
+
+    def _fire(self, run: ChaosRun, number: int, row: Row, result: RowResult) -> float:
+        """Unix seconds at which the row's last fault fired."""
+        began = time.time()
+        if row.act is not None:
+            row.act(run)
+        for part in range(len(row.faults)):
+            marker = self._faults / f"fired-{number}-{part}"
+            run.until(marker.exists, f"{row.fault} at {row.phase} (row {number}) to fire", FIRE_S)
+            began = marker.stat().st_mtime if part == 0 else began
+        return began
+
+    def _judge(self, run: ChaosRun) -> None:
+        """What must hold after any run, whatever happened to it."""
+        case, result = self._case, self._result
+        job = run.live.job
+        cause = checks.cause_of(job)
+        if case.ends:
+            (row,) = result.rows
+            ended = checks.named_end(job, case.ends)
+            row.outcome = f"ended: {cause}" if ended else f"exit {job.returncode}: {cause or 'no cause given'}"
+        elif job.returncode != 0:
+            result.problems.append(f"exit {job.returncode}: {cause or 'no cause given'}")
+        ledger = checks.ledger(job.paths)
+        result.problems += ledger.problems
+        for row in result.rows:
+            row.lost, row.twice = ledger.lost, ledger.twice
+            if row.reissued is None:
+                row.reissued = ledger.reissued
+        result.rejudged, changed = checks.rejudge(job.paths)
+        result.problems += changed[:5]
+        if not case.ends and not result.rejudged:
+            result.problems.append("no answer is on record: nothing could be judged again")
+        result.problems += checks.leftovers(run, self._tmp)
+        if not result.good:
+            result.report = job.report()

@@ -1,0 +1,144 @@
+"""Faults that come from outside of the run's processes: strangers on its sockets, a disk that fills, a store that dies.
+
+Each is called when the run trains, does its harm, and returns; whether the run goes on is the driver's question.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import zmq
+
+from tests.chaos.live import ChaosRun
+
+BALLAST = "ballast"  # file that takes the room left on a disk
+DISK_BYTES = 64 << 20
+_SAYS_FULL = "No space left on device"
+
+
+# ---- strangers
+
+
+def garbage_to_puller(run: ChaosRun) -> None:
+    _garbage_to_zmq(_address(run, "pull"))
+
+
+def garbage_to_master(run: ChaosRun) -> None:
+    _garbage_to_zmq(_address(run, "request_reply"))
+
+
+def garbage_to_manager(run: ChaosRun) -> None:
+    token = run.live.job.paths.token.read_text().strip()
+    paths = ("/allocate_rollout", "/finish_rollout", "/trained", "/schedule_request", "/evaluate", "/no_such_call")
+    _garbage_to_http(_address(run, "gserver_manager"), paths, token)
+
+
+def garbage_to_server(run: ChaosRun) -> None:
+    token = run.live.job.paths.token.read_text().strip()
+    url = json.loads(_address(run, "generation_server"))["url"]
+    _garbage_to_http(url, ("/generate", "/update_weights_from_disk", "/no_such_call"), token)
+    # Without the token: whoever has it may pause a server.
+    _garbage_to_http(url, ("/pause_generation", "/abort_request", "/flush_cache"), "wrong")
+
+
+def _address(run: ChaosRun, key: str) -> str:
+    store, names = run.name_store()
+    try:
+        (value,) = store.get_subtree(f"{names.root}/{key}").values()
+        return value
+    finally:
+        store.close()
+
+
+def _garbage_to_zmq(address: str) -> None:
+    """Well-formed messages of nonsense, then bytes that are no ZMTP at all, then a connection that says nothing."""
+    rng = random.Random(address)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    try:
+        dealer.connect(address)
+        for frames in range(1, 6):
+            for size in (0, 1, 7, 1000, 1 << 20):
+                dealer.send_multipart([rng.randbytes(size) for _ in range(frames)])
+    finally:
+        dealer.close(linger=2000)
+        context.term()
+    where = urlsplit(address)
+    for data in (rng.randbytes(4096), b"\xff" + bytes(8) + b"\x7f", b"GET / HTTP/1.1\r\n\r\n", b""):
+        _raw(where.hostname or "", where.port or 0, data)
+
+
+def _garbage_to_http(url: str, paths: tuple[str, ...], token: str) -> None:
+    """What is no HTTP, no JSON, not the right JSON, too large, or not allowed."""
+    rng = random.Random(url)
+    where = urlsplit(url)
+    host, port = where.hostname or "", where.port or 0
+    for data in (rng.randbytes(4096), b"GET / HTTP/9.9\r\n\r\n", b"GET /" + b"x" * 100_000, b"POST", b""):
+        _raw(host, port, data)
+    bodies = (b"", b"{", b"[]", b"null", rng.randbytes(1000), b'{"a":' * 2000, b"[" * 100_000, b'{"ticket_id": 1e999}')
+    for path in paths:
+        for secret in (token, "wrong"):
+            for body in bodies:
+                head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {secret}\r\nConnection: close\r\n"
+                _raw(host, port, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        _raw(host, port, f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 50}\r\n\r\nx".encode())
+
+
+def _raw(host: str, port: int, data: bytes) -> None:
+    """Send, stop writing, read until the other side closes; it may reset the connection at any time."""
+    with contextlib.suppress(ConnectionError, TimeoutError), socket.create_connection((host, port), 5) as peer:
+        peer.settimeout(2)
+        peer.sendall(data)
+        peer.shutdown(socket.SHUT_WR)
+        while peer.recv(1 << 16):
+            pass
+
+
+# ---- the disk
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system of its own, of ``DISK_BYTES``, at ``folder``. Needs root."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill_disk(run: ChaosRun) -> None:
+    """No room for weights until somebody has said so."""
+    fill_disk_for_good(run)
+    said = lambda: any(_SAYS_FULL in path.read_text() for path in run.live.job.paths.errors.glob("*.json"))  # noqa: E731
+    try:
+        run.until(said, "an error file that says that the disk is full", 120)
+    finally:
+        (run.root / "weights" / BALLAST).unlink()
+
+
+def fill_disk_for_good(run: ChaosRun) -> None:
+    with (run.root / "weights" / BALLAST).open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+
+
+# ---- the name store
+
+
+def kill_etcd(run: ChaosRun) -> None:
+    """The etcd that the launcher started."""
+    etcds = [p for p in psutil.Process(run.live.process.pid).children() if p.name() == "etcd"]
+    assert len(etcds) == 1, f"the launcher has {len(etcds)} children called etcd"
+    os.kill(etcds[0].pid, signal.SIGKILL)

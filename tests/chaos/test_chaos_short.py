@@ -1,0 +1,15 @@
+"""A few faults of each kind, in whole runs of the small arith job. Everything: `make chaos`."""
+
+import pytest
+
+from tests.chaos.cases import Case, short
+from tests.chaos.driver import run_case
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("case", short(), ids=lambda case: case.name)
+def test_nothing_is_lost_or_left_behind(case: Case, tmp_path):
+    result = run_case(case, tmp_path / case.name)
+    assert result.good, f"{result.problems}\n{result.rows}\n{result.report}"
+    assert all(row.outcome == "survived" or case.ends for row in result.rows)

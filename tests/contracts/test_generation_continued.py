@@ -1,0 +1,117 @@
+"""Answers that outlive their server: two real server processes, one of which ends in the middle of them."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from realsys.admission.messages import ScheduleReply, ScheduleRequest
+from realsys.generation.client import GenerationClient, SamplingSpec
+from realsys.rollout.partial import PartialRolloutManager
+from realsys.types import Ticket
+from tests.contracts.generation_servers import PROMPT, ServerUnderTest, check, drive, publish
+from tests.generation_models import make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+BOUND_S = 60.0
+TICKET = Ticket("17", 0, prompt_index=0, n=2, seed=400)
+LENGTH = 60
+PAUSE_AFTER = 100  # tokens of both answers: in the middle of each
+
+
+class Process:
+    """A server that pauses by itself in the middle of answers, if told to."""
+
+    def __init__(self, model_path: Path, pause_after: int = 0) -> None:
+        command = [sys.executable, "-m", "tests.generation_process", str(model_path), str(pause_after)]
+        self._popen = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    @property
+    def url(self) -> str:
+        """Once it is up. Call once."""
+        assert self._popen.stdout is not None
+        return self._popen.stdout.readline().strip()
+
+    def stop(self) -> None:
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def join(self) -> None:
+        self.stop()
+        self._popen.wait(BOUND_S)
+        assert self._popen.stdout is not None
+        self._popen.stdout.close()
+
+
+class Places:
+    """The manager's part: the first server until it is gone, then the second."""
+
+    def __init__(self, urls: dict[str, str]) -> None:
+        self.urls, self.requests = urls, list[ScheduleRequest]()
+        self.gone = False
+
+    async def schedule(self, request: ScheduleRequest) -> ScheduleReply:
+        self.requests.append(request)
+        name = "second" if self.gone else "first"
+        return ScheduleReply(name, self.urls[name], 0)
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[tuple[Process, Process, dict[int, object], dict[int, Path]]]:
+    models = {version: make_model("qwen2", tmp_path / f"hf{version}", seed=version) for version in (1, 2)}
+    paths = {version: publish(tmp_path / "weights", version, tmp_path / f"hf{version}") for version in models}
+    first, second = Process(tmp_path / "hf1", PAUSE_AFTER), Process(tmp_path / "hf2")
+    try:
+        yield first, second, models, paths
+    finally:
+        for process in (first, second):
+            process.join()
+
+
+def generate(servers, chunk: int, end: Callable[[Process], None]):
+    """Answers begun at the first server, which is ended in the middle of them; and what the manager was asked."""
+    first, second, models, paths = servers
+
+    async def test(client: GenerationClient):
+        places = Places({"first": first.url, "second": second.url})
+        for name, version in (("first", 1), ("second", 2)):
+            assert (await client.update_weights(places.urls[name], str(paths[version]), version, BOUND_S)).success
+        spec = SamplingSpec(max_new_tokens=LENGTH, n=2, new_tokens_per_chunk=chunk)
+        rollout = asyncio.create_task(PartialRolloutManager(places, client).generate(TICKET, PROMPT, spec))
+        async with asyncio.timeout(BOUND_S):
+            while not (await client.server_info(places.urls["first"])).paused:
+                assert not rollout.done()
+            places.gone = True
+            end(first)
+            answers = await rollout
+        server = ServerUnderTest("", models, paths, 0)
+        for answer in answers:
+            assert (len(answer.tokens), answer.finish_reason) == (LENGTH, "length")
+            check(server, answer)  # every log-prob is of its version, over a prefix that this version computed
+        return answers, places.requests
+
+    return drive(test)
+
+
+def test_a_killed_server_costs_only_the_piece_that_it_was_at(servers):
+    answers, requests = generate(servers, 20, Process.kill)
+    for answer in answers:
+        assert answer.versions.tolist() == [1] * 40 + [2] * 20
+    assert [request.failed_server for request in requests] == [None, None, None, "first"]
+    assert requests[-1].failure is not None and "connection failed" in requests[-1].failure
+
+
+def test_a_server_that_is_stopped_hands_over_what_its_answers_have(servers):
+    answers, requests = generate(servers, 0, Process.stop)
+    assert sum(answer.versions.tolist().count(1) for answer in answers) >= PAUSE_AFTER
+    for answer in answers:
+        assert set(answer.versions.tolist()) == {1, 2}
+    assert [request.failed_server for request in requests] == [None, None]

@@ -1,0 +1,160 @@
+"""What stands before every HTTP service: token, limits. Over real sockets where the transport matters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+from collections.abc import Iterator
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from realsys.cluster.http_guard import MAX_HEAD, Guard
+from realsys.errors import GenerationError
+from realsys.generation.client import GenerationClient
+from realsys.generation.server import HttpServer
+from realsys.generation.server import build_app as generation_app
+from workers.manager_http import ManagerApp
+
+BOUND_S = 30.0
+LIMIT = 1000
+SERVICES = ("manager", "generation_server")
+
+
+def guarded(service: str, token: str) -> Guard:
+    """The routes of a service; nothing is behind them."""
+    if service == "manager":
+        return ManagerApp(cast(Any, None), token, cast(Any, None)).build()
+    return generation_app(cast(Any, None), token=token)
+
+
+def call(guard: Guard, method: str, path: str, headers: dict[str, str]) -> tuple[int, Any]:
+    """Status and body of one call over ASGI."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"not json", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": raw}
+    scope |= {"query_string": b"", "root_path": "", "scheme": "http", "server": ("x", 1), "http_version": "1.1"}
+    asyncio.run(guard(scope, receive, send))
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer secret ", "bearer secret", "secret", "Bearer \xff"])
+def test_every_call_that_changes_something_needs_the_token(service: str, given: str | None) -> None:
+    guard = guarded(service, "secret")
+    headers = {} if given is None else {"authorization": given}
+    routes = [(m, r.path) for r in cast(Any, guard)._app.routes for m in r.methods - {"GET", "HEAD"}]
+    assert len(routes) >= 5
+    secret = [("GET", path) for path in cast(Any, guard)._secret]
+    for method, path in [*routes, *secret, ("PUT", "/unknown"), ("DELETE", "/status")]:
+        status, body = call(guard, method, path, headers)
+        assert status == 401 and "needs the trial's token" in json.dumps(body), (method, path)
+    assert guard.refused["token"] == len(routes) + len(secret) + 2
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_with_the_token_a_call_reaches_its_route(service: str) -> None:
+    guard = guarded(service, "secret")
+    for route in cast(Any, guard)._app.routes:
+        for method in route.methods - {"GET", "HEAD"}:
+            status, _ = call(guard, method, route.path, {"authorization": "Bearer secret"})
+            assert status == 400, route.path  # the body is no JSON
+    assert not guard.refused
+
+
+async def echo(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(str(len(await request.body())))
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Guard, str]]:
+    app = Starlette(routes=[Route("/echo", echo, methods=["POST"])])
+    guard = Guard(app, token="secret", max_body=LIMIT, error=lambda message: {"error": message})
+    http = HttpServer(guard)
+    http.start()
+    yield guard, http.url
+    http.close()
+
+
+def talk(url: str, *pieces: bytes) -> bytes:
+    """What comes back until the other side closes."""
+    where = urlsplit(url)
+    with socket.create_connection((where.hostname, where.port), timeout=BOUND_S) as connection:
+        answer = b""
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+            while part := connection.recv(65536):
+                answer += part
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+        return answer
+
+
+def head(length: int, *more: str) -> bytes:
+    lines = ["POST /echo HTTP/1.1", "Host: x", "Connection: close", "Authorization: Bearer secret", *more]
+    return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
+
+
+def test_body_up_to_the_limit_is_served(served: tuple[Guard, str]) -> None:
+    assert talk(served[1], head(LIMIT), bytes(LIMIT)).endswith(b"\r\n\r\n1000")
+    assert not served[0].refused
+
+
+def test_declared_size_over_the_limit_is_refused_before_the_body_comes(served: tuple[Guard, str]) -> None:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for length in (LIMIT + 1, 1 << 40, (1 << 63) - 1):
+        assert talk(served[1], head(length)).startswith(b"HTTP/1.1 413")
+    assert served[0].refused["size"] == 3
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100 << 10  # KiB
+
+
+def test_chunked_body_is_refused_as_soon_as_it_is_over_the_limit(served: tuple[Guard, str]) -> None:
+    chunk = b"1f4\r\n" + bytes(500) + b"\r\n"
+    begin = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    assert talk(served[1], begin, *[chunk] * 3, b"0\r\n\r\n").startswith(b"HTTP/1.1 413")
+
+
+def test_head_without_end_is_cut_off(served: tuple[Guard, str]) -> None:
+    """Before anything of ours could look at it; h11 has such a limit, httptools has none."""
+    lines = [f"X-{n}: ".encode() + b"y" * 8000 + b"\r\n" for n in range(200)]
+    answer = talk(served[1], b"POST /echo HTTP/1.1\r\nHost: x\r\n", *lines)
+    assert b"400" in answer[:20] or answer == b""
+    assert sum(map(len, lines)) > 10 * MAX_HEAD
+
+
+def test_two_requests_on_one_connection_are_told_apart(served: tuple[Guard, str]) -> None:
+    """A body before the head that follows it does not count as head."""
+    first = head(900).replace(b"Connection: close\r\n", b"")
+    answer = talk(served[1], first + bytes(900) + head(10) + bytes(10))
+    assert answer.count(b"HTTP/1.1 200") == 2
+
+
+def test_generation_client_sends_the_token(served: tuple[Guard, str]) -> None:
+    async def run(token: str | None) -> str:
+        client = GenerationClient(BOUND_S, token=token)
+        try:
+            await client.resume(served[1])
+        except GenerationError as error:
+            return str(error)
+        finally:
+            await client.close()
+        return ""
+
+    assert "status 404" in asyncio.run(run("secret"))  # past the guard: there is no such route here
+    assert "status 401" in asyncio.run(run(None))
+    assert "status 401" in asyncio.run(run("another"))

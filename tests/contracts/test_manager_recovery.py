@@ -1,0 +1,200 @@
+"""Over HTTP: the training side starts again, an older one is fenced, the ledger is compacted under load."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from manager_trial import BOUND_S, TOKEN, WORKER, Trial, drive
+
+from launch.audit import audit_trial
+from realsys.admission.events import Opened, RolledBack, Snapshot
+from realsys.admission.journal import read_journal, twin_path
+from realsys.admission.messages import RollBackRequest, TrainedRequest
+from realsys.config.paths import TrialPaths
+from realsys.errors import Fenced, StreamError
+from realsys.rollout.manager_client import ManagerClient
+from realsys.types import PublishedVersion
+
+A, B = (f"{number:019d}" for number in (1, 2))
+
+
+async def start(t: Trial, version: int, incarnation: str) -> Any:
+    return await t.post("/roll_back", version=version, step=version, incarnation=incarnation, checkpoint="/c")
+
+
+async def serve(t: Trial, version: int, incarnation: str) -> None:
+    """Publish, and wait until the server has verified it."""
+    published = PublishedVersion(version, incarnation, f"/weights/v{version}.{incarnation}", version)
+    t.store.add(t.names.model_version(), msgspec.json.encode(published).decode(), replace=True)
+
+    def verified() -> bool:
+        server = t.state.servers.get("generation_server/0")
+        return server is not None and server.verified == published
+
+    await t.until(f"the server has version {version} of {incarnation}", verified)
+
+
+def events(t: Trial) -> list[Any]:
+    return [event for event, _ in read_journal(t.ledger)]
+
+
+def test_training_starts_again_from_a_checkpoint_and_the_old_side_is_refused(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.add_server(0)
+        assert await start(t, -1, A) == {"reissued": 0}
+        await serve(t, 0, A)
+        first, second, third = (await t.allocate(3))["tickets"]
+        assert first["training"] == A
+        await t.finish(first)
+        await t.finish(second)
+        body = {"step": 1, "version": 1, "incarnation": A}
+        assert (await t.post("/trained", **body, trained=[first["ticket_id"]], oldest=[0]))["trained"] == 1
+        await serve(t, 1, A)
+        assert await start(t, 0, B) == {"reissued": 3}
+        assert await start(t, 0, B) == {"reissued": 3}, "the reply was lost and the call repeated"
+        assert (await t.allocate())["reason"] == "no_server" and (await t.get("/get_model_version"))["version"] == -1
+        status, reply = await t.call("/trained", body | {"trained": [second["ticket_id"]]})
+        assert status == 409 and B in reply["error"] and "\n" not in reply["error"]
+        assert (await t.call("/roll_back", {"version": 0, "step": 0, "incarnation": A}))[0] == 409
+        status, reply = await t.call("/roll_back", {"version": 9, "step": 9, "incarnation": f"{3:019d}"})
+        assert status == 400 and "the ledger ends at 0" in reply["error"]
+        assert (await t.schedule(third))[0] == 409
+        await serve(t, 0, B)
+        again = (await t.allocate(3))["tickets"]
+        assert [(x["ticket_id"], x["attempt"], x["training"]) for x in again] == [
+            (x["ticket_id"], 1, B) for x in (first, second, third)
+        ]
+        kinds = [type(event) for event in events(t)]
+        assert kinds.count(RolledBack) == 2 and kinds[:2] == [Opened, RolledBack]
+
+    drive(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "token", "expected"),
+    [
+        ({"version": 0, "step": 0, "incarnation": A}, "wrong", 401),
+        ({"version": -2, "step": 0, "incarnation": A}, TOKEN, 400),
+        ({"version": 0, "step": 0, "incarnation": ""}, TOKEN, 400),
+        ({"version": 0, "step": 0}, TOKEN, 400),
+    ],
+)
+def test_a_bad_roll_back_changes_nothing(tmp_path: Path, body: dict[str, Any], token: str, expected: int) -> None:
+    async def scenario(t: Trial) -> None:
+        status, reply = await t.call("/roll_back", body, token=token)
+        assert status == expected and "\n" not in reply["error"]
+        assert [type(event) for event in events(t)] == [Opened]
+
+    drive(tmp_path, scenario)
+
+
+def test_a_manager_that_restarts_still_knows_who_trains(tmp_path: Path) -> None:
+    """The name store holds what the old side published: it is not served, whoever finds it first."""
+
+    async def scenario(t: Trial) -> None:
+        await t.add_server(0)
+        await start(t, -1, A)
+        await serve(t, 0, A)
+        await start(t, 0, B)
+        await t.halt()
+        await t.start()
+        assert t.state.training == B and (await t.get("/get_model_version"))["version"] == -1
+        assert (await t.call("/trained", {"step": 1, "version": 1, "incarnation": A}))[0] == 409
+        await serve(t, 0, B)
+        assert (await t.allocate())["tickets"][0]["training"] == B
+        assert sum(isinstance(event, Opened) for event in events(t)) == 1, "nothing that binds has changed"
+
+    drive(tmp_path, scenario)
+
+
+def test_the_client_fences_an_older_training_side(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        client = ManagerClient(lambda: t.url, TOKEN, patience_s=BOUND_S)
+        try:
+            assert (await client.roll_back(RollBackRequest(-1, -1, B))).reissued == 0
+            with pytest.raises(Fenced, match=f"{A} must end"):
+                await client.roll_back(RollBackRequest(-1, -1, A))
+            with pytest.raises(Fenced, match=f"{A} must end"):
+                await client.trained(TrainedRequest(1, 1, incarnation=A))
+            with pytest.raises(StreamError, match="status 400.*the ledger ends at 0"):
+                await client.roll_back(RollBackRequest(5, 5, f"{3:019d}"))
+        finally:
+            await client.close()
+
+    drive(tmp_path, scenario)
+
+
+def test_what_never_arrived_is_reissued_and_wakes_a_held_allocation(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.add_server(0)
+        await start(t, -1, A)
+        await serve(t, 0, A)
+        tickets = (await t.allocate(4))["tickets"]
+        for ticket in tickets:
+            await t.finish(ticket)
+        clock = t.manager.service.clock
+        t.manager.service.clock = lambda: clock() + 3600.0
+        held = asyncio.create_task(t.allocate(1, wait_s=BOUND_S))
+        kept = [[ticket["ticket_id"], 0] for ticket in tickets[1:]]
+        reply = await t.post("/trained", step=0, version=0, incarnation=A, held=kept)
+        assert reply == {"trained": 0, "dropped": 0, "lost": [tickets[0]["ticket_id"]]}
+        assert (await held)["tickets"][0]["attempt"] == 1
+
+    drive(tmp_path, scenario)
+
+
+def test_the_position_of_a_checkpoint_is_on_the_disk_before_it_is_told(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        synced: list[int] = []
+        journal = t.manager.service.journal
+        sync = journal.sync
+
+        def counted() -> None:
+            sync()
+            synced.append(journal.size)
+
+        journal.sync = counted  # type: ignore[method-assign]
+        await t.ready()
+        await t.allocate(2)
+        async with t.session.get(t.url + "/data_position", headers={"Authorization": f"Bearer {TOKEN}"}) as response:
+            position = await response.json()
+        assert len(position["pending"]) == 2 and synced == [journal.size]
+
+    drive(tmp_path, scenario)
+
+
+def test_the_ledger_is_compacted_while_tickets_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
+    """A limit of 4 kB: many compactions beside many calls; then a restart from what is left."""
+
+    async def life(t: Trial) -> int:
+        step, journal = 0, t.manager.service.journal
+        while step < 40 or not journal.base:  # until it has been compacted, however slow the disk is
+            step += 1
+            reply = await t.post("/allocate_rollout", worker=WORKER, max_tickets=2, wait_s=BOUND_S)
+            for ticket in reply["tickets"]:
+                await t.finish(ticket)
+            ids = [ticket["ticket_id"] for ticket in reply["tickets"]]
+            body = {"step": step, "version": step, "incarnation": A, "trained": ids, "oldest": [step - 1] * len(ids)}
+            await t.post("/trained", **body)
+            await serve(t, step, A)
+        return step
+
+    async def scenario(t: Trial) -> None:
+        await t.add_server(0)
+        await start(t, -1, A)
+        await serve(t, 0, A)
+        steps = await life(t)
+        before = (await t.get("/status"))["ledger"]
+        await t.halt()
+        kept = events(t)
+        assert isinstance(kept[0], Snapshot) and kept[0].records > 20 and not twin_path(t.ledger).exists()
+        report = audit_trial(TrialPaths(t.ledger.parent))
+        assert report.ok and report.states["trained"] == 2 * steps == before["trained"], report.checks
+        await t.start()
+        assert (await t.get("/status"))["ledger"] == before
+
+    drive(tmp_path, scenario, ledger_compact_mb=4 / 1024)

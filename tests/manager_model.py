@@ -1,0 +1,177 @@
+"""What must hold of a manager, as a model that knows only the rules. The rules that drive it are in the test."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant
+
+from realsys.admission.events import Event, Outcome
+from realsys.admission.manager import ManagerSettings, ManagerState
+from realsys.admission.messages import AllocateRequest, RollBackReply, RollBackRequest, TrainedReply, TrainedRequest
+from realsys.admission.refusals import OlderTraining
+from realsys.admission.servers import Pace
+from realsys.types import PublishedVersion, ServerAddress
+
+B, ETA, LEASE_S, ATTEMPTS = 3, 1, 50.0, 3
+SERVERS, WORKERS = st.integers(0, 3), st.integers(0, 2)
+PATIENCE_S = 30.0
+PACES = st.sampled_from([Pace(), Pace(0.3, PATIENCE_S), Pace(0.5, PATIENCE_S)])
+OUTCOMES: st.SearchStrategy[Outcome] = st.sampled_from(["accepted", "accepted", "rejected", "failed"])
+SETTINGS = ManagerSettings(B, ETA, 2, ATTEMPTS, 1, {"train": 7, "eval": 4}, lease_s=LEASE_S)
+
+
+@dataclass
+class Known:
+    """What the model knows of a train ticket."""
+
+    state: str
+    attempt: int
+    prompt: int
+    worker: str
+    granted: float
+    news: float
+    failures: int = 0
+    version: int = -1  # it is trained in
+
+
+@dataclass
+class Truth:
+    """What a server really is: its version, and whether the manager may trust it."""
+
+    address: ServerAddress
+    version: int | None = None
+    trusted: bool = True
+    draining: bool = False
+    began: float | None = None
+
+
+class ManagerModel(RuleBasedStateMachine):
+    """The manager under test beside what is known of it, and what must always hold of the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.version, self.births, self.evals = 0.0, -1, 0, 0
+        self.trainings, self.newest = 0, 0  # starts of the training side; the newest version that was trained
+        self.settings = SETTINGS
+        self.state = ManagerState(SETTINGS)
+        self.unplaced: set[tuple[str, int]] = set()  # attempts that ran when the manager restarted
+        self.journal: list[Event] = []
+        self.model: dict[str, Known] = {}
+        self.servers: dict[str, Truth] = {}
+        self.workers: dict[str, str] = {}
+        self.eval_total = 0
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        self.journal += self.state.outbox
+        self.state.outbox = []
+
+    @property
+    def training(self) -> str:
+        return f"{self.trainings:019d}"
+
+    def published(self, version: int) -> PublishedVersion:
+        return PublishedVersion(version, self.training, f"/v{version}.{self.training}", version)
+
+    def counted(self) -> int:
+        return sum(known.state in ("running", "finished", "trained") for known in self.model.values())
+
+    def serves(self, truth: Truth, minimum: int) -> bool:
+        return truth.trusted and truth.version is not None and minimum <= truth.version <= self.version
+
+    def takes_new(self, minimum: int) -> bool:
+        return any(self.serves(truth, minimum) and not truth.draining for truth in self.servers.values())
+
+    def holds_slot(self, truth: Truth) -> bool:
+        serving = self.serves(truth, self.version - ETA)
+        return serving and truth.began is not None and self.now - truth.began < PATIENCE_S
+
+    def register(self) -> None:
+        self.state.observe_servers([truth.address for truth in self.servers.values()])
+
+    def observe_workers(self) -> None:
+        beats = {name: f'{{"kind": "rollout_worker", "incarnation": "{i}"}}' for name, i in self.workers.items()}
+        lost = self.state.observe_workers(beats, self.now)
+        self.mark_lost(lost)
+        self.commit()
+
+    def mark_lost(self, lost: list[str]) -> None:
+        for ticket_id in lost:
+            if not ticket_id.startswith("eval-"):
+                assert self.model[ticket_id].state == "running"
+                self.model[ticket_id].state = "waiting"
+
+    def training_starts(self, version: int, repeat: bool = False) -> None:
+        self.trainings += 1
+        lost = {i for i, k in self.model.items() if k.state in ("running", "finished") or k.version > version}
+        evals = self.state.evaluations.all().items()
+        kept = {i for i, e in evals if len(e.done) == e.started.total and e.started.version <= version}
+        request = RollBackRequest(version, version, self.training)
+        for _ in range(1 + repeat):
+            assert self.state.roll_back(request, self.now) == RollBackReply(len(lost))
+        self.commit()
+        for ticket_id in lost:
+            known = self.model[ticket_id]
+            known.failures = 0 if known.state == "trained" else known.failures
+            known.state, known.version = "waiting", -1
+        assert self.state.evaluations.all().keys() == kept
+        self.eval_total = sum(e.started.total for e in self.state.evaluations.all().values())
+        self.version, self.newest, self.unplaced = max(0, version), max(0, version), set()
+        for truth in self.servers.values():
+            truth.version, truth.draining = None, False
+        if self.workers:
+            assert self.state.allocate(AllocateRequest(min(self.workers), 1), self.now).reason == "no_server"
+        older = PublishedVersion(99, f"{self.trainings - 1:019d}", "/dead", 99)
+        assert not self.state.publish(older), "weights of a dead incarnation"
+        assert self.state.publish(self.published(self.version))
+        for truth in self.servers.values():
+            server = self.state.servers.get(truth.address.name)
+            assert server is not None
+            truth.began = server.began  # kept by an update that is under way, ended for a drain
+
+    def trained(self, request: TrainedRequest) -> TrainedReply:
+        older = TrainedRequest(9, 9, list(self.model), incarnation=f"{self.trainings - 1:019d}", held=[])
+        assert isinstance(self.state.trained(older, self.now), OlderTraining), "a training side that is over"
+        reply = self.state.trained(request, self.now)
+        assert isinstance(reply, TrainedReply)
+        self.commit()
+        return reply
+
+    # -- what must always hold -----------------------------------------------------------------------------------------
+
+    @invariant()
+    def counts_are_those_of_a_recount(self) -> None:
+        counts = Counter(known.state for known in self.model.values())
+        by_state = self.state.ledger.counts.by_state()
+        assert by_state == {state: counts[state] for state in by_state}
+        assert self.state.ledger.counted == self.counted()
+        assert sum(self.state.ledger.counts.dropped_by_reason.values()) == counts["dropped"]
+
+    @invariant()
+    def reservations_belong_to_running_tickets(self) -> None:
+        reservations, running = self.state.reservations, 0
+        for name in self.servers:
+            assert reservations.load(name) == reservations.recount().get(name, (0, 0))
+            running += reservations.load(name)[0]
+        assert reservations.recount().keys() <= self.servers.keys(), "a place on a server that is gone"
+        places = [t for t, known in self.model.items() if known.state == "running" and reservations.get(t)]
+        evals = [
+            problem.ticket_id
+            for evaluation in self.state.evaluations.all().values()
+            for problem in evaluation.running.values()
+            if reservations.get(problem.ticket_id)
+        ]
+        assert len(reservations) == len(places) + len(evals)
+
+    @invariant()
+    def no_problem_of_an_evaluation_is_lost(self) -> None:
+        total = 0
+        for evaluation in self.state.evaluations.all().values():
+            parts = [set(evaluation.waiting), set(evaluation.running), evaluation.done]
+            assert sum(map(len, parts)) == len(set.union(*parts)) == evaluation.started.total
+            total += evaluation.started.total
+        assert total == self.eval_total

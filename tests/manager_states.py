@@ -1,0 +1,68 @@
+"""A ManagerState to test: made, brought to where tickets are granted, and driven in one line a thing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from realsys.admission.manager import ManagerSettings, ManagerState
+from realsys.admission.messages import (
+    AllocateRequest,
+    Answer,
+    FinishRequest,
+    ScheduleReply,
+    ScheduleRequest,
+)
+from realsys.admission.refusals import NoServer, NotRunning
+from realsys.admission.servers import UpdateOrder
+from realsys.types import PublishedVersion, ServerAddress, Ticket
+
+SETTINGS = ManagerSettings(2, 1, 4, 2, 1, {"train": 10, "eval": 3})
+ANSWER = Answer(5.0, True, 30, "stop", 0, 0)
+
+
+def version(number: int) -> PublishedVersion:
+    return PublishedVersion(number, "m", f"/v{number}", number)
+
+
+def address(index: int, incarnation: str = "1") -> ServerAddress:
+    return ServerAddress(f"generation_server/{index}", f"http://h:{index}", 1, "h", incarnation)
+
+
+def order(state: ManagerState, index: int, now: float = 0.0, incarnation: str = "1") -> UpdateOrder:
+    made = state.servers.next_order(f"generation_server/{index}", incarnation, now)
+    assert isinstance(made, UpdateOrder)
+    return made
+
+
+def update(state: ManagerState, index: int, now: float = 0.0) -> None:
+    made = order(state, index, now)
+    assert state.begin_update(made, 0.0)
+    assert state.servers.succeeded(made, 0.1, {"pause_s": 0.002})
+
+
+def ready(servers: int = 1, **changes: Any) -> ManagerState:
+    state = ManagerState(dataclasses.replace(SETTINGS, **changes))
+    state.observe_servers([address(index) for index in range(servers)])
+    state.publish(version(0))
+    for index in range(servers):
+        update(state, index)
+    return state
+
+
+def tickets(state: ManagerState, count: int = 1, now: float = 0.0) -> list[Ticket]:
+    return state.allocate(AllocateRequest("w", count), now).tickets
+
+
+def schedule(state: ManagerState, ticket: Ticket, **more: Any) -> ScheduleReply | NoServer | NotRunning:
+    return state.schedule(ScheduleRequest(ticket.ticket_id, ticket.attempt, 10, 20, ticket.n, **more), 0.0)
+
+
+def place(state: ManagerState, ticket: Ticket, **more: Any) -> ScheduleReply:
+    reply = schedule(state, ticket, **more)
+    assert isinstance(reply, ScheduleReply)
+    return reply
+
+
+def finish(state: ManagerState, ticket: Ticket, outcome: Any = "accepted", answers: int = 1) -> None:
+    state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", outcome, "", [ANSWER] * answers), 0.0)

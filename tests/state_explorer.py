@@ -1,0 +1,200 @@
+"""Explicit-state exploration: every state that a small system can reach, and what is wrong with any of them.
+
+    initial ──> expand: every enabled action on a copy ──> check the new state ──> seen before? ──> queue ──┐
+                  ^                                                                                        │
+                  └────────────────────────────────────────────────────────────────────────────────────────┘
+
+Breadth first, so that the path to a violation is a shortest one. An action with a cost is a fault: a state from which
+no end can be reached by actions without cost is stuck, however the faults before it came about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import marshal
+import pickle
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+S = TypeVar("S", bound="System")
+
+
+class Action(Protocol):
+    """Something that can happen next. ``cost`` > 0: a fault."""
+
+    @property
+    def cost(self) -> int: ...
+
+
+class System(Protocol):
+    """A state. ``check`` and ``apply`` raise AssertionError (or any other error) on what must never happen."""
+
+    def enabled(self) -> Iterable[Action]: ...
+
+    def apply(self, action: Any) -> None: ...
+
+    def check(self) -> None: ...
+
+    def key(self) -> bytes: ...
+
+    def is_final(self) -> bool: ...
+
+
+class Violation(AssertionError):
+    """What went wrong, and the shortest way there."""
+
+    def __init__(self, problem: str, path: Sequence[Action]) -> None:
+        super().__init__("\n".join([problem, "after:", *(f"  {action}" for action in path)]))
+        self.problem, self.path = problem, list(path)
+
+
+@dataclass
+class Found:
+    """What an exploration to closure saw. ``actions``: how often each kind of action was taken, by name."""
+
+    states: int = 0
+    transitions: int = 0
+    finals: dict[str, int] = field(default_factory=dict)
+    actions: dict[str, int] = field(default_factory=dict)
+
+
+class Copier:
+    """Copies states through pickle; objects of the ``shared`` types never change and are not copied."""
+
+    def __init__(self, *shared: type) -> None:
+        self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._table = dict.fromkeys(shared, self._reduce)
+
+    def _reduce(self, shared: Any) -> tuple[Callable[[int], Any], tuple[int]]:
+        number = self._numbers.setdefault(id(shared), len(self._objects))
+        if number == len(self._objects):
+            self._objects.append(shared)  # also keeps its id from being given to another
+        return _Lookup.find, (number,)
+
+    def dump(self, state: Any) -> bytes:
+        _Lookup.objects = self._objects
+        buffer = io.BytesIO()
+        pickler = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table = self._table  # type: ignore[misc]
+        pickler.dump(state)
+        return buffer.getvalue()
+
+    def load(self, dumped: bytes) -> Any:
+        _Lookup.objects = self._objects
+        return pickle.loads(dumped)
+
+
+class _Lookup:
+    """Shared objects by number, of the copier at work."""
+
+    objects: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def find(number: int) -> Any:
+        return _Lookup.objects[number]
+
+
+def explore(initial: S, copier: Copier, *, at_most: int) -> Found:
+    """Every state reachable from ``initial``. Raises Violation; also when there are more than ``at_most`` states."""
+    found = Found()
+    numbers = {initial.key(): 0}
+    parents: list[tuple[int, Action | None]] = [(-1, None)]
+    sources, targets = array("l"), array("l")  # of the actions without cost
+    finals: set[int] = set()
+    queue: deque[tuple[int, bytes]] = deque([(0, copier.dump(initial))])
+
+    def path_to(number: int) -> list[Action]:
+        path: list[Action] = []
+        while number > 0:
+            number, action = parents[number]
+            assert action is not None
+            path.append(action)
+        return path[::-1]
+
+    while queue:
+        number, dumped = queue.popleft()
+        state: S = copier.load(dumped)
+        if state.is_final():
+            finals.add(number)
+            continue
+        for action in state.enabled():
+            successor: S = copier.load(dumped)
+            try:
+                successor.apply(action)
+                key = successor.key()
+                if key not in numbers:
+                    successor.check()
+            except Exception as error:
+                raise Violation(f"{type(error).__name__}: {error}", [*path_to(number), action]) from error
+            found.transitions += 1
+            name = getattr(action, "name", str(action))
+            found.actions[name] = found.actions.get(name, 0) + 1
+            target = numbers.setdefault(key, len(parents))
+            if target == len(parents):
+                parents.append((number, action))
+                if len(parents) > at_most:
+                    raise Violation(f"more than {at_most} states: without end, or too large", path_to(number))
+                queue.append((target, copier.dump(successor)))
+            if not action.cost:
+                sources.append(number)
+                targets.append(target)
+    found.states = len(parents)
+    for number in finals:
+        action = parents[number][1]
+        name = getattr(action, "name", "")
+        found.finals[name] = found.finals.get(name, 0) + 1
+    if stuck := _cannot_reach(finals, len(parents), sources, targets):
+        raise Violation(f"{len(stuck)} states from which no end can be reached; the first", path_to(min(stuck)))
+    return found
+
+
+def _cannot_reach(ends: set[int], states: int, sources: array[int], targets: array[int]) -> set[int]:
+    """The states from which no edge leads to one of ``ends``."""
+    before: list[list[int]] = [[] for _ in range(states)]
+    for source, target in zip(sources, targets, strict=True):
+        before[target].append(source)
+    reached, todo = set(ends), list(ends)
+    while todo:
+        for source in before[todo.pop()]:
+            if source not in reached:
+                reached.add(source)
+                todo.append(source)
+    return set(range(states)) - reached
+
+
+class Canonical:
+    """A value that is equal for two objects that behave alike. ``ignored``: class name -> fields that do not count."""
+
+    def __init__(self, ignored: dict[str, set[str]]) -> None:
+        self._ignored = ignored
+        self._fields: dict[type, tuple[str, ...]] = {}
+
+    def digest(self, value: Any) -> bytes:
+        return hashlib.blake2b(marshal.dumps(self.of(value), 2), digest_size=16).digest()
+
+    def of(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in (str, int, bool, float, type(None)):
+            return value
+        if kind in (list, tuple, deque, array):
+            return tuple(self.of(item) for item in value)
+        if isinstance(value, dict):
+            return tuple(sorted(((self.of(k), self.of(v)) for k, v in value.items()), key=repr))
+        if isinstance(value, set | frozenset):
+            return tuple(sorted((self.of(item) for item in value), key=repr))
+        names = self._fields.get(kind) or self._fields.setdefault(kind, self._names(value))
+        return (kind.__name__, *(self.of(getattr(value, name)) for name in names))
+
+    def _names(self, value: Any) -> tuple[str, ...]:
+        if is_dataclass(value):
+            names = [f.name for f in fields(value)]
+        elif hasattr(value, "__struct_fields__"):
+            names = list(value.__struct_fields__)
+        else:
+            names = list(vars(value))
+        return tuple(name for name in names if name not in self._ignored.get(type(value).__name__, ()))

@@ -1,0 +1,62 @@
+"""Staleness bound 0: every batch is of exactly one version, also after the training side went back to a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+from realsys.admission.events import Granted, RolledBack, Trained
+from realsys.admission.journal import read_journal
+from realsys.telemetry.steps import StepTail
+from tests.system.jobs import arith, processes_of, running
+
+pytestmark = pytest.mark.system
+
+BOUND_S = 120.0
+ON_POLICY = [
+    "asynchronous.max_head_offpolicyness=0",
+    "warmup.steps=2",
+    "evaluation.problems=0",
+    "train.batch_groups=4",
+    "rollout.group_size=2",
+    "rollout.workers=1",
+    "checkpoint.every_steps=2",
+    "train.total_steps=100000",
+]
+
+
+def test_with_eta_zero_every_batch_is_of_one_version_also_across_a_recovery(tmp_path: Path) -> None:
+    root, argv = arith(tmp_path, "on-policy", *ON_POLICY)
+    with running(root, argv) as live:
+        live.until_step(3, BOUND_S)
+        live.kill("master_worker/0")
+        went_back = live.until(lambda: live.job.records("recovered"), "training goes on", BOUND_S)[0]["step"]
+        live.until_step(went_back + 3, BOUND_S)
+        live.process.send_signal(signal.SIGINT)
+        job = live.wait(60)
+    assert job.returncode == 130, job.report()
+    steps = job.records("train")
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1)), "one line of training"
+    # Also of the steps that were undone.
+    for record in StepTail(job.paths.steps).read():
+        if record["kind"] == "train":
+            assert record["staleness"]["histogram"] == {"0": record["sequences"]}, record
+    granted: dict[str, int] = {}
+    trained, back_to = 0, list[int]()
+    for event, _ in read_journal(job.paths.ledger):
+        match event:
+            case Granted():
+                granted[event.ticket_id] = event.version
+            case RolledBack():
+                back_to.append(event.version)
+            case Trained():
+                trained += 1
+                assert event.oldest == [event.version - 1] * 4, event
+                assert {granted[ticket] for ticket in event.tickets} == {event.version - 1}, event
+    assert trained >= len(steps) and back_to[-1] == went_back
+    assert went_back % 2 == 0 and went_back >= 2
+    assert main(["audit", str(root)]) == 0
+    assert processes_of(root) == []

@@ -1,0 +1,154 @@
+"""Training that is killed or stopped goes on from its last checkpoint: by itself, or with the same command again."""
+
+import contextlib
+import json
+import shlex
+import signal
+
+import psutil
+import pytest
+
+from launch.audit import audit_trial
+from realsys.cluster.network import free_ports
+from realsys.telemetry.steps import StepTail
+from realsys.train.checkpoint_files import complete_checkpoints
+from tests.system.jobs import arith, command, processes_of, restarts_shown, running
+from tests.system.ledgers import check_staleness
+
+pytestmark = pytest.mark.system
+
+QUICK = [
+    "warmup.steps=2",
+    "evaluation.problems=0",
+    "train.batch_groups=4",
+    "rollout.group_size=2",
+    "rollout.workers=1",
+    "checkpoint.every_steps=2",
+]
+STEPS = 30  # so many that what happens after the third happens before the last
+SERVING = ("gserver_manager/0", "generation_server/0", "rollout_worker/0")
+
+
+def check_complete(job, steps):
+    """Every step once, the ledger in order, nothing left."""
+    job.completed()
+    assert [record["step"] for record in job.records("train")] == list(range(1, steps + 1))
+    check_staleness(job, eta=4)
+    audit = audit_trial(job.paths)
+    assert audit.ok, audit
+    assert audit.states["trained"] == 4 * steps and audit.steps == steps
+    summary = json.loads(job.paths.summary.read_text())
+    assert (summary["status"], summary["steps"], summary["killed_at_stop"]) == ("done", steps, [])
+    assert processes_of(job.root) == []
+    return summary
+
+
+@pytest.mark.parametrize(
+    ("victim", "allocation"),
+    [("model_worker/1", "sglang.d1p1m1+d2p1m1"), ("master_worker/0", "sglang.d1p1m1+d1p1m1")],
+)
+def test_training_side_restarts_from_its_checkpoint_while_the_servers_stay_up(tmp_path, victim, allocation):
+    settings = [f"allocation={allocation}", f"train.total_steps={STEPS}"]
+    root, argv = arith(tmp_path, "killed", *QUICK, *settings)
+    with running(root, argv) as live:
+        live.until_step(3, timeout_s=120)
+        serving = {worker: live.pid(worker) for worker in SERVING}
+        assert all(serving.values())
+        training = {worker: live.pid(worker) for worker in ("model_worker/0", "master_worker/0")}
+        live.kill(victim)
+        for worker, pid in training.items():
+            live.until(lambda w=worker, p=pid: live.pid(w) not in (None, p), f"{worker} is started again")
+        live.until(lambda: live.job.records("recovered"), "training goes on")
+        assert {worker: live.pid(worker) for worker in SERVING} == serving
+        job = live.wait(180)
+    summary = check_complete(job, STEPS)
+    assert summary["recoveries"] == 1
+    assert [entry["process"] for entry in summary["restarts"]] == [victim]
+    assert restarts_shown(job, victim) == 1 and "of the training side" in job.stdout
+    assert not list(job.paths.errors.glob("*")), job.report()
+
+
+def test_ctrl_c_and_the_command_it_names_go_on_without_repeating_a_step(tmp_path):
+    # Time enough for the step under way and a checkpoint, however slow the machine.
+    root, argv = arith(tmp_path, "stopped", *QUICK, "train.total_steps=12", "cluster.stop_timeout_s=60.0")
+    with running(root, argv) as live:
+        live.until_step(3, timeout_s=120)
+        live.process.send_signal(signal.SIGINT)
+        job = live.wait(90)
+    assert job.returncode == 130, job.report()
+    assert job.stderr.startswith("realsys: stopped by SIGINT; to go on: realsys run experiment=arith ")
+    assert processes_of(root) == []
+    done = len(job.records("train"))
+    assert complete_checkpoints(job.paths.checkpoints)[-1][0] == done < 12
+    words = shlex.split(job.stderr.split("to go on: ")[1])
+    with running(root, command(*words[2:])) as live:
+        job = live.wait(180)
+    summary = check_complete(job, 12)
+    assert f"going on from step-{done:08d}; {done} steps had been trained" in job.stdout
+    assert summary["recoveries"] == 1 and not summary["restarts"]
+    trained = [record["step"] for record in StepTail(job.paths.steps).read() if record["kind"] == "train"]
+    assert trained == list(range(1, 13))  # in the log itself: none was undone
+    with running(root, argv) as live:
+        job = live.wait(60)
+    assert job.returncode == 2 and "train.total_steps=12: trial 'stopped' has trained its 12 steps" in job.stderr
+
+
+def test_same_command_goes_on_after_the_launcher_was_killed(tmp_path):
+    root, argv = arith(tmp_path, "orphaned", *QUICK, f"train.total_steps={STEPS}")
+    with running(root, argv) as live:
+        live.until_step(3, timeout_s=120)
+        live.process.kill()
+        live.process.wait(10)
+    with running(root, argv) as live:  # at once: the workers of the first may still be there
+        job = live.wait(180)
+    summary = check_complete(job, STEPS)
+    assert summary["recoveries"] == 1 and not summary["restarts"]
+
+
+def test_training_that_dies_again_without_a_new_checkpoint_ends_with_its_first_cause(tmp_path):
+    settings = [
+        "train.total_steps=100000",
+        "cluster.max_restarts=1",
+        "checkpoint.every_steps=0",
+        "checkpoint.on_stop=false",
+    ]
+    root, argv = arith(tmp_path, "spent", *QUICK, *settings)
+    with running(root, argv) as live:
+        live.until_step(1, timeout_s=120)
+        master = live.pid("master_worker/0")
+        first = live.kill("model_worker/0")
+        live.until(lambda: live.pid("master_worker/0") not in (None, master), "training is started again")
+        live.kill("master_worker/0")
+        job = live.wait(60)
+    assert job.returncode == 1, job.report()
+    assert f"realsys: the run failed: model_worker/0 (pid {first}): was killed by SIGKILL" in job.stderr
+    assert (
+        "master_worker/0 was killed by SIGKILL (out of memory?), after 1 restarts (cluster.max_restarts)" in job.stderr
+    )
+    assert "restart 1/1 of the training side in 0.5 s, from the beginning" in job.stdout
+    assert processes_of(root) == []
+
+
+@pytest.mark.needs("etcd")
+def test_run_goes_on_when_its_own_etcd_is_killed(tmp_path):
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    store = ["name_store=etcd", "cluster.name_store.start=true", f"cluster.name_store.address={address}"]
+    root, argv = arith(tmp_path, "own_etcd", *QUICK, *store, f"train.total_steps={STEPS}")
+    with running(root, argv) as live:
+        live.until_step(3, timeout_s=120)
+        [pid] = etcd_of(live.process.pid)
+        psutil.Process(pid).kill()
+        live.until(lambda: etcd_of(live.process.pid) not in ([], [pid]), "etcd is started again")
+        job = live.wait(180)
+    summary = check_complete(job, STEPS)
+    assert [entry["process"] for entry in summary["restarts"]] == ["name_store/0"]
+    assert restarts_shown(job, "name_store/0") == 1
+
+
+def etcd_of(launcher):
+    found = []
+    for child in psutil.Process(launcher).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.name() == "etcd" and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child.pid)
+    return found

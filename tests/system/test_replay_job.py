@@ -1,0 +1,149 @@
+"""A step of a real run, shown and repeated from what the run recorded of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+
+from realsys.config.paths import TrialPaths
+from realsys.train import record_files as files
+from realsys.train.checkpoint_files import FileInfo, complete_checkpoints
+from tests.system.jobs import Job, run_arith
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Job:
+    settings = ["checkpoint.every_steps=2", "train.total_steps=5", "evaluation.problems=0"]
+    return run_arith(tmp_path_factory.mktemp("runs"), "recorded", *settings).completed()
+
+
+def realsys(*arguments: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launch.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+
+
+def everything(root: Path) -> dict[Path, tuple[int, int]]:
+    """Size and time of change of all that is in a folder."""
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in root.rglob("*")}
+
+
+@pytest.fixture
+def copy(job, tmp_path) -> TrialPaths:
+    """The trial, to be damaged."""
+    root = tmp_path / "recorded"
+    shutil.copytree(job.root, root)
+    return TrialPaths(root)
+
+
+def flip_a_proximal_logprob(directory: Path) -> str:
+    """One bit of the last array of log-probs, with all checksums made to fit; its sample."""
+    record = files.read_record(directory)
+    arrays, origins = files.read_arrays(directory, record)
+    sample_id = max(sample_id for (sample_id, key), array in arrays.items() if key == "prox_logprobs" and len(array))
+    flipped = arrays[sample_id, "prox_logprobs"].copy()
+    flipped.view(np.uint32)[0] ^= 1
+    content = files.encode_worker_file(0, record.step, {**arrays, (sample_id, "prox_logprobs"): flipped}, origins)
+    (directory / files.worker_file(0)).write_bytes(content)
+    info = FileInfo(len(content), xxhash.xxh3_64_hexdigest(content))
+    changed = msgspec.structs.replace(record, files={files.worker_file(0): info})
+    (directory / files.BATCH).write_bytes(files.encode_record(changed))
+    return sample_id
+
+
+def test_a_step_in_the_middle_and_the_last_one_repeat_bit_by_bit(job):
+    assert [step for step, _ in complete_checkpoints(job.paths.checkpoints)] == [2, 4]
+    before = everything(job.root)
+    middle, last = realsys("replay", job.root, "--step", 4), realsys("replay", job.root)
+    for done, steps in ((middle, ["3", "4"]), (last, ["5"])):
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows = [line.split() for line in done.stdout.splitlines() if line.rstrip().endswith("bit-equal")]
+        assert [(row[0], row[1]) for row in rows] == [(step, "32") for step in steps], done.stdout
+        assert done.stderr == ""
+    assert "step-00000002" in middle.stdout and "step-00000004" in last.stdout
+    assert everything(job.root) == before, "a replay only reads the trial"
+
+
+def test_a_flipped_bit_that_no_checksum_tells_is_found_by_the_replay(copy):
+    sample_id = flip_a_proximal_logprob(files.record_of_step(copy.records, 3))
+    done = realsys("replay", copy.root, "--step", 4)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"step 3, first difference: array prox_logprobs of sample {sample_id}: recorded" in done.stdout
+    assert "127/128" in done.stdout and "NOT EQUAL" in done.stdout
+    assert "\n 4 " not in done.stdout, "what follows would only show the consequences"
+
+
+def test_a_flipped_bit_in_a_file_is_named_before_anything_starts(copy):
+    path = files.record_of_step(copy.records, 3) / files.worker_file(0)
+    _, arrays = files.read_worker_file(path.parent, 0)
+    (sample_id, key), array = next((item, a) for item, a in arrays.items() if item[1] == "behav_logprobs" and len(a))
+    content = bytearray(path.read_bytes())
+    content[content.index(array.tobytes()) + 1] ^= 0x10
+    path.write_bytes(content)
+    for command in ("replay", "samples"):
+        done = realsys(command, copy.root, "--step", 3)
+        assert done.returncode == 1
+        assert done.stderr == f"realsys: {path} is damaged: {key} of sample {sample_id} is not what was written\n"
+
+
+def test_samples_shows_prompts_answers_versions_and_where_they_came_from(job):
+    done = realsys("samples", job.root, "--step", 3, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 32 and len({row["ticket_id"] for row in rows}) == 8
+    assert [row["sample_id"] for row in rows] == [f"{row['ticket_id']}/{k % 4}" for k, row in enumerate(rows)]
+    for row in rows:
+        assert row["prompt"].endswith("=") and row["answer"] == "".join(span["text"] for span in row["spans"])
+        assert all(0 <= span["version"] <= 2 for span in row["spans"])
+        assert row["staleness"] == 2 - min(span["version"] for span in row["spans"])
+        tokens = sum(span["tokens"] for span in row["spans"])
+        assert sum(count for _, count in row["route"]) == tokens > 0
+        assert {server for server, _ in row["route"]} == {"generation_server/0"}
+        assert row["worker"].startswith("rollout_worker/") and row["seconds"] > 0 and row["seed"] > 0
+        # no mean is taken off the rewards and nothing divides them: an advantage is the reward, clipped and scaled
+        assert row["advantage"] == row["reward"] and row["logprob_difference"] > 0
+        assert row["correct"] == (row["reward"] > 0) and row["truncated"] == (row["finish_reason"] == "length")
+    shown = realsys("samples", job.root, "--step", 3, "--ticket", rows[4]["ticket_id"])
+    assert shown.returncode == 0, shown.stderr
+    text = shown.stdout
+    assert f"ticket {rows[4]['ticket_id']} attempt 0: prompt {rows[4]['prompt_index']}, seed {rows[4]['seed']}" in text
+    assert rows[4]["prompt"] in text
+    for row in rows[4:8]:
+        assert all(f"[v{span['version']}]{span['text']}" in text for span in row["spans"])
+    assert rows[0]["ticket_id"] not in text
+
+
+def test_bad_input_is_one_line_and_exit_code_2(job, tmp_path):
+    records, checkpoints = job.paths.records, job.paths.checkpoints
+    nowhere = f"realsys: config: config.json='{tmp_path / 'config.json'}': No such file or directory\n"
+    for arguments, expected in (
+        (["replay", job.root, "--step", 9], f"realsys: {records}: step 9 is not recorded; there is 1-5\n"),
+        (
+            ["replay", job.root, "--step", 2],
+            f"realsys: {checkpoints}: no complete checkpoint of a step before 2; there is: 2, 4 "
+            "(checkpoint.keep, checkpoint.every_steps)\n",
+        ),
+        (["replay", tmp_path], nowhere),
+        (["samples", tmp_path], nowhere),
+        (["samples", job.root, "--step", 0], f"realsys: {records}: step 0 is not recorded; there is 1-5\n"),
+    ):
+        done = realsys(*arguments)
+        assert (done.returncode, done.stderr) == (2, expected)
+    done = realsys("samples", job.root, "--ticket", "nobody")
+    assert done.returncode == 2 and "step 5 has not trained ticket 'nobody'; it has 00" in done.stderr
+
+
+def test_a_hole_in_the_records_is_named(copy):
+    files.remove(files.record_of_step(copy.records, 3))
+    done = realsys("replay", copy.root, "--step", 4)
+    problem = "step 3, between the checkpoint of step 2 and step 4, is not recorded; there is 1-2, 4-5"
+    assert (done.returncode, done.stderr) == (2, f"realsys: {copy.records}: {problem}\n")

@@ -1,0 +1,349 @@
+"""ManagerState when the training side starts again, and what the master says: fenced, idempotent, nothing missed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from realsys.admission.events import Opened, Reissued, RolledBack, Trained
+from realsys.admission.manager import ARRIVAL_GRACE_S, ManagerState
+from realsys.admission.messages import (
+    AllocateRequest,
+    EvaluateRequest,
+    FinishRequest,
+    RollBackReply,
+    RollBackRequest,
+    ScheduleRequest,
+    TrainedReply,
+    TrainedRequest,
+)
+from realsys.admission.refusals import NotRunning, OlderTraining
+from realsys.admission.servers import Idle
+from realsys.admission.status import status
+from realsys.errors import LedgerError
+from realsys.types import PublishedVersion
+from tests.manager_states import ANSWER, SETTINGS, address, finish, order, place, schedule, tickets, update
+
+A, B, C = (f"{number:019d}" for number in (1, 2, 10))
+
+
+def start(state: ManagerState, version: int, incarnation: str, now: float = 0.0) -> int:
+    reply = state.roll_back(RollBackRequest(version, version, incarnation, f"/c/{version}"), now)
+    assert isinstance(reply, RollBackReply)
+    return reply.reissued
+
+
+def published(number: int, incarnation: str) -> PublishedVersion:
+    return PublishedVersion(number, incarnation, f"/v{number}.{incarnation}", number)
+
+
+def trained(state: ManagerState, version: int, ids: list[str], incarnation: str, **more: object) -> TrainedReply:
+    request = TrainedRequest(version, version, ids, incarnation=incarnation, **more)  # type: ignore[arg-type]
+    reply = state.trained(request, 0.0)
+    assert isinstance(reply, TrainedReply)
+    return reply
+
+
+def running(incarnation: str = A) -> ManagerState:
+    """A new trial whose training side has started and published, with one server that has verified it."""
+    state = ManagerState(SETTINGS)
+    state.open(0.0)
+    state.observe_servers([address(0)])
+    assert start(state, -1, incarnation) == 0
+    assert state.publish(published(0, incarnation))
+    update(state, 0)
+    return state
+
+
+def serve(state: ManagerState, number: int, incarnation: str) -> None:
+    assert state.publish(published(number, incarnation))
+    update(state, 0)
+
+
+def replayed(state: ManagerState) -> ManagerState:
+    again = ManagerState(state.settings)
+    again.restore_from(state.outbox)
+    return again
+
+
+def test_roll_back_reissues_what_the_checkpoint_does_not_have_and_keeps_drops() -> None:
+    """Trained at 1 and 2, running, finished, rejected, stale; back to 1: only the first of them is left trained."""
+    state = running()
+    first, second = tickets(state, 2)
+    for ticket in (first, second):
+        finish(state, ticket)
+    trained(state, 1, [first.ticket_id], A)
+    trained(state, 2, [second.ticket_id], A)
+    serve(state, 2, A)
+    runs, ends, bad, old = tickets(state, 4)
+    finish(state, ends)
+    finish(state, bad, "rejected")
+    finish(state, old)
+    trained(state, 3, [], A, dropped=[(old.ticket_id, "stale")])
+    place(state, runs)
+    assert start(state, 1, B) == 3
+    states = state.ledger.counts.by_state()
+    assert states == {"running": 0, "finished": 0, "waiting": 3, "trained": 1, "dropped": 2}
+    assert state.ledger.counted == 1 and len(state.reservations) == 0
+    assert (
+        state.ledger.ended(first.ticket_id) == "trained@1" and state.ledger.ended(bad.ticket_id) == "dropped: rejected"
+    )
+    assert state.ledger.counts.reissued_by_cause == {"rolled back": 3}
+    assert isinstance(schedule(state, runs), NotRunning)
+    reply = state.finish(FinishRequest(ends.ticket_id, 0, "w", "accepted", "", [ANSWER]), 0.0)
+    assert not reply.known, "a late finish of the attempt that was rolled back"
+
+
+def test_roll_back_is_one_record_and_replays_to_the_same_state() -> None:
+    state = running()
+    for ticket in tickets(state, 4):
+        finish(state, ticket)
+    trained(state, 1, ["0000000000", "0000000001"], A)
+    before = len(state.outbox)
+    assert start(state, 0, B, now=5.0) == 4
+    assert state.outbox[before:] == [RolledBack(0, 0, B, "/c/0", 5.0)]
+    again = replayed(state)
+    assert again.training == B and again.ledger.counts == state.ledger.counts
+    state.outbox.clear()
+    again.outbox.clear()
+    assert again.snapshot(9.0) == state.snapshot(9.0)
+
+
+def test_nothing_is_granted_until_the_new_training_side_has_published_and_a_server_has_verified_it() -> None:
+    """The old version 1 and the new one are different weights, whatever the server says it has."""
+    state = running()
+    serve(state, 1, A)
+    trained(state, 1, [], A)
+    [before] = tickets(state)
+    finish(state, before)
+    trained(state, 1, [before.ticket_id], A)
+    assert start(state, 1, B) == 0
+    assert state.version == -1 and state.refusal() == "no_server"
+    assert isinstance(state.servers.next_order("generation_server/0", "1", 0.0), Idle)
+    assert not state.publish(published(7, A)), "weights of a dead incarnation are never served again"
+    assert state.publish(published(1, B)) and state.refusal() == "no_server"
+    update(state, 0)
+    [ticket] = tickets(state)
+    assert ticket.training == B and ticket.version == 1
+    assert not state.publish(published(0, B)), "inside an incarnation versions never go back"
+
+
+def test_capacity_is_right_from_the_first_grant_after_a_roll_back() -> None:
+    """B = 2, eta = 1. At version 1 with two trained N starts at 2, and the bound is 2 * (1 + 1 + 1) = 6: four."""
+    state = running()
+    granted = tickets(state, 4)
+    for ticket in granted:
+        finish(state, ticket)
+    trained(state, 1, [ticket.ticket_id for ticket in granted[:2]], A)
+    serve(state, 1, A)
+    trained(state, 2, [ticket.ticket_id for ticket in granted[2:]], A)
+    start(state, 1, B)
+    serve(state, 1, B)
+    again = tickets(state, 100)
+    assert [(t.ticket_id, t.attempt) for t in again[:2]] == [(t.ticket_id, 1) for t in granted[2:]], "re-issued first"
+    assert len(again) == 4 and state.ledger.counted == 6 and state.refusal() == "staleness"
+
+
+def test_an_update_that_began_before_the_roll_back_proves_nothing() -> None:
+    state = running()
+    assert state.publish(published(1, A))
+    success, failure = order(state, 0), order(state, 0)
+    state.begin_update(success, 0.0)
+    trained(state, 1, [], A)
+    start(state, 0, B)
+    assert state.publish(published(0, B))
+    assert state.servers.succeeded(success, 0.1, {}) and state.refusal() == "no_server"
+    assert state.servers.failed(failure, "pruned", 0.0)
+    server = state.servers.get("generation_server/0")
+    assert server is not None and not server.quarantined, "it failed to load what nobody wants any more"
+    update(state, 0)
+    assert state.refusal() is None
+
+
+def test_a_drain_for_a_version_that_will_not_come_ends() -> None:
+    state = running()
+    state.settings = dataclasses.replace(SETTINGS, interruptible=False)
+    [ticket] = tickets(state)
+    place(state, ticket)
+    assert state.publish(published(1, A))
+    assert not state.begin_update(order(state, 0), 0.0)
+    start(state, 0, B)
+    serve(state, 0, B)
+    assert state.refusal() is None
+
+
+def test_the_same_incarnation_again_changes_nothing_and_an_older_one_is_refused() -> None:
+    state = running()
+    finish(state, tickets(state)[0])
+    assert start(state, 0, C) == 1
+    records = len(state.outbox)
+    assert start(state, 0, C) == 1 and len(state.outbox) == records, "the answer to a repeated call is the same"
+    for older in (A, B):
+        refused = state.roll_back(RollBackRequest(0, 0, older), 0.0)
+        assert isinstance(refused, OlderTraining) and older in refused.problem and C in refused.problem
+    with pytest.raises(ValueError, match="has rolled back to 0, not to -1"):
+        state.roll_back(RollBackRequest(-1, -1, C), 0.0)
+    assert len(state.outbox) == records
+
+
+def test_a_checkpoint_that_the_ledger_knows_nothing_of_is_refused() -> None:
+    state = running()
+    with pytest.raises(ValueError, match="version 5: the ledger ends at 0: it is older than the checkpoint /c/5"):
+        start(state, 5, B)
+    assert state.training == A
+
+
+def test_the_first_start_is_remembered_by_a_manager_that_restarts_before_any_ticket() -> None:
+    state = running()
+    again = replayed(state)
+    assert again.training == A and again.ledger.counts.starts == 1
+    again.observe_servers([address(0)])
+    assert not again.publish(published(4, "0")), "what an earlier run left in the name store"
+    serve(again, 0, A)
+    assert tickets(again)[0].training == A
+
+
+def test_evaluations_of_undone_versions_and_unfinished_ones_are_forgotten_and_may_be_asked_again() -> None:
+    state = running()
+    state.evaluate(EvaluateRequest("done", "eval", 1), 0.0)
+    [ticket] = tickets(state)
+    finish(state, ticket)
+    state.evaluate(EvaluateRequest("open", "eval", 2), 0.0)
+    old, _, group = tickets(state, 3)
+    finish(state, group)
+    trained(state, 1, [group.ticket_id], A)
+    serve(state, 1, A)
+    state.evaluate(EvaluateRequest("late", "eval", 1), 0.0)
+    finish(state, tickets(state)[0])
+    assert start(state, 0, B) == 1
+    assert set(state.evaluations.all()) == {"done"} == set(replayed(state).evaluations.all())
+    serve(state, 0, B)
+    state.evaluate(EvaluateRequest("open", "eval", 2), 0.0)
+    [again] = tickets(state)
+    assert again.ticket_id == old.ticket_id and again.attempt > old.attempt
+    assert not state.finish(FinishRequest(old.ticket_id, old.attempt, "w", "accepted", "", [ANSWER]), 0.0).known
+
+
+def test_trained_of_an_older_training_side_is_refused_and_changes_nothing() -> None:
+    state = running()
+    [ticket] = tickets(state)
+    finish(state, ticket)
+    start(state, 0, B)
+    for speaker in (A, ""):
+        request = TrainedRequest(1, 1, [ticket.ticket_id], [(ticket.ticket_id, "stale")], incarnation=speaker, held=[])
+        refused = state.trained(request, 1e6)
+        assert isinstance(refused, OlderTraining) and B in refused.problem
+    assert state.ledger.counts.open["waiting"] == 1
+    with pytest.raises(ValueError, match=f"{C} has not called /roll_back"):
+        state.trained(TrainedRequest(1, 1, incarnation=C), 0.0)
+
+
+def test_oldest_goes_to_the_journal_for_what_is_new_and_must_match_in_number() -> None:
+    state = running()
+    ids = [ticket.ticket_id for ticket in tickets(state, 3)]
+    trained(state, 1, [ids[0]], A, oldest=[0])
+    reply = trained(state, 2, ids, A, oldest=[0, 1, 0])
+    assert reply.trained == 2
+    event = state.outbox[-1]
+    assert isinstance(event, Trained) and (event.tickets, event.oldest, event.incarnation) == (ids[1:], [1, 0], A)
+    with pytest.raises(ValueError, match="oldest has 1 versions for 3"):
+        trained(state, 3, ids, A, oldest=[0])
+
+
+def test_what_finished_and_never_arrived_is_reissued_once_and_its_quota_refunded_once() -> None:
+    state = running()
+    held, gone, late, busy = tickets(state, 4)
+    for ticket in (held, gone):
+        finish(state, ticket)
+    state.finish(FinishRequest(late.ticket_id, 0, "w", "accepted", "", [ANSWER]), ARRIVAL_GRACE_S)
+    request = TrainedRequest(0, 0, incarnation=A, held=[(held.ticket_id, 0)])
+    assert state.refusal() == "staleness" and state.ledger.counted == 4
+    reply = state.trained(request, ARRIVAL_GRACE_S + 1)
+    assert isinstance(reply, TrainedReply) and reply.lost == [gone.ticket_id], "not what finished a moment ago, or runs"
+    assert state.outbox[-1] == Reissued(gone.ticket_id, 0, "never arrived", ARRIVAL_GRACE_S + 1)
+    assert state.ledger.counted == 3
+    again = state.trained(request, ARRIVAL_GRACE_S + 1)
+    assert isinstance(again, TrainedReply) and again.lost == [] and state.ledger.counted == 3
+    [fresh] = tickets(state)
+    assert (fresh.ticket_id, fresh.attempt) == (gone.ticket_id, 1) and state.refusal() == "staleness"
+    state.finish(FinishRequest(gone.ticket_id, 1, "w", "accepted", "", [ANSWER]), 20.0)
+    reply = state.trained(TrainedRequest(0, 0, incarnation=A, held=[(held.ticket_id, 0), (gone.ticket_id, 0)]), 1e6)
+    assert isinstance(reply, TrainedReply)
+    assert reply.lost == [late.ticket_id], "an attempt before it is there, so that this one is refused as a copy"
+    assert state.ledger.is_running(busy.ticket_id, 0)
+
+
+def test_what_this_very_call_trains_or_drops_need_not_be_held() -> None:
+    state = running()
+    first, second = tickets(state, 2)
+    for ticket in (first, second):
+        finish(state, ticket)
+    request = TrainedRequest(
+        1, 1, [first.ticket_id], [(second.ticket_id, "filtered")], incarnation=A, oldest=[0], held=[]
+    )
+    reply = state.trained(request, 1e6)
+    assert reply == TrainedReply(1, 1, [])
+
+
+def test_without_a_word_on_what_is_held_nothing_is_reissued() -> None:
+    state = running()
+    finish(state, tickets(state)[0])
+    assert state.trained(TrainedRequest(0, 0, incarnation=A), 1e6) == TrainedReply(0, 0, [])
+
+
+def test_what_decisions_are_bound_by_is_recorded_when_it_is_new_or_changed() -> None:
+    state = ManagerState(SETTINGS)
+    state.open(1.0)
+    assert state.outbox == [Opened(10, 1, 2, 1, "drop", 4, 1.0)]
+    again = replayed(state)
+    again.open(2.0)
+    assert again.outbox == []
+    changed = ManagerState(dataclasses.replace(SETTINGS, eta=3))
+    changed.restore_from(state.outbox)
+    changed.open(2.0)
+    assert [event.eta for event in changed.outbox if isinstance(event, Opened)] == [3]
+
+
+def test_tickets_of_another_order_of_prompts_are_refused() -> None:
+    state = running()
+    tickets(state)
+    for other_settings in (
+        dataclasses.replace(SETTINGS, seed=2),
+        dataclasses.replace(SETTINGS, batch_groups=3),
+        dataclasses.replace(SETTINGS, split_sizes={"train": 11}),
+    ):
+        other = ManagerState(other_settings)
+        other.restore_from(state.outbox)
+        with pytest.raises(LedgerError, match="its tickets were granted with"):
+            other.open(0.0)
+
+
+def test_finished_tells_the_versions_of_the_answers() -> None:
+    state = running()
+    first, second = tickets(state, 2)
+    answers = [type(ANSWER)(0.0, False, 3, "stop", low, high) for low, high in ((2, 3), (1, 2))]
+    state.finish(FinishRequest(first.ticket_id, 0, "w", "accepted", "", answers), 0.0)
+    state.finish(FinishRequest(second.ticket_id, 0, "w", "failed", "x"), 0.0)
+    versions = [(e.version_min, e.version_max) for e in state.outbox[-2:]]  # type: ignore[union-attr]
+    assert versions == [(1, 3), (-1, -1)]
+
+
+def test_a_repeated_allocation_after_a_roll_back_gets_nothing_of_before() -> None:
+    state = running()
+    request = AllocateRequest("w", 2, request_id="one")
+    before = state.allocate(request, 0.0).tickets
+    start(state, 0, B)
+    serve(state, 0, B)
+    after = state.allocate(request, 0.0).tickets
+    assert [(t.ticket_id, t.attempt) for t in after] == [(t.ticket_id, 1) for t in before]
+    assert isinstance(state.schedule(ScheduleRequest(before[0].ticket_id, 0, 1, 1), 0.0), NotRunning)
+
+
+def test_status_shows_the_training_side() -> None:
+    state = running()
+    start(state, 0, B)
+    shown = status(state, 1.0, 0.0)
+    assert (shown["ledger"]["training"], shown["ledger"]["starts"]) == (B, 2)
+    json.dumps(shown, allow_nan=False)
