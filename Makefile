@@ -10,7 +10,7 @@ SGLANG_CPU  := realsys/generation/sglang/cpu_support
 TESTS  ?= tests/unit tests/contracts tests/system tests/chaos
 ARGS   ?=
 BENCHES ?= microbatch dp_balance train_step train_throughput memory streams weights router generation prefill interruption \
-	async_vs_sync agreement algorithms fuzz
+	async_vs_sync agreement algorithms fuzz ledger_cost soak
 
 # One thread per process: the processes are the parallelism, here as in a run.
 export OMP_NUM_THREADS ?= 1

@@ -125,7 +125,6 @@ def master() -> Iterator[Target]:
         before = stream.bad_messages
         loop.run_until_complete(exchange(frames))
         assert stream._failure is None, stream._failure
-        stream._retired.clear()  # of all the incarnations of this one peer
         stream._unclaimed.clear()
         if stream.bad_messages > before:
             raise DecodeError("counted as bad")

@@ -1,6 +1,6 @@
 """What never losing a group costs: the arith job with ledger, leases and acknowledgements, against itself without.
 
-    python -m benchmarks.ledger_cost [--pairs 4] [--seconds 40] [--groups 16]
+    python -m benchmarks.ledger_cost [--pairs 4] [--steps 80] [--groups 16]
 
 One warm-up makes the model that every run starts from. Then come pairs of runs, one ``on`` and one ``off``, in turn
 on-off and off-on, with the same seeds and settings, on one training rank and one server. ``off`` is the same program
@@ -37,7 +37,7 @@ from realsys.telemetry.steps import read_steps
 PATCHED = Path(__file__).with_name("without_ledger")
 SKIP = 6
 TIMEOUT_S = 1800.0
-COMMON = ["allocation=sglang.d1p1m1+d1p1m1", "evaluation.problems=0", "train.total_steps=100000"]
+COMMON = ["allocation=sglang.d1p1m1+d1p1m1", "evaluation.problems=0"]
 
 
 def launch(root: Path, trial: str, overrides: list[str], *, patched: Path | None = None) -> tuple[TrialPaths, float]:
@@ -69,7 +69,7 @@ def measure(paths: TrialPaths, cpu_s: float) -> dict[str, float]:
     """Steady-state figures of one run."""
     steps = [record for record in read_steps(paths.steps) if record["kind"] == "train"]
     if len(steps) < SKIP + 5:
-        raise SystemExit(f"{paths.root}: only {len(steps)} steps; --seconds must allow for {SKIP + 5}")
+        raise SystemExit(f"{paths.root}: only {len(steps)} steps; --steps must be at least {SKIP + 5}")
     steady = steps[SKIP:]
     seconds = steady[-1]["time"] - steps[SKIP - 1]["time"]
     ledger = paths.ledger
@@ -113,7 +113,7 @@ def spread(values: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of training, per run")
+    parser.add_argument("--steps", type=int, default=80, help="per run")
     parser.add_argument("--groups", type=int, default=16, help="batch size in prompts")
     parser.add_argument("--override", action="append", default=[], help="the same for both; may be repeated")
     options = parser.parse_args()
@@ -126,7 +126,7 @@ def main() -> None:
             f"model.path={warm.final_model}",
             "warmup.steps=0",
             f"train.batch_groups={options.groups}",
-            f"train.max_seconds={options.seconds}",
+            f"train.total_steps={options.steps}",
             f"rollout.max_concurrent={max(4, options.groups // 4)}",
             *options.override,
         ]
@@ -142,7 +142,7 @@ def main() -> None:
             [*rows, *ends],
             {
                 "pairs": options.pairs,
-                "seconds": options.seconds,
+                "steps": options.steps,
                 "groups": options.groups,
                 "skip": SKIP,
                 "override": options.override,

@@ -45,6 +45,8 @@ class Progress:
                 case "warmup":
                     self.warmup.append(record)
                 case "train":
+                    if self.train:
+                        _thin(self.train[-1])
                     self.train.append(record)
                 case "eval":
                     self.evals[str(record.get("eval_id", "?"))] = record
@@ -73,6 +75,14 @@ class Progress:
             if name != "done":
                 seconds[name] = seconds.get(name, 0.0) + max(0.0, stop - start)
         return seconds
+
+
+def _thin(record: Record) -> None:
+    """Most of a train record is shown of the newest one only; it would fill the memory of a long run's launcher."""
+    if isinstance(record, dict):
+        for name in ("tickets", "agreement", "call_seconds"):
+            record.pop(name, None)
+        record["stats"] = {"grad_norm_max": number(record, "stats", "grad_norm_max")}
 
 
 def number(record: object, *path: str) -> float | None:

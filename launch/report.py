@@ -77,6 +77,7 @@ def summarise(
             "dropped": int(sum(number(r, "dropped_stale") or 0.0 for r in train)),
             "filtered": int(sum(number(r, "dropped_filtered") or 0.0 for r in train)),
         },
+        "without_signal": sum(number(r, "stats", "grad_norm_max") == 0.0 for r in train),  # steps
         "recoveries": len(progress.recoveries),
         "restarts": [{"process": d.name, "how": d.how, "time": d.time} for d in outcome.restarted],
         "killed_at_stop": outcome.killed,
@@ -138,6 +139,9 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         lag = f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}, bound {staleness['eta']}"
         filtered = f", {staleness['filtered']} by their success rate" if staleness["filtered"] else ""
         yield "staleness", f"{lag}; {staleness['dropped']} groups dropped{filtered}"
+    if idle := summary.get("without_signal"):
+        cause = "every advantage was 0, as when all answers to a prompt get the same reward"
+        yield "no signal", f"{idle} of {summary['steps']} steps changed no weight: {cause}"
     for i, restart in enumerate(summary["restarts"]):
         yield "" if i else "restarts", f"{restart['process']} {restart['how']}"
     if recoveries := summary.get("recoveries"):  # older summaries have none

@@ -21,6 +21,7 @@ from realsys.types import PublishedVersion, SampleMeta, Ticket
 from tests.ledger_world import (
     COPIER,
     FILTERED,
+    IN_GENERATION,
     LATE,
     LEASE_S,
     LEDGER_KEY,
@@ -31,8 +32,6 @@ from tests.ledger_world import (
     WorldState,
     keep,
 )
-
-IN_GENERATION = ["fails", "fails_though_stored", "rejected", "filtered", "arrives_twice", "arrives_late"]  # faults
 
 
 @dataclass
@@ -89,7 +88,7 @@ class World(WorldState):
         elif self.phase == "idle":
             if self.checkpoint < self.version and self._may("master_crashes"):
                 acts.append(Act("checkpoints"))
-            if self._missing():
+            if "finished" in self.truth.values():
                 acts.append(Act("tells_what_it_holds"))
             if self.buffer.ready_groups >= self.bounds.batch or self._stale():
                 acts.append(Act("take"))
@@ -193,6 +192,10 @@ class World(WorldState):
         self._arrive(ticket_id, number)
         self.strays.append(self._group(self.attempts[ticket_id, number]))
 
+    def _never_arrives(self, ticket_id: str, number: int) -> None:
+        """Acknowledged, and then lost between its DP head and the master."""
+        self.attempts[ticket_id, number].pushed = True
+
     def _arrives_late(self, ticket_id: str, number: int) -> None:
         """Acknowledged, but the master learns of it later."""
         attempt = self.attempts[ticket_id, number]
@@ -267,8 +270,7 @@ class World(WorldState):
         for ticket in self._running():
             ticket.news_at = 0.0
 
-    def _lapses_though_alive(self, ticket_id: str) -> None:
-        self._lapse(ticket_id)
+    _lapses_though_alive = _lapse
 
     def _dies(self, worker: str) -> None:
         """It is started again at once; the manager hears of it later."""
@@ -288,8 +290,7 @@ class World(WorldState):
 
     # -- servers and the manager ---------------------------------------------------------------------------------------
 
-    def _manager_restarts(self) -> None:
-        self._start_manager()
+    _manager_restarts = WorldState._start_manager
 
     def _put_version(self) -> None:
         self.published = PublishedVersion(self.version, self._incarnation(), "", self.version)
@@ -359,7 +360,7 @@ class World(WorldState):
         return reply
 
     def _tells_what_it_holds(self) -> None:
-        assert self._trained_call(self._request()).lost
+        self._trained_call(self._request())
 
     def _checkpoints(self) -> None:
         self.checkpoint = self.version
@@ -384,6 +385,8 @@ class World(WorldState):
         before = len(self.manager.outbox)
         assert not isinstance(self.manager.roll_back(request, 0.0), OlderTraining)
         assert len(self.manager.outbox) == before, "a repeated /roll_back changed something"
+        if self.published is not None:  # seen late, or by a manager that has just started
+            assert not self.manager.publish(self.published), "a publication of the side before"
         kept = {ticket_id for tickets in self.weights for ticket_id in tickets}
         for ticket_id, state in self.truth.items():
             if state != "dropped" and ticket_id not in kept:

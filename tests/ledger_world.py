@@ -33,6 +33,9 @@ Truth = Literal["running", "finished", "waiting", "dropped", "trained"]
 LEASE_S = 100.0
 LATE = 1000.0  # every grace of a finish is over
 SERVER = "generation_server/0"
+#: Faults of a rollout that generates.
+IN_GENERATION = ["fails", "fails_though_stored", "rejected", "filtered"]
+IN_GENERATION += ["arrives_twice", "arrives_late", "never_arrives"]
 FILTERED = 0.5  # the reward of a group that the master does not want
 
 
@@ -231,11 +234,6 @@ class WorldState:
 
     def _held(self) -> list[tuple[str, int]]:
         return [*self.buffer.held().items(), *((ticket_id, attempt) for ticket_id, attempt, _ in self.drops)]
-
-    def _missing(self) -> bool:
-        """Whether a group has finished that is not here."""
-        held = {ticket_id for ticket_id, _ in self._held()}
-        return any(state == "finished" and ticket_id not in held for ticket_id, state in self.truth.items())
 
     def _stale(self) -> bool:
         return self.buffer.ready_groups > self.buffer.fresh_groups(self.version, self.bounds.eta)

@@ -14,12 +14,15 @@ import hashlib
 import io
 import marshal
 import pickle
+import traceback
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol, TypeVar
 
+_ATOMS = frozenset({str, int, bool, float, type(None)})
 S = TypeVar("S", bound="System")
 
 
@@ -130,7 +133,9 @@ def explore(initial: S, copier: Copier, *, at_most: int) -> Found:
                 if key not in numbers:
                     successor.check()
             except Exception as error:
-                raise Violation(f"{type(error).__name__}: {error}", [*path_to(number), action]) from error
+                place = traceback.extract_tb(error.__traceback__)[-1].name
+                problem = f"{type(error).__name__} in {place}: {error}"
+                raise Violation(problem, [*path_to(number), action]) from error
             found.transitions += 1
             name = getattr(action, "name", str(action))
             found.actions[name] = found.actions.get(name, 0) + 1
@@ -149,7 +154,7 @@ def explore(initial: S, copier: Copier, *, at_most: int) -> Found:
         name = getattr(action, "name", "")
         found.finals[name] = found.finals.get(name, 0) + 1
     if stuck := _cannot_reach(finals, len(parents), sources, targets):
-        raise Violation(f"{len(stuck)} states from which no end can be reached; the first", path_to(min(stuck)))
+        raise Violation(f"{len(stuck)} states are stuck: no end can be reached; the first", path_to(min(stuck)))
     return found
 
 
@@ -172,23 +177,34 @@ class Canonical:
 
     def __init__(self, ignored: dict[str, set[str]]) -> None:
         self._ignored = ignored
-        self._fields: dict[type, tuple[str, ...]] = {}
+        self._readers: dict[type, Callable[[Any], Sequence[Any]]] = {}
 
     def digest(self, value: Any) -> bytes:
         return hashlib.blake2b(marshal.dumps(self.of(value), 2), digest_size=16).digest()
 
     def of(self, value: Any) -> Any:
         kind = type(value)
-        if kind in (str, int, bool, float, type(None)):
+        if kind in _ATOMS:
             return value
-        if kind in (list, tuple, deque, array):
-            return tuple(self.of(item) for item in value)
+        if kind is array:
+            return value.tobytes()
+        if kind in (list, tuple, deque):
+            return tuple([item if type(item) in _ATOMS else self.of(item) for item in value])
+        if kind is Counter:
+            value = {name: number for name, number in value.items() if number}
         if isinstance(value, dict):
-            return tuple(sorted(((self.of(k), self.of(v)) for k, v in value.items()), key=repr))
+            return tuple(sorted([(self.of(k), self.of(v)) for k, v in value.items()], key=repr)) if value else ()
         if isinstance(value, set | frozenset):
-            return tuple(sorted((self.of(item) for item in value), key=repr))
-        names = self._fields.get(kind) or self._fields.setdefault(kind, self._names(value))
-        return (kind.__name__, *(self.of(getattr(value, name)) for name in names))
+            return tuple(sorted([self.of(item) for item in value], key=repr))
+        read = self._readers.get(kind) or self._readers.setdefault(kind, self._reader(value))
+        return (kind.__name__, *[item if type(item) in _ATOMS else self.of(item) for item in read(value)])
+
+    def _reader(self, value: Any) -> Callable[[Any], Sequence[Any]]:
+        names = self._names(value)
+        if not names:
+            return lambda value: ()
+        get = attrgetter(*names)
+        return get if len(names) > 1 else lambda value: (get(value),)
 
     def _names(self, value: Any) -> tuple[str, ...]:
         if is_dataclass(value):

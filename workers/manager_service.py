@@ -32,6 +32,7 @@ from realsys.admission.messages import (
     TrainedRequest,
 )
 from realsys.admission.refusals import NoServer, NotRunning, OlderTraining
+from realsys.admission.workers import incarnation_of
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import LedgerError
 from realsys.types import PublishedVersion
@@ -65,6 +66,12 @@ async def wait_for(event: asyncio.Event, timeout_s: float | None) -> None:
         return
 
 
+def steady_clock() -> Callable[[], float]:
+    """Unix seconds that only go forward: a wall clock that is set must neither lapse all leases nor hold them."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
 class ManagerService:
     """The calls of the manager as coroutines. ``fatal`` gets the error that must end the process."""
 
@@ -78,7 +85,7 @@ class ManagerService:
         compact_above: int = 64 << 20,
     ) -> None:
         """``compact_above``: bytes of the journal; see ``keep_compact``."""
-        self.state, self.clock, self._check_alive = state, clock or time.time, check_alive
+        self.state, self.clock, self._check_alive = state, clock or steady_clock(), check_alive
         self.changed = Signal()
         self.started = self.clock()
         self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -100,11 +107,24 @@ class ManagerService:
         try:
             self.journal.append(events)
         except LedgerError as error:
-            if not self.fatal.done():
-                self.fatal.set_exception(error)
+            self._end(error)
             raise
         if self._compactor.due:
             self.compaction.set()
+
+    async def _sync(self) -> None:
+        """What is on file survives the machine. If that fails the process must end: the next fsync may succeed
+        though what this one was to write has been dropped.
+        """
+        try:
+            await asyncio.to_thread(self.journal.sync)
+        except LedgerError as error:
+            self._end(error)
+            raise
+
+    def _end(self, error: LedgerError) -> None:
+        if not self.fatal.done():
+            self.fatal.set_exception(error)
 
     async def keep_compact(self) -> None:
         """Compacts the journal whenever it has grown too large, beside everything else; until it is cancelled."""
@@ -119,6 +139,7 @@ class ManagerService:
         """Held up to ``wait_s``; woken by every change that may let something through."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(request.wait_s, MAX_WAIT_S)
+        asked_by = incarnation_of(request.worker, self.state.workers)
         while True:
             changed = self.changed.ticket()
             reply = self.state.allocate(request, self.clock())
@@ -129,7 +150,9 @@ class ManagerService:
             if left <= 0 or self.closing:
                 return reply
             await wait_for(changed, left)
-            if await gone():  # a ticket granted to a caller that left would run until its lease lapses
+            # A ticket granted to a caller that left would run until its lease lapses. One that is suspended keeps its
+            # connection, but not its heartbeat.
+            if await gone() or (asked_by and incarnation_of(request.worker, self.state.workers) != asked_by):
                 return reply
 
     async def schedule(self, request: ScheduleRequest) -> ScheduleReply | NoServer | NotRunning:
@@ -164,8 +187,8 @@ class ManagerService:
             return reply
         self.commit()
         self.changed.fire()
-        if reply.trained:
-            await asyncio.to_thread(self.journal.sync)
+        if request.trained:  # also when it is told again: the first time may have ended before it was on the disk
+            await self._sync()
         return reply
 
     async def roll_back(self, request: RollBackRequest) -> RollBackReply | OlderTraining:
@@ -178,13 +201,13 @@ class ManagerService:
             return reply
         self.commit()
         self.changed.fire()
-        await asyncio.to_thread(self.journal.sync)
+        await self._sync()
         return reply
 
     async def position(self) -> DataPosition:
         """Where in the data training is; on the disk, for the checkpoint that is to hold it."""
         position = self.state.ledger.position()
-        await asyncio.to_thread(self.journal.sync)
+        await self._sync()
         return position
 
     def evaluate(self, request: EvaluateRequest) -> Evaluation:

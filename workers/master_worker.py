@@ -34,6 +34,7 @@ from realsys.data.demos import DemoDataset
 from realsys.data.files import dataset_files
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import StreamError
 from realsys.master.arguments import CallArguments
 from realsys.master.checkpoints import Checkpoints
 from realsys.master.evaluation import Evaluations
@@ -130,6 +131,8 @@ class Master:
             return
         steps = await self._loop.run(done)
         await unless(self._stop, self._conclude(steps))
+        if not self.finished:  # what was done when the loop ended may not be saved, without ``checkpoint.at_end``
+            await self._checkpoints.finish(stopped=True)
 
     async def _start(self) -> int:
         """Everything before the first step; returns the steps done. Told to stop meanwhile, it loses nothing: what it
@@ -152,11 +155,14 @@ class Master:
         if not has_trained(self._records()):
             await self._evaluate("before", done)
         await self._enter("train")
-        if start.own and self._loop.evaluation_is_due(done) and f"step-{done}" not in evaluated(self._records()):
+        due = start.own and self._loop.evaluation_is_due(done)
+        if due and not evaluated(self._records(), f"step-{done}", done):
             await self._loop.start_evaluation(done)
         return done
 
     async def _conclude(self, steps: int) -> None:
+        for record in await self._evaluations.rest():
+            self._log.append(record)
         await self._evaluate("after", steps)
         await self._publisher.export(self._paths.final_model)
         await self._enter("done")
@@ -167,7 +173,12 @@ class Master:
         what was granted is issued again once the weights of ``start`` are published. Raises Fenced.
         """
         folder = str(start.checkpoint or "")
-        reply = await self._manager.roll_back(RollBackRequest(start.step, start.step, self._ctx.incarnation, folder))
+        request = RollBackRequest(start.step, start.step, self._ctx.incarnation, folder)
+        try:
+            reply = await self._manager.roll_back(request)
+        except StreamError as error:  # this checkpoint and this ledger do not fit: another start would not change that
+            error.permanent = True
+            raise
         if self._records():
             self._log.append(recovered_record(start, self._ctx.incarnation))
             log.info("went back to version %d; %d tickets are issued again", start.step, reply.reissued)
@@ -254,9 +265,9 @@ class Master:
         await warmup.run()
 
     async def _evaluate(self, eval_id: str, step: int) -> None:
-        """Held-out accuracy, sampled through the servers like any rollout, with the newest version; once per trial."""
+        """Held-out accuracy, sampled through the servers like any rollout, with the newest version; once per step."""
         problems = self._config.evaluation.problems
-        if not problems or eval_id in evaluated(self._records()):
+        if not problems or evaluated(self._records(), eval_id, step):
             return
         await self._enter("evaluate")
         self._log.append(await self._evaluations.run(eval_id, problems, step))

@@ -59,6 +59,7 @@ async def serve(ctx: WorkerContext) -> None:
         prompts,
         pusher,
         worker=ctx.name,
+        incarnation=ctx.incarnation,
         max_groups=config.rollout.max_concurrent,
         group_size=config.rollout.group_size,
     )

@@ -29,7 +29,7 @@ class Compactor:
 
     async def compact(self, take: Callable[[], Snapshot]) -> bool:
         """``take`` gives the state as of the last record. False, logged, when the disk does not allow it: the journal
-        goes on as it was.
+        goes on as it was. Raises LedgerError when the new one is in place and cannot be synced.
         """
         journal, begin, before = self._journal, time.perf_counter(), self._journal.size
         snapshot = take()
@@ -37,10 +37,10 @@ class Compactor:
         try:
             twin, base = await self._written(snapshot)
             journal.copy_tail(before, twin)
-            await asyncio.to_thread(journal.sync)
+            # The twin alone: an error of the journal itself must not be taken for one of the compaction.
+            await asyncio.to_thread(_sync_and_close, os.dup(twin))
             if not journal.switch(base):
                 raise LedgerError("the disk is full")
-            await asyncio.to_thread(sync_folder, journal)
         except (OSError, LedgerError) as error:
             journal.drop_twin()
             self._retry_above = before + self._limit
@@ -49,6 +49,7 @@ class Compactor:
         except BaseException:
             journal.drop_twin()
             raise
+        await asyncio.to_thread(journal.sync)
         log.info(
             "ledger: %d records in %d bytes compacted to %d in %.3f s; the event loop waited %.4f s for a copy",
             snapshot.records, before, journal.size, time.perf_counter() - begin, held,
@@ -80,9 +81,7 @@ class Compactor:
         return fd, len(record)
 
 
-def sync_folder(journal: Journal) -> None:
-    """After a rename."""
-    fd = os.open(journal.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync_and_close(fd: int) -> None:
     try:
         os.fsync(fd)
     finally:

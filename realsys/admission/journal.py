@@ -8,7 +8,7 @@ damage further up is an error, because what follows it cannot be trusted.
 
 A compaction (``compaction``) replaces the file by a snapshot record and what was appended since that was taken:
 
-    snapshot ──write (thread)──> .tmp, synced ──copy_tail──> appends go to both ──sync (thread)──> switch: rename
+    snapshot ──write (thread)──> .tmp, synced ──copy_tail──> appends go to both ──sync it (thread)──> switch: rename
 
 At every moment the file of that name is whole and locked, and what ``sync`` has promised is in it.
 """
@@ -119,6 +119,7 @@ class Journal:
         self._fd = open_locked(path)
         self._twin = -1  # the file that a compaction is about to put in the place of this one
         self._swap = threading.Lock()  # between ``sync`` in a thread and the exchange of the two
+        self._switches = self._synced_switches = 0  # how often the file was exchanged; how often surely on the disk
         try:
             twin_path(path).unlink(missing_ok=True)  # of a compaction that a death ended
             self._events = self._repair()
@@ -152,9 +153,13 @@ class Journal:
         """fsync; slow, call it off the event loop. Raises LedgerError."""
         with self._swap:
             copies = [os.dup(fd) for fd in (self._fd, self._twin) if fd >= 0]
+            switches = self._switches
         try:
+            if switches > self._synced_switches:  # what is in the new file is lost as long as the name may be the old's
+                copies.append(os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             for fd in copies:
                 os.fsync(fd)
+            self._synced_switches = max(switches, self._synced_switches)
         except OSError as error:
             raise LedgerError(f"ledger {self.path}: cannot sync: {error.strerror}") from error
         finally:
@@ -177,6 +182,7 @@ class Journal:
         twin_path(self.path).rename(self.path)
         with self._swap:
             old, self._fd, self._twin = self._fd, self._twin, -1
+            self._switches += 1
         os.close(old)
         self.size, self.base = os.fstat(self._fd).st_size, base
         return True

@@ -38,7 +38,7 @@ from realsys.admission.routing import Reservation, Reservations, make_strategy
 from realsys.admission.servers import Pace, ServerRegistry, UpdateOrder
 from realsys.admission.staleness import StalenessBound
 from realsys.admission.tickets import OpenTicket
-from realsys.admission.workers import Heartbeat, Held, is_lost, observe
+from realsys.admission.workers import Heartbeat, Held, incarnation_of, is_lost, observe
 from realsys.config.schema import Config
 from realsys.types import PublishedVersion, ServerAddress, Ticket
 
@@ -160,6 +160,8 @@ class ManagerState:
         )
         if event := self.ledger.bind(opened):
             self.outbox.append(event)
+        for ticket in self.ledger.open.values():  # a clock that was set back must not put off when they are missed
+            ticket.news_at = min(ticket.news_at, now)
 
     def snapshot(self, now: float) -> Snapshot:
         """Everything that a replay of the journal would lead to, as one record to replace it."""
@@ -183,8 +185,7 @@ class ManagerState:
         """Grant up to ``max_tickets``: problems of evaluations first, then train tickets while admission allows."""
         if before := self._repeats.find(request.worker, request.request_id, self._runs):
             return AllocateReply(before)
-        info = self.workers.get(request.worker)
-        incarnation = info.incarnation if info else ""
+        incarnation = request.incarnation or incarnation_of(request.worker, self.workers)
         tickets: list[Ticket] = []
         reason: Refusal | None = None
         while len(tickets) < request.max_tickets and reason is None:

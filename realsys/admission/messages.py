@@ -12,6 +12,8 @@ from realsys.types import FinishReason, Ticket
 
 Refusal = Literal["staleness", "exhausted", "no_server", "paused"]
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+#: Nanoseconds of its start, with zeros in front, so that lexical order is age; what has another form fits in no order.
+TrainingIncarnation = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{19}$")]
 Text = Annotated[str, msgspec.Meta(max_length=8192)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -26,6 +28,7 @@ class AllocateRequest(msgspec.Struct):
     max_tickets: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     wait_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     request_id: Annotated[str, msgspec.Meta(max_length=64)] = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+    incarnation: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the worker: its successor does not have them
 
 
 class AllocateReply(msgspec.Struct):
@@ -103,7 +106,7 @@ class RollBackRequest(msgspec.Struct):
 
     version: Annotated[int, msgspec.Meta(ge=-1)]
     step: Annotated[int, msgspec.Meta(ge=-1)]
-    incarnation: Identifier
+    incarnation: TrainingIncarnation
     checkpoint: Text = ""
 
 

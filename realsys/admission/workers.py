@@ -49,6 +49,12 @@ def observe(values: Mapping[str, str], before: Mapping[str, Heartbeat], now: flo
     return table
 
 
+def incarnation_of(worker: str, workers: Mapping[str, Heartbeat]) -> str:
+    """As its heartbeat says; "" while it has none."""
+    info = workers.get(worker)
+    return info.incarnation if info else ""
+
+
 def is_lost(held: Held, workers: Mapping[str, Heartbeat]) -> bool:
     """Whether the worker that holds this ticket has gone or restarted.
 
@@ -56,6 +62,6 @@ def is_lost(held: Held, workers: Mapping[str, Heartbeat]) -> bool:
     """
     info = workers.get(held.worker)
     if not held.incarnation:
-        held.incarnation = info.incarnation if info else ""
+        held.incarnation = incarnation_of(held.worker, workers)
         return False
     return info is None or info.incarnation != held.incarnation

@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from realsys.cluster.name_store import NameStore
 from realsys.errors import Fenced, KeyMissing, NameStoreError
@@ -41,13 +42,15 @@ class Heartbeat:
         heartbeat_s: float,
         on_lost: Callable[[Fenced], None],
         clock: Callable[[], float] = time.monotonic,
+        last: Path | None = None,
     ) -> None:
+        """``last``: file with the youngest incarnation so far at this index, which outlives the key."""
         self._store, self._key, self._on_lost = store, key, on_lost
         self._beat_s, self._clock = heartbeat_s, clock
         self._counters: Callable[[], Mapping[str, int]] = dict
         self._state = "starting"
         self._host, self._pid, self._kind, self._index = socket.gethostname(), os.getpid(), kind, index
-        self._incarnation = self._next_incarnation()
+        self._incarnation = self._next_incarnation(last)
         self._due = threading.Event()
         self._condition = threading.Condition()
         self._stopping = self._lost = False
@@ -102,11 +105,13 @@ class Heartbeat:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(self.lease.ttl_s)
 
-    def _next_incarnation(self) -> int:
-        """Nanoseconds of the wall clock, unless it was set back since the predecessor, whose key may still be there."""
-        now = time.time_ns()
-        previous = self._holder()
-        return now if previous is None else max(now, previous + 1)
+    def _next_incarnation(self, last: Path | None) -> int:
+        """Nanoseconds of the wall clock, unless it was set back since a predecessor started."""
+        previous = max(self._holder() or 0, 0 if last is None else _read_last(last))
+        found = max(time.time_ns(), previous + 1)
+        if last is not None:
+            _write_last(last, found)
+        return found
 
     def _holder(self) -> int | None:
         """The incarnation that holds the key, None if nobody does."""
@@ -187,6 +192,24 @@ class Heartbeat:
             self._lost = True
             self._condition.notify_all()
         self._on_lost(reason)
+
+
+def _read_last(path: Path) -> int:
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    if not text.isdigit():  # a power cut may leave it empty
+        log.warning("%s holds %r, which is no incarnation: the clock alone counts", path, text[:80])
+        return 0
+    return int(text)
+
+
+def _write_last(path: Path, incarnation: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    staged = path.with_name(f"{path.name}.tmp")
+    staged.write_bytes(b"%d" % incarnation)
+    staged.replace(path)
 
 
 def incarnation_in(value: str) -> int:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from realsys.cluster import failpoint
 from realsys.cluster.failure import ErrorRecord, record_of, write_error
-from realsys.cluster.process import StopSignals, bounded, configure_logging, die_with_parent, exit_within, flush
+from realsys.cluster.process import StopSignals, bounded, configure_logging, die_with_parent, end, flush
 from realsys.errors import Fenced, RealsysError, WaitTimeout
 
 if TYPE_CHECKING:
@@ -101,17 +101,19 @@ class _FailureReporter:
     def __init__(self, kind: str, index: int, directory: Path) -> None:
         self._kind, self._index, self._directory = kind, index, directory
         self._lock = threading.Lock()
-        self._reported = False
+        self._reported, self._written = False, threading.Event()
         self.release: Callable[[], None] = lambda: None  # gives the lease back, once there is one
 
     def report(self, exc: BaseException, where: str) -> None:
         log.critical("%s: %s: %s", where, type(exc).__name__, exc, exc_info=exc)
         with self._lock:
-            if self._reported:
-                return
-            self._reported = True
+            first, self._reported = not self._reported, True
+        if not first:
+            self._written.wait(2 * LAST_WORDS_S)  # whoever calls may end the process next
+            return
         record = record_of(self._kind, self._index, exc)
         bounded(lambda: self._write(record), LAST_WORDS_S, "writing the error file")
+        self._written.set()
 
     def _write(self, record: ErrorRecord) -> None:
         try:
@@ -157,10 +159,7 @@ def worker_main(kind: str, body: Body, argv: Sequence[str] | None = None) -> NoR
         reporter.report(exc, "failed")
         code = EXIT_FAILED
     log.info("exit %d", code)
-    flush()
-    # A non-daemon thread that never ends would keep the interpreter here for ever.
-    exit_within(signals.orphan_grace_s, code, "done")
-    sys.exit(code)
+    end(code, signals.orphan_grace_s)
 
 
 def _parse(kind: str, argv: Sequence[str] | None) -> tuple[Path, int]:
@@ -196,6 +195,7 @@ def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSign
         lease_s=config.cluster.lease_s,
         heartbeat_s=config.cluster.heartbeat_s,
         on_lost=reporter.fence,
+        last=paths.incarnation(kind, index),
     )
     heartbeat.start()
 

@@ -95,5 +95,9 @@ class TrialPaths:
     def curves(self) -> Path:
         return self.root / "curves.png"
 
+    def incarnation(self, kind: str, index: int) -> Path:
+        """The youngest incarnation of this worker: a number, so that no later one is older, whatever the clock says."""
+        return self.root / "incarnations" / f"{kind}-{index}"
+
     def weights(self, role: str = "actor") -> Path:
         return self.root / "weights" / role

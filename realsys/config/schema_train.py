@@ -199,7 +199,7 @@ class TrainConfig(Section):
     batch_groups: Positive = Field(512, description="B: prompts per train step")
     total_steps: Positive = Field(100, description="stop after this many train steps")
     total_epochs: NonNegative = Field(0, description="stop after this many passes over the prompts; 0: no limit")
-    max_seconds: NonNegativeFloat = Field(0.0, description="stop after this long; 0: no limit")
+    max_seconds: NonNegativeFloat = Field(0.0, description="stop this long after training has (re)started; 0: no limit")
     microbatch_tokens: Positive = 32768
     min_microbatches: Positive = 1
     threads: Positive = Field(1, description="torch threads of a rank on CPU")

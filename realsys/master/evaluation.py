@@ -25,12 +25,25 @@ class Evaluations:
         self._running[eval_id] = (step, time.monotonic())
 
     async def run(self, eval_id: str, problems: int, step: int) -> dict[str, Any]:
-        """Start one and wait for it. Raises WaitTimeout with how far it got."""
-        await self.start(eval_id, problems, step)
+        """Start one and wait for it. Raises WaitTimeout with how far it got.
+
+        The manager knows it by its step, too: a run that was done and trains on has another one "after".
+        """
+        asked = f"{eval_id}-{step}"
+        await self.start(asked, problems, step)
         while True:
-            if records := await self.finished(eval_id):
-                return records[0]
+            if records := await self.finished(asked):
+                return records[0] | {"eval_id": eval_id}
             await asyncio.sleep(POLL_S)
+
+    async def rest(self) -> list[dict[str, Any]]:
+        """Wait for all that were started beside training. Raises WaitTimeout with how far they got."""
+        records = []
+        while self._running:
+            records += await self.finished()
+            if self._running:
+                await asyncio.sleep(POLL_S)
+        return records
 
     async def finished(self, *wanted: str) -> list[dict[str, Any]]:
         """Step-log records of the evaluations that are done by now, each once; of all running ones by default."""

@@ -89,6 +89,7 @@ class Publisher:
 
     async def discard_unfinished(self) -> None:
         """What dead incarnations left half written or half removed goes; before the first publication."""
+        self._check_alive()  # a successor may be writing
         for path in await asyncio.to_thread(manifest.discard_unfinished, self._root):
             log.info("removed %s, which was never completed", path)
 

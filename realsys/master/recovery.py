@@ -85,9 +85,10 @@ def recovered_record(start: Start, incarnation: str) -> dict[str, Any]:
     return {"kind": RECOVERED, "step": start.step, "incarnation": incarnation, "time": time.time()}
 
 
-def evaluated(records: Sequence[StepRecord]) -> set[str]:
-    """Ids of the evaluations that are in the step log."""
-    return {str(record.get("eval_id")) for record in records if record["kind"] == "eval"}
+def evaluated(records: Sequence[StepRecord], eval_id: str, step: int) -> bool:
+    """Whether this evaluation of the weights of ``step`` is in the step log."""
+    found = ((record.get("eval_id"), record.get("step")) for record in records if record["kind"] == "eval")
+    return (eval_id, step) in found
 
 
 def has_trained(records: Sequence[StepRecord]) -> bool:

@@ -68,9 +68,11 @@ class RolloutLoop:
         max_groups: int,
         group_size: int,
         hold_s: float = HOLD_S,
+        incarnation: str = "",
     ) -> None:
         self._manager, self._agent, self._prompts, self._pusher = manager, agent, prompts, pusher
-        self._worker, self._group_size, self._hold_s = worker, group_size, hold_s
+        self._worker, self._incarnation = worker, incarnation
+        self._group_size, self._hold_s = group_size, hold_s
         self._free = max_groups * group_size  # answers
         self._tasks: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
@@ -102,7 +104,8 @@ class RolloutLoop:
     async def _allocate(self) -> AllocateReply:
         begin = time.monotonic()
         count = min(self._free // self._group_size, MAX_TICKETS)
-        reply = await self._manager.allocate(AllocateRequest(self._worker, count, self._hold_s))
+        request = AllocateRequest(self._worker, count, self._hold_s, incarnation=self._incarnation)
+        reply = await self._manager.allocate(request)
         if not reply.tickets and time.monotonic() - begin < min(self._hold_s, reply.retry_after_s):
             # It did not hold the call, because it is stopping: do not run hot.
             await asyncio.sleep(reply.retry_after_s)

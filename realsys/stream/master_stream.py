@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 #: replies and notices are acknowledged together: until then the worker only keeps them a little longer
 ACK_DELAY_S = 0.02
+MAX_UNCLAIMED = 4096  # notices nobody has a callback for: kept until there is one, but not without bound
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 Notice = TypeVar("Notice", bound=msgspec.Struct)
 
@@ -84,7 +85,7 @@ class MasterStream:
         self.bad_messages = 0
         self._peers: dict[int, _Peer] = {}
         self._index_of: dict[bytes, int] = {}  # route -> worker, of the current incarnations only
-        self._retired: dict[int, set[str]] = {}
+        self._retired: dict[int, str] = {}  # worker -> the youngest of its incarnations that may not come back
         self._barriers: set[_Barrier] = set()
         self._callbacks: dict[str, tuple[type[msgspec.Struct], Callable[[Any], object]]] = {}
         self._unclaimed: dict[str, list[tuple[str, bytes]]] = {}  # notices that came before their callback
@@ -172,7 +173,7 @@ class MasterStream:
         peer = self._peers.pop(worker, None)
         if peer is not None:
             self._index_of.pop(peer.route, None)
-            self._retired.setdefault(worker, set()).add(peer.incarnation)
+            self._retired[worker] = max(peer.incarnation, self._retired.get(worker, ""))
             for call in peer.calls.values():
                 if not call.reply.done():
                     call.reply.set_exception(WorkerLost(f"{peer.name} lost during {call.handler}: {reason}"))
@@ -226,9 +227,8 @@ class MasterStream:
             peer.ack = self._loop.call_later(ACK_DELAY_S, self._acknowledge, peer)
 
     def _on_hello(self, route: bytes, hello: Hello) -> None:
-        retired = self._retired.setdefault(hello.index, set())
         peer = self._peers.get(hello.index)
-        if hello.incarnation in retired:
+        if hello.incarnation <= self._retired.get(hello.index, "") or (peer and hello.incarnation < peer.incarnation):
             current = peer.incarnation if peer else "none"
             self._refuse(route, f"it was retired; current incarnation: {current}")
             return
@@ -264,8 +264,10 @@ class MasterStream:
     def _on_notice_frames(self, peer: _Peer, header: NoticeHeader, payload: zmq.Frame) -> None:
         if header.handler in self._callbacks:
             self._hand_over(peer.name, header.handler, payload.bytes)
-        else:
+        elif sum(map(len, self._unclaimed.values())) < MAX_UNCLAIMED:
             self._unclaimed.setdefault(header.handler, []).append((peer.name, payload.bytes))
+        else:
+            self._fail(StreamError(f"{peer.name}: {MAX_UNCLAIMED} notices, and nobody asked for {header.handler}"))
 
     def _hand_over(self, sender: str, handler: str, payload: bytes) -> None:
         kind, callback = self._callbacks[handler]

@@ -10,10 +10,11 @@ the log gets the ``recovered`` record, and asks ``undone``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 StepRecord = dict[str, Any]
 
@@ -41,8 +42,8 @@ class StepTail:
         records = []
         for line in complete.splitlines():
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
+                record = msgspec.json.decode(line)  # shares the names of the fields between the records
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 record = None
             if isinstance(record, dict) and isinstance(record.get("kind"), str):
                 records.append(record)

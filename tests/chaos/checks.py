@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import re
-import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import psutil
 
 from launch.audit import audit_trial
 from realsys.admission.events import RolledBack, Trained
@@ -112,7 +113,8 @@ def leftovers(run: ChaosRun, tmp: Path) -> list[str]:
         time.sleep(0.05)
     root = run.root
     left = [f"process left: {line}" for line in alive]
-    left += [f"port left: {address}" for address in sorted(run.addresses) if _listens(address)]
+    ours = {int(line.split()[0]) for line in alive}
+    left += [f"port left: {address}" for address in sorted(run.addresses) if _listens(address, ours)]
     left += [f"locked: {path}" for path in (root / "ledger.jsonl", root / "lock") if path.exists() and _locked(path)]
     # torch makes a cache per user wherever TMPDIR points; it is meant to stay.
     others = [path for path in tmp.iterdir() if not path.name.startswith("torchinductor_")]
@@ -122,14 +124,14 @@ def leftovers(run: ChaosRun, tmp: Path) -> list[str]:
     return left
 
 
-def _listens(address: str) -> bool:
-    """Whether anybody answers at ``tcp://host:port`` or ``http://host:port``."""
-    where = urlsplit(address)
-    try:
-        with socket.create_connection((where.hostname or "", where.port or 0), 2):
-            return True
-    except OSError:
-        return False
+def _listens(address: str, ours: set[int]) -> bool:
+    """Whether anybody of ours, or nobody knows who, listens at ``tcp://host:port`` or ``http://host:port``.
+
+    A port that was given back is soon somebody else's.
+    """
+    port = urlsplit(address).port
+    found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+    return any(connection.pid is None or connection.pid in ours for connection in found)
 
 
 def _locked(path: Path) -> bool:

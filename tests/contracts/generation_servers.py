@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,3 +106,31 @@ async def raw(server: ServerUnderTest, path: str, body: object) -> tuple[int, di
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with aiohttp.ClientSession() as session, session.post(server.url + path, data=data) as response:
         return response.status, await response.json()
+
+
+# ---- what can be wrong with a version
+
+
+def no_weights(version: Path) -> None:
+    shard_of(version).unlink()
+
+
+def no_manifest(version: Path) -> None:
+    (version / "MANIFEST.json").unlink()
+
+
+def corrupt_shard(version: Path) -> None:
+    flip(shard_of(version))
+
+
+def short_shard(version: Path) -> None:
+    os.truncate(shard_of(version), 100)
+
+
+def other_manifest(version: Path) -> None:
+    manifest = json.loads((version / "MANIFEST.json").read_text())
+    (version / "MANIFEST.json").write_text(json.dumps({**manifest, "version": 8}))
+
+
+def shard_of(version: Path) -> Path:
+    return next(version.glob("model-*"))

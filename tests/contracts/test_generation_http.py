@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,10 +34,16 @@ from tests.contracts.generation_servers import (
     ServerUnderTest,
     answers_of,
     check,
+    corrupt_shard,
     drive,
     flip,
+    no_manifest,
+    no_weights,
+    other_manifest,
     publish,
     raw,
+    shard_of,
+    short_shard,
     start_long,
     until_decoding,
 )
@@ -205,31 +209,6 @@ def test_version_that_is_not_the_one_asked_for_is_refused(server):
         assert (await client.model_info(server.url)).weight_version == str(server.start)
 
     drive(test)
-
-
-def no_weights(version: Path) -> None:
-    shard_of(version).unlink()
-
-
-def no_manifest(version: Path) -> None:
-    (version / "MANIFEST.json").unlink()
-
-
-def corrupt_shard(version: Path) -> None:
-    flip(shard_of(version))
-
-
-def short_shard(version: Path) -> None:
-    os.truncate(shard_of(version), 100)
-
-
-def other_manifest(version: Path) -> None:
-    manifest = json.loads((version / "MANIFEST.json").read_text())
-    (version / "MANIFEST.json").write_text(json.dumps({**manifest, "version": 8}))
-
-
-def shard_of(version: Path) -> Path:
-    return next(version.glob("model-*"))
 
 
 @pytest.mark.parametrize(

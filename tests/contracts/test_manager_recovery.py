@@ -80,6 +80,8 @@ def test_training_starts_again_from_a_checkpoint_and_the_old_side_is_refused(tmp
         ({"version": 0, "step": 0, "incarnation": A}, "wrong", 401),
         ({"version": -2, "step": 0, "incarnation": A}, TOKEN, 400),
         ({"version": 0, "step": 0, "incarnation": ""}, TOKEN, 400),
+        ({"version": 0, "step": 0, "incarnation": "9"}, TOKEN, 400),  # would be younger than all that are to come
+        ({"version": 0, "step": 0, "incarnation": "the newest of all!!"}, TOKEN, 400),
         ({"version": 0, "step": 0}, TOKEN, 400),
     ],
 )

@@ -203,6 +203,39 @@ def test_a_new_incarnation_fails_the_calls_of_the_old_and_takes_over() -> None:
     asyncio.run(run())
 
 
+def test_an_older_incarnation_that_comes_later_does_not_take_over() -> None:
+    async def run() -> None:
+        with thread_errors() as errors:
+            stream = MasterStream()
+            new = Answering(0, stream.address, incarnation="2")
+            await stream.barrier([0], BOUND_S)
+            old = Answering(0, stream.address, incarnation="1")
+            await asyncio.to_thread(old._thread.join, BOUND_S)
+            assert isinstance(old.ended, StreamError)
+            assert (await stream.request(0, "echo", Number(5), Number)).value == 5
+            assert (old.handled, new.handled) == ([], [("echo", 5)])
+            for worker in (old, new):
+                await asyncio.to_thread(worker.close)
+            stream.close()
+        assert [type(error) for error in errors] == [Fenced]
+        assert "refused incarnation 1: it was retired; current incarnation: 2" in str(errors[0])
+
+    asyncio.run(run())
+
+
+def test_notices_that_nobody_asks_for_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realsys.stream.master_stream.MAX_UNCLAIMED", 3)
+
+    async def body(stream: MasterStream, workers: list[Answering]) -> None:
+        for number in range(4):
+            workers[0].endpoint.notify("unheard", Number(number))
+        with pytest.raises(StreamError, match="3 notices, and nobody asked for unheard"):
+            await asyncio.wait_for(stream.request(0, "hold", Number(1), Number), BOUND_S)
+        workers[0].gate.set()
+
+    with_workers(body)
+
+
 def test_a_worker_declared_lost_fails_its_calls() -> None:
     async def body(stream: MasterStream, workers: list[Answering]) -> None:
         pending = stream.request(0, "hold", Number(1), Number)

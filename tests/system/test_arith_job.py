@@ -47,7 +47,7 @@ def test_ledger_shows_each_evaluation_problem_answered_once(job):
             started.append((event.eval_id, event.total))
         elif isinstance(event, EvalAnswered):
             answered.append((event.eval_id, event.prompt_index, event.failed))
-    assert started == [("before", 16), ("after", 16)]
+    assert started == [("before-0", 16), ("after-4", 16)]
     assert sorted(answered) == sorted((name, index, False) for name, total in started for index in range(total))
 
 

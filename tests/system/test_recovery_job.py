@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from launch.audit import audit_trial
+from realsys.cluster.failure import read_errors
 from realsys.cluster.network import free_ports
 from realsys.telemetry.steps import StepTail
 from realsys.train.checkpoint_files import complete_checkpoints
@@ -65,7 +66,8 @@ def test_training_side_restarts_from_its_checkpoint_while_the_servers_stay_up(tm
     assert summary["recoveries"] == 1
     assert [entry["process"] for entry in summary["restarts"]] == [victim]
     assert restarts_shown(job, victim) == 1 and "of the training side" in job.stdout
-    assert not list(job.paths.errors.glob("*")), job.report()
+    # Its peers may have said that they lost it, before they were killed.
+    assert {error.pid for error in read_errors(job.paths.errors)} <= set(training.values()), job.report()
 
 
 def test_ctrl_c_and_the_command_it_names_go_on_without_repeating_a_step(tmp_path):

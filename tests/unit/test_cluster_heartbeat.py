@@ -51,6 +51,27 @@ def test_value_says_who_it_is_and_follows_the_state(store, losses):
     assert losses.empty()
 
 
+def test_incarnations_grow_though_the_clock_was_set_back_and_the_key_is_gone(store, losses, tmp_path):
+    last, future = tmp_path / "incarnations" / "rollout_worker-1", 4_000_000_000_000_000_000
+    before = heartbeat(store, losses, last=last).incarnation
+    assert last.read_text() == before
+    store.delete(KEY)
+    last.write_text(str(future))  # as a machine whose clock was ahead has left it
+    for step in (1, 2):
+        assert heartbeat(store, losses, last=last).incarnation == f"{future + step:019d}"
+        store.delete(KEY)
+    assert [path.name for path in last.parent.iterdir()] == ["rollout_worker-1"]
+
+
+def test_file_of_the_last_incarnation_that_cannot_be_read_is_named_and_replaced(store, losses, tmp_path, caplog):
+    last = tmp_path / "incarnations" / "rollout_worker-1"
+    last.parent.mkdir()
+    last.write_bytes(b"")
+    made = heartbeat(store, losses, last=last)
+    assert f"{last} holds b'', which is no incarnation" in caplog.text
+    assert last.read_text() == made.incarnation
+
+
 def test_removed_key_means_declared_dead(store, losses):
     beating = heartbeat(store, losses)
     store.delete(KEY)

@@ -80,6 +80,20 @@ def test_exception_in_the_body_ends_with_an_error_file_and_without_its_keys(tria
     assert trial.store.get_subtree(trial.names.root) == {}
 
 
+def test_process_that_fails_twice_does_not_end_before_its_first_failure_is_written(trial):
+    """Its file waits for the disk while the main thread fails because of it."""
+    slow = (
+        "import realsys.cluster.worker as w; write = w.write_error; writing, disk = (threading.Event() for _ in '12');"
+    )
+    slow += "w.write_error = lambda *given: (writing.set(), disk.wait(1), write(*given));"
+    fail = "threading.Thread(target=lambda: [].pop()).start(); writing.wait(30); raise RewardError('late')"
+    process = trial.start(slow + fail)
+    _, log = process.communicate(timeout=BOUND_S)
+    assert process.returncode == 1, log
+    [record] = read_errors(trial.paths.errors)
+    assert record.type == "IndexError" and "RewardError: late" in log
+
+
 def test_thread_that_dies_takes_the_process_with_it(trial):
     """The main thread waits for what the thread was to deliver: it would wait for ever."""
     body = """
@@ -132,6 +146,16 @@ def test_restarted_worker_takes_over_at_once_from_a_killed_one(trial):
     assert json.loads(trial.store.get(trial.names.heartbeat("tester/0")))["pid"] == second.pid
     second.terminate()
     trial.ends(second, 0)
+
+
+def test_restarted_worker_is_younger_than_its_predecessor_whatever_the_clock_says(trial):
+    last = trial.paths.incarnation("tester", 0)
+    last.parent.mkdir()
+    last.write_text(str(4 * 10**18))  # a start in the year 2096
+    process = trial.start("quick(); ctx.stop.wait(30)")
+    assert trial.ready() == f"{4 * 10**18 + 1:019d}"
+    process.terminate()
+    trial.ends(process, 0)
 
 
 def test_older_process_at_the_same_index_fences_itself(trial):
@@ -220,10 +244,16 @@ def test_worker_whose_launcher_has_ended_before_it_began_does_not_start(trial):
     assert "nothing to work for" in trial.ends(process, 1)
 
 
-def test_thread_that_never_ends_does_not_hold_a_finished_worker(trial):
-    process = trial.start("threading.Thread(target=threading.Event().wait, name='lingering').start()")
+def test_finished_worker_runs_its_exit_handlers_and_waits_for_no_thread(trial):
+    lingering = "threading.Thread(target=threading.Event().wait, name='lingering').start()"
+    process = trial.start(f"import atexit; atexit.register(lambda: logging.info('handled')); {lingering}")
     log = trial.ends(process, 0)
-    assert "still here after 0.5 s" in log
+    assert log.index(" exit 0") < log.index(" handled") and "still here" not in log
+
+
+def test_exit_handler_that_never_ends_does_not_hold_a_finished_worker(trial):
+    process = trial.start("import atexit; atexit.register(threading.Event().wait)")
+    assert "done, but still here after 0.5 s" in trial.ends(process, 0)
 
 
 def test_stacks_are_dumped_on_sigusr1(trial):

@@ -1,111 +1,27 @@
-"""The supervisor with real child processes: small Python scripts that say over a socket when they are ready."""
+"""The supervisor with real child processes: one by one, and the order of stopping."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
-from launch.failures import first_failure, tail
-from launch.plan import TRAINING, Kind, OnDeath, ProcessSpec
-from launch.supervisor import Supervisor
-from launch.verdict import Death, Outcome
+from launch.plan import Kind, ProcessSpec
 from realsys.errors import WaitTimeout
-
-READY = """
-import os, signal, socket, sys
-def ready():
-    with socket.socket(socket.AF_UNIX) as s:
-        s.connect("\\0" + sys.argv[1])
-        s.sendall(sys.argv[2].encode())
-"""
-FOREVER = READY + "ready(); signal.pause()"
-STUBBORN = READY + "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready()\nwhile True: signal.pause()"
-
-
-class Trial:
-    """Specs over scripts, and the socket on which they report."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.recover = False
-        self.notes: list[str] = []
-        self.socket = f"realsys-test-{uuid.uuid4().hex}"  # abstract: no file, no limit on the folder's length
-
-    def spec(self, kind: Kind, index: int, script: str) -> ProcessSpec:
-        argv = (sys.executable, "-c", script, self.socket, f"{kind}/{index}")
-        on_death: OnDeath = "restart" if kind not in TRAINING else "restart_training" if self.recover else "end"
-        return ProcessSpec(kind, index, argv, self.folder / f"{kind}-{index}.log", on_death)
-
-    def run(
-        self,
-        *specs: ProcessSpec,
-        until: Sequence[str] = (),
-        then: Callable[[Supervisor], None] | None = None,
-        stop_timeout_s: float = 5.0,
-        permanent: Callable[[frozenset[int]], bool] = lambda pids: False,
-        checkpoint: Callable[[], int | None] = lambda: None,
-        name_store_ready: Callable[[ProcessSpec], Awaitable[None]] | None = None,
-    ) -> Outcome:
-        """Run to the end; once every process in ``until`` is ready, call ``then``. Checks that no process is left."""
-
-        async def body() -> Outcome:
-            waiting, all_ready = set(until), asyncio.Event()
-
-            def on_ready() -> None:
-                connection, _ = server.accept()
-                with connection:
-                    connection.settimeout(10)
-                    waiting.discard(connection.recv(100).decode())
-                if not waiting:
-                    all_ready.set()
-
-            asyncio.get_running_loop().add_reader(server, on_ready)
-            async with asyncio.timeout(90):
-                supervisor = Supervisor(
-                    specs,
-                    stop_timeout_s=stop_timeout_s,
-                    master_stop_s=stop_timeout_s / 2,
-                    max_restarts=2,
-                    say=self.notes.append,
-                    permanent=permanent,
-                    checkpoint=checkpoint,
-                    first_backoff_s=0.01,
-                    **({"name_store_ready": name_store_ready} if name_store_ready else {}),
-                )
-                running = asyncio.create_task(supervisor.run())
-                if then is not None:
-                    await all_ready.wait()
-                    then(supervisor)
-                return await running
-
-        before = {p.pid for p in psutil.Process().children(recursive=True)}
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind("\0" + self.socket)
-            server.listen()
-            outcome = asyncio.run(body())
-        assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
-        return outcome
+from tests.supervised import FOREVER, READY, STUBBORN, Trial, log, stop, waits_for
 
 
 @pytest.fixture
 def trial(tmp_path: Path) -> Trial:
     return Trial(tmp_path)
-
-
-def stop(supervisor: Supervisor) -> None:
-    supervisor.interrupt(signal.SIGINT)
 
 
 def test_run_is_done_when_the_master_exits_zero(trial: Trial) -> None:
@@ -255,119 +171,6 @@ def test_nothing_is_left_behind_but_the_logs(trial: Trial) -> None:
     assert {p.name for p in trial.folder.iterdir()} == {"rollout_worker-0.log", "master_worker-0.log"}
 
 
-# ---- the training side
-
-
-def log(trial: Trial, name: str) -> list[str]:
-    return (trial.folder / f"{name.replace('/', '-')}.log").read_text().splitlines()
-
-
-def waits_for(name: str) -> str:
-    """A script that is ready, and goes on with what follows at the signal, whenever that comes."""
-    block = f"signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.{name}}})\n"
-    return READY + block + f"ready(); signal.sigwait({{signal.{name}}})\n"
-
-
-SHOW = READY + "print(os.environ.get('REALSYS_TRAINING_START'), os.getpid(), flush=True)\n"
-SHOWN = SHOW + "ready(); signal.pause()"
-
-
-def at_second_start(then: str) -> str:
-    """Reports only when it has been started a second time; ``then`` is what it does at the first."""
-    return SHOW + f"if os.environ['REALSYS_TRAINING_START'] == '1':\n    {then}\nready(); signal.pause()"
-
-
-@pytest.mark.parametrize(
-    ("victim", "how"),
-    [
-        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL (out of memory?)"),
-        ("os._exit(75)", "exited with code 75"),
-        ("os._exit(0)", "exited with code 0"),
-    ],
-)
-def test_death_of_a_rank_restarts_the_whole_training_side_and_nothing_else(trial: Trial, victim: str, how: str) -> None:
-    trial.recover = True
-    # The others ignore SIGTERM, and wait for ever: they have to be killed for the side to come back.
-    other = at_second_start("signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()")
-    outcome = trial.run(
-        trial.spec("gserver_manager", 0, SHOWN),
-        trial.spec("rollout_worker", 0, SHOWN),
-        trial.spec("model_worker", 0, other),
-        trial.spec("model_worker", 1, at_second_start(victim)),
-        trial.spec("master_worker", 0, other),
-        until=["gserver_manager/0", "rollout_worker/0", "model_worker/0", "model_worker/1", "master_worker/0"],
-        then=stop,
-        checkpoint=lambda: 40,
-    )
-    assert outcome.status == "interrupted" and not outcome.killed and not outcome.deaths
-    assert [death.name for death in outcome.restarted] == ["model_worker/1"]
-    [note] = trial.notes
-    assert note.startswith(f"model_worker/1 {how}; restart 1/2 of the training side in 0.0 s, from step 40 (")
-    for name in ("model_worker/0", "model_worker/1", "master_worker/0"):
-        assert log(trial, name)[-1].startswith("2 ")
-    for name in ("gserver_manager/0", "rollout_worker/0"):
-        assert len(log(trial, name)) == 1 and log(trial, name)[0].startswith("None ")
-    assert len(outcome.mended) == 3
-
-
-def test_training_side_that_dies_again_and_again_ends_with_its_first_death(trial: Trial) -> None:
-    trial.recover = True
-    dies = "import os; n = int(os.environ['REALSYS_TRAINING_START']); os._exit(10 + n)"
-    outcome = trial.run(
-        trial.spec("rollout_worker", 0, FOREVER),
-        trial.spec("model_worker", 0, dies),
-        trial.spec("master_worker", 0, FOREVER),
-    )
-    assert outcome.status == "failed" and len(outcome.restarted) == 2 and len(trial.notes) == 2
-    assert outcome.reason == "model_worker/0 exited with code 13, after 2 restarts (cluster.max_restarts)"
-    failure = first_failure(outcome, [], trial.folder)
-    assert failure is not None and failure.problem == "exited with code 11"
-
-
-def test_new_checkpoint_gives_the_training_side_its_budget_back(trial: Trial) -> None:
-    trial.recover = True
-    dies = "import os; n = int(os.environ['REALSYS_TRAINING_START']); os._exit(10 + n if n < 6 else 0)"
-    steps = iter([0, 0, 20, 20, 40, 40])
-    outcome = trial.run(trial.spec("master_worker", 0, dies), checkpoint=lambda: next(steps))
-    assert outcome.status == "done" and len(outcome.restarted) == 5
-    assert [note.split("restart ")[1].split()[0] for note in trial.notes] == ["1/2", "2/2", "1/2", "2/2", "1/2"]
-
-
-def test_failure_of_a_peer_that_would_come_again_ends_the_run(trial: Trial) -> None:
-    """The MasterWorker ends of what a rank told it; that the input is bad, the rank says itself."""
-    trial.recover = True
-    said, master = trial.folder / "said", trial.folder / "master"
-    rank = waits_for("SIGUSR1") + f"open({str(said)!r}, 'w').write(str(os.getpid()))\n"
-    rank += f"os.kill(int(open({str(master)!r}).read()), signal.SIGUSR1); os._exit(2)"
-
-    def fail(supervisor: Supervisor) -> None:
-        master.write_text(str(supervisor.running()["master_worker/0"]))
-        os.kill(supervisor.running()["model_worker/0"], signal.SIGUSR1)
-
-    outcome = trial.run(
-        trial.spec("model_worker", 0, rank),
-        trial.spec("master_worker", 0, waits_for("SIGUSR1") + "os._exit(1)"),
-        until=["model_worker/0", "master_worker/0"],
-        then=fail,
-        permanent=lambda pids: said.exists() and int(said.read_text()) in pids,
-    )
-    assert outcome.status == "failed" and not outcome.restarted and not outcome.mended
-    assert 2 in {death.returncode for death in outcome.deaths}
-
-
-def test_signal_while_the_training_side_is_down_ends_the_run(trial: Trial) -> None:
-    trial.recover = True
-    outcome = trial.run(
-        trial.spec("rollout_worker", 0, FOREVER),
-        trial.spec("model_worker", 0, STUBBORN),
-        trial.spec("master_worker", 0, FOREVER),
-        until=["rollout_worker/0", "model_worker/0", "master_worker/0"],
-        then=lambda s: (os.kill(s.running()["master_worker/0"], signal.SIGKILL), stop(s))[1],
-        stop_timeout_s=1.0,
-    )
-    assert outcome.status == "interrupted"
-
-
 # ---- the order of stopping
 
 
@@ -444,59 +247,3 @@ def test_signal_while_the_name_store_is_waited_for_ends_the_run(trial: Trial) ->
 
     outcome = trial.run(trial.spec("name_store", 0, FOREVER), name_store_ready=interrupted)
     assert outcome.status == "interrupted"
-
-
-# ---- which failure came first
-
-
-class Error:
-    def __init__(self, when: float, kind: str, index: int, pid: int, message: str) -> None:
-        self.time, self.kind, self.index, self.pid, self.message = when, kind, index, pid, message
-        self.type, self.exit_code = "ValueError", 1
-
-
-def death(pid: int, when: float, name: str = "model_worker/0", code: int = 1) -> Death:
-    return Death(name, pid, code, when, Path("/nowhere.log"))
-
-
-def test_first_failure_is_the_earliest_error_not_the_first_death_seen(tmp_path: Path) -> None:
-    (tmp_path / "model_worker-1.log").write_text("".join(f"line {i}\n" for i in range(40)))
-    outcome = Outcome("failed", "", deaths=[death(10, 5.0)])
-    errors = [Error(4.5, "model_worker", 0, 10, "lost its peer"), Error(4.0, "model_worker", 1, 11, "the cause")]
-    failure = first_failure(outcome, errors, tmp_path)
-    assert failure is not None
-    assert failure.process == "model_worker/1" and "the cause" in failure.problem
-    assert failure.log_tail[-1] == "line 39" and len(failure.log_tail) == 15
-
-
-def test_first_failure_is_not_one_that_a_restart_made_good() -> None:
-    outcome = Outcome("failed", "", deaths=[death(10, 5.0)], mended=frozenset({7}))
-    failure = first_failure(outcome, [Error(1.0, "rollout_worker", 0, 7, "long ago")], Path("/nowhere"))
-    assert failure is not None and failure.process == "model_worker/0"
-
-
-def test_death_without_an_error_file_counts_when_it_came_first() -> None:
-    outcome = Outcome("failed", "", deaths=[death(10, 5.0, code=-9)])
-    failure = first_failure(outcome, [Error(6.0, "master_worker", 0, 12, "connection lost")], Path("/nowhere"))
-    assert failure is not None
-    assert failure.problem == "was killed by SIGKILL (out of memory?)"
-
-
-def test_kill_counts_before_the_complaint_of_a_peer_that_was_quicker() -> None:
-    outcome = Outcome("failed", "", deaths=[death(11, 4.9, "model_worker/1", code=1), death(10, 5.0, code=-9)])
-    errors = [Error(4.8, "model_worker", 1, 11, "connection closed by peer")]
-    failure = first_failure(outcome, errors, Path("/nowhere"))
-    assert failure is not None and failure.process == "model_worker/0" and "SIGKILL" in failure.problem
-
-
-def test_error_long_before_a_kill_is_the_cause() -> None:
-    outcome = Outcome("failed", "", deaths=[death(11, 60.0, code=-9, name="model_worker/1")])
-    failure = first_failure(outcome, [Error(4.8, "model_worker", 0, 10, "the cause")], Path("/nowhere"))
-    assert failure is not None and failure.process == "model_worker/0"
-
-
-def test_tail_of_a_log_with_bytes_that_are_no_text(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_bytes(b"\xff" * 100_000 + b"\nlast\n")
-    assert tail(log, 1) == ["last"]
-    assert tail(tmp_path / "none", 3) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import stat
 from pathlib import Path
 
 import msgspec
@@ -111,7 +112,7 @@ def test_records_appended_while_it_runs_are_kept_in_order(tmp_path: Path, monkey
     for _ in range(5):
         grant()
     monkeypatch.setattr(compaction, "encode_record", during(encode_record))
-    monkeypatch.setattr(journal, "sync", during(journal.sync))
+    monkeypatch.setattr(compaction, "_sync_and_close", during(compaction._sync_and_close))
     asyncio.run(main())
     with pytest.raises(LedgerError, match="another gserver_manager"):
         Journal(path)
@@ -133,10 +134,12 @@ def test_a_disk_that_is_full_in_the_middle_leaves_the_journal_as_it_was(
     before, descriptors = path.read_bytes(), len(os.listdir("/proc/self/fd"))
     compactor = Compactor(journal, 1000)
 
-    def full(*_: object) -> None:
+    def full(*given: object) -> None:
+        if where == "sync":
+            os.close(given[0])  # type: ignore[arg-type]
         raise OSError(28, "No space left on device")
 
-    target = {"write": (compaction, "lock"), "tail": (os, "pread"), "sync": (journal, "sync")}[where]
+    target = {"write": (compaction, "lock"), "tail": (os, "pread"), "sync": (compaction, "_sync_and_close")}[where]
     with monkeypatch.context() as patch:
         patch.setattr(*target, full)
         assert compactor.due
@@ -147,6 +150,43 @@ def test_a_disk_that_is_full_in_the_middle_leaves_the_journal_as_it_was(
     journal.append(events[:1] * 20)
     assert compactor.due and asyncio.run(compactor.compact(lambda: state_of(ledger)))
     journal.close()
+
+
+def test_a_journal_that_cannot_be_synced_is_not_taken_for_a_compaction_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, events = history(3)
+    with Journal(tmp_path / "ledger.jsonl") as journal:
+        journal.append(events)
+
+        def broken() -> None:
+            raise LedgerError("cannot sync")
+
+        monkeypatch.setattr(journal, "sync", broken)
+        with pytest.raises(LedgerError, match="cannot sync"):
+            asyncio.run(Compactor(journal, 1).compact(lambda: state_of(ledger)))
+
+
+def test_what_is_synced_after_an_exchange_is_found_under_the_name_of_the_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, events = history(3)
+    fsync, folders = os.fsync, list[bool]()
+
+    def seen(fd: int) -> None:
+        folders.append(stat.S_ISDIR(os.fstat(fd).st_mode))
+        fsync(fd)
+
+    with Journal(tmp_path / "ledger.jsonl") as journal:
+        journal.append(events)
+        fd, size = Compactor(journal, 1)._write(state_of(ledger))
+        journal.copy_tail(journal.size, fd)
+        monkeypatch.setattr(os, "fsync", seen)
+        assert journal.switch(size)
+        journal.sync()
+        assert folders == [False, True], "the file, and its name"
+        journal.sync()
+        assert folders == [False, True, False]
 
 
 def test_what_a_death_in_a_compaction_left_is_removed_by_the_next_start(tmp_path: Path) -> None:

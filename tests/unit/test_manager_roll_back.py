@@ -320,6 +320,20 @@ def test_tickets_of_another_order_of_prompts_are_refused() -> None:
             other.open(0.0)
 
 
+def test_a_restart_after_the_clock_was_set_back_does_not_put_off_when_a_ticket_is_missed() -> None:
+    state = running()
+    lost, gone = tickets(state, 2, now=1e6)
+    state.finish(FinishRequest(gone.ticket_id, 0, "w", "accepted", "", [ANSWER]), 1e6)
+    restarted = ManagerState(SETTINGS)
+    restarted.restore_from(state.outbox)
+    restarted.open(1e3)
+    assert restarted.expire(1e3 + SETTINGS.lease_s) == []
+    assert restarted.expire(1e3 + SETTINGS.lease_s + 1) == [lost.ticket_id]
+    request = TrainedRequest(0, 0, incarnation=A, held=[])
+    reply = restarted.trained(request, 1e3 + ARRIVAL_GRACE_S + 1)
+    assert isinstance(reply, TrainedReply) and reply.lost == [gone.ticket_id]
+
+
 def test_finished_tells_the_versions_of_the_answers() -> None:
     state = running()
     first, second = tickets(state, 2)

@@ -137,9 +137,7 @@ def test_start_that_fails_is_named_with_the_last_lines(make):
 
 def test_start_is_bounded(make):
     engine, _ = make("--silent", start=False, start_timeout_s=0.5)
-    with pytest.raises(
-        GenerationError, match=r"within 0\.5 s \(generation\.sglang\.start_timeout_s\); its last"
-    ):
+    with pytest.raises(GenerationError, match=r"within 0\.5 s \(generation\.sglang\.start_timeout_s\); its last"):
         engine.start()
 
 

@@ -1,0 +1,45 @@
+"""A RolloutWorker that is suspended keeps its connections and loses its heartbeat: nothing may be granted to it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from realsys.admission.messages import AllocateRequest
+from realsys.admission.workers import incarnation_of
+from tests.contracts.manager_trial import BOUND_S, WORKER, Trial, drive
+
+
+async def _never() -> bool:
+    """It has not hung up."""
+    return False
+
+
+def test_a_held_allocation_of_a_worker_that_lost_its_heartbeat_gets_nothing(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        t.heartbeat(WORKER, "1")
+        await t.ready()
+        await t.until("heartbeat seen", lambda: incarnation_of(WORKER, t.state.workers) == "1")
+        assert len((await t.allocate(4))["tickets"]) == 4  # the quota is used up
+        held = asyncio.create_task(t.manager.service.allocate(AllocateRequest(WORKER, 4, BOUND_S), _never))
+        await asyncio.sleep(0)  # it has begun, and waits
+        t.store.delete(t.names.heartbeat(WORKER))
+        assert (await held).tickets == []
+        assert t.state.ledger.counts.open["waiting"] == 4
+        t.heartbeat(WORKER, "2")  # its successor gets them
+        assert [ticket["attempt"] for ticket in (await t.allocate(4))["tickets"]] == [1] * 4
+
+    drive(tmp_path, scenario)
+
+
+def test_what_was_granted_to_an_incarnation_is_lost_with_it_though_its_heartbeat_was_gone_then(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        body = {"worker": WORKER, "max_tickets": 1, "incarnation": "1"}
+        ticket = (await t.post("/allocate_rollout", **body))["tickets"][0]
+        t.heartbeat(WORKER, "2")
+        await t.until("ticket waits", lambda: t.state.ledger.counts.open["waiting"] == 1)
+        again = (await t.post("/allocate_rollout", **body | {"incarnation": "2"}))["tickets"][0]
+        assert (again["ticket_id"], again["attempt"]) == (ticket["ticket_id"], 1)
+
+    drive(tmp_path, scenario)

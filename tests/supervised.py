@@ -1,0 +1,106 @@
+"""Runs a supervisor over small Python scripts that say over a socket when they are ready."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+from launch.plan import TRAINING, Kind, OnDeath, ProcessSpec
+from launch.supervisor import Supervisor
+from launch.verdict import Outcome
+
+READY = """
+import os, signal, socket, sys
+def ready():
+    with socket.socket(socket.AF_UNIX) as s:
+        s.connect("\\0" + sys.argv[1])
+        s.sendall(sys.argv[2].encode())
+"""
+FOREVER = READY + "ready(); signal.pause()"
+STUBBORN = READY + "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready()\nwhile True: signal.pause()"
+
+
+class Trial:
+    """Specs over scripts, and the socket on which they report."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.recover = False
+        self.notes: list[str] = []
+        self.socket = f"realsys-test-{uuid.uuid4().hex}"  # abstract: no file, no limit on the folder's length
+
+    def spec(self, kind: Kind, index: int, script: str) -> ProcessSpec:
+        argv = (sys.executable, "-c", script, self.socket, f"{kind}/{index}")
+        on_death: OnDeath = "restart" if kind not in TRAINING else "restart_training" if self.recover else "end"
+        return ProcessSpec(kind, index, argv, self.folder / f"{kind}-{index}.log", on_death)
+
+    def run(
+        self,
+        *specs: ProcessSpec,
+        until: Sequence[str] = (),
+        then: Callable[[Supervisor], None] | None = None,
+        stop_timeout_s: float = 5.0,
+        permanent: Callable[[frozenset[int]], bool] = lambda pids: False,
+        checkpoint: Callable[[], int | None] = lambda: None,
+        name_store_ready: Callable[[ProcessSpec], Awaitable[None]] | None = None,
+    ) -> Outcome:
+        """Run to the end; once every process in ``until`` is ready, call ``then``. Checks that no process is left."""
+
+        async def body() -> Outcome:
+            waiting, all_ready = set(until), asyncio.Event()
+
+            def on_ready() -> None:
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(10)
+                    waiting.discard(connection.recv(100).decode())
+                if not waiting:
+                    all_ready.set()
+
+            asyncio.get_running_loop().add_reader(server, on_ready)
+            async with asyncio.timeout(90):
+                supervisor = Supervisor(
+                    specs,
+                    stop_timeout_s=stop_timeout_s,
+                    master_stop_s=stop_timeout_s / 2,
+                    max_restarts=2,
+                    say=self.notes.append,
+                    permanent=permanent,
+                    checkpoint=checkpoint,
+                    first_backoff_s=0.01,
+                    **({"name_store_ready": name_store_ready} if name_store_ready else {}),
+                )
+                running = asyncio.create_task(supervisor.run())
+                if then is not None:
+                    await all_ready.wait()
+                    then(supervisor)
+                return await running
+
+        before = {p.pid for p in psutil.Process().children(recursive=True)}
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind("\0" + self.socket)
+            server.listen()
+            outcome = asyncio.run(body())
+        assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+        return outcome
+
+
+def stop(supervisor: Supervisor) -> None:
+    supervisor.interrupt(signal.SIGINT)
+
+
+def log(trial: Trial, name: str) -> list[str]:
+    return (trial.folder / f"{name.replace('/', '-')}.log").read_text().splitlines()
+
+
+def waits_for(name: str) -> str:
+    """A script that is ready, and goes on with what follows at the signal, whenever that comes."""
+    block = f"signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.{name}}})\n"
+    return READY + block + f"ready(); signal.sigwait({{signal.{name}}})\n"

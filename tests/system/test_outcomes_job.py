@@ -1,0 +1,79 @@
+"""Runs that have nothing (more) to learn from: each ends, in time, and says what happened."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from realsys.master.stuck import FEWEST_FILTERED
+from tests.system.jobs import Job, processes_of, run_arith
+from tests.system.ledgers import check_ledger
+
+pytestmark = pytest.mark.system
+
+#: Short answers of a model without warm-up: all wrong.
+TINY = [
+    "warmup.steps=0",
+    "evaluation.problems=0",
+    "rollout.workers=1",
+    "rollout.group_size=2",
+    "rollout.max_concurrent=32",
+    "generation.sampling.max_new_tokens=4",
+    "data.arith.max_operands=3",
+    "data.arith.demo_size=0",
+    "data.arith.train_size=20",
+]
+ALL_FILTERED = ["train.ppo.filter.min=0.5", "train.total_steps=3"]  # half of the answers must be right
+
+
+def stuck(job: Job) -> str:
+    """What the terminal says of a run that gave up, on its first line."""
+    assert job.returncode == 1, job.report()
+    assert processes_of(job.root) == []
+    failure = json.loads(job.paths.summary.read_text())["failure"]
+    assert failure["process"] == "master_worker/0" and "StuckError" in failure["problem"]
+    assert job.records("train") == []
+    message = job.stderr.splitlines()[0]
+    assert "master_worker/0" in message and "StuckError" in message
+    return message
+
+
+def test_dataset_that_runs_out_ends_the_run_after_its_last_whole_batch(tmp_path):
+    """20 prompts once, 8 a batch: two steps; the four that are left make no batch, and stand in for any that fail."""
+    job = run_arith(tmp_path, "short", *TINY, "train.total_epochs=1", "train.total_steps=100").completed()
+    assert [step["step"] for step in job.records("train")] == [1, 2]
+    assert "step 2/2" in job.stdout
+    ledger = check_ledger(job, batch_groups=8, eta=4, prompts=20)
+    assert ledger.counts.trained == 16 and ledger.counts.granted <= 20
+    assert processes_of(job.root) == []
+
+
+def test_dataset_that_runs_out_before_a_batch_fills_ends_by_name_with_what_became_of_it(tmp_path):
+    job = run_arith(tmp_path, "used-up", *TINY, *ALL_FILTERED, "train.total_epochs=1")
+    message = stuck(job)
+    assert "all 20 groups have ended: 0 trained, 20 dropped (20 x success_rate)" in message
+    assert "no batch of 8 (train.batch_groups)" in message
+
+
+def test_endless_data_of_which_every_group_is_rejected_ends_by_name(tmp_path):
+    job = run_arith(tmp_path, "rejected", *TINY, *ALL_FILTERED)
+    message = stuck(job)
+    found = re.search(r"the last (\d+) groups all have a success rate outside \[0\.5, 1\] ", message)
+    assert found and int(found[1]) >= FEWEST_FILTERED, message
+    assert "(train.ppo.filter)" in message
+
+
+def test_constant_reward_trains_on_without_changing_a_weight_and_says_so(tmp_path):
+    """Every advantage is 0: no NaN, no step skipped, and the summary names it."""
+    job = run_arith(
+        tmp_path, "constant", *TINY, "train.ppo.advantage.mean=group", "train.ppo.advantage.std=group"
+    ).completed()
+    steps = job.records("train")
+    assert len(steps) == 4 and {step["reward_mean"] for step in steps} == {-1.0}
+    for step in steps:
+        assert step["stats"]["grad_norm_max"] == step["stats"]["loss"] == step["stats"]["skipped_steps"] == 0.0
+    assert json.loads(job.paths.summary.read_text())["without_signal"] == 4
+    assert "4 of 4 steps changed no weight: every advantage was 0" in job.stdout
+    assert not list(job.paths.errors.glob("*")), job.report()
