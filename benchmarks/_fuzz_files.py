@@ -19,7 +19,8 @@ from launch.progress import Progress
 from realsys.admission import workers
 from realsys.admission.events import Event
 from realsys.admission.journal import Journal, read_journal
-from realsys.admission.manager import ManagerSettings, ManagerState
+from realsys.admission.manager import ManagerState
+from realsys.admission.settings import ManagerSettings
 from realsys.admission.tickets import ticket_name
 from realsys.cluster import heartbeat
 from realsys.cluster.failure import ErrorRecord, read_errors, record_of, write_error

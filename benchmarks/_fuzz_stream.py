@@ -15,8 +15,9 @@ from benchmarks._mutations import Spoiler, example, examples
 from benchmarks._targets import Target
 from realsys.admission import messages as m
 from realsys.admission.journal import Journal
-from realsys.admission.manager import ManagerSettings, ManagerState
+from realsys.admission.manager import ManagerState
 from realsys.admission.servers import UpdateOrder
+from realsys.admission.settings import ManagerSettings
 from realsys.errors import DecodeError, GenerationError, StreamError
 from realsys.generation import client as generation_client
 from realsys.generation import protocol as p

@@ -22,6 +22,7 @@ import argparse
 import math
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=16, help="batch size in prompts")
     parser.add_argument("--override", action="append", default=[], help="the same for both; may be repeated")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through ``finally``: leave no run behind
     root = Path(tempfile.mkdtemp(prefix="ledger_cost_"))
     try:
         warm_up = ["train.total_steps=1", "train.batch_groups=8", "evaluation.problems=0", *options.override]

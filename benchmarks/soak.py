@@ -10,7 +10,8 @@ ledger and records of the steps as in any run. Sampled every ``--every`` seconds
     kib                size of the trial's folder, and of each entry in it
 
 A slope is fitted over everything after step ``SETTLED``, per 100 steps. ``error`` is its standard error, from the means
-of ten blocks of samples, because neighbouring samples are not independent. Verdict:
+of ten blocks of samples, because neighbouring samples are not independent.
+``last_half`` is the slope over the second half of the steps alone: smaller where something fills up. Verdict:
 
     flat      the slope is within three errors of zero, or so small that 1,000 steps add less than 1 % to the mean
     growing   anything else
@@ -26,6 +27,7 @@ import contextlib
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -235,6 +237,7 @@ def rows_of(watched: Watch, settled: int) -> list[dict[str, Any]]:
                 "mean": found.mean,
                 "per_100_steps": found.slope,
                 "error": found.error,
+                "last_half": trend(series, series.steps[-1] // 2).slope,
                 "verdict": found.verdict,
             }
         )
@@ -270,6 +273,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two samples")
     parser.add_argument("--override", action="append", default=[], help="of the job; may be repeated")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through ``finally``: leave no run behind
     settled = min(SETTLED, options.steps // 4)
     folder = Path(tempfile.mkdtemp(prefix="soak_"))
     started = time.perf_counter()

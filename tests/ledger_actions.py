@@ -46,10 +46,12 @@ class World(WorldState):
     # -- what can happen -----------------------------------------------------------------------------------------------
 
     def enabled(self) -> list[Act]:
-        acts = self._workers_act() + self._network_acts() + self._master_acts()
+        acts = self._workers_act() + self._master_acts()
         order = self.manager.servers.next_order(SERVER, str(self.births[SERVER]), 0.0)
         if isinstance(order, UpdateOrder):
             acts.append(Act("server_updates"))
+        acts += [Act("stray_arrives", (number,)) for number in range(len(self.strays))]
+        acts += [Act("echo", (number,)) for number in range(len(self.echoes))]
         return acts + [act for act in self._faults() if self._may(act.name)]
 
     def _may(self, fault: str) -> bool:
@@ -70,10 +72,6 @@ class World(WorldState):
             if (ticket.ticket_id, ticket.attempt) not in alive and not self._is_unnoticed(ticket.worker):
                 acts.append(Act("lapse", (ticket.ticket_id,)))
         return acts
-
-    def _network_acts(self) -> list[Act]:
-        strays = [Act("stray_arrives", (number,)) for number in range(len(self.strays))]
-        return strays + [Act("echo", (number,)) for number in range(len(self.echoes))]
 
     def _master_acts(self) -> list[Act]:
         acts = [Act("tell_drops")] if self.drops else []
@@ -283,8 +281,8 @@ class World(WorldState):
         self._dies(worker)
 
     def _death_noticed(self, worker: str) -> None:
-        known = self.manager.workers[worker].incarnation
-        held = {t.ticket_id for t in self._running() if t.worker == worker and t.incarnation == known}
+        before = self.manager.workers[worker].incarnation
+        held = {t.ticket_id for t in self._running() if (t.worker, t.incarnation) == (worker, before)}
         assert set(self._observe_workers()) == held
         self.truth |= dict.fromkeys(held, "waiting")
 

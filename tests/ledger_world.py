@@ -19,9 +19,10 @@ import msgspec
 from realsys.admission.events import Event, Snapshot
 from realsys.admission.journal import decode_record, encode_record
 from realsys.admission.ledger import Ledger
-from realsys.admission.manager import ManagerSettings, ManagerState
+from realsys.admission.manager import ManagerState
 from realsys.admission.messages import TrainedRequest
 from realsys.admission.order import PromptOrder
+from realsys.admission.settings import ManagerSettings
 from realsys.admission.staleness import StalenessBound
 from realsys.admission.status import status
 from realsys.buffer.replay import SequenceBuffer

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from realsys.admission.events import Event, Outcome
-from realsys.admission.manager import ManagerSettings, ManagerState
+from realsys.admission.manager import ManagerState
 from realsys.admission.messages import AllocateRequest, RollBackReply, RollBackRequest, TrainedReply, TrainedRequest
 from realsys.admission.refusals import OlderTraining
 from realsys.admission.servers import Pace
+from realsys.admission.settings import ManagerSettings
 from realsys.types import PublishedVersion, ServerAddress
 
 B, ETA, LEASE_S, ATTEMPTS = 3, 1, 50.0, 3

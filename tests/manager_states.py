@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from realsys.admission.manager import ManagerSettings, ManagerState
+from realsys.admission.manager import ManagerState
 from realsys.admission.messages import (
     AllocateRequest,
     Answer,
@@ -15,6 +15,7 @@ from realsys.admission.messages import (
 )
 from realsys.admission.refusals import NoServer, NotRunning
 from realsys.admission.servers import UpdateOrder
+from realsys.admission.settings import ManagerSettings
 from realsys.types import PublishedVersion, ServerAddress, Ticket
 
 SETTINGS = ManagerSettings(2, 1, 4, 2, 1, {"train": 10, "eval": 3})

@@ -22,7 +22,8 @@ import msgspec
 import uvicorn
 
 from realsys.admission.journal import Journal
-from realsys.admission.manager import ManagerSettings, ManagerState
+from realsys.admission.manager import ManagerState
+from realsys.admission.settings import ManagerSettings
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.http_guard import BoundedHead
 from realsys.cluster.name_store import NameStore, Watch

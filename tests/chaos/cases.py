@@ -155,7 +155,7 @@ def _disk() -> list[Case]:
     )
     full = _row("ENOSPC for good", "weight write", model, "weights.write", "error", every=True)
     return [
-        Case("disk", mended),
+        Case("disk-mended", mended),
         Case("damage", damaged),
         Case("disk-full", (full,), ("cluster.max_restarts=1",), ends=r"model_worker/0: .*No space left on device"),
         Case("tmpfs-freed", (Row("disk really full, then freed", "training", act=outside.fill_disk),), needs="root"),

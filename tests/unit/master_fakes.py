@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from realsys.admission.manager import ManagerSettings, ManagerState
+from realsys.admission.manager import ManagerState
 from realsys.admission.messages import AllocateRequest, Answer, FinishRequest, TrainedReply, TrainedRequest
+from realsys.admission.settings import ManagerSettings
 from realsys.admission.status import status
 from realsys.algorithm.group_filter import keep_group
 from realsys.buffer.balance import token_costs

@@ -20,6 +20,8 @@ def test_the_seed_orders_the_phases_and_changes_nothing_else():
 def test_names_are_unique_points_exist_and_a_run_that_is_to_end_has_one_row():
     for cases in (full(1), short()):
         assert len({case.name for case in cases}) == len(cases)
+        # A run's processes are found by the begin of its id, which is its name and a dash.
+        assert not [(a.name, b.name) for a in cases for b in cases if b.name.startswith(f"{a.name}-")]
         for case in cases:
             assert all(fault.point in POINTS for row in case.rows for fault in row.faults)
             assert all(row.faults or row.act for row in case.rows)

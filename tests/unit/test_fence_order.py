@@ -14,8 +14,9 @@ import pytest
 from aiohttp import web
 
 from realsys.admission.journal import Journal
-from realsys.admission.manager import ManagerSettings, ManagerState
+from realsys.admission.manager import ManagerState
 from realsys.admission.messages import DataPosition
+from realsys.admission.settings import ManagerSettings
 from realsys.cluster.http_guard import Guard
 from realsys.cluster.memory_store import MemoryNameStore
 from realsys.config.schema import Config

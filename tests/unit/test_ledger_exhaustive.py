@@ -51,8 +51,8 @@ SMALL = [
 LARGE = [
     bounds(prompts=1, steps=1, faults=2),
     bounds("master_crashes", faults=2),
-    bounds(batch=2, prompts=4),
-    bounds(eta=1),
+    bounds("rejected filtered arrives_late lapses_though_alive manager_restarts", batch=2, prompts=4),
+    bounds("rejected fails_though_stored never_arrives server_dies manager_restarts", eta=1),
     bounds("arrives_late filtered", eta=1, prompts=3, steps=3),
     bounds("dies dies_in_push reply_lost lapses_though_alive", workers=2),
 ]

@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from realsys.admission.events import Resumed
-from realsys.admission.manager import ManagerSettings, ManagerState
+from realsys.admission.manager import ManagerState
 from realsys.admission.messages import (
     AllocateRequest,
     EvaluateRequest,
     TrainedRequest,
 )
 from realsys.admission.rates import RateWindow
+from realsys.admission.settings import ManagerSettings
 from realsys.admission.status import explain, status
 from realsys.config.schema import Config
 from tests.manager_states import SETTINGS, address, finish, place, ready, tickets, update, version
