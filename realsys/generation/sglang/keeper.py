@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 _LONGEST_BACKOFF_S = 30.0
 _HEALTHY_AFTER_S = 300.0  # a run that lasted this long makes up for the failures before it
+_REUSE_WITHIN_S = 2.0  # SGLang closes a connection that was idle for 5 s: a request on it then would be lost
 _PROBE_TIMEOUT_S = 120.0  # a first forward pass may compile
 _CHECK_INTERVAL_S = 10.0
 _CHECK_TIMEOUT_S = 30.0  # SGLang's own limit is 20 s
@@ -74,7 +75,8 @@ class Keeper:
     async def keep(self) -> NoReturn:
         """Run the server for ever. Raises GenerationError when that cannot be done; cancel to stop."""
         failures = 0
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_REUSE_WITHIN_S)
+        async with aiohttp.ClientSession(connector=connector) as session:
             for serial in itertools.count():
                 begin = time.monotonic()
                 reason = await self._run(serial, session)
