@@ -283,6 +283,8 @@ class WorkerEndpoint:
             return
         match header:
             case RequestHeader(number, handler):
+                if not self._welcomed:
+                    return  # of a connection that is gone: it comes again after the welcome, in its order
                 if reach("request.receive") == "drop":
                     self._reconnect()
                     return

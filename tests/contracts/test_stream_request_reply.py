@@ -288,6 +288,25 @@ def test_a_cut_connection_loses_and_doubles_nothing() -> None:
     asyncio.run(run())
 
 
+def test_a_request_lost_with_its_connection_comes_again_before_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those behind it lie in the worker's queue already; to take them would say that the lost one had come, too."""
+    reached = 0
+
+    def drop_the_fifth(point: str) -> str:
+        nonlocal reached
+        reached += point == "request.receive"
+        return "drop" if point == "request.receive" and reached == 5 else ""
+
+    monkeypatch.setattr("realsys.stream.endpoint.reach", drop_the_fifth)
+
+    async def body(stream: MasterStream, workers: list[Answering]) -> None:
+        replies = [stream.request(0, "echo", Number(value), Number) for value in range(200)]
+        assert [reply.value for reply in await asyncio.gather(*replies)] == list(range(200))
+        assert workers[0].handled == [("echo", value) for value in range(200)]
+
+    with_workers(body)
+
+
 def test_a_request_sent_twice_is_handled_once() -> None:
     """A master by hand."""
     context = zmq.Context()
