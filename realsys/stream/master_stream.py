@@ -273,9 +273,8 @@ class MasterStream:
         kind, callback = self._callbacks[handler]
         try:
             notice = decode_message(payload, kind)
-        except DecodeError as err:
-            self.bad_messages += 1
-            log.warning("master: dropped notice %s of %s: %s", handler, sender, err)
+        except DecodeError as err:  # what it said is lost, and nobody would say it again: better a loud end
+            self._fail(DecodeError(f"{sender}: notice {handler}: {err}"))
             return
         try:
             callback(notice)

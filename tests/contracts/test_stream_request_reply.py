@@ -447,6 +447,19 @@ def test_an_exception_in_a_notice_callback_fails_pending_and_later_requests() ->
     with_workers(body)
 
 
+def test_a_notice_that_cannot_be_decoded_fails_the_stream_loudly() -> None:
+    """What it announced is on the worker and would never be heard of again."""
+
+    async def body(stream: MasterStream, workers: list[Answering]) -> None:
+        stream.on_notice("samples_arrived", SamplesArrived, lambda notice: None)
+        held = stream.request(0, "hold", Number(1), Number)
+        workers[0].endpoint.notify("samples_arrived", Number(7))
+        with pytest.raises(StreamError, match="model_worker/0: notice samples_arrived"):
+            await held
+
+    with_workers(body)
+
+
 def test_closing_the_master_fails_what_waits() -> None:
     async def body(stream: MasterStream, workers: list[Answering]) -> None:
         pending = stream.request(0, "hold", Number(1), Number)
