@@ -185,8 +185,7 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(server):
 
 def test_update_in_mid_answer(server):
     async def test(client):
-        # Sixteen answers on four rows take many rounds: some run, some wait while the weights change.
-        requests = start_long(client, server.url, 16)
+        requests = start_long(client, server.url)
         await until_decoding(client, server.url, 4)
         result = await client.update_weights(server.url, str(server.paths[1]), 1, 20)
         assert result.success, result.message
