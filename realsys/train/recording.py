@@ -38,6 +38,8 @@ from realsys.types import (
 
 log = logging.getLogger(__name__)
 
+WRITE_S = 60.0  # bound on the wait for the record of the step before
+
 
 class SampleRecorder:
     """Serves the requests about records. ``tell`` sends the notice, from any thread."""
@@ -75,7 +77,12 @@ class SampleRecorder:
 
     def _write_beside(self, request: RecordRequest, arrays: files.Arrays, origins: Iterable[GroupOrigin]) -> None:
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(WRITE_S)
+            if self._thread.is_alive():  # a record is not worth more memory, nor the run: this one is left out
+                failure = f"model_worker/{self._worker}: {self._thread.name} is not on disk after {WRITE_S:g} s"
+                log.error("%s; step %d is not recorded", failure, request.step)
+                self._tell(Recorded(self._worker, request.step, failure=failure))
+                return
         # A daemon: a worker that is told to stop does not wait for a record that nobody will complete.
         self._thread = threading.Thread(
             target=self._write, args=(request, arrays, origins), name=f"record-{request.step}", daemon=True
