@@ -14,11 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from realsys.admission.audit import Auditor, AuditReport
+from realsys.admission.audit import Auditor
+from realsys.admission.audit_report import AuditReport
 from realsys.admission.journal import read_journal
+from realsys.admission.tickets import tickets_in
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, LedgerError
-from realsys.telemetry.steps import read_steps
+from realsys.telemetry.steps import RECOVERED, surviving_steps
 
 _SHOWN = 5  # problems per check; --json has all of them
 
@@ -34,25 +36,31 @@ def show_audit(trial_dir: Path, *, as_json: bool = False) -> int:
 
 
 def audit_trial(paths: TrialPaths) -> AuditReport:
-    """Raises ConfigError if there is no ledger, or it cannot be read at all."""
+    """Raises ConfigError if there is no ledger, or nothing in it is a record."""
     skipped: dict[str, str] = {}
     logged = logged_tickets(paths.steps)  # first: what the trainer has logged, it had told the manager before
     if logged is None:
         skipped["steps"] = "no step log with tickets"
     auditor, line, end = Auditor(), 0, 0
     try:
-        size = paths.ledger.stat().st_size
+        before = paths.ledger.stat()
+        size = before.st_size
         try:
             for line, (event, end) in enumerate(read_journal(paths.ledger), 1):  # noqa: B007 (wanted after the loop)
                 auditor.observe(event, line)
         except LedgerError as error:
             auditor.problems["journal"].append(str(error))
+            skipped["steps"], size = f"nothing is read beyond line {line}", end
+        if paths.ledger.stat().st_ino != before.st_ino:  # compacted meanwhile: the size was that of another file
             size = end
     except OSError as error:
         problem = f"{error.strerror}: not the folder of a trial, or its manager has not started yet"
         raise ConfigError("TRIAL_DIR", str(paths.root), f"{paths.ledger.name}: {problem}") from None
-    if logged is not None:
-        auditor.compare_steps(logged)
+    if size and not line:
+        problem = f"{paths.ledger.name}: none of its {size} bytes is a record: restore it from a copy"
+        raise ConfigError("TRIAL_DIR", str(paths.root), problem)
+    if logged is not None and "steps" not in skipped:
+        auditor.compare_steps(logged, recovered_steps(paths.steps))
     return auditor.report(torn_bytes=max(0, size - end), skipped=skipped)
 
 
@@ -60,10 +68,17 @@ def logged_tickets(steps: Path) -> Mapping[int, list[str]] | None:
     """Tickets by step as the trainer logged them; None if it has no log, or one from before it named them."""
     if not steps.is_file():
         return None
-    records = [record for record in read_steps(steps) if record["kind"] == "train"]
-    if records and not any("tickets" in record for record in records):
+    records = (record for record in surviving_steps(steps) if record["kind"] == "train")
+    logged = {step: record.get("tickets") for record in records if isinstance(step := record.get("step"), int)}
+    if logged and not any(isinstance(ranges, str) for ranges in logged.values()):
         return None
-    return {record["step"]: record.get("tickets", []) for record in records}
+    return {step: list(tickets_in(str(ranges or ""))) for step, ranges in logged.items()}
+
+
+def recovered_steps(steps: Path) -> set[int]:
+    """Those that a recovery went back to. A compacted ledger knows the last one only."""
+    found = (record.get("step") for record in surviving_steps(steps) if record["kind"] == RECOVERED)
+    return {step for step in found if isinstance(step, int)}
 
 
 def print_report(console: Console, report: AuditReport) -> None:
@@ -104,6 +119,10 @@ def print_report(console: Console, report: AuditReport) -> None:
             console.print(Text(f"         {problem}"), soft_wrap=True)
         if len(check.problems) > _SHOWN:
             console.print(Text(f"         and {len(check.problems) - _SHOWN} more"), soft_wrap=True)
+    failed = [check.name for check in report.checks if not check.ok]
+    skipped = [check.name for check in report.checks if check.ok and check.skipped]
+    end = Text(f"\nFAILED: {', '.join(failed)}", "bold red") if failed else Text("\nevery check holds", "green")
+    console.print(end.append(f" (not checked: {', '.join(skipped)})" if skipped else "", "dim"), soft_wrap=True)
 
 
 def _listed(numbers: Mapping[str, int]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import psutil
 
+from launch.logs import keep_last_words
 from launch.plan import ProcessSpec
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -25,6 +26,7 @@ class Child:
         self.spec = spec
         self.process: subprocess.Popen[bytes] | None = None
         self.started = 0.0  # monotonic seconds
+        self._starts = 0
         self.pending: asyncio.TimerHandle | None = None  # its next start
         self._pidfd = -1
 
@@ -33,6 +35,9 @@ class Child:
         spec = self.spec
         self.pending = None
         spec.log.parent.mkdir(parents=True, exist_ok=True)
+        if self._starts == 1:  # the first restart
+            keep_last_words(spec.log)
+        self._starts += 1
         with spec.log.open("ab") as log:
             self.process = subprocess.Popen(
                 spec.argv,
@@ -44,7 +49,13 @@ class Child:
                 start_new_session=True,  # a group to kill as a whole; Ctrl-C reaches the launcher only
             )
         self.started = time.monotonic()
-        self._pidfd = os.pidfd_open(self.process.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.process.pid)
+        except OSError:  # nobody would hear of its end
+            self.kill()
+            self.process.wait()
+            self.process = None
+            raise
         asyncio.get_running_loop().add_reader(self._pidfd, on_exit, self)
 
     def reap(self) -> tuple[int, int]:
@@ -60,7 +71,8 @@ class Child:
 
     def terminate(self) -> None:
         if self.process is not None:
-            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)  # Popen's own would reap it
 
     def kill(self) -> None:
         """SIGKILL to its group."""

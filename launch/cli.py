@@ -1,6 +1,7 @@
 """The `realsys` command. Arguments are parsed before anything heavy is imported, so that --help answers at once.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input (one line on stderr says which), 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 1 the run failed, 2 bad input, or a file that cannot be used (one line on stderr says which), 130
+Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -115,6 +116,9 @@ def _dispatch(args: argparse.Namespace) -> int:
     except RealsysError as exc:
         print(f"realsys: {exc}", file=sys.stderr)
         return exc.exit_code
+    except OSError as exc:  # of a file that nobody has a better word for
+        print(f"realsys: {exc.filename or args.command}: {exc.strerror or exc}", file=sys.stderr)
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("realsys: stopped", file=sys.stderr)
         return EXIT_CTRL_C

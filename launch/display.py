@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
@@ -47,16 +48,15 @@ class View(Protocol):
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None: ...
     def note(self, text: str) -> None: ...
-    def refresh(self, progress: Progress) -> None: ...
+    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
+        """``new``: records that ``progress`` has and that were not shown yet."""
+        ...
 
 
-def make_view(console: Console, config: Config, paths: TrialPaths, progress: Progress, *, plain: bool) -> View:
-    """Live on a terminal, plain where the output goes to a file or a pipe, or on request.
-
-    What ``progress`` has already is not new.
-    """
+def make_view(console: Console, config: Config, paths: TrialPaths, *, plain: bool) -> View:
+    """Live on a terminal, plain where the output goes to a file or a pipe, or on request."""
     if plain or not console.is_terminal:
-        return PlainView(console, shown=len(progress.arrived))
+        return PlainView(console)
     return LiveView(console, config, paths)
 
 
@@ -66,8 +66,8 @@ def make_view(console: Console, config: Config, paths: TrialPaths, progress: Pro
 class PlainView:
     """One line per record."""
 
-    def __init__(self, console: Console, shown: int = 0) -> None:
-        self._console, self._shown = console, shown
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._address: str | None = None
 
     def __enter__(self) -> Self:
@@ -79,11 +79,10 @@ class PlainView:
     def note(self, text: str) -> None:
         self._print(f"! {text}")
 
-    def refresh(self, progress: Progress) -> None:
+    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
         if progress.address and progress.address != self._address:
             self._address = progress.address
             self._print(f"status page: {self._address}/")
-        new, self._shown = progress.arrived[self._shown :], len(progress.arrived)
         for record in new:
             if line := _line(record):
                 self._print(line)
@@ -165,7 +164,7 @@ class LiveView:
         self._config, self._paths = config, paths
         self._started = time.monotonic()
         self._progress = Progress()
-        self._notes: list[str] = []
+        self._notes: deque[str] = deque(maxlen=_RECENT_NOTES)
         self._live = Live(console=console, auto_refresh=False, get_renderable=self.render, transient=False)
 
     def __enter__(self) -> Self:
@@ -180,7 +179,7 @@ class LiveView:
         self._notes.append(f"{time.strftime('%H:%M:%S')} {text}")
         self._live.refresh()
 
-    def refresh(self, progress: Progress) -> None:
+    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
         self._progress = progress
         self._live.refresh()
 
@@ -191,13 +190,11 @@ class LiveView:
         body.add_row(_training(progress), _asynchrony(progress, self._config))
         parts += [Text(), body]
         if progress.train:
-            parts += [Text(), Text.assemble(("step time  ", "dim"), time_split(progress.train[-_RECENT_STEPS:]))]
+            parts += [Text(), Text.assemble(("step time  ", "dim"), time_split(_recent(progress.train)))]
         servers = _servers(progress.status)
         if servers is not None:
             parts += [Text(), servers]
-        parts += [
-            Text(note, style="yellow", overflow="ellipsis", no_wrap=True) for note in self._notes[-_RECENT_NOTES:]
-        ]
+        parts += [Text(note, style="yellow", overflow="ellipsis", no_wrap=True) for note in self._notes]
         title = f"realsys  {self._config.experiment}/{self._config.trial}"
         footer = f"{progress.address}/" if progress.address else str(self._paths.root)
         return Panel(Group(*parts), title=title, subtitle=footer, border_style="cyan", padding=(1, 2))
@@ -216,11 +213,15 @@ def _remaining(progress: Progress) -> str:
     """Time left in this phase, from the last steps."""
     records = progress.train or progress.warmup
     path = ("seconds", "total") if progress.train else ("seconds",)
-    pace = mean(records[-_RECENT_STEPS:], *path)
+    pace = mean(_recent(records), *path)
     done, total = progress.step
     if pace is None or done >= total:
         return ""
     return f"{time.strftime('%H:%M:%S', time.gmtime(pace * (total - done)))} left"
+
+
+def _recent(records: Sequence[Record]) -> list[Record]:
+    return list(itertools.islice(reversed(records), _RECENT_STEPS))
 
 
 def _fields(title: str, rows: Sequence[tuple[str, str]]) -> Table:
@@ -237,7 +238,7 @@ def _training(progress: Progress) -> Table:
         rate = _rate(last, "tokens", "seconds")
         return _fields("warm-up", [("loss", fmt(number(last, "loss"), ".3f")), ("tokens/s", fmt(rate, ",.0f"))])
     last = progress.train[-1]
-    recent = progress.train[-_RECENT_STEPS:]
+    recent = _recent(progress.train)
     rows = [
         ("reward", f"{fmt(number(last, 'reward_mean'), '+.3f')}  {sparkline(progress.train, 'reward_mean')}"),
         ("accuracy", f"{fmt(number(last, 'accuracy'), '.1%')}  {sparkline(progress.train, 'accuracy')}"),
@@ -316,7 +317,7 @@ def time_split(records: Sequence[Record]) -> str:
 
 
 def sparkline(records: Sequence[Record], field: str, width: int = 24) -> str:
-    """The course of a field as block characters."""
+    """The course of a field over ``records`` as block characters."""
     values = [v for v in (number(r, field) for r in records) if v is not None]
     if len(values) < 2:
         return ""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from launch.logs import ending
 from launch.verdict import KILL_HEARD_AFTER_S, Outcome
 
 _LOG_LINES = 15
@@ -73,12 +73,5 @@ def _log(error: ErrorRecord, logs: Path) -> Path:
 
 
 def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a text file; empty when there is none."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return []
-    return list(deque(text.splitlines(), maxlen=lines))
+    """The last lines of a log; empty when there is none."""
+    return list(deque(ending(path, _TAIL_BYTES).decode("utf-8", "replace").splitlines(), maxlen=lines))

@@ -9,44 +9,93 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple, Self
 
-import psutil
-
+from realsys.cluster.file_store import boot_id
 from realsys.errors import ConfigError
 
 _LOOK_AGAIN_S = 0.05
 
 
+class _Signature(NamedTuple):
+    """Who ran the trial last. ``started``: clock ticks of that boot; no other process has this pid and this start."""
+
+    pid: int
+    started: int
+    boot: str
+    host: str
+
+    @classmethod
+    def of_this_process(cls) -> Self:
+        started = _started(os.getpid())
+        assert started is not None
+        return cls(os.getpid(), started, boot_id(), socket.gethostname())
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        try:
+            pid, started, boot, host = path.read_text("utf-8").split()
+            return cls(int(pid), int(started), boot, host)
+        except (OSError, ValueError):  # being made, never signed, or of another realsys
+            return None
+
+    @property
+    def alive(self) -> bool:
+        """As far as this machine can tell."""
+        return self.boot == boot_id() and _started(self.pid) == self.started
+
+
 class TrialLock:
     """Holds ``path`` until it is closed. ``fd`` is for children to inherit."""
 
-    def __init__(self, path: Path, trial: str, *, patience_s: float) -> None:
-        """Raises ConfigError naming the holder; workers that a dead launcher left have ``patience_s`` to end."""
-        self._path = path
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def __init__(
+        self, path: Path, trial: str, *, patience_s: float, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Raises ConfigError naming the holder; workers that a dead launcher left have ``patience_s`` to end.
+
+        ``say`` gets a line when they are waited for.
+        """
+        self._path, self._trial = path, trial
         try:
-            self._take(trial, time.monotonic() + patience_s)
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as exc:
+            raise self._unusable("opened for writing", exc) from None
+        try:
+            self._take(patience_s, say)
+        except OSError as exc:
+            os.close(self.fd)
+            raise self._unusable("locked", exc) from None
         except BaseException:
             os.close(self.fd)
             raise
 
-    def _take(self, trial: str, deadline: float) -> None:
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return self._still_there(trial)
-            if (pid := _holder(self._path)) is not None:
-                raise held_by(pid, trial)
+    def _take(self, patience_s: float, say: Callable[[str], None]) -> None:
+        deadline, looks = time.monotonic() + patience_s, 0
+        while not self._taken():
+            if (pid := _live_holder(self._path)) is not None:
+                raise held_by(pid, self._trial)
             if time.monotonic() >= deadline:
-                left = ", ".join(map(str, _workers_of(self._path.parent))) or "unknown"
-                problem = f"{self._path} is still held by processes of its last run (pid {left}); end them first"
-                raise ConfigError("trial", trial, problem)
+                problem = f"{self._path} is still held by {_holders(self._path)}; wait for their end, or end them first"
+                raise ConfigError("trial", self._trial, problem)
+            looks += 1
+            if looks == 2:  # the first may have met one that only looked whether the lock is free
+                say(f"waiting up to {patience_s:g} s for {_holders(self._path)}")
             threading.Event().wait(_LOOK_AGAIN_S)  # a lock of the kernel sends no event to wait for with a bound
+        self._still_there()
 
-    def _still_there(self, trial: str) -> None:
+    def _taken(self) -> bool:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _still_there(self) -> None:
         """Who held it before may have removed the folder."""
         try:
             found = self._path.stat().st_ino
@@ -54,16 +103,27 @@ class TrialLock:
             found = -1
         if found != os.fstat(self.fd).st_ino:
             problem = f"another launcher removed {self._path.parent} at this moment; try again"
-            raise ConfigError("trial", trial, problem)
+            raise ConfigError("trial", self._trial, problem)
 
     def sign(self) -> None:
-        """From now on the file names this process as the one that runs the trial."""
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, b"%d\n" % os.getpid(), 0)
+        """From now on the file names this process as the one that runs the trial. Raises ConfigError."""
+        line = " ".join(map(str, _Signature.of_this_process())) + "\n"
+        try:
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, line.encode(), 0)
+        except OSError as exc:
+            raise self._unusable("written", exc) from None
 
     def close(self) -> None:
         """Give it back, once the children that inherited it are gone too."""
         os.close(self.fd)
+
+    def _unusable(self, what: str, exc: OSError) -> ConfigError:
+        problem = (
+            f"{self._path} cannot be {what}: {exc.strerror}; a trial's folder must be writable for who runs it, and on "
+            "a file system that has locks (flock): see to that, or set another fileroot"
+        )
+        return ConfigError("trial", self._trial, problem)
 
 
 def held_by(pid: int, trial: str) -> ConfigError:
@@ -72,32 +132,54 @@ def held_by(pid: int, trial: str) -> ConfigError:
 
 
 def running_launcher(path: Path) -> int | None:
-    """The pid of the live launcher that holds the lock, None if there is none. Changes nothing."""
+    """The pid of the live launcher that holds the lock, None if there is none or none can be seen. Changes nothing."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except OSError:  # who wants to run the trial is told when it takes the lock
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _holder(path)
+        return _live_holder(path)
+    except OSError:
+        return None
     finally:
         os.close(fd)
     return None
 
 
-def _holder(path: Path) -> int | None:
-    try:
-        pid = int(path.read_text("ascii"))
-    except (OSError, ValueError):  # being made, or never signed
-        return None
-    return pid if psutil.pid_exists(pid) else None
+def _live_holder(path: Path) -> int | None:
+    """The pid of the launcher that signed, unless that is another process by now."""
+    signature = _Signature.read(path)
+    return signature.pid if signature is not None and signature.alive else None
 
 
-def _workers_of(root: Path) -> list[int]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if "--trial-dir" in (line := process.cmdline()) and str(root) in line:
-                found.append(process.pid)
+def _holders(path: Path) -> str:
+    """Whoever has the lock without being the launcher that signed, in words."""
+    if pids := _pids_that_hold(path):
+        listed = ", ".join(map(str, pids))
+        return f"processes of its last run, or a launcher that is starting (pid {listed})"
+    last = _Signature.read(path)
+    by = "" if last is None else f"; it was run last by pid {last.pid} on {last.host}"
+    return f"processes that cannot be seen from here: of another user, container or host{by}"
+
+
+def _pids_that_hold(path: Path) -> list[int]:
+    """Those on this machine that took or inherited the lock, and not those that wait for it."""
+    wanted, found = str(path.resolve()), []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended, or of another user
+            for fd in (process / "fd").iterdir():
+                if os.readlink(fd) == wanted and "FLOCK" in (process / "fdinfo" / fd.name).read_text():
+                    found.append(int(process.name))
+                    break
     return sorted(found)
+
+
+def _started(pid: int) -> int | None:
+    """When the process began, in clock ticks since the machine did; None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Protocol
 
 import aiohttp
 
-from launch.progress import Progress
+from launch.progress import Progress, Record
 from realsys.cluster.name_store import NameStore, make_name_store, trial_names
 from realsys.cluster.names import Names
 from realsys.config.paths import TrialPaths
@@ -22,7 +23,7 @@ _STATUS_TIMEOUT_S = 2.0
 class Screen(Protocol):
     """What the monitor shows the progress on."""
 
-    def refresh(self, progress: Progress) -> None: ...
+    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None: ...
 
 
 class Monitor:
@@ -37,8 +38,9 @@ class Monitor:
 
     def read_steps(self) -> None:
         """Take in what the MasterWorker wrote since the last time."""
-        self._progress.add(self._tail.read())
-        self._screen.refresh(self._progress)
+        new = self._tail.read()
+        self._progress.add(new)
+        self._screen.refresh(self._progress, new)
 
     async def run(self) -> None:
         store = await asyncio.to_thread(make_name_store, self._config, self._paths)
@@ -72,9 +74,13 @@ class Monitor:
 
 async def look_once(config: Config, paths: TrialPaths, progress: Progress) -> None:
     """Fill ``progress`` from the step log and, if it answers, from the manager."""
-    monitor = Monitor(config, paths, progress, _NoScreen(), StepTail(paths.steps))
-    monitor.read_steps()
-    store = await asyncio.to_thread(make_name_store, config, paths)
+    tail = StepTail(paths.steps)
+    progress.add(tail.records())
+    monitor = Monitor(config, paths, progress, _NoScreen(), tail)
+    try:
+        store = await asyncio.to_thread(make_name_store, config, paths)
+    except NameStoreError:  # a folder that one can only read
+        return
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_STATUS_TIMEOUT_S)) as session:
             await monitor.ask_manager(session, store)
@@ -83,7 +89,7 @@ async def look_once(config: Config, paths: TrialPaths, progress: Progress) -> No
 
 
 class _NoScreen:
-    def refresh(self, progress: Progress) -> None:
+    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
         return None
 
 

@@ -9,9 +9,12 @@ Everything a user can get wrong is found here; nothing is started.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,7 +22,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from launch.lock import TrialLock, held_by, running_launcher
-from launch.recover import EarlierRun, changes, check_fixed, check_rest, earlier_run, tidy, where_from
+from launch.recover import EarlierRun, changes, check_fixed, check_rest, earlier_run, newer_data, tidy, where_from
 from launch.resume import check_inputs, check_resume, resume_path, start_ledger
 from realsys.cluster.network import bind_tcp
 from realsys.config.allocation import parse_allocation
@@ -33,6 +36,7 @@ from realsys.errors import ConfigError, RealsysError
 
 Role = TypeVar("Role", bound=RoleConfig)
 
+_LOOK_AGAIN_S = 0.1
 _KILLED_WITHIN_S = 4.0  # beyond their own time to stop: what a killed launcher's workers need to be gone
 DEFAULT_TRIAL = str(Config.model_fields["trial"].default)
 
@@ -107,8 +111,12 @@ def find(config: Config, paths: TrialPaths) -> EarlierRun | None:
     if (pid := running_launcher(paths.lock)) is not None:
         raise held_by(pid, config.trial)
     earlier = earlier_run(paths)
-    if earlier is None and not paths.lock.exists():
-        raise ConfigError("trial", config.trial, f"{paths.root} exists and is no trial; choose another name")
+    if earlier is None:
+        if not paths.lock.exists():
+            raise ConfigError("trial", config.trial, f"{paths.root} exists and is no trial; choose another name")
+        if trained := [path.name for path in (paths.checkpoints, paths.steps, paths.weights().parent) if path.exists()]:
+            problem = f"{paths.root} has {', '.join(trained)} and no {paths.config.name}: restore that, or remove all"
+            raise ConfigError("trial", config.trial, problem)
     return earlier
 
 
@@ -122,7 +130,7 @@ def examine(config: Config, paths: TrialPaths, earlier: EarlierRun) -> list[str]
     if state is not None:
         check_inputs(config, paths, state, sizes, "trial", config.trial)
     check_rest(config, paths, earlier, sizes)
-    lines = [_data_line(sizes), *where_from(earlier)]
+    lines = [_data_line(sizes), *newer_data(config, paths), *where_from(earlier)]
     for field, old, new in changes(earlier.config.model_dump(), config.model_dump()):
         lines.append(f"changed: {field}={new!r} (was {old!r})")
     return lines
@@ -153,9 +161,17 @@ def prepare(config: Config, say: Callable[[str], None]) -> Ready:
         check_resume(config)
         try:
             paths.root.mkdir(parents=True, exist_ok=paths.lock.exists())
+        except FileExistsError:
+            raise ConfigError("trial", config.trial, f"{paths.root} was made by another at this moment") from None
         except OSError as exc:
             raise ConfigError("fileroot", config.fileroot, f"cannot make {paths.root}: {exc.strerror}") from None
-    lock = TrialLock(paths.lock, config.trial, patience_s=config.cluster.stop_timeout_s + _KILLED_WITHIN_S)
+    try:
+        lock = TrialLock(paths.lock, config.trial, patience_s=config.cluster.stop_timeout_s + _KILLED_WITHIN_S, say=say)
+    except ConfigError:
+        if found is None:
+            with contextlib.suppress(OSError):  # it may be another's by now
+                paths.root.rmdir()
+        raise
     try:
         earlier = earlier_run(paths)  # again: its last workers may have written until now
         if earlier is not None:
@@ -163,6 +179,10 @@ def prepare(config: Config, say: Callable[[str], None]) -> Ready:
         else:
             _make(config, paths, say)
         lock.sign()
+    except OSError as exc:
+        lock.close()
+        problem = f"{paths.root} cannot be made ready: {exc.filename or 'a file in it'}: {exc.strerror}"
+        raise ConfigError("fileroot", config.fileroot, problem) from None
     except BaseException:
         lock.close()
         raise
@@ -184,7 +204,7 @@ def _make(config: Config, paths: TrialPaths, say: Callable[[str], None]) -> None
         if resumed is not None:
             start_ledger(config, paths, resumed, sizes)
             say(f"continuing at step {resumed.step} from {config.resume}")
-        _clear_names(config, paths)
+        _clear_names(config, paths, say)
         write_config(config, paths.config)  # last: with it the folder is a trial
     except BaseException:
         shutil.rmtree(paths.root, ignore_errors=True)
@@ -202,12 +222,12 @@ def _empty(paths: TrialPaths) -> None:
 def _go_on(config: Config, paths: TrialPaths, earlier: EarlierRun, say: Callable[[str], None]) -> None:
     refuse_taken_address(config)
     lines = examine(config, paths, earlier)
+    _clear_names(config, paths, say)
     for folder in (paths.logs, paths.errors):
         folder.mkdir(exist_ok=True)
     tidy(paths)
     if not paths.token.exists():
         _write_token(paths.token)
-    _clear_names(config, paths)
     write_config(config, paths.config)
     for line in lines:
         say(line)
@@ -227,10 +247,12 @@ def refuse_taken_address(config: Config) -> None:
 
 
 def _write_token(path: Path) -> None:
-    """A fresh secret that only this user can read; the mode is set at creation, not after it."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    """A fresh secret that only this user can read: the mode is set at creation, not after it. There whole or not."""
+    staged = path.with_suffix(".tmp")
+    fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "w", encoding="ascii") as file:
         file.write(secrets.token_urlsafe(32))
+    staged.replace(path)
 
 
 def _make_inputs(config: Config, paths: TrialPaths) -> None:
@@ -278,15 +300,29 @@ def _check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
         raise ConfigError("warmup.batch", config.warmup.batch, f"there are only {sizes['demos']} demonstrations")
 
 
-def _clear_names(config: Config, paths: TrialPaths) -> None:
-    """A name store outside the trial folder outlives trials: forget an earlier one of the same name."""
+def _clear_names(config: Config, paths: TrialPaths, say: Callable[[str], None]) -> None:
+    """A name store outside the trial folder outlives trials: forget an earlier one of the same name.
+
+    Raises ConfigError when a trial of this name runs, in another folder: without its names its workers would stop.
+    """
     settings = config.cluster.name_store
     if settings.start or (settings.backend == "file" and not settings.root):
         return  # in the trial's folder
     from realsys.cluster.name_store import make_name_store, trial_names
 
+    names, lease_s = trial_names(config), config.cluster.lease_s
+    deadline, said = time.monotonic() + 2 * lease_s, False
     store = make_name_store(config, paths)
     try:
-        store.clear_subtree(trial_names(config).root)
+        while alive := store.get_subtree(names.heartbeats):
+            key, value = next(iter(alive.items()))
+            if time.monotonic() >= deadline:
+                problem = f"runs in another folder, with the same name store ({key}: {value:.200})"
+                raise ConfigError("trial", config.trial, f"{problem}; stop that first, or choose another name")
+            if not said:  # this folder's own workers are gone, but not all of them could say so
+                say(f"waiting up to {2 * lease_s:g} s for {len(alive)} leases of its last run to lapse")
+            said = True
+            threading.Event().wait(_LOOK_AGAIN_S)
+        store.clear_subtree(names.root)
     finally:
         store.close()

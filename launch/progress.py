@@ -1,10 +1,12 @@
-"""What is known of a run: step records and the manager's status folded into one state. Pure.
+"""What is shown of a run while it runs: step records and the manager's status folded into one state. Pure.
 
+Of the records it keeps the newest ones, whatever the length of the run; the report reads the step log again.
 Fields that a record or the status lacks stay None; a display must never be what stops a run.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,73 +18,62 @@ Record = Mapping[str, Any]
 #: The parts a train step's time is split into, in the order they happen.
 TIME_PARTS = ("wait", "inf", "train", "save", "publish")
 
+WINDOW = 192  # steps that are shown: 8 for each character of a sparkline
+SHOWN_EVALS = 5  # the first and the newest
+
 
 @dataclass(slots=True)
 class Progress:
-    """The state of a run as the launcher knows it."""
+    """The state of a run as the launcher knows it: constant memory."""
 
-    since: float = 0.0  # unix seconds; what came before belongs to earlier starts of the trial
     phase: str = "starting"
     phase_since: float | None = None
-    phases: list[tuple[str, float]] = field(default_factory=list)  # (phase, unix seconds it began)
-    warmup: list[Record] = field(default_factory=list)
-    train: list[Record] = field(default_factory=list)
-    recoveries: list[Record] = field(default_factory=list)
-    arrived: list[Record] = field(default_factory=list)  # everything in its order, undone or not
+    warmup: deque[Record] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    train: deque[Record] = field(default_factory=lambda: deque(maxlen=WINDOW))
     evals: dict[str, Record] = field(default_factory=dict)
     status: Record = field(default_factory=dict)  # GET /status of the manager
     address: str | None = None  # of the manager
+    _trained: tuple[int, int] | None = None  # steps done and in all, once one was; of the warm-up:
+    _warmed_up: tuple[int, int] = (0, 0)
 
     def add(self, records: Iterable[Record]) -> None:
         for record in records:
-            self.arrived.append(record)
             match record.get("kind"):
                 case "phase":
                     self.phase = str(record.get("phase", "?"))
                     self.phase_since = number(record, "time")
-                    if self.phase_since is not None:
-                        self.phases.append((self.phase, self.phase_since))
                 case "warmup":
                     self.warmup.append(record)
+                    self._warmed_up = _count(record)
                 case "train":
-                    if self.train:
-                        _thin(self.train[-1])
                     self.train.append(record)
+                    self._trained = _count(record)
                 case "eval":
                     self.evals[str(record.get("eval_id", "?"))] = record
+                    if len(self.evals) > SHOWN_EVALS:
+                        del self.evals[list(self.evals)[1]]
                 case "recovered":
                     self._go_back(record)
 
     def _go_back(self, recovered: Record) -> None:
-        """What was undone is forgotten: it will happen again."""
-        self.recoveries.append(recovered)
-        self.train = [record for record in self.train if not undone(record, recovered)]
-        self.warmup = [record for record in self.warmup if not undone(record, recovered)]
+        """What was undone is forgotten: it will happen again. Steps before the window stay done."""
+        self.train = deque((record for record in self.train if not undone(record, recovered)), WINDOW)
+        self.warmup = deque((record for record in self.warmup if not undone(record, recovered)), WINDOW)
         self.evals = {name: record for name, record in self.evals.items() if not undone(record, recovered)}
+        back = recovered.get("step")
+        if isinstance(back, int) and self._trained is not None:
+            self._trained = (min(self._trained[0], back), self._trained[1]) if back > 0 else None
+        if not self.warmup:
+            self._warmed_up = (0, 0)
 
     @property
     def step(self) -> tuple[int, int]:
         """(steps done, steps in all) of the phase that has steps."""
-        last = self.train[-1] if self.train else self.warmup[-1] if self.warmup else {}
-        return int(number(last, "step") or 0), int(number(last, "total") or 0)
-
-    def phase_seconds(self, end: float) -> dict[str, float]:
-        """Wall seconds spent in each phase since this start; a phase entered twice is summed."""
-        seconds: dict[str, float] = {}
-        phases = [(name, began) for name, began in self.phases if began >= self.since]
-        stops = [*(began for _, began in phases[1:]), end]
-        for (name, start), stop in zip(phases, stops, strict=False):  # without any phase `end` stands alone
-            if name != "done":
-                seconds[name] = seconds.get(name, 0.0) + max(0.0, stop - start)
-        return seconds
+        return self._warmed_up if self._trained is None else self._trained
 
 
-def _thin(record: Record) -> None:
-    """Most of a train record is shown of the newest one only; it would fill the memory of a long run's launcher."""
-    if isinstance(record, dict):
-        for name in ("tickets", "agreement", "call_seconds"):
-            record.pop(name, None)
-        record["stats"] = {"grad_norm_max": number(record, "stats", "grad_norm_max")}
+def _count(record: Record) -> tuple[int, int]:
+    return int(number(record, "step") or 0), int(number(record, "total") or 0)
 
 
 def number(record: object, *path: str) -> float | None:
@@ -91,7 +82,12 @@ def number(record: object, *path: str) -> float | None:
         if not isinstance(record, Mapping):
             return None
         record = record.get(key)
-    return float(record) if isinstance(record, int | float) and not isinstance(record, bool) else None
+    if not isinstance(record, int | float) or isinstance(record, bool):
+        return None
+    try:
+        return float(record)
+    except OverflowError:
+        return None
 
 
 def mean(records: Iterable[Record], *path: str) -> float | None:

@@ -23,15 +23,16 @@ from realsys.admission.journal import read_journal
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.errors import CheckpointError, ConfigError
+from realsys.errors import CheckpointError, ConfigError, LedgerError
 from realsys.master.loop import planned_steps
 from realsys.master.recovery import Start, decide
-from realsys.telemetry.steps import read_steps
+from realsys.telemetry.steps import surviving_steps
 from realsys.train.checkpoint_files import CheckpointState, check_sizes, complete_checkpoints, read_state
 
 #: what the trial's folder and its ledger were made with; everything else may change
 _FIXED = ("seed", "train.batch_groups", "rollout.group_size", "resume", "data.kind")
 _FIXED_IF_MADE = {"data.kind": ("arith", "data.arith"), "model.path": ("", "model.tiny")}
+_KEPT_ERRORS = 50  # files of earlier starts
 _HALF_WRITTEN = ("*.tmp", "weights/*/*.tmp", "checkpoints/*.tmp", "hf/*.tmp", "record/*.tmp", "errors/.*")
 
 
@@ -49,8 +50,10 @@ def earlier_run(paths: TrialPaths) -> EarlierRun | None:
     """What is in the trial's folder; None if it was never made, or not completely. Raises ConfigError."""
     if not paths.config.exists():
         return None
-    records = read_steps(paths.steps)
-    phases = [record.get("phase") for record in records if record["kind"] == "phase"]
+    steps, phase = 0, None
+    for record in surviving_steps(paths.steps):
+        steps += record["kind"] == "train"
+        phase = record.get("phase") if record["kind"] == "phase" else phase
     try:
         start = decide(complete_checkpoints(paths.checkpoints), "", _whole)
     except CheckpointError as error:
@@ -58,8 +61,8 @@ def earlier_run(paths: TrialPaths) -> EarlierRun | None:
     return EarlierRun(
         config=read_config(paths.config),
         start=start,
-        steps=sum(record["kind"] == "train" for record in records),
-        done=bool(phases) and phases[-1] == "done",
+        steps=steps,
+        done=phase == "done",
     )
 
 
@@ -87,13 +90,13 @@ def check_fixed(config: Config, earlier: EarlierRun) -> CheckpointState | None:
 
 def check_rest(config: Config, paths: TrialPaths, earlier: EarlierRun, sizes: Mapping[str, int]) -> None:
     """The data is the same, and there is something left to do. ``sizes``: prompts per split. Raises ConfigError."""
-    for event in _opened(paths):
-        if event.prompts != sizes["train"]:
-            problem = (
-                f"trial {config.trial!r} was begun with {event.prompts} prompts, and the train split has "
-                f"{sizes['train']}: use the same data, or choose another name for the trial"
-            )
-            raise ConfigError("data.train", config.data.train, problem)
+    prompts = _check_ledger(config, paths, earlier)
+    if prompts not in (None, sizes["train"]):
+        problem = (
+            f"trial {config.trial!r} was begun with {prompts} prompts, and the train split has "
+            f"{sizes['train']}: use the same data, or choose another name for the trial"
+        )
+        raise ConfigError("data.train", config.data.train, problem)
     planned = planned_steps(config, sizes["train"])
     if earlier.done and earlier.steps >= planned:
         by_epochs = planned < config.train.total_steps
@@ -103,12 +106,25 @@ def check_rest(config: Config, paths: TrialPaths, earlier: EarlierRun, sizes: Ma
         raise ConfigError(field, value, problem)
 
 
-def _opened(paths: TrialPaths) -> Iterator[Opened]:
-    """What the ledger was begun with: its first record of that kind, if it has one."""
-    for event, _ in read_journal(paths.ledger) if paths.ledger.exists() else ():
-        if (opened := event.opened if isinstance(event, Snapshot) else event) and isinstance(opened, Opened):
-            yield opened
-            return
+def _check_ledger(config: Config, paths: TrialPaths, earlier: EarlierRun) -> int | None:
+    """The number of prompts that the ledger was begun with, None if it does not say. Reads all of it.
+
+    Raises ConfigError.
+    """
+    if not paths.ledger.exists():
+        if earlier.start.own and earlier.start.step > 0:
+            problem = f"{paths.ledger} is gone, and with it what has become of the prompts: restore it from a copy"
+            raise ConfigError("trial", config.trial, f"{problem}, or begin a new trial with resume={paths.root}")
+        return None
+    prompts = None
+    try:
+        for event, _ in read_journal(paths.ledger):
+            opened = event.opened if isinstance(event, Snapshot) else event
+            if prompts is None and isinstance(opened, Opened):
+                prompts = opened.prompts
+    except LedgerError as error:
+        raise ConfigError("trial", config.trial, str(error)) from None
+    return prompts
 
 
 def _at(tree: Any, field: str) -> Any:
@@ -126,6 +142,15 @@ def changes(old: Any, new: Any, field: str = "") -> Iterator[tuple[str, Any, Any
         yield field, old, new
 
 
+def newer_data(config: Config, paths: TrialPaths) -> Iterator[str]:
+    """For people: files written after the trial's last start. The ledger knows prompts by their number alone."""
+    began = paths.config.stat().st_mtime
+    for field in ("train", "eval") if config.data.kind != "arith" else ():
+        file = Path(getattr(config.data, field))
+        if file.is_file() and file.stat().st_mtime > began:
+            yield f"data.{field} was written after the last start: {file} must hold the same prompts in the same order"
+
+
 def where_from(earlier: EarlierRun) -> Iterator[str]:
     """For people: where training goes on."""
     for problem in earlier.start.damaged.values():
@@ -139,22 +164,28 @@ def where_from(earlier: EarlierRun) -> Iterator[str]:
 
 
 def tidy(paths: TrialPaths) -> None:
-    """Remove what the last run left and the next would trip over. Nothing that the trial goes on from."""
+    """Remove what the last run left and the next would trip over; nothing that the trial goes on from.
+
+    Raises OSError.
+    """
     for folder in (paths.name_store, paths.own_etcd):
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(folder)
     remove_half_written(paths)
     paths.summary.unlink(missing_ok=True)  # `realsys status` would show it as the end
     old = paths.errors / "old"
     for error in sorted(paths.errors.glob("*.json")):  # not to be taken for the first failure of the next run
         old.mkdir(exist_ok=True)
         error.replace(_free(old / error.name))
+    for error in sorted(old.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-_KEPT_ERRORS]:
+        error.unlink()
 
 
 def remove_half_written(paths: TrialPaths) -> None:
-    """What processes that are dead were writing: nobody will complete it."""
+    """What processes that are dead were writing: nobody will complete it. Raises OSError."""
     for half_written in (f for pattern in _HALF_WRITTEN for f in paths.root.glob(pattern)):
         if half_written.is_dir():
-            shutil.rmtree(half_written, ignore_errors=True)
+            shutil.rmtree(half_written)
         else:
             half_written.unlink(missing_ok=True)
 

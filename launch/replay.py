@@ -19,17 +19,21 @@ from rich.table import Table
 
 from launch.failures import first_failure
 from launch.plan import ProcessSpec, plan
+from launch.recover import changes
 from launch.supervisor import Supervisor
 from realsys.cluster.failure import read_errors
 from realsys.config.dump import read_config, write_config
 from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import ClusterConfig, Config
-from realsys.errors import RealsysError, RecordError
+from realsys.errors import CheckpointError, RealsysError, RecordError
 from realsys.master.replay import ReplayJob, ReplayResult, replay_job
 from realsys.train import record_files as files
+from realsys.train.checkpoint_files import STATE, verify
 
 _NOT_EQUAL = 1  # exit code
+#: sections of the configuration that a train step depends on
+_TRAINED_WITH = ("allocation", "model", "train", "roles", "plugins", "warmup", "rollout", "generation")
 _HEADS = {
     "plan": "plan",
     "call": "calls",
@@ -43,14 +47,14 @@ _HEADS = {
 def replay(trial_dir: Path, step: int | None) -> int:
     """Repeat ``step`` (the last recorded one by default), and those between it and the checkpoint before it.
 
-    Returns 0 if all is bit-equal, else 1. Raises RealsysError for bad input, for a damaged record, for a replay that
+    Returns 0 if all is bit-equal, else 1. Raises RealsysError for bad input, for what is damaged, for a replay that
     fails.
     """
     paths = TrialPaths(trial_dir.resolve())
-    config = read_config(paths.config)
+    read_config(paths.config)  # that of its last start: whether this is a trial at all
     step = last_recorded(paths) if step is None else step
-    job = replay_job(config, paths, step)
-    _check_records(paths, job)
+    config = _recorded_config(paths, step)
+    job = _checked_job(config, paths, step)
     console = Console()
     origin = job.checkpoint or "the models as the trial was given them"
     steps = f"step {step}" if len(job.steps) == 1 else f"steps {files.ranges(job.steps)}"
@@ -69,11 +73,34 @@ def last_recorded(paths: TrialPaths) -> int:
     return max(steps)
 
 
-def _check_records(paths: TrialPaths, job: ReplayJob) -> None:
-    """Before anything is started. Raises RecordError."""
-    for step in job.steps:
-        directory = files.record_of_step(paths.records, step)
-        files.read_arrays(directory, files.read_record(directory))
+def _checked_job(config: Config, paths: TrialPaths, step: int) -> ReplayJob:
+    """How to come to ``step``. Every byte of what that takes is read before anything is started. Raises RecordError."""
+    try:
+        job = replay_job(config, paths, step)
+        if job.checkpoint:
+            verify(Path(job.checkpoint))
+    except CheckpointError as error:
+        raise RecordError(f"step {step} cannot be repeated: {error}") from None
+    for each in job.steps:
+        directory = files.record_of_step(paths.records, each)
+        record = files.read_record(directory)
+        files.read_arrays(directory, record)
+        _check_same(config, files.config_of(directory, record), each, job)
+    return job
+
+
+def _recorded_config(paths: TrialPaths, step: int) -> Config:
+    """What ``step`` was trained with; the trial may have been started again with other settings since."""
+    directory = files.record_of_step(paths.records, step)
+    return files.config_of(directory, files.read_record(directory))
+
+
+def _check_same(config: Config, other: Config, step: int, job: ReplayJob) -> None:
+    """Raises RecordError when ``step`` was trained with other settings than the last one of ``job``."""
+    ours, theirs = (c.model_dump(include=set(_TRAINED_WITH)) for c in (config, other))
+    if found := [f"{field}={old!r} ({new!r})" for field, old, new in changes(theirs, ours)]:
+        problem = f"was trained with other settings than step {job.step}, and no checkpoint lies between them"
+        raise RecordError(f"step {step} {problem}: {', '.join(found[:3])}")
 
 
 def scratch_config(config: Config, paths: TrialPaths, job: ReplayJob) -> Config:
@@ -99,13 +126,19 @@ async def _run(config: Config, paths: TrialPaths, job: ReplayJob) -> ReplayResul
     )
     outcome = await supervisor.run()
     if outcome.status == "interrupted":
-        raise RealsysError(f"the replay was {outcome.reason}")
+        interrupted = RealsysError(f"the replay was {outcome.reason}")
+        interrupted.exit_code = 128 + (outcome.signal or 0)
+        raise interrupted
     if outcome.status == "failed":
         failure = first_failure(outcome, read_errors(paths.errors), paths.logs)
         if failure is None:
             raise RealsysError(f"the replay failed: {outcome.reason}")
-        tail = "".join(f"\n  | {line}" for line in failure.log_tail)
-        raise RealsysError(f"the replay failed: {failure.process} (pid {failure.pid}): {failure.problem}{tail}")
+        if job.checkpoint and not (Path(job.checkpoint) / STATE).exists():
+            raise RecordError(f"{job.checkpoint} was removed meanwhile, by the trial that runs (checkpoint.keep)")
+        what = f"the replay failed: {failure.process} (pid {failure.pid}): {failure.problem}"
+        if failure.exit_code == RecordError.exit_code:  # bad input: the line says it all
+            raise RecordError(what)
+        raise RealsysError(what + "".join(f"\n  | {line}" for line in failure.log_tail))
     return msgspec.json.decode((paths.root / "result.json").read_bytes(), type=ReplayResult)
 
 

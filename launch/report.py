@@ -1,4 +1,4 @@
-"""What a finished run leaves: a summary on the terminal, summary.json, curves.png."""
+"""What a finished run leaves: a summary on the terminal, summary.json, curves.png. All of it from the step log."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from rich.console import Console
 
 from launch.display import fmt
 from launch.failures import FirstFailure
-from launch.progress import TIME_PARTS, Progress, Record, mean, number
+from launch.progress import TIME_PARTS, Record, mean, number
+from launch.totals import COURSE_STEPS, Totals, course
 from launch.verdict import Outcome
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.telemetry.steps import surviving_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Summary = dict[str, Any]
 
-#: the course of training is told by the means of so many first and last steps: one batch is noise
-COURSE_STEPS = 5
-
 
 def summarise(
     config: Config,
     paths: TrialPaths,
-    progress: Progress,
     outcome: Outcome,
     *,
     started: float,
@@ -35,50 +33,49 @@ def summarise(
     failure: FirstFailure | None = None,
 ) -> Summary:
     """Everything worth keeping of a run, as plain values; what was not measured is null."""
-    train = progress.train
-    before = number(progress.evals.get("before", {}), "accuracy")
-    after = number(progress.evals.get("after", {}), "accuracy")
-    seconds = progress.phase_seconds(ended)
-    answer_tokens = sum(number(r, "answer_tokens") or 0.0 for r in train)
-    tokens_now = sum(number(r, "answer_tokens") or 0.0 for r in train if (number(r, "time") or 0.0) >= progress.since)
-    training_seconds = seconds.get("train")
+    totals = Totals.of(surviving_steps(paths.steps), since=started)
+    before = number(totals.evals.get("before", {}), "accuracy")
+    after = number(totals.evals.get("after", {}), "accuracy")
+    seconds = totals.phase_seconds(ended)
+    training_seconds, tokens_now = seconds.get("train"), totals.answer_tokens_now
     return {
         "experiment": config.experiment,
         "trial": config.trial,
         "status": outcome.status,
         "reason": outcome.reason,
+        "ended_by": ended_by(config, totals) if outcome.status == "done" else None,
         "failure": None if failure is None else {"process": failure.process, "problem": failure.problem},
         "allocation": config.allocation,
-        "steps": len(train),
+        "steps": totals.steps,
         "accuracy": {
             "before": before,
             "after": after,
             "gain": None if before is None or after is None else after - before,
-            "problems": number(progress.evals.get("after", progress.evals.get("before", {})), "problems"),
-            "train_first": mean(train[:COURSE_STEPS], "accuracy"),
-            "train_last": mean(train[-COURSE_STEPS:], "accuracy"),
+            "problems": number(totals.evals.get("after", totals.evals.get("before", {})), "problems"),
+            "train_first": mean(totals.first, "accuracy"),
+            "train_last": mean(totals.last, "accuracy"),
         },
         "evaluations": [
             {key: record.get(key) for key in ("eval_id", "step", "problems", "accuracy", "length_mean")}
-            for record in progress.evals.values()
+            for record in totals.evals.values()
         ],
         "seconds": {"total": ended - started, **seconds},
-        "step_seconds": {part: mean(train, "seconds", part) for part in (*TIME_PARTS, "total")},
+        "step_seconds": {part: found.value for part, found in totals.seconds.items()},
         "tokens": {
-            "trained_answer_tokens": int(answer_tokens),
+            "trained_answer_tokens": int(totals.answer_tokens),
             "end_to_end_per_s": tokens_now / training_seconds if training_seconds and tokens_now else None,
-            "train_per_s": mean(train, "train_tokens_per_s"),
+            "train_per_s": totals.tokens_per_s.value,
         },
         "staleness": {
-            "mean": mean(train, "staleness", "mean"),
-            "max": max((number(r, "staleness", "max") or 0.0 for r in train), default=None),
+            "mean": totals.lag.value,
+            "max": totals.longest_lag,
             "eta": config.asynchronous.max_head_offpolicyness,
-            "histogram": _histogram(train),
-            "dropped": int(sum(number(r, "dropped_stale") or 0.0 for r in train)),
-            "filtered": int(sum(number(r, "dropped_filtered") or 0.0 for r in train)),
+            "histogram": {str(lag): totals.lags[lag] for lag in sorted(totals.lags)},
+            "dropped": int(totals.dropped_stale),
+            "filtered": int(totals.dropped_filtered),
         },
-        "without_signal": sum(number(r, "stats", "grad_norm_max") == 0.0 for r in train),  # steps
-        "recoveries": len(progress.recoveries),
+        "without_signal": totals.without_signal,  # steps
+        "recoveries": totals.recoveries,
         "restarts": [{"process": d.name, "how": d.how, "time": d.time} for d in outcome.restarted],
         "killed_at_stop": outcome.killed,
         "checkpoint": str(paths.final_model) if paths.final_model.is_dir() else None,
@@ -86,24 +83,24 @@ def summarise(
     }
 
 
-def _histogram(train: Sequence[Record]) -> dict[str, int]:
-    """Sequences per lag, over all steps."""
-    total: dict[int, int] = {}
-    for record in train:
-        staleness = record.get("staleness")
-        counts = staleness.get("histogram") if isinstance(staleness, Mapping) else None
-        for lag, count in (counts or {}).items():
-            total[int(lag)] = total.get(int(lag), 0) + int(count)
-    return {str(lag): total[lag] for lag in sorted(total)}
+def ended_by(config: Config, totals: Totals) -> str | None:
+    """Which limit the run came to; None if it says nothing of its steps."""
+    last = totals.last[-1] if totals.last else {}
+    step, total, train = number(last, "step"), number(last, "total"), config.train
+    if step is None or total is None:
+        return None
+    if step < total:
+        return f"train.max_seconds={train.max_seconds:g}, before step {total:.0f}"
+    if total < train.total_steps:
+        return f"train.total_epochs={train.total_epochs}: the data gives {total:.0f} batches of {train.batch_groups}"
+    return f"train.total_steps={train.total_steps}"
 
 
-def write_report(summary: Summary, progress: Progress, paths: TrialPaths) -> None:
-    """Write summary.json, and curves.png if a step was trained."""
+def write_summary(summary: Summary, paths: TrialPaths) -> None:
+    """Write summary.json."""
     staged = paths.summary.with_suffix(".tmp")
     staged.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     staged.replace(paths.summary)
-    if progress.train:
-        draw_curves(summary, progress, paths)
 
 
 def print_summary(console: Console, summary: Summary) -> None:
@@ -118,6 +115,8 @@ def print_summary(console: Console, summary: Summary) -> None:
 def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     """(name, text) of what is known; a name stands once."""
     accuracy, seconds, staleness = summary["accuracy"], summary["seconds"], summary["staleness"]
+    if limit := summary.get("ended_by"):  # older summaries have none
+        yield "ended by", limit
     if accuracy["after"] is not None:
         text = f"{fmt(accuracy['before'], '.1%')} -> {fmt(accuracy['after'], '.1%')}"
         gain = accuracy["gain"]
@@ -167,7 +166,10 @@ def _split(seconds: Mapping[str, float | None]) -> str:
 _LINE, _POINT, _BAND = "#1f5fa8", "#c8452e", "#9dc3e6"
 
 
-def draw_curves(summary: Summary, progress: Progress, paths: TrialPaths) -> None:
+Point = Mapping[str, float]
+
+
+def draw_curves(summary: Summary, paths: TrialPaths) -> None:
     """2x2: reward, accuracy (held-out as points), staleness, answer length; each over train steps."""
     import matplotlib
 
@@ -175,17 +177,17 @@ def draw_curves(summary: Summary, progress: Progress, paths: TrialPaths) -> None
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    train = progress.train
+    train = list(course(surviving_steps(paths.steps), summary["steps"]))
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
     reward, accuracy, lag, length = axes.flat
-    _line(reward, train, "Mean reward", ("reward_mean",))
-    _line(accuracy, train, "Accuracy", ("accuracy",), label="training batch")
-    _held_out(accuracy, progress)
+    _line(reward, train, "Mean reward", "reward_mean")
+    _line(accuracy, train, "Accuracy", "accuracy", label="training batch")
+    _held_out(accuracy, summary["evaluations"])
     accuracy.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     _staleness(lag, train, int(summary["staleness"]["eta"]))
-    _line(length, train, "Answer length (tokens)", ("length_mean",), label="all")
-    _line(length, train, "Answer length (tokens)", ("length_correct",), label="correct", color="#3a8f4d", style="--")
-    _line(length, train, "Answer length (tokens)", ("length_wrong",), label="wrong", color=_POINT, style=":")
+    _line(length, train, "Answer length (tokens)", "length_mean", label="all")
+    _line(length, train, "Answer length (tokens)", "length_correct", label="correct", color="#3a8f4d", style="--")
+    _line(length, train, "Answer length (tokens)", "length_wrong", label="wrong", color=_POINT, style=":")
     for axis in axes.flat:
         axis.grid(True, color="#e6e6e6", linewidth=0.8)
         axis.set_axisbelow(True)
@@ -200,45 +202,46 @@ def draw_curves(summary: Summary, progress: Progress, paths: TrialPaths) -> None
     pyplot.close(figure)
 
 
-def _series(records: Sequence[Record], path: Sequence[str]) -> tuple[list[float], list[float]]:
-    pairs = [(number(r, "step"), number(r, *path)) for r in records]
-    known = [(x, y) for x, y in pairs if x is not None and y is not None]
-    return [x for x, _ in known], [y for _, y in known]
+def _series(points: Sequence[Point], name: str) -> tuple[list[float], list[float]]:
+    known = [point for point in points if name in point]
+    return [point["step"] for point in known], [point[name] for point in known]
 
 
 def _line(
     axis: Axes,
-    records: Sequence[Record],
+    points: Sequence[Point],
     title: str,
-    path: Sequence[str],
+    name: str,
     *,
     label: str | None = None,
     color: str = _LINE,
     style: str = "-",
 ) -> None:
-    steps, values = _series(records, path)
+    steps, values = _series(points, name)
     if values:
         marker = "o" if len(values) < 3 else None  # a single step has no line to see
         axis.plot(steps, values, color=color, linestyle=style, linewidth=1.8, label=label, marker=marker, markersize=4)
     axis.set_title(title, loc="left", fontsize=11)
 
 
-def _held_out(axis: Axes, progress: Progress) -> None:
-    steps, values = _series(list(progress.evals.values()), ("accuracy",))
-    if values:
+def _held_out(axis: Axes, evaluations: Sequence[Record]) -> None:
+    found = [(number(record, "step"), number(record, "accuracy")) for record in evaluations]
+    known = [(step, value) for step, value in found if step is not None and value is not None]
+    if known:
+        steps, values = zip(*known, strict=True)
         axis.plot(steps, values, "D", color=_POINT, markersize=7, label="held out", zorder=3)
-        for step, value in zip(steps, values, strict=True):
+        for step, value in known:
             axis.annotate(
                 f"{value:.1%}", (step, value), xytext=(0, 9), textcoords="offset points", ha="center", fontsize=9
             )
     axis.margins(x=0.06, y=0.15)
 
 
-def _staleness(axis: Axes, train: Sequence[Record], eta: int) -> None:
-    steps, highest = _series(train, ("staleness", "max"))
-    _, lowest = _series(train, ("staleness", "min"))
+def _staleness(axis: Axes, train: Sequence[Point], eta: int) -> None:
+    steps, highest = _series(train, "lag_max")
+    _, lowest = _series(train, "lag_min")
     if steps and len(lowest) == len(highest):
         axis.fill_between(steps, lowest, highest, color=_BAND, alpha=0.5, linewidth=0, label="min to max")
-    _line(axis, train, "Staleness (versions)", ("staleness", "mean"), label="mean")
+    _line(axis, train, "Staleness (versions)", "lag_mean", label="mean")
     axis.axhline(eta, color=_POINT, linewidth=1.2, linestyle="--", label=f"bound (eta = {eta})")
     axis.set_ylim(bottom=0)

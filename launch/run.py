@@ -6,13 +6,13 @@ The same command again goes on with a trial that was stopped or died (launch/rec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import shlex
-import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,15 +21,17 @@ from rich.console import Console
 
 from launch.display import make_view, print_plan
 from launch.failures import FirstFailure, first_failure
+from launch.logs import keep_bounded
 from launch.monitor import Monitor
 from launch.own_etcd import etcd_answers
 from launch.plan import ProcessSpec, plan
 from launch.prepare import Ready, examine, find, prepare, refuse_taken_address, resolve
 from launch.progress import Progress
 from launch.recover import remove_half_written
+from launch.report import Summary, draw_curves, print_summary, summarise, write_summary
 from launch.resume import check_resume
 from launch.supervisor import Supervisor
-from launch.verdict import Outcome
+from launch.verdict import NO_CHECKPOINT, Outcome
 from realsys.cluster.failure import ErrorRecord, read_errors
 from realsys.config.checks import check
 from realsys.config.compose import compose
@@ -64,15 +66,44 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
     run_id = f"{config.experiment}-{config.trial}-{uuid.uuid4().hex[:8]}"
     paths = TrialPaths.of(config)
     specs = plan(config, paths, machine, run_id, os.environ.get("PYTHONPATH", ""))
-    console = Console()
+    console = _Terminal()
     if options.dry_run:
         _dry_run(console, config, paths, specs)
         return 0
     say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
     console.print(f"trial [bold]{config.experiment}/{config.trial}[/] in {paths.root}", highlight=False, soft_wrap=True)
     with prepare(config, say) as ready:
+        started = time.time()
+        outcome = asyncio.run(_supervise(config, ready, specs, console, plain=options.plain))
+        with _reported("remove what was being written"):
+            remove_half_written(paths)
         again = command_again(overrides, config.trial, options)
-        return asyncio.run(_supervise(config, ready, specs, console, again, plain=options.plain))
+        code, summary = _conclude(config, paths, outcome, started, again)
+    _draw(summary, paths)
+    return code
+
+
+class _Terminal(Console):
+    """Goes on when nobody reads it any more: `realsys run | tee log` gets its Ctrl-C together with the tee."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with open(os.devnull, "wb") as nobody:
+            os.dup2(nobody.fileno(), self.file.fileno())  # for what is flushed at the exit
+
+
+def _tell(text: str) -> None:
+    """On stderr."""
+    _Terminal(stderr=True, emoji=False).print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+@contextlib.contextmanager
+def _reported(action: str) -> Iterator[None]:
+    """A disk that is full or read-only must not hide how the run ended."""
+    try:
+        yield
+    except OSError as exc:
+        _tell(f"realsys: cannot {action}: {exc.filename or 'the terminal'}: {exc.strerror}")
 
 
 def _dry_run(console: Console, config: Config, paths: TrialPaths, specs: Sequence[ProcessSpec]) -> None:
@@ -95,19 +126,27 @@ def command_again(overrides: Sequence[str], trial: str, options: RunOptions) -> 
 
 
 async def _supervise(
-    config: Config, ready: Ready, specs: Sequence[ProcessSpec], console: Console, again: str, *, plain: bool
-) -> int:
-    """consumes the plan; waits for the supervisor, which ends with the run; produces the report."""
+    config: Config, ready: Ready, specs: Sequence[ProcessSpec], console: Console, *, plain: bool
+) -> Outcome:
+    """consumes the plan; waits for the supervisor, which ends with the run; produces its outcome."""
     paths, cluster = ready.paths, config.cluster
-    started = time.time()
-    progress, tail = Progress(since=started), StepTail(paths.steps)
-    progress.add(tail.read())  # of earlier runs of this trial: they count, and are not shown again
-    view = make_view(console, config, paths, progress, plain=plain)
+    progress, tail = Progress(), StepTail(paths.steps)
+    progress.add(tail.records())  # of earlier runs of this trial: they count, and are not shown again
+    view = make_view(console, config, paths, plain=plain)
     monitor = Monitor(config, paths, progress, view, tail)
+    troubles: list[Exception] = []
 
-    def say(text: str) -> None:
-        monitor.read_steps()  # what happened before is shown before
-        view.note(text)
+    def say(text: str = "") -> None:
+        try:
+            monitor.read_steps()  # what happened before is shown before
+            if text:
+                view.note(text)
+        except Exception as exc:  # of the display, or of the terminal behind it: the run goes on without them
+            troubles.append(exc)
+
+    def finished() -> bool:
+        say()
+        return progress.phase == "done"
 
     supervisor = Supervisor(
         specs,
@@ -117,21 +156,27 @@ async def _supervise(
         say=say,
         permanent=lambda pids: any(_is_permanent(e) for e in read_errors(paths.errors) if e.pid in pids),
         checkpoint=lambda: _newest_step(paths),
+        finished=finished,
         name_store_ready=lambda _: etcd_answers(cluster.name_store.address, cluster.connect_timeout_s),
         inherit=[ready.lock.fd],
     )
-    with view:
+    outcome, trouble, unbounded = Outcome("failed", "the display could not be opened"), None, None
+    with _reported("show the run"), view:
         watching = asyncio.create_task(monitor.run())
+        logs = [spec.log for spec in specs]
+        bounding = asyncio.create_task(keep_bounded(logs, int(cluster.log_mb * 2**20)))
         try:
             outcome = await supervisor.run()
         finally:
             watching.cancel()
-            (trouble,) = await asyncio.gather(watching, return_exceptions=True)
-            monitor.read_steps()
-            if isinstance(trouble, Exception):  # a display that fails must not take the run with it, nor be silent
-                view.note(f"the display stopped working: {type(trouble).__name__}: {trouble}")
-    remove_half_written(paths)
-    return _conclude(config, paths, progress, outcome, started, again)
+            bounding.cancel()
+            trouble, unbounded = await asyncio.gather(watching, bounding, return_exceptions=True)
+            say()
+    for exc in [exc for exc in (trouble, *troubles) if isinstance(exc, Exception)][:1]:
+        _tell(f"realsys: the display stopped working: {type(exc).__name__}: {exc}")
+    if isinstance(unbounded, Exception):
+        _tell(f"realsys: the logs were not bounded: {type(unbounded).__name__}: {unbounded}")
+    return outcome
 
 
 def _is_permanent(error: ErrorRecord) -> bool:
@@ -139,30 +184,38 @@ def _is_permanent(error: ErrorRecord) -> bool:
     return error.permanent or error.exit_code == EXIT_BAD_INPUT
 
 
-def _newest_step(paths: TrialPaths) -> int | None:
+def _newest_step(paths: TrialPaths) -> int:
     complete = complete_checkpoints(paths.checkpoints)
-    return complete[-1][0] if complete else None
+    return complete[-1][0] if complete else NO_CHECKPOINT
 
 
-def _conclude(
-    config: Config, paths: TrialPaths, progress: Progress, outcome: Outcome, started: float, again: str
-) -> int:
-    """Write and print the report; returns the exit code. ``again``: the command that goes on."""
-    from launch.report import print_summary, summarise, write_report
-
+def _conclude(config: Config, paths: TrialPaths, outcome: Outcome, started: float, again: str) -> tuple[int, Summary]:
+    """Write and print the summary; returns the exit code, too. ``again``: the command that goes on."""
     failure = None
     if outcome.status == "failed":
         failure = first_failure(outcome, read_errors(paths.errors), paths.logs)
-    summary = summarise(config, paths, progress, outcome, started=started, ended=time.time(), failure=failure)
-    write_report(summary, progress, paths)
+    summary = summarise(config, paths, outcome, started=started, ended=time.time(), failure=failure)
+    with _reported("write the summary"):
+        write_summary(summary, paths)
     if outcome.status == "failed":
         _print_failure(outcome, failure, paths, again)
-        return failure.exit_code if failure else 1
-    print_summary(Console(), summary)
+        return failure.exit_code if failure else 1, summary
+    print_summary(_Terminal(), summary)
     if outcome.status == "interrupted":
-        print(f"realsys: {outcome.reason}; to go on: {again}", file=sys.stderr)
-        return 128 + (outcome.signal or 2)
-    return 0
+        _tell(f"realsys: {outcome.reason}; to go on: {again}")
+        return 128 + (outcome.signal or 2), summary
+    return 0, summary
+
+
+def _draw(summary: Summary, paths: TrialPaths) -> None:
+    """The picture comes when all is said, and the trial is free: to import matplotlib alone can take seconds."""
+    try:
+        if summary["steps"]:
+            draw_curves(summary, paths)
+    except KeyboardInterrupt:
+        _tell(f"realsys: {paths.curves.name} is not drawn")
+    except Exception as exc:  # whatever it is, the run has ended as it has
+        _tell(f"realsys: {paths.curves} is not drawn: {type(exc).__name__}: {exc}")
 
 
 def _print_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialPaths, again: str) -> None:
@@ -177,4 +230,4 @@ def _print_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialP
         lines += [f"  last lines of {failure.log}:", *(f"  | {line}" for line in failure.log_tail)]
     lines.append(f"  logs: {paths.logs}   errors: {paths.errors}")
     lines.append(f"  to go on: {again}")
-    print("\n".join(lines), file=sys.stderr)
+    _tell("\n".join(lines))

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from launch.replay import last_recorded
-from realsys.algorithm.advantages import outcome_advantages
+from realsys.algorithm.advantages import advantages_by_id
 from realsys.buffer.batch import sequence_refs
 from realsys.config.allocation import ACTOR
 from realsys.config.dump import read_config
@@ -71,9 +71,10 @@ def show_samples(trial_dir: Path, step: int | None, ticket: str | None, limit: i
     if limit is not None and limit < 0:
         raise ConfigError("--limit", limit, "must be 0 (all) or more")
     paths = TrialPaths(trial_dir.resolve())
-    config = read_config(paths.config)
+    read_config(paths.config)  # that of its last start: whether this is a trial at all
     directory = files.record_of_step(paths.records, last_recorded(paths) if step is None else step)
     record = files.read_record(directory)
+    config = files.config_of(directory, record)
     arrays, origins = files.read_arrays(directory, record)
     tokenizer = TextTokenizer(role_settings(config, ACTOR).model_dir(paths))
     groups = wanted(record, ticket)
@@ -124,16 +125,14 @@ def samples(
 
 def answer_advantages(config: Config, record: StepRecord) -> dict[str, float]:
     """Advantage of every answer from the rewards of the batch: what the trainer uses where tokens have none of their
-    own, computed in its order.
+    own.
     """
     weight = config.train.ppo.reward_model.weight
-    refs = sorted(sequence_refs(record.groups), key=lambda ref: ref.sample_id)
     scored = [
         msgspec.structs.replace(ref, reward=ref.reward + weight * float(record.scores.get(ref.sample_id, 0.0)))
-        for ref in refs
+        for ref in sequence_refs(record.groups)
     ]
-    found = outcome_advantages(scored, config.train.ppo, config.generation.sampling.max_new_tokens)
-    return dict(zip((ref.sample_id for ref in refs), found.tolist(), strict=True))
+    return advantages_by_id(scored, config.train.ppo, config.generation.sampling.max_new_tokens)
 
 
 def _sample(

@@ -15,6 +15,7 @@ from launch.report import print_summary
 from realsys.config.dump import newest_dump, read_config
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
+from realsys.telemetry.steps import StepTail
 
 _DEFAULT_ROOT = "runs"
 
@@ -26,10 +27,10 @@ def show_status(trial_dir: Path | None) -> int:
     console = Console()
     if paths.summary.is_file():
         try:
-            summary = json.loads(paths.summary.read_text("utf-8"))
-        except ValueError as exc:
-            raise ConfigError("summary.json", str(paths.summary), f"cannot be read: {exc}") from None
-        print_summary(console, summary)
+            print_summary(console, json.loads(paths.summary.read_text("utf-8")))
+        except (ValueError, LookupError, TypeError, AttributeError) as exc:
+            problem = f"is no summary ({type(exc).__name__}: {exc}); remove it, to see what the step log has"
+            raise ConfigError("summary.json", str(paths.summary), problem) from None
         return 0
     from launch.monitor import look_once
 
@@ -41,7 +42,7 @@ def show_status(trial_dir: Path | None) -> int:
     if progress.address is None:
         state += "; no manager answers: the run is starting, or was killed"
     console.print(f"{config.experiment}/{config.trial}: {state}", highlight=False, soft_wrap=True)
-    PlainView(console).refresh(progress)
+    PlainView(console).refresh(progress, StepTail(paths.steps).records())
     return 0
 
 

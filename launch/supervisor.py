@@ -2,9 +2,11 @@
 
     consumes     ProcessSpecs
     waits for    the exit of any child (a pidfd each, on the event loop), SIGINT/SIGTERM/SIGHUP
-    ends when    the MasterWorker exits 0 (done), a death that ends the run or a spent restart budget (failed),
-                 or a signal arrives (interrupted)
+    ends when    the MasterWorker has finished and exits 0 (done), a death ends the run or a restart budget is spent
+                 (failed), or a signal arrives (interrupted)
     leaves       no process: every child leads a session of its own, and the launcher is the subreaper of them all
+
+An exception in here is a failed run like any other: everything is stopped, and it is said.
 
 What a death means is decided in verdict.py. The training side (ModelWorkers and MasterWorker) is lost as a whole: the
 others of it are killed, and when all are gone they are started again together.
@@ -18,15 +20,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Concatenate, ParamSpec
 
 from launch.children import Child, Descendants, subreaper
 from launch.plan import NAME_STORE, ProcessSpec
-from launch.verdict import Death, End, Judge, Loss, Outcome
+from launch.verdict import NO_CHECKPOINT, Death, End, Judge, Loss, Outcome
 from realsys.cluster.process import TRAINING_START
 from realsys.errors import RealsysError
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FIRST_BACKOFF_S = 0.5
@@ -37,6 +45,21 @@ _SIDE = "the training side"
 
 async def _at_once(_: ProcessSpec) -> None:
     return None
+
+
+Called = Callable[Concatenate["Supervisor", P], None]
+
+
+def _from_the_loop(method: Called[P]) -> Called[P]:
+    """For what the event loop calls: it would log an exception and go on, with a process missing that nobody starts."""
+
+    def guarded(supervisor: Supervisor, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(supervisor, *args, **kwargs)
+        except Exception as exc:
+            supervisor.fail(exc)
+
+    return guarded
 
 
 class Supervisor:
@@ -51,7 +74,8 @@ class Supervisor:
         max_restarts: int,
         say: Callable[[str], None],
         permanent: Callable[[frozenset[int]], bool] = lambda pids: False,
-        checkpoint: Callable[[], int | None] = lambda: None,
+        checkpoint: Callable[[], int] = lambda: NO_CHECKPOINT,
+        finished: Callable[[], bool] = lambda: True,
         name_store_ready: Callable[[ProcessSpec], Awaitable[None]] = _at_once,
         inherit: Sequence[int] = (),
         first_backoff_s: float = _FIRST_BACKOFF_S,
@@ -59,14 +83,15 @@ class Supervisor:
         """``say`` gets a line per restart and kill; ``inherit``: descriptors that every child keeps open.
 
         ``permanent``: whether one of these processes failed in a way that would come again. ``checkpoint``: step of the
-        newest complete one. ``name_store_ready`` returns when the name store of this run's own answers. The
-        MasterWorker has ``master_stop_s`` of ``stop_timeout_s`` for itself.
+        newest complete one, or NO_CHECKPOINT. ``finished``: whether a MasterWorker that exits 0 says so itself.
+        ``name_store_ready`` returns when the name store of this run's own answers. The MasterWorker has
+        ``master_stop_s`` of ``stop_timeout_s`` for itself.
         """
         self._children = [Child(spec) for spec in specs]
         self._side = [child for child in self._children if child.spec.on_death == "restart_training"]
         self._stop_timeout_s, self._master_stop_s = stop_timeout_s, master_stop_s
         self._say = say
-        self._permanent, self._checkpoint = permanent, checkpoint
+        self._permanent, self._checkpoint, self._finished = permanent, checkpoint, finished
         self._name_store_ready = name_store_ready
         self._inherit = tuple(inherit)
         self._descendants = Descendants()
@@ -98,6 +123,8 @@ class Supervisor:
             try:
                 await self._start_all()
                 await self._until(lambda: self._outcome is not None)
+            except Exception as exc:
+                self.fail(exc)
             finally:
                 killed = await self._stop()
         assert self._outcome is not None
@@ -113,6 +140,11 @@ class Supervisor:
             self._changed.set()
             return
         self._end(Outcome("interrupted", f"stopped by {signal.Signals(signum).name}", signal=signum))
+
+    def fail(self, exc: Exception) -> None:
+        """End the run for an exception in the launcher itself."""
+        log.error("the launcher failed", exc_info=exc)
+        self._end(Outcome("failed", f"the launcher failed: {type(exc).__name__}: {exc}"))
 
     # ---- start
 
@@ -137,6 +169,7 @@ class Supervisor:
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
 
+    @_from_the_loop
     def _start(self, child: Child) -> None:
         child.pending = None
         if self._outcome is not None:
@@ -149,6 +182,7 @@ class Supervisor:
 
     # ---- deaths
 
+    @_from_the_loop
     def _on_exit(self, child: Child) -> None:
         pid, returncode = child.reap()
         self._descendants.reap_orphans(list(self.running().values()))
@@ -162,7 +196,7 @@ class Supervisor:
     def _consider(self, child: Child, death: Death) -> None:
         """A death nobody asked for, or one of the training side that is being taken down."""
         spec = child.spec
-        if spec.kind == "master_worker" and death.returncode == 0:
+        if spec.kind == "master_worker" and death.returncode == 0 and self._finished():
             self._end(Outcome("done", "the MasterWorker finished"))
         elif spec.on_death == "end":
             self._deaths.append(death)
@@ -180,9 +214,9 @@ class Supervisor:
             self._give_up(verdict)
             return
         self._restarted.append(death)
+        child.pending = asyncio.get_running_loop().call_later(verdict.delay_s, self._start, child)
         times = f"restart {verdict.number}/{self._max_restarts} in {verdict.delay_s:.1f} s"
         self._say(f"{death.name} {death.how}; {times} ({death.log})")
-        child.pending = asyncio.get_running_loop().call_later(verdict.delay_s, self._start, child)
 
     def _lose_side(self, death: Death) -> None:
         if not self._side_killed or not death.killed:
@@ -193,6 +227,7 @@ class Supervisor:
         if not self._pids(self._side):
             self._restart_side()
 
+    @_from_the_loop
     def _kill_side(self) -> None:
         self._side_killed = True
         for child in self._side:
@@ -210,11 +245,13 @@ class Supervisor:
             self._give_up(verdict)
             return
         self._restarted.append(verdict.cause)
-        cause, start = verdict.cause, "from the beginning" if checkpoint is None else f"from step {checkpoint}"
+        self._side_timer = asyncio.get_running_loop().call_later(verdict.delay_s, self._start_side)
+        cause = verdict.cause
+        start = "from the beginning" if checkpoint == NO_CHECKPOINT else f"from step {checkpoint}"
         times = f"restart {verdict.number}/{self._max_restarts} of the training side in {verdict.delay_s:.1f} s"
         self._say(f"{cause.name} {cause.how}; {times}, {start} ({cause.log})")
-        self._side_timer = asyncio.get_running_loop().call_later(verdict.delay_s, self._start_side)
 
+    @_from_the_loop
     def _start_side(self) -> None:
         self._side_timer = None
         self._side_starts += 1
@@ -240,7 +277,7 @@ class Supervisor:
 
     async def _stop(self) -> list[str]:
         """Stop every process; returns the names of those that had to be killed."""
-        self._end(Outcome("failed", "the launcher failed"))  # an exception in the launcher itself; else it stands
+        self._end(Outcome("failed", "the launcher was cancelled"))  # unless it has ended otherwise
         assert self._outcome is not None
         began = time.monotonic()
         if self._side_deaths:  # it was being taken down: what it said last counts
@@ -306,10 +343,14 @@ class Supervisor:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for signum in _STOP_SIGNALS:
+        # nohup means that SIGHUP does not end the run. SIGINT counts even where it was ignored: a shell that starts a
+        # command in the background does that, and whoever sends one all the same wants the run to stop.
+        hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        taken = [signum for signum in _STOP_SIGNALS if not (signum == signal.SIGHUP and hangup_ignored)]
+        for signum in taken:
             loop.add_signal_handler(signum, self.interrupt, signum)
         try:
             yield
         finally:
-            for signum in _STOP_SIGNALS:
+            for signum in taken:
                 loop.remove_signal_handler(signum)

@@ -15,6 +15,7 @@ from typing import Literal
 
 HEALTHY_AFTER_S = 300.0  # what ran this long gets its restart budget back
 LONGEST_BACKOFF_S = 30.0
+NO_CHECKPOINT = -1  # the step before the first: there is none
 # The sockets of a killed process close before its memory is given back and its parent hears of it; meanwhile its peers
 # may have written their complaints.
 KILL_HEARD_AFTER_S = 5.0
@@ -38,7 +39,8 @@ class Death:
     @property
     def how(self) -> str:
         if self.returncode >= 0:
-            return f"exited with code {self.returncode}"
+            early = "" if self.returncode else ", before its work was done"
+            return f"exited with code {self.returncode}{early}"
         hint = " (out of memory?)" if self.killed else ""
         try:
             return f"was killed by {signal.Signals(-self.returncode).name}{hint}"
@@ -76,7 +78,7 @@ class Loss:
     pids: frozenset[int]
     ran_s: float
     permanent: bool  # a restart would meet the same end
-    checkpoint: int | None = None  # step of the newest complete one
+    checkpoint: int = NO_CHECKPOINT  # step of the newest complete one
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +103,14 @@ class _Row:
     restarts: int = 0
     deaths: list[Death] = field(default_factory=list)
     pids: set[int] = field(default_factory=set)
-    checkpoint: int | None = None
+    checkpoint: int = NO_CHECKPOINT  # the newest there ever was
 
 
 class Judge:
     """Keeps the restart budgets: ``max_restarts`` in a row, with twice the delay each time.
 
-    A row ends when what was restarted ran for HEALTHY_AFTER_S, or has completed a new checkpoint.
+    A row ends when what was restarted ran for HEALTHY_AFTER_S, or has completed a newer checkpoint than any before it:
+    one that was set aside as damaged, or is written again after that, is no progress.
     """
 
     def __init__(self, max_restarts: int, first_backoff_s: float) -> None:
@@ -122,8 +125,9 @@ class Judge:
     def judge(self, loss: Loss) -> Restart | End:
         cause = first_of(loss.deaths)
         row = self._rows.setdefault(loss.who, _Row())
-        if loss.ran_s > HEALTHY_AFTER_S or loss.checkpoint != row.checkpoint:
-            row = self._rows[loss.who] = _Row(checkpoint=loss.checkpoint)
+        newest = max(loss.checkpoint, row.checkpoint)
+        if loss.ran_s > HEALTHY_AFTER_S or newest > row.checkpoint:
+            row = self._rows[loss.who] = _Row(checkpoint=newest)
         row.deaths += loss.deaths
         row.pids |= loss.pids
         if loss.permanent:

@@ -14,7 +14,7 @@ import psutil
 
 from launch.plan import TRAINING, Kind, OnDeath, ProcessSpec
 from launch.supervisor import Supervisor
-from launch.verdict import Outcome
+from launch.verdict import NO_CHECKPOINT, Outcome
 
 READY = """
 import os, signal, socket, sys
@@ -48,7 +48,8 @@ class Trial:
         then: Callable[[Supervisor], None] | None = None,
         stop_timeout_s: float = 5.0,
         permanent: Callable[[frozenset[int]], bool] = lambda pids: False,
-        checkpoint: Callable[[], int | None] = lambda: None,
+        checkpoint: Callable[[], int] = lambda: NO_CHECKPOINT,
+        finished: Callable[[], bool] = lambda: True,
         name_store_ready: Callable[[ProcessSpec], Awaitable[None]] | None = None,
     ) -> Outcome:
         """Run to the end; once every process in ``until`` is ready, call ``then``. Checks that no process is left."""
@@ -59,7 +60,7 @@ class Trial:
             def on_ready() -> None:
                 connection, _ = server.accept()
                 with connection:
-                    connection.settimeout(10)
+                    connection.settimeout(60)
                     waiting.discard(connection.recv(100).decode())
                 if not waiting:
                     all_ready.set()
@@ -74,6 +75,7 @@ class Trial:
                     say=self.notes.append,
                     permanent=permanent,
                     checkpoint=checkpoint,
+                    finished=finished,
                     first_backoff_s=0.01,
                     **({"name_store_ready": name_store_ready} if name_store_ready else {}),
                 )

@@ -44,26 +44,18 @@ CHANNEL_OPTIONS = [
 ]
 
 
-class EtcdLease(Lease):
-    def __init__(self, store: EtcdNameStore, lease_id: int, ttl_s: float) -> None:
-        self.ttl_s = ttl_s
-        self.lease_id = lease_id
-        self._store = store
-
-    def keep_alive(self) -> None:
-        self._store.renew_lease(self.lease_id)
-
-    def revoke(self) -> None:
-        self._store.revoke_lease(self.lease_id)
-
-
 class EtcdNameStore(NameStore):
-    """``address`` is host:port of one member. etcd's leases have whole seconds, two at least: a grant may be longer."""
+    """``address`` is host:port of one member. etcd's leases have whole seconds, two at least: a grant may be longer.
 
-    def __init__(self, address: str, call_timeout_s: float = 5.0) -> None:
+    ``patience_s``: how long a call that can be repeated waits for a member that has answered before and is away now; no
+    less than ``call_timeout_s``, which bounds one try, and the renewal of a lease.
+    """
+
+    def __init__(self, address: str, call_timeout_s: float = 5.0, patience_s: float = 0.0) -> None:
         super().__init__()
         self.address = address
-        self._timeout_s = call_timeout_s
+        self._timeout_s, self._patience_s = call_timeout_s, max(patience_s, call_timeout_s)
+        self._reached = False  # one that never was there is a wrong address: better told soon
         self._rpc = import_etcd3().etcdrpc
         host, _, port = address.rpartition(":")
         self._client = import_etcd3().client(
@@ -77,9 +69,8 @@ class EtcdNameStore(NameStore):
 
     def add(self, key: str, value: str, *, lease: Lease | None = None, replace: bool = False) -> None:
         check_key(key)
-        if lease is not None and not isinstance(lease, EtcdLease):
-            raise TypeError(f"key {key}: the lease is of another backend ({type(lease).__name__})")
-        put = self._rpc.PutRequest(key=_bytes(key), value=_bytes(value), lease=lease.lease_id if lease else 0)
+        lease_id = self._lease_id(lease, key)
+        put = self._rpc.PutRequest(key=_bytes(key), value=_bytes(value), lease=int(lease_id, 16) if lease_id else 0)
         if replace:
             self._call(self._kv.Put, put, f"add {key}", repeatable=True)
             return
@@ -129,23 +120,23 @@ class EtcdNameStore(NameStore):
         request = self._rpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
         # Repeatable: a grant whose answer was lost lapses by itself.
         granted = self._call(self._lease_stub.LeaseGrant, request, "grant a lease", repeatable=True)
-        return EtcdLease(self, granted.ID, float(granted.TTL))
+        return Lease(self, f"{granted.ID:x}", float(granted.TTL))
 
-    def renew_lease(self, lease_id: int) -> None:
-        request = self._rpc.LeaseKeepAliveRequest(ID=lease_id)
+    def renew_lease(self, lease: Lease) -> None:
+        request = self._rpc.LeaseKeepAliveRequest(ID=int(lease.lease_id, 16))
 
         def keep_alive(_: object, **options: Any) -> int:
             return max((r.TTL for r in self._lease_stub.LeaseKeepAlive(iter([request]), **options)), default=0)
 
-        if self._call(keep_alive, request, "renew a lease", repeatable=True) <= 0:
-            raise Fenced(f"name store: lease {lease_id:x} in etcd at {self.address} lapsed; its owner must stop")
+        if self._call(keep_alive, request, "renew a lease", repeatable=True, patient=False) <= 0:
+            raise Fenced(f"name store: lease {lease.lease_id} in etcd at {self.address} lapsed; its owner must stop")
 
-    def revoke_lease(self, lease_id: int) -> None:
-        request = self._rpc.LeaseRevokeRequest(ID=lease_id)
+    def revoke_lease(self, lease: Lease) -> None:
+        request = self._rpc.LeaseRevokeRequest(ID=int(lease.lease_id, 16))
         try:
             self._call(self._lease_stub.LeaseRevoke, request, "revoke a lease", repeatable=True)
         except Fenced:
-            log.debug("lease %x had lapsed before it was revoked", lease_id)
+            log.debug("lease %s had lapsed before it was revoked", lease.lease_id)
 
     # ---- watches, connection
 
@@ -165,28 +156,32 @@ class EtcdNameStore(NameStore):
         super().close()
         self._client.close()
 
-    def _call(self, method: Any, request: Any, action: str, *, repeatable: bool) -> Any:
+    def _call(self, method: Any, request: Any, action: str, *, repeatable: bool, patient: bool = True) -> Any:
         self._check_open()
-        deadline = time.monotonic() + self._timeout_s
+        began = time.monotonic()
+        limit = self._patience_s if repeatable and patient and self._reached else self._timeout_s
         while True:
+            left = began + limit - time.monotonic()
             try:
-                return method(request, timeout=max(0.001, deadline - time.monotonic()), wait_for_ready=True)
+                answer = method(request, timeout=max(0.001, min(left, self._timeout_s)), wait_for_ready=True)
+                self._reached = True
+                return answer
             except grpc.RpcError as exc:
-                broken = exc.code() is grpc.StatusCode.UNAVAILABLE
-                if not (repeatable and broken and time.monotonic() + RETRY_S < deadline):
-                    raise self._translated(exc, action) from exc
+                away = exc.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+                if not (repeatable and away and time.monotonic() + RETRY_S < began + limit):
+                    raise self._translated(exc, action, limit) from exc
             except ValueError as exc:  # grpc's answer when another thread has closed the channel
                 raise NameStoreError(f"name store: cannot {action}: used after close()") from exc
             self._closing.wait(RETRY_S)
 
-    def _translated(self, exc: Any, action: str) -> Exception:
+    def _translated(self, exc: Any, action: str, limit_s: float) -> Exception:
         code, details = exc.code(), exc.details() or ""
         where = f"etcd at {self.address}"
         if code is grpc.StatusCode.NOT_FOUND and "lease" in details:
             return Fenced(f"name store: cannot {action}: its lease in {where} lapsed; its owner must stop")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return NameStoreError(
-                f"name store: cannot {action}: {where} did not answer within {self._timeout_s:g} s; "
+                f"name store: cannot {action}: {where} did not answer within {limit_s:g} s; "
                 "check that it runs and that cluster.name_store.address is right"
             )
         return NameStoreError(f"name store: cannot {action}: {where} answered {code.name}: {details}; see etcd's log")

@@ -62,19 +62,6 @@ class _LeaseRecord:
     count: int  # renewals so far
 
 
-class FileLease(Lease):
-    def __init__(self, store: FileNameStore, lease_id: str, ttl_s: float) -> None:
-        self.ttl_s = ttl_s
-        self.lease_id = lease_id
-        self._store = store
-
-    def keep_alive(self) -> None:
-        self._store.renew_lease(self.lease_id)
-
-    def revoke(self) -> None:
-        self._store.revoke_lease(self.lease_id)
-
-
 class FileNameStore(NameStore):
     """A client of the directory ``root``; any number of clients in any processes may share it."""
 
@@ -93,9 +80,7 @@ class FileNameStore(NameStore):
     def add(self, key: str, value: str, *, lease: Lease | None = None, replace: bool = False) -> None:
         self._check_open()
         path = self._path(key)
-        if lease is not None and not isinstance(lease, FileLease):
-            raise TypeError(f"key {key}: the lease is of another backend ({type(lease).__name__})")
-        lease_id = lease.lease_id if lease is not None else ""
+        lease_id = self._lease_id(lease, key)
         with self._reported(f"add {key}"), self._staged(_encode(lease_id, value)) as staged, self._locked():
             if lease_id and not self._lease_alive(lease_id):
                 raise Fenced(f"name store: cannot add {key}: its lease lapsed; its owner must stop")
@@ -122,7 +107,7 @@ class FileNameStore(NameStore):
     def get_subtree(self, root: str) -> Tree:
         self._check_open()
         check_key(root)
-        return self._listing(root)
+        return self._listing(root, self._path(root), self._directory(root))
 
     def delete(self, key: str) -> None:
         self._check_open()
@@ -155,10 +140,11 @@ class FileNameStore(NameStore):
         with self._reported("grant a lease"), self._locked():
             self._sweep()
             self._write_lease(lease_id, record)
-        return FileLease(self, lease_id, ttl_s)
+        return Lease(self, lease_id, ttl_s)
 
-    def renew_lease(self, lease_id: str) -> None:
+    def renew_lease(self, lease: Lease) -> None:
         self._check_open()
+        lease_id = lease.lease_id
         with self._reported("renew a lease"), self._locked():
             record = self._read_lease(lease_id)
             if record is None or not self._record_alive(lease_id, record):
@@ -168,11 +154,11 @@ class FileNameStore(NameStore):
                 replace(record, boot=boot_id(), deadline=time.monotonic() + record.ttl_s, count=record.count + 1),
             )
 
-    def revoke_lease(self, lease_id: str) -> None:
+    def revoke_lease(self, lease: Lease) -> None:
         self._check_open()
         with self._reported("revoke a lease"), self._locked():
             # From here on its keys are gone for every reader; the sweep only tidies up.
-            (self._leases / lease_id).unlink(missing_ok=True)
+            (self._leases / lease.lease_id).unlink(missing_ok=True)
             self._sweep()
 
     def _sweep(self) -> None:
@@ -187,9 +173,9 @@ class FileNameStore(NameStore):
                     path.unlink(missing_ok=True)
 
     def _read_lease(self, lease_id: str) -> _LeaseRecord | None:
-        path = self._leases / lease_id
+        path = os.path.join(self._leases, lease_id)
         try:
-            return msgspec.json.decode(path.read_bytes(), type=_LeaseRecord)
+            return msgspec.json.decode(_content(path), type=_LeaseRecord)
         except FileNotFoundError:
             os.stat(self._leases)
             with self._observed_lock:
@@ -219,7 +205,7 @@ class FileNameStore(NameStore):
 
     # ---- values
 
-    def _read_live(self, path: Path) -> str | None:
+    def _read_live(self, path: Path | str) -> str | None:
         """The value, or None if there is none or its lease has lapsed."""
         content = _read(path)
         while content is not None:
@@ -241,31 +227,34 @@ class FileNameStore(NameStore):
         lease_id, _ = _decode(content, path)
         return bool(lease_id) and not self._lease_alive(lease_id)
 
-    def _listing(self, root: str) -> Tree:
+    def _listing(self, root: str, path: Path, directory: Path) -> Tree:
         tree: Tree = {}
         with self._reported(f"list {root}"):
-            value = self._read_live(self._path(root))
+            value = self._read_live(path)
             if value is not None:
                 tree[root] = value
-            self._collect(self._directory(root), root, tree)
+            self._collect(str(directory), root, tree)
             os.stat(self._keys)
         return dict(sorted(tree.items()))
 
-    def _collect(self, directory: Path, key: str, tree: Tree) -> None:
+    def _collect(self, directory: str, key: str, tree: Tree) -> None:
+        # Plain strings: this is what polls, and a Path for each file would cost more than to read it.
         try:
             names = os.listdir(directory)
         except (FileNotFoundError, NotADirectoryError):
             return
         for name in names:
             if not name.endswith(VALUE):
-                self._collect(directory / name, f"{key}/{_unescape(name)}", tree)
+                self._collect(os.path.join(directory, name), f"{key}/{_unescape(name)}", tree)
                 continue
-            value = self._read_live(directory / name)
+            value = self._read_live(os.path.join(directory, name))
             if value is not None:
                 tree[f"{key}/{_unescape(name.removesuffix(VALUE))}"] = value
 
     def _start_watch(self, root: str, callback: WatchCallback) -> Watch:
-        return WatchThread(self, root, callback, listing=lambda: self._listing(root), pause=_pause)
+        path, directory = self._path(root), self._directory(root)
+        listing = functools.partial(self._listing, root, path, directory)
+        return WatchThread(self, root, callback, listing=listing, pause=_pause)
 
     # ---- files
 
@@ -326,9 +315,14 @@ def _pause(closed: threading.Event) -> None:
     closed.wait(POLL_S)
 
 
-def _read(path: Path) -> bytes | None:
+def _content(path: Path | str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _read(path: Path | str) -> bytes | None:
     try:
-        return path.read_bytes()
+        return _content(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -337,7 +331,7 @@ def _encode(lease_id: str, value: str) -> bytes:
     return f"{lease_id}\n".encode() + value.encode("utf-8", "surrogatepass")
 
 
-def _decode(content: bytes, path: Path) -> tuple[str, str]:
+def _decode(content: bytes, path: Path | str) -> tuple[str, str]:
     lease_id, newline, value = content.partition(b"\n")
     try:
         if not newline or (lease_id and not _LEASE_ID.fullmatch(lease_id)):

@@ -17,6 +17,7 @@ import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from urllib.parse import quote
@@ -64,19 +65,21 @@ def belongs(key: str, root: str) -> bool:
     return key == root or key.startswith(f"{root}/")
 
 
-class Lease(ABC):
+@dataclass(frozen=True, slots=True)
+class Lease:
     """Keys added with it live only as long as it is kept alive. ``ttl_s`` is what the store granted."""
 
+    store: NameStore
+    lease_id: str
     ttl_s: float
 
-    @abstractmethod
     def keep_alive(self) -> None:
-        """Another ``ttl_s`` from now. Fenced if the lease has lapsed: it never comes back. NameStoreError if
-        unknown."""
+        """Another ``ttl_s`` from now. Fenced if it has lapsed: it never comes back. NameStoreError if unknown."""
+        self.store.renew_lease(self)
 
-    @abstractmethod
     def revoke(self) -> None:
         """End it now, with its keys. Nothing happens if it has lapsed already."""
+        self.store.revoke_lease(self)
 
 
 class Watch(ABC):
@@ -134,6 +137,14 @@ class NameStore(ABC):
     @abstractmethod
     def lease(self, ttl_s: float) -> Lease:
         """A new lease. A backend may grant more than was asked for: see ``Lease.ttl_s``."""
+
+    @abstractmethod
+    def renew_lease(self, lease: Lease) -> None:
+        """See ``Lease.keep_alive``."""
+
+    @abstractmethod
+    def revoke_lease(self, lease: Lease) -> None:
+        """See ``Lease.revoke``."""
 
     @abstractmethod
     def _start_watch(self, root: str, callback: WatchCallback) -> Watch: ...
@@ -198,6 +209,14 @@ class NameStore(ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise NameStoreError("name store: used after close()")
+
+    def _lease_id(self, lease: Lease | None, key: str) -> str:
+        """Empty without a lease."""
+        if lease is None:
+            return ""
+        if type(lease.store) is not type(self):
+            raise TypeError(f"key {key}: the lease is of another backend ({type(lease.store).__name__})")
+        return lease.lease_id
 
     def _missing(self, key: str) -> KeyMissing:
         return KeyMissing(f"name store: key {key} is not there")
@@ -273,8 +292,9 @@ def make_name_store(config: Config, paths: TrialPaths) -> NameStore:
         return FileNameStore(Path(settings.root).resolve() if settings.root else paths.name_store)
     from realsys.cluster.etcd_store import EtcdNameStore
 
-    # A call that hangs must end well before the lease it may be renewing.
-    return EtcdNameStore(settings.address, call_timeout_s=min(5.0, config.cluster.lease_s / 3))
+    # A call that hangs must end well before the lease it may be renewing; others may wait for as long as that lasts.
+    lease_s = config.cluster.lease_s
+    return EtcdNameStore(settings.address, call_timeout_s=min(5.0, lease_s / 3), patience_s=lease_s)
 
 
 def trial_names(config: Config) -> Names:

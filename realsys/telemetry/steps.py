@@ -6,11 +6,15 @@ never sees half a record; a record torn by a crash is skipped and counted.
 The log is only appended to. A ``recovered`` record says that training went back to its ``step`` (-1: to nothing), and
 so undoes what came before it and is later than that. Who reads all at once does not see what was undone; who follows
 the log gets the ``recovered`` record, and asks ``undone``.
+
+A log grows with the run. ``records`` and ``surviving_steps`` hand out one record at a time, whatever its length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,40 +35,63 @@ class StepTail:
 
     def read(self) -> list[StepRecord]:
         """The records that were completed since the last call, in order, those that were undone since among them."""
+        return list(self.records())
+
+    def records(self) -> Iterator[StepRecord]:
+        """The same one by one. What is not taken is there at the next call."""
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
+            file = self._path.open("rb")
         except FileNotFoundError:
-            return []
-        complete, newline, _ = text.rpartition(b"\n")
-        self._offset += len(complete) + len(newline)
-        records = []
-        for line in complete.splitlines():
-            try:
-                record = msgspec.json.decode(line)  # shares the names of the fields between the records
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                record = None
-            if isinstance(record, dict) and isinstance(record.get("kind"), str):
-                records.append(record)
-            else:
-                self.skipped += bool(line.strip())
-        return records
+            return
+        with file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                record = _decoded(line)
+                if record is not None:
+                    yield record
+                else:
+                    self.skipped += bool(line.strip())
+
+
+def _decoded(line: bytes) -> StepRecord | None:
+    try:
+        record = msgspec.json.decode(line)  # shares the names of the fields between the records
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
 
 
 def read_steps(path: Path) -> list[StepRecord]:
     """All complete records of a step log that still hold; none if there is no such file."""
-    return surviving(StepTail(path).read())
+    return list(surviving_steps(path))
 
 
-def surviving(records: Iterable[StepRecord]) -> list[StepRecord]:
-    """Without those that a later ``recovered`` undid."""
-    kept: list[StepRecord] = []
-    for record in records:
-        if record["kind"] == RECOVERED:
-            kept = [earlier for earlier in kept if not undone(earlier, record)]
-        kept.append(record)
-    return kept
+def surviving_steps(path: Path) -> Iterator[StepRecord]:
+    """The same one by one. The log is read twice; what is appended after the first time is left out."""
+    return surviving(lambda: StepTail(path).records())
+
+
+def surviving(read: Callable[[], Iterable[StepRecord]]) -> Iterator[StepRecord]:
+    """Without those that a later ``recovered`` undid. ``read`` gives the records from the first on, each time.
+
+    Of the recoveries after a record the one that goes back furthest counts. So the first reading keeps of all of them
+    a row in which each goes back less far than those after it, and the second needs only the first of that row.
+    """
+    total, row = 0, deque[tuple[int, StepRecord]]()  # (number of the record, recovered)
+    for record in read():
+        if record["kind"] == RECOVERED and isinstance(record.get("step"), int):
+            while row and row[-1][1]["step"] >= record["step"]:
+                row.pop()
+            row.append((total, record))
+        total += 1
+    for number, record in enumerate(islice(read(), total)):
+        while row and row[0][0] <= number:
+            row.popleft()
+        if not (row and undone(record, row[0][1])):
+            yield record
 
 
 def undone(record: Mapping[str, Any], recovered: Mapping[str, Any]) -> bool:

@@ -18,12 +18,18 @@ import launch.run
 from launch.cli import main
 from launch.lock import TrialLock, running_launcher
 from launch.plan import ProcessSpec
+from launch.recover import newer_data
 from launch.run import RunOptions, command_again
+from realsys.admission.events import Opened
+from realsys.admission.journal import Journal
 from realsys.admission.messages import DataPosition
-from realsys.cluster.failure import ErrorRecord, write_error
+from realsys.cluster.failure import ErrorRecord, read_errors, write_error
+from realsys.cluster.file_store import FileNameStore
+from realsys.cluster.name_store import trial_names
 from realsys.config.dump import read_config
 from realsys.config.model_sizes import read_sizes
 from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.master.checkpoints import commit
 from realsys.train.checkpoint_files import CheckpointState, RoleState
@@ -50,6 +56,7 @@ class Runs:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.paths = TrialPaths(root / "runs" / "arith" / "t")
         self._monkeypatch = monkeypatch
+        monkeypatch.setattr(launch.run, "draw_curves", lambda *_: None)  # half of a run's time; test_launch_run looks
 
     def __call__(
         self, *overrides: str, records: list[dict[str, object]] = DONE, end: str = "", trial: str = "t"
@@ -73,6 +80,7 @@ class Runs:
         sizes = asdict(read_sizes(self.paths.model, "lm")) | {"lora_rank": 0}
         roles = {"actor": RoleState(sizes, "adam", "d1p1m1")}
         state = CheckpointState(step, step, 1, 4, DataPosition(step * 4, [], 20, 1), roles, {}, "", 0.0)
+        self.paths.ledger.touch()
         tmp = self.paths.checkpoints / f"step-{step:08d}.tmp"
         tmp.mkdir(parents=True)
         return commit(tmp, state, [])
@@ -150,6 +158,18 @@ def test_what_the_dead_run_left_is_put_away(run: Runs, capsys: pytest.CaptureFix
         assert kept.is_dir() and not list(paths.root.rglob("*.tmp")) and not stale.exists()
     assert len(list((paths.errors / "old").glob("model_worker-0-77*.json"))) == 2
     assert not list(paths.errors.glob("*.json"))
+
+
+def test_of_the_error_files_of_earlier_starts_the_newest_stay(run: Runs) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    old = run.paths.errors / "old"
+    for pid in range(120):
+        path = write_error(old, ErrorRecord(1.0, "model_worker", 0, pid, "here", "ModelError", "old", ""))
+        os.utime(path, (pid, pid))
+    write_error(run.paths.errors, ErrorRecord(1.0, "model_worker", 0, 500, "here", "ModelError", "new", ""))
+    assert run() == 0
+    kept = {error.pid for error in read_errors(old)}
+    assert kept == {*range(71, 120), 500}
 
 
 def test_preparation_that_was_cut_short_is_done_again(run: Runs) -> None:
@@ -236,6 +256,48 @@ def test_no_good_checkpoint_is_refused_by_name(run: Runs, refused: Callable[...,
     assert "no checkpoint of this trial can be used" in refused()
 
 
+def test_trial_whose_configuration_is_gone_is_not_made_anew(run: Runs, refused: Callable[..., str]) -> None:
+    """With what was trained in it: that would be removed."""
+    run(records=STOPPED, end=CTRL_C)
+    run.checkpoint(2)
+    run.paths.config.unlink()
+    assert "t has checkpoints, steps.jsonl and no config.json: restore that, or remove all" in refused()
+    run.paths.steps.unlink()
+    assert "t has checkpoints and no config.json" in refused()
+
+
+def test_trial_whose_ledger_is_gone_or_damaged_is_refused(run: Runs, refused: Callable[..., str]) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    run.checkpoint(2)
+    with Journal(run.paths.ledger) as journal:
+        journal.append([Opened(20, 1, 4, 4, "drop", 8, 1.0)] * 3)
+    damaged = bytearray(run.paths.ledger.read_bytes())
+    damaged[20] ^= 1
+    run.paths.ledger.write_bytes(damaged)
+    assert "ledger.jsonl: line 1 is damaged and line 2 after it is not" in refused()
+    run.paths.ledger.unlink()
+    assert "ledger.jsonl is gone, and with it what has become of the prompts" in refused()
+
+
+def test_trial_that_runs_in_another_folder_keeps_its_names(
+    run: Runs, refused: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of a trial's folder, and a name store outside of both."""
+    store = FileNameStore(tmp_path / "names")
+    outside = [f"cluster.name_store.root={tmp_path / 'names'}", "cluster.lease_s=0.2", "cluster.heartbeat_s=0.1"]
+    key = trial_names(Config(experiment="arith", trial="t")).heartbeat("master_worker/0")
+    lease = store.lease(600.0)
+    store.add(key, "beat", lease=lease)
+    assert "trial='t': runs in another folder, with the same name store (realsys/" in refused(*outside)
+    assert store.get(key) == "beat" and not run.paths.root.exists()
+    lease.revoke()
+    assert run(*outside, records=STOPPED, end=CTRL_C) == 130
+    store.add(key, "of a worker that was killed", lease=store.lease(1.0))
+    assert run(*outside[:1]) == 0  # with leases of twenty seconds: it waits for this one
+    assert "leases of its last run to lapse" in capsys.readouterr().out
+    store.close()
+
+
 def test_folder_that_is_no_trial_is_refused(run: Runs, refused: Callable[..., str]) -> None:
     run.paths.root.mkdir(parents=True)
     (run.paths.root / "thesis.txt").write_text("mine")
@@ -287,7 +349,7 @@ def holder() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in started:
         process.stdin.close()  # type: ignore[union-attr]
         process.stdout.close()  # type: ignore[union-attr]
-        process.wait(10)
+        process.wait(60)
 
 
 def test_trial_of_a_live_launcher_is_refused_with_its_pid(
@@ -298,7 +360,7 @@ def test_trial_of_a_live_launcher_is_refused_with_its_pid(
     assert f"is run by another launcher, pid {process.pid}" in refused()
     assert f"is run by another launcher, pid {process.pid}" in refused("--dry-run")
     process.kill()
-    process.wait(10)
+    process.wait(60)
     assert running_launcher(run.paths.lock) is None  # the kernel gave it back
     assert run() == 0
 
@@ -307,8 +369,8 @@ def test_worker_that_a_dead_launcher_left_is_waited_for(
     tmp_path: Path, holder: Callable[..., subprocess.Popen[str]]
 ) -> None:
     process = holder(tmp_path / "lock", "--trial-dir", str(tmp_path))
-    process.wait(10)
-    with pytest.raises(ConfigError, match=r"is still held by processes of its last run \(pid \d+\)"):
+    process.wait(60)
+    with pytest.raises(ConfigError, match=r"is still held by processes of its last run, or .* \(pid \d+\)"):
         TrialLock(tmp_path / "lock", "t", patience_s=0.0)
     process.stdin.close()  # type: ignore[union-attr]  # its worker reads from it, too, and ends
     TrialLock(tmp_path / "lock", "t", patience_s=60.0).close()
@@ -332,3 +394,18 @@ def test_command_again_can_be_pasted_into_a_shell() -> None:
         "my configs",
         "--plain",
     ]
+
+
+def test_prompts_that_were_written_after_the_last_start_are_named(tmp_path: Path) -> None:
+    """As many as before, in another order perhaps: the ledger would take them for the old ones."""
+    paths, train = TrialPaths(tmp_path), tmp_path / "train.jsonl"
+    data = {"kind": "jsonl", "train": str(train), "eval": str(tmp_path / "none.jsonl")}
+    config = Config.model_validate({"data": data})
+    for path in (train, paths.config):
+        path.touch()
+    os.utime(train, (1.0, 1.0))
+    assert list(newer_data(config, paths)) == []
+    os.utime(paths.config, (0.5, 0.5))
+    [line] = newer_data(config, paths)
+    assert line.startswith("data.train was written after the last start") and str(train) in line
+    assert list(newer_data(config.model_copy(update={"data": Config().data}), paths)) == []

@@ -15,8 +15,8 @@ from rich.console import Console
 from launch.display import LiveView, PlainView, make_view, sparkline
 from launch.failures import FirstFailure
 from launch.monitor import look_once
-from launch.progress import Progress
-from launch.report import print_summary, summarise, write_report
+from launch.progress import SHOWN_EVALS, WINDOW, Progress
+from launch.report import Summary, draw_curves, print_summary, summarise, write_summary
 from launch.status import newest_trial, show_status
 from launch.verdict import Death, Outcome
 from realsys.cluster.name_store import make_name_store, trial_names
@@ -85,6 +85,17 @@ def progress_of(records: list[dict[str, Any]]) -> Progress:
     return progress
 
 
+def write_log(paths: TrialPaths, records: list[dict[str, Any]]) -> None:
+    paths.steps.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def summary_of(
+    paths: TrialPaths, records: list[dict[str, Any]], started: float = START, ended: float = START + 160
+) -> Summary:
+    write_log(paths, records)
+    return summarise(Config(), paths, Outcome("done", ""), started=started, ended=ended)
+
+
 STATUS = {
     "version": 4,
     "servers": [
@@ -130,7 +141,13 @@ def test_live_display_before_the_first_version_shows_no_number_for_it(paths: Tri
 @pytest.mark.parametrize("status", [{}, {"servers": {}}, {"servers": [None, {}]}, {"ledger": 3, "admission": []}])
 @pytest.mark.parametrize(
     "records",
-    [[], [{"kind": "train"}], [{"kind": "warmup"}], [{"kind": "phase"}, {"kind": "eval"}, {"kind": "new"}]],
+    [
+        [],
+        [{"kind": "train"}],
+        [{"kind": "train", "step": 10**400, "total": None}],
+        [{"kind": "warmup"}],
+        [{"kind": "phase"}, {"kind": "eval"}, {"kind": "new"}],
+    ],
 )
 def test_display_and_report_survive_missing_fields(
     records: list[dict[str, Any]], status: dict[str, Any], paths: TrialPaths
@@ -138,9 +155,10 @@ def test_display_and_report_survive_missing_fields(
     progress = progress_of(records)
     progress.status = status
     assert "realsys" in drawn(progress, paths)
-    PlainView(Console(file=io.StringIO())).refresh(progress)
-    summary = summarise(Config(), paths, progress, Outcome("done", ""), started=START, ended=START + 1)
-    write_report(summary, progress, paths)
+    PlainView(Console(file=io.StringIO())).refresh(progress, records)
+    summary = summary_of(paths, records)
+    write_summary(summary, paths)
+    draw_curves(summary, paths)
     print_summary(Console(file=io.StringIO()), summary)
     assert json.loads(paths.summary.read_text())["accuracy"]["gain"] is None
 
@@ -148,11 +166,10 @@ def test_display_and_report_survive_missing_fields(
 def test_plain_output_is_one_line_per_step_in_the_order_of_events() -> None:
     out = io.StringIO()
     view = PlainView(Console(file=out, width=40))
-    progress = progress_of(run_records()[:6])
-    view.refresh(progress)
-    view.refresh(progress)  # nothing new, nothing printed twice
-    progress.add(run_records()[6:])
-    view.refresh(progress)
+    progress, records = Progress(), run_records()
+    for new in (records[:6], [], records[6:]):
+        progress.add(new)
+        view.refresh(progress, new)
     view.note("rollout_worker/0 exited with code 1; restart 1/5 in 0.5 s")
     lines = out.getvalue().splitlines()
     heads = " ".join(line.split()[0] for line in lines)
@@ -164,40 +181,64 @@ def test_what_recovery_undid_is_counted_once_and_shown_as_it_happened(paths: Tri
     records = run_records()
     steps = [record for record in records if record["kind"] == "train"]
     progress = progress_of(records)
-    back = {"kind": "recovered", "step": 2, "incarnation": "2", "time": START + 200}
-    view = PlainView(Console(file=(out := io.StringIO())), shown=len(progress.arrived))
-    progress.add([back, *steps[2:]])
-    view.refresh(progress)
+    again = [{"kind": "recovered", "step": 2, "incarnation": "2", "time": START + 200}, *steps[2:]]
+    view = PlainView(Console(file=(out := io.StringIO())))
+    progress.add(again)
+    view.refresh(progress, again)
     heads = [" ".join(line.split()[:2]) for line in out.getvalue().splitlines()]
-    assert heads == ["training goes", "step 3/4", "step 4/4"]  # and nothing of before
+    assert heads == ["training goes", "step 3/4", "step 4/4"]
     assert [record["step"] for record in progress.train] == [1, 2, 3, 4]
-    summary = summarise(Config(), paths, progress, Outcome("done", ""), started=START, ended=START + 300)
+    summary = summary_of(paths, records + again)
     assert summary["steps"] == 4 and summary["recoveries"] == 1
     assert summary["staleness"]["histogram"] == {"0": 1200, "1": 800, "2": 48}
     print_summary(Console(file=(text := io.StringIO())), summary)
     assert "training went on from a checkpoint 1 time\n" in text.getvalue()
 
 
-def test_times_of_an_earlier_start_of_the_trial_do_not_count() -> None:
-    progress = Progress(since=START + 1000)
-    progress.add(run_records())
+def test_what_is_shown_takes_no_more_memory_in_a_longer_run() -> None:
+    progress = Progress()
+    progress.add({"kind": "warmup", "step": step, "total": 1000} for step in range(1, 1001))
+    assert progress.step == (1000, 1000) and len(progress.warmup) == WINDOW
+    progress.add(train_record(step, total=5000) for step in range(1, 5001))
+    progress.add({"kind": "eval", "eval_id": f"step-{step}", "step": step} for step in range(0, 5001, 50))
+    assert progress.step == (5000, 5000)
+    assert [record["step"] for record in progress.train] == list(range(5001 - WINDOW, 5001))
+    assert len(progress.evals) == SHOWN_EVALS and {"step-0", "step-5000"} <= progress.evals.keys()
+
+
+@pytest.mark.parametrize(("back", "left", "shown"), [(4990, 4990, WINDOW - 10), (3, 3, 0), (0, 1000, 0), (-1, 0, 0)])
+def test_steps_that_are_shown_after_a_recovery(back: int, left: int, shown: int) -> None:
+    """Also one that goes back further than what is shown; to before the first step, where the warm-up counts."""
+    progress = Progress()
+    progress.add({"kind": "warmup", "step": step, "total": 1000} for step in range(1, 1001))
+    progress.add(train_record(step, total=5000) for step in range(1, 5001))
+    progress.add([{"kind": "recovered", "step": back}])
+    assert progress.step[0] == left and len(progress.train) == shown
+    progress.add([train_record(back + 1, total=5000)])
+    assert progress.step == (back + 1, 5000)
+
+
+def test_times_of_an_earlier_start_of_the_trial_do_not_count(paths: TrialPaths) -> None:
     began = START + 1010
-    progress.add([{"kind": "phase", "phase": "train", "time": began}])
-    assert progress.phase_seconds(began + 5) == {"train": 5.0}
+    records = [*run_records(), {"kind": "phase", "phase": "train", "time": began}]
+    summary = summary_of(paths, records, started=START + 1000, ended=began + 5)
+    assert summary["seconds"] == {"total": 15.0, "train": 5.0}
+    assert summary["tokens"]["end_to_end_per_s"] is None and summary["tokens"]["trained_answer_tokens"] == 80000
 
 
 def test_view_is_plain_where_there_is_no_terminal(paths: TrialPaths) -> None:
-    assert isinstance(make_view(Console(file=io.StringIO()), Config(), paths, Progress(), plain=False), PlainView)
+    assert isinstance(make_view(Console(file=io.StringIO()), Config(), paths, plain=False), PlainView)
     terminal = Console(file=io.StringIO(), force_terminal=True)
-    assert isinstance(make_view(terminal, Config(), paths, Progress(), plain=False), LiveView)
-    assert isinstance(make_view(terminal, Config(), paths, Progress(), plain=True), PlainView)
+    assert isinstance(make_view(terminal, Config(), paths, plain=False), LiveView)
+    assert isinstance(make_view(terminal, Config(), paths, plain=True), PlainView)
 
 
 def test_summary_says_gain_times_and_tokens(paths: TrialPaths) -> None:
     paths.final_model.mkdir()
     outcome = Outcome("done", "the MasterWorker finished")
     outcome.restarted = [Death("rollout_worker/0", 7, -9, START, Path("/x"))]
-    summary = summarise(Config(), paths, progress_of(run_records()), outcome, started=START - 5, ended=START + 160)
+    write_log(paths, run_records())
+    summary = summarise(Config(), paths, outcome, started=START - 5, ended=START + 160)
     assert summary["accuracy"]["before"] == 0.41 and summary["accuracy"]["gain"] == pytest.approx(0.425)
     assert summary["seconds"] == {"total": 165.0, "warmup": 60.0, "evaluate": 50.0, "train": 50.0}
     assert summary["tokens"]["trained_answer_tokens"] == 80000
@@ -212,18 +253,44 @@ def test_summary_says_gain_times_and_tokens(paths: TrialPaths) -> None:
 
 
 def test_groups_dropped_for_their_success_rate_are_said_apart(paths: TrialPaths) -> None:
-    progress = progress_of([train_record(1, dropped_filtered=5), train_record(2, dropped_filtered=2)])
-    summary = summarise(Config(), paths, progress, Outcome("done", ""), started=START, ended=START + 160)
+    summary = summary_of(paths, [train_record(1, dropped_filtered=5), train_record(2, dropped_filtered=2)])
     assert summary["staleness"]["filtered"] == 7
     out = io.StringIO()
     print_summary(Console(file=out, width=200), summary)
     assert "2 groups dropped, 7 by their success rate" in out.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("train", "limit"),
+    [
+        ({"total_steps": 4}, "train.total_steps=4"),
+        ({"total_steps": 9, "total_epochs": 2}, "train.total_epochs=2: the data gives 4 batches of 16"),
+    ],
+)
+def test_the_limit_that_a_run_came_to_is_named(paths: TrialPaths, train: dict[str, int], limit: str) -> None:
+    write_log(paths, run_records())
+    config = Config.model_validate({"train": {**train, "batch_groups": 16}})
+    summary = summarise(config, paths, Outcome("done", ""), started=START, ended=START + 160)
+    assert summary["ended_by"] == limit
+    print_summary(Console(file=(out := io.StringIO()), width=200), summary)
+    assert any(line.split(None, 2) == ["ended", "by", limit] for line in out.getvalue().splitlines())
+
+
+def test_a_run_that_came_to_no_limit_of_its_steps_says_so(paths: TrialPaths) -> None:
+    write_log(paths, [train_record(1), train_record(2)])
+    config = Config.model_validate({"train": {"total_steps": 4, "max_seconds": 90}})
+    done = summarise(config, paths, Outcome("done", ""), started=START, ended=START + 160)
+    assert done["ended_by"] == "train.max_seconds=90, before step 4"
+    stopped = summarise(config, paths, Outcome("interrupted", ""), started=START, ended=START + 160)
+    assert stopped["ended_by"] is None
+    paths.steps.unlink()
+    assert summarise(config, paths, Outcome("done", ""), started=START, ended=START + 160)["ended_by"] is None
+
+
 def test_report_is_written_with_curves(paths: TrialPaths) -> None:
-    progress = progress_of(run_records())
-    summary = summarise(Config(), paths, progress, Outcome("done", ""), started=START, ended=START + 160)
-    write_report(summary, progress, paths)
+    summary = summary_of(paths, run_records())
+    write_summary(summary, paths)
+    draw_curves(summary, paths)
     assert json.loads(paths.summary.read_text())["steps"] == 4
     assert paths.curves.read_bytes().startswith(b"\x89PNG")
     assert not list(paths.root.glob("*.tmp"))
@@ -232,10 +299,9 @@ def test_report_is_written_with_curves(paths: TrialPaths) -> None:
 def test_failed_run_has_a_summary_with_the_cause(paths: TrialPaths) -> None:
     failure = FirstFailure("model_worker/1", 12, START, "ModelError: no", Path("/x.log"), [])
     outcome = Outcome("failed", "model_worker/0 exited with code 1")
-    summary = summarise(Config(), paths, Progress(), outcome, started=START, ended=START + 3, failure=failure)
-    write_report(summary, Progress(), paths)
+    summary = summarise(Config(), paths, outcome, started=START, ended=START + 3, failure=failure)
+    write_summary(summary, paths)
     assert summary["failure"] == {"process": "model_worker/1", "problem": "ModelError: no"}
-    assert not paths.curves.exists()
 
 
 def test_sparkline_is_bounded_and_flat_lines_are_low() -> None:
@@ -303,12 +369,11 @@ def test_status_of_a_finished_and_of_an_unfinished_trial(
     paths = TrialPaths(tmp_path / "runs" / "math" / "t")
     paths.root.mkdir(parents=True)
     write_config(Config(trial="t"), paths.config)
-    paths.steps.write_text("".join(json.dumps(r) + "\n" for r in run_records()[:6]))
+    write_log(paths, run_records()[:6])
     assert newest_trial(tmp_path / "runs") == paths.root
     assert show_status(None) == 0
     text = capsys.readouterr().out
     assert "phase train" in text and "step 1/4" in text and "no manager answers" in text
-    summary = summarise(Config(), paths, progress_of(run_records()), Outcome("done", ""), started=0, ended=1)
-    write_report(summary, Progress(), paths)
+    write_summary(summary_of(paths, run_records()), paths)
     assert show_status(paths.root) == 0
     assert "83.5%" in capsys.readouterr().out

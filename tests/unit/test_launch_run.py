@@ -20,7 +20,8 @@ WAIT = "import signal; signal.pause()"
 MASTER = """
 import json, sys, time
 with open({path!r}, "w") as log:
-    for record in ({{"kind": "phase", "phase": "train"}}, {{"kind": "train", "step": 1, "total": 1, "accuracy": 0.5}}):
+    train = {{"kind": "train", "step": 1, "total": 1, "accuracy": 0.5}}
+    for record in ({{"kind": "phase", "phase": "train"}}, train, {{"kind": "phase", "phase": {last!r}}}):
         log.write(json.dumps({{**record, "time": time.time()}}) + "\\n")
 {end}
 """
@@ -43,9 +44,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     monkeypatch.chdir(tmp_path)
     paths = TrialPaths(tmp_path / "runs" / "arith" / "t")
 
-    def run(end: str) -> tuple[int, TrialPaths]:
+    def run(end: str, last: str = "train") -> tuple[int, TrialPaths]:
         def scripts(*_: object) -> list[ProcessSpec]:
-            bodies = {"model_worker": WAIT, "master_worker": MASTER.format(path=str(paths.steps), end=end)}
+            bodies = {"model_worker": WAIT, "master_worker": MASTER.format(path=str(paths.steps), end=end, last=last)}
             env = {"PYTHONPATH": str(Path(launch.run.__file__).parents[1])}
             return [
                 ProcessSpec(kind, 0, (sys.executable, "-c", body), paths.logs / f"{kind}-0.log", "end", "", env)  # type: ignore[arg-type]
@@ -59,15 +60,24 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 
 def test_run_that_is_done_reports_and_returns_zero(
-    command: Callable[[str], tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str]
+    command: Callable[..., tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, paths = command("")
+    code, paths = command("", last="done")
     out = capsys.readouterr().out
     assert code == 0
     assert "step 1/1" in out and "arith/t: done" in out
     summary = json.loads(paths.summary.read_text())
     assert (summary["status"], summary["steps"]) == ("done", 1)
     assert paths.curves.is_file()
+
+
+def test_master_that_exits_0_before_it_has_finished_is_a_failed_run(
+    command: Callable[..., tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, paths = command("")
+    assert code == 1 and json.loads(paths.summary.read_text())["status"] == "failed"
+    err = capsys.readouterr().err
+    assert "the run failed: master_worker/0 (pid " in err and "exited with code 0, before its work was done" in err
 
 
 def test_failed_run_names_the_first_failure_and_returns_one(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from launch.plan import Kind, ProcessSpec
+from launch.supervisor import Supervisor
 from realsys.errors import WaitTimeout
 from tests.supervised import FOREVER, READY, STUBBORN, Trial, log, stop, waits_for
 
@@ -145,11 +147,107 @@ def test_real_signal_reaches_the_supervisor(trial: Trial) -> None:
     assert outcome.status == "interrupted" and outcome.signal == signal.SIGTERM
 
 
+def test_ctrl_c_stops_a_run_that_a_shell_started_in_the_background(trial: Trial) -> None:
+    """Such a shell has its commands ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        outcome = trial.run(
+            trial.spec("master_worker", 0, FOREVER),
+            until=["master_worker/0"],
+            then=lambda _: os.kill(os.getpid(), signal.SIGINT),
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert outcome.status == "interrupted" and outcome.signal == signal.SIGINT
+
+
+def test_hang_up_that_is_ignored_at_the_start_stays_so(trial: Trial) -> None:
+    """nohup: the terminal goes, the run stays."""
+
+    def hang_up(supervisor: Supervisor) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        outcome = trial.run(trial.spec("master_worker", 0, FOREVER), until=["master_worker/0"], then=hang_up)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert outcome.status == "interrupted" and outcome.signal == signal.SIGTERM
+
+
 def test_program_that_cannot_be_started_fails_the_run(trial: Trial) -> None:
     spec = ProcessSpec("model_worker", 0, ("/no/such/program",), trial.folder / "x.log", "end")
     outcome = trial.run(trial.spec("master_worker", 0, FOREVER), spec)
     assert outcome.status == "failed"
     assert "model_worker/0 cannot be started" in outcome.reason
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_stateless_worker_that_ends_is_restarted_whatever_its_exit_code(trial: Trial, code: int) -> None:
+    once = READY + f"path = {str(trial.folder / 'again')!r}\n"
+    once += f"if not os.path.exists(path): open(path, 'w').close(); sys.exit({code})\nready(); signal.pause()"
+    outcome = trial.run(
+        trial.spec("rollout_worker", 0, once),
+        trial.spec("master_worker", 0, FOREVER),
+        until=["rollout_worker/0", "master_worker/0"],
+        then=stop,
+    )
+    assert outcome.status == "interrupted" and [death.returncode for death in outcome.restarted] == [code]
+    early = ", before its work was done" if code == 0 else ""
+    assert trial.notes[0].startswith(f"rollout_worker/0 exited with code {code}{early}; restart 1/2 ")
+
+
+def test_a_process_whose_end_could_not_be_heard_of_is_not_left_behind(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_many(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", too_many)
+    outcome = trial.run(trial.spec("master_worker", 0, FOREVER), stop_timeout_s=600)
+    assert outcome.status == "failed" and not outcome.killed
+    assert outcome.reason == "master_worker/0 cannot be started: [Errno 24] Too many open files"
+
+
+# ---- the launcher itself fails
+
+
+def no_space(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_display_that_fails_at_a_restart_ends_the_run_and_does_not_hang_it(trial: Trial) -> None:
+    class Full(list[str]):
+        append = no_space  # type: ignore[assignment]
+
+    trial.notes = Full()
+    outcome = trial.run(trial.spec("rollout_worker", 0, "raise SystemExit(1)"), trial.spec("master_worker", 0, FOREVER))
+    assert outcome.status == "failed"
+    assert outcome.reason == "the launcher failed: OSError: [Errno 28] No space left on device"
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_ends_the_run_and_does_not_hang_it(trial: Trial) -> None:
+    trial.recover = True
+    outcome = trial.run(
+        trial.spec("rollout_worker", 0, FOREVER),
+        trial.spec("model_worker", 0, "raise SystemExit(1)"),
+        trial.spec("master_worker", 0, FOREVER),
+        checkpoint=no_space,
+    )
+    assert outcome.status == "failed" and "the launcher failed: OSError" in outcome.reason
+
+
+def test_an_exception_at_the_start_ends_the_run_and_stops_what_was_started(trial: Trial) -> None:
+    async def broken(spec: ProcessSpec) -> None:
+        raise ValueError("no such thing")
+
+    outcome = trial.run(trial.spec("name_store", 0, FOREVER), name_store_ready=broken)
+    assert (outcome.status, outcome.reason) == ("failed", "the launcher failed: ValueError: no such thing")
+
+
+# ---- others
 
 
 def test_processes_of_others_are_left_alone(trial: Trial) -> None:
@@ -240,10 +338,30 @@ def test_name_store_that_does_not_answer_ends_the_run_by_name(trial: Trial) -> N
     assert not (trial.folder / "master_worker-0.log").exists()
 
 
-def test_signal_while_the_name_store_is_waited_for_ends_the_run(trial: Trial) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_while_the_name_store_is_waited_for_ends_the_run(trial: Trial, signum: signal.Signals) -> None:
     async def interrupted(spec: ProcessSpec) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signum)
         await asyncio.Event().wait()
 
-    outcome = trial.run(trial.spec("name_store", 0, FOREVER), name_store_ready=interrupted)
-    assert outcome.status == "interrupted"
+    specs = [trial.spec("name_store", 0, FOREVER), trial.spec("master_worker", 0, FOREVER)]
+    outcome = trial.run(*specs, name_store_ready=interrupted)
+    assert outcome.status == "interrupted" and outcome.signal == signum
+    assert not (trial.folder / "master_worker-0.log").exists(), "nothing more is started"
+
+
+def test_second_signal_while_the_name_store_is_waited_for_waits_for_nothing(trial: Trial) -> None:
+    waiting = asyncio.Event()
+
+    async def silent(spec: ProcessSpec) -> None:
+        waiting.set()
+        await asyncio.Event().wait()
+
+    outcome = trial.run(
+        trial.spec("name_store", 0, STUBBORN),
+        until=["name_store/0"],
+        then=lambda s: (stop(s), stop(s))[0],
+        name_store_ready=silent,
+        stop_timeout_s=600,
+    )
+    assert outcome.status == "interrupted" and outcome.killed == ["name_store/0"] and waiting.is_set()

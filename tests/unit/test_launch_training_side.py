@@ -32,7 +32,7 @@ def at_second_start(then: str) -> str:
     [
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL (out of memory?)"),
         ("os._exit(75)", "exited with code 75"),
-        ("os._exit(0)", "exited with code 0"),
+        ("os._exit(0)", "exited with code 0, before its work was done"),
     ],
 )
 def test_death_of_a_rank_restarts_the_whole_training_side_and_nothing_else(trial: Trial, victim: str, how: str) -> None:
@@ -60,6 +60,25 @@ def test_death_of_a_rank_restarts_the_whole_training_side_and_nothing_else(trial
     assert len(outcome.mended) == 3
 
 
+def test_a_stateless_worker_that_dies_while_the_training_side_is_down_comes_back_too(trial: Trial) -> None:
+    """Both in their own time; neither counts for the other's budget."""
+    trial.recover = True
+    pipe, again = trial.folder / "pipe", trial.folder / "again"
+    os.mkfifo(pipe)
+    worker = SHOW + f"if not os.path.exists({str(again)!r}):\n    open({str(again)!r}, 'w').close()\n"
+    worker += f"    open({str(pipe)!r}).read(); os._exit(1)\nready(); signal.pause()"  # dies of the rank's death
+    outcome = trial.run(
+        trial.spec("rollout_worker", 0, worker),
+        trial.spec("model_worker", 0, at_second_start(f"open({str(pipe)!r}, 'w'); os.kill(os.getpid(), 9)")),
+        trial.spec("master_worker", 0, at_second_start("signal.pause()")),
+        until=["rollout_worker/0", "model_worker/0", "master_worker/0"],
+        then=stop,
+    )
+    assert outcome.status == "interrupted" and not outcome.deaths
+    assert {death.name for death in outcome.restarted} == {"model_worker/0", "rollout_worker/0"}
+    assert all("restart 1/2" in note for note in trial.notes) and len(trial.notes) == 2
+
+
 def test_training_side_that_dies_again_and_again_ends_with_its_first_death(trial: Trial) -> None:
     trial.recover = True
     dies = "import os; n = int(os.environ['REALSYS_TRAINING_START']); os._exit(10 + n)"
@@ -72,6 +91,15 @@ def test_training_side_that_dies_again_and_again_ends_with_its_first_death(trial
     assert outcome.reason == "model_worker/0 exited with code 13, after 2 restarts (cluster.max_restarts)"
     failure = first_failure(outcome, [], trial.folder)
     assert failure is not None and failure.problem == "exited with code 11"
+
+
+def test_a_master_that_exits_0_before_it_has_finished_is_lost_like_any_other(trial: Trial) -> None:
+    """A plugin that calls sys.exit(): its run must not count as done."""
+    trial.recover = True
+    done = iter([False, True])
+    outcome = trial.run(trial.spec("master_worker", 0, "raise SystemExit(0)"), finished=lambda: next(done))
+    assert outcome.status == "done" and len(outcome.restarted) == 1
+    assert trial.notes[0].startswith("master_worker/0 exited with code 0, before its work was done; restart 1/2 ")
 
 
 def test_new_checkpoint_gives_the_training_side_its_budget_back(trial: Trial) -> None:

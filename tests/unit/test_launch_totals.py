@@ -1,0 +1,168 @@
+"""The report of a run, from a step log of any length: against the same numbers from a list of all that holds."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.progress import TIME_PARTS, Record, mean, number
+from launch.report import summarise
+from launch.totals import COURSE_STEPS, CURVE_POINTS, course
+from launch.verdict import Outcome
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+
+STARTED, ENDED = 1000.0, 9000.0
+
+values = st.one_of(st.none(), st.floats(-10, 10, width=32))
+steps = st.fixed_dictionaries(
+    {"kind": st.just("train"), "answer_tokens": st.integers(0, 500), "dropped_stale": st.integers(0, 3)},
+    optional={
+        "accuracy": values,
+        "reward_mean": values,
+        "length_mean": values,
+        "train_tokens_per_s": values,
+        "dropped_filtered": st.integers(0, 3),
+        "seconds": st.dictionaries(st.sampled_from([*TIME_PARTS, "total"]), values),
+        "staleness": st.fixed_dictionaries(
+            {"mean": st.floats(0, 4), "min": st.integers(0, 2), "max": st.integers(2, 5)},
+            optional={"histogram": st.dictionaries(st.sampled_from(["0", "1", "10"]), st.integers(1, 9))},
+        ),
+        "stats": st.fixed_dictionaries({"grad_norm_max": st.sampled_from([0.0, 0.5, None])}),
+    },
+)
+events = st.one_of(
+    steps,
+    st.fixed_dictionaries({"kind": st.just("warmup")}),
+    st.fixed_dictionaries({"kind": st.just("eval"), "accuracy": values, "problems": st.integers(1, 9)}),
+    st.fixed_dictionaries({"kind": st.just("phase"), "phase": st.sampled_from(["train", "evaluate", "done"])}),
+    st.fixed_dictionaries({"kind": st.just("recovered"), "back": st.integers(0, 6)}),
+)
+
+
+def log_of(happened: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a MasterWorker would write: steps follow one another, a recovery goes ``back`` some of them."""
+    records, step, warmed_up = [], 0, 0
+    for number_, event in enumerate(happened):
+        record = {**event, "time": STARTED - 50.0 + 10.0 * number_}
+        match event["kind"]:
+            case "train":
+                step += 1
+                record |= {"step": step, "total": 99}
+            case "warmup":
+                warmed_up += 1
+                record |= {"step": warmed_up, "total": 99}
+            case "eval":
+                record |= {"step": step, "eval_id": ("before", "after", f"step-{step}")[number_ % 3]}
+            case "recovered":
+                step = step - record.pop("back")
+                record["step"], step = max(step, -1), max(step, 0)
+        records.append(record)
+    return records
+
+
+def what_holds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A list from which every recovery takes what it undoes."""
+    kept: list[dict[str, Any]] = []
+    for record in records:
+        if record["kind"] == "recovered":
+            back = record["step"]
+            kept = [
+                old
+                for old in kept
+                if not (old["kind"] in ("train", "eval") and old["step"] > back)
+                and not (old["kind"] == "warmup" and back < 0)
+            ]
+        kept.append(record)
+    return kept
+
+
+def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The parts of the summary that come from the step log, from lists of all values."""
+    held = what_holds(records)
+    train: list[Record] = [record for record in held if record["kind"] == "train"]
+    evals = {record["eval_id"]: record for record in held if record["kind"] == "eval"}
+    phases = [(r["phase"], r["time"]) for r in held if r["kind"] == "phase" and r["time"] >= STARTED]
+    seconds = {"total": ENDED - STARTED}
+    for (name, began), until in zip(phases, [*(t for _, t in phases[1:]), ENDED], strict=False):
+        if name != "done":
+            seconds[name] = seconds.get(name, 0.0) + until - began
+    histogram: dict[int, int] = {}
+    for record in train:
+        for lag, count in record.get("staleness", {}).get("histogram", {}).items():
+            histogram[int(lag)] = histogram.get(int(lag), 0) + count
+    now = sum(record["answer_tokens"] for record in train if record["time"] >= STARTED)
+    before, after = (number(evals.get(name, {}), "accuracy") for name in ("before", "after"))
+    return {
+        "steps": len(train),
+        "accuracy": {
+            "before": before,
+            "after": after,
+            "gain": after - before if before is not None and after is not None else None,
+            "problems": number(evals.get("after", evals.get("before", {})), "problems"),
+            "train_first": mean(train[:COURSE_STEPS], "accuracy"),
+            "train_last": mean(train[-COURSE_STEPS:], "accuracy"),
+        },
+        "evaluations": [
+            {key: record.get(key) for key in ("eval_id", "step", "problems", "accuracy", "length_mean")}
+            for record in evals.values()
+        ],
+        "seconds": seconds,
+        "step_seconds": {part: mean(train, "seconds", part) for part in (*TIME_PARTS, "total")},
+        "tokens": {
+            "trained_answer_tokens": sum(record["answer_tokens"] for record in train),
+            "end_to_end_per_s": now / seconds["train"] if now and seconds.get("train") else None,
+            "train_per_s": mean(train, "train_tokens_per_s"),
+        },
+        "staleness": {
+            "mean": mean(train, "staleness", "mean"),
+            "max": max((record.get("staleness", {}).get("max", 0) for record in train), default=None),
+            "eta": Config().asynchronous.max_head_offpolicyness,
+            "histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
+            "dropped": sum(record["dropped_stale"] for record in train),
+            "filtered": sum(record.get("dropped_filtered", 0) for record in train),
+        },
+        "without_signal": sum(number(record, "stats", "grad_norm_max") == 0.0 for record in train),
+        "recoveries": sum(record["kind"] == "recovered" for record in held),
+    }
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(events, max_size=60))
+def test_summary_says_what_a_straightforward_computation_says(happened: list[dict[str, Any]]) -> None:
+    records = log_of(happened)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = TrialPaths(Path(folder))
+        paths.steps.write_text("".join(json.dumps(record) + "\n" for record in records))
+        summary = summarise(Config(), paths, Outcome("done", ""), started=STARTED, ended=ENDED)
+    expected = straightforward(records)
+    assert {name: summary[name] for name in expected} == expected
+
+
+def trained(step: int) -> dict[str, Any]:
+    staleness = {"min": 1, "mean": 2.0, "max": 3 if step % 7 else 8}
+    return {"kind": "train", "step": step, "reward_mean": float(step), "accuracy": None, "staleness": staleness}
+
+
+def test_curves_have_a_point_for_every_step() -> None:
+    points = list(course([trained(step) for step in range(1, CURVE_POINTS + 1)], CURVE_POINTS))
+    assert [point["step"] for point in points] == list(range(1, CURVE_POINTS + 1))
+    assert points[6] == {"step": 7, "reward_mean": 7.0, "lag_mean": 2.0, "lag_min": 1, "lag_max": 8}
+
+
+@pytest.mark.parametrize("count", [CURVE_POINTS + 1, 10 * CURVE_POINTS - 1])
+def test_curves_of_a_long_run_are_means_with_the_extremes_of_the_lag(count: int) -> None:
+    """And records that are no step, or have no number, make no point."""
+    records = [{"kind": "phase"}, {"kind": "train"}, *(trained(step) for step in range(1, count + 1))]
+    points = list(course(iter(records), count))
+    assert CURVE_POINTS / 2 <= len(points) <= CURVE_POINTS
+    width = -(-count // CURVE_POINTS)
+    assert points[0]["step"] == points[0]["reward_mean"] == (1 + width) / 2
+    assert points[-1]["step"] <= count and "accuracy" not in points[0]
+    assert {point["lag_max"] for point in points} <= {3, 8} and max(point["lag_max"] for point in points[:7]) == 8
