@@ -11,12 +11,13 @@ each. Time stands still; what needs it to pass (a lease, the grace of a finish) 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
 
-from realsys.admission.events import Event, Snapshot
+from realsys.admission.audit import Auditor
+from realsys.admission.events import EvalAnswered, EvalStarted, Event, Resumed, Snapshot
 from realsys.admission.journal import decode_record, encode_record
 from realsys.admission.ledger import Ledger
 from realsys.admission.manager import ManagerState
@@ -25,12 +26,12 @@ from realsys.admission.order import PromptOrder
 from realsys.admission.settings import ManagerSettings
 from realsys.admission.staleness import StalenessBound
 from realsys.admission.status import status
-from realsys.buffer.replay import SequenceBuffer
+from realsys.buffer.replay import SequenceBuffer, StalePolicy
 from realsys.master.stuck import StuckCheck
 from realsys.types import PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.state_explorer import Canonical, Copier
 
-Truth = Literal["running", "finished", "waiting", "dropped", "trained"]
+Truth = Literal["running", "finished", "waiting", "claimed", "dropped", "trained"]
 LEASE_S = 100.0
 LATE = 1000.0  # every grace of a finish is over
 SERVER = "generation_server/0"
@@ -64,13 +65,17 @@ class Bounds:
     faults: int = 1
     epochs: int = 1
     attempts: int = 2
+    policy: StalePolicy = "drop"
+    resumed: bool = False  # from another trial's checkpoint of version 1, with one prompt pending
     kinds: frozenset[str] = frozenset()
 
     def settings(self) -> ManagerSettings:
-        sizes = {"train": self.prompts}
-        return ManagerSettings(
-            self.batch, self.eta, 1, self.attempts, 1, sizes, self.epochs, self.steps, lease_s=LEASE_S
-        )
+        sizes = {"train": self.prompts, "eval": 1}
+        made = ManagerSettings(self.batch, self.eta, 1, self.attempts, 1, sizes, self.epochs, self.steps, LEASE_S)
+        return replace(made, stale_policy=self.policy)
+
+    def order(self) -> PromptOrder:
+        return PromptOrder(1, self.prompts, self.epochs)
 
 
 @dataclass
@@ -87,12 +92,13 @@ def keep(group: Any) -> bool:
     return all(sample.reward != FILTERED for sample in group)
 
 
+_BOOKKEEPING = {"bounds", "journal", "synced", "syncs", "prompts"}
 # Statistics and times: they decide nothing that is explored here.
 _STATISTICS = {
     "ManagerState": {"settings", "bound", "router", "outbox", "staleness", "generated", "generated_by_server"}
     | {"finished_groups", "answers", "evaluations", "master"},
     "Ledger": {"_order", "_max_attempts", "_reissue", "_records", "_first_cursor", "reissued", "_lag", "opened"},
-    "LedgerCounts": {"attempts", "starts", "reissued_by_cause", "anomalies"},
+    "LedgerCounts": {"attempts", "starts", "reissued_by_cause"},
     "OpenTicket": {"news_at"},
     "ServerRegistry": {"_bound", "_pace", "updates", "revision", "training"},
     "RolledBack": {"time", "checkpoint", "step"},
@@ -104,10 +110,11 @@ _STATISTICS = {
     "SequenceBuffer": {"rejected", "filtered_in_a_row", "_keep"},
     "SampleMeta": {"arrived", "length", "prompt_len", "sample_id", "truncated", "version_max", "owner"},
     "Reservations": {"_loads"},
-    "World": {"bounds", "journal"},
+    "World": _BOOKKEEPING,
+    "Evaluated": {*_BOOKKEEPING, "problems"},
 }
 _KEY = Canonical(_STATISTICS)
-LEDGER_KEY = Canonical({"Ledger": {"_order", "_reissue"}, "OpenTicket": {"news_at"}, "LedgerCounts": {"anomalies"}})
+LEDGER_KEY = Canonical({"Ledger": {"_order", "_reissue"}, "OpenTicket": {"news_at"}})
 COPIER = Copier(PromptOrder, ManagerSettings, StalenessBound, Bounds)
 
 
@@ -120,7 +127,10 @@ class WorldState:
     buffer: SequenceBuffer = field(init=False)
     faults: int = 0
     truth: dict[str, Truth] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=dict)  # of each ticket that ever was, though its record be lost
     journal: list[bytes] = field(default_factory=list)
+    synced: int = 0  # records that survive the machine
+    syncs: bool = False  # the action under way is answered after an fsync
     # workers and the network
     births: dict[str, int] = field(default_factory=dict)  # incarnation of each worker and of the server
     attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict)
@@ -128,7 +138,7 @@ class WorldState:
     strays: list[SampleMeta] = field(default_factory=list)  # groups that arrive some time, or never
     echoes: list[Any] = field(default_factory=list)  # calls that reach the manager once more, some time
     # the master
-    phase: Literal["down", "rolled back", "idle", "training", "published", "done", "stuck"] = "down"
+    phase: Literal["down", "rolled back", "idle", "asking", "training", "published", "done", "stuck"] = "down"
     version: int = 0  # in its weights
     training: int = 0  # its incarnation
     checkpoint: int = -1  # version of the newest
@@ -142,11 +152,22 @@ class WorldState:
         self.buffer = SequenceBuffer(1, keep)
         self.faults = self.bounds.faults
         self.manager = ManagerState(self.bounds.settings())
+        if self.bounds.resumed:
+            batch, at = self.bounds.batch, self.bounds.order().at
+            pending = at(batch)
+            assert pending is not None
+            self.journal = [encode_record(Resumed("/c", 1, batch, batch + 1, [pending], 0.0))]
+            self.weights, self.checkpoint = [[]], 1
+            self._start_manager()
+            self.journal += map(encode_record, self.manager.outbox)
+            self.manager.outbox.clear()
 
     # -- what must always hold -----------------------------------------------------------------------------------------
 
     def key(self) -> bytes:
-        return _KEY.digest(self)
+        """What may be lost yet tells two states apart for as long as it may."""
+        loses = self.faults and self.bounds.kinds & {"machine_fails", "manager_loses_its_tail"}
+        return _KEY.digest((self, self.journal[self.synced :] if loses else []))
 
     def check(self) -> None:
         ledger = self.manager.ledger
@@ -159,26 +180,27 @@ class WorldState:
         assert min([*counts.dropped_by_reason.values(), *counts.reissued_by_cause.values(), 0]) >= 0
         for ticket_id, state in self.truth.items():
             end = ledger.ended(ticket_id)
-            assert (end is None) == (state in ("running", "finished", "waiting")), f"{ticket_id}: {end}, {state}"
+            assert (end is None) == (state not in ("dropped", "trained")), f"{ticket_id}: {end}, {state}"
             told = [k for k, tickets in enumerate(self.weights, 1) if ticket_id in tickets]
             if state == "trained":
                 assert [end] == [f"trained@{k}" for k in told], f"{ticket_id}: {end}, in the weights of {told}"
         self._check_prompts()
         self._check_reservations()
         self._check_snapshot()
+        self._check_audit()
 
     def _check_prompts(self) -> None:
         """Each prompt of the epoch is to come, pending, or has had its one end."""
         ledger = self.manager.ledger
         position = ledger.position()
-        order = PromptOrder(1, self.bounds.prompts, self.bounds.epochs)
+        order, before = self.bounds.order(), self.bounds.batch if self.bounds.resumed else 0
         ahead = [order.at(p) for p in range(position.cursor, self.bounds.prompts * self.bounds.epochs)]
         ended = [
             ledger._prompt[int(t)]
             for t, state in self.truth.items()
             if state == "trained" or (state == "dropped" and not str(ledger.ended(t)).endswith(": stale"))
         ]
-        found = sorted([*ahead, *position.pending, *ended])  # type: ignore[type-var]
+        found = sorted([*ahead, *position.pending, *ended, *map(order.at, range(before))])  # type: ignore[type-var]
         assert found == sorted([*range(self.bounds.prompts)] * self.bounds.epochs), f"prompts {found}"
 
     def _check_reservations(self) -> None:
@@ -199,9 +221,21 @@ class WorldState:
         compacted.apply(snapshot)
         assert LEDGER_KEY.of(compacted) == LEDGER_KEY.of(ledger), "the snapshot leads elsewhere"
 
+    def _check_audit(self) -> None:
+        """`realsys audit` finds nothing, whatever happened."""
+        auditor = Auditor()
+        for number, event in enumerate(self._events(), 1):
+            auditor.observe(event, number)
+        told = {k: t for k, t in enumerate(self.weights, 1) if t and self.truth.get(t[0]) == "trained"}
+        auditor.compare_steps(told)
+        failed = {check.name: check.problems for check in auditor.report().checks if not check.ok}
+        assert not failed, f"the audit says {failed}"
+
     def _commit(self, before: bytes) -> None:
         """The journal must say all that happened: what it adds turns the ledger before into the ledger now."""
         events, self.manager.outbox = self.manager.outbox, []
+        if self.syncs:
+            self.syncs, self.synced = False, len(self.journal) + len(events)
         if not events and COPIER.dump(self.manager.ledger) == before:
             return
         ledger: Ledger = COPIER.load(before)
@@ -210,7 +244,8 @@ class WorldState:
             self.journal.append(record)
             copy = decode_record(record)
             assert copy == event, f"the journal reads {copy} for {event}"
-            ledger.apply(copy)  # type: ignore[arg-type]
+            if not isinstance(copy, EvalStarted | EvalAnswered):
+                ledger.apply(copy)  # type: ignore[arg-type]
         assert LEDGER_KEY.of(ledger) == LEDGER_KEY.of(self.manager.ledger), f"not what the journal says: {events}"
 
     # -- questions -----------------------------------------------------------------------------------------------------
@@ -219,7 +254,8 @@ class WorldState:
         return self.phase in ("done", "stuck")
 
     def _counted(self) -> int:
-        return sum(state in ("running", "finished", "trained") for state in self.truth.values())
+        inherited = self.bounds.batch if self.bounds.resumed else 0
+        return inherited + sum(state not in ("waiting", "dropped") for state in self.truth.values())
 
     def _workers(self) -> list[str]:
         return [f"rollout_worker/{i}" for i in range(self.bounds.workers)]
@@ -237,7 +273,8 @@ class WorldState:
         return [*self.buffer.held().items(), *((ticket_id, attempt) for ticket_id, attempt, _ in self.drops)]
 
     def _stale(self) -> bool:
-        return self.buffer.ready_groups > self.buffer.fresh_groups(self.version, self.bounds.eta)
+        fresh = self.buffer.fresh_groups(self.version, self.bounds.eta)
+        return self.bounds.policy == "drop" and self.buffer.ready_groups > fresh
 
     def _can_never_fill(self) -> bool:
         """The rule of a running master: two looks at the status of the manager."""
@@ -247,7 +284,7 @@ class WorldState:
     def _group(self, attempt: Attempt, reward: float = 1.0) -> SampleMeta:
         ticket = attempt.ticket
         return SampleMeta(
-            f"{ticket.ticket_id}/0",
+            f"{ticket.ticket_id}.{ticket.attempt}/0",
             ticket.ticket_id,
             ticket.attempt,
             2,
@@ -269,12 +306,7 @@ class WorldState:
     def _start_manager(self) -> None:
         """First start, or a restart: everything from the journal and the name store."""
         self.manager = ManagerState(self.bounds.settings())
-        events: list[Event] = []
-        for line in self.journal:
-            event = decode_record(line)
-            assert event is not None
-            events.append(event)
-        self.manager.restore_from(events)
+        self.manager.restore_from(self._events())
         self.manager.open(0.0)
         if self.published is not None:
             current = self.published.incarnation == self.manager.training
@@ -282,6 +314,19 @@ class WorldState:
         self._observe_server()
         lost = self._observe_workers()
         self.truth |= dict.fromkeys(lost, "waiting")
+
+    def _events(self) -> list[Event]:
+        events = [decode_record(line) for line in self.journal]
+        assert None not in events
+        return events  # type: ignore[return-value]
+
+    def _replayed(self) -> Ledger:
+        """The ledger that the journal leads to."""
+        ledger = Ledger(self.bounds.order(), self.bounds.attempts)
+        for event in self._events():
+            if not isinstance(event, EvalStarted | EvalAnswered):
+                ledger.apply(event)
+        return ledger
 
     def _observe_workers(self) -> list[str]:
         beats = {w: f'{{"kind": "rollout_worker", "incarnation": "{self.births[w]}"}}' for w in self._workers()}

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol, TypeVar
 
-_ATOMS = frozenset({str, int, bool, float, type(None)})
+_ATOMS = frozenset({str, bytes, int, bool, float, type(None)})
 S = TypeVar("S", bound="System")
 
 

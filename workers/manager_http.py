@@ -22,6 +22,8 @@ from starlette.routing import Route
 from realsys.admission.messages import (
     AllocateReply,
     AllocateRequest,
+    ClaimReply,
+    ClaimRequest,
     EvaluateReply,
     EvaluateRequest,
     EvaluationReply,
@@ -88,6 +90,7 @@ class ManagerApp:
                 self._post("/allocate_rollout", AllocateRequest, self._allocate),
                 self._post("/schedule_request", ScheduleRequest, self._schedule),
                 self._post("/finish_rollout", FinishRequest, self._finish),
+                self._post("/claim", ClaimRequest, self._claim),
                 self._post("/trained", TrainedRequest, self._trained),
                 self._post("/roll_back", RollBackRequest, self._roll_back),
                 self._post("/evaluate", EvaluateRequest, self._evaluate),
@@ -144,6 +147,13 @@ class ManagerApp:
     async def _finish(self, payload: FinishRequest, request: Request) -> FinishReply:
         return self._service.finish(payload)
 
+    async def _claim(self, payload: ClaimRequest, request: Request) -> ClaimReply:
+        with bad_request("/claim"):
+            reply = self._service.claim(payload)
+        if isinstance(reply, OlderTraining):
+            raise Refused(409, reply.problem)
+        return reply
+
     async def _trained(self, payload: TrainedRequest, request: Request) -> TrainedReply:
         with bad_request("/trained"):
             reply = await self._service.trained(payload)
@@ -164,7 +174,10 @@ class ManagerApp:
     async def _evaluate(self, payload: EvaluateRequest, request: Request) -> EvaluateReply:
         await self._refresh()
         with bad_request("/evaluate"):
-            return EvaluateReply(self._service.evaluate(payload).started.total)
+            evaluation = self._service.evaluate(payload)
+        if isinstance(evaluation, OlderTraining):
+            raise Refused(409, evaluation.problem)
+        return EvaluateReply(evaluation.started.total)
 
     async def _evaluation(self, request: Request) -> Response:
         eval_id = request.path_params["eval_id"]

@@ -25,7 +25,7 @@ from realsys.admission.journal import Journal
 from realsys.admission.manager import ManagerState
 from realsys.admission.settings import ManagerSettings
 from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http_guard import BoundedHead
+from realsys.cluster.http_guard import BoundedRequest
 from realsys.cluster.name_store import NameStore, Watch
 from realsys.cluster.names import Names
 from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of
@@ -102,7 +102,9 @@ class Manager:
             )
             state.open(self.service.clock())
             self.service.commit()
-            client = GenerationClient(config.manager.update_timeout_s, token=self._parts.token)
+            client = GenerationClient(
+                config.manager.update_timeout_s, token=self._parts.token, check_alive=self._parts.check_alive
+            )
             try:
                 async with asyncio.TaskGroup() as updates:
                     self._rollout = WeightRollout(self.service, client, updates, config.manager.update_timeout_s)
@@ -125,7 +127,7 @@ class Manager:
         server = HttpServer(
             uvicorn.Config(
                 app,
-                http=BoundedHead,
+                http=BoundedRequest,
                 ws="none",
                 log_level="warning",
                 access_log=False,

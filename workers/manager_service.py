@@ -20,6 +20,8 @@ from realsys.admission.manager import ManagerState
 from realsys.admission.messages import (
     AllocateReply,
     AllocateRequest,
+    ClaimReply,
+    ClaimRequest,
     DataPosition,
     EvaluateRequest,
     FinishReply,
@@ -132,8 +134,7 @@ class ManagerService:
             await self.compaction.wait()
             self.compaction.clear()
             if self._compactor.due:
-                self._check_alive()
-                await self._compactor.compact(lambda: self.state.snapshot(self.clock()))
+                await self._compactor.compact(lambda: self.state.snapshot(self.clock()), self._check_alive)
 
     async def allocate(self, request: AllocateRequest, gone: Gone) -> AllocateReply:
         """Held up to ``wait_s``; woken by every change that may let something through."""
@@ -180,14 +181,22 @@ class ManagerService:
             self.changed.fire()
         return reply
 
+    def claim(self, request: ClaimRequest) -> ClaimReply | OlderTraining:
+        """Raises ValueError for a ticket that was never granted."""
+        reply = self.state.claim(request, self.clock())
+        self.commit()
+        return reply
+
     async def trained(self, request: TrainedRequest) -> TrainedReply | OlderTraining:
-        """Raises ValueError for a call that contradicts itself."""
+        """Raises ValueError for a call that contradicts itself or the ledger."""
         reply = self.state.trained(request, self.clock())
         if isinstance(reply, OlderTraining):
             return reply
         self.commit()
         self.changed.fire()
-        if request.trained:  # also when it is told again: the first time may have ended before it was on the disk
+        if (
+            request.trained or request.dropped
+        ):  # told again, too: the first time may have ended before it was on the disk
             await self._sync()
         return reply
 
@@ -210,8 +219,10 @@ class ManagerService:
         await self._sync()
         return position
 
-    def evaluate(self, request: EvaluateRequest) -> Evaluation:
+    def evaluate(self, request: EvaluateRequest) -> Evaluation | OlderTraining:
         evaluation = self.state.evaluate(request, self.clock())
+        if isinstance(evaluation, OlderTraining):
+            return evaluation
         self.commit()
         self.changed.fire()
         return evaluation

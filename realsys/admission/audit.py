@@ -10,12 +10,12 @@ the ledger's own replay comes to the same numbers. A problem never ends the audi
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
+from realsys.admission.audit_report import CLAIMS, AuditReport, Check, RollBackRow
 from realsys.admission.events import (
+    Claimed,
     Dropped,
     Event,
     Finished,
@@ -30,65 +30,11 @@ from realsys.admission.events import (
 from realsys.admission.ledger import Ledger
 from realsys.admission.order import PromptOrder
 from realsys.admission.staleness import StalenessBound
-from realsys.admission.tickets import label, ticket_name
+from realsys.admission.tickets import OPEN_STATES, label, ticket_name
 from realsys.errors import LedgerError
 
 ENDED = ("trained", "dropped")
-#: name -> what holds if it is ok
-CLAIMS = {
-    "journal": "every record can be read",
-    "prompts": "every prompt position below the cursor was granted exactly once, what was given back too",
-    "attempts": "one attempt of a ticket at a time, each after the loss of the one before",
-    "ends": "no ticket ended twice",
-    "trained": "no ticket was trained twice, unless a roll-back lies between",
-    "versions": "each version was trained once, in order, by the training side that started last",
-    "staleness": "nothing older than eta was trained (stale_policy=drop)",
-    "admission": "floor((N - 1) / B) <= v + eta at every grant",
-    "steps": "the trainer's own record names the same tickets for each step",
-    "replay": "the manager's replay accepts every record, and each ticket is in exactly one state",
-}
-
-
-class Check(msgspec.Struct):
-    """``problems`` is empty if the claim holds; ``skipped`` says why it was not checked."""
-
-    name: str
-    claim: str
-    problems: list[str] = []
-    skipped: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return not self.problems
-
-
-class RollBackRow(msgspec.Struct):
-    """One start of the training side."""
-
-    version: int
-    incarnation: str
-    reissued: int
-    time: float
-
-
-class AuditReport(msgspec.Struct):
-    """What ``realsys audit --json`` prints. ``histogram``: lag of the oldest token in versions -> trained tickets."""
-
-    ok: bool
-    records: int
-    compacted: int
-    torn_bytes: int
-    inherited: int
-    granted: int
-    attempts: int
-    states: dict[str, int]
-    dropped_by_reason: dict[str, int]
-    reissued_by_cause: dict[str, int]
-    starts: list[RollBackRow]
-    steps: int
-    histogram: dict[str, int]
-    open: dict[str, str]
-    checks: list[Check]
+_COUNTED = tuple(state for state in OPEN_STATES if state != "waiting")
 
 
 @dataclass(slots=True)
@@ -122,6 +68,7 @@ class Auditor:
     attempts: int = 0
     cursor: int = 0
     newest: int = 0  # version that was trained last
+    granted_at: int = -1  # version of the last grant
     given_back: deque[int] = field(default_factory=deque)
     lost_steps: set[int] = field(default_factory=set)  # versions gone back to: the trainer may have died before its log
     ledger: Ledger = field(default_factory=lambda: Ledger(PromptOrder(seed=0, size=1), max_attempts=1))
@@ -134,6 +81,8 @@ class Auditor:
                 self._granted(event, line)
             case Finished():
                 self._finished(event, line)
+            case Claimed():
+                self._claimed(event, line)
             case Trained():
                 self._trained(event, line)
             case Reissued():
@@ -181,14 +130,29 @@ class Auditor:
             elif seen.state != "waiting" or event.attempt != seen.attempt + 1:
                 was = f"attempt {seen.attempt} was {seen.state}"
                 self._note("attempts", line, f"ticket {event.ticket_id}: attempt {event.attempt} granted while {was}")
+            if event.prompt_index != seen.prompt:
+                what = f"granted again with prompt {event.prompt_index} instead of {seen.prompt}"
+                self._note("prompts", line, f"ticket {event.ticket_id} {what}")
             seen.attempt, seen.oldest = event.attempt, -1
             self._move(seen, "running")
-        if self.opened is not None:
-            counted = self.inherited + sum(self.states[state] for state in ("running", "finished", "trained"))
+        self._granted_at(event, line)
+        if self.opened is None:
+            self._note("admission", line, f"ticket {event.ticket_id} granted before any record says what B and eta are")
+        else:
+            counted = self.inherited + sum(self.states[state] for state in (*_COUNTED, "trained"))
             bound = StalenessBound(self.opened.batch_groups, self.opened.eta)
             if not bound.admits(counted, event.version):
                 limit = f"{bound.capacity(event.version)} at version {event.version}"
                 self._note("admission", line, f"ticket {event.ticket_id} granted as number {counted}, beyond {limit}")
+
+    def _granted_at(self, event: Granted, line: int) -> None:
+        """A version is published before the ledger is told what it has trained, but not one further."""
+        if event.version < self.granted_at:
+            self._note("versions", line, f"ticket {event.ticket_id} granted at {event.version} after {self.granted_at}")
+        elif event.version > self.newest + 1:
+            what = f"at version {event.version}, and {self.newest} is the newest that was trained"
+            self._note("versions", line, f"ticket {event.ticket_id} granted {what}")
+        self.granted_at = event.version
 
     def _new(self, event: Granted, line: int) -> None:
         if event.ticket_id != ticket_name(len(self.tickets)):
@@ -239,8 +203,8 @@ class Auditor:
     def _lost(self, ticket_id: str, attempt: int, cause: str, line: int) -> None:
         seen = self._current(ticket_id, attempt, f"re-issued ({cause})", line)
         if seen is not None:
-            if seen.state == "waiting":
-                self._note("attempts", line, f"ticket {ticket_id} re-issued ({cause}) while it waited")
+            if seen.state in ("waiting", "claimed"):
+                self._note("attempts", line, f"ticket {ticket_id} re-issued ({cause}) while it was {seen.state}")
             self.causes[cause] += 1
             self._move(seen, "waiting")
 
@@ -256,13 +220,30 @@ class Auditor:
             self._note("attempts", line, f"ticket {ticket_id}: attempt {attempt} {what}, but {seen.attempt} is current")
         return seen
 
+    def _claimed(self, event: Claimed, line: int) -> None:
+        self._by_whom("claimed for", event.version, event.incarnation, line)
+        if event.version != self.newest + 1:
+            self._note("versions", line, f"tickets claimed for version {event.version} after version {self.newest}")
+        for ticket_id in event.tickets:
+            seen = self._current(ticket_id, None, f"claimed for version {event.version}", line)
+            if seen is not None:
+                if seen.state == "claimed":
+                    self._note("attempts", line, f"ticket {ticket_id} claimed twice for version {event.version}")
+                self._move(seen, "claimed")
+
+    def _by_whom(self, what: str, version: int, incarnation: str, line: int) -> None:
+        if self.starts and incarnation != self.training:
+            ours = f"{incarnation or 'unknown'}, while {self.training} had started"
+            self._note("versions", line, f"{what} version {version} by training side {ours}")
+
     def _trained(self, event: Trained, line: int) -> None:
+        self._by_whom("trained", event.version, event.incarnation, line)
         if event.version != self.newest + 1:
             self._note("versions", line, f"version {event.version} trained after version {self.newest}")
-        if self.starts and event.incarnation != self.training:
-            ours = f"{event.incarnation or 'unknown'}, while {self.training} had started"
-            self._note("versions", line, f"version {event.version} trained by training side {ours}")
         self.newest = event.version
+        if self.opened is not None and len(event.tickets) != self.opened.batch_groups:
+            what = f"{len(event.tickets)} groups, a batch has {self.opened.batch_groups}"
+            self._note("versions", line, f"version {event.version} trained on {what}")
         for i, ticket_id in enumerate(event.tickets):
             seen = self.tickets.get(ticket_id)
             if seen is None:
@@ -273,7 +254,13 @@ class Auditor:
                 self._note("trained", line, f"ticket {ticket_id} trained {times}")
             elif seen.state == "dropped":
                 self._note("ends", line, f"ticket {ticket_id} trained at version {event.version} after it was dropped")
+            elif seen.state != "claimed":
+                what = f"trained at version {event.version}, though it was {seen.state}, not claimed"
+                self._note("attempts", line, f"ticket {ticket_id} {what}")
             oldest = event.oldest[i] if i < len(event.oldest) else seen.oldest
+            if seen.attempt == 0 and 0 <= seen.oldest != oldest:  # of a later attempt either group may be meant
+                what = f"its oldest token is of version {oldest}, its worker said {seen.oldest}"
+                self._note("staleness", line, f"ticket {ticket_id} trained at version {event.version}: {what}")
             seen.lag = event.version - 1 - oldest if oldest >= 0 else -1
             if oldest >= event.version:
                 self._note(
@@ -290,13 +277,13 @@ class Auditor:
             self._note("versions", line, f"training side {event.incarnation} started after {self.training}")
         reissued = 0
         for seen in self.tickets.values():
-            if seen.state in ("running", "finished") or (seen.state == "trained" and seen.version > event.version):
+            if seen.state in _COUNTED or (seen.state == "trained" and seen.version > event.version):
                 self._move(seen, "waiting")
                 seen.version = seen.lag = seen.oldest = -1
                 reissued += 1
         if reissued:
             self.causes["rolled back"] += reissued
-        self.training, self.newest = event.incarnation, max(0, event.version)
+        self.training, self.newest, self.granted_at = event.incarnation, max(0, event.version), -1
         self.lost_steps.add(event.version)
         self.starts.append(RollBackRow(event.version, event.incarnation, reissued, event.time))
 
@@ -332,8 +319,11 @@ class Auditor:
 
     # -- the report --------------------------------------------------------------------------------------------------
 
-    def compare_steps(self, logged: Mapping[int, Sequence[str]]) -> None:
-        """``logged``: the tickets of each step that the step log has and that no recovery undid."""
+    def compare_steps(self, logged: Mapping[int, Sequence[str]], recovered: Collection[int] = ()) -> None:
+        """``logged``: the tickets of each step that the step log has and that no recovery undid; ``recovered``: the
+        steps that one went back to.
+        """
+        lost = self.lost_steps.union(recovered)
         trained: dict[int, set[str]] = {}
         for name, seen in self.tickets.items():
             if seen.state == "trained":
@@ -341,7 +331,7 @@ class Auditor:
         problems = self.problems["steps"]
         for step in sorted(trained.keys() | logged.keys()):
             ours, theirs = trained.get(step, set()), set(logged.get(step, ()))
-            if step not in logged and (step == self.newest or step in self.lost_steps):
+            if step not in logged and (step == self.newest or step in lost):
                 continue  # the trainer tells the ledger first; it is not there yet, or died in between
             if twice := len(logged.get(step, ())) - len(theirs):
                 problems.append(f"step {step}: the step log names {twice} tickets twice")
@@ -353,14 +343,14 @@ class Auditor:
     def report(self, *, torn_bytes: int = 0, skipped: Mapping[str, str] | None = None) -> AuditReport:
         """``skipped``: checks that could not be made, and why."""
         reasons = dict(skipped or {})
-        states = {state: self.states[state] for state in ("running", "finished", "waiting", *ENDED)}
+        states = {state: self.states[state] for state in (*OPEN_STATES, *ENDED)}
         replayed = self.ledger.counts.by_state()
         if not self.problems["replay"] and states != replayed:
             self.problems["replay"].append(f"the records lead to {states}, the manager's replay to {replayed}")
-        if self.opened is None:
+        if self.opened is None and not self.tickets:
             for name in ("staleness", "admission"):
                 reasons.setdefault(name, "no record says what B and eta were")
-        elif self.opened.stale_policy != "drop":
+        elif self.opened is not None and self.opened.stale_policy != "drop":
             reasons["staleness"] = f"stale_policy={self.opened.stale_policy}: older groups may be trained"
         trained = [seen for seen in self.tickets.values() if seen.state == "trained"]
         lags = Counter(seen.lag for seen in trained)

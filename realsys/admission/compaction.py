@@ -8,8 +8,11 @@ import os
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from realsys.admission.events import Snapshot
 from realsys.admission.journal import Journal, encode_record, lock, twin_path
+from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import LedgerError
 
 log = logging.getLogger(__name__)
@@ -27,18 +30,20 @@ class Compactor:
     def due(self) -> bool:
         return self._journal.size > max(self._limit, 2 * self._journal.base, self._retry_above)
 
-    async def compact(self, take: Callable[[], Snapshot]) -> bool:
+    async def compact(self, take: Callable[[], Snapshot], check_alive: CheckAlive = unleased) -> bool:
         """``take`` gives the state as of the last record. False, logged, when the disk does not allow it: the journal
-        goes on as it was. Raises LedgerError when the new one is in place and cannot be synced.
+        goes on as it was. Raises LedgerError when the new one is in place and cannot be synced, and what
+        ``check_alive`` raises: where files have no locks, a successor may have appended to the file meanwhile.
         """
         journal, begin, before = self._journal, time.perf_counter(), self._journal.size
-        snapshot = take()
+        snapshot = msgspec.structs.replace(take(), chain=journal.chain)
         held = time.perf_counter() - begin
         try:
             twin, base = await self._written(snapshot)
             journal.copy_tail(before, twin)
             # The twin alone: an error of the journal itself must not be taken for one of the compaction.
             await asyncio.to_thread(_sync_and_close, os.dup(twin))
+            check_alive()
             if not journal.switch(base):
                 raise LedgerError("the disk is full")
         except (OSError, LedgerError) as error:

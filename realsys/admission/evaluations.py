@@ -92,6 +92,10 @@ class Evaluations:
     def all(self) -> dict[str, Evaluation]:
         return self._all
 
+    def asked(self) -> list[str]:
+        """Ids of all that were ever asked for, those that a roll-back has forgotten among them."""
+        return sorted(self._all.keys() | self._forgotten.keys())
+
     def apply(self, event: EvalEvent | RolledBack | Snapshot) -> None:
         """One event of the journal. Raises LedgerError for an answer to an evaluation that was never asked for."""
         match event:

@@ -1,6 +1,6 @@
 """What the journal records. The state of ledger and evaluations is a function of these, in order.
 
-    Granted ──> Finished(accepted) ──> Trained
+    Granted ──> Finished(accepted) ──> Claimed ──> Trained
        │  ^        ├─(failed, retry) ─┐
        │  └────────┴── Reissued <─────┘        the same ticket_id, attempt + 1
        └──> Finished(rejected | failed) / Dropped
@@ -18,8 +18,12 @@ import msgspec
 
 from realsys.admission.tickets import OpenTicket, ticket_name
 
-_I16, _I32 = (1 << 15) - 1, (1 << 31) - 1  # what the columns of a ledger hold
+_I16, _I32, _I64 = (1 << 15) - 1, (1 << 31) - 1, (1 << 63) - 1  # what the columns of a ledger hold
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=_I32)]  # of an attempt, of a version
+OrNone = Annotated[int, msgspec.Meta(ge=-1, le=_I32)]  # -1: there is none
+Index = Annotated[int, msgspec.Meta(ge=0, le=_I64)]  # of a prompt, of a position in the order of prompts
+MOST_PROBLEMS = 1 << 24  # of an evaluation: each is kept track of
 Outcome = Literal["accepted", "rejected", "failed"]
 
 
@@ -31,10 +35,10 @@ class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
     """
 
     checkpoint: str  # for people: its folder
-    step: int
-    groups: int
-    cursor: int
-    pending: list[int]
+    step: Number
+    groups: Index
+    cursor: Index
+    pending: list[Index]
     time: float
 
 
@@ -56,7 +60,7 @@ class RolledBack(msgspec.Struct, frozen=True, tag="rolled_back"):
     Every ticket that is not in the weights of ``version`` or an older one, and has not been dropped, is re-issued.
     """
 
-    version: int
+    version: OrNone
     step: int
     incarnation: str
     checkpoint: str  # for people: its folder; "" when it starts from the beginning
@@ -67,12 +71,12 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
     """A train ticket went to a worker. ``position`` of the prompt in the order; -1 if it is not a new one."""
 
     ticket_id: str
-    attempt: int
-    prompt_index: int
-    position: int
+    attempt: Number
+    prompt_index: Index
+    position: Annotated[int, msgspec.Meta(ge=-1, le=_I64)]
     worker: str
     incarnation: str  # of the worker; "" when it had no heartbeat yet
-    version: int
+    version: OrNone
     time: float
     request: str = ""  # id of the allocation it answered
 
@@ -81,20 +85,20 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """The worker reported the end of an attempt. ``retry``: the attempt failed and there will be another."""
 
     ticket_id: str
-    attempt: int
+    attempt: Number
     outcome: Outcome
     reason: str
     retry: bool
     time: float
-    version_min: int = -1  # of the answers' tokens; -1: there are none
-    version_max: int = -1
+    version_min: OrNone = -1  # of the answers' tokens
+    version_max: OrNone = -1
 
 
 class Reissued(msgspec.Struct, frozen=True, tag="reissued"):
     """The attempt is lost (lease lapsed, worker died, never arrived); the ticket waits for its next one."""
 
     ticket_id: str
-    attempt: int  # the one that was lost
+    attempt: Number  # the one that was lost
     cause: str
     time: float
 
@@ -108,14 +112,23 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
     time: float
 
 
+class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
+    """The trainer is about to train these: the tickets do not end by what becomes of attempts that still run."""
+
+    version: Number  # that they are to be in
+    tickets: list[str]
+    time: float
+    incarnation: str = ""  # of the training side
+
+
 class Trained(msgspec.Struct, frozen=True, tag="trained"):
     """These tickets are in the weights of ``version``. ``oldest``: of each, the version of its oldest token."""
 
-    version: int
+    version: Number
     step: int
     tickets: list[str]
     time: float
-    oldest: list[int] = []
+    oldest: list[OrNone] = []
     incarnation: str = ""  # of the training side
 
 
@@ -124,7 +137,7 @@ class EvalStarted(msgspec.Struct, frozen=True, tag="eval_started"):
 
     eval_id: str
     split: str
-    total: int
+    total: Annotated[int, msgspec.Meta(ge=0, le=MOST_PROBLEMS)]
     seed: int
     version: int
     time: float
@@ -181,10 +194,10 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     open: list[OpenTicket]
     prompts: list[int]
     reissued_by_cause: dict[str, int]
-    anomalies: dict[str, int]
     evaluations: list[EvaluationState]
     forgotten: dict[str, int]  # evaluations that a roll-back undid, how often
     time: float
+    chain: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0  # checksum of the last of those records
 
     def problem(self) -> str | None:
         """Why no ledger can have been in this state; None if one can."""
@@ -192,12 +205,17 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
         open_ = [ticket_name(number) for number, code in enumerate(self.outcome) if code == -1]
         if len({len(column) for column in columns}) > 1 or open_ != sorted(ticket.ticket_id for ticket in self.open):
             return f"a snapshot of {self.records} records that does not add up"
-        bounds = ((self.outcome, -1 - len(self.reasons), _I32), (self.attempt, 0, _I32), (self.lag, -1, _I16))
+        bounds = (
+            (self.outcome, -1 - len(self.reasons), _I32),
+            (self.attempt, 0, _I32),
+            (self.prompt, 0, _I64),
+            (self.lag, -1, _I16),
+        )
         if any(column and (min(column) < low or max(column) > high) for column, low, high in bounds):
             return f"a snapshot of {self.records} records with numbers out of bounds"
         return None
 
 
-TicketEvent = Snapshot | Opened | Resumed | RolledBack | Granted | Finished | Reissued | Dropped | Trained
+TicketEvent = Snapshot | Opened | Resumed | RolledBack | Granted | Finished | Reissued | Dropped | Claimed | Trained
 EvalEvent = EvalStarted | EvalAnswered
 Event = TicketEvent | EvalEvent

@@ -1,26 +1,28 @@
 """The rollout ledger: where every train ticket is, as a pure function of events.
 
-                grant                     finish accepted            trained
-    waiting ────────────> running ───────────────────────> finished ─────────> trained at version k
-       ^                  │  │  └── finish rejected/failed ──> dropped(reason)     (also from running and waiting:
-       │                  │  └──────────── trained ─────────> trained               the group may outrun its finish)
-       └── failed, lost ──┴── never arrived, rolled back ── (from finished; from trained only by a roll-back)
+                grant                     finish accepted             claim             trained
+    waiting ────────────> running ───────────────────────> finished ─────────> claimed ─────────> trained at version k
+       ^                  │  │  └── finish rejected/failed ──> dropped(reason)    ^
+       │                  │  └── the group may outrun its finish (from waiting, too)
+       └── failed, lost ──┴── never arrived, rolled back ── (from finished; from the others only by a roll-back)
 
-Every ticket ends exactly once in one line of training, that is between two roll-backs. Decisions (``grant``,
+Every ticket ends exactly once in one line of training, that is between two roll-backs. A group may reach the trainer
+though its attempt counts as failed, so the two must agree before it is trained: what has ended otherwise cannot be
+claimed, and what is claimed does not end otherwise. Decisions (``grant``,
 ``finish``, ...) check, apply and return events; ``apply`` (``ledger_state``) alone replays a journal. ``counted`` is N
-of the admission inequality without the candidate: running + finished + trained, and in a trial
+of the admission inequality without the candidate: running + finished + claimed + trained, and in a trial
 that continues from a checkpoint the groups that were trained before it.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from realsys.admission.events import Dropped, Finished, Granted, Opened, Outcome, Reissued, RolledBack, Trained
+from realsys.admission.events import Claimed, Dropped, Finished, Granted, Opened, Outcome, Reissued, RolledBack, Trained
 from realsys.admission.ledger_state import LedgerState
 from realsys.admission.messages import DataPosition
 from realsys.admission.order import PromptOrder
@@ -47,7 +49,7 @@ class Ledger(LedgerState):
 
     @property
     def counted(self) -> int:
-        """N without the candidate: running + finished + trained, here or before the checkpoint."""
+        """N without the candidate: running + finished + claimed + trained, here or before the checkpoint."""
         return self.counts.counted
 
     @property
@@ -79,6 +81,13 @@ class Ledger(LedgerState):
         self.open[ticket_id].news_at = now
         return True
 
+    def require(self, tickets: Iterable[str]) -> None:
+        """Raises ValueError for a ticket that was never granted."""
+        for ticket_id in tickets:
+            if self._number(ticket_id) is None:
+                problem = "was never granted: the ledger has lost its end, or it is of another trial"
+                raise ValueError(f"ticket {ticket_id} {problem}")
+
     # -- decisions: each applies the events it returns ---------------------------------------------------------------
 
     def grant(self, worker: str, incarnation: str, version: int, now: float, request: str = "") -> Granted | None:
@@ -107,7 +116,7 @@ class Ledger(LedgerState):
         if number is None or self._attempt[number] != attempt:
             return Finish(known=False)
         ticket = self.open.get(ticket_id)
-        if ticket is None or ticket.state == "finished":
+        if ticket is None or ticket.state in ("finished", "claimed"):
             return Finish(known=True)
         if ticket.state == "waiting":
             # The attempt failed before (a repetition) or its lease lapsed; another attempt is under way either way.
@@ -116,6 +125,23 @@ class Ledger(LedgerState):
         event = Finished(ticket_id, attempt, outcome, reason[:512], retry, now, *versions)
         self.apply(event)
         return Finish(known=True, retry=retry, event=event)
+
+    def claim(
+        self, version: int, tickets: Sequence[str], now: float, incarnation: str = ""
+    ) -> tuple[Claimed | None, list[str]]:
+        """The trainer wants to train these. Also: which of them have ended; then none is claimed.
+
+        No event either if all were claimed before. Raises ValueError for a ticket that was never granted.
+        """
+        self.require(tickets)
+        if gone := [name for name in dict.fromkeys(tickets) if name not in self.open]:
+            return None, gone
+        fresh = [name for name in dict.fromkeys(tickets) if self.open[name].state != "claimed"]
+        if not fresh:
+            return None, []
+        event = Claimed(version, fresh, now, incarnation)
+        self.apply(event)
+        return event, []
 
     def trained(
         self,
@@ -128,17 +154,19 @@ class Ledger(LedgerState):
     ) -> Trained | None:
         """These are in the weights now. Repetitions are left out; None when nothing is left.
 
-        ``oldest``: of each ticket, the version of its oldest token; or empty. Raises ValueError for another number.
+        ``oldest``: of each ticket, the version of its oldest token; or empty. Raises ValueError for another number, and
+        for a ticket that was not claimed.
         """
         if oldest and len(oldest) != len(tickets):
             raise ValueError(f"oldest has {len(oldest)} versions for {len(tickets)} trained tickets")
         fresh: dict[str, int] = {}
         for i, ticket_id in enumerate(tickets):
-            number = self._number(ticket_id)
-            if number is None:
-                self.counts.anomalies["trained unknown ticket"] += 1
-            elif self._outcome[number] < 0:
+            number, ticket = self._number(ticket_id), self.open.get(ticket_id)
+            if ticket is not None and ticket.state == "claimed":
                 fresh.setdefault(ticket_id, oldest[i] if oldest else -1)
+            elif number is None or self._outcome[number] != version:
+                was = self.state_of(ticket_id)
+                raise ValueError(f"ticket {ticket_id} trained at version {version}, though it is {was}, not claimed")
         if not fresh:
             return None
         event = Trained(version, step, list(fresh), now, list(fresh.values()) if oldest else [], incarnation)
@@ -148,8 +176,6 @@ class Ledger(LedgerState):
     def drop(self, ticket_id: str, reason: str, now: float, *, requeue: bool = False) -> Dropped | None:
         """The trainer gave a group back. None if the ticket has ended already."""
         if ticket_id not in self.open:
-            if self._number(ticket_id) is None:
-                self.counts.anomalies["dropped unknown ticket"] += 1
             return None
         event = Dropped(ticket_id, reason[:512], requeue, now)
         self.apply(event)
@@ -165,7 +191,7 @@ class Ledger(LedgerState):
     def never_arrived(self, held: Collection[str], before: float, now: float) -> list[Reissued]:
         """Re-issue what finished before ``before`` and is not among ``held``, the tickets that the trainer has.
 
-        Whichever attempt it has of a ticket: it refuses every other as a copy, so a further one could never arrive.
+        Whichever attempt it has of a ticket: one is enough.
         """
         missing = [
             ticket

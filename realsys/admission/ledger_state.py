@@ -12,7 +12,10 @@ import heapq
 from array import array
 from collections import Counter, deque
 
+import numpy as np
+
 from realsys.admission.events import (
+    Claimed,
     Dropped,
     EvaluationState,
     Finished,
@@ -60,6 +63,8 @@ class LedgerState:
                 self._apply_granted(event)
             case Finished():
                 self._apply_finished(event)
+            case Claimed():
+                self._apply_claimed(event)
             case Trained():
                 self._apply_trained(event)
             case Reissued():
@@ -99,23 +104,28 @@ class LedgerState:
         if self.rolled_back is not None and event.incarnation <= self.rolled_back.incarnation:
             raise LedgerError(f"ledger: {event} cannot follow {self.rolled_back}")
         lost = [ticket for _, ticket in sorted(self.open.items()) if ticket.state != "waiting"]
-        younger = [number for number, outcome in enumerate(self._outcome) if outcome > max(event.version, OPEN)]
-        for ticket in [*lost, *(self._untrain(number, event.time) for number in younger)]:
-            self._wait(ticket, ROLLED_BACK)
-        self.rolled_back, self.reissued = event, len(lost) + len(younger)
+        for ticket in lost:
+            self._leave(ticket)
+            ticket.state = "waiting"
+        younger = np.flatnonzero(np.asarray(self._outcome) > max(event.version, OPEN)).tolist()
+        lost += [self._untrain(number, event.time) for number in younger]
+        self.counts.trained -= len(younger)
+        if lost:  # all at once: there may be as many as the run has trained
+            self.counts.open["waiting"] += len(lost)
+            self.counts.reissued_by_cause[self._bounded(self.counts.reissued_by_cause, ROLLED_BACK)] += len(lost)
+            self._reissue += [ticket.ticket_id for ticket in lost]
+            heapq.heapify(self._reissue)
+        self.rolled_back, self.reissued = event, len(lost)
         self.newest = max(self.base, event.version)
         self.counts.starts += 1
 
     def _untrain(self, number: int, now: float) -> OpenTicket:
-        """Open a trained ticket again: what it is trained in does not exist any more."""
+        """Open a trained ticket again, to wait: what it is trained in does not exist any more."""
         name = ticket_name(number)
-        ticket = OpenTicket(
-            name, self._prompt[number], self._attempt[number], "", "", self._outcome[number], now, 0, "finished"
+        ticket = self.open[name] = OpenTicket(
+            name, self._prompt[number], self._attempt[number], "", "", self._outcome[number], now, 0, "waiting"
         )
-        self.open[name] = ticket
         self._outcome[number], self._lag[number] = OPEN, UNKNOWN_LAG
-        self.counts.trained -= 1
-        self.counts.open["finished"] += 1
         return ticket
 
     def _apply_granted(self, event: Granted) -> None:
@@ -174,26 +184,23 @@ class LedgerState:
             raise LedgerError(f"ledger: {event} cannot follow {ticket or self.ended(event.ticket_id)}")
         self._wait(ticket, label(event.cause))
 
+    def _apply_claimed(self, event: Claimed) -> None:
+        for ticket_id in event.tickets:
+            ticket = self._open(ticket_id, event)
+            if ticket.state == "claimed":
+                raise LedgerError(f"ledger: {event} cannot follow {ticket}")
+            self._move(ticket, "claimed")
+
     def _apply_trained(self, event: Trained) -> None:
         if event.oldest and len(event.oldest) != len(event.tickets):
             raise LedgerError(f"ledger: {len(event.tickets)} tickets trained, versions of {len(event.oldest)}")
         for i, ticket_id in enumerate(event.tickets):
-            number = self._number(ticket_id)
-            if number is None or self._outcome[number] >= 0:
-                raise LedgerError(
-                    f"ledger: ticket {ticket_id} trained at version {event.version}: unknown or trained before"
-                )
-            if self._outcome[number] <= FIRST_REASON:
-                # We gave the ticket up, but its group had reached the trainer: what is in the weights counts.
-                self.counts.dropped -= 1
-                self.counts.dropped_by_reason[self._reasons[FIRST_REASON - self._outcome[number]]] -= 1
-                self.counts.anomalies["trained after drop"] += 1
-                self._outcome[number] = event.version
-                self.counts.trained += 1
-            else:
-                self._end(self.open[ticket_id], event.version)
+            ticket = self._open(ticket_id, event)
+            if ticket.state != "claimed":
+                raise LedgerError(f"ledger: {event} cannot follow {ticket}")
+            self._end(ticket, event.version)
             if event.oldest:  # version k is trained with the weights of k - 1 in place
-                self._lag[number] = max(0, min(event.version - 1 - event.oldest[i], LONGEST_LAG))
+                self._lag[int(ticket_id)] = max(0, min(event.version - 1 - event.oldest[i], LONGEST_LAG))
         self.newest = max(self.newest, event.version)
 
     def _move(self, ticket: OpenTicket, state: OpenState) -> None:
@@ -243,7 +250,6 @@ class LedgerState:
             open=[dataclasses.replace(ticket) for ticket in self.open.values()],
             prompts=list(self._prompts),
             reissued_by_cause=dict(self.counts.reissued_by_cause),
-            anomalies=dict(self.counts.anomalies),
             evaluations=evaluations,
             forgotten=forgotten,
             time=now,
@@ -273,7 +279,6 @@ class LedgerState:
                 counts.dropped += number
                 counts.dropped_by_reason[self._reasons[FIRST_REASON - code]] += number
         counts.reissued_by_cause.update(event.reissued_by_cause)
-        counts.anomalies.update(event.anomalies)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
@@ -285,10 +290,15 @@ class LedgerState:
             return None
         return f"trained@{code}" if code >= 0 else f"dropped: {self._reasons[FIRST_REASON - code]}"
 
+    def state_of(self, ticket_id: str) -> str:
+        """For people: the state of an open ticket, the end of another, ``never granted``."""
+        ticket = self.open.get(ticket_id)
+        return ticket.state if ticket is not None else self.ended(ticket_id) or "never granted"
+
     def _open(self, ticket_id: str, event: TicketEvent) -> OpenTicket:
         ticket = self.open.get(ticket_id)
         if ticket is None:
-            raise LedgerError(f"ledger: {event}: ticket {ticket_id} is not open ({self.ended(ticket_id) or 'unknown'})")
+            raise LedgerError(f"ledger: {event}: ticket {ticket_id} is not open: it is {self.state_of(ticket_id)}")
         return ticket
 
     def _number(self, ticket_id: str) -> int | None:

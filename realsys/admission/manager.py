@@ -13,11 +13,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from realsys.admission.evaluations import PREFIX, Evaluation, Evaluations
-from realsys.admission.events import EvalAnswered, EvalStarted, Event, Granted, Opened, RolledBack, Snapshot
+from realsys.admission.events import (
+    MOST_PROBLEMS,
+    EvalAnswered,
+    EvalStarted,
+    Event,
+    Granted,
+    Opened,
+    RolledBack,
+    Snapshot,
+)
 from realsys.admission.ledger import Ledger
 from realsys.admission.messages import (
     AllocateReply,
     AllocateRequest,
+    ClaimReply,
+    ClaimRequest,
     EvaluateRequest,
     FinishReply,
     FinishRequest,
@@ -245,22 +256,34 @@ class ManagerState:
         if held is not None:
             self.generated_by_server.setdefault(held.server, RateWindow()).add(tokens, now)
 
-    def trained(self, request: TrainedRequest, now: float) -> TrainedReply | OlderTraining:
-        """The trainer's verdict. What it names has been generated, so its reservation ends, finish or not.
+    def claim(self, request: ClaimRequest, now: float) -> ClaimReply | OlderTraining:
+        """The trainer is about to train these. They have been generated, so their reservations end, finish or not.
 
-        Raises ValueError for a call that contradicts itself or comes from a training side that has not rolled back.
+        Raises ValueError for a ticket that was never granted, and for a training side that has not rolled back.
         """
-        if request.incarnation < self.training:
-            return self._older(request.incarnation)
-        if self.training and request.incarnation > self.training:
-            raise ValueError(f"training side {request.incarnation} has not called /roll_back; {self.training} has")
+        if older := self._replaced(request.incarnation):
+            return older
+        event, gone = self.ledger.claim(request.version, request.tickets, now, request.incarnation)
+        if event is not None:
+            self.outbox.append(event)
+            for ticket_id in event.tickets:
+                self.reservations.release(ticket_id)
+        return ClaimReply(gone)
+
+    def trained(self, request: TrainedRequest, now: float) -> TrainedReply | OlderTraining:
+        """The trainer's verdict.
+
+        Raises ValueError for a call that contradicts itself or the ledger, and for a training side that has not rolled
+        back.
+        """
+        if older := self._replaced(request.incarnation):
+            return older
+        self.ledger.require(ticket_id for ticket_id, _ in request.dropped)
         event = self.ledger.trained(
             request.version, request.step, request.trained, now, request.oldest, request.incarnation
         )
         if event is not None:
             self.outbox.append(event)
-            for ticket_id in event.tickets:
-                self.reservations.release(ticket_id)
         dropped = 0
         for ticket_id, reason in request.dropped:
             drop = self.ledger.drop(ticket_id, reason, now, requeue=reason.startswith(STALE))
@@ -273,6 +296,8 @@ class ManagerState:
             lost = self.ledger.never_arrived({ticket for ticket, _ in request.held}, now - ARRIVAL_GRACE_S, now)
             self.outbox += lost
         if request.staleness:
+            if self.staleness and self.staleness[-1].version == request.version:
+                self.staleness.pop()  # told again
             self.staleness.append(StepStaleness(request.step, request.version, dict(request.staleness)))
         return TrainedReply(len(event.tickets) if event else 0, dropped, [event.ticket_id for event in lost])
 
@@ -287,7 +312,7 @@ class ManagerState:
         if known is not None and request.incarnation == known.incarnation:
             if request.version != known.version:
                 raise ValueError(f"{known.incarnation} has rolled back to {known.version}, not to {request.version}")
-            return RollBackReply(self.ledger.reissued)
+            return RollBackReply(self.ledger.reissued, self.evaluations.asked())
         event = self.ledger.roll_back(request.version, request.step, request.incarnation, request.checkpoint, now)
         self.outbox.append(event)
         self.evaluations.apply(event)
@@ -295,19 +320,31 @@ class ManagerState:
         self.reservations.release_all()
         self._repeats.clear()
         self.staleness = deque((s for s in self.staleness if s.version <= event.version), self.staleness.maxlen)
-        return RollBackReply(self.ledger.reissued)
+        return RollBackReply(self.ledger.reissued, self.evaluations.asked())
+
+    def _replaced(self, incarnation: str) -> OlderTraining | None:
+        """None if the training side that speaks is the current one. Raises ValueError if it has not rolled back."""
+        if incarnation < self.training:
+            return self._older(incarnation)
+        if self.training and incarnation > self.training:
+            raise ValueError(f"training side {incarnation} has not called /roll_back; {self.training} has")
+        return None
 
     def _older(self, incarnation: str) -> OlderTraining:
         name = f"training side {incarnation or 'without incarnation'}"
         return OlderTraining(f"{name} must end: {self.training} has started since")
 
-    def evaluate(self, request: EvaluateRequest, now: float) -> Evaluation:
-        """Start an evaluation, or find the one with this id. Raises ValueError for an unknown split."""
+    def evaluate(self, request: EvaluateRequest, now: float) -> Evaluation | OlderTraining:
+        """Start an evaluation, or find the one with this id. Raises ValueError for an unknown split, and for a training
+        side that has not rolled back.
+        """
+        if older := self._replaced(request.incarnation):
+            return older
         size = self.settings.split_sizes.get(request.split)
         if not size:
             known = ", ".join(f"{name} ({n})" for name, n in self.settings.split_sizes.items())
             raise ValueError(f"split {request.split!r} has no prompts; there are: {known}")
-        total = min(request.n, size)
+        total = min(request.n, size, MOST_PROBLEMS)
         event = self.evaluations.start(request.eval_id, request.split, total, request.seed, max(0, self.version), now)
         if event is not None:
             self.outbox.append(event)

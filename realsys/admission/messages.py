@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from realsys.admission.events import Outcome
+from realsys.admission.events import Number, OrNone, Outcome
 from realsys.types import FinishReason, Ticket
 
 Refusal = Literal["staleness", "exhausted", "no_server", "paused"]
@@ -70,8 +70,8 @@ class Answer(msgspec.Struct):
     correct: bool
     length: Count
     finish_reason: FinishReason
-    version_min: int
-    version_max: int
+    version_min: OrNone
+    version_max: OrNone
 
 
 class FinishRequest(msgspec.Struct):
@@ -104,16 +104,40 @@ class RollBackRequest(msgspec.Struct):
     ``checkpoint``: its folder, for people; "" when there is none.
     """
 
-    version: Annotated[int, msgspec.Meta(ge=-1)]
+    version: OrNone
     step: Annotated[int, msgspec.Meta(ge=-1)]
     incarnation: TrainingIncarnation
     checkpoint: Text = ""
 
 
 class RollBackReply(msgspec.Struct):
-    """``reissued``: tickets that were running, buffered or trained later, and wait for another attempt now."""
+    """``reissued``: tickets that were running, buffered or trained later, and wait for another attempt now.
+
+    ``evaluations``: all that were ever asked for, forgotten or not: one without a result is to be asked for again.
+    """
 
     reissued: int
+    evaluations: list[str] = []
+
+
+class ClaimRequest(msgspec.Struct):
+    """POST /claim, idempotent: ``tickets`` are to be trained, to be in ``version``.
+
+    ``incarnation``: of the training side that speaks; status 409 if it is older than the one that rolled back last.
+    """
+
+    version: Number
+    tickets: list[Identifier]
+    incarnation: Annotated[str, msgspec.Meta(max_length=128)] = ""
+
+
+class ClaimReply(msgspec.Struct):
+    """``gone``: those that have ended otherwise, and must not be trained; then nothing is claimed.
+
+    If there are none, all of them end by this training and by nothing else.
+    """
+
+    gone: list[str]
 
 
 class TrainedRequest(msgspec.Struct):
@@ -127,12 +151,12 @@ class TrainedRequest(msgspec.Struct):
     """
 
     step: int
-    version: int
-    trained: list[Identifier] = []
+    version: Number
+    trained: list[Identifier] = []  # all of them claimed before
     dropped: list[tuple[Identifier, Text]] = []
     staleness: dict[str, Count] = {}  # versions behind -> sequences, of this step
     incarnation: Annotated[str, msgspec.Meta(max_length=128)] = ""
-    oldest: list[int] = []
+    oldest: list[OrNone] = []
     held: list[tuple[Identifier, Count]] | None = None
 
 
@@ -145,12 +169,17 @@ class TrainedReply(msgspec.Struct):
 
 
 class EvaluateRequest(msgspec.Struct):
-    """POST /evaluate: answer the first ``n`` problems of ``split`` once each. The same id again changes nothing."""
+    """POST /evaluate: answer the first ``n`` problems of ``split`` once each. The same id again changes nothing.
+
+    ``incarnation``: of the training side that asks; status 409 if it is older than the one that rolled back last: its
+    weights are gone.
+    """
 
     eval_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     split: Identifier
     n: Annotated[int, msgspec.Meta(ge=1)]
     seed: Count = 0
+    incarnation: Annotated[str, msgspec.Meta(max_length=128)] = ""
 
 
 class EvaluateReply(msgspec.Struct):

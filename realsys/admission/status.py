@@ -162,7 +162,6 @@ def ledger(state: ManagerState) -> dict[str, Any]:
         **counts.by_state(),
         "dropped_by_reason": {reason: n for reason, n in counts.dropped_by_reason.items() if n},
         "reissued_by_cause": dict(counts.reissued_by_cause),
-        "anomalies": dict(counts.anomalies),
         "epoch": state.ledger.epoch,
         "starts": counts.starts,
         "training": state.training,

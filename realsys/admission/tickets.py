@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import groupby
+from typing import Literal, get_args
 
-OpenState = Literal["running", "finished", "waiting"]
+#: claimed: in a batch that is being trained; nothing but its training or a roll-back changes it
+OpenState = Literal["running", "finished", "waiting", "claimed"]
+OPEN_STATES: tuple[OpenState, ...] = get_args(OpenState)
+
+
+_LONGEST_RANGE = 1 << 20  # tickets; a longer one is damage, and not to be made room for
 
 
 def ticket_name(number: int) -> str:
@@ -17,6 +24,33 @@ def ticket_name(number: int) -> str:
 def ticket_number(ticket_id: str) -> int | None:
     """The number in a ticket id, None if it is not of that form."""
     return int(ticket_id) if len(ticket_id) == 10 and ticket_id.isascii() and ticket_id.isdigit() else None
+
+
+def ticket_ranges(ticket_ids: Sequence[str]) -> str:
+    """Ticket ids, in their order, in few characters: ``16-23,25``. ``tickets_in`` has them back."""
+
+    def run_of(place: tuple[int, str]) -> int | str:
+        number = ticket_number(place[1])
+        return f"{place[0]}" if number is None else number - place[0]
+
+    runs = [[ticket_id for _, ticket_id in run] for _, run in groupby(enumerate(ticket_ids), run_of)]
+    return ",".join("-".join(_short(ticket_id) for ticket_id in dict.fromkeys((run[0], run[-1]))) for run in runs)
+
+
+def _short(ticket_id: str) -> str:
+    number = ticket_number(ticket_id)
+    return ticket_id if number is None else str(number)
+
+
+def tickets_in(ranges: str) -> Iterator[str]:
+    """What ``ticket_ranges`` was made of. What is no range of numbers, or longer than any batch, comes as it is."""
+    for word in ranges.split(",") if ranges else ():
+        first, _, last = word.partition("-")
+        numbers = len(word) < 40 and all(n.isascii() and n.isdigit() for n in (first, last or first))
+        if numbers and int(last or first) - int(first) < _LONGEST_RANGE:
+            yield from map(ticket_name, range(int(first), int(last or first) + 1))
+        else:
+            yield word
 
 
 def label(text: str) -> str:
@@ -48,17 +82,16 @@ class LedgerCounts:
     granted: int = 0  # tickets
     attempts: int = 0
     starts: int = 0  # of the training side: the first one, and one for each roll-back
-    open: dict[OpenState, int] = field(default_factory=lambda: {"running": 0, "finished": 0, "waiting": 0})
+    open: dict[OpenState, int] = field(default_factory=lambda: dict.fromkeys(OPEN_STATES, 0))
     trained: int = 0
     dropped: int = 0
     dropped_by_reason: Counter[str] = field(default_factory=Counter)
     reissued_by_cause: Counter[str] = field(default_factory=Counter)
-    anomalies: Counter[str] = field(default_factory=Counter)
 
     @property
     def counted(self) -> int:
         """N of the admission inequality without the candidate."""
-        return self.inherited + self.open["running"] + self.open["finished"] + self.trained
+        return self.inherited + sum(self.open.values()) - self.open["waiting"] + self.trained
 
     def by_state(self) -> dict[str, int]:
         """Tickets in each state; the sum is ``granted``."""

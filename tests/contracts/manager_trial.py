@@ -23,7 +23,7 @@ from realsys.types import PublishedVersion, ServerAddress
 from workers.manager_process import Manager, ManagerParts
 
 TOKEN = "a token"
-BOUND_S = 10.0
+BOUND_S = 60.0
 WORKER = "rollout_worker/0"
 
 
@@ -209,8 +209,8 @@ class Trial:
             "correct": True,
             "length": 20,
             "finish_reason": "stop",
-            "version_min": 0,
-            "version_max": 0,
+            "version_min": ticket.get("version", 0),
+            "version_max": ticket.get("version", 0),
         }
         body = {"ticket_id": ticket["ticket_id"], "attempt": ticket["attempt"], "worker": WORKER, "outcome": outcome}
         answers = [] if outcome == "failed" else [answer] * ticket["n"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.admission.events import Dropped, Finished, Granted, Reissued, Resumed, RolledBack, Trained
+from realsys.admission.events import Claimed, Dropped, Finished, Granted, Reissued, Resumed, RolledBack, Trained
 from realsys.admission.ledger import Ledger
 from realsys.admission.order import PromptOrder, permutation, sampling_seed
 from realsys.errors import LedgerError
@@ -18,6 +18,12 @@ def grant(ledger: Ledger, worker: str = "w", now: float = 0.0) -> Granted:
     event = ledger.grant(worker, "1", 0, now)
     assert event is not None
     return event
+
+
+def train(ledger: Ledger, version: int, tickets: list[str], now: float = 1.0) -> Trained | None:
+    """As the trainer does: claimed, then trained."""
+    assert ledger.claim(version, tickets, now)[1] == []
+    return ledger.trained(version, version, tickets, now)
 
 
 def test_epochs_are_permutations_and_repeat_for_the_same_seed() -> None:
@@ -50,9 +56,9 @@ def test_finished_but_untrained_groups_count() -> None:
     first, second = grant(ledger), grant(ledger)
     assert ledger.finish(first.ticket_id, 0, "accepted", "", 1.0).known
     assert ledger.counted == 2
-    ledger.trained(1, 1, [first.ticket_id], 2.0)
+    train(ledger, 1, [first.ticket_id])
     assert ledger.counted == 2 and ledger.counts.by_state() == {
-        "running": 1, "finished": 0, "waiting": 0, "trained": 1, "dropped": 0
+        "running": 1, "finished": 0, "waiting": 0, "claimed": 0, "trained": 1, "dropped": 0
     }  # fmt: skip
     ledger.finish(second.ticket_id, 0, "rejected", "success rate: 1.0", 3.0)
     assert ledger.counted == 1 and ledger.counts.dropped_by_reason == {"rejected success rate": 1}
@@ -107,37 +113,65 @@ def test_finish_of_unknown_superseded_and_repeated_attempts() -> None:
 def test_trained_before_its_finish_arrives() -> None:
     ledger = make()
     ticket = grant(ledger)
-    assert ledger.trained(1, 1, [ticket.ticket_id], 1.0) is not None
+    assert train(ledger, 1, [ticket.ticket_id]) is not None
     finish = ledger.finish(ticket.ticket_id, 0, "accepted", "", 2.0)
     assert finish.known and finish.event is None
     assert ledger.ended(ticket.ticket_id) == "trained@1" and ledger.counts.trained == 1
 
 
-def test_trained_is_idempotent_and_ignores_unknown_tickets() -> None:
+def test_trained_is_idempotent() -> None:
     ledger = make()
     ticket = grant(ledger)
-    assert ledger.trained(1, 1, [ticket.ticket_id, ticket.ticket_id, "0000000099", "x"], 1.0) is not None
-    assert ledger.trained(2, 2, [ticket.ticket_id], 1.0) is None
+    ledger.claim(1, [ticket.ticket_id], 1.0)
+    assert ledger.trained(1, 1, [ticket.ticket_id, ticket.ticket_id], 1.0) is not None
+    assert ledger.trained(1, 1, [ticket.ticket_id], 1.0) is None
     assert ledger.ended(ticket.ticket_id) == "trained@1" and ledger.counts.trained == 1
-    assert ledger.counts.anomalies["trained unknown ticket"] == 2
+    assert ledger.claim(2, [ticket.ticket_id], 1.0) == (None, [ticket.ticket_id])
+    with pytest.raises(ValueError, match="0000000000 trained at version 2, though it is trained@1, not claimed"):
+        ledger.trained(2, 2, [ticket.ticket_id], 1.0)
+
+
+def test_only_what_was_claimed_is_trained_and_a_claim_changes_nothing_when_one_has_ended() -> None:
+    ledger = make(max_attempts=1)
+    failed, runs, finished = grant(ledger), grant(ledger), grant(ledger)
+    ledger.finish(failed.ticket_id, 0, "failed", "lost answer", 1.0)
+    ledger.finish(finished.ticket_id, 0, "accepted", "", 1.0)
+    ids = [event.ticket_id for event in (failed, runs, finished)]
+    for ticket_id, was in zip(ids, ("dropped: failed lost answer", "running", "finished"), strict=True):
+        with pytest.raises(ValueError, match=f"{ticket_id} trained at version 1, though it is {was}, not claimed"):
+            ledger.trained(1, 1, [ticket_id], 1.0)
+    assert ledger.claim(1, ids, 1.0) == (None, [failed.ticket_id]), "its group had reached the trainer all the same"
+    assert ledger.counts.open == {"running": 1, "finished": 1, "waiting": 0, "claimed": 0}
+    assert ledger.claim(1, ids[1:], 1.0) == (Claimed(1, ids[1:], 1.0), [])
+    assert ledger.claim(1, ids[1:], 1.0) == (None, []), "asked again"
+    with pytest.raises(ValueError, match="ticket 0000000099 was never granted: the ledger has lost its end"):
+        ledger.claim(1, ["0000000099"], 1.0)
+    assert ledger.counted == 2 and ledger.trained(1, 1, ids[1:], 1.0) is not None
+
+
+def test_what_is_claimed_ends_by_its_training_or_a_roll_back_only() -> None:
+    ledger = make(max_attempts=1)
+    first, second = grant(ledger), grant(ledger)
+    ledger.finish(first.ticket_id, 0, "accepted", "", 1.0)
+    ids = [first.ticket_id, second.ticket_id]
+    ledger.claim(1, ids, 1.0)
+    assert not ledger.touch(second.ticket_id, 0, 1.0), "its attempt may end"
+    for outcome in ("failed", "rejected", "accepted"):
+        finish = ledger.finish(second.ticket_id, 0, outcome, "", 2.0)  # type: ignore[arg-type]
+        assert finish.known and finish.event is None
+    assert ledger.lose(lambda _: True, "worker lost", 2.0) == ledger.never_arrived((), 9.0, 9.0) == []
+    assert ledger.counted == 2 and ledger.grant("w", "1", 0, 3.0).ticket_id not in ids  # type: ignore[union-attr]
+    ledger.roll_back(-1, -1, "2", "", 4.0)
+    assert ledger.counts.open == {"running": 0, "finished": 0, "waiting": 3, "claimed": 0}
 
 
 def test_trained_while_waiting_cancels_the_reissue() -> None:
     ledger = make()
     ticket = grant(ledger)
     ledger.lose(lambda _: True, "lease lapsed", 1.0)
-    ledger.trained(1, 1, [ticket.ticket_id], 2.0)
+    train(ledger, 1, [ticket.ticket_id])
     assert grant(ledger).ticket_id != ticket.ticket_id
     assert ledger.counted == 2
-
-
-def test_trained_after_a_drop_counts_as_trained_only() -> None:
-    ledger = make(max_attempts=1)
-    ticket = grant(ledger)
-    ledger.finish(ticket.ticket_id, 0, "failed", "lost answer", 1.0)
-    ledger.trained(1, 1, [ticket.ticket_id], 2.0)
-    assert ledger.counts.dropped == 0 and ledger.counts.trained == 1
-    assert ledger.counts.anomalies == {"trained after drop": 1}
 
 
 def test_stale_drop_gives_the_prompt_a_fresh_ticket() -> None:
@@ -167,26 +201,34 @@ def test_roll_back_reissues_what_the_checkpoint_does_not_have() -> None:
     tickets = [grant(ledger).ticket_id for _ in range(5)]
     for ticket in tickets[:3]:
         ledger.finish(ticket, 0, "accepted", "", 1.0)
-    ledger.trained(1, 1, tickets[:1], 1.0)
-    ledger.trained(2, 2, tickets[1:2], 1.0)
+    train(ledger, 1, tickets[:1])
+    train(ledger, 2, tickets[1:2])
     ledger.finish(tickets[4], 0, "rejected", "", 1.0)
     assert ledger.roll_back(1, 1, "2", "/c", 3.0) == RolledBack(1, 1, "2", "/c", 3.0)
     assert ledger.reissued == 3 and ledger.counts.reissued_by_cause == {"rolled back": 3}
-    assert ledger.counts.by_state() == {"running": 0, "finished": 0, "waiting": 3, "trained": 1, "dropped": 1}
+    assert ledger.counts.by_state() == {
+        "running": 0,
+        "finished": 0,
+        "waiting": 3,
+        "claimed": 0,
+        "trained": 1,
+        "dropped": 1,
+    }
     assert [grant(ledger).ticket_id for _ in range(3)] == tickets[1:4]
     assert ledger.counted == 4
-    ledger.trained(2, 2, tickets[1:3], 4.0)
+    train(ledger, 2, tickets[1:3])
     assert ledger.ended(tickets[1]) == "trained@2", "again, after its first training was undone"
 
 
 def test_roll_back_to_the_start_takes_everything_back_but_what_was_dropped() -> None:
     ledger = make(max_attempts=1)
-    first, second = grant(ledger), grant(ledger)
-    ledger.trained(1, 1, [first.ticket_id], 1.0)
+    first, second, third = grant(ledger), grant(ledger), grant(ledger)
+    train(ledger, 1, [first.ticket_id])
     ledger.finish(second.ticket_id, 0, "failed", "bad", 1.0)
-    ledger.trained(2, 2, [second.ticket_id], 1.0)  # its group had reached the trainer all the same
+    train(ledger, 2, [third.ticket_id])
     ledger.roll_back(-1, -1, "2", "", 2.0)
-    assert ledger.counts.by_state() == {"running": 0, "finished": 0, "waiting": 2, "trained": 0, "dropped": 0}
+    states = {"running": 0, "finished": 0, "waiting": 2, "claimed": 0, "trained": 0, "dropped": 1}
+    assert ledger.counts.by_state() == states
     assert ledger.counted == 0 and ledger.newest == -1
 
 
@@ -234,6 +276,8 @@ def test_drop_reasons_do_not_grow_without_bound() -> None:
         Finished("0000000003", 0, "accepted", "", False, 0.0),
         Dropped("0000000003", "stale", True, 0.0),
         Trained(1, 1, ["0000000003"], 0.0),
+        Trained(1, 1, ["0000000000"], 0.0),  # not claimed
+        Claimed(1, ["0000000003"], 0.0),
         Reissued("0000000003", 0, "lease lapsed", 0.0),
         Reissued("0000000000", 4, "lease lapsed", 0.0),
         Finished("0000000000", 1, "accepted", "", False, 0.0),
@@ -244,7 +288,9 @@ def test_drop_reasons_do_not_grow_without_bound() -> None:
 def test_event_that_cannot_follow_is_refused(event: Granted) -> None:
     ledger = make()
     grant(ledger)
-    with pytest.raises(LedgerError, match=event.tickets[0] if isinstance(event, Trained) else event.ticket_id):
+    with pytest.raises(
+        LedgerError, match=event.tickets[0] if isinstance(event, Trained | Claimed) else event.ticket_id
+    ):
         ledger.apply(event)
 
 
@@ -253,7 +299,7 @@ def test_the_position_names_what_was_granted_and_not_trained() -> None:
     ledger = make(size=10)
     prompts = permutation(1, 0, 10).tolist()
     ids = [grant(ledger).ticket_id for _ in range(6)]
-    ledger.trained(1, 1, [ids[0]], 1.0)
+    train(ledger, 1, [ids[0]])
     ledger.finish(ids[1], 0, "rejected", "too easy", 1.0)
     ledger.finish(ids[2], 0, "accepted", "", 1.0)
     ledger.finish(ids[3], 0, "failed", "x", 1.0)
@@ -303,5 +349,5 @@ def test_a_resumed_trial_is_itself_resumed() -> None:
     resume(ledger)
     first = grant(ledger)
     grant(ledger)
-    ledger.trained(4, 4, [first.ticket_id], 1.0)
+    train(ledger, 4, [first.ticket_id])
     assert ledger.position().pending == [2] and ledger.position().cursor == 14

@@ -19,7 +19,7 @@ from realsys.admission.ledger import Ledger
 from realsys.admission.manager import ManagerState
 from realsys.admission.messages import AllocateRequest, EvaluateRequest, RollBackRequest
 from realsys.admission.order import PromptOrder
-from realsys.errors import LedgerError
+from realsys.errors import Fenced, LedgerError
 from tests.manager_states import SETTINGS, finish, ready, tickets, update, version
 
 
@@ -42,6 +42,8 @@ def history(seed: int, length: int = 300) -> tuple[Ledger, list[Event]]:
                     events.append(ledger.finish(name, ledger.open[name].attempt, outcome, "why: x", now).event)
             case "train":
                 version += 1
+                events.append(ledger.claim(version, some, now, "1")[0])
+                some = some[1:]  # a claim that is not trained yet
                 events.append(ledger.trained(version, version, some, now, [max(0, version - 2)] * len(some), "1"))
                 version = ledger.newest if ledger.newest > 0 else 0
             case "drop" if names:
@@ -167,6 +169,22 @@ def test_a_journal_that_cannot_be_synced_is_not_taken_for_a_compaction_that_fail
             asyncio.run(Compactor(journal, 1).compact(lambda: state_of(ledger)))
 
 
+def test_a_writer_that_lost_its_lease_meanwhile_does_not_exchange_the_files(tmp_path: Path) -> None:
+    """Where files have no locks its successor may have appended by then."""
+    path = tmp_path / "ledger.jsonl"
+    ledger, events = history(3)
+
+    def fenced() -> None:
+        raise Fenced("this worker has lost its lease")
+
+    with Journal(path) as journal:
+        journal.append(events)
+        before = path.read_bytes()
+        with pytest.raises(Fenced):
+            asyncio.run(Compactor(journal, 1).compact(lambda: state_of(ledger), fenced))
+        assert path.read_bytes() == before and not twin_path(path).exists()
+
+
 def test_what_is_synced_after_an_exchange_is_found_under_the_name_of_the_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +269,7 @@ def test_a_snapshot_holds_evaluations_and_running_tickets() -> None:
     state.roll_back(RollBackRequest(-1, -1, "m"), 0.0)  # forgets that evaluation
     state.publish(version(0))
     update(state, 0)
-    state.evaluate(EvaluateRequest("e", "eval", 3), 0.0)
+    state.evaluate(EvaluateRequest("e", "eval", 3, incarnation="m"), 0.0)
     for ticket in tickets(state, 2):
         finish(state, ticket)
     held = [t for t in state.allocate(AllocateRequest("w", 3, request_id="lost"), 0.0).tickets if t.kind == "train"]

@@ -5,7 +5,8 @@ do to them (``tests/ledger_actions``): ``faults`` things go wrong at any moment,
 
     states add up, N is what they add up to, and within the bound at each grant; each ticket has one end, each prompt is
     to come, pending or ended; nothing trained twice or beyond its bound; versions and training sides only go forward;
-    what the journal says leads to the same ledger, and so does its snapshot; no reservation is left behind
+    what the journal says leads to the same ledger, and so does its snapshot; the audit finds nothing; no reservation is
+    left behind
 
 ``REALSYS_EXPLORE=1`` adds larger bounds: minutes.
 """
@@ -18,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from realsys.admission.evaluations import Evaluations
+from realsys.admission.events import RolledBack
 from realsys.admission.ledger import Ledger
 from realsys.admission.ledger_state import LedgerState
 from realsys.admission.manager import ManagerState
@@ -29,24 +32,31 @@ from realsys.admission.status import status
 from realsys.buffer.replay import SequenceBuffer
 from realsys.master.stuck import FEWEST_FAILURES, StuckCheck
 from tests.ledger_actions import World
-from tests.ledger_world import COPIER, Bounds
+from tests.ledger_evaluations import Evaluated
+from tests.ledger_world import COPIER, Bounds, WorldState
 from tests.state_explorer import Found, Violation, explore
 
 FAULTS = """manager_restarts server_dies fails fails_though_stored rejected filtered arrives_twice arrives_late
-    never_arrives finishes_twice lapses_though_alive dies dies_in_push reply_lost told_twice master_crashes"""
+    never_arrives finishes_twice lapses_though_alive dies dies_in_push reply_lost claims_twice told_twice
+    master_crashes"""
 
 
-def bounds(kinds: str = FAULTS, **sizes: int) -> Bounds:
+def bounds(kinds: str = FAULTS, **sizes: Any) -> Bounds:
     return Bounds(kinds=frozenset(kinds.split()), **sizes)
 
 
-#: Everything that can go wrong once; two things that meet; larger batches; groups that grow too old; two workers.
+#: Everything that can go wrong once; two things that meet; larger batches; groups that grow too old; two workers; what
+#: is too old is trained; a trial that was resumed; machines that forget what was not synced.
 SMALL = [
     bounds(),
     bounds("fails_though_stored lapses_though_alive", prompts=1, steps=1, faults=2),
     bounds("rejected filtered fails server_dies arrives_late", batch=2, prompts=3),
     bounds("", eta=1, prompts=3, steps=3, faults=0),
     bounds("dies reply_lost", workers=2, prompts=1, steps=1),
+    bounds("lapses_though_alive", policy="train"),
+    bounds("master_crashes", prompts=2, resumed=True),
+    bounds("machine_fails"),
+    bounds("manager_loses_its_tail", prompts=1, steps=1),
 ]
 LARGE = [
     bounds(prompts=1, steps=1, faults=2),
@@ -55,27 +65,48 @@ LARGE = [
     bounds("rejected fails_though_stored never_arrives server_dies manager_restarts", eta=1),
     bounds("arrives_late filtered", eta=1, prompts=3, steps=3),
     bounds("dies dies_in_push reply_lost lapses_though_alive", workers=2),
+    bounds("arrives_late", eta=1, prompts=3, steps=3, policy="train"),
+    bounds("master_crashes never_arrives", prompts=3, steps=3, resumed=True),
+    bounds("machine_fails master_crashes manager_restarts", faults=2),
+    bounds("manager_loses_its_tail"),
 ]
+
+
+#: Beside an evaluation of version 1.
+BESIDE = [
+    bounds("problem_fails problem_answered_twice dies manager_restarts server_dies"),
+    bounds("master_crashes", prompts=1),
+]
+EXPLORE = os.environ.get("REALSYS_EXPLORE") == "1"
 
 
 def name_of(chosen: Bounds) -> str:
     sizes = f"B{chosen.batch} eta{chosen.eta} {chosen.prompts} prompts {chosen.workers} workers {chosen.steps} steps"
+    sizes += " resumed" * chosen.resumed + f" {chosen.policy}" * (chosen.policy != "drop")
     kinds = "every fault" if chosen.kinds == frozenset(FAULTS.split()) else " ".join(sorted(chosen.kinds))
     return f"{sizes} {chosen.faults} x {kinds}"
 
 
-def search(chosen: Bounds, at_most: int = 500_000) -> Found:
-    return explore(World(chosen), COPIER, at_most=at_most)
+def search(chosen: Bounds, at_most: int = 500_000, world: type[World] = World) -> Found:
+    return explore(world(chosen), COPIER, at_most=at_most)
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("chosen", SMALL + (LARGE if os.environ.get("REALSYS_EXPLORE") == "1" else []), ids=name_of)
+@pytest.mark.parametrize("chosen", SMALL + (LARGE if EXPLORE else []), ids=name_of)
 def test_no_reachable_state_breaks_an_invariant_or_is_stuck(chosen: Bounds) -> None:
     found = search(chosen)
     print(f"{name_of(chosen)}: {found.states} states, {found.transitions} transitions; ends: {found.finals}")
     enough = chosen.prompts * chosen.epochs >= chosen.batch * chosen.steps
     assert ("tell_trained" in found.finals) == enough, "the trial can be trained to its end"
     assert chosen.kinds <= found.actions.keys(), "a fault that never happened"
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("chosen", BESIDE + ([bounds("master_crashes")] if EXPLORE else []), ids=name_of)
+def test_an_evaluation_is_answered_once_whatever_happens_beside_it(chosen: Bounds) -> None:
+    found = search(chosen, world=Evaluated)
+    print(f"{name_of(chosen)}: {found.states} states, {found.transitions} transitions; ends: {found.finals}")
+    assert chosen.kinds | {"answers_problem", "asks_for_evaluation"} <= found.actions.keys()
 
 
 def test_a_batch_that_can_never_fill_ends_by_name_in_every_history() -> None:
@@ -141,13 +172,44 @@ def forgets(add: Any, buffer: SequenceBuffer, samples: Any) -> Any:
     return add(buffer, samples)
 
 
+def any_claim(claim: Any, ledger: Ledger, version: int, tickets: Any, *rest: Any) -> Any:
+    return claim(ledger, version, [ticket for ticket in tickets if ticket in ledger.open], *rest)
+
+
+def not_kept(claim: Any, ledger: Ledger, *args: Any) -> Any:
+    return None, []
+
+
+def claimed_too(lose: Any, ledger: Ledger, *args: Any) -> Any:
+    for ticket in ledger.open.values():
+        if ticket.state == "claimed":
+            ledger._move(ticket, "running")
+    return lose(ledger, *args)
+
+
+def never_synced(commit: Any, world: WorldState, before: bytes) -> None:
+    world.syncs = False
+    commit(world, before)
+
+
 def any_side(publish: Any, servers: ServerRegistry, published: Any) -> Any:
     servers.training = ""
     return publish(servers, published)
 
 
+def never_forgotten(apply: Any, evaluations: Evaluations, event: Any) -> None:
+    if not isinstance(event, RolledBack):
+        apply(evaluations, event)
+
+
+def any_problem(running: Any, evaluations: Evaluations, ticket_id: str, attempt: int) -> Any:
+    evaluation = evaluations.get(ticket_id.removeprefix("eval-").rpartition("-")[0])
+    return (evaluation, 0) if evaluation is not None and 0 in evaluation.running else None
+
+
 LAPSE, CRASH, OLD = bounds("lapses_though_alive"), bounds("master_crashes"), SMALL[3]
 LAPSE_1 = bounds("lapses_though_alive", prompts=1)
+ENDS, CLAIM, LOSES = SMALL[1], bounds("claims_twice"), SMALL[-1]
 #: What is wrong; how; where that comes to light; what is said of it.
 DEFECTS = [
     ("a drop gives no quota back", instead(Ledger, "drop", nothing), bounds("filtered"), "has ended"),
@@ -168,6 +230,17 @@ DEFECTS = [
     ),
     ("the buffered is kept", instead(LedgerState, "_apply_rolled_back", keeps_the_finished), CRASH, "but in truth"),
     ("an old side may publish", instead(ServerRegistry, "publish", any_side), CRASH, "of the side before"),
+    ("whatever arrived is trained", instead(Ledger, "claim", any_claim), ENDS, "in _claim"),
+    ("a claim is not kept", instead(Ledger, "claim", not_kept), CLAIM, "but in truth"),
+    ("what is claimed can be lost", instead(Ledger, "lose", claimed_too), bounds("dies"), "in _death_noticed"),
+    ("a claim is not replayed", instead(LedgerState, "_apply_claimed", nothing), CLAIM, "but in truth"),
+    (
+        "nothing is synced",
+        instead(WorldState, "_commit", never_synced),
+        bounds("machine_fails"),
+        "older than the checkpo",
+    ),
+    ("what is unknown is passed over", instead(Ledger, "require", nothing), LOSES, "has never heard of is passed over"),
     ("no end is noticed", instead(StuckCheck, "look", nothing), bounds("rejected"), "stuck"),
 ]
 
@@ -178,7 +251,23 @@ def test_exploration_finds_a_seeded_defect(
 ) -> None:
     defect(monkeypatch)
     with pytest.raises(Violation, match=said):
-        search(chosen, at_most=700)
+        search(chosen, at_most=700 if said == "without end" else 3000)
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "chosen", "said"),
+    [
+        ("apply", never_forgotten, BESIDE[1], "of weights that are gone"),
+        ("lose", none_found, BESIDE[0], "in _problem_lapses"),
+        ("running", any_problem, BESIDE[0], "in _finish_problem"),
+    ],
+)
+def test_exploration_finds_a_seeded_defect_of_evaluations(
+    name: str, new: Callable[..., Any], chosen: Bounds, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instead(Evaluations, name, new)(monkeypatch)
+    with pytest.raises(Violation, match=said):
+        search(chosen, at_most=6000, world=Evaluated)
 
 
 # -- without an end of the data

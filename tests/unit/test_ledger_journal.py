@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.admission.events import EvalAnswered, EvalStarted, Event, Finished, Granted, Reissued, Trained
+from realsys.admission.events import EvalAnswered, EvalStarted, Event, Finished, Granted, Reissued, RolledBack, Trained
 from realsys.admission.journal import Journal, decode_record, encode_record, read_journal
 from realsys.errors import LedgerError
 
@@ -72,6 +72,50 @@ def test_damage_before_good_records_is_an_error_that_names_the_line(tmp_path: Pa
     path.write_bytes(b"".join(lines))
     with pytest.raises(LedgerError, match=r"ledger\.jsonl: line 2 is damaged"):
         Journal(path)
+
+
+def test_a_last_record_that_is_whole_and_wrong_is_no_torn_tail(tmp_path: Path) -> None:
+    """Cut off, it would be lost without a word: a write that was torn has no end."""
+    path = tmp_path / "ledger.jsonl"
+    content = written(path)
+    path.write_bytes(content.replace(b'"length":12', b'"length":13'))
+    with pytest.raises(LedgerError, match=r"line 6 was changed, or records before it are missing"):
+        Journal(path)
+
+
+@pytest.mark.parametrize("written_bytes", [0, 20])
+def test_after_a_record_that_could_not_be_written_there_is_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written_bytes: int
+) -> None:
+    """The disk has room again before the process has ended: what comes now must not follow a hole or half a line."""
+    path, write = tmp_path / "ledger.jsonl", os.write
+
+    def full(fd: int, data: bytes) -> int:
+        if not written_bytes:
+            raise OSError(28, "No space left on device")
+        return write(fd, data[:written_bytes])
+
+    with Journal(path) as journal:
+        journal.append(EVENTS[:1])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full)
+            with pytest.raises(LedgerError, match=r"cannot write|disk full"):
+                journal.append(EVENTS[1:2])
+        with pytest.raises(LedgerError, match=r"cannot write|disk full"):
+            journal.append(EVENTS[2:])
+    with Journal(path) as journal:
+        assert journal.replay() == EVENTS[:1]
+
+
+def test_numbers_that_no_ledger_can_hold_are_damage() -> None:
+    for event in (
+        Trained(1 << 31, 1, ["0000000000"], 3.0),
+        Trained(1, 1, ["0000000000"], 3.0, [1 << 40]),
+        Granted("0000000000", -1, 7, 0, "w", "1", 0, 1.5),
+        Granted("0000000000", 0, 1 << 63, 0, "w", "1", 0, 1.5),
+        RolledBack(-2, 0, "1", "", 0.0),
+    ):
+        assert decode_record(encode_record(event)) is None, event
 
 
 def test_second_writer_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from realsys.admission.events import Opened, Reissued, RolledBack, Trained
-from realsys.admission.manager import ARRIVAL_GRACE_S, ManagerState
+from realsys.admission.events import Opened, RolledBack
+from realsys.admission.manager import ManagerState
 from realsys.admission.messages import (
     AllocateRequest,
     EvaluateRequest,
@@ -16,56 +16,13 @@ from realsys.admission.messages import (
     RollBackReply,
     RollBackRequest,
     ScheduleRequest,
-    TrainedReply,
-    TrainedRequest,
 )
 from realsys.admission.refusals import NotRunning, OlderTraining
 from realsys.admission.servers import Idle
 from realsys.admission.status import status
 from realsys.errors import LedgerError
-from realsys.types import PublishedVersion
 from tests.manager_states import ANSWER, SETTINGS, address, finish, order, place, schedule, tickets, update
-
-A, B, C = (f"{number:019d}" for number in (1, 2, 10))
-
-
-def start(state: ManagerState, version: int, incarnation: str, now: float = 0.0) -> int:
-    reply = state.roll_back(RollBackRequest(version, version, incarnation, f"/c/{version}"), now)
-    assert isinstance(reply, RollBackReply)
-    return reply.reissued
-
-
-def published(number: int, incarnation: str) -> PublishedVersion:
-    return PublishedVersion(number, incarnation, f"/v{number}.{incarnation}", number)
-
-
-def trained(state: ManagerState, version: int, ids: list[str], incarnation: str, **more: object) -> TrainedReply:
-    request = TrainedRequest(version, version, ids, incarnation=incarnation, **more)  # type: ignore[arg-type]
-    reply = state.trained(request, 0.0)
-    assert isinstance(reply, TrainedReply)
-    return reply
-
-
-def running(incarnation: str = A) -> ManagerState:
-    """A new trial whose training side has started and published, with one server that has verified it."""
-    state = ManagerState(SETTINGS)
-    state.open(0.0)
-    state.observe_servers([address(0)])
-    assert start(state, -1, incarnation) == 0
-    assert state.publish(published(0, incarnation))
-    update(state, 0)
-    return state
-
-
-def serve(state: ManagerState, number: int, incarnation: str) -> None:
-    assert state.publish(published(number, incarnation))
-    update(state, 0)
-
-
-def replayed(state: ManagerState) -> ManagerState:
-    again = ManagerState(state.settings)
-    again.restore_from(state.outbox)
-    return again
+from tests.training_sides import A, B, C, published, replayed, running, serve, start, trained
 
 
 def test_roll_back_reissues_what_the_checkpoint_does_not_have_and_keeps_drops() -> None:
@@ -85,7 +42,7 @@ def test_roll_back_reissues_what_the_checkpoint_does_not_have_and_keeps_drops() 
     place(state, runs)
     assert start(state, 1, B) == 3
     states = state.ledger.counts.by_state()
-    assert states == {"running": 0, "finished": 0, "waiting": 3, "trained": 1, "dropped": 2}
+    assert states == {"running": 0, "finished": 0, "waiting": 3, "claimed": 0, "trained": 1, "dropped": 2}
     assert state.ledger.counted == 1 and len(state.reservations) == 0
     assert (
         state.ledger.ended(first.ticket_id) == "trained@1" and state.ledger.ended(bad.ticket_id) == "dropped: rejected"
@@ -207,90 +164,47 @@ def test_the_first_start_is_remembered_by_a_manager_that_restarts_before_any_tic
 
 def test_evaluations_of_undone_versions_and_unfinished_ones_are_forgotten_and_may_be_asked_again() -> None:
     state = running()
-    state.evaluate(EvaluateRequest("done", "eval", 1), 0.0)
+    state.evaluate(EvaluateRequest("done", "eval", 1, incarnation=A), 0.0)
     [ticket] = tickets(state)
     finish(state, ticket)
-    state.evaluate(EvaluateRequest("open", "eval", 2), 0.0)
+    state.evaluate(EvaluateRequest("open", "eval", 2, incarnation=A), 0.0)
     old, _, group = tickets(state, 3)
     finish(state, group)
     trained(state, 1, [group.ticket_id], A)
     serve(state, 1, A)
-    state.evaluate(EvaluateRequest("late", "eval", 1), 0.0)
+    state.evaluate(EvaluateRequest("late", "eval", 1, incarnation=A), 0.0)
     finish(state, tickets(state)[0])
     assert start(state, 0, B) == 1
     assert set(state.evaluations.all()) == {"done"} == set(replayed(state).evaluations.all())
     serve(state, 0, B)
-    state.evaluate(EvaluateRequest("open", "eval", 2), 0.0)
+    state.evaluate(EvaluateRequest("open", "eval", 2, incarnation=B), 0.0)
     [again] = tickets(state)
     assert again.ticket_id == old.ticket_id and again.attempt > old.attempt
     assert not state.finish(FinishRequest(old.ticket_id, old.attempt, "w", "accepted", "", [ANSWER]), 0.0).known
 
 
-def test_trained_of_an_older_training_side_is_refused_and_changes_nothing() -> None:
+def test_the_reply_to_a_roll_back_names_every_evaluation_that_was_ever_asked_for() -> None:
+    """The training side knows which of them it has a result of. The same call again, and a restart, change nothing."""
     state = running()
-    [ticket] = tickets(state)
-    finish(state, ticket)
-    start(state, 0, B)
-    for speaker in (A, ""):
-        request = TrainedRequest(1, 1, [ticket.ticket_id], [(ticket.ticket_id, "stale")], incarnation=speaker, held=[])
-        refused = state.trained(request, 1e6)
-        assert isinstance(refused, OlderTraining) and B in refused.problem
-    assert state.ledger.counts.open["waiting"] == 1
-    with pytest.raises(ValueError, match=f"{C} has not called /roll_back"):
-        state.trained(TrainedRequest(1, 1, incarnation=C), 0.0)
-
-
-def test_oldest_goes_to_the_journal_for_what_is_new_and_must_match_in_number() -> None:
-    state = running()
-    ids = [ticket.ticket_id for ticket in tickets(state, 3)]
-    trained(state, 1, [ids[0]], A, oldest=[0])
-    reply = trained(state, 2, ids, A, oldest=[0, 1, 0])
-    assert reply.trained == 2
-    event = state.outbox[-1]
-    assert isinstance(event, Trained) and (event.tickets, event.oldest, event.incarnation) == (ids[1:], [1, 0], A)
-    with pytest.raises(ValueError, match="oldest has 1 versions for 3"):
-        trained(state, 3, ids, A, oldest=[0])
-
-
-def test_what_finished_and_never_arrived_is_reissued_once_and_its_quota_refunded_once() -> None:
-    state = running()
-    held, gone, late, busy = tickets(state, 4)
-    for ticket in (held, gone):
-        finish(state, ticket)
-    state.finish(FinishRequest(late.ticket_id, 0, "w", "accepted", "", [ANSWER]), ARRIVAL_GRACE_S)
-    request = TrainedRequest(0, 0, incarnation=A, held=[(held.ticket_id, 0)])
-    assert state.refusal() == "staleness" and state.ledger.counted == 4
-    reply = state.trained(request, ARRIVAL_GRACE_S + 1)
-    assert isinstance(reply, TrainedReply) and reply.lost == [gone.ticket_id], "not what finished a moment ago, or runs"
-    assert state.outbox[-1] == Reissued(gone.ticket_id, 0, "never arrived", ARRIVAL_GRACE_S + 1)
-    assert state.ledger.counted == 3
-    again = state.trained(request, ARRIVAL_GRACE_S + 1)
-    assert isinstance(again, TrainedReply) and again.lost == [] and state.ledger.counted == 3
-    [fresh] = tickets(state)
-    assert (fresh.ticket_id, fresh.attempt) == (gone.ticket_id, 1) and state.refusal() == "staleness"
-    state.finish(FinishRequest(gone.ticket_id, 1, "w", "accepted", "", [ANSWER]), 20.0)
-    reply = state.trained(TrainedRequest(0, 0, incarnation=A, held=[(held.ticket_id, 0), (gone.ticket_id, 0)]), 1e6)
-    assert isinstance(reply, TrainedReply)
-    assert reply.lost == [late.ticket_id], "an attempt before it is there, so that this one is refused as a copy"
-    assert state.ledger.is_running(busy.ticket_id, 0)
-
-
-def test_what_this_very_call_trains_or_drops_need_not_be_held() -> None:
-    state = running()
-    first, second = tickets(state, 2)
-    for ticket in (first, second):
-        finish(state, ticket)
-    request = TrainedRequest(
-        1, 1, [first.ticket_id], [(second.ticket_id, "filtered")], incarnation=A, oldest=[0], held=[]
-    )
-    reply = state.trained(request, 1e6)
-    assert reply == TrainedReply(1, 1, [])
-
-
-def test_without_a_word_on_what_is_held_nothing_is_reissued() -> None:
-    state = running()
+    for name in ("one", "two"):
+        state.evaluate(EvaluateRequest(name, "eval", 1, incarnation=A), 0.0)
     finish(state, tickets(state)[0])
-    assert state.trained(TrainedRequest(0, 0, incarnation=A), 1e6) == TrainedReply(0, 0, [])
+    request = RollBackRequest(0, 0, B)
+    for asked in (state, state, replayed(state)):
+        reply = asked.roll_back(request, 0.0)
+        assert isinstance(reply, RollBackReply) and reply.evaluations == ["one", "two"]
+    assert set(state.evaluations.all()) == {"one"}
+
+
+def test_an_older_training_side_starts_no_evaluation_of_weights_that_are_gone() -> None:
+    state = running()
+    start(state, 0, B)
+    before = len(state.outbox)
+    refused = state.evaluate(EvaluateRequest("late", "eval", 1, incarnation=A), 0.0)
+    assert isinstance(refused, OlderTraining) and A in refused.problem
+    with pytest.raises(ValueError, match="has not called /roll_back"):
+        state.evaluate(EvaluateRequest("early", "eval", 1, incarnation=C), 0.0)
+    assert len(state.outbox) == before and not state.evaluations.asked()
 
 
 def test_what_decisions_are_bound_by_is_recorded_when_it_is_new_or_changed() -> None:
@@ -318,30 +232,6 @@ def test_tickets_of_another_order_of_prompts_are_refused() -> None:
         other.restore_from(state.outbox)
         with pytest.raises(LedgerError, match="its tickets were granted with"):
             other.open(0.0)
-
-
-def test_a_restart_after_the_clock_was_set_back_does_not_put_off_when_a_ticket_is_missed() -> None:
-    state = running()
-    lost, gone = tickets(state, 2, now=1e6)
-    state.finish(FinishRequest(gone.ticket_id, 0, "w", "accepted", "", [ANSWER]), 1e6)
-    restarted = ManagerState(SETTINGS)
-    restarted.restore_from(state.outbox)
-    restarted.open(1e3)
-    assert restarted.expire(1e3 + SETTINGS.lease_s) == []
-    assert restarted.expire(1e3 + SETTINGS.lease_s + 1) == [lost.ticket_id]
-    request = TrainedRequest(0, 0, incarnation=A, held=[])
-    reply = restarted.trained(request, 1e3 + ARRIVAL_GRACE_S + 1)
-    assert isinstance(reply, TrainedReply) and reply.lost == [gone.ticket_id]
-
-
-def test_finished_tells_the_versions_of_the_answers() -> None:
-    state = running()
-    first, second = tickets(state, 2)
-    answers = [type(ANSWER)(0.0, False, 3, "stop", low, high) for low, high in ((2, 3), (1, 2))]
-    state.finish(FinishRequest(first.ticket_id, 0, "w", "accepted", "", answers), 0.0)
-    state.finish(FinishRequest(second.ticket_id, 0, "w", "failed", "x"), 0.0)
-    versions = [(e.version_min, e.version_max) for e in state.outbox[-2:]]  # type: ignore[union-attr]
-    assert versions == [(1, 3), (-1, -1)]
 
 
 def test_a_repeated_allocation_after_a_roll_back_gets_nothing_of_before() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from realsys.admission.journal import Journal
-from realsys.admission.messages import RollBackRequest, TrainedRequest
+from realsys.admission.messages import ClaimRequest, RollBackRequest, TrainedRequest
 from realsys.errors import LedgerError
 from tests.manager_states import SETTINGS, ready, tickets
 from workers.manager_service import ManagerService, steady_clock
@@ -54,6 +54,7 @@ async def _position(service: ManagerService) -> None:
 async def _trained_again(service: ManagerService) -> None:
     """The first call was written, and ended before it was on the disk."""
     [ticket] = tickets(service.state)
+    service.claim(ClaimRequest(1, [ticket.ticket_id]))
     request = TrainedRequest(1, 1, [ticket.ticket_id])
     service.state.trained(request, 0.0)
     await service.trained(request)
@@ -74,5 +75,22 @@ def test_a_journal_that_cannot_be_synced_ends_the_process_and_is_not_asked_again
             with pytest.raises(LedgerError, match="cannot sync"):
                 await call(service)  # type: ignore[misc]
             assert isinstance(service.fatal.exception(), LedgerError)
+
+    asyncio.run(scenario())
+
+
+def test_a_drop_is_on_the_disk_before_the_trainer_forgets_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a ledger that lost its last records would miss the group, and the trainer refuse each of its copies."""
+
+    async def scenario() -> None:
+        state = ready()
+        with Journal(tmp_path / "ledger") as journal:
+            service, synced = ManagerService(state, journal), list[int]()
+            [ticket] = tickets(state)
+            monkeypatch.setattr(journal, "sync", lambda: synced.append(journal.records))
+            await service.trained(TrainedRequest(0, 0, dropped=[(ticket.ticket_id, "stale")]))
+            assert synced == [2], "the grant and the drop"
 
     asyncio.run(scenario())
