@@ -13,7 +13,7 @@ RealsysError
 ├── DecodeError           bytes that are no message of ours
 ├── WeightsError          a weight version is missing, truncated, corrupt, or not the one asked for
 ├── CheckpointError       a checkpoint cannot be written, is torn or corrupt, or belongs to another model
-├── RecordError           a recorded step is missing (exit code 2), or damaged (exit code 1)
+├── RecordError           a recorded step is missing, or is not what was written (exit code 2)
 ├── GenerationError       a generation server refused or failed a request
 ├── RewardError           a verifier raised, hung or died; never turned into a reward
 ├── LedgerError           an event that the rollout ledger cannot accept
@@ -106,13 +106,10 @@ class CheckpointError(RealsysError):
 
 
 class RecordError(RealsysError):
-    """A recorded step is missing (exit code 2), or ``damaged``: then what is there is not what was written."""
+    """A recorded step is missing, or what is there is not what was written."""
 
+    exit_code = 2
     permanent = True
-
-    def __init__(self, message: str, *, damaged: bool = False) -> None:
-        self.exit_code = 1 if damaged else 2
-        super().__init__(message)
 
 
 class GenerationError(RealsysError):

@@ -96,7 +96,7 @@ class GroupOrigin(msgspec.Struct, frozen=True):
 class SampleMeta(msgspec.Struct):
     """What the master knows of a sequence: everything but its tokens."""
 
-    sample_id: str  # f"{ticket_id}/{k}", k-th answer
+    sample_id: str  # f"{ticket_id}.{attempt}/{k}", k-th answer
     ticket_id: str
     attempt: int
     length: int  # prompt + answer tokens

@@ -14,7 +14,7 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,16 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import StreamError
 from realsys.master.arguments import CallArguments
 from realsys.master.checkpoints import Checkpoints
+from realsys.master.disk import on_disk
 from realsys.master.evaluation import Evaluations
 from realsys.master.executor import GraphExecutor
 from realsys.master.intake import Intake
 from realsys.master.loop import TrainLoop, planned_steps
 from realsys.master.plans import cost_functions, plan_roles
-from realsys.master.publish import Publisher
+from realsys.master.publish import Publisher, tell
 from realsys.master.recorder import Recorder
-from realsys.master.recovery import Start, evaluated, find_start, has_trained, recovered_record
+from realsys.master.recovery import Start, evaluated, find_start, has_trained, recovered_record, unanswered
+from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
 from realsys.master.warmup import Warmup
 from realsys.master.workers import ModelWorkers
@@ -52,7 +54,7 @@ from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.request_reply import MasterStream
 from realsys.stream.routing import RoutedStream
 from realsys.stream.security import keys_for
-from realsys.telemetry.steps import StepRecord, read_steps
+from realsys.telemetry.steps import StepRecord, surviving_steps
 from realsys.types import InitializeRequest, Recorded, SampleMeta, SamplesArrived
 
 log = logging.getLogger(__name__)
@@ -83,7 +85,6 @@ class Master:
         routed = RoutedStream(stream, routing_table(self._meshes))
         self._workers = ModelWorkers(routed, self._meshes, config.cluster.request_timeout_s)
         self._arguments = CallArguments(config, self._flow, total_steps)
-        self._evaluations = Evaluations(manager, seed=config.seed, timeout_s=config.cluster.request_timeout_s)
         self._publisher = Publisher(
             store=ctx.store,
             key=ctx.names.model_version(),
@@ -92,7 +93,16 @@ class Master:
             incarnation=ctx.incarnation,
             keep=config.weights.keep_versions,
             save=self._workers.save_weights,
+            timeout_s=config.cluster.request_timeout_s,
+            patience_s=config.cluster.lease_s,
             check_alive=ctx.check_alive,
+        )
+        self._evaluations = Evaluations(
+            manager,
+            training=ctx.incarnation,
+            seed=config.seed,
+            timeout_s=config.cluster.request_timeout_s,
+            mend=self._publisher.mend,
         )
         self._checkpoints = Checkpoints(
             config,
@@ -101,6 +111,7 @@ class Master:
             workers=self._workers,
             position=manager.data_position,
             kl=self._arguments.state_dict,
+            incarnation=ctx.incarnation,
             check_alive=ctx.check_alive,
         )
         self._costs = cost_functions(config, paths, list(self._meshes))
@@ -120,7 +131,8 @@ class Master:
         """What the status page says of the run; ``fields`` stay until they are replaced."""
         self._shown.update(fields)
         value = msgspec.json.encode({"phase": self._phase, "time": time.time(), **self._shown}).decode()
-        await asyncio.to_thread(self._ctx.store.add, self._ctx.names.status, value, replace=True)
+        ctx = self._ctx
+        await tell(ctx.store, ctx.names.status, value, self._config.cluster.lease_s, ctx.check_alive)
 
     async def run(self) -> None:
         """To the end of the run, or until ``stop`` is set and what was trained is saved. Raises Fenced when another
@@ -138,8 +150,10 @@ class Master:
         """Everything before the first step; returns the steps done. Told to stop meanwhile, it loses nothing: what it
         makes is on disk, or is made again.
         """
-        start = await asyncio.to_thread(find_start, self._paths.checkpoints, self._config.resume)
-        await self._roll_back(start)
+        # One process proves what all ranks wrote, each within the bound on a call.
+        root, limit = self._paths.checkpoints, self._config.cluster.request_timeout_s * self._allocation.workers
+        start = await on_disk(f"verifying {root}", limit, lambda: find_start(root, self._config.resume))
+        asked = await self._roll_back(start)
         await self._enter("connect")
         await self._stream.barrier(range(self._allocation.workers), self._config.cluster.connect_timeout_s)
         waiting = self._followers(start)
@@ -155,9 +169,9 @@ class Master:
         if not has_trained(self._records()):
             await self._evaluate("before", done)
         await self._enter("train")
-        due = start.own and self._loop.evaluation_is_due(done)
-        if due and not evaluated(self._records(), f"step-{done}", done):
-            await self._loop.start_evaluation(done)
+        for step in unanswered(self._records(), asked, done) if start.own else ():
+            if self._loop.evaluation_is_due(step):
+                await self._loop.start_evaluation(step, asked_at=done)
         return done
 
     async def _conclude(self, steps: int) -> None:
@@ -168,9 +182,11 @@ class Master:
         await self._enter("done")
         self.finished = True
 
-    async def _roll_back(self, start: Start) -> None:
+    async def _roll_back(self, start: Start) -> list[str]:
         """What is later than ``start`` is undone, before anything else: from here on the manager grants nothing, and
         what was granted is issued again once the weights of ``start`` are published. Raises Fenced.
+
+        Returns the evaluations that were ever asked for.
         """
         folder = str(start.checkpoint or "")
         request = RollBackRequest(start.step, start.step, self._ctx.incarnation, folder)
@@ -179,14 +195,15 @@ class Master:
         except StreamError as error:  # this checkpoint and this ledger do not fit: another start would not change that
             error.permanent = True
             raise
-        if self._records():
+        if any(True for _ in self._records()):
             self._log.append(recovered_record(start, self._ctx.incarnation))
             log.info("went back to version %d; %d tickets are issued again", start.step, reply.reissued)
         await self._publisher.discard_unfinished()
+        return reply.evaluations
 
-    def _records(self) -> list[StepRecord]:
+    def _records(self) -> Iterator[StepRecord]:
         """What holds of the step log."""
-        return read_steps(self._paths.steps)
+        return surviving_steps(self._paths.steps)
 
     def _followers(self, start: Start) -> list[str]:
         """Roles that start as the actor does, where that is known only after its warm-up.
@@ -223,17 +240,23 @@ class Master:
         def keep(group: Sequence[SampleMeta]) -> bool:
             return keep_group([sample.reward for sample in group], correct, wanted)
 
-        intake = Intake(config, training=self._ctx.incarnation, keep=keep, workers=self._workers, manager=self._manager)
+        intake = Intake(
+            config,
+            training=self._ctx.incarnation,
+            keep=keep,
+            workers=self._workers,
+            manager=self._manager,
+            mend=self._publisher.mend,
+        )
         self._stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
         ctx = self._ctx
         recorder = Recorder(config, self._paths, self._meshes, self._workers, ctx.incarnation, ctx.check_alive)
         self._stream.on_notice("recorded", Recorded, recorder.written)
+        plan = functools.partial(plan_roles, config, self._meshes, self._costs)
+        recorded = recorder if config.record.samples else None
         return TrainLoop(
             config,
-            flow=self._flow,
-            meshes=self._meshes,
-            plan=functools.partial(plan_roles, config, self._meshes, self._costs),
-            workers=self._workers,
+            runner=StepRunner(config, self._flow, self._meshes, plan, self._workers, recorded),
             intake=intake,
             arguments=self._arguments,
             publisher=self._publisher,
@@ -245,7 +268,6 @@ class Master:
             hf_folder=self._paths.root / "hf",
             total_steps=total_steps,
             stop=self._stop,
-            recorder=recorder if config.record.samples else None,
         )
 
     async def _warm_up(self) -> None:
@@ -279,7 +301,7 @@ async def serve(ctx: WorkerContext) -> None:
     stream = MasterStream(ctx.config.cluster.host, keys=keys, check_alive=ctx.check_alive)
     ctx.count(lambda: {"bad_messages": stream.bad_messages, "rejected_peers": stream.rejected})
     ctx.register(ctx.names.request_reply(training_start()), stream.address)
-    step_log = StepLog(ctx.paths.steps)
+    step_log = StepLog(ctx.paths.steps, ctx.check_alive)
     config, names = ctx.config, ctx.names
     client = ManagerClient(
         lambda: ctx.store.wait(names.gserver_manager, config.cluster.connect_timeout_s, "the gserver_manager"),

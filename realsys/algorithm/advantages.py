@@ -67,6 +67,15 @@ def outcome_advantages(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_toke
     return normalise(shaped, _groups(refs), tokens, cfg.advantage).astype(np.float32)
 
 
+def advantages_by_id(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> dict[str, float]:
+    """``outcome_advantages`` of all answers of the train step by sample id, in one order of summation: the same to the
+    last bit wherever and in whichever order ``refs`` come.
+    """
+    ordered = sorted(refs, key=lambda ref: ref.sample_id)
+    found = outcome_advantages(ordered, cfg, max_new_tokens)
+    return dict(zip((ref.sample_id for ref in ordered), found.tolist(), strict=True))
+
+
 def outcome_rewards(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> F64:
     """What each answer earns on its last token, float64 ``[len(refs)]``: its shaped reward, and where ``cfg.advantage``
     has mean or std at group level, these taken off and divided by (as in ``outcome_advantages``). Batch level waits

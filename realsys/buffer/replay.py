@@ -1,7 +1,8 @@
 """The replay buffer of the master: which groups are there, and which are trained next. Metadata only, no clock.
 
     notices ──add──> incomplete ──(group_size answers)──> ready ──take──> in training ──(next take)──> remembered
-              ├─> rejected (a copy)       │                 └───take──> dropped (too stale) ───────────┤
+              ├─> rejected (a copy)       │                 │   <─release─┘  └─release─> gone ─────────┤
+              │                           │                 └───take──> dropped (too stale) ───────────┤
               └─────────add───────────────┴─────> dropped (not worth training: ``keep``) ──────────────┘
 
 ``add`` *consumes* what the stream delivers, in any order and possibly twice. ``take`` *waits for* nothing: it returns
@@ -11,7 +12,7 @@ no groups while too few are ready. What the owners may forget comes back as ``cl
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -73,10 +74,11 @@ class SequenceBuffer:
     """Groups by ticket; each ticket leaves at most once.
 
     ``group_size`` answers make a group complete; one that ``keep`` does not want leaves at once, with reason
-    ``success_rate`` (``filtered_in_a_row``: such groups since the last one that stayed). A second copy of a ticket that
-    is here, in training, trained or dropped is rejected, whatever its attempt: for the ledger both ends are final, and
-    a dropped ticket's place has been given away. The last ``remember`` ended tickets are known; a copy of one older
-    than that would be beyond any staleness bound.
+    ``success_rate`` (``filtered_in_a_row``: such groups since the last one that stayed). Until a ticket is in training
+    its latest attempt counts, for that is the one that the ledger goes by: it replaces an earlier one, and an earlier
+    one that comes late is rejected. A second copy of a ticket that is in training, trained or dropped is rejected,
+    whatever its attempt: for the ledger both ends are final, and a dropped ticket's place has been given away. The last
+    ``remember`` ended tickets are known; the ledger lets nobody claim one older than that a second time.
     """
 
     def __init__(self, group_size: int, keep: Keep = lambda group: True, remember: int = 65536) -> None:
@@ -141,12 +143,30 @@ class SequenceBuffer:
         for ticket_id in sorted(self._ready)[:batch_groups]:
             group = self._ready.pop(ticket_id)
             self._training[ticket_id] = group
+            self._deferred += self._part_of(ticket_id)
             batch.groups.append(group.ordered())
             batch.stale += version - group.oldest_version() > eta
         for sample in (sample for group in batch.groups for sample in group):
             _increment(batch.oldest_lag, version - sample.version_min)
             _increment(batch.newest_lag, version - sample.version_max)
         return batch
+
+    def release(self, gone: Collection[str]) -> list[SampleMeta]:
+        """The batch that was taken is not trained: the tickets ``gone`` must never be, the others are ready again.
+
+        Before anything of it has been moved. Returns what may be cleared.
+        """
+        result, copies = Added(), self._deferred
+        taken, self._training, self._deferred = self._training, {}, []
+        for ticket_id, group in taken.items():
+            if ticket_id in gone:
+                result.clear.extend(group.ordered())
+                self._end(ticket_id)
+            else:
+                self._ready[ticket_id] = group
+        for copy in copies:
+            self._refuse(copy, taken[copy.ticket_id], result)
+        return result.clear
 
     def _accept(self, sample: SampleMeta, result: Added) -> bool:
         ticket_id = sample.ticket_id
@@ -157,21 +177,25 @@ class SequenceBuffer:
         if ticket_id in self._ended:
             result.clear.append(sample)
             return False
-        if ticket_id in self._ready:
-            self._refuse(sample, self._ready[ticket_id], result)
+        ready = self._ready.get(ticket_id)
+        if ready is not None and sample.attempt <= ready.attempt:
+            self._refuse(sample, ready, result)
             return False
         group = self._incomplete.setdefault(ticket_id, _Group(sample.attempt))
         if sample.attempt < group.attempt or (sample.attempt == group.attempt and sample.sample_id in group.samples):
             self._refuse(sample, group, result)
             return False
         if sample.attempt > group.attempt:
-            self._supersede(group, sample, result)
+            self._discard(group, result)
+            group = self._incomplete[ticket_id] = _Group(sample.attempt)
         group.samples[sample.sample_id] = sample
         if len(group.samples) == self.group_size:
             self._complete(ticket_id, self._incomplete.pop(ticket_id), result)
         return True
 
     def _complete(self, ticket_id: str, group: _Group, result: Added) -> None:
+        if older := self._ready.pop(ticket_id, None):
+            self._discard(older, result)
         if self._keep(group.ordered()):
             self._ready[ticket_id] = group
             self.filtered_in_a_row = 0
@@ -182,27 +206,29 @@ class SequenceBuffer:
         self._end(ticket_id)
 
     def _refuse(self, copy: SampleMeta, held: _Group, result: Added) -> None:
-        """Attempts share their sample ids, so on the same owner clearing the copy would clear the original."""
+        """One that came twice has one sample id: on the same owner clearing the copy would clear the original."""
         original = held.samples.get(copy.sample_id)
         if original is None or original.owner != copy.owner:
             result.clear.append(copy)
 
-    def _supersede(self, group: _Group, newer: SampleMeta, result: Added) -> None:
-        """A later attempt replaces an incomplete one; the old samples go, where the new do not lie in their place."""
-        old = [s for s in group.samples.values() if s.owner != newer.owner]
-        result.rejected += len(group.samples)
-        self.rejected += len(group.samples)
-        result.clear.extend(old)
-        group.samples.clear()
-        group.attempt = newer.attempt
+    def _discard(self, older: _Group, result: Added) -> None:
+        """A later attempt replaces one that is not in training."""
+        result.rejected += len(older.samples)
+        self.rejected += len(older.samples)
+        result.clear.extend(older.ordered())
 
     def _drop_stale(self, version: int, eta: int, batch: Batch) -> None:
         stale = sorted(t for t, group in self._ready.items() if version - group.oldest_version() > eta)
         for ticket_id in stale:
             group = self._ready.pop(ticket_id)
             batch.dropped.append((ticket_id, STALE))
-            batch.clear.extend(group.ordered())
+            batch.clear.extend([*group.ordered(), *self._part_of(ticket_id)])
             self._end(ticket_id)
+
+    def _part_of(self, ticket_id: str) -> list[SampleMeta]:
+        """What has come of a later attempt, which will not be waited for."""
+        part = self._incomplete.pop(ticket_id, None)
+        return part.ordered() if part else []
 
     def _settle(self) -> list[SampleMeta]:
         """The batch taken before has been trained; returns the copies that may be cleared now."""

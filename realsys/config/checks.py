@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
+from realsys.config.check_calls import INTERFACES, check_calls
 from realsys.config.check_training import check_training
+from realsys.config.check_vocabulary import check_vocabulary
 from realsys.config.dataflow import Dataflow, dataflow_of, require_plugins
 from realsys.config.machine import Machine
-from realsys.config.model_families import Head, has_score, position_count, refuse_unsupported
+from realsys.config.model_families import Head, has_score, is_size, position_count, refuse_unsupported, understood
 from realsys.config.roles import role_field, role_settings
 from realsys.config.schema import Config
 from realsys.config.sglang import check_sglang, check_sglang_sampling
@@ -36,6 +38,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     """
     allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
     require_plugins("plugins.train", config.plugins.train)
+    check_calls(flow, config.plugins.train)
     allocation.check_roles(flow.roles, config.allocation)
     _check_generation(config, allocation)
     _check_machine(config, allocation, machine)
@@ -187,12 +190,23 @@ def check_models(config: Config, allocation: Allocation, flow: Dataflow) -> None
         if settings.head == "value" and not scored and role not in flow.trained_roles:
             problem = "is a language model without score.weight, and the role is not trained: all its values would be 0"
             raise ConfigError(f"{role_field(role)}.path", settings.path, problem)
+    if config.model.path:
+        _check_vocabularies(Path(config.model.path), config, flow)
 
 
 def check_made_model(path: Path, config: Config, allocation: Allocation, flow: Dataflow) -> None:
     """Check the model that was made on the spot for every role that uses it. Raises ConfigError or ModelError."""
     for role in _roles_of_made_model(config, flow):
         check_model(path, config, allocation, role=role)
+    _check_vocabularies(path, config, flow)
+
+
+def _check_vocabularies(actor: Path, config: Config, flow: Dataflow) -> None:
+    """Every role that an interface of ours runs is fed the token ids of the actor."""
+    for role in dict.fromkeys(call.role for call in flow.calls if call.interface in INTERFACES and call.role != ACTOR):
+        own = role_settings(config, role).path
+        if own and own != config.model.path:
+            check_vocabulary(f"{role_field(role)}.path", Path(own), actor)
 
 
 def check_model(
@@ -216,17 +230,19 @@ def check_model(
         hf = json.loads((path / "config.json").read_text("utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{model}: no config.json in it") from None
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise ModelError(f"{model}: config.json cannot be read: {exc}") from None
     if not isinstance(hf, dict):
         raise ModelError(f"{model}: config.json is no object")
-    refuse_unsupported(model, hf)
-    scored = has_score(model, hf, head)
+    with understood(f"{model}: config.json"):
+        refuse_unsupported(model, hf)
+        scored = has_score(model, hf, head)
     if not (path / "tokenizer.json").is_file():
         raise ModelError(f"{model}: no tokenizer.json in it")
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"{model}: no *.safetensors in it")
-    _check_sizes(hf, config, allocation, role, str(path))
+    with understood(f"{model}: config.json"):
+        _check_sizes(hf, config, allocation, role, str(path))
     return scored
 
 
@@ -276,6 +292,6 @@ def _check_sizes(hf: dict[str, Any], config: Config, allocation: Allocation, rol
 
 def _size(hf: dict[str, Any], name: str, model: str) -> int:
     value = hf.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_size(value, name):
         raise ModelError(f"{model}: config.json: {name}={value!r} must be a positive integer")
     return value

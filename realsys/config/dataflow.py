@@ -22,6 +22,7 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from realsys.config.registry import Registry
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
@@ -103,19 +104,15 @@ class Dataflow:
 
 
 Builder = Callable[[Config], Dataflow]
-ALGORITHMS: dict[str, Builder] = {}
+ALGORITHMS: Registry[Builder] = Registry("algorithm", "plugins.dataflow")
 
 
 def register_algorithm(name: str) -> Callable[[Builder], Builder]:
-    """Decorator: ``train.ppo.algorithm=name`` runs the dataflow that this function returns."""
+    """Decorator: ``train.ppo.algorithm=name`` runs the dataflow that this function returns.
 
-    def register(builder: Builder) -> Builder:
-        if name in ALGORITHMS:
-            raise ConfigError("plugins.dataflow", name, "an algorithm of this name is registered already")
-        ALGORITHMS[name] = builder
-        return builder
-
-    return register
+    Raises ConfigError when the name is taken.
+    """
+    return ALGORITHMS.register(name)
 
 
 def import_plugins(field: str, modules: Iterable[str]) -> None:
@@ -146,11 +143,8 @@ def require_plugins(field: str, modules: Iterable[str]) -> None:
 def dataflow_of(config: Config) -> Dataflow:
     """The graph of one train step. Raises ConfigError."""
     import_plugins("plugins.dataflow", config.plugins.dataflow)
-    name = config.train.ppo.algorithm
-    if name not in ALGORITHMS:
-        problem = f"unknown; known: {', '.join(sorted(ALGORITHMS))} (yours: name its module in plugins.dataflow)"
-        raise ConfigError("train.ppo.algorithm", name, problem)
-    return with_offload(ALGORITHMS[name](config), config)
+    builder = ALGORITHMS.find(config.train.ppo.algorithm, "train.ppo.algorithm")
+    return with_offload(builder(config), config)
 
 
 def with_offload(flow: Dataflow, config: Config) -> Dataflow:

@@ -31,6 +31,9 @@ def read_config(path: Path) -> Config:
     """Read a dump back. Raises ConfigError naming the file if it is missing or not ours."""
     try:
         text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        problem = "is not there: not the folder of a trial, or of one that is still being made"
+        raise ConfigError("config.json", str(path), problem) from None
     except OSError as exc:
         raise ConfigError("config.json", str(path), exc.strerror or "cannot be read") from None
     except UnicodeDecodeError as exc:

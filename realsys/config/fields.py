@@ -17,6 +17,6 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys and lossy conversions are errors."""
+    """Base of all sections: unknown keys, lossy conversions and numbers that are not finite are errors."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)

@@ -7,8 +7,9 @@ trained to give values takes either, and starts from zero values where there is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeGuard
 
 from realsys.errors import ModelError
 
@@ -16,9 +17,27 @@ Head = Literal["lm", "value"]
 
 #: ``model_type`` -> how its classes in transformers begin
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
+_MOST_LAYERS, _MOST = 4096, 1 << 24
 # What transformers takes where the file says nothing.
 _SLIDING_WINDOW = 4096
 _MISTRAL_POSITIONS = 4096 * 32
+
+
+def is_size(value: object, name: str) -> TypeGuard[int]:
+    """Whether a config.json may have ``name`` = ``value``: a positive whole number that could be of a model. What is
+    larger is damage, and to work with it would take for ever.
+    """
+    most = _MOST_LAYERS if name == "num_hidden_layers" else _MOST
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
+@contextlib.contextmanager
+def understood(where: str) -> Iterator[None]:
+    """ModelError for what is no setting of a model: a list where a number belongs, text that is no number."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ModelError(f"{where}: cannot be understood: {type(error).__name__}: {error}") from error
 
 
 def has_score(where: str, raw: Mapping[str, Any], head: Head) -> bool:

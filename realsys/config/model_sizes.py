@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from realsys.config.model_families import is_size
 from realsys.errors import ModelError
 
 
@@ -28,7 +29,7 @@ def read_sizes(directory: Path, head: Literal["lm", "value"] = "lm") -> ModelSiz
     path = directory / "config.json"
     try:
         raw = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
     hidden, heads = _size(raw, "hidden_size", path), _size(raw, "num_attention_heads", path)
     return ModelSizes(
@@ -46,6 +47,6 @@ def _size(raw: Any, name: str, path: Path, otherwise: int | None = None) -> int:
     """``otherwise`` where the file leaves the size out, or says null."""
     found = raw.get(name) if isinstance(raw, dict) else None
     value = otherwise if found is None else found
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_size(value, name):
         raise ModelError(f"{path}: {name}={value!r} must be a positive integer")
     return value

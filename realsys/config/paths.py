@@ -42,7 +42,7 @@ class TrialPaths:
 
     @property
     def lock(self) -> Path:
-        """Locked by the launcher and its workers for as long as one of them lives; holds the launcher's pid."""
+        """Locked by the launcher and its workers for as long as one of them lives; says which launcher was the last."""
         return self.root / "lock"
 
     @property

@@ -34,9 +34,14 @@ class ClusterConfig(Section):
     heartbeat_s: PositiveFloat = 2.0
     lease_s: PositiveFloat = 20.0
     connect_timeout_s: PositiveFloat = Field(120.0, description="bound on every wait for another worker at start")
-    request_timeout_s: PositiveFloat = Field(1800.0, description="bound on one model function call")
+    request_timeout_s: PositiveFloat = Field(
+        1800.0, description="bound on one model function call, and on handing a group over"
+    )
     stop_timeout_s: PositiveFloat = Field(8.0, description="a stopping run kills what is left after this")
     max_restarts: NonNegative = Field(5, description="restarts in a row, of a stateless worker or of the training side")
+    log_mb: PositiveFloat = Field(
+        16.0, description="a longer log of a process is moved to .log.1, in the place of what was there before"
+    )
 
     @property
     def master_stop_s(self) -> float:
@@ -91,11 +96,11 @@ class DataConfig(Section):
 class SamplingConfig(Section):
     """What is sampled. Log-probs stay those of softmax(logits / temperature): cuts and penalties are not in them."""
 
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=1e-6)] = 1.0
     top_p: OpenProbability = 1.0
     top_k: int = Field(-1, ge=-1, description="-1: off")
     min_p: Probability = Field(0.0, description="tokens below this share of the most probable one's are cut; 0: off")
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = Field(
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=2)] = Field(
         1.0, description="divides (if negative: multiplies) the logits of tokens the answer holds already; 1: off"
     )
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = Field(
@@ -157,7 +162,7 @@ class RolloutConfig(Section):
     workers: Positive = 2
     group_size: Positive = Field(16, description="answers per prompt")
     max_concurrent: Positive = Field(64, description="running groups per RolloutWorker")
-    agent: str = "math_single_turn"
+    agent: Literal["math_single_turn"] = "math_single_turn"
     max_attempts: Positive = Field(3, description="attempts of one ticket before it is dropped")
     reward: RewardConfig = RewardConfig()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from realsys.config.model_families import understood
 from realsys.data.chat import find_chat_template
 from realsys.data.lines import Message, PromptText
 from realsys.errors import DataError, ModelError
@@ -33,7 +34,8 @@ class TextTokenizer:
         settings = read_json(self.path / "tokenizer_config.json")
         special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         self._chat = find_chat_template(self.path, settings, {name: text for name, text in special.items() if text})
-        self.eos_token_ids = self._find_eos(special["eos_token"])
+        with understood(str(self.path)):
+            self.eos_token_ids = self._find_eos(special["eos_token"])
 
     @property
     def eos_token_id(self) -> int:
@@ -127,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: holds no JSON object")

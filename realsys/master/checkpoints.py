@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import xxhash
@@ -33,12 +33,15 @@ from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError, RealsysError
+from realsys.master.disk import on_disk
 from realsys.train import checkpoint_files as files
 from realsys.train.checkpoint_files import CheckpointState, FileInfo, RankIndex, RoleState
 from realsys.types import Empty, FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
 from realsys.weights.manifest import fsync_directory, write_durably
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class CheckpointCalls(Protocol):
@@ -61,7 +64,7 @@ class Checkpoints:
     """Takes and keeps the checkpoints of one trial; loads the one that it goes on from, its own or another trial's.
 
     ``meshes``: those of the trained roles. ``position``: where the manager is in the data. ``kl``: state of the KL
-    controller.
+    controller. ``incarnation``: of the training side, whose lease ``check_alive`` looks at.
     """
 
     def __init__(
@@ -73,10 +76,11 @@ class Checkpoints:
         workers: CheckpointCalls,
         position: Callable[[], Awaitable[DataPosition]],
         kl: Callable[[], dict[str, float]],
+        incarnation: str = "",
         check_alive: CheckAlive = unleased,
     ) -> None:
         self._config, self._paths, self._meshes, self._workers = config, paths, dict(meshes), workers
-        self._check_alive = check_alive
+        self._incarnation, self._check_alive = incarnation, check_alive
         self._position, self._kl = position, kl
         self._running: _Running | None = None
         self._newest_step = self._saved_step = 0
@@ -113,7 +117,7 @@ class Checkpoints:
 
     async def load(self, directory: Path) -> CheckpointState:
         """Every trained role gets its state of the checkpoint. Raises RealsysError naming what does not fit."""
-        state = await asyncio.to_thread(files.read_state, directory)
+        state = await self._on_disk(directory, lambda: files.read_state(directory))
         requests = [LoadCheckpointRequest(role, str(directory)) for role in self._meshes]
         await asyncio.gather(*(self._workers.load_checkpoint(request) for request in requests))
         self._newest_step = self._saved_step = state.step
@@ -124,7 +128,9 @@ class Checkpoints:
         await self._complete(wait=True)
         self._saved_step = step
         try:
-            directory = await asyncio.to_thread(prepare, self._paths.checkpoints, step)
+            root = self._paths.checkpoints
+            self._check_alive()  # a successor may be writing
+            directory = await self._on_disk(root, lambda: prepare(root, step, self._incarnation))
             state = self._state(step, await self._position())
             requests = [SaveCheckpointRequest(role, step, str(directory)) for role in self._meshes]
             await asyncio.gather(*(self._workers.save_checkpoint(request) for request in requests))
@@ -135,19 +141,27 @@ class Checkpoints:
     async def _complete(self, *, wait: bool) -> None:
         """Complete the checkpoint that is being written; without ``wait`` only if no rank has to be waited for."""
         running = self._running
-        if running is None or not (wait or await asyncio.to_thread(self._is_written, running.directory)):
+        if running is None:
+            return
+        tmp = running.directory
+        if not (wait or await self._on_disk(tmp, lambda: self._is_written(tmp))):
             return
         self._running = None
         step, start = running.state.step, time.perf_counter()
         try:
             requests = [FinishCheckpointRequest(role, step) for role in self._meshes]
             await asyncio.gather(*(self._workers.finish_checkpoint(request) for request in requests))
-            final = await asyncio.to_thread(commit, running.directory, running.state, self._stems(), self._check_alive)
-            gone = await asyncio.to_thread(prune, self._paths.checkpoints, self._config.checkpoint.keep)
+            state, stems = running.state, self._stems()
+            final = await self._on_disk(tmp, lambda: commit(tmp, state, stems, self._check_alive))
+            root, keep = self._paths.checkpoints, self._config.checkpoint.keep
+            gone = await self._on_disk(root, lambda: prune(root, keep))
         except RealsysError as error:
             raise self._failed(step, error) from error
         took = time.perf_counter() - start
         log.info("checkpoint %s is complete, waited %.3f s for it, pruned %d", final, took, len(gone))
+
+    async def _on_disk(self, path: Path, work: Callable[[], Result]) -> Result:
+        return await on_disk(f"checkpoint in {path}", self._config.cluster.request_timeout_s, work)
 
     def _is_written(self, directory: Path) -> bool:
         """Whether no rank is writing any more. One that has failed will say why when it is asked to finish."""
@@ -195,21 +209,22 @@ def describe_role(config: Config, paths: TrialPaths, role: str, layout: str) -> 
 # ---- on disk
 
 
-def prepare(root: Path, step: int) -> Path:
+def prepare(root: Path, step: int, incarnation: str = "") -> Path:
     """Make the empty ``.tmp`` folder of a checkpoint; what a killed run left half written or half removed goes, and
     what recovery set aside as damaged.
 
-    Raises CheckpointError.
+    The folder is that of one ``incarnation`` of the training side: a rank of an earlier one that was suspended, and
+    wakes up to write, must not write among the files of this one. Raises CheckpointError.
     """
+    for folder in sorted(root.glob("step-*")):
+        if folder.suffix or not (folder / files.STATE).exists():
+            _remove(folder)
     final = root / files.directory_name(step)
     if final.exists():
         raise CheckpointError(f"{final} exists already; a checkpoint is written once")
-    tmp = root / f"{final.name}.tmp"
+    tmp = root / ".".join(filter(None, (final.name, incarnation, "tmp")))
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for folder in root.glob("step-*"):
-            if folder.suffix or not (folder / files.STATE).exists():
-                shutil.rmtree(folder)
         tmp.mkdir()
     except OSError as error:
         raise CheckpointError(f"{tmp} cannot be made: {error.strerror}") from error
@@ -232,12 +247,13 @@ def commit(tmp: Path, state: CheckpointState, stems: Sequence[str], check_alive:
         files.check_size(tmp / files.data_file(stem), index.file)
         found[files.data_file(stem)] = index.file
         found[path.name] = FileInfo(len(raw), xxhash.xxh3_64_hexdigest(raw))
-    final = tmp.with_suffix("")
+    final = tmp.with_name(files.directory_name(state.step))
     try:
         reach("checkpoint.commit")
         check_alive()
         write_durably(tmp / files.STATE, files.encode_state(msgspec.structs.replace(state, files=found)))
         fsync_directory(tmp)
+        check_alive()  # again: that took a while, and what is renamed now is what recovery goes on from
         tmp.rename(final)
         fsync_directory(final.parent)
     except OSError as error:
@@ -247,12 +263,18 @@ def commit(tmp: Path, state: CheckpointState, stems: Sequence[str], check_alive:
 
 
 def prune(root: Path, keep: int) -> list[Path]:
-    """Remove all but the newest ``keep`` complete checkpoints; returns what went.
-
-    state.json goes first, so that a reader who comes meanwhile finds an incomplete checkpoint, not a broken one.
+    """Remove all but the newest ``keep`` complete checkpoints; returns what went. One that stays is named in the log,
+    and tried again before the next checkpoint: the new one is complete all the same.
     """
-    gone = [path for _, path in files.complete_checkpoints(root)[:-keep]]
-    for path in gone:
-        (path / files.STATE).unlink()
-        shutil.rmtree(path)
-    return gone
+    return [path for _, path in files.complete_checkpoints(root)[:-keep] if _remove(path)]
+
+
+def _remove(folder: Path) -> bool:
+    """state.json goes first: a reader who comes meanwhile finds an incomplete checkpoint, not a broken one."""
+    try:
+        (folder / files.STATE).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    except OSError as error:
+        log.error("%s cannot be removed now: %s", folder, error.strerror)
+        return False
+    return True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from realsys.admission.messages import EvaluateRequest, EvaluationReply
@@ -11,18 +13,36 @@ from realsys.errors import StuckError, WaitTimeout
 from realsys.rollout.manager_client import ManagerClient
 
 POLL_S = 0.2
+LOOK_S = 5.0  # between two looks at the manager's status
+
+Mend = Callable[[Mapping[str, Any]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """``step``: that it was due at; ``asked_at``: that of the weights it was asked for with; ``started``: monotonic."""
+
+    step: int
+    asked_at: int
+    started: float
 
 
 class Evaluations:
-    """Asks the manager for evaluations and waits for them, in the foreground or beside training."""
+    """Asks the manager for evaluations and waits for them, in the foreground or beside training.
 
-    def __init__(self, manager: ManagerClient, *, seed: int, timeout_s: float) -> None:
-        self._manager, self._seed, self._timeout_s = manager, seed, timeout_s
-        self._running: dict[str, tuple[int, float]] = {}  # eval_id -> (step, started)
+    ``training``: incarnation of this training side; one that was replaced gets Fenced for asking.
+    """
 
-    async def start(self, eval_id: str, problems: int, step: int) -> None:
-        await self._manager.evaluate(EvaluateRequest(eval_id, "eval", problems, self._seed))
-        self._running[eval_id] = (step, time.monotonic())
+    def __init__(self, manager: ManagerClient, *, training: str, seed: int, timeout_s: float, mend: Mend) -> None:
+        """``mend``: called with the manager's status now and then while one is waited for."""
+        self._manager, self._training, self._seed, self._timeout_s = manager, training, seed, timeout_s
+        self._mend, self._looked = mend, time.monotonic()
+        self._running: dict[str, _Running] = {}  # by eval_id
+
+    async def start(self, eval_id: str, problems: int, step: int, asked_at: int | None = None) -> None:
+        """``asked_at``: the step done, where the evaluation was due at an earlier ``step`` and is asked for again."""
+        await self._manager.evaluate(EvaluateRequest(eval_id, "eval", problems, self._seed, self._training))
+        self._running[eval_id] = _Running(step, step if asked_at is None else asked_at, time.monotonic())
 
     async def run(self, eval_id: str, problems: int, step: int) -> dict[str, Any]:
         """Start one and wait for it. Raises WaitTimeout with how far it got.
@@ -34,7 +54,7 @@ class Evaluations:
         while True:
             if records := await self.finished(asked):
                 return records[0] | {"eval_id": eval_id}
-            await asyncio.sleep(POLL_S)
+            await self._pause()
 
     async def rest(self) -> list[dict[str, Any]]:
         """Wait for all that were started beside training. Raises WaitTimeout with how far they got."""
@@ -42,19 +62,25 @@ class Evaluations:
         while self._running:
             records += await self.finished()
             if self._running:
-                await asyncio.sleep(POLL_S)
+                await self._pause()
         return records
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(POLL_S)
+        if time.monotonic() - self._looked > LOOK_S:
+            self._looked = time.monotonic()
+            await self._mend(await self._manager.status())
 
     async def finished(self, *wanted: str) -> list[dict[str, Any]]:
         """Step-log records of the evaluations that are done by now, each once; of all running ones by default."""
         records = []
         for eval_id in wanted or list(self._running):
-            step, started = self._running[eval_id]
-            seconds = time.monotonic() - started
+            running = self._running[eval_id]
+            seconds = time.monotonic() - running.started
             state = await self._manager.evaluation(eval_id)
             if state.done + state.failed >= state.total:
                 del self._running[eval_id]
-                records.append(_record(eval_id, step, seconds, state))
+                records.append(_record(eval_id, running, seconds, state))
             elif seconds > self._timeout_s:
                 raise WaitTimeout(
                     f"master_worker: evaluation {eval_id!r} has {state.done} of {state.total} answers after "
@@ -63,14 +89,15 @@ class Evaluations:
         return records
 
 
-def _record(eval_id: str, step: int, seconds: float, state: EvaluationReply) -> dict[str, Any]:
+def _record(eval_id: str, running: _Running, seconds: float, state: EvaluationReply) -> dict[str, Any]:
     if not state.done:
         raise StuckError(f"master_worker: evaluation {eval_id!r}: all {state.failed} rollouts failed")
     return {
         "kind": "eval",
         "time": time.time(),
         "eval_id": eval_id,
-        "step": step,
+        # Of the weights that answered: asked for again, those of its own step may be gone.
+        "step": min(running.asked_at, max(running.step, state.version_min)),
         "problems": state.done,
         "failed": state.failed,
         "accuracy": state.accuracy,

@@ -1,6 +1,6 @@
 """What arrives from rollout, until it is a batch.
 
-    notices ──on_samples──> buffer ──next_batch──> groups of one step
+    notices ──on_samples──> buffer ──next_batch──> claimed at the manager ──> groups of one step
          another training side's  │ copies, success rate out of bounds (at once), too stale (at the next batch)
                   └──> freed      └──> told to the manager, which gives the quota to another prompt; freed
 
@@ -16,10 +16,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from realsys.admission.messages import TrainedRequest
+from realsys.admission.messages import ClaimRequest, TrainedRequest
 from realsys.buffer.replay import Batch, Keep, SequenceBuffer
 from realsys.config.schema import Config
 from realsys.errors import StuckError, WaitTimeout
+from realsys.master.evaluation import Mend
 from realsys.master.stuck import StuckCheck, filtered_out
 from realsys.master.workers import ModelWorkers
 from realsys.rollout.manager_client import ManagerClient
@@ -65,8 +66,17 @@ class Intake:
     """
 
     def __init__(
-        self, config: Config, *, training: str, keep: Keep, workers: ModelWorkers, manager: ManagerClient
+        self,
+        config: Config,
+        *,
+        training: str,
+        keep: Keep,
+        workers: ModelWorkers,
+        manager: ManagerClient,
+        mend: Mend,
     ) -> None:
+        """``mend``: called with the manager's status while no group arrives."""
+        self._mend = mend
         self._config, self.training, self._workers, self._manager = config, training, workers, manager
         self._buffer = SequenceBuffer(config.rollout.group_size, keep)
         self._version = 0
@@ -135,10 +145,23 @@ class Intake:
             await self._drop(batch.dropped)
             await self._free(batch.clear)
             if batch.groups:
+                if not await self._claimed(batch):
+                    continue
                 return self._taken(batch, stale)
             if reason := filtered_out(self._buffer.filtered_in_a_row, train.batch_groups, train.ppo.filter):
                 raise StuckError(f"master_worker: step {version + 1} can never get its batch: {reason}")
             await self._next_group(version + 1)
+
+    async def _claimed(self, batch: Batch) -> bool:
+        """Whether the ledger lets all of the batch be trained. What has ended meanwhile leaves the buffer: its attempts
+        count as failed, though one of them arrived.
+        """
+        tickets = sorted(group[0].ticket_id for group in batch.groups)
+        gone = (await self._manager.claim(ClaimRequest(self._version + 1, tickets, self.training))).gone
+        if gone:
+            log.warning("%d groups arrived after their tickets had been given up: %s", len(gone), ", ".join(gone[:20]))
+            await self._free(self._buffer.release(gone))
+        return not gone
 
     def _taken(self, batch: Batch, stale: int) -> Taken:
         taken = Taken(batch.groups, stale, self._filtered, self._refused)
@@ -152,7 +175,9 @@ class Intake:
         while not await self._arrival(min(_LOOK_S, timeout)):
             await self._tell_held()  # else a group that was lost on its way would be waited for, here and there
             ready = self._buffer.ready_groups
-            if reason := check.look(await self._manager.status(), ready):
+            status = await self._manager.status()
+            await self._mend(status)
+            if reason := check.look(status, ready):
                 raise StuckError(f"master_worker: step {step} can never get its batch: {reason}; see the workers' logs")
             if time.monotonic() >= deadline:
                 raise WaitTimeout(

@@ -16,26 +16,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from realsys.admission.messages import TrainedRequest
 from realsys.cluster.aio import run_beside, unless
 from realsys.cluster.failpoint import reach
-from realsys.cluster.topology import Mesh
-from realsys.config.dataflow import Dataflow
 from realsys.config.schema import Config
 from realsys.master.agreement import AgreementMonitor
 from realsys.master.arguments import CallArguments
 from realsys.master.evaluation import Evaluations
 from realsys.master.intake import Intake, Taken
 from realsys.master.publish import Publisher
-from realsys.master.recorder import Recorder
+from realsys.master.recovery import eval_id_of
 from realsys.master.statistics import batch_statistics, call_seconds, train_record
-from realsys.master.step import Plan, StepRunner
+from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
-from realsys.master.workers import ModelWorkers
 from realsys.rollout.manager_client import ManagerClient
 
 #: what the manager's status page shows of the last step
@@ -56,16 +53,13 @@ class Checkpointer(Protocol):
 
 
 class TrainLoop:
-    """Asynchronous training: takes groups as they arrive, runs the graph, publishes, reports."""
+    """Asynchronous training: takes groups as they arrive, has ``runner`` train them, publishes, reports."""
 
     def __init__(
         self,
         config: Config,
         *,
-        flow: Dataflow,
-        meshes: Mapping[str, Mesh],
-        plan: Plan,
-        workers: ModelWorkers,
+        runner: StepRunner,
         intake: Intake,
         arguments: CallArguments,
         publisher: Publisher,
@@ -77,14 +71,11 @@ class TrainLoop:
         hf_folder: Path,
         total_steps: int,
         stop: asyncio.Event,
-        recorder: Recorder | None = None,
     ) -> None:
-        self._stop, self._recorder = stop, recorder
-        self._config, self._flow, self._intake = config, flow, intake
+        self._config, self._runner, self._intake, self._stop = config, runner, intake, stop
         self._arguments, self._publisher, self._manager, self._log = arguments, publisher, manager, step_log
         self._evaluations, self._checkpoints, self._show = evaluations, checkpoints, show
         self._hf_folder, self._total_steps = hf_folder, total_steps
-        self._runner = StepRunner(config, flow, meshes, plan, workers, recorder)
         self._agreement = AgreementMonitor(config.agreement)
         self._started = time.monotonic()
 
@@ -93,8 +84,8 @@ class TrainLoop:
 
         Raises Fenced when another training side has taken over.
         """
-        if self._recorder:
-            await self._recorder.rewind(done)
+        if recorder := self._runner.recorder:
+            await recorder.rewind(done)
         return await run_beside(self._steps(done), self._intake.give_back())
 
     async def _steps(self, step: int) -> int:
@@ -107,8 +98,8 @@ class TrainLoop:
             for record in await self._evaluations.finished():
                 self._log.append(record)
         await self._checkpoints.finish(stopped=self._stop.is_set())
-        if self._recorder:
-            await self._recorder.finish()
+        if recorder := self._runner.recorder:
+            await recorder.finish()
         return step
 
     def evaluation_is_due(self, step: int) -> bool:
@@ -116,8 +107,9 @@ class TrainLoop:
         every = self._config.evaluation.every_steps
         return every > 0 and step % every == 0 and 0 < step < self._total_steps
 
-    async def start_evaluation(self, step: int) -> None:
-        await self._evaluations.start(f"step-{step}", self._config.evaluation.every_problems, step)
+    async def start_evaluation(self, step: int, asked_at: int | None = None) -> None:
+        """That of ``step``, beside training; ``asked_at``: the step done, where it is asked for again."""
+        await self._evaluations.start(eval_id_of(step), self._config.evaluation.every_problems, step, asked_at)
 
     async def step(self, step: int) -> bool:
         """One train step: version ``step - 1`` trains and becomes version ``step``. False: told to stop before it."""
@@ -130,7 +122,7 @@ class TrainLoop:
         args = self._arguments.of_step(step)
         results = await self._runner.run(step, taken.groups, args)
         self._arguments.observe(results, len(taken.samples))
-        seconds |= call_seconds(results, [call.name for call in self._flow.calls if call.trains])
+        seconds |= call_seconds(results, [call.name for call in self._runner.flow.calls if call.trains])
         times = await self._publisher.publish(step, step)
         watch.lap()
         reach("master.trained", at=step)

@@ -61,6 +61,7 @@ class Recorder:
         self._root, self._checkpoints = paths.records, paths.checkpoints
         self._meshes, self._workers, self._incarnation = meshes, workers, incarnation
         self._seed, self._keep = config.seed, config.record.keep_steps
+        self._config = config.model_dump(mode="json")
         self._timeout_s = config.cluster.request_timeout_s
         self._writing: dict[int, _Writing] = {}
         self._completing: set[asyncio.Task[None]] = set()
@@ -100,13 +101,15 @@ class Recorder:
             scores={},
             weights={},
             time=time.time(),
+            config=self._config,
         )
         held = self._workers.hold(HoldRequest(step, arrays))
         held.add_done_callback(lambda done: done.cancelled() or done.exception())  # the calls of the step fail with it
         return Recording(self, self._workers, record, set(arrays), held, time.perf_counter() - start)
 
     def tmp(self, step: int) -> Path:
-        return self._root / f"{directory_name(step)}.tmp"
+        """Of this incarnation alone: a worker of an earlier one may wake up, and write."""
+        return self._root / f"{directory_name(step)}.{self._incarnation}.tmp"
 
     def written(self, notice: Recorded) -> None:
         """Notice ``recorded`` of a worker. One of a step that was given up is left aside."""
@@ -173,7 +176,7 @@ class Recorder:
         tmp.mkdir(parents=True, exist_ok=True)
         (tmp / files.BATCH).write_bytes(files.encode_record(record))
         self._check_alive()
-        tmp.rename(tmp.with_suffix(""))
+        tmp.rename(self._root / directory_name(record.step))
         checkpoints = [step for step, _ in complete_checkpoints(self._checkpoints)]
         return len(files.prune(self._root, self._keep, min(checkpoints, default=None)))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from realsys.train.checkpoint_files import CheckpointState
 log = logging.getLogger(__name__)
 
 NOTHING = -1  # the step, and version, before the first
+_BESIDE = "step-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,30 @@ def recovered_record(start: Start, incarnation: str) -> dict[str, Any]:
     return {"kind": RECOVERED, "step": start.step, "incarnation": incarnation, "time": time.time()}
 
 
-def evaluated(records: Sequence[StepRecord], eval_id: str, step: int) -> bool:
+def evaluated(records: Iterable[StepRecord], eval_id: str, step: int) -> bool:
     """Whether this evaluation of the weights of ``step`` is in the step log."""
     found = ((record.get("eval_id"), record.get("step")) for record in records if record["kind"] == "eval")
     return (eval_id, step) in found
 
 
-def has_trained(records: Sequence[StepRecord]) -> bool:
+def eval_id_of(step: int) -> str:
+    """Name of the evaluation beside training that is due after ``step``."""
+    return f"{_BESIDE}{step}"
+
+
+def unanswered(records: Iterable[StepRecord], asked: Iterable[str], done: int) -> list[int]:
+    """Steps up to ``done`` whose evaluation beside training has no result in the step log: those that were asked for,
+    and the one of ``done`` itself, before which the training side may have died.
+
+    Which weights a result is of is not asked here: those of an earlier step are gone, and what is asked for again is
+    answered with those of ``done``.
+    """
+    answered = {record.get("eval_id") for record in records if record["kind"] == "eval"}
+    numbers = (eval_id.removeprefix(_BESIDE) for eval_id in asked if eval_id.startswith(_BESIDE))
+    steps = {done, *(int(number) for number in numbers if number.isdecimal())}
+    return sorted(step for step in steps if step <= done and eval_id_of(step) not in answered)
+
+
+def has_trained(records: Iterable[StepRecord]) -> bool:
     """Whether a step of this trial still holds."""
     return any(record["kind"] == "train" for record in records)

@@ -26,7 +26,7 @@ Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]
 
 
 class StepRunner:
-    """Runs train steps: version ``step - 1`` trains. ``recorder``: None where nothing is recorded."""
+    """Runs the train steps of ``flow``: version ``step - 1`` trains. ``recorder``: None where nothing is recorded."""
 
     def __init__(
         self,
@@ -37,9 +37,10 @@ class StepRunner:
         workers: ModelWorkers,
         recorder: Recorder | None = None,
     ) -> None:
-        self._plan, self._workers, self._recorder = plan, workers, recorder
+        self.flow, self.recorder = flow, recorder
+        self._plan, self._workers = plan, workers
         ppo = config.train.ppo
-        self._flow, self._only_critic = flow, without_actor_training(flow)
+        self._only_critic = without_actor_training(flow)
         weight = ppo.reward_model.weight
         self._executor = GraphExecutor(flow, meshes, workers, score_weight=weight)
         self._critic_executor = GraphExecutor(self._only_critic, meshes, workers, score_weight=weight)
@@ -53,9 +54,9 @@ class StepRunner:
         ownership.add_owners(SOURCE_KEYS, owners_of(groups))
         plans = self._plan(sequence_refs(groups))
         critic_only = step <= self._critic_steps
-        flow = self._only_critic if critic_only else self._flow
+        flow = self._only_critic if critic_only else self.flow
         executor = self._critic_executor if critic_only else self._executor
-        recording = self._recorder.begin(step, groups, flow, plans, args) if self._recorder else None
+        recording = self.recorder.begin(step, groups, flow, plans, args) if self.recorder else None
         results = await executor.run(plans, ownership, step=step, version=step - 1, args=args)
         # Sent before the clearing, and so served before it.
         recorded = [recording.end(results)] if recording else []

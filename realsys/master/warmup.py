@@ -54,6 +54,7 @@ class Warmup:
                 await self._step(step, samples)
         finally:
             upcoming.cancel()
+            await asyncio.gather(upcoming, return_exceptions=True)  # seen, also when another error ends the phase
 
     async def _load(self, step: int) -> list[SampleMeta]:
         """Demonstrations of one step, spread over the DP heads."""

@@ -27,6 +27,7 @@ Shape = tuple[int, ...]
 
 #: safetensors' names of the types that are written
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
+_ITEM_BYTES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in _DTYPES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +198,21 @@ def _safetensors_header(snapshots: Iterable[Snapshot]) -> bytes:
 # ---- read
 
 
+def check_piece(path: Path, piece: Piece, size: int) -> None:
+    """Raises CheckpointError unless this could be a piece of a file of ``size`` bytes."""
+    shapes = (piece.whole, piece.offset, piece.shape)
+    fits = len({len(shape) for shape in shapes}) == 1 and all(
+        0 <= offset <= offset + length <= whole for whole, offset, length in zip(*shapes, strict=True)
+    )
+    if (
+        not (fits and piece.dtype in _ITEM_BYTES)
+        or not 0 <= piece.start <= piece.stop <= math.prod(piece.shape)
+        or piece.size != (piece.stop - piece.start) * _ITEM_BYTES[piece.dtype]
+        or not 0 <= piece.position <= size - piece.size
+    ):
+        raise CheckpointError(f"{path}: its index is of no such file: {piece}; use an older checkpoint")
+
+
 class PieceReader:
     """Any part of any tensor of one role, from the files of all ranks that wrote it. Use as a context manager.
 
@@ -210,6 +226,7 @@ class PieceReader:
         for index in indexes:
             path = directory / data_file(rank_stem(index.role, index.rank, index.layout.world_size))
             for piece in index.pieces:
+                check_piece(path, piece, index.file.size)
                 boxes = self._boxes.setdefault((piece.kind, piece.name), {})
                 boxes.setdefault(Box(piece.offset, piece.shape), []).append((path, piece))
                 self._kinds.setdefault(piece.name, {})[piece.kind] = piece.whole

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from realsys.errors import StreamError
 from realsys.types import (
     ARRAY_KEYS,
     AnswerOrigin,
@@ -45,6 +46,7 @@ class DataManager:
         #: incarnation of the training side whose tickets are trained here; set before the first of them is granted
         self.training = ""
         self.refused = 0  # groups of another one, since the start
+        self.vocabulary = 0  # tokens that the actor knows; 0: not known yet
 
     def put(self, sample_id: str, arrays: Mapping[str, Array]) -> None:
         """Store or add to a sample. Raises KeyError for an unknown key."""
@@ -113,8 +115,10 @@ class DataManager:
         """Store a group from rollout; what to tell the master, or None if it is not wanted: its samples are here
         already, or its ticket was granted under an earlier training side and is issued again.
 
-        A ticket issued twice may arrive twice. The first one stays: the master may be training on it. So one of an
-        earlier training side must not be stored, not even for a moment: it would stand in the way of the right one.
+        Raises StreamError for tokens that the actor does not know.
+
+        A ticket issued twice may arrive twice. Each attempt has sample ids of its own, so neither stands in the way of
+        the other, whatever is being trained: the master chooses one, and clears the other.
         """
         now = time.time()
         ticket = group.ticket
@@ -128,10 +132,11 @@ class DataManager:
                 self.training,
             )
             return None
+        self._check_tokens(group)
         metas = []
         entries: dict[str, dict[str, Array]] = {}
         for k, trajectory in enumerate(group.trajectories):
-            sample_id = f"{ticket.ticket_id}/{k}"
+            sample_id = f"{ticket.ticket_id}.{ticket.attempt}/{k}"
             # Copies: the arrays are views into one received frame, which a single long answer would keep alive.
             entries[sample_id] = {
                 "tokens": np.array(trajectory.tokens, dtype=np.int32),
@@ -162,6 +167,15 @@ class DataManager:
             self._samples.update(entries)
             self._origins.update(dict.fromkeys(entries, origin))
         return SamplesArrived(metas)
+
+    def _check_tokens(self, group: TrajectoryGroup) -> None:
+        """Raises StreamError for a token that the actor has no embedding of: it would end the training side."""
+        highest = max(int(trajectory.tokens.max()) for trajectory in group.trajectories)
+        if highest >= self.vocabulary > 0:
+            raise StreamError(
+                f"model_worker/{self._worker}: group {group.ticket.ticket_id} of {group.worker} has token {highest}, "
+                f"the actor's vocabulary has {self.vocabulary}"
+            )
 
     def add_sequence(self, sample_id: str, prompt: list[int], response: list[int]) -> SampleMeta:
         """Store one demonstration."""

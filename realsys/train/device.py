@@ -17,6 +17,7 @@ import psutil
 import torch
 from torch.overrides import TorchFunctionMode
 
+from realsys.cluster.network import advertised_host
 from realsys.errors import ConfigError
 
 _FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.tensor, torch.full, torch.arange})
@@ -76,6 +77,8 @@ def prepare_device(rank: int, threads: int) -> Device:
         torch.cuda.set_device(index)
         return Device(torch.device("cuda", index), "nccl")
     _stand_in_for_cuda()
+    # A record of the last 2,000 collectives, megabytes of it, that nobody asks gloo for.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     return Device(torch.device("cpu"), "gloo")
 
 
@@ -99,7 +102,7 @@ def bind_gloo_to(host: str) -> None:
 
     A trial on one machine must not open ports beyond loopback. An explicit GLOO_SOCKET_IFNAME wins.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
+    if "GLOO_SOCKET_IFNAME" in os.environ or advertised_host(host) != host:  # every interface: gloo asks the host name
         return
     for name, addresses in psutil.net_if_addrs().items():
         if any(_same_address(entry.address, host) for entry in addresses):

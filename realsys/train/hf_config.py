@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from realsys.config.allocation import ParallelLayout
-from realsys.config.model_families import Head, has_score, refuse_unsupported
+from realsys.config.model_families import Head, has_score, is_size, refuse_unsupported, understood
 from realsys.config.schema_train import TrainConfig
 from realsys.errors import ModelError
 from realsys.train.megatron import TransformerConfig
@@ -84,10 +84,15 @@ def read_hf_config(directory: Path, head: Head = "lm") -> HFModel:
         raise ModelError(
             f"{path}: cannot be read ({error.strerror}); model.path must be a HF model directory"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: no JSON ({error})") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: no JSON object")
+    with understood(str(path)):
+        return _model(path, raw, head)
+
+
+def _model(path: Path, raw: dict[str, Any], head: Head) -> HFModel:
     refuse_unsupported(str(path), raw)
     scored = has_score(str(path), raw, head)
     family, heads = raw["model_type"], _size(path, raw, "num_attention_heads")
@@ -101,7 +106,7 @@ def read_hf_config(directory: Path, head: Head = "lm") -> HFModel:
         head_dim=_size(path, raw, "head_dim", hidden // heads),
         ffn=_size(path, raw, "intermediate_size"),
         vocab=_size(path, raw, "vocab_size"),
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         tied=head == "lm" and bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
@@ -116,7 +121,7 @@ def _size(path: Path, raw: dict[str, Any], name: str, otherwise: int | None = No
     value = otherwise if raw.get(name) is None else raw[name]
     if value is None:
         raise ModelError(f"{path}: {name} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_size(value, name):
         raise ModelError(f"{path}: {name}={value!r} must be a positive integer")
     return value
 

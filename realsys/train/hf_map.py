@@ -34,6 +34,7 @@ _HEAD = "lm_head.weight"
 _SCORE = "score.weight"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_NAME_BYTES = 255  # of a file, at most
 _DTYPES = ("F32", "BF16", "F16", "F64")
 
 
@@ -158,7 +159,9 @@ class HFReader:
         try:
             files: dict[str, str] = json.loads(self._listing.read_text())["weight_map"]
             names = set(files.values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if strange := [name for name in names if Path(name).name != name or len(name.encode()) > _NAME_BYTES]:
+                raise ValueError(f"{strange[0][:80]!r} is no file of the folder")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{self._listing}: no index of safetensors with a weight_map ({error!r})") from error
         for file in sorted(names):
             if not (self._directory / file).is_file():

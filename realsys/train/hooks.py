@@ -8,37 +8,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from realsys.errors import ModelError
+from realsys.config.registry import Registry
 from realsys.train.interfaces import Role
 from realsys.types import MfcRequest
 
 #: Runs on every rank of the role's mesh, so it may be a collective. What it raises ends the worker.
 Hook = Callable[[Role, MfcRequest], None]
 
-HOOKS: dict[str, Hook] = {}
+HOOKS: Registry[Hook] = Registry("hook", "plugins.train")
 
 
 def register_hook(name: str) -> Callable[[Hook], Hook]:
     """Decorator: calls that list ``name`` in their pre_hooks or post_hooks run this function.
 
-    Raises ModelError when the name is taken.
+    Raises ConfigError when the name is taken.
     """
-
-    def register(hook: Hook) -> Hook:
-        if name in HOOKS:
-            raise ModelError(f"hook {name!r} is registered already, by {HOOKS[name].__module__}")
-        HOOKS[name] = hook
-        return hook
-
-    return register
-
-
-def find_hook(name: str) -> Hook:
-    """Raises ModelError that lists the known ones."""
-    if name not in HOOKS:
-        known = ", ".join(sorted(HOOKS))
-        raise ModelError(f"unknown hook {name!r}; known: {known} (yours: name its module in plugins.train)")
-    return HOOKS[name]
+    return HOOKS.register(name)
 
 
 @register_hook("onload")

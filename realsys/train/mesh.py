@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from realsys.cluster.name_store import NameStore
+from realsys.cluster.network import advertised_host, join_host_port
 from realsys.cluster.topology import Mesh
 from realsys.config.schema import ClusterConfig
 from realsys.train.device import Device, bind_gloo_to
@@ -55,11 +56,13 @@ def rendezvous(
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        store.add(key, f"{cluster.host}:{port}", replace=True)
+        store.add(key, join_host_port(advertised_host(cluster.host), port), replace=True)
     else:
         address = store.wait(key, cluster.connect_timeout_s, "the torch store of model_worker/0")
         host, _, port_text = address.rpartition(":")
-        tcp = TCPStore(host, int(port_text), world, is_master=False, timeout=timeout, wait_for_workers=False)
+        tcp = TCPStore(
+            host.strip("[]"), int(port_text), world, is_master=False, timeout=timeout, wait_for_workers=False
+        )
     return process_groups(tcp, rank, world, cluster, device)
 
 

@@ -22,15 +22,17 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import xxhash
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from realsys.config.schema import Config
 from realsys.errors import MALFORMED, RecordError
 from realsys.train.checkpoint_files import FileInfo
 from realsys.train.data_manager import Array
 from realsys.types import GroupOrigin, SampleMeta
 
-FORMAT = 1  # another one is refused
+FORMAT = 2  # another one is refused
 BATCH = "batch.json"
 _DIRECTORY = re.compile(r"step-(\d{8})")
 _INDEX = "index"  # of the metadata of a worker's file
@@ -73,6 +75,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     scores: dict[str, Number]  # sample id -> score of a reward model, where there is one
     weights: dict[str, dict[int, dict[str, str]]]  # trained role -> worker -> parameter -> checksum after the step
     time: float  # unix seconds
+    config: dict[str, Any] = {}  # all of it, as it was: the trial's may have changed since
     files: dict[str, FileInfo] = {}
     format: int = FORMAT
 
@@ -189,11 +192,23 @@ def read_record(directory: Path) -> StepRecord:
     raw = _read(path)
     envelope = _decode(raw, _Envelope, path)
     if xxhash.xxh3_64_hexdigest(envelope.record) != envelope.checksum:
-        raise RecordError(f"{path} is damaged: its checksum is not that of its content", damaged=True)
+        raise RecordError(f"{path} is damaged: its checksum is not that of its content")
     probe = _decode(bytes(envelope.record), dict[str, msgspec.Raw], path)
     if (found := bytes(probe.get("format", b"none"))) != str(FORMAT).encode():
         raise RecordError(f"{path} has format {found.decode()}, this realsys reads {FORMAT}")
     return _decode(bytes(envelope.record), StepRecord, path)
+
+
+def config_of(directory: Path, record: StepRecord) -> Config:
+    """The configuration that the step was trained with. Raises RecordError for one of another realsys."""
+    try:
+        return Config.model_validate(record.config)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RecordError(
+            f"{directory / BATCH} has a configuration of another realsys: {where}: {first['msg']}"
+        ) from None
 
 
 def read_worker_file(directory: Path, worker: int) -> tuple[WorkerIndex, Arrays]:
@@ -210,7 +225,7 @@ def read_arrays(directory: Path, record: StepRecord) -> tuple[Arrays, list[Group
         raw = _read(directory / name)
         index, own = _parse(directory / name, raw)
         if (len(raw), xxhash.xxh3_64_hexdigest(raw)) != (info.size, info.checksum):
-            raise RecordError(f"{directory / name} is damaged: it is not the file that {BATCH} says", damaged=True)
+            raise RecordError(f"{directory / name} is damaged: it is not the file that {BATCH} says")
         arrays |= own
         origins += index.origins
     return arrays, origins
@@ -228,12 +243,12 @@ def _parse(path: Path, raw: bytes) -> tuple[WorkerIndex, Arrays]:
             for part, array in zip(parts, _split(tensors[key], [part.size for part in parts]), strict=True)
         }
     except (SafetensorError, KeyError, ValueError, *MALFORMED) as error:
-        raise RecordError(f"{path} is damaged: {type(error).__name__}: {error}", damaged=True) from None
+        raise RecordError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     for key, parts in index.arrays.items():
         for part in parts:
             if checksum(arrays[part.sample_id, key]) != part.checksum:
                 problem = f"{key} of sample {part.sample_id} is not what was written"
-                raise RecordError(f"{path} is damaged: {problem}", damaged=True)
+                raise RecordError(f"{path} is damaged: {problem}")
     return index, arrays
 
 
@@ -249,11 +264,11 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise RecordError(f"{path} cannot be read: {error.strerror}", damaged=True) from None
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _decode(raw: bytes, kind: type[T], path: Path) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
     except MALFORMED as error:
-        raise RecordError(f"{path} is damaged: {error}", damaged=True) from None
+        raise RecordError(f"{path} is damaged: {error}") from None

@@ -33,6 +33,7 @@ import msgspec
 import torch
 
 from realsys.cluster.failpoint import reach
+from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import Dataflow
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -41,7 +42,7 @@ from realsys.train.checkpoint import CheckpointWriter, load_checkpoint
 from realsys.train.data_manager import DataManager
 from realsys.train.demos import DemoSource
 from realsys.train.device import Device
-from realsys.train.hooks import find_hook, onloaded
+from realsys.train.hooks import HOOKS, onloaded
 from realsys.train.interfaces import Role, find_interface
 from realsys.train.mesh import MeshGroups
 from realsys.train.recording import SampleRecorder
@@ -93,11 +94,11 @@ class Endpoint(Protocol):
 
 
 def check_calls(flow: Dataflow) -> None:
-    """Raises ModelError for a call whose interface or hook nobody has registered: at the start, not hours later."""
+    """Raises ConfigError for a call whose interface or hook nobody has registered: at the start, not hours later."""
     for call in flow.calls:
         find_interface(call.interface)
         for name in (*call.pre_hooks, *call.post_hooks):
-            find_hook(name)
+            HOOKS.find(name)
 
 
 class ModelWorkerService:
@@ -167,6 +168,8 @@ class ModelWorkerService:
         model, groups = Path(request.model_path), self._groups[name]
         role = make_role(self._config, name, model, groups, self._data, self._device, trainable=request.trainable)
         self._roles[name], self._checkpoints[name] = role, CheckpointWriter(role)
+        if name == ACTOR and role.engine.module is not None:
+            self._data.vocabulary = role.engine.module.vocab_size
         return Empty()
 
     def _load_demos(self, request: LoadDemosRequest) -> SamplesArrived:
@@ -180,8 +183,8 @@ class ModelWorkerService:
     def _mfc(self, request: MfcRequest) -> MfcReply:
         start = time.perf_counter()
         role, interface = self._role(request.role), find_interface(request.interface)
-        before = [find_hook(name) for name in request.pre_hooks]
-        after = [find_hook(name) for name in request.post_hooks]
+        before = [HOOKS.find(name) for name in request.pre_hooks]
+        after = [HOOKS.find(name) for name in request.post_hooks]
         for hook in before:
             hook(role, request)
         outcome = interface.run(role, request)

@@ -105,6 +105,15 @@ def materialise(directory: Path, target: Path, expected_version: int | None = No
     fsync_directory(target.parent)
 
 
+def prove(directory: Path, expected_version: int) -> None:
+    """Read the version as a server would, every byte. Raises WeightsError as ``stage`` does."""
+    manifest = manifests.load_manifest(directory)
+    manifests.check_version(manifest, directory, expected_version)
+    with VersionReader(directory, manifest) as reader:
+        for name in reader.order():
+            reader.read(name)
+
+
 def _groups(names: list[str], tensors: Mapping[str, TensorInfo]) -> Iterator[list[str]]:
     """The names cut into files."""
     group: list[str] = []

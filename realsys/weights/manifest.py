@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -77,19 +78,31 @@ def prepare(root: Path, version: int, incarnation: str) -> Path:
 
 
 def commit(
-    tmp: Path, *, version: int, incarnation: str, step: int, shards: Sequence[ShardInfo], model_dir: Path
+    tmp: Path,
+    *,
+    version: int,
+    incarnation: str,
+    step: int,
+    shards: Sequence[ShardInfo],
+    model_dir: Path,
+    replace: bool = False,
 ) -> Path:
-    """Turn a filled ``.tmp`` folder into a version; returns its final folder.
+    """Turn a filled ``.tmp`` folder into a version; returns its final folder. ``replace``: in the place of the same
+    version, which was damaged; a reader finds either the one, or none for a moment, or the other.
 
     Raises WeightsError when a shard is missing, has another size than its writer reported, two writers wrote one
     tensor, or an earlier version that it refers to is not there; the folder then stays ``.tmp`` and is never served.
     """
     final = tmp.with_name(directory_name(version, incarnation))
-    if final.exists():
+    if final.exists() and not replace:
         raise WeightsError(f"weights v{version}: {final} exists already; a version is written once")
     complete(tmp, version=version, incarnation=incarnation, step=step, shards=shards, model_dir=model_dir)
+    aside = final.with_name(f"{final.name}.damaged.tmp")
+    if final.exists():
+        final.rename(aside)
     tmp.rename(final)
     fsync_directory(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)  # what stays of it goes when training starts again
     return final
 
 
@@ -165,8 +178,11 @@ def load_manifest(directory: Path) -> Manifest:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise WeightsError(f"{directory} has no {MANIFEST}: the version was never completed") from None
-    except MALFORMED as error:
+    except (OSError, *MALFORMED) as error:
         raise WeightsError(f"{path} cannot be read: {error}") from error
+    for need in manifest.needs:
+        if not _DIRECTORY.fullmatch(need):
+            raise WeightsError(f"{path} refers to {need[:80]!r}, which is no folder of a version")
     for file in manifest.files:
         _check_inside(path, file.file)
     for name, info in manifest.tensors.items():
@@ -209,48 +225,90 @@ def complete_versions(root: Path) -> list[tuple[int, str, Path]]:
     return sorted(found, key=lambda entry: (entry[1], entry[0]))
 
 
-def discard_unfinished(root: Path) -> list[Path]:
-    """Delete every folder that is no complete version; returns what went. Only while nobody writes here."""
-    gone = []
-    for path in root.iterdir() if root.exists() else ():
+@dataclass(slots=True)
+class Removed:
+    """What a removal of versions came to. ``problems``: folders that stay, and why; none of them ends anything."""
+
+    gone: list[Path] = field(default_factory=list)
+    problems: dict[Path, str] = field(default_factory=dict)
+
+    def remove(self, path: Path) -> None:
+        """The manifest goes first: a reader who comes meanwhile sees an incomplete version, not a broken one."""
+        try:
+            (path / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        except OSError as error:  # above all a network file system, on which a reader has a file of it open
+            self.problems[path] = f"cannot be removed now: {error.strerror}; it is when training starts again"
+        else:
+            self.gone.append(path)
+
+
+def discard_unfinished(root: Path) -> Removed:
+    """Delete every folder that is no complete version. Only while nobody writes here."""
+    removed = Removed()
+    for path in sorted(root.iterdir()) if root.exists() else ():
         match = _DIRECTORY.fullmatch(path.name)
         if match and (match[3] or not (path / MANIFEST).exists()):
-            shutil.rmtree(path)
-            gone.append(path)
-    return sorted(gone)
+            removed.remove(path)
+    return removed
 
 
-def prune(root: Path, *, keep: int, in_use: Iterable[Path] = ()) -> list[Path]:
-    """Delete all but the newest ``keep`` versions, those ``in_use`` and what these refer to; returns what went.
+def prune(root: Path, *, keep: int, in_use: Iterable[Path] = ()) -> Removed:
+    """Delete all but the newest ``keep`` versions, those ``in_use`` and what these refer to.
 
-    The manifest goes first, so that a reader who comes meanwhile sees an incomplete version, not a broken one.
+    Of a version whose manifest is damaged nobody knows what it refers to: all before it stay for as long as it does.
     """
+    removed = Removed()
     versions = [path for _, _, path in complete_versions(root)]
     used = {path.resolve() for path in in_use}
     kept = {path for path in versions if path in versions[-keep:] or path.resolve() in used}
-    kept |= {root / need for path in kept for need in _needs(path)}
-    gone = []
+    for number, path in enumerate(versions):
+        if path in kept:
+            try:
+                kept |= {root / need for need in _needs(path)}
+            except WeightsError as error:
+                kept |= set(versions[:number])
+                removed.problems[path] = f"{error}; what it may refer to stays as long as it does"
     for path in versions:
         if path not in kept:
-            (path / MANIFEST).unlink()
-            shutil.rmtree(path)
-            gone.append(path)
-    return gone
+            removed.remove(path)
+    return removed
+
+
+def check_reference(directory: Path) -> None:
+    """Raises WeightsError if a later version must not refer to this one: it is damaged, or what it refers to is."""
+    for folder in (directory, *(directory.parent / need for need in load_manifest(directory).needs)):
+        for file in load_manifest(folder).files:
+            path = folder / file.file
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise WeightsError(f"{path} cannot be read: {error.strerror}") from None
+            if size != file.size:
+                raise WeightsError(f"{path} has {size} bytes, {MANIFEST} says {file.size}")
 
 
 def _needs(directory: Path) -> list[str]:
+    path = directory / MANIFEST
     try:
-        return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Needs).needs
+        needs = msgspec.json.decode(path.read_bytes(), type=Needs).needs
     except (OSError, *MALFORMED) as error:
-        raise WeightsError(f"{directory / MANIFEST} cannot be read: {error}") from error
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+    there = {folder.name for folder in directory.parent.iterdir()}
+    if missing := [need for need in needs if need not in there]:
+        raise WeightsError(f"{path} is damaged: {missing[0][:80]!r}, which it refers to, is not there")
+    return needs
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write and fsync one file."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write and fsync one file. Raises OSError with its path."""
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def fsync_directory(path: Path) -> None:

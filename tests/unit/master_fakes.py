@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from realsys.admission.manager import ManagerState
-from realsys.admission.messages import AllocateRequest, Answer, FinishRequest, TrainedReply, TrainedRequest
+from realsys.admission.messages import (
+    AllocateRequest,
+    Answer,
+    ClaimReply,
+    ClaimRequest,
+    FinishRequest,
+    TrainedReply,
+    TrainedRequest,
+)
 from realsys.admission.settings import ManagerSettings
 from realsys.admission.status import status
 from realsys.algorithm.group_filter import keep_group
@@ -25,11 +33,12 @@ from realsys.master.arguments import CallArguments
 from realsys.master.intake import Intake
 from realsys.master.loop import TrainLoop
 from realsys.master.plans import plan_roles
+from realsys.master.step import StepRunner
 from realsys.types import MfcRequest, PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.config_trees import changed
 from tests.simulated_workers import SimulatedWorkers
 
-BOUND_S = 15.0
+BOUND_S = 60.0
 SMALL = (
     "rollout.group_size=2",
     "train.batch_groups=2",
@@ -54,6 +63,11 @@ class Manager:
         self.state.publish(PublishedVersion(version, "m", f"/v{version}", version))
         order: Any = self.state.servers.next_order("generation_server/0", "1", 0.0)
         assert self.state.begin_update(order, 0.0) and self.state.servers.succeeded(order, 0.1, {"pause_s": 0.0})
+
+    async def claim(self, request: ClaimRequest) -> ClaimReply:
+        reply = self.state.claim(request, 0.0)
+        assert isinstance(reply, ClaimReply)
+        return reply
 
     async def trained(self, request: TrainedRequest) -> TrainedReply:
         self.told.append(request)
@@ -91,11 +105,15 @@ class Disk:
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self.wrote: list[str] = []
+        self.looks: list[int] = []  # at whether the newest version can be served, by the version that was
 
     async def publish(self, version: int, step: int) -> dict[str, float]:
         self._manager.publish(version)
         self.wrote.append(f"v{version}")
         return {"save": 0.25, "publish": 0.5}
+
+    async def mend(self, status: Mapping[str, Any]) -> None:
+        self.looks.append(status["version"])
 
     async def export(self, target: Path) -> None:
         self.wrote.append(str(target))
@@ -130,15 +148,14 @@ class Run:
             keep=lambda group: keep_group([s.reward for s in group], correct, wanted),
             workers=self.workers,
             manager=manager,  # type: ignore[arg-type]
+            mend=self.disk.mend,
         )
         self.arguments = CallArguments(config, flow, config.train.total_steps)
         parts: Any = {"publisher": self.disk, "manager": manager, "checkpoints": self.disk, "step_log": self.records}
+        plan = functools.partial(plan_roles, config, meshes, dict.fromkeys(meshes, token_costs))
         self.loop = TrainLoop(
             config,
-            flow=flow,
-            meshes=meshes,
-            plan=functools.partial(plan_roles, config, meshes, dict.fromkeys(meshes, token_costs)),
-            workers=self.workers,
+            runner=StepRunner(config, flow, meshes, plan, self.workers),
             intake=self.intake,
             arguments=self.arguments,
             evaluations=NoEvaluations(),  # type: ignore[arg-type]

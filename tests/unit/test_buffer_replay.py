@@ -15,7 +15,7 @@ from realsys.types import SampleMeta
 
 def sample(ticket: str, k: int, *, versions: tuple[int, int] = (0, 0), attempt: int = 0, owner: int = 0) -> SampleMeta:
     low, high = versions
-    return SampleMeta(f"{ticket}/{k}", ticket, attempt, 10, 4, 5.0, False, low, high, owner)
+    return SampleMeta(f"{ticket}.{attempt}/{k}", ticket, attempt, 10, 4, 5.0, False, low, high, owner)
 
 
 def group(ticket: str, size: int = 2, *, version: int = 0, attempt: int = 0, owner: int = 0) -> list[SampleMeta]:
@@ -46,7 +46,7 @@ def test_answers_of_a_group_are_ordered_by_number() -> None:
     buffer = SequenceBuffer(12)
     buffer.add(reversed(group("t1", 12)))
     (members,) = buffer.take(1, 0, 0, "drop").groups
-    assert [m.sample_id for m in members] == [f"t1/{k}" for k in range(12)]
+    assert [m.sample_id for m in members] == [f"t1.0/{k}" for k in range(12)]
 
 
 def test_too_few_groups_leave_the_buffer_as_it_was() -> None:
@@ -62,7 +62,7 @@ def test_stale_groups_are_dropped_with_a_reason_and_cleared() -> None:
     buffer.add(group("t2", version=3))
     batch = buffer.take(1, version=7, eta=4, stale_policy="drop")
     assert batch.dropped == [("t1", "stale")]
-    assert [s.sample_id for s in batch.clear] == ["t1/0", "t1/1"]
+    assert [s.sample_id for s in batch.clear] == ["t1.0/0", "t1.0/1"]
     assert ids(batch.groups) == ["t2"]
     assert batch.stale == 0
 
@@ -103,20 +103,49 @@ def test_lags_are_counted_per_answer_at_both_ends() -> None:
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
-def test_second_copy_of_a_ready_group_is_rejected_and_cleared_where_it_lies(attempt: int) -> None:
+def test_a_copy_or_an_earlier_attempt_of_a_ready_group_is_rejected_and_cleared_where_it_lies(attempt: int) -> None:
     buffer = SequenceBuffer(2)
-    buffer.add(group("t1", owner=0))
+    buffer.add(group("t1", owner=0, attempt=1))
     result = buffer.add(group("t1", owner=1, attempt=attempt))
     assert (result.accepted, result.rejected, buffer.rejected) == (0, 2, 2)
-    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1/0", 1), ("t1/1", 1)]
+    assert [(s.sample_id, s.owner) for s in result.clear] == [(f"t1.{attempt}/0", 1), (f"t1.{attempt}/1", 1)]
 
 
 def test_copy_beside_its_original_is_not_cleared() -> None:
     """Both have the same sample id on that worker: clearing the copy would take the original's tensors."""
     buffer = SequenceBuffer(2)
     buffer.add(group("t1", owner=0))
-    result = buffer.add(group("t1", owner=0, attempt=1))
+    result = buffer.add(group("t1", owner=0))
     assert (result.rejected, result.clear) == (2, [])
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_later_attempt_takes_the_place_of_a_ready_one_until_that_is_in_training(owner: int) -> None:
+    """The ledger goes by the later one, and it is the fresher: the earlier one here is too stale to be trained."""
+    buffer = SequenceBuffer(2)
+    buffer.add(group("t1", owner=0))
+    result = buffer.add(group("t1", owner=owner, attempt=1, version=5))
+    assert (result.accepted, result.rejected) == (2, 2)
+    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1.0/0", 0), ("t1.0/1", 0)]
+    assert buffer.held() == {"t1": 1}
+    [members] = buffer.take(1, 5, 0, "drop").groups
+    assert {(m.attempt, m.owner) for m in members} == {(1, owner)}
+    late = buffer.add(group("t1", attempt=2, version=6))
+    assert (late.accepted, late.clear, buffer.held()) == (0, [], {})
+    assert [s.sample_id for s in buffer.take(1, 6, 0, "drop").clear] == ["t1.2/0", "t1.2/1"], "the batch is trained"
+
+
+def test_part_of_a_later_attempt_does_not_hold_up_the_one_that_is_here_and_leaves_nothing_behind() -> None:
+    buffer = SequenceBuffer(2)
+    buffer.add([*group("t1"), *group("t2", version=9)])
+    for ticket in ("t1", "t2"):
+        buffer.add(group(ticket, attempt=1)[:1])
+    assert buffer.held() == {"t1": 0, "t2": 0}
+    batch = buffer.take(1, 9, 0, "drop")
+    assert (batch.dropped, ids(batch.groups)) == ([("t1", "stale")], ["t2"])
+    assert [s.sample_id for s in batch.clear] == ["t1.0/0", "t1.0/1", "t1.1/0"]
+    assert [s.sample_id for s in buffer.take(1, 9, 0, "drop").clear] == ["t2.1/0"]
+    assert buffer.incomplete_groups == 0
 
 
 @pytest.mark.parametrize("owner", [0, 1])
@@ -125,12 +154,28 @@ def test_copy_of_what_is_in_training_is_cleared_only_after_the_step(owner: int) 
     buffer = SequenceBuffer(2)
     buffer.add(group("t1", owner=0))
     assert ids(buffer.take(1, 0, 0, "drop").groups) == ["t1"]
-    result = buffer.add(group("t1", owner=owner, attempt=1))
+    result = buffer.add(group("t1", owner=owner))
     assert (result.rejected, result.clear) == (2, [])
     after = buffer.take(1, 0, 0, "drop")
     assert after.groups == []
-    assert [(s.sample_id, s.owner) for s in after.clear] == [("t1/0", owner), ("t1/1", owner)]
+    assert [(s.sample_id, s.owner) for s in after.clear] == [("t1.0/0", owner), ("t1.0/1", owner)]
     assert buffer.take(1, 0, 0, "drop").clear == [], "once"
+
+
+def test_a_batch_that_is_not_trained_is_ready_again_without_what_has_ended() -> None:
+    """A copy that came meanwhile goes, where it is not the original itself."""
+    buffer = SequenceBuffer(2)
+    for ticket in ("t1", "t2", "t3"):
+        buffer.add(group(ticket))
+    assert ids(buffer.take(3, 0, 0, "drop").groups) == ["t1", "t2", "t3"]
+    for copy in (group("t1", owner=1), group("t2"), group("t3", attempt=1)):
+        buffer.add(copy)
+    cleared = [(s.sample_id, s.owner) for s in buffer.release(["t1"])]
+    assert cleared == [(f"t1.0/{k}", owner) for owner in (0, 1) for k in (0, 1)] + [("t3.1/0", 0), ("t3.1/1", 0)]
+    assert buffer.held() == {"t2": 0, "t3": 0}
+    assert buffer.add(group("t1", attempt=5)).accepted == 0, "it has ended"
+    again = buffer.take(2, 0, 0, "drop")
+    assert (ids(again.groups), again.clear) == (["t2", "t3"], [])
 
 
 def test_trained_ticket_never_comes_back() -> None:
@@ -139,7 +184,7 @@ def test_trained_ticket_never_comes_back() -> None:
     buffer.take(1, 0, 0, "drop")
     buffer.take(1, 0, 0, "drop")
     result = buffer.add(group("t1", 1, attempt=1))
-    assert (result.accepted, [s.sample_id for s in result.clear]) == (0, ["t1/0"])
+    assert (result.accepted, [s.sample_id for s in result.clear]) == (0, ["t1.1/0"])
 
 
 def test_dropped_ticket_never_comes_back() -> None:
@@ -148,7 +193,7 @@ def test_dropped_ticket_never_comes_back() -> None:
     buffer.add(group("t1", 1, version=0))
     assert buffer.take(1, 9, 0, "drop").dropped == [("t1", "stale")]
     result = buffer.add(group("t1", 1, version=9, attempt=1))
-    assert (result.accepted, [s.sample_id for s in result.clear]) == (0, ["t1/0"])
+    assert (result.accepted, [s.sample_id for s in result.clear]) == (0, ["t1.1/0"])
 
 
 def test_later_attempt_replaces_an_incomplete_one_whole() -> None:
@@ -156,7 +201,7 @@ def test_later_attempt_replaces_an_incomplete_one_whole() -> None:
     buffer = SequenceBuffer(2)
     buffer.add([sample("t1", 0, attempt=0, owner=0)])
     result = buffer.add([sample("t1", 1, attempt=1, owner=1)])
-    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1/0", 0)]
+    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1.0/0", 0)]
     assert buffer.ready_groups == 0
     assert buffer.add([sample("t1", 0, attempt=0, owner=0)]).accepted == 0
     buffer.add([sample("t1", 0, attempt=1, owner=1)])
@@ -191,7 +236,7 @@ def test_a_group_without_anything_to_learn_leaves_when_it_is_complete() -> None:
     assert buffer.add([early]).dropped == []
     result = buffer.add([late])
     assert result.dropped == [("t1", "success_rate")]
-    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1/0", 3), ("t1/1", 3)]
+    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1.0/0", 3), ("t1.0/1", 3)]
     assert (result.accepted, result.rejected, buffer.ready_groups, buffer.incomplete_groups) == (1, 0, 0, 0)
     again = buffer.add(rewarded("t1", 5.0, -5.0, owner=4))
     assert (again.accepted, again.dropped, len(again.clear)) == (0, [], 2), "its quota is another prompt's by now"
@@ -213,7 +258,7 @@ def test_sizes_below_one_are_refused() -> None:
 
 
 def test_owners_are_where_the_stream_brought_the_samples() -> None:
-    assert owners_of([group("t1", owner=4)]) == {"t1/0": {4}, "t1/1": {4}}
+    assert owners_of([group("t1", owner=4)]) == {"t1.0/0": {4}, "t1.0/1": {4}}
 
 
 GROUP_SIZE, ETA, BATCH = 2, 2, 2
@@ -240,13 +285,16 @@ class BufferMachine(RuleBasedStateMachine):
     def deliver(self, number: int, attempt: int, owner: int, lag: int) -> None:
         ticket = f"t{number:03d}"
         members = group(ticket, GROUP_SIZE, version=max(0, self.version - lag), attempt=attempt, owner=owner)
-        fresh = ticket not in self.accepted and ticket not in self.trained and ticket not in self.dropped
+        before = self.accepted.get(ticket)
+        ended = ticket in self.trained or ticket in self.dropped
+        fresh = not ended and (before is None or attempt > before[0].attempt)
         result = self.buffer.add(members)
         assert result.accepted == (GROUP_SIZE if fresh else 0)
-        assert result.accepted + result.rejected == GROUP_SIZE
-        assert not any(self.is_needed(s) for s in result.clear)
+        assert result.accepted + result.rejected == GROUP_SIZE * (1 + (fresh and before is not None))
         if fresh:
             self.accepted[ticket] = members
+            assert before is None or all(s in result.clear for s in before)
+        assert not any(self.is_needed(s) for s in result.clear)
 
     @rule(policy=st.sampled_from(["drop", "train"]))
     def take(self, policy: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from realsys.config.checks import check
+from realsys.config.allocation import parse_allocation
+from realsys.config.checks import check, check_made_model, check_models
+from realsys.config.dataflow import ALGORITHMS, Dataflow, FunctionCall, dataflow_of, ppo_dataflow
 from realsys.config.machine import Machine
 from realsys.errors import ConfigError, ModelError
 from tests.config_trees import changed
@@ -111,6 +114,40 @@ def test_layouts_that_fit(allocation: str) -> None:
     assert check(changed(f"allocation={allocation}", "train.ppo.kl.coef=0.1"), CPU).backend == "sglang"
 
 
+MISSPELT = """
+from dataclasses import replace
+from realsys.config.dataflow import Dataflow, ppo_dataflow, register_algorithm
+
+@register_algorithm("{name}")
+def build(config):
+    return Dataflow([replace(call, {change}) for call in ppo_dataflow(config).calls])
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            "interface=call.interface + 'e'",
+            "'actor_inf': names 'actor_infe': unknown interface; known: actor_inf, actor",
+        ),
+        ("pre_hooks=('onlaod',)", "'actor_inf': names 'onlaod': unknown hook; known: offload, onload "),
+    ],
+)
+def test_a_misspelt_interface_or_hook_is_found_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, problem: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(ALGORITHMS, "_items", dict(ALGORITHMS._items))
+    name = f"misspelt_{change.partition('=')[0]}"
+    (tmp_path / f"{name}.py").write_text(MISSPELT.format(name=name, change=change))
+    config = changed(f"plugins.dataflow=[{name}]", f"train.ppo.algorithm={name}")
+    with pytest.raises(ConfigError) as caught:
+        check(config, CPU)
+    assert str(caught.value).startswith(f"config: dataflow={problem}")
+    assert str(caught.value).endswith("(yours: name its module in plugins.train)")
+
+
 def test_too_little_memory_is_said_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"need about \d+\.\d GiB, 1\.0 GiB are free"):
         check(changed("allocation=sglang.d2+d4"), Machine(cpus=8, memory_bytes=1 << 30))
@@ -185,6 +222,72 @@ def test_model_directory_that_does_not_fit(tmp_path: Path, spoil: Callable[[Path
     with pytest.raises((ConfigError, ModelError), match=problem) as caught:
         check(changed(*overrides), CPU)
     assert caught.value.exit_code == 2
+
+
+TOKENS = {"a": 0, "b": 1, "<end>": 2}
+
+
+def tokenizer(vocab: object = TOKENS, added: object = ()) -> str:
+    return json.dumps({"model": {"vocab": vocab}, "added_tokens": list(added)})  # type: ignore[call-overload]
+
+
+OTHERS: list[tuple[str, dict[str, Any], str]] = [
+    (tokenizer(), {}, ""),
+    (tokenizer({**TOKENS, "<pad>": 3}), {"vocab_size": 160}, ""),  # may know more
+    (tokenizer({"b": 1, "a": 0}, [{"id": 2, "content": "<end>"}]), {}, ""),
+    (tokenizer([["a", -1.0], ["b", -2.0], ["<end>", 0.0]]), {}, ""),  # a unigram model's
+    (tokenizer({"a": 1, "b": 0, "<end>": 2}), {}, "has another tokenizer .* token 0, 'a', is 'b' there"),
+    (tokenizer({"a": 0, "b": 1}), {}, "token 2, '<end>', is not there"),
+    (tokenizer(), {"vocab_size": 148}, "vocab_size 148 is less than the actor's 152"),
+    ("{}", {}, "no vocabulary in it that can be read: KeyError"),
+    ("[]", {}, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("other", "sizes", "problem"), OTHERS, ids=[str(i) for i in range(len(OTHERS))])
+@pytest.mark.parametrize("made", [False, True])
+def test_a_model_beside_the_actor_must_read_its_tokens(
+    tmp_path: Path, other: str, sizes: dict[str, Any], problem: str, made: bool
+) -> None:
+    """``made``: the actor's model is made at the start, after the check of everything else."""
+    (tmp_path / "beside").mkdir()
+    actor, ref = hf_model(tmp_path), hf_model(tmp_path / "beside", **sizes)
+    (actor / "tokenizer.json").write_text(tokenizer())
+    (ref / "tokenizer.json").write_text(other)
+    own = [] if made else [f"model.path={actor}"]
+    config = changed(*own, f"roles.ref.path={ref}", "train.ppo.kl.coef=0.1", "allocation=sglang.d1+d1")
+
+    def whole() -> None:
+        allocation = check(config, CPU)
+        if made:
+            check_made_model(actor, config, allocation, dataflow_of(config))
+
+    if not problem:
+        whole()
+        return
+    with pytest.raises((ConfigError, ModelError), match=problem) as caught:
+        whole()
+    assert str(ref) in str(caught.value) and "\n" not in str(caught.value)
+    if isinstance(caught.value, ConfigError):
+        assert caught.value.field == "roles.ref.path"
+
+
+def test_a_role_of_ones_own_that_only_an_interface_of_ones_own_runs_may_read_other_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its interface knows what it does."""
+    (tmp_path / "beside").mkdir()
+    actor, other = hf_model(tmp_path), hf_model(tmp_path / "beside", vocab_size=148)
+    monkeypatch.setattr(ALGORITHMS, "_items", dict(ALGORITHMS._items))
+    settings = [f"model.path={actor}", f"roles.custom.judge={{path: {other}}}", "train.ppo.algorithm=judged"]
+    for interface, refused in (("my_judge", False), ("ref_inf", True)):
+        call = FunctionCall("judge_inf", "judge", interface, frozenset({"tokens"}), frozenset({"ref_logprobs"}))
+        ALGORITHMS._items["judged"] = lambda config, call=call: Dataflow([*ppo_dataflow(config).calls, call])
+        config = changed(*settings, "allocation=sglang.d1+d1")
+        flow = dataflow_of(config)
+        allocation = parse_allocation(config.allocation)
+        with pytest.raises(ConfigError, match="roles.custom.judge.path") if refused else contextlib.nullcontext():
+            check_models(config, allocation, flow)
 
 
 def test_scaled_positions_count(tmp_path: Path) -> None:

@@ -117,6 +117,9 @@ WRONG_VALUES = [
     ("train.batch_groups=0", "greater than 0"),
     ("train.ppo.gamma=1.5", "less than or equal to 1"),
     ("train.optimizer.lr=-0.1", "greater than 0"),
+    ("rollout.reward.correct=.nan", "finite number"),
+    ("train.ppo.reward_model.weight=.inf", "finite number"),
+    ("rollout.agent=math_singel_turn", "must be 'math_single_turn'"),
     ("manager.routing=stiky", "did you mean sticky?"),
     ("trial=7", "must be text"),
     ("trial=a/b", "letters, digits"),
@@ -192,7 +195,7 @@ def test_dump_that_is_not_ours_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_dump_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match="is not there: not the folder of a trial"):
         read_config(tmp_path / "config.json")
 
 

@@ -97,14 +97,16 @@ def test_offloaded_roles_are_brought_in_for_their_calls():
 
 
 def test_an_algorithm_of_ones_own_is_found_by_name_and_taken_only_once(monkeypatch):
-    monkeypatch.setattr("realsys.config.dataflow.ALGORITHMS", dict(ALGORITHMS))
+    monkeypatch.setattr(ALGORITHMS, "_items", dict(ALGORITHMS._items))
     own = Dataflow([FunctionCall("actor_train", "actor", "mine", frozenset({"tokens"}), trains=True)])
     register_algorithm("mine")(lambda config: own)
     config = changed("train.ppo.algorithm=mine")
     assert shape(dataflow_of(config)) == shape(own)
-    with pytest.raises(ConfigError, match="registered already"):
+    with pytest.raises(ConfigError, match=r"'mine': this algorithm is registered already, by .*test_config_dataflow"):
         register_algorithm("mine")(lambda config: own)
-    with pytest.raises(ConfigError, match=r"train\.ppo\.algorithm='other': unknown; known: mine, ppo"):
+    with pytest.raises(
+        ConfigError, match=r"train\.ppo\.algorithm='other': unknown algorithm; known: mine, ppo \(yours"
+    ):
         dataflow_of(changed("train.ppo.algorithm=other"))
     with pytest.raises(ConfigError, match=r"plugins\.dataflow='no_such_module_': cannot be imported"):
         dataflow_of(changed("plugins.dataflow=[no_such_module_]"))

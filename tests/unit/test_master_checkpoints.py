@@ -277,6 +277,27 @@ def test_a_run_killed_while_old_ones_are_removed_leaves_the_new_one(
     assert not (tmp_path / "checkpoints" / "step-00000001").exists(), "the half removed one is gone"
 
 
+def test_an_old_one_that_cannot_be_removed_is_named_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a network file system on which somebody has one of its files open."""
+    remove, busy = module.shutil.rmtree, tmp_path / "checkpoints" / "step-00000001"
+
+    def rmtree(path: Path) -> None:
+        if path == busy:
+            raise OSError(39, "Directory not empty", str(path))
+        remove(path)
+
+    monkeypatch.setattr(module.shutil, "rmtree", rmtree)
+    checkpoints = make(tmp_path, Workers(), every_steps=1, keep=1)
+    asyncio.run(train(checkpoints, 1, 3))
+    assert listed(tmp_path) == [3] and busy.exists()
+    assert any(str(busy) in record.message and record.levelname == "ERROR" for record in caplog.records)
+    monkeypatch.undo()
+    asyncio.run(train(checkpoints, 4, 4))
+    assert not busy.exists() and listed(tmp_path) == [4]
+
+
 def test_resuming_loads_every_trained_role(tmp_path: Path) -> None:
     workers = Workers()
     checkpoints = make(tmp_path, workers, every_steps=1)

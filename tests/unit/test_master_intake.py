@@ -7,7 +7,14 @@ import asyncio
 import pytest
 from master_fakes import BOUND_S, Run, run
 
-from realsys.admission.messages import TrainedReply, TrainedRequest
+from realsys.admission.messages import (
+    AllocateRequest,
+    ClaimReply,
+    ClaimRequest,
+    FinishRequest,
+    TrainedReply,
+    TrainedRequest,
+)
 from realsys.errors import Fenced
 from realsys.master import intake as intake_module
 
@@ -45,6 +52,37 @@ def test_groups_of_another_training_side_are_freed_and_neither_trained_nor_given
     assert (told.trained, told.dropped, told.incarnation) == (["0000000001", "0000000002"], [], "0002")
     assert job.records[0]["refused"] == 2
     assert not any(job.workers.held.values()), "freed where they lay"
+
+
+def test_a_group_whose_ticket_was_given_up_is_not_trained_though_it_arrived() -> None:
+    """Its push was not acknowledged in time, and all its attempts count as failed: that is its end."""
+
+    async def body() -> Run:
+        job = Run("train.total_steps=1")
+        state, claim = job.manager.state, job.manager.claim
+        failed, late = job.arrive(*[(5.0, -5.0)] * 2)
+        state.ledger.roll_back(-1, -1, "", "", 0.0)  # as if nobody had said yet that they finished
+        while state.ledger.ended(failed.ticket_id) is None:
+            [ticket] = state.allocate(AllocateRequest("w", 1), 0.0).tickets
+            state.finish(FinishRequest(failed.ticket_id, ticket.attempt, "w", "failed"), 0.0)
+
+        async def another_arrives(request: ClaimRequest) -> ClaimReply:
+            reply = await claim(request)
+            if reply.gone:
+                assert reply.gone == [failed.ticket_id] and job.intake.held() == []
+                job.arrive(*[(5.0, -5.0)] * 2)  # the one that waits, a second time, and another
+            return reply
+
+        job.manager.claim = another_arrives  # type: ignore[method-assign]
+        assert state.ledger.open[late.ticket_id].state == "waiting"
+        assert await job.serve(job.loop.run()) == 1
+        return job
+
+    job = run(body)
+    (told,) = job.manager.told
+    assert told.trained == ["0000000001", "0000000002"], "what waits for another attempt has arrived, too"
+    assert job.manager.state.ledger.ended("0000000000") == "dropped: failed"
+    assert not any(job.workers.held.values()), "freed where it lay"
 
 
 def test_a_training_side_that_was_replaced_ends() -> None:
@@ -116,5 +154,6 @@ def test_a_master_that_waits_tells_what_it_holds_so_that_what_was_lost_is_rolled
         for sample in samples:
             job.workers.held[0] |= {(k, sample.sample_id) for k in ("tokens", "behav_logprobs", "versions")}
         assert await job.serve(job.loop.run()) == 1
+        assert 0 in job.disk.looks, "what is published may be what no server can load: then nothing else arrives"
 
     run(body)

@@ -87,6 +87,7 @@ def test_a_record_is_complete_when_the_last_worker_has_written(tmp_path: Path) -
         await recorder.finish()
         found = files.read_record(files.record_of_step(paths.records, 3))
         assert (found.step, found.version, found.incarnation, found.groups) == (3, 2, "inc", GROUPS)
+        assert files.config_of(Path(), found) == CONFIG, "that of the trial may change"
         assert found.stats == {"actor_train": {"loss": "nan", "grad_norm": 1.5}}
         assert found.weights == {"actor": {0: {"weight": "sum0"}, 1: {"weight": "sum1"}}}
         assert list(found.files) == [files.worker_file(0), files.worker_file(1)]

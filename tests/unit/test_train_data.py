@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from realsys.buffer.replay import SequenceBuffer
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.errors import ConfigError
+from realsys.errors import ConfigError, StreamError
 from realsys.train.data_manager import DataManager, array_size
 from realsys.train.demos import DemoSource
 from realsys.train.packing import Packer, split_answers
@@ -46,14 +47,24 @@ def test_a_group_is_stored_and_described() -> None:
     arrived = data.add_group(make_group("t7", [2, 5]))
     assert arrived is not None
     first, second = arrived.samples
-    assert (first.sample_id, first.length, first.prompt_len, first.answer_len) == ("t7/0", 5, 3, 2)
+    assert (first.sample_id, first.length, first.prompt_len, first.answer_len) == ("t7.0/0", 5, 3, 2)
     assert (first.version_min, first.version_max, first.truncated, first.owner) == (4, 5, False, 3)
-    assert (second.sample_id, second.answer_len, second.version_max, second.truncated) == ("t7/1", 5, 8, True)
-    np.testing.assert_array_equal(data.get("t7/1", "tokens"), np.arange(8))
+    assert (second.sample_id, second.answer_len, second.version_max, second.truncated) == ("t7.0/1", 5, 8, True)
+    np.testing.assert_array_equal(data.get("t7.0/1", "tokens"), np.arange(8))
+
+
+def test_a_token_that_the_actor_does_not_know_is_refused_not_trained() -> None:
+    """Looked up in the embedding it would end the training side."""
+    data = DataManager(3)
+    data.vocabulary = 8
+    assert data.add_group(make_group("t1", [5])) is not None
+    with pytest.raises(StreamError, match="model_worker/3: group t2 of rollout_worker/0 has token 8, .* has 8"):
+        data.add_group(make_group("t2", [5, 6]))
+    assert len(data) == 1
 
 
 def test_a_group_of_another_training_side_is_not_stored_and_does_not_stand_in_the_way() -> None:
-    """Its ticket is issued again, and then has the same sample ids."""
+    """Its ticket is issued again."""
     data = DataManager(0)
     data.training = "0002"
     early, again = make_group("t1", [2, 2]), make_group("t1", [5, 5], attempt=1)
@@ -62,46 +73,72 @@ def test_a_group_of_another_training_side_is_not_stored_and_does_not_stand_in_th
     assert data.add_group(early) is None and len(data) == 0 and data.refused == 1
     arrived = data.add_group(again)
     assert arrived is not None and {sample.training for sample in arrived.samples} == {"0002"}
-    assert data.add_group(early) is None and len(data.get("t1/0", "tokens")) == 8
+    assert data.add_group(early) is None and len(data.get("t1.1/0", "tokens")) == 8
 
 
-def test_a_ticket_that_arrives_twice_keeps_its_first_arrays() -> None:
+def test_a_group_that_arrives_twice_is_told_once() -> None:
     data = DataManager(0)
-    data.add_group(make_group("t1", [2, 2]))
-    assert data.add_group(make_group("t1", [5, 5], attempt=1)) is None
-    assert len(data.get("t1/0", "tokens")) == 5
-    data.clear(["t1/0", "t1/1"])
-    assert data.add_group(make_group("t1", [5, 5], attempt=1)) is not None
+    assert data.add_group(make_group("t1", [2, 2])) is not None
+    assert data.add_group(make_group("t1", [5, 5])) is None
+    assert len(data.get("t1.0/0", "tokens")) == 5
+
+
+def test_two_attempts_of_a_ticket_lie_side_by_side_and_the_master_trains_the_later() -> None:
+    """The first one is in a batch, or its notice is on the way, or it is forgotten: the worker cannot know."""
+    data, buffer = DataManager(0), SequenceBuffer(2)
+    first, second = data.add_group(make_group("t1", [2, 2])), data.add_group(make_group("t1", [5, 5], attempt=1))
+    assert first is not None and second is not None, "it would never arrive, and be re-issued for ever"
+    assert len(data.get("t1.0/0", "tokens")) == 5 and len(data.get("t1.1/0", "tokens")) == 8
+    buffer.add(first.samples)
+    data.clear(sample.sample_id for sample in buffer.add(second.samples).clear)
+    [members] = buffer.take(1, 9, 9, "drop").groups
+    assert [member.sample_id for member in members] == ["t1.1/0", "t1.1/1"]
+    assert [member.length for member in members] == [len(data.get(m.sample_id, "tokens")) for m in members]
+    assert len(data) == 2, "of the first nothing is left"
+
+
+def test_a_later_attempt_that_arrives_during_training_changes_nothing_of_the_batch() -> None:
+    data, buffer = DataManager(0), SequenceBuffer(2)
+    first = data.add_group(make_group("t1", [2, 2]))
+    assert first is not None
+    buffer.add(first.samples)
+    assert buffer.take(1, 9, 9, "drop").groups
+    second = data.add_group(make_group("t1", [5, 5], attempt=1))
+    assert second is not None
+    data.clear(sample.sample_id for sample in buffer.add(second.samples).clear)
+    assert len(data.get("t1.0/0", "tokens")) == 5, "the length in the plan"
+    data.clear(sample.sample_id for sample in buffer.take(1, 9, 9, "drop").clear)
+    assert not data.has("t1.1/0", "tokens")
 
 
 def test_clear_frees_the_arrays_and_leaves_the_rest() -> None:
     data = DataManager(0)
     data.add_group(make_group("t1", [2, 2]))
-    data.put("t1/0", {"prox_logprobs": np.zeros(2)})
-    alive = weakref.ref(data.get("t1/0", "tokens"))
+    data.put("t1.0/0", {"prox_logprobs": np.zeros(2)})
+    alive = weakref.ref(data.get("t1.0/0", "tokens"))
     held = data.nbytes
-    data.clear(["t1/0", "nobody/0"])
+    data.clear(["t1.0/0", "nobody/0"])
     gc.collect()
     assert alive() is None
     assert 0 < data.nbytes < held
     assert len(data) == 1
-    with pytest.raises(KeyError, match="model_worker/0 has no tokens of sample t1/0: the sample is not here"):
-        data.get("t1/0", "tokens")
+    with pytest.raises(KeyError, match="model_worker/0 has no tokens of sample t1.0/0: the sample is not here"):
+        data.get("t1.0/0", "tokens")
 
 
 def test_clear_with_keys_frees_those_arrays_only() -> None:
     data = DataManager(0)
     data.add_group(make_group("t1", [2, 2]))
-    data.put("t1/0", {"prox_logprobs": np.zeros(2)})
-    alive = weakref.ref(data.get("t1/0", "prox_logprobs"))
-    data.clear(["t1/0", "t1/1", "nobody/0"], ["prox_logprobs", "versions"])
+    data.put("t1.0/0", {"prox_logprobs": np.zeros(2)})
+    alive = weakref.ref(data.get("t1.0/0", "prox_logprobs"))
+    data.clear(["t1.0/0", "t1.0/1", "nobody/0"], ["prox_logprobs", "versions"])
     gc.collect()
     assert alive() is None
-    assert [key for key in ARRAY_KEYS if data.has("t1/0", key)] == ["tokens", "behav_logprobs"]
+    assert [key for key in ARRAY_KEYS if data.has("t1.0/0", key)] == ["tokens", "behav_logprobs"]
     assert len(data) == 2
-    data.clear(["t1/0"], ["tokens", "behav_logprobs"])
+    data.clear(["t1.0/0"], ["tokens", "behav_logprobs"])
     assert len(data) == 1  # nothing of it is left, so it is not counted as held
-    data.clear(["t1/1"])
+    data.clear(["t1.0/1"])
     assert (len(data), data.nbytes) == (0, 0)
 
 
@@ -142,7 +179,7 @@ def test_samples_come_and_go_while_others_are_read() -> None:
     for thread in threads:
         thread.join()
     assert len(data) == 1 + 2 * 2 * groups
-    data.clear(f"t{i}/{k}" for i in range(2 * groups) for k in range(2))
+    data.clear(f"t{i}.0/{k}" for i in range(2 * groups) for k in range(2))
     assert len(data) == 1
 
 
@@ -294,24 +331,24 @@ def test_what_is_held_outlives_its_clearing_and_nothing_else_does() -> None:
     data = DataManager(0)
     data.add_group(make_group("t1", [2, 2]))
     data.add_group(make_group("t2", [2]))
-    wanted = {"tokens": ["t1/0", "t1/1"], "values": ["t1/0"], "returns": ["t1/0"]}
+    wanted = {"tokens": ["t1.0/0", "t1.0/1"], "values": ["t1.0/0"], "returns": ["t1.0/0"]}
     (origin,) = data.hold(wanted)
     assert (origin.ticket.ticket_id, origin.worker, len(origin.answers)) == ("t1", "rollout_worker/0", 2)
-    data.put("t1/0", {"values": np.ones(3), "prox_logprobs": np.zeros(2)})  # one that is held, and one that is not
-    data.clear(["t1/0"], ["tokens", "values"])
-    data.clear(["t1/0", "t1/1"])
+    data.put("t1.0/0", {"values": np.ones(3), "prox_logprobs": np.zeros(2)})  # one that is held, and one that is not
+    data.clear(["t1.0/0"], ["tokens", "values"])
+    data.clear(["t1.0/0", "t1.0/1"])
     held = data.release()
-    assert list(held) == [("t1/0", "tokens"), ("t1/1", "tokens"), ("t1/0", "values")]  # returns never came
-    np.testing.assert_array_equal(held["t1/0", "values"], np.ones(3))
+    assert list(held) == [("t1.0/0", "tokens"), ("t1.0/1", "tokens"), ("t1.0/0", "values")]  # returns never came
+    np.testing.assert_array_equal(held["t1.0/0", "values"], np.ones(3))
     assert data.release() == {}
-    data.clear(["t2/0"])
-    assert data.hold({"tokens": ["t2/0"]}) == [] and data.release() == {}
+    data.clear(["t2.0/0"])
+    assert data.hold({"tokens": ["t2.0/0"]}) == [] and data.release() == {}
     assert data.nbytes == 0
 
 
 def test_a_new_hold_forgets_the_one_before() -> None:
     data = DataManager(0)
     data.add_group(make_group("t1", [2]))
-    data.hold({"tokens": ["t1/0"]})
-    data.hold({"versions": ["t1/0"]})
-    assert list(data.release()) == [("t1/0", "versions")]
+    data.hold({"tokens": ["t1.0/0"]})
+    data.hold({"versions": ["t1.0/0"]})
+    assert list(data.release()) == [("t1.0/0", "versions")]

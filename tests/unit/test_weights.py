@@ -176,8 +176,7 @@ def test_commit_refuses_missing_short_and_doubled_shards(tmp_path, model_dir):
 def test_prune_keeps_the_newest_and_those_in_use(tmp_path, model_dir):
     root = tmp_path / "w"
     paths = [committed(root, v, model_dir) for v in range(5)]
-    gone = m.prune(root, keep=2, in_use=[paths[1]])
-    assert gone == [paths[0], paths[2]]
+    assert m.prune(root, keep=2, in_use=[paths[1]]) == m.Removed([paths[0], paths[2]])
     assert [v for v, _, _ in m.complete_versions(root)] == [1, 3, 4]
 
 
@@ -186,21 +185,21 @@ def test_versions_of_an_earlier_training_side_go_like_older_ones(tmp_path, model
     root = tmp_path / "w"
     before = [committed(root, v, model_dir, "0001") for v in (6, 7)]
     first = committed(root, 5, model_dir, "0002")
-    assert m.prune(root, keep=2, in_use=[first]) == before[:1]
+    assert m.prune(root, keep=2, in_use=[first]).gone == before[:1]
     second = committed(root, 6, model_dir, "0002")
-    assert m.prune(root, keep=2, in_use=[second]) == before[1:]
+    assert m.prune(root, keep=2, in_use=[second]).gone == before[1:]
     assert [(v, i) for v, i, _ in m.complete_versions(root)] == [(5, "0002"), (6, "0002")]
 
 
 def test_what_a_dead_trainer_left_unfinished_is_discarded_and_nothing_else(tmp_path, model_dir):
     root = tmp_path / "w"
-    assert m.discard_unfinished(root) == []
+    assert m.discard_unfinished(root) == m.Removed()
     whole, half = committed(root, 1, model_dir, "0001"), committed(root, 2, model_dir, "0001")
     (half / m.MANIFEST).unlink()  # killed while it was being removed
     tmp = m.prepare(root, 3, "0001")
     (tmp / "model-00001-of-00001.safetensors").write_bytes(b"half")
     (root / "notes").mkdir()
-    assert m.discard_unfinished(root) == [half, tmp]
+    assert m.discard_unfinished(root) == m.Removed([half, tmp])
     assert sorted(root.iterdir()) == [root / "notes", whole]
 
 

@@ -13,9 +13,9 @@ import torch
 
 from realsys.algorithm.advantages import (
     Moments,
+    advantages_by_id,
     moments,
     normalise_tokens,
-    outcome_advantages,
     outcome_rewards,
     token_advantages,
     token_rewards,
@@ -84,9 +84,8 @@ class Advantages:
 
 def answer_advantages(request: MfcRequest, config: Config) -> dict[str, float]:
     """Sample id -> advantage, over the whole batch; the same on every rank without a message."""
-    refs = _in_order(request)
-    found = outcome_advantages(refs, config.train.ppo, config.generation.sampling.max_new_tokens)
-    return dict(zip((ref.sample_id for ref in refs), found.tolist(), strict=True))
+    refs = [ref for minibatch in request.minibatches for part in minibatch for ref in part]
+    return advantages_by_id(refs, config.train.ppo, config.generation.sampling.max_new_tokens)
 
 
 def left_out(request: MfcRequest, config: Config) -> set[str]:

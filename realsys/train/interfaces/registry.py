@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from realsys.errors import ModelError
+from realsys.config.registry import Registry
 from realsys.train.interfaces.role import Role
 from realsys.types import MfcRequest
 
@@ -34,7 +34,7 @@ class Interface(Protocol):
     def run(self, role: Role, request: MfcRequest) -> CallOutcome: ...
 
 
-INTERFACES: dict[str, Interface] = {}
+INTERFACES: Registry[Interface] = Registry("interface", "plugins.train")
 
 Kind = TypeVar("Kind", bound=type[Interface])
 
@@ -42,21 +42,16 @@ Kind = TypeVar("Kind", bound=type[Interface])
 def register_interface(name: str) -> Callable[[Kind], Kind]:
     """Decorator of a class without constructor arguments: calls whose ``interface`` is ``name`` run its ``run``.
 
-    Raises ModelError when the name is taken.
+    Raises ConfigError when the name is taken.
     """
 
     def register(kind: Kind) -> Kind:
-        if name in INTERFACES:
-            raise ModelError(f"interface {name!r} is registered already, by {type(INTERFACES[name]).__qualname__}")
-        INTERFACES[name] = kind()
+        INTERFACES.add(name, kind())
         return kind
 
     return register
 
 
 def find_interface(name: str) -> Interface:
-    """Raises ModelError that lists the known ones."""
-    if name not in INTERFACES:
-        known = ", ".join(sorted(INTERFACES))
-        raise ModelError(f"unknown interface {name!r}; known: {known} (yours: name its module in plugins.train)")
-    return INTERFACES[name]
+    """Raises ConfigError that lists the known ones."""
+    return INTERFACES.find(name)
