@@ -73,6 +73,12 @@ def name_store(folder: Path) -> Iterator[Target]:
             lambda data, kind=kind: decode_value("key", data.decode("utf-8", "surrogateescape"), kind),
             (ValueError,),
         )
+    yield Target(
+        "name store: status",
+        spoilt(msgspec.json.encode({"phase": "train", "time": 1.5, "step": 3, "losses": [0.1]})),
+        lambda data: decode_value("key", data.decode("utf-8", "surrogateescape"), dict[str, object]),
+        (ValueError,),
+    )
     store = FileNameStore(folder / "store")
     lease = store.lease(1e6)
     store.add("a/b", "value", lease=lease)
@@ -81,13 +87,13 @@ def name_store(folder: Path) -> Iterator[Target]:
     for path in (value_file, lease_file):
         yield Target(
             f"name store: {'value' if path is value_file else 'lease'} file",
-            _spoilt(path.read_bytes()),
-            _through(path, lambda: store.get("a/b")),
+            spoilt(path.read_bytes()),
+            through(path, lambda: store.get("a/b")),
             (NameStoreError,),
         )
 
 
-def _spoilt(valid: bytes) -> Make:
+def spoilt(valid: bytes) -> Make:
     """Inputs from one valid content: as JSON where it is that, else as bytes."""
 
     def make(spoiler: Spoiler) -> bytes:
@@ -99,7 +105,7 @@ def _spoilt(valid: bytes) -> Make:
     return make
 
 
-def _through(path: Path, read: Callable[[], object]) -> Callable[[bytes], object]:
+def through(path: Path, read: Callable[[], object]) -> Callable[[bytes], object]:
     """``read`` with the input in ``path``."""
     valid, mode = path.read_bytes(), path.stat().st_mode
 
@@ -121,7 +127,7 @@ def journal(folder: Path) -> Iterator[Target]:
     path.touch()
 
     def lines(spoiler: Spoiler) -> bytes:
-        records = []
+        records, before = [], 0
         for _ in range(spoiler.rng.randrange(1, 5)):
             value = example(Event, spoiler.rng)
             if value["type"] == "snapshot" and spoiler.rng.random() < 0.8:
@@ -129,19 +135,20 @@ def journal(folder: Path) -> Iterator[Target]:
             body = spoiler.encode(value)
             if spoiler.rng.random() < 0.5:
                 body = spoiler.spoil(body).replace(b"\n", b" ")
-            records.append(b"%08x %b\n" % (zlib.crc32(body), body))
+            records.append(b"%08x %b\n" % (zlib.crc32(body, before), body))
+            before = value.get("chain", zlib.crc32(body, before))
         data = b"".join(records)
         return spoiler.spoil_bytes(data) if spoiler.rng.random() < 0.4 else data
 
-    yield Target("ledger: records", lines, _through(path, lambda: list(read_journal(path))), (LedgerError,), weight=2)
+    yield Target("ledger: records", lines, through(path, lambda: list(read_journal(path))), (LedgerError,), weight=2)
 
     def restore() -> None:
         with Journal(path) as opened:
             state = ManagerState(ManagerSettings(8, 4, 2, 3, 0, {"train": 64, "eval": 8}))
             state.restore_from(opened.replay())
 
-    yield Target("ledger: restart of a manager", lines, _through(path, restore), (LedgerError,))
-    yield Target("ledger: audit", lines, _through(path, lambda: audit_trial(paths)), (ConfigError,))
+    yield Target("ledger: restart of a manager", lines, through(path, restore), (LedgerError,))
+    yield Target("ledger: audit", lines, through(path, lambda: audit_trial(paths)), (ConfigError,))
 
 
 def _columns(value: dict[str, Any], rng: Random) -> dict[str, Any]:
@@ -187,15 +194,15 @@ def weights(folder: Path) -> Iterator[Target]:
         value["tensors"]["b"]["pieces"][0]["size"] = 2 * elements
         return spoiler.encode(value)
 
-    yield Target("weights: manifest and tensors", huge_or_spoilt, _through(path, read), (WeightsError,))
+    yield Target("weights: manifest and tensors", huge_or_spoilt, through(path, read), (WeightsError,))
     yield Target(
         "weights: what pruning reads",
-        _spoilt(path.read_bytes()),
-        _through(path, lambda: manifest.prune(final.parent, keep=1)),
+        spoilt(path.read_bytes()),
+        through(path, lambda: manifest.prune(final.parent, keep=1)),
         (WeightsError,),
     )
     shards = final / file.file
-    yield Target("weights: shard", _spoilt(shards.read_bytes()), _through(shards, read), (WeightsError,))
+    yield Target("weights: shard", spoilt(shards.read_bytes()), through(shards, read), (WeightsError,))
     old = np.arange(400, dtype=np.uint8)
     new = old.copy()
     new[::7] += 3
@@ -241,7 +248,7 @@ def checkpoints(folder: Path) -> Iterator[Target]:
     def read() -> None:
         checkpoint.check_sizes(directory, checkpoint.read_state(directory))
 
-    yield Target("checkpoint: state", sealed, _through(path, read), (CheckpointError,))
+    yield Target("checkpoint: state", sealed, through(path, read), (CheckpointError,))
     yield Target(
         "checkpoint: index of a rank",
         examples(checkpoint.RankIndex),
@@ -262,7 +269,7 @@ def records(folder: Path) -> Iterator[Target]:
         content = _sealed(spoiler.spoil(spoiler.encode(value)), "record")
         return spoiler.spoil_bytes(content) if spoiler.rng.random() < 0.3 else content
 
-    yield Target("record: batch", sealed, _through(path, lambda: record.read_record(directory)), (RecordError,))
+    yield Target("record: batch", sealed, through(path, lambda: record.read_record(directory)), (RecordError,))
     arrays = {("t/0", "tokens"): np.arange(5, dtype=np.int32), ("t/1", "tokens"): np.arange(3, dtype=np.int32)}
     file = directory / record.worker_file(0)
     file.write_bytes(valid := record.encode_worker_file(0, 1, arrays, []))
@@ -277,7 +284,7 @@ def records(folder: Path) -> Iterator[Target]:
     def read() -> None:
         record.read_worker_file(directory, 0)
 
-    yield Target("record: arrays", arrays_of, _through(file, read), (RecordError,))
+    yield Target("record: arrays", arrays_of, through(file, read), (RecordError,))
 
 
 def _sealed(content: bytes, name: str) -> bytes:
@@ -295,7 +302,7 @@ def others(folder: Path) -> Iterator[Target]:
         lines = [spoiler.encode(value) for value in spoiler.rng.sample(kinds, 2)]
         return b"\n".join([spoiler.spoil(lines[0]), *lines[1:], b""])
 
-    yield Target("step log", log, _through(steps, lambda: Progress().add(read_steps(steps))), (), weight=2)
+    yield Target("step log", log, through(steps, lambda: Progress().add(read_steps(steps))), (), weight=2)
     errors = folder / "errors"
     valid = write_error(errors, record_of("model_worker", 0, RuntimeError("x")))
     write_error(errors, record_of("model_worker", 1, RuntimeError("y")))
@@ -304,20 +311,20 @@ def others(folder: Path) -> Iterator[Target]:
         for found in read_errors(errors):
             assert isinstance(found, ErrorRecord) and str(found)
 
-    yield Target("error record", _spoilt(valid.read_bytes()), _through(valid, read), ())
+    yield Target("error record", spoilt(valid.read_bytes()), through(valid, read), ())
     ensure_keys(folder / "keys")
     keys = folder / "keys" / KEY_FILE
 
     def use() -> None:
         assert isinstance(load_keys(folder / "keys"), CurveKeys)
 
-    yield Target("stream keys", _spoilt(keys.read_bytes()), _through(keys, use), (StreamError,))
+    yield Target("stream keys", spoilt(keys.read_bytes()), through(keys, use), (StreamError,))
     dump = folder / "config.json"
     dump.write_text(Config().model_dump_json())
     yield Target(
         "configuration",
-        _spoilt(dump.read_bytes()),
-        _through(dump, lambda: read_config(dump)),
+        spoilt(dump.read_bytes()),
+        through(dump, lambda: read_config(dump)),
         (ConfigError,),
         weight=0.3,
     )

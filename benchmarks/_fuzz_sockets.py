@@ -163,7 +163,9 @@ def http() -> Iterator[Target]:
                 connection.shutdown(socket.SHUT_WR)
                 while part := connection.recv(65536):
                     answer += part
-            except (ConnectionResetError, BrokenPipeError):
+            except TimeoutError:
+                raise
+            except OSError:  # it has closed the connection already
                 pass
             return answer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 from benchmarks._mutations import Spoiler, example, examples
 from benchmarks._targets import Target
+from realsys import types
 from realsys.admission import messages as m
 from realsys.admission.journal import Journal
 from realsys.admission.manager import ManagerState
@@ -24,20 +26,12 @@ from realsys.generation import protocol as p
 from realsys.generation.sglang import api as sglang_api
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream import codec, protocol
-from realsys.types import (
-    MfcReply,
-    MfcRequest,
-    PublishedVersion,
-    SamplesArrived,
-    SaveWeightsReply,
-    ServerAddress,
-    Ticket,
-    Trajectory,
-    TrajectoryGroup,
-    TransferRequest,
-)
+from realsys.types import PublishedVersion, ServerAddress, Ticket, Trajectory, TrajectoryGroup
 from workers.manager_http import ManagerApp
 from workers.manager_service import ManagerService
+
+KNOBS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+EXTREMES = (0.0, 1e-320, 1e-38, 1e-7, 1e-6, 1e-3, 1.0, 2.0, -2.0, 1e30, 1e308)
 
 
 class HttpRefused(Exception):
@@ -86,7 +80,8 @@ def messages() -> Iterator[Target]:
             (DecodeError,),
             "msgpack",
         )
-    for kind in (SamplesArrived, MfcRequest, MfcReply, TransferRequest, SaveWeightsReply):
+    large = (types.SamplesArrived, types.MfcRequest, types.MfcReply, types.TransferRequest, types.SaveWeightsReply)
+    for kind in large:
         yield Target(
             f"payload: {kind.__name__}",
             examples(kind, "msgpack"),
@@ -94,6 +89,21 @@ def messages() -> Iterator[Target]:
             (DecodeError,),
             "msgpack",
         )
+    names = re.compile(r".*(Request|Reply)|Recorded|Empty")
+    others = [kind for name, kind in vars(types).items() if names.fullmatch(name) and kind not in large]
+    makers = [(kind, examples(kind, "msgpack")) for kind in others]
+
+    def any_payload(spoiler: Spoiler) -> tuple[Any, bytes]:
+        kind, make = spoiler.rng.choice(makers)
+        return kind, make(spoiler)
+
+    yield Target(
+        "payload: the others",
+        any_payload,
+        lambda chosen: codec.decode_message(chosen[1], chosen[0]),
+        (DecodeError,),
+        "msgpack",
+    )
 
 
 def replies() -> Iterator[Target]:
@@ -195,6 +205,7 @@ def manager(folder: Path) -> Iterator[list[Target]]:
             "/allocate_rollout": m.AllocateRequest,
             "/schedule_request": m.ScheduleRequest,
             "/finish_rollout": m.FinishRequest,
+            "/claim": m.ClaimRequest,
             "/trained": m.TrainedRequest,
             "/evaluate": m.EvaluateRequest,
             "/roll_back": m.RollBackRequest,
@@ -225,6 +236,10 @@ def _name(value: Any, tickets: list[str], state: ManagerState, rng: Any) -> None
         later = f"{int(newest) + rng.choice((-1, 1, 1)):019d}" if newest.isdigit() else newest
         value["incarnation"] = rng.choice((newest, later, later))
         value |= {"version": -1, "step": -1} if rng.random() < 0.5 else {"version": 0, "step": 0}
+    elif "incarnation" in value and "worker" not in value and rng.random() < 0.7:
+        value["incarnation"] = state.training
+    if value.get("tickets"):
+        value["tickets"] = [rng.choice(tickets)]
     if value.get("trained"):
         value["trained"] = [rng.choice(tickets)]
     if value.get("dropped"):
@@ -268,6 +283,9 @@ def generation_server(folder: Path) -> Iterator[list[Target]]:
             params = value["sampling_params"]
             value["sampling_params"] = {k: v for k, v in params.items() if spoiler.rng.random() < 0.2}
             value["sampling_params"]["max_new_tokens"] = spoiler.rng.randrange(1, 5)
+            if spoiler.rng.random() < 0.3:  # let in, and then something to reckon with
+                value["sampling_params"][spoiler.rng.choice(KNOBS)] = spoiler.rng.choice(EXTREMES)
+                return spoiler.encode(value)
             return spoiler.spoil(spoiler.encode(value))
 
         def pause_and_go_on(body: bytes) -> None:
@@ -277,7 +295,14 @@ def generation_server(folder: Path) -> Iterator[list[Target]]:
                 calls.post("/continue_generation", b"{}")
 
         def post(path: str) -> Callable[[bytes], None]:
-            return lambda body: calls.post(path, body)
+            def one(body: bytes) -> None:
+                try:
+                    calls.post(path, body)
+                finally:
+                    if engine.failure is not None:  # whatever comes after it is refused, and so looks well
+                        raise RuntimeError(engine.failure)
+
+            return one
 
         refused = (HttpRefused,)
         yield [

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _fuzz_files as files
+from benchmarks import _fuzz_models as models
 from benchmarks import _fuzz_sockets as sockets
 from benchmarks import _fuzz_stream as stream
-from benchmarks._table import report
+from benchmarks._table import format_table, report
 from benchmarks._targets import Outcome, Target, run
 
 INPUTS = 120_000
@@ -30,8 +31,8 @@ HEADROOM = 4 << 30  # bytes of address space that decoding may take: an absurd s
 
 
 @contextlib.contextmanager
-def all_targets(folder: Path, *, servers: bool = True) -> Iterator[list[Target]]:
-    """``servers``: with the generation server, whose start takes seconds. Files lie in ``folder``."""
+def all_targets(folder: Path, *, torch: bool = True) -> Iterator[list[Target]]:
+    """``torch``: with what needs it, the generation server too, whose start takes seconds. Files lie in ``folder``."""
     with contextlib.ExitStack() as stack:
 
         def place(name: str) -> Path:
@@ -46,12 +47,16 @@ def all_targets(folder: Path, *, servers: bool = True) -> Iterator[list[Target]]
             ("checkpoints", files.checkpoints),
             ("records", files.records),
             ("others", files.others),
+            ("model", models.folder_of_a_model),
+            ("verifier", models.verifier),
         ]
+        if torch:
+            parts.append(("tensors", models.tensors))
         for name, part in parts:
             found += part(place(name))
         found += [stack.enter_context(part()) for part in sockets.PARTS]
         found += stack.enter_context(stream.manager(place("manager")))
-        if servers:
+        if torch:
             found += stack.enter_context(stream.generation_server(place("server")))
         yield found
 
@@ -78,7 +83,10 @@ def main(argv: list[str] | None = None) -> int:
             faulthandler.cancel_dump_traceback_later()
             print(f"{target.name}: {rows[-1]['crashes']} crashes", file=sys.stderr)
     rows.append(total_of(outcomes))
-    report("fuzz", rows, {"seed": options.seed})
+    if options.only:  # a part is not the result
+        print(format_table(rows))
+    else:
+        report("fuzz", rows, {"seed": options.seed})
     crashes = [crash for outcome in outcomes for crash in outcome.crashes[:3]]
     print("\n\n".join(crashes), file=sys.stderr)
     return 1 if crashes else 0

@@ -90,6 +90,7 @@ def _register_changes(ctx: WorkerContext, url: str, changes: queue.SimpleQueue[C
             raise GenerationError(f"{ctx.name}: {change.reason}")
         if change.serial is None:
             log.warning("not serving: %s", change.reason)
+            ctx.check_alive()  # else it may be the registration of a successor
             ctx.store.clear_subtree(key)  # no error when it is not there
             ctx.set_state("restarting")
             continue

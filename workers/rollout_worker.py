@@ -33,6 +33,8 @@ async def serve(ctx: WorkerContext) -> None:
         lambda: ctx.store.wait(names.gserver_manager, cluster.connect_timeout_s, "the address of the gserver_manager"),
         ctx.token,
         patience_s=cluster.connect_timeout_s,
+        # A server that is started again, and then given its weights.
+        no_server_patience_s=config.generation.sglang.start_timeout_s + config.manager.update_timeout_s,
         check_alive=ctx.check_alive,
     )
     heads = parse_allocation(config.allocation).actor.data
@@ -41,9 +43,13 @@ async def serve(ctx: WorkerContext) -> None:
         group_contiguously(config.rollout.workers, heads)[ctx.index],
         ctx.name,
         keys=keys_for(cluster.host, ctx.paths.root / "keys"),
+        # A head is away for as long as the training side starts again: a group that waits costs nothing, one that is
+        # given up an attempt.
+        push_timeout_s=cluster.request_timeout_s,
         check_alive=ctx.check_alive,
     )
-    generation = GenerationClient(config.generation.request_timeout_s, token=ctx.token)
+    ctx.count(lambda: {"bad_messages": pusher.bad_messages})
+    generation = GenerationClient(config.generation.request_timeout_s, token=ctx.token, check_alive=ctx.check_alive)
     pool = VerifierPool(config.rollout.reward.processes, config.rollout.reward.timeout_s)
     agent = make_agent(
         config.rollout.agent,
@@ -67,6 +73,7 @@ async def serve(ctx: WorkerContext) -> None:
         ctx.set_state("rolling out")
         await loop.run(stop_event(ctx))
     finally:
+        ctx.store.interrupt()  # the event loop waits for its threads, and one may be looking up an address
         await pool.close()
         await pusher.close()
         await generation.close()

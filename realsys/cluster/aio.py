@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ def stop_event(ctx: WorkerContext) -> asyncio.Event:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def request_stop() -> None:  # from the signal thread
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop has closed, perhaps just now
             loop.call_soon_threadsafe(stop.set)
 
     ctx.on_stop(request_stop)

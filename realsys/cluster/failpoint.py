@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import math
 import os
 import signal
 import subprocess
@@ -35,13 +36,18 @@ POINTS = {
     "rollout.push": "RolloutWorker: a finished group is about to be pushed",
     "rollout.finish": "RolloutWorker: the group is stored, the manager does not know",
     "verifier.judge": "verifier process: an answer is about to be judged",
+    "verifier.reply": "verifier process: verdicts are about to be sent; garbage",
     "push.send": "RolloutWorker: one push message; the site can drop, duplicate, garbage",
-    "push.ack": "RolloutWorker: an acknowledgement of a push has come; drop",
-    "request.receive": "ModelWorker: a request of the master has come; drop, garbage",
-    "reply.send": "ModelWorker: a reply or notice to the master; drop, duplicate, garbage",
-    "manager.call": "client of the manager: one HTTP exchange; drop (of the reply), duplicate, garbage",
-    "server.call": "client of a server: one HTTP exchange; drop (of the reply), duplicate, garbage",
+    "push.ack": "RolloutWorker: an acknowledgement of a push has come; drop, duplicate, garbage",
+    "request.receive": "ModelWorker: a request of the master has come; drop, duplicate, garbage",
+    "reply.send": "ModelWorker: a reply to the master; drop, duplicate, garbage",
+    "notice.send": "ModelWorker: a notice to the master; drop, duplicate, garbage",
+    "manager.call": "client of the manager: an HTTP request; drop, duplicate, garbage",
+    "manager.reply": "client of the manager: the answer to it has come; drop, garbage",
+    "server.call": "client of a server: an HTTP request; drop, duplicate, garbage",
+    "server.reply": "client of a server: the answer to it has come; drop, garbage",
     "manager.journal": "GserverManager: records are about to be appended to the ledger",
+    "manager.sync": "GserverManager: what was appended is about to be synced",
     "master.batch": "MasterWorker: a batch is taken, its plan not made; at: the step",
     "train.step": "ModelWorker: gradients are there, the optimizer's step is not taken",
     "weights.write": "ModelWorker: a shard is about to be written",
@@ -74,6 +80,7 @@ Action = Literal[
 _BY_SITE = ("drop", "duplicate", "garbage")
 _HOLD_S = 300.0  # a hold that nobody ends is a defect of the test: the run must not outlive it
 _LOOK_S = 0.01  # between two looks at whether a hold has ended
+_WAKER_S = 0.25  # between two looks at whether the suspended process is still there
 _CHUNK = 64 << 20  # bytes taken at a time by "hoard"
 
 
@@ -87,7 +94,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hit: int = 1  # at this pass, of those since the process could first see the gate
     at: int = 0  # at this step or later, for points that have one
     gate: str = ""  # only once this file is in the folder
-    victim: str = ""  # kill, stop: another worker than the one that gets there
+    victim: str = ""  # kill, stop: another worker than the one that gets there, or what the test has noted a pid of
     seconds: float = 0.0
     errno: Literal["ENOSPC", "EIO"] = "ENOSPC"
     every: bool = False  # at each pass, not once: a disk that stays full
@@ -181,9 +188,7 @@ def arm(worker: str) -> None:
     if not os.environ.get(FOLDER) or not folder.is_dir():
         raise ConfigError(FOLDER, str(folder), "no such directory; failpoints keep their markers there")
     _Process.plan = _Plan(worker, parse(text), folder)
-    staged = folder / f"pid-{os.getpid()}.tmp"
-    staged.write_text(str(os.getpid()))
-    staged.rename(_pid_file(folder, worker))
+    note_pid(folder, worker, os.getpid())
 
 
 def reach(point: str, path: Path | None = None, at: int = 0) -> str:
@@ -208,8 +213,15 @@ def parse(text: str) -> list[Fault]:
     return faults
 
 
+def note_pid(folder: Path, worker: str, pid: int) -> None:
+    """From now on ``pid`` is the one that a fault with the victim ``worker`` hits."""
+    staged = folder / f"pid-{pid}.tmp"
+    staged.write_text(str(pid))
+    staged.rename(_pid_file(folder, worker))
+
+
 def pid_of(folder: Path, worker: str) -> int:
-    """Of the process that was armed last as ``worker``. Raises FileNotFoundError when there was none."""
+    """Of the process that was noted last as ``worker``. Raises FileNotFoundError when there was none."""
     return int(_pid_file(folder, worker).read_text())
 
 
@@ -233,8 +245,12 @@ def damage(path: Path, how: Literal["truncate", "flip"]) -> None:
 def _suspend(pid: int, seconds: float) -> None:
     """SIGSTOP; the waker is a process of its own, because this one may be the one that is suspended."""
     # It sleeps once the other one does: else a slow machine could wake it first, and never again.
-    asleep = f"grep -q '^State:.T' /proc/{pid}/status"
-    waker = f"while [ -d /proc/{pid} ] && ! {asleep}; do sleep 0.02; done; sleep {seconds}; kill -CONT {pid}"
+    # It gives up when that one is gone: its pid may soon be somebody else's.
+    asleep, there = f"grep -q '^State:.T' /proc/{pid}/status", f"[ -d /proc/{pid} ]"
+    waker = (
+        f"while {there} && ! {asleep}; do sleep 0.02; done; n={math.ceil(seconds / _WAKER_S)}; "
+        f"while {there} && [ $n -gt 0 ]; do sleep {_WAKER_S}; n=$((n - 1)); done; {there} && kill -CONT {pid}"
+    )
     subprocess.Popen(["sh", "-c", waker], start_new_session=True, close_fds=True)
     os.kill(pid, signal.SIGSTOP)
 

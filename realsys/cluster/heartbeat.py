@@ -28,6 +28,15 @@ from realsys.errors import Fenced, KeyMissing, NameStoreError
 log = logging.getLogger(__name__)
 
 
+def lease_clock(backend: str) -> Callable[[], float]:
+    """The clock by which a lease of that name store lapses, as seen from here, in seconds.
+
+    One that is on this machine stands still while the machine is suspended, as everything here does. One that may be
+    elsewhere goes on: then the suspension counts.
+    """
+    return time.monotonic if backend == "file" else lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Heartbeat:
     """Owns the lease and the key; ``on_lost`` must end the process."""
 

@@ -1,10 +1,11 @@
 """What stands in front of every HTTP service of a trial, so that no route can be forgotten.
 
     connection ──> head of at most MAX_HEAD bytes ──> token ──> body of at most max_body ──> lease ──> app
+               └────────── within REQUEST_S ───────────────────────────────┘
     answer     <────────────────────────────────────────────────────────────────── lease <─────────────┘
 
-The token is asked for before a byte of the body is kept. Whatever is not a GET changes state and needs it. A process
-that has lost its lease neither accepts a request nor gives the answer to one that it accepted before.
+The token is asked for before a byte of the body is kept. Whatever is not a GET changes state and needs it; a GET has no
+body. A process that has lost its lease neither accepts a request nor gives the answer to one that it accepted before.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from realsys.errors import Fenced
 log = logging.getLogger(__name__)
 
 MAX_HEAD = 64 << 10  # bytes of request line and headers
+REQUEST_S = 60.0  # from the begin of a connection or of a request to the end of its body
 SAFE = ("GET", "HEAD", "OPTIONS")
 
 
@@ -80,22 +82,23 @@ class Guard:
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body; refused as soon as it is known to be too large. None: the caller went away."""
+        limit = 0 if scope["method"] in SAFE else self._max_body
         declared = _header(scope, b"content-length")
-        if declared.isdigit() and int(declared[:20]) > self._max_body:
-            raise self._too_large(scope)
+        if declared.isdigit() and int(declared[:20]) > limit:
+            raise self._too_large(scope, limit)
         body = bytearray()
         while True:
             message = await receive()
             if message["type"] != "http.request":
                 return None
             body += message.get("body", b"")
-            if len(body) > self._max_body:
-                raise self._too_large(scope)
+            if len(body) > limit:
+                raise self._too_large(scope, limit)
             if not message.get("more_body", False):
                 return bytes(body)
 
-    def _too_large(self, scope: Scope) -> Refused:
-        return self._counted("size", 413, f"{_path(scope)}: body is over the limit of {self._max_body} bytes")
+    def _too_large(self, scope: Scope, limit: int) -> Refused:
+        return self._counted("size", 413, f"{_path(scope)}: body is over the limit of {limit} bytes")
 
     async def _alive(self) -> None:
         """Return only with the lease. Without it the process is about to end, and its connections with it: no answer at
@@ -144,14 +147,27 @@ class Guard:
         await send({"type": "http.response.body", "body": body})
 
 
-class BoundedHead(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, which takes headers without end, with an end: for ``uvicorn.Config(http=...)``."""
+class BoundedRequest(HttpToolsProtocol):
+    """uvicorn's HTTP protocol, which takes headers without end and waits for them for ever, with bounds on both: for
+    ``uvicorn.Config(http=...)``.
+    """
 
     _head: int | None = None  # bytes since what came with its begin; None: in a body, or between messages
+    _deadline: asyncio.TimerHandle | None = None  # of the request that is coming in
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._begin_wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         began_before = self._head is not None
         super().data_received(data)
+        if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+            self._begin_wait()  # what has come begins no request, but has ended uvicorn's own wait for one
         if self._head is None or not began_before:  # what came with the begin may belong to the message before
             return
         self._head += len(data)
@@ -161,11 +177,33 @@ class BoundedHead(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._head = 0
+        self._begin_wait()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._head = None
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._end_wait()
+        super().on_message_complete()
+
+    def _begin_wait(self) -> None:
+        self._end_wait()
+        self._deadline = self.loop.call_later(REQUEST_S, self._give_up)
+
+    def _end_wait(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _give_up(self) -> None:
+        """Nobody who means it takes so long; and what is not bounded here, strangers could keep open for ever."""
+        if self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body):
+            self._begin_wait()  # the one before is being answered, and holds this one up
+        elif not self.transport.is_closing():
+            log.info("closed a connection of %s: no whole request within %g s", self.client, REQUEST_S)
+            self.transport.close()
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

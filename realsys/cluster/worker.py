@@ -176,7 +176,7 @@ def _parse(kind: str, argv: Sequence[str] | None) -> tuple[Path, int]:
 
 def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSignals, reporter: _FailureReporter) -> int:
     """Set up, run the body, take down. The exit code."""
-    from realsys.cluster.heartbeat import Heartbeat
+    from realsys.cluster.heartbeat import Heartbeat, lease_clock
     from realsys.cluster.name_store import make_name_store, trial_names
     from realsys.config.dump import read_config
 
@@ -195,6 +195,7 @@ def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSign
         lease_s=config.cluster.lease_s,
         heartbeat_s=config.cluster.heartbeat_s,
         on_lost=reporter.fence,
+        clock=lease_clock(config.cluster.name_store.backend),
         last=paths.incarnation(kind, index),
     )
     heartbeat.start()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realsys.config.model_families import refuse_unsupported
+from realsys.config.model_families import is_size, refuse_unsupported, understood
 from realsys.errors import ModelError
 
 
@@ -90,6 +90,11 @@ def read_architecture(directory: Path) -> Architecture:
     Raises ModelError naming the field for anything the embedded engine cannot run.
     """
     path = directory / "config.json"
+    with understood(str(path)):
+        return _read_architecture(directory, path)
+
+
+def _read_architecture(directory: Path, path: Path) -> Architecture:
     raw = _read_json(path)
     if raw is None:
         raise ModelError(f"{path} does not exist: {directory} is no HF model directory")
@@ -140,7 +145,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds no JSON object")
@@ -151,7 +156,7 @@ def _size(path: Path, raw: dict[str, Any], name: str, default: int | None = None
     value = raw.get(name)
     if value is None:
         value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_size(value, name):
         raise ModelError(f"{path}: {name}={value!r} must be a positive whole number")
     return value
 

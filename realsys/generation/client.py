@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 
 from realsys.cluster.failpoint import reach
+from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.http_client import open_session, read_reply
 from realsys.errors import MALFORMED, GenerationError
 from realsys.generation.protocol import (
     Acknowledged,
@@ -78,10 +80,18 @@ class GenerationClient:
     """Calls generation servers; use within one event loop. ``timeout_s`` bounds a call from start to last byte.
 
     ``token``: the trial's, without which a server of a trial does nothing; None for one that stands alone.
+    ``check_alive`` is asked before every call: one who has lost its lease must not change a server.
     """
 
-    def __init__(self, timeout_s: float, connect_timeout_s: float = 10.0, *, token: str | None = None) -> None:
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        timeout_s: float,
+        connect_timeout_s: float = 10.0,
+        *,
+        token: str | None = None,
+        check_alive: CheckAlive = unleased,
+    ) -> None:
+        self._timeout_s, self._check_alive = timeout_s, check_alive
         self._connect_timeout_s = connect_timeout_s
         authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._headers = {"Content-Type": "application/json", **authorization}
@@ -137,23 +147,25 @@ class GenerationClient:
         self, method: str, url: str, path: str, body: Any, kind: type[T], timeout_s: float | None = None
     ) -> T:
         if self._session is None:
-            # Hundreds of requests wait on one server at a time: no limit on connections but the server's own queue.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self._session = open_session(self._headers)
         total = self._timeout_s if timeout_s is None else timeout_s
         timeout = aiohttp.ClientTimeout(total=total, sock_connect=self._connect_timeout_s)
         data = None if body is None else msgspec.json.encode(body)
         fault = reach("server.call")
+        self._check_alive()
         if fault == "garbage":
             data = b"{\xff"
         try:
-            for _ in range(1 + (fault == "duplicate")):
-                async with self._session.request(
-                    method, url + path, data=data, timeout=timeout, headers=self._headers
-                ) as response:
-                    payload = await response.read()
-                    status = response.status
             if fault == "drop":
-                raise ConnectionResetError("the reply was lost")
+                raise ConnectionResetError("the request was lost")
+            for _ in range(1 + (fault == "duplicate")):
+                async with self._session.request(method, url + path, data=data, timeout=timeout) as response:
+                    status, payload = response.status, await read_reply(response)
+            match reach("server.reply"):
+                case "drop":
+                    raise ConnectionResetError("the reply was lost")
+                case "garbage":
+                    payload = b"{\xff"
         except TimeoutError as error:
             raise GenerationError(f"{url}{path}: no answer within {total:g} s", retryable=True) from error
         except (aiohttp.ClientError, OSError) as error:

@@ -189,7 +189,7 @@ class EngineCore:
         if not rows:
             return {}
         strings = [batch.answers[row].request.params.stop for row in rows]
-        widths = [window(texts) for texts in strings]
+        widths = [min(window(texts), self.context) for texts in strings]
         tails = self._store.tails(batch.cells[torch.tensor(rows, device=batch.cells.device)], max(widths))
         found = {}
         for row, texts, width, tail in zip(rows, strings, widths, tails, strict=True):

@@ -19,6 +19,8 @@ import msgspec
 from realsys.types import FinishReason
 
 PauseMode = Literal["abort", "retract", "in_place"]
+#: logits divided by less may be more than a float holds, and the log-probs no numbers
+LOWEST_TEMPERATURE, LOWEST_PENALTY = 1e-6, 1e-3
 UNSYNCED = -1  #: version of a server that has not loaded published weights yet
 
 
@@ -53,11 +55,21 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def problem(self) -> str | None:
         """What is wrong with the values, in one line; None when they are fine."""
         limits: tuple[tuple[str, object, bool, str], ...] = (
-            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "finite and at least 0"),
+            (
+                "temperature",
+                self.temperature,
+                self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < float("inf"),
+                f"0 (the most probable token), or finite and at least {LOWEST_TEMPERATURE:g}",
+            ),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1, "-1 (off) or at least 1"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 2, "in (0, 2], 1 is off"),
+            (
+                "repetition_penalty",
+                self.repetition_penalty,
+                LOWEST_PENALTY <= self.repetition_penalty <= 2,
+                f"from {LOWEST_PENALTY:g} to 2, 1 is off",
+            ),
             ("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "in [-2, 2], 0 is off"),
             ("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "in [-2, 2], 0 is off"),
             ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),

@@ -101,12 +101,13 @@ def sample(
     if params.temperature is not None:
         logits.div_(params.temperature)
     probabilities = logits.softmax(-1)
-    weights = probabilities
+    weights, changed = probabilities, banned is not None or counts is not None
+    before = logits.clone() if changed else logits
     if counts is not None:
         _penalise(logits, params, counts)
     if banned is not None:
         logits[banned[:, 0], banned[:, 1]] = float("-inf")
-    if banned is not None or counts is not None:
+    if changed:
         weights = logits.softmax(-1)
     if params.filters is not None:
         rows = params.filters.rows
@@ -120,7 +121,11 @@ def sample(
         tokens = torch.where(params.greedy.unsqueeze(1), weights.argmax(-1, keepdim=True), tokens)
     # NaN weights (from weights that overflow) would index past the end; the engine reports them by their log-prob.
     tokens.clamp_(max=logits.shape[1] - 1)
-    return tokens.squeeze(1), probabilities.gather(1, tokens).log_().squeeze(1)
+    if changed:  # what is drawn may have had next to no probability: as a float it may be 0, its logarithm is a number
+        logprobs = before.gather(1, tokens) - before.logsumexp(-1, keepdim=True)
+    else:
+        logprobs = probabilities.gather(1, tokens).log_()
+    return tokens.squeeze(1), logprobs.squeeze(1)
 
 
 def _penalise(logits: Tensor, params: RowParams, counts: Tensor) -> None:

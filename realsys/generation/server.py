@@ -22,13 +22,15 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp
 
 from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http_guard import BoundedHead, Guard
+from realsys.cluster.http_guard import BoundedRequest, Guard
+from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of
 from realsys.errors import MALFORMED, GenerationError, WaitTimeout
 from realsys.generation import protocol as p
 from realsys.generation.backend import GenerationEngine
 from realsys.generation.scheduler import AnswerResult
 
 MAX_BODY = 16 << 20  # bytes; a prompt of a million tokens is 7 MB
+MAX_MESSAGE = 2000  # characters of an error, which may quote what it refuses
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -130,13 +132,12 @@ class HttpServer:
     """uvicorn in a thread of its own, on a socket that is bound here: ``url`` is right as soon as it is there."""
 
     def __init__(self, app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._socket = socket.create_server((host, port), family=_family(host), backlog=2048)
-        bound = self._socket.getsockname()[1]
-        self.url = f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
+        self._socket = bind_tcp(host, port)
+        self.url = f"http://{join_host_port(advertised_host(host), port_of(self._socket))}"
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http=BoundedHead,
+            http=BoundedRequest,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -213,9 +214,5 @@ def _reply(value: Any) -> Response:
 
 
 def _error(status: int, message: str) -> Response:
-    body = msgspec.json.encode(p.ErrorReply(p.ErrorDetail(message)))
+    body = msgspec.json.encode(p.ErrorReply(p.ErrorDetail(message[:MAX_MESSAGE])))
     return Response(body, status_code=status, media_type="application/json")
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,13 +1,16 @@
 """The inside of a verifier process: ``python -m realsys.reward.process FD PARENT MEMORY``.
 
 Consumes batches from the socket FD; waits for the next one; ends when the other side is closed, or with its parent.
+It leads a session of its own: a verifier that signals its group, or leaves processes behind, meets nobody else's.
 Nothing is imported here that is not needed: the process is to be small and to start fast.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import reprlib
 import resource
 import signal
 import socket
@@ -23,52 +26,85 @@ from realsys.reward.verifiers import Verifier, load_verifier
 
 _PR_SET_PDEATHSIG = 1
 _MESSAGE_LIMIT = 500  # characters of an exception
+_FILE_BYTES = 256 << 20  # of one file that a verifier writes; what it prints goes into one
+_OPEN_FILES = 1024
+#: the system's refusals that a process may go on meeting
+_SPENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EFBIG, errno.EBADF}
 
 
 def main(argv: list[str]) -> None:
     descriptor, parent, memory = (int(argument) for argument in argv)
     _end_with(parent)
     failpoint.arm("verifier/0")
+    _limit(memory)
+    with socket.socket(fileno=descriptor) as channel:
+        channel.set_inheritable(False)  # what a verifier starts must not speak in its name
+        os.register_at_fork(after_in_child=channel.close)
+        serve(channel)
+
+
+def _limit(memory: int) -> None:
     if memory:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    with socket.socket(fileno=descriptor) as channel:
-        serve(channel)
+    for limit, wanted in (
+        (resource.RLIMIT_FSIZE, _FILE_BYTES),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, most = resource.getrlimit(limit)
+        value = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        resource.setrlimit(limit, (value, value))
 
 
 def serve(channel: socket.socket) -> None:
     """Answer batches until the channel closes."""
     verifiers: dict[str, Verifier] = {}
-    channel.sendall(frame(Results([])))
+    channel.sendall(frame(Results(0, [])))
     while (batch := _receive(channel)) is not None:
         try:
             if batch.name not in verifiers:
                 verifiers[batch.name] = load_verifier(batch.name)
-                channel.sendall(frame(Results([])))  # from here the time limit counts
+                channel.sendall(frame(Results(batch.serial, [])))  # from here the time limit counts
         except Exception as error:
-            channel.sendall(frame(Failed(describe(error), [], loading=True)))
+            channel.sendall(frame(Failed(batch.serial, describe(error), [], loading=True, spent=_is_spent(error))))
             continue
-        verify_batch(verifiers[batch.name], batch, lambda message: channel.sendall(frame(message)))
+        verify_batch(verifiers[batch.name], batch, lambda message: _answer(channel, message))
+
+
+def _answer(channel: socket.socket, message: msgspec.Struct) -> None:
+    data = frame(message)
+    if failpoint.reach("verifier.reply") == "garbage":
+        data = LENGTH.pack(1) + b"\xc1"
+    channel.sendall(data)
 
 
 def verify_batch(verifier: Verifier, batch: Batch, send: Callable[[msgspec.Struct], None]) -> None:
     """Verify the items in order. One message for all of them, unless they take long."""
     verdicts: list[bool] = []
-    reported = time.monotonic()
+    process, reported = os.getpid(), time.monotonic()
     for item in batch.items:
         if verdicts and time.monotonic() - reported > batch.report_s:
-            send(Results(verdicts))
+            send(Results(batch.serial, verdicts))
             verdicts, reported = [], time.monotonic()
         try:
             failpoint.reach("verifier.judge")
             verdict = verifier(item.prompt, item.answer, item.reference)
             if not isinstance(verdict, bool):
-                raise TypeError(f"returned {verdict!r:.100}, not True or False")
+                raise TypeError(f"returned {reprlib.repr(verdict)}, not True or False")
         except Exception as error:  # the request boundary: reported, never a verdict
-            send(Failed(describe(error), verdicts))
+            if os.getpid() != process:
+                os._exit(1)
+            send(Failed(batch.serial, describe(error), verdicts, spent=_is_spent(error)))
             return
+        if os.getpid() != process:  # the verifier has forked, and come back twice
+            os._exit(0)
         verdicts.append(verdict)
-    send(Results(verdicts))
+    send(Results(batch.serial, verdicts))
+
+
+def _is_spent(error: Exception) -> bool:
+    """Whether the process lacks something that it may go on lacking: memory, files, processes."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SPENT)
 
 
 def describe(error: Exception) -> str:
@@ -77,7 +113,8 @@ def describe(error: Exception) -> str:
         text = str(error)
     except Exception:
         text = "its message cannot be printed"
-    return f"{type(error).__name__}: {' '.join(text[:_MESSAGE_LIMIT].split())}"
+    shown = text[:_MESSAGE_LIMIT].encode("utf-8", "backslashreplace").decode()
+    return f"{type(error).__name__}: {' '.join(shown.split())}"
 
 
 def _receive(channel: socket.socket) -> Batch | None:

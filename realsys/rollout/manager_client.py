@@ -17,6 +17,8 @@ import msgspec
 from realsys.admission.messages import (
     AllocateReply,
     AllocateRequest,
+    ClaimReply,
+    ClaimRequest,
     DataPosition,
     EvaluateReply,
     EvaluateRequest,
@@ -32,13 +34,19 @@ from realsys.admission.messages import (
 )
 from realsys.cluster.failpoint import reach
 from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.http_client import open_session, read_reply
 from realsys.errors import MALFORMED, Fenced, GenerationError, RealsysError, StreamError, WaitTimeout
 
 log = logging.getLogger(__name__)
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.05, 1.0  # between tries; doubles
 SCHEDULE = "/schedule_request"
-OF_MASTER = ("/trained", "/roll_back")  # refused with 409 when a younger training side has started
+OF_MASTER = (
+    "/claim",
+    "/trained",
+    "/roll_back",
+    "/evaluate",
+)  # refused with 409 when a younger training side has started
 NO_SERVER, SUPERSEDED = 503, 409
 
 Reply = TypeVar("Reply")
@@ -90,6 +98,10 @@ class ManagerClient:
         """Report the end of an attempt. Raises WaitTimeout when the manager stays away."""
         return await self._call("/finish_rollout", request, FinishReply)
 
+    async def claim(self, request: ClaimRequest) -> ClaimReply:
+        """Ask for the tickets of a batch before it is trained. Raises Fenced for an older incarnation."""
+        return await self._call("/claim", request, ClaimReply)
+
     async def trained(self, request: TrainedRequest) -> TrainedReply:
         """Report what a step trained, or what was dropped before it. Raises Fenced for an older incarnation."""
         return await self._call("/trained", request, TrainedReply)
@@ -102,7 +114,7 @@ class ManagerClient:
         return await self._call("/roll_back", request, RollBackReply)
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
-        """Start an evaluation; the same id again changes nothing."""
+        """Start an evaluation; the same id again changes nothing. Raises Fenced for an older incarnation."""
         return await self._call("/evaluate", request, EvaluateReply)
 
     async def evaluation(self, eval_id: str) -> EvaluationReply:
@@ -166,18 +178,23 @@ class ManagerClient:
         if self._url is None:
             self._url = await asyncio.to_thread(self._resolve)
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self._headers)
+            self._session = open_session(self._headers)
         timeout = aiohttp.ClientTimeout(total=self._timeout_s + held_s, sock_connect=self._timeout_s)
         method, body = ("GET", None) if request is None else ("POST", msgspec.json.encode(request))
         fault = reach("manager.call")
         self._check_alive()
+        if fault == "drop":
+            raise ConnectionResetError("the request was lost")
         if fault == "garbage":
             body = b"{\xff"
         for _ in range(1 + (fault == "duplicate")):
             async with self._session.request(method, self._url + path, data=body, timeout=timeout) as response:
-                status, payload = response.status, await response.read()
-        if fault == "drop":
-            raise ConnectionResetError("the reply was lost")
+                status, payload = response.status, await read_reply(response)
+        match reach("manager.reply"):
+            case "drop":
+                raise ConnectionResetError("the reply was lost")
+            case "garbage":
+                payload = b"{\xff"
         return status, payload
 
     def _decode(self, path: str, payload: bytes, kind: type[Reply]) -> Reply:

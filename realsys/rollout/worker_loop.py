@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from realsys.admission.events import Outcome
 from realsys.admission.messages import AllocateReply, AllocateRequest, Answer, FinishReply, FinishRequest
 from realsys.cluster.failpoint import reach
 from realsys.data.prompts import Prompt
-from realsys.errors import RealsysError
+from realsys.errors import RealsysError, RewardError
 from realsys.rollout.agent import Agent, Episode
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.types import Ticket, Trajectory, TrajectoryGroup
@@ -181,6 +182,7 @@ class RolloutLoop:
             raise RuntimeError(
                 f"the agent returned {len(episode.trajectories)} answers, the ticket asks for {ticket.n}"
             )
+        check_rewards(ticket, episode.trajectories)
         if ticket.kind == "train":
             group = TrajectoryGroup(
                 ticket, episode.trajectories, self._worker, started=started, finished=time.time(), extra=episode.extra
@@ -194,6 +196,13 @@ class RolloutLoop:
         reply = await self._manager.finish(request)
         if not reply.known:
             log.info("ticket %s attempt %d: superseded before it finished", ticket.ticket_id, ticket.attempt)
+
+
+def check_rewards(ticket: Ticket, trajectories: Sequence[Trajectory]) -> None:
+    """Raises RewardError for a reward that is no number: it would spoil every other of its batch."""
+    for k, trajectory in enumerate(trajectories):
+        if not math.isfinite(trajectory.reward):
+            raise RewardError(f"ticket {ticket.ticket_id}: answer {k} has the reward {trajectory.reward}, not a number")
 
 
 def answers_of(ticket: Ticket, episode: Episode) -> list[Answer]:

@@ -37,6 +37,8 @@ from realsys.types import TrajectoryGroup
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+IO_THREAD_S = 10.0  # bound on the wait for the I/O thread to end; it stores a group, closes sockets, and no more
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -169,7 +171,11 @@ class WorkerEndpoint:
         self._post(_Outgoing(encode_message(payload), handler=handler))
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Stop, after waiting up to ``timeout_s`` for the master, while it is there, to acknowledge what was sent."""
+        """Stop, after waiting up to ``timeout_s`` for the master, while it is there, to acknowledge what was sent.
+
+        An I/O thread that does not end (``on_group`` blocks, on a dead disk say) is logged and left to the end of the
+        process, with its sockets: whoever closes may be on the way out for another reason, which must be seen.
+        """
         if threading.current_thread() is self._thread:
             raise RuntimeError(f"{self.name}: close() called from its I/O thread")
         if self._thread.is_alive() and not self._idle.wait(timeout_s):
@@ -178,7 +184,10 @@ class WorkerEndpoint:
             if not self._ended and not self._stopping:
                 self._stopping = True
                 self._waking.send(b"", zmq.NOBLOCK)
-        self._thread.join()
+        self._thread.join(IO_THREAD_S)
+        if self._thread.is_alive():
+            log.error("%s: its I/O thread did not end within %g s; it is left behind", self.name, IO_THREAD_S)
+            return
         self._waking.close(linger=0)
         self._context.term()
 
@@ -260,7 +269,7 @@ class WorkerEndpoint:
     def _on_event(self, event: zmq.Event) -> None:
         if event == zmq.Event.HANDSHAKE_SUCCEEDED:
             hello = Hello(self.index, self.incarnation, self._last_request)
-            self._dealer.send(encode_message(hello), zmq.NOBLOCK)
+            self._send([encode_message(hello)])
             return
         was_up = self._welcomed
         self._welcomed = False
@@ -279,18 +288,22 @@ class WorkerEndpoint:
         except DecodeError as err:
             self.bad_messages += 1
             if sockets.worth_logging(self.bad_messages):
-                log.warning("%s: dropped message %d of the master: %s", self.name, self.bad_messages, err)
+                master = f"the master at {self.master_address}"
+                log.warning("%s: dropped message %d of %s: %s", self.name, self.bad_messages, master, err)
             return
         match header:
             case RequestHeader(number, handler):
                 if not self._welcomed:
                     return  # of a connection that is gone: it comes again after the welcome, in its order
-                if reach("request.receive") == "drop":
+                fault = reach("request.receive")
+                if fault == "drop":
                     self._reconnect()
                     return
-                if number > self._last_request:  # else resent, and here already
-                    self._last_request = number
-                    self._requests.put(Request(number, handler, frames[1]))
+                payload: Buffer = b"\xc1" if fault == "garbage" else frames[1]
+                for _ in range(1 + (fault == "duplicate")):
+                    if number > self._last_request:  # else resent, and here already
+                        self._last_request = number
+                        self._requests.put(Request(number, handler, payload))
             case Ack(number):
                 self._forget_up_to(number)
             case Welcome(last_message):
@@ -300,7 +313,7 @@ class WorkerEndpoint:
                 if self._unacked:
                     self._idle.clear()
                 for unacked in self._unacked.values():
-                    self._dealer.send_multipart(unacked, zmq.NOBLOCK)
+                    self._send(unacked)
             case Refused(reason):
                 raise Fenced(f"{self.name}: the master refused incarnation {self.incarnation}: {reason}")
 
@@ -312,17 +325,19 @@ class WorkerEndpoint:
             self._unacked[self._next_number] = frames
             self._next_number += 1
             if self._welcomed:  # else it goes out with the welcome
-                fault = reach("reply.send")
-                self._check_alive()
-                match fault:
+                match reach("notice.send") if outgoing.handler else reach("reply.send"):
                     case "drop":
                         self._reconnect()
                         continue
                     case "duplicate":
-                        self._dealer.send_multipart(frames, zmq.NOBLOCK)
+                        self._send(frames)
                     case "garbage":
                         frames = [frames[0], b"\xc1"]
-                self._dealer.send_multipart(frames, zmq.NOBLOCK)
+                self._send(frames)
+
+    def _send(self, frames: list[bytes]) -> None:
+        self._check_alive()
+        self._dealer.send_multipart(frames, zmq.NOBLOCK)
 
     def _reconnect(self) -> None:
         """As if the connection had been cut: what is on its way is lost with it."""

@@ -76,7 +76,7 @@ class MasterStream:
         request_timeout_s: float = 1800.0,
         check_alive: CheckAlive = unleased,
     ) -> None:
-        """``check_alive``: asked before a request is sent; ``request`` raises what it raises."""
+        """``check_alive``: asked before anything is sent; ``request`` raises what it raises."""
         self._check_alive = check_alive
         self._loop = asyncio.get_running_loop()
         self._timeout_s = request_timeout_s
@@ -323,6 +323,7 @@ class MasterStream:
         self._send(route, [encode_message(Refused(reason))])
 
     def _send(self, route: bytes, frames: list[bytes]) -> None:
+        self._check_alive()
         try:
             self._server.socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as err:

@@ -25,6 +25,7 @@ from typing import Annotated
 import msgspec
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]  # of a worker; who greets is remembered, so there is an end
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -43,7 +44,7 @@ class PushAck(msgspec.Struct, array_like=True, frozen=True, tag="push-ack/1"):
 
 
 class PushNack(msgspec.Struct, array_like=True, frozen=True, tag="push-nack/1"):
-    """The group is refused for good; resending it would not help."""
+    """The group is refused for good, or was given up by its sender; resending it would not help."""
 
     sequence: Number
     reason: str
@@ -52,7 +53,7 @@ class PushNack(msgspec.Struct, array_like=True, frozen=True, tag="push-nack/1"):
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello/1"):
     """``last_request``: number of the newest Request this incarnation has received (0: none)."""
 
-    index: Number
+    index: Index
     incarnation: Label
     last_request: Number
 

@@ -20,6 +20,8 @@ from realsys.types import TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
+MAX_ANSWERED = 1 << 16  # sequences remembered of a sender; a Pusher has a handful under way
+
 
 @dataclass(slots=True)
 class PullerStats:
@@ -42,6 +44,13 @@ class _Sender:
             self.floor = floor
             self.answered = {s: reason for s, reason in self.answered.items() if s >= floor}
 
+    def note(self, sequence: int, reason: str | None, floor: int) -> None:
+        """``sequence`` is answered; the sender will not send again what is below ``floor``."""
+        self.raise_floor(min(floor, sequence))
+        self.answered[sequence] = reason
+        if len(self.answered) > MAX_ANSWERED:  # its floor does not rise: it is broken, or waits for one that was lost
+            self.raise_floor(sorted(self.answered)[MAX_ANSWERED // 2])
+
 
 class Puller:
     """The receiving end: bound at once to a port of the system's choice, so ``address`` may be registered.
@@ -55,7 +64,7 @@ class Puller:
     def __init__(
         self, host: str = "127.0.0.1", *, keys: CurveKeys | None = None, check_alive: CheckAlive = unleased
     ) -> None:
-        """``check_alive``: asked before a group is acknowledged; what it raises comes out of ``drain``."""
+        """``check_alive``: asked before a group is stored or acknowledged; what it raises comes out of ``drain``."""
         self._check_alive = check_alive
         self._server = sockets.bind_server(host, keys, receive_limit=self.RECEIVE_LIMIT)
         self.address = self._server.address
@@ -119,11 +128,10 @@ class Puller:
         sender = self._sender(push.identity)
         if push.sequence < sender.floor or push.sequence in sender.answered:
             self.stats.duplicates += 1
-            reason = sender.answered.get(push.sequence)
+            reason = sender.answered.get(push.sequence, "its sender has given it up")
         else:
             reason = self._store(frames, push.identity, on_group)
-            sender.raise_floor(min(push.floor, push.sequence))
-            sender.answered[push.sequence] = reason
+            sender.note(push.sequence, reason, push.floor)
         route = frames[0].bytes
         if reason is None:
             stored.setdefault(route, []).append(push.sequence)
@@ -139,6 +147,7 @@ class Puller:
         except DecodeError as err:
             self._malformed(frames, err)
             return str(err)
+        self._check_alive()
         try:
             on_group(group)
         except StreamError as err:

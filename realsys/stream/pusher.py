@@ -15,8 +15,8 @@ from realsys.cluster.failpoint import reach
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import DecodeError, RealsysError, StreamError, WaitTimeout
 from realsys.stream import protocol, sockets
-from realsys.stream.codec import Slabs, decode_with, encode_group
-from realsys.stream.protocol import Push, PushAck
+from realsys.stream.codec import Buffer, Slabs, decode_with, encode_group
+from realsys.stream.protocol import Push, PushAck, PushNack
 from realsys.stream.security import CurveKeys
 from realsys.types import TrajectoryGroup
 
@@ -54,9 +54,10 @@ class Pusher:
         # a restarted worker must not be taken for a resending one, even if it is given the same name
         session = f"{identity}#{secrets.token_hex(6)}"
         self._links = [
-            _Link(dp, f"{session}>{dp}", resolve, self._context, keys, connect_timeout_s, check_alive)
+            _Link(dp, f"{session}>{dp}", resolve, self._context, keys, connect_timeout_s, check_alive, self._dropped)
             for dp in receivers
         ]
+        self.bad_messages = 0  # of pullers, that did not decode
         self._turn = 0
         self._slabs = Slabs(keep=max_in_flight)
         self._slots = asyncio.Semaphore(max_in_flight)
@@ -85,6 +86,11 @@ class Pusher:
             raise WaitTimeout(
                 f"{self.identity}: {what} not acknowledged in {self._timeout_s:g} s by {waited}"
             ) from None
+
+    def _dropped(self, puller: str, err: DecodeError) -> None:
+        self.bad_messages += 1
+        if sockets.worth_logging(self.bad_messages):
+            log.warning("%s: dropped message %d of %s: %s", self.identity, self.bad_messages, puller, err)
 
     async def close(self) -> None:
         """Stop. Pushes still waiting get a StreamError."""
@@ -119,8 +125,9 @@ class _Link:
         keys: CurveKeys | None,
         connect_timeout_s: float,
         check_alive: CheckAlive,
+        on_bad_message: Callable[[str, DecodeError], None],
     ) -> None:
-        self._check_alive = check_alive
+        self._check_alive, self._on_bad_message = check_alive, on_bad_message
         self._dp, self._identity, self._resolve = dp, identity, resolve
         self._context, self._keys, self._connect_timeout_s = context, keys, connect_timeout_s
         self._pending: dict[int, _Pending] = {}  # by sequence, ascending
@@ -141,9 +148,9 @@ class _Link:
         self._next += 1
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pending[sequence] = _Pending(frames, what, stored)
-        if self._session is not None and self._session.up:
-            self._send(self._session, sequence)
         try:
+            if self._session is not None and self._session.up:
+                self._send(self._session, sequence)
             await stored
         finally:
             self._pending.pop(sequence, None)
@@ -209,14 +216,21 @@ class _Link:
         session.send(frames)
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
+        fault = reach("push.ack")
         try:
-            answer = decode_with(protocol.TO_PUSHER, frames[0], "acknowledgement")
+            data: Buffer = b"\xc1" if fault == "garbage" else frames[0]
+            answer = decode_with(protocol.TO_PUSHER, data, "acknowledgement")
         except DecodeError as err:
-            log.warning("%s: dropped a message of puller %d: %s", self._identity, self._dp, err)
+            self._on_bad_message(f"puller {self._dp} at {self._address}", err)
             return
-        if reach("push.ack") == "drop" and self._session is not None:
+        if fault == "drop" and self._session is not None:
             self._session.lose()
             return
+        self._acknowledged(answer)
+        if fault == "duplicate":
+            self._acknowledged(answer)
+
+    def _acknowledged(self, answer: PushAck | PushNack) -> None:
         for sequence in answer.sequences if isinstance(answer, PushAck) else [answer.sequence]:
             pending = self._pending.get(sequence)
             if pending is None or pending.stored.done():

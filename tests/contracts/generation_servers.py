@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,17 +16,24 @@ import aiohttp
 import numpy as np
 import torch
 
+from realsys.config.schema import EmbeddedConfig, GenerationConfig
+from realsys.generation.build import build_engine
 from realsys.generation.client import Generated, GenerationClient, SamplingSpec
+from realsys.generation.server import HttpServer, build_app
+from realsys.generation.sglang.engine import SglangEngine
 from realsys.generation.weights import read_tensors
 from realsys.weights import manifest
 from realsys.weights.shards import ShardWriter
-from tests.generation_models import VOCAB, chosen, reference_logprobs
+from realsys.weights.stage import HeldWeights, StagedWeights, stage
+from tests.generation_models import VOCAB, chosen, make_model, reference_logprobs
+from tests.sglang_server import sglang_engine
 
 PROMPT = [3, 1, 4, 1, 5]
 EOS = VOCAB - 1
 CONTEXT = 512
 LONG = SamplingSpec(max_new_tokens=480)
-BUSY = 16  # requests on four rows: rounds enough that a loaded machine sees them run
+BUSY = 8  # requests of a crowd: more than an embedded server's rows
+BOUND_S = 120.0  # no wait of a test is longer
 
 
 @dataclass
@@ -39,6 +50,90 @@ class ServerUnderTest:
     max_answers: int  # that it runs and queues
     start: int = -1
     seeded: bool = True
+
+
+@dataclass(frozen=True)
+class Versions:
+    """A base model, -1, which is also published as version 0, and two more versions of its architecture."""
+
+    models: dict[int, object]
+    paths: dict[int, Path]
+
+
+@dataclass(frozen=True)
+class Running:
+    """One SGLang for many tests."""
+
+    engine: SglangEngine
+    url: str
+
+
+def make_versions(root: Path) -> Versions:
+    models, paths = {}, {}
+    for version in (-1, 1, 2):
+        path = root / f"hf{version}"
+        models[version] = make_model("qwen2", path, seed=version + 10, eos=EOS)
+        paths[version] = path if version < 0 else publish(root, version, path)
+    models[0], paths[0] = models[-1], publish(root, 0, paths[-1])
+    return Versions(models, paths)
+
+
+@contextmanager
+def sglang_server(versions: Versions, overflow: Path) -> Iterator[Running]:
+    settings = ["generation.sglang.max_answers=16", "rollout.max_concurrent=1"]
+    engine = sglang_engine(versions.paths[-1], overflow, *settings)
+    engine.start()
+    try:
+        # Its staging thread is there from now on.
+        assert engine.update(str(versions.paths[0]), 0).result(BOUND_S).success
+        http = HttpServer(build_app(engine))
+        http.start()
+        try:
+            yield Running(engine, http.url)
+        finally:
+            http.close()
+    finally:
+        engine.close()
+
+
+@contextmanager
+def reporting(running: Running, reports: bool) -> Iterator[None]:
+    """SGLang as one that tells the version of every token, or one that does not."""
+    traffic = running.engine._traffic
+    run = traffic.run
+    assert run is not None
+    traffic.run = dataclasses.replace(run, reports=reports)
+    yield
+    traffic.run = run
+
+
+def fresh(running: Running, versions: Versions) -> ServerUnderTest:
+    """SGLang with nothing left of the test before, back at version 0."""
+    engine = running.engine
+    for call in (engine.abort_all(), engine.resume()):
+        call.result(BOUND_S)
+    back = engine.update(str(versions.paths[0]), 0).result(BOUND_S)
+    assert back.success, back.message
+    return ServerUnderTest(running.url, versions.models, versions.paths, 16, start=0, seeded=False)
+
+
+@contextmanager
+def embedded_server(versions: Versions) -> Iterator[ServerUnderTest]:
+    config = GenerationConfig(embedded=EmbeddedConfig(max_running=4, max_queued=12, context_length=CONTEXT))
+    held = HeldWeights(everything=True)
+
+    def load(path: str, version: int) -> StagedWeights:
+        return stage(Path(path), version, held)
+
+    engine = build_engine(versions.paths[-1], config, load, max_prompt_tokens=16)
+    http = HttpServer(build_app(engine))
+    engine.start()
+    http.start()
+    try:
+        yield ServerUnderTest(http.url, versions.models, versions.paths, 16)
+    finally:
+        engine.close()
+        http.close()
 
 
 def publish(
@@ -61,7 +156,7 @@ def drive(test):
     """Run ``test(client)`` with a client of the product."""
 
     async def body():
-        client = GenerationClient(timeout_s=30)
+        client = GenerationClient(timeout_s=BOUND_S)
         try:
             return await test(client)
         finally:
@@ -70,20 +165,40 @@ def drive(test):
     return asyncio.run(body())
 
 
-async def until_decoding(client: GenerationClient, url: str, answers: int = BUSY) -> None:
-    """Return when more than the prompts of these answers is in the KV cache. Every look is a round trip."""
-    async with asyncio.timeout(60):
-        while (await client.server_info(url)).kv_tokens < answers * len(PROMPT) + 10:
+class Crowd:
+    """``BUSY`` requests at a time that run for long: whenever one ends the next begins, until ``finish``.
+
+    So some run whatever the machine does and wherever the model ends an answer. Every one of a slot has the slot's id.
+    """
+
+    def __init__(self, client: GenerationClient, url: str) -> None:
+        self.answers: list[Generated] = []
+        self._client, self._url = client, url
+        self._last = False
+        self._slots = [asyncio.create_task(self._keep(slot)) for slot in range(BUSY)]
+
+    def dismiss(self) -> None:
+        """No further request begins."""
+        self._last = True
+
+    async def finish(self) -> list[Generated]:
+        """All answers, once those under way have ended."""
+        self.dismiss()
+        await asyncio.gather(*self._slots)
+        return self.answers
+
+    async def _keep(self, slot: int) -> None:
+        for seed in itertools.count(slot, BUSY):
+            self.answers += await self._client.generate(self._url, PROMPT, LONG, rid=str(slot), seed=seed)
+            if self._last:
+                return
+
+
+async def until_decoding(client: GenerationClient, url: str) -> None:
+    """Return when more than the prompts of those that run is in the KV cache. Every look is a round trip."""
+    async with asyncio.timeout(BOUND_S):
+        while (await client.server_info(url)).kv_tokens < 4 * len(PROMPT) + 10:
             pass
-
-
-def start_long(client: GenerationClient, url: str, count: int = BUSY) -> list[asyncio.Task]:
-    """Requests that run long enough to be interrupted, most of them: which ends when is the model's whim."""
-    return [asyncio.create_task(client.generate(url, PROMPT, LONG, rid=str(i), seed=i)) for i in range(count)]
-
-
-async def answers_of(requests: list[asyncio.Task]) -> list[Generated]:
-    return [answer for group in await asyncio.gather(*requests) for answer in group]
 
 
 def check(server: ServerUnderTest, answer, prompt=PROMPT) -> None:

@@ -36,7 +36,7 @@ from tests.checkpoint_ranks import (
 )
 from tests.train_ranks import build_role, cat_exports, run_ranks
 
-BOUND_S = 30.0
+BOUND_S = 60.0
 
 
 @pytest.fixture(scope="module")

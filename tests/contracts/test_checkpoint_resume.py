@@ -161,7 +161,9 @@ def test_every_prompt_is_issued_once_across_checkpoint_and_resume(tmp_path: Path
     async def first(t: Trial) -> None:
         await t.ready()
         tickets = (await t.allocate(4))["tickets"]
-        await t.post("/trained", step=1, version=1, trained=[ticket["ticket_id"] for ticket in tickets[:2]])
+        trained: list[Any] = [ticket["ticket_id"] for ticket in tickets[:2]]
+        await t.post("/claim", version=1, tickets=trained)
+        await t.post("/trained", step=1, version=1, trained=trained)
         t.publish(1)
         await t.until("server 0 serves 1", t.serves(0, 1))
         assert len((await t.allocate(10))["tickets"]) == 2
@@ -186,6 +188,7 @@ def test_every_prompt_is_issued_once_across_checkpoint_and_resume(tmp_path: Path
         await t.start()  # a manager that was restarted knows the same
         assert (await t.allocate(10))["tickets"] == []
         done: list[Any] = [ticket["ticket_id"] for ticket in tickets[:2]]
+        await t.post("/claim", version=2, tickets=done)
         await t.post("/trained", step=2, version=2, trained=done)
         t.publish(2)
         await t.until("server 0 serves 2", t.serves(0, 2))

@@ -6,6 +6,7 @@ import itertools
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -42,6 +43,30 @@ def reader(tmp_path: Path, shards: list[list[Snapshot]]) -> PieceReader:
         info, pieces = write_tensors(path, snapshots)
         indexes.append(RankIndex("actor", 1, layout, rank, {}, None, {}, info, pieces))
     return PieceReader(tmp_path, indexes)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dtype": "load"},
+        {"shape": (8,)},
+        {"offset": (1, 0)},
+        {"start": -1},
+        {"stop": 49},
+        {"size": 4},
+        {"position": 1 << 40},
+        {"stop": 1 << 40, "size": 1 << 42},
+    ],
+)
+def test_index_that_makes_no_sense_is_refused_before_memory_is_taken(tmp_path: Path, wrong: dict[str, object]) -> None:
+    """Its checksum may be right all the same: a defect, or a hand that edited it."""
+    path = tmp_path / "actor-00001-of-00001.safetensors"
+    info, pieces = write_tensors(path, list(snapshot("param", whole_shard("w", (8, 6)), WHOLE.flatten())))
+    (piece,) = pieces
+    spoilt = [msgspec.structs.replace(piece, **wrong)]
+    index = RankIndex("actor", 1, ParallelLayout(), 0, {}, None, {}, info, spoilt)
+    with pytest.raises(CheckpointError, match="its index is of no such file"):
+        PieceReader(tmp_path, [index])
 
 
 def test_shards_by_hand() -> None:

@@ -27,14 +27,12 @@ from tests.fenced_bodies import DONE
 from tests.stream_parts import make_group, pulling
 from tests.tester_trial import BOUND_S, Trial
 
-#: seconds; whoever is suspended waits for its end, and until then it must outlive imports on a slow machine
-LEASES = {"generates": 12.0}
+LEASE_S = 5.0  # whoever is suspended waits for its end, and until then it must outlive the start on a slow machine
 
 
 @pytest.fixture
 def trial(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trial]:
-    given = request.node.callspec.params
-    made = Trial(tmp_path, lease_s=LEASES.get(given.get("service"), 5.0) if given["suspended"] else 600.0)
+    made = Trial(tmp_path, lease_s=LEASE_S if request.node.callspec.params["suspended"] else 600.0)
     yield made
     made.close()
 

@@ -1,123 +1,34 @@
-"""What a generation server must do over HTTP, whatever runs behind it.
+"""What a generation server must do over HTTP, whatever runs behind it: answers, limits, aborts, bad requests.
 
-The suite knows a server by its ``ServerUnderTest`` only; another backend joins by another parameter of the fixture.
-Weights are staged and verified by the product's own code, from directories with manifests.
+The suite knows a server by its ``ServerUnderTest`` only; another backend joins by another parameter of the fixture
+(``conftest.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
-import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 
 import aiohttp
 import numpy as np
 import pytest
 import torch
 
-from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.errors import GenerationError
-from realsys.generation.build import build_engine
 from realsys.generation.client import SamplingSpec
-from realsys.generation.server import HttpServer, build_app
-from realsys.generation.sglang.engine import SglangEngine
-from realsys.weights.shards import ShardWriter
-from realsys.weights.stage import HeldWeights, StagedWeights, stage
 from tests.contracts.generation_servers import (
+    BOUND_S,
     BUSY,
     CONTEXT,
     EOS,
     LONG,
     PROMPT,
-    ServerUnderTest,
-    answers_of,
+    Crowd,
     check,
-    corrupt_shard,
     drive,
-    flip,
-    no_manifest,
-    no_weights,
-    other_manifest,
-    publish,
     raw,
-    shard_of,
-    short_shard,
-    start_long,
     until_decoding,
 )
-from tests.generation_models import VOCAB, chosen, make_model, reference_logprobs
-from tests.sglang_server import needs_sglang, sglang_engine
-
-
-@pytest.fixture(scope="module")
-def versions(tmp_path_factory):
-    """A base model, -1, which is also published as version 0, and two more versions of its architecture."""
-    root = tmp_path_factory.mktemp("weights")
-    models, paths = {}, {}
-    for version in (-1, 1, 2):
-        path = root / f"hf{version}"
-        models[version] = make_model("qwen2", path, seed=version + 10, eos=EOS)
-        paths[version] = path if version < 0 else publish(root, version, path)
-    models[0], paths[0] = models[-1], publish(root, 0, paths[-1])
-    return models, paths
-
-
-@pytest.fixture(scope="module")
-def sglang(versions, tmp_path_factory) -> Iterator[tuple[SglangEngine, HttpServer]]:
-    """One server for all tests: it takes long to start."""
-    needs_sglang()
-    _, paths = versions
-    overflow = tmp_path_factory.mktemp("staged") / "overflow"
-    engine = sglang_engine(paths[-1], overflow, "generation.sglang.max_answers=16", "rollout.max_concurrent=1")
-    engine.start()
-    assert engine.update(str(paths[0]), 0).result(60).success  # its staging thread is there from now on
-    http = HttpServer(build_app(engine))
-    http.start()
-    yield engine, http
-    engine.close()
-    http.close()
-
-
-@pytest.fixture(scope="module", params=["embedded", "sglang", "sglang-derived"])
-def running(request) -> Iterator[tuple[SglangEngine, HttpServer] | None]:
-    """None: an embedded engine for each test. sglang-derived: SGLang taken for one that tells no version per token."""
-    if request.param == "embedded":
-        yield None
-        return
-    engine, http = request.getfixturevalue("sglang")
-    traffic = engine._traffic
-    run = traffic.run
-    traffic.run = dataclasses.replace(run, reports=request.param == "sglang")
-    yield engine, http
-    traffic.run = run
-
-
-@pytest.fixture
-def server(running, versions) -> Iterator[ServerUnderTest]:
-    models, paths = versions
-    if running is not None:
-        engine, http = running
-        for call in (engine.abort_all(), engine.resume()):
-            call.result(10)
-        back = engine.update(str(paths[0]), 0).result(30)
-        assert back.success, back.message
-        yield ServerUnderTest(http.url, models, paths, 16, start=0, seeded=False)
-        return
-    config = GenerationConfig(embedded=EmbeddedConfig(max_running=4, max_queued=12, context_length=CONTEXT))
-    held = HeldWeights(everything=True)
-
-    def load(path: str, version: int) -> StagedWeights:
-        return stage(Path(path), version, held)
-
-    engine = build_engine(paths[-1], config, load, max_prompt_tokens=16)
-    http = HttpServer(build_app(engine))
-    engine.start()
-    http.start()
-    yield ServerUnderTest(http.url, models, paths, 16)
-    engine.close()
-    http.close()
+from tests.generation_models import VOCAB, chosen, reference_logprobs
 
 
 def test_an_idle_server_is_healthy_and_tells_its_version(server):
@@ -183,92 +94,6 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(server):
     drive(test)
 
 
-def test_update_in_mid_answer(server):
-    async def test(client):
-        requests = start_long(client, server.url)
-        await until_decoding(client, server.url, 4)
-        result = await client.update_weights(server.url, str(server.paths[1]), 1, 20)
-        assert result.success, result.message
-        assert {"stage_s", "verify_s", "pause_s", "load_s", "first_token_s"} <= result.timings.keys()
-        answers = await answers_of(requests)
-        assert any(set(a.versions.tolist()) == {server.start, 1} for a in answers)
-        for answer in answers:
-            assert (np.diff(answer.versions) >= 0).all()
-            check(server, answer)
-        assert (await client.model_info(server.url)).weight_version == "1"
-
-    drive(test)
-
-
-def test_version_that_is_not_the_one_asked_for_is_refused(server):
-    async def test(client):
-        result = await client.update_weights(server.url, str(server.paths[1]), 2, 20)
-        assert not result.success
-        assert "holds version 1, version 2 was asked for" in result.message
-        assert (await client.model_info(server.url)).weight_version == str(server.start)
-
-    drive(test)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (no_weights, "cannot be read, but it is in the manifest"),
-        (no_manifest, "MANIFEST.json"),
-        (corrupt_shard, "corrupt"),
-        (short_shard, "truncated"),
-        (other_manifest, "holds version 8, version 7 was asked for"),
-    ],
-)
-def test_damaged_version_leaves_the_old_weights_serving(server, tmp_path, versions, damage, message):
-    broken = publish(tmp_path, 7, versions[1][-1])
-    damage(broken)
-
-    async def test(client):
-        assert (await client.update_weights(server.url, str(server.paths[2]), 2, 20)).success
-        result = await client.update_weights(server.url, str(broken), 7, 20)
-        assert not result.success
-        assert message in result.message and "\n" not in result.message
-        [answer] = await client.generate(server.url, PROMPT, SamplingSpec(max_new_tokens=5), rid="a", seed=1)
-        assert set(answer.versions.tolist()) == {2}
-        check(server, answer)
-
-    drive(test)
-
-
-def test_corrupt_delta_leaves_the_old_weights_serving_and_the_next_one_is_taken(server, tmp_path, versions):
-    model, writer = copy.deepcopy(versions[0][-1]), ShardWriter(deltas=True, full_every=9)
-    models, paths = {}, {}
-    for version in (5, 6, 7):
-        with torch.no_grad():
-            model.model.layers[0].mlp.up_proj.weight[version] += 0.3
-        models[version] = copy.deepcopy(model)
-        tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        base = paths[version - 1].name if version > 5 else ""
-        paths[version] = publish(tmp_path, version, versions[1][-1], tensors=tensors, writer=writer, base=base)
-    known = dataclasses.replace(server, models=models)
-    delta = shard_of(paths[6])
-    assert delta.stat().st_size < shard_of(paths[5]).stat().st_size / 2
-    flip(delta)
-
-    async def serves(client, version):
-        [answer] = await client.generate(server.url, PROMPT, SamplingSpec(max_new_tokens=20), rid="a", seed=1)
-        assert set(answer.versions.tolist()) == {version}
-        check(known, answer)
-
-    async def test(client):
-        assert (await client.update_weights(server.url, str(paths[5]), 5, 20)).success
-        for version in (6, 7):  # 7 needs the delta of 6
-            refused = await client.update_weights(server.url, str(paths[version]), version, 20)
-            assert not refused.success and "corrupt" in refused.message
-            await serves(client, 5)
-        flip(delta)
-        assert (await client.update_weights(server.url, str(paths[7]), 7, 20)).success
-        await serves(client, 7)
-
-    drive(test)
-
-
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.8}], ids=lambda f: "+".join(f) or "plain"
 )
@@ -288,53 +113,15 @@ def test_logprobs_are_of_the_whole_distribution_at_the_temperature(server, filte
     drive(test)
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_pause_holds_requests_and_continue_finishes_them(server, mode):
-    async def test(client):
-        requests = start_long(client, server.url)
-        await until_decoding(client, server.url, 4)
-        await client.pause(server.url, mode)
-        assert (await client.update_weights(server.url, str(server.paths[1]), 1, 20)).success
-        before = await client.server_info(server.url)
-        ended = [request.done() for request in requests]
-        assert before.paused and not all(ended)
-        assert (await client.model_info(server.url)).weight_version == "1"
-        after = await client.server_info(server.url)
-        assert (after.steps, after.generated_tokens) == (before.steps, before.generated_tokens)
-        assert [request.done() for request in requests] == ended
-        await client.resume(server.url)
-        answers = await answers_of(requests)
-        assert any(set(answer.versions.tolist()) == {server.start, 1} for answer in answers)
-        for answer in answers:
-            assert set(answer.versions.tolist()) <= {server.start, 1}
-            check(server, answer)
-
-    drive(test)
-
-
-def test_pause_abort_returns_what_there_is(server):
-    async def test(client):
-        requests = start_long(client, server.url)
-        await until_decoding(client, server.url, 4)
-        await client.pause(server.url, "abort")
-        answers = await answers_of(requests)
-        assert "abort" in {a.finish_reason for a in answers}
-        await client.resume(server.url)
-        [after] = await client.generate(server.url, PROMPT, SamplingSpec(max_new_tokens=2), rid="z", seed=1)
-        assert after.finish_reason in ("length", "stop")
-
-    drive(test)
-
-
 def test_abort_of_running_requests_returns_what_there_is(server):
     async def test(client):
-        requests = start_long(client, server.url)
-        await until_decoding(client, server.url, 4)
-        for index in range(BUSY):
-            await client.abort(server.url, str(index))
-        answers = await answers_of(requests)
-        assert any(answer.finish_reason == "abort" and len(answer.tokens) for answer in answers)
-        for answer in answers:
+        crowd = Crowd(client, server.url)
+        await until_decoding(client, server.url)
+        async with asyncio.timeout(BOUND_S):  # until one that had begun is cut off
+            while not any(answer.finish_reason == "abort" and len(answer.tokens) for answer in crowd.answers):
+                for slot in range(BUSY):
+                    await client.abort(server.url, str(slot))
+        for answer in await crowd.finish():
             if len(answer.tokens):
                 check(server, answer)
 
@@ -345,7 +132,7 @@ def test_abort_by_id(server):
     async def test(client):
         await client.pause(server.url, "in_place")
         request = asyncio.create_task(client.generate(server.url, PROMPT, LONG, rid="mine", seed=1))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(BOUND_S):
             while (await client.server_info(server.url)).queued < 1:
                 pass
         await client.abort(server.url, "mine")
@@ -361,7 +148,7 @@ def test_requests_of_a_client_that_went_away_are_ended(server):
     async def test(client):
         await client.pause(server.url, "in_place")
         gone = asyncio.create_task(client.generate(server.url, PROMPT, LONG, rid="gone", seed=1))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(BOUND_S):
             while (await client.server_info(server.url)).queued < 1:
                 pass
             gone.cancel()
@@ -377,7 +164,7 @@ def test_full_server_answers_503(server):
         await client.pause(server.url, "in_place")
         spec = SamplingSpec(max_new_tokens=4, n=server.max_answers)
         accepted = asyncio.create_task(client.generate(server.url, PROMPT, spec, rid="a", seed=1))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(BOUND_S):
             while (await client.server_info(server.url)).queued < server.max_answers:
                 pass
         with pytest.raises(GenerationError, match="status 503: queue full") as refused:

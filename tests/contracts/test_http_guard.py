@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from realsys.cluster import http_guard
 from realsys.cluster.http_guard import MAX_HEAD, Guard
 from realsys.errors import GenerationError
 from realsys.generation.client import GenerationClient
@@ -23,7 +24,7 @@ from realsys.generation.server import HttpServer
 from realsys.generation.server import build_app as generation_app
 from workers.manager_http import ManagerApp
 
-BOUND_S = 30.0
+BOUND_S = 60.0
 LIMIT = 1000
 SERVICES = ("manager", "generation_server")
 
@@ -135,6 +136,62 @@ def test_head_without_end_is_cut_off(served: tuple[Guard, str]) -> None:
     answer = talk(served[1], b"POST /echo HTTP/1.1\r\nHost: x\r\n", *lines)
     assert b"400" in answer[:20] or answer == b""
     assert sum(map(len, lines)) > 10 * MAX_HEAD
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: x\r\n",
+        head(10) + bytes(9),
+        head(10).replace(b"secret", b"wrong") + bytes(9),
+    ],
+)
+def test_request_that_never_ends_is_closed(
+    served: tuple[Guard, str], monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """Also of those who have no token: nobody can keep connections for nothing."""
+    monkeypatch.setattr(http_guard, "REQUEST_S", 0.2)
+    talk(served[1], sent)  # returns when the other side closes
+
+
+def test_connection_whose_next_request_never_begins_is_closed(
+    served: tuple[Guard, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty line ends uvicorn's wait for the next request, and begins none."""
+    monkeypatch.setattr(http_guard, "REQUEST_S", 0.2)
+    where = urlsplit(served[1])
+    with socket.create_connection((where.hostname, where.port), timeout=BOUND_S) as connection:
+        connection.sendall(head(10).replace(b"Connection: close\r\n", b"") + bytes(10))
+        answer = b""
+        while not answer.endswith(b"\r\n\r\n10"):
+            answer += connection.recv(65536)
+        connection.sendall(b"\r\n")
+        assert connection.recv(65536) == b""
+
+
+def test_answer_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_guard, "REQUEST_S", 0.05)
+
+    async def think(request: Request) -> PlainTextResponse:
+        await asyncio.sleep(0.5)
+        return PlainTextResponse("done")
+
+    app = Starlette(routes=[Route("/echo", think, methods=["POST"])])
+    http = HttpServer(Guard(app, token=None, max_body=LIMIT, error=str))
+    http.start()
+    try:
+        assert talk(http.url, head(10) + bytes(10)).endswith(b"done")
+    finally:
+        http.close()
+
+
+def test_get_has_no_body(served: tuple[Guard, str]) -> None:
+    """It needs no token, so whoever comes could have each service hold as many bytes as a call may have."""
+    get = head(1).replace(b"POST", b"GET")
+    assert talk(served[1], get + b"x").startswith(b"HTTP/1.1 413")
+    assert talk(served[1], get.replace(b"Content-Length: 1", b"X: y")).startswith(b"HTTP/1.1 405")
 
 
 def test_two_requests_on_one_connection_are_told_apart(served: tuple[Guard, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from realsys.config.check_calls import Registered, registered_with
 from realsys.config.dataflow import Dataflow, FunctionCall, register_algorithm
 from realsys.config.schema import Config
-from realsys.errors import ModelError, NotFiniteError
+from realsys.errors import ConfigError, ModelError, NotFiniteError
 from realsys.train.device import Device
-from realsys.train.interfaces import CallOutcome, Role, find_interface, register_interface
+from realsys.train.hooks import HOOKS
+from realsys.train.interfaces import INTERFACES, CallOutcome, Role, find_interface, register_interface
 from realsys.train.service import check_calls
 from realsys.types import MfcRequest, SequenceRef
 from tests.ppo_batch import Worker, make_batch, make_models, save_models, whole
@@ -288,11 +291,11 @@ def test_training_reads_the_advantages_that_an_algorithm_of_ones_own_makes(folde
 
 
 def test_an_unknown_interface_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ConfigError) as caught:
         find_interface("critic_trian")
     assert str(caught.value) == (
-        "unknown interface 'critic_trian'; known: actor_inf, actor_train, advantages, critic_inf, critic_train, "
-        "ref_inf, reward_inf, sft (yours: name its module in plugins.train)"
+        "config: interface='critic_trian': unknown interface; known: actor_inf, actor_train, advantages, critic_inf, "
+        "critic_train, ref_inf, reward_inf, sft (yours: name its module in plugins.train)"
     )
 
 
@@ -300,17 +303,59 @@ def test_a_dataflow_is_held_against_what_is_registered_before_anything_is_loaded
     good = FunctionCall("a", "actor", "actor_inf", frozenset({"tokens"}), pre_hooks=("onload",))
     check_calls(Dataflow([good]))
     for bad, problem in (
-        (replace(good, name="b", interface="actor_ing"), "unknown interface 'actor_ing'; known: actor_inf, "),
-        (replace(good, name="b", post_hooks=("offlaod",)), "unknown hook 'offlaod'; known: offload, onload"),
+        (
+            replace(good, name="b", interface="actor_ing"),
+            "'actor_ing': unknown interface; known: actor_inf, ",
+        ),
+        (replace(good, name="b", post_hooks=("offlaod",)), "'offlaod': unknown hook; known: offload, onload"),
     ):
-        with pytest.raises(ModelError, match=problem):
+        with pytest.raises(ConfigError, match=problem):
             check_calls(Dataflow([good, bad]))
 
 
 def test_a_name_is_registered_once() -> None:
-    with pytest.raises(ModelError, match=r"^interface 'sft' is registered already, by Sft$"):
+    problem = r"'sft': this interface is registered already, by realsys\.train\.interfaces\.sft$"
+    with pytest.raises(ConfigError, match=problem):
         register_interface("sft")(CountsTokens)
     assert type(find_interface("sft")).__name__ == "Sft"
+
+
+def test_the_names_that_the_check_before_the_start_goes_by_are_those_that_are_registered() -> None:
+    known = Registered()
+    assert ([*known.interfaces], [*known.hooks]) == (INTERFACES.names, HOOKS.names)
+
+
+OWN = """
+from realsys.train.hooks import register_hook
+from realsys.train.interfaces import CallOutcome, register_interface
+
+print("imported")
+
+@register_interface("mine")
+class Mine:
+    def run(self, role, request):
+        return CallOutcome()
+
+register_hook("before_mine")(lambda role, request: None)
+"""
+
+
+def test_what_modules_of_ones_own_register_is_asked_of_a_process_that_imports_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "own_names.py").write_text(OWN)
+    (tmp_path / "broken_names.py").write_text("1 / 0")
+    (tmp_path / "ending_names.py").write_text("import sys\nsys.exit('not today')")
+    found = registered_with(["own_names"])
+    assert set(found.interfaces) - set(INTERFACES.names) == {"mine"}
+    assert set(found.hooks) - set(HOOKS.names) == {"before_mine"}
+    for module, problem in (
+        ("broken_names", r"plugins\.train='broken_names': cannot be imported: ZeroDivisionError: division by zero$"),
+        ("ending_names", r"plugins\.train=\['ending_names'\]: cannot be imported: exit code 1: not today$"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            registered_with([module])
 
 
 def test_training_without_a_learning_rate_is_refused(folders: dict[str, Path]) -> None:

@@ -13,7 +13,7 @@ from manager_trial import BOUND_S, TOKEN, WORKER, Trial, drive
 from launch.audit import audit_trial
 from realsys.admission.events import Opened, RolledBack, Snapshot
 from realsys.admission.journal import read_journal, twin_path
-from realsys.admission.messages import RollBackRequest, TrainedRequest
+from realsys.admission.messages import EvaluateRequest, RollBackRequest, TrainedRequest
 from realsys.config.paths import TrialPaths
 from realsys.errors import Fenced, StreamError
 from realsys.rollout.manager_client import ManagerClient
@@ -45,20 +45,27 @@ def events(t: Trial) -> list[Any]:
 def test_training_starts_again_from_a_checkpoint_and_the_old_side_is_refused(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         await t.add_server(0)
-        assert await start(t, -1, A) == {"reissued": 0}
+        assert await start(t, -1, A) == {"reissued": 0, "evaluations": []}
         await serve(t, 0, A)
         first, second, third = (await t.allocate(3))["tickets"]
         assert first["training"] == A
         await t.finish(first)
         await t.finish(second)
         body = {"step": 1, "version": 1, "incarnation": A}
+        claim = {"version": 1, "incarnation": A, "tickets": [first["ticket_id"]]}
+        assert await t.post("/claim", **claim) == await t.post("/claim", **claim) == {"gone": []}
         assert (await t.post("/trained", **body, trained=[first["ticket_id"]], oldest=[0]))["trained"] == 1
+        status, reply = await t.call("/trained", body | {"trained": [second["ticket_id"]]})
+        assert status == 400 and "though it is finished, not claimed" in reply["error"]
+        status, reply = await t.call("/claim", claim | {"tickets": ["0000000099"]})
+        assert status == 400 and "ticket 0000000099 was never granted" in reply["error"]
         await serve(t, 1, A)
-        assert await start(t, 0, B) == {"reissued": 3}
-        assert await start(t, 0, B) == {"reissued": 3}, "the reply was lost and the call repeated"
+        assert await start(t, 0, B) == {"reissued": 3, "evaluations": []}
+        assert await start(t, 0, B) == {"reissued": 3, "evaluations": []}, "the reply was lost and the call repeated"
         assert (await t.allocate())["reason"] == "no_server" and (await t.get("/get_model_version"))["version"] == -1
         status, reply = await t.call("/trained", body | {"trained": [second["ticket_id"]]})
         assert status == 409 and B in reply["error"] and "\n" not in reply["error"]
+        assert (await t.call("/claim", claim))[0] == 409
         assert (await t.call("/roll_back", {"version": 0, "step": 0, "incarnation": A}))[0] == 409
         status, reply = await t.call("/roll_back", {"version": 9, "step": 9, "incarnation": f"{3:019d}"})
         assert status == 400 and "the ledger ends at 0" in reply["error"]
@@ -122,6 +129,8 @@ def test_the_client_fences_an_older_training_side(tmp_path: Path) -> None:
                 await client.roll_back(RollBackRequest(-1, -1, A))
             with pytest.raises(Fenced, match=f"{A} must end"):
                 await client.trained(TrainedRequest(1, 1, incarnation=A))
+            with pytest.raises(Fenced, match=f"{A} must end"):
+                await client.evaluate(EvaluateRequest("step-1", "eval", 1, incarnation=A))
             with pytest.raises(StreamError, match="status 400.*the ledger ends at 0"):
                 await client.roll_back(RollBackRequest(5, 5, f"{3:019d}"))
         finally:
@@ -181,6 +190,7 @@ def test_the_ledger_is_compacted_while_tickets_come_and_go_and_nothing_is_lost(t
                 await t.finish(ticket)
             ids = [ticket["ticket_id"] for ticket in reply["tickets"]]
             body = {"step": step, "version": step, "incarnation": A, "trained": ids, "oldest": [step - 1] * len(ids)}
+            await t.post("/claim", version=step, incarnation=A, tickets=ids)
             await t.post("/trained", **body)
             await serve(t, step, A)
         return step

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace_json
+
 from benchmarks.memory import run
+from realsys.config.schema import Config
+from realsys.train.device import Device
+from tests.train_ranks import run_ranks
 
 STEPS = 12
 SETTLED = 2  # Adam's state comes with the first step
@@ -19,3 +28,14 @@ def test_a_rank_holds_no_more_after_many_steps_than_after_a_few() -> None:
         assert {held.tensor_bytes for held in late} == {late[0].tensor_bytes}
         # A step's activations are some MiB; kept from each step they would be far beyond what an allocator rounds up.
         assert late[-1].rss_bytes - late[0].rss_bytes < 16 << 20
+
+
+def test_torch_keeps_no_record_of_the_collectives_on_cpu() -> None:
+    """By default it fills for a thousand steps, and then some megabytes stay."""
+
+    def body(rank: int, device: Device) -> int:
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1))
+        return len(json.loads(_dump_fr_trace_json()).get("entries", []))
+
+    assert run_ranks(2, body, Config()) == [0, 0]

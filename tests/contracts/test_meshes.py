@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +201,9 @@ def test_the_world_that_megatron_gathers_over_is_the_mesh() -> None:
     assert run_ranks(3, body, Config(), meshes=meshes) == [3, (both, 3), (both, 3)]
 
 
-def test_workers_meet_through_the_name_store(tmp_path: Path) -> None:
-    config = Config(fileroot=str(tmp_path))
+@pytest.mark.parametrize(("host", "advertised"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())])
+def test_workers_meet_through_the_name_store(tmp_path: Path, host: str, advertised: str) -> None:
+    config = Config.model_validate({"fileroot": str(tmp_path), "cluster": {"host": host}})
     paths = TrialPaths.of(config)
 
     def body(rank: int, device: Device) -> tuple[int, int]:
@@ -215,7 +217,7 @@ def test_workers_meet_through_the_name_store(tmp_path: Path) -> None:
                 torch.distributed.barrier()
         finally:
             store.close()
-        assert address.startswith("127.0.0.1:")
+        assert address.rpartition(":")[0] == advertised  # not 0.0.0.0, which is nobody's
         return int(value.item()), groups.data_rank
 
     assert run_ranks(2, body, config, joined=False) == [(3, 0), (3, 1)]

@@ -103,7 +103,7 @@ def test_directory_that_is_back_within_the_lease_costs_nothing(tmp_path: Path):
 
 
 def test_directory_that_stays_away_for_a_lease_fences_its_workers(tmp_path: Path):
-    trial = Trial(tmp_path / "trial", backend="file", root=str(tmp_path / "store"))
+    trial = Trial(tmp_path / "trial", lease_s=3.0, backend="file", root=str(tmp_path / "store"))
     try:
         process = trial.start("quick(); threading.Event().wait()")
         trial.ready()

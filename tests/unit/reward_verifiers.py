@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
+
+_kept: list[object] = []
 
 
 def behave(prompt: str, answer: str, reference: str) -> bool:
@@ -22,4 +29,40 @@ def behave(prompt: str, answer: str, reference: str) -> bool:
         return os.getpid() == int(reference)
     if answer == "wait":
         threading.Event().wait(float(reference))
+    if answer == "fork":  # and comes back twice
+        os.fork()
+        return True
+    if answer == "start":  # what it starts outlives it; the pid goes to the file ``reference``
+        child = subprocess.Popen(["sleep", "600"])
+        with open(reference, "w") as file:
+            file.write(str(child.pid))
+        threading.Event().wait()
+    if answer == "ignore SIGTERM":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        threading.Event().wait()
+    if answer == "signal its group":
+        os.killpg(0, signal.SIGTERM)
+    if answer == "print":
+        print("this is what it said", file=sys.stderr)
+        return True
+    if answer == "print without end":
+        while True:
+            sys.stdout.write("x" * 100_000)
+    if answer == "fill the disk":
+        with tempfile.TemporaryFile() as file:
+            while True:
+                file.write(bytes(1 << 20))
+    if answer == "open sockets":
+        while True:
+            _kept.append(socket.socket())
+    if answer == "exit":
+        sys.exit(0)
+    if answer == "huge":
+        return "x" * (100 << 20)  # type: ignore[return-value]
+    if answer == "nan":
+        return float("nan")  # type: ignore[return-value]
+    if answer == "unspeakable":
+        raise ValueError("\ud800" + "x" * 10_000)
+    if answer == "close everything":
+        os.closerange(3, 100)
     return answer == reference

@@ -1,20 +1,45 @@
 """The schedule of the chaos suite: complete, the same for the same seed, and of points that exist."""
 
 from realsys.cluster.failpoint import POINTS
-from tests.chaos.cases import PER_RUN, PHASES, STATELESS, SUSPENDED_S, TRAINING, full, short
+from tests.chaos.cases import chosen, full, short
+from tests.chaos.rows import PHASES, SUSPENDED
+from tests.chaos.signals import PER_RUN, STATELESS, TRAINING
+
+
+def rows_of(cases):
+    return [(row.fault, row.phase) for case in cases for row in case.rows]
 
 
 def test_every_kind_of_worker_meets_both_signals_at_every_phase():
-    rows = {(row.fault, row.phase) for case in full(3) for row in case.rows}
-    for victim in (*STATELESS, *TRAINING):
-        for phase in PHASES:
-            for signal in ("SIGKILL", f"SIGSTOP {SUSPENDED_S:g} s"):
-                assert (f"{signal} {victim.removesuffix('/0')}", phase) in rows
+    rows = rows_of(case for case in full(3) if case.name.startswith("signals-"))
+    wanted = {
+        (f"{signal} {victim.removesuffix('/0')}", phase)
+        for victim in (*STATELESS, *TRAINING)
+        for phase in PHASES
+        for signal in ("SIGKILL", SUSPENDED)
+    }
+    assert len(rows) == len(wanted) and set(rows) == wanted
 
 
-def test_the_seed_orders_the_phases_and_changes_nothing_else():
+def test_each_socket_loses_repeats_and_garbles_each_kind_of_message():
+    found = set(rows_of(case for case in full(1) if case.name == "messages"))
+    for what, socket in (
+        ("message", "push-pull"),
+        ("acknowledgement", "push-pull"),
+        ("request", "request-reply"),
+        ("reply", "request-reply"),
+        ("notice", "request-reply"),
+        ("request", "manager HTTP, rollout"),
+        ("request", "manager HTTP, training"),
+        ("request", "server HTTP, rollout"),
+        ("request", "server HTTP, update"),
+    ):
+        assert {(f"{what} {how}", socket) for how in ("lost", "twice", "garbled")} <= found
+
+
+def test_the_seed_orders_the_faults_and_changes_nothing_else():
     assert full(1) == full(1) != full(2)
-    assert {row for case in full(1) for row in case.rows} == {row for case in full(2) for row in case.rows}
+    assert sorted(rows_of(full(1))) == sorted(rows_of(full(2)))
 
 
 def test_names_are_unique_points_exist_and_a_run_that_is_to_end_has_one_row():
@@ -22,6 +47,7 @@ def test_names_are_unique_points_exist_and_a_run_that_is_to_end_has_one_row():
         assert len({case.name for case in cases}) == len(cases)
         # A run's processes are found by the begin of its id, which is its name and a dash.
         assert not [(a.name, b.name) for a in cases for b in cases if b.name.startswith(f"{a.name}-")]
+        assert len(set(rows_of(cases))) == len(rows_of(cases))
         for case in cases:
             assert all(fault.point in POINTS for row in case.rows for fault in row.faults)
             assert all(row.faults or row.act for row in case.rows)
@@ -29,7 +55,15 @@ def test_names_are_unique_points_exist_and_a_run_that_is_to_end_has_one_row():
 
 
 def test_no_stateless_worker_is_hit_so_often_that_its_back_off_takes_over():
-    for case in full(1):
-        if "stateless" in case.name:
-            for victim in STATELESS:
-                assert sum(row.fault.endswith(victim.removesuffix("/0")) for row in case.rows) <= PER_RUN
+    for seed in range(5):
+        for case in full(seed):
+            if case.name.startswith("signals-"):
+                for victim in STATELESS:
+                    assert sum(row.fault.endswith(victim.removesuffix("/0")) for row in case.rows) <= PER_RUN
+
+
+def test_runs_are_chosen_by_their_names_and_rows_by_fault_and_phase():
+    (case,) = chosen(full(1), ["disk"], ["EIO once, stage"])
+    assert case.name == "disk" and rows_of([case]) == [("EIO once", "stage")]
+    assert chosen(full(1), [], []) == full(1)
+    assert chosen(full(1), ["no such"], []) == []

@@ -13,7 +13,7 @@ from realsys.cluster.heartbeat import Heartbeat
 from realsys.cluster.memory_store import MemoryNameStore
 from realsys.errors import Fenced, NameStoreError
 
-BOUND_S = 10.0
+BOUND_S = 60.0
 KEY = "t/heartbeat/rollout_worker/1"
 Losses = queue.SimpleQueue[Fenced]
 
@@ -112,14 +112,24 @@ def test_loss_is_told_once(store, losses):
 
 
 def test_store_out_of_reach_is_borne_until_the_lease_is_over(store, losses, monkeypatch, caplog):
-    beating = heartbeat(store, losses, lease_s=0.2)
+    now = 100.0
+    beating = heartbeat(store, losses, lease_s=60.0, clock=lambda: now)
 
-    def fail() -> None:
+    tries: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def fail(lease: object) -> None:
+        tries.put(None)
         raise NameStoreError("etcd at 10.0.0.1:2379 did not answer")
 
-    monkeypatch.setattr(beating.lease, "keep_alive", fail)
+    monkeypatch.setattr(store, "renew_lease", fail)
     beating.start()
-    assert "whole lease of 0.2 s" in str(losses.get(timeout=BOUND_S))
+    for _ in range(2):  # by the second try, the first has been told
+        tries.get(timeout=BOUND_S)
+    assert losses.empty()
+    now = 160.0
+    with beating._condition:
+        beating._condition.notify_all()  # as if the seconds had passed
+    assert "whole lease of 60 s" in str(losses.get(timeout=BOUND_S))
     beating.stop()
     assert "trying again" in caplog.text
 
@@ -163,11 +173,11 @@ def test_beat_that_the_suspension_cut_in_two_does_not_bring_the_lease_back(store
     now = 100.0
     beating = heartbeat(store, losses, lease_s=60.0, clock=lambda: now)
 
-    def suspended() -> None:
+    def suspended(lease: object) -> None:
         nonlocal now
         now = 500.0
 
-    monkeypatch.setattr(beating.lease, "keep_alive", suspended)
+    monkeypatch.setattr(store, "renew_lease", suspended)
     beating._beat()
     with pytest.raises(Fenced):
         beating.check()

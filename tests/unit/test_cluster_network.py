@@ -23,7 +23,7 @@ def test_reachable_from_elsewhere(host):
 def test_bound_socket_has_a_port_and_can_serve():
     with bind_tcp("127.0.0.1") as bound:
         bound.listen()
-        with socket.create_connection(("127.0.0.1", port_of(bound)), timeout=5):
+        with socket.create_connection(("127.0.0.1", port_of(bound)), timeout=60):
             pass
 
 

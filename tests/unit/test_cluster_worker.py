@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +17,13 @@ import pytest
 from realsys.cluster.failure import read_errors
 from tests.tester_trial import BOUND_S, PRELUDE, Trial
 
+#: a lease whose end the test waits for; elsewhere no slow machine is to outlive it
+LAPSES = pytest.mark.parametrize("trial", [3.0], indirect=True, ids=["short lease"])
+
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Iterator[Trial]:
-    made = Trial(tmp_path)
+def trial(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trial]:
+    made = Trial(tmp_path, lease_s=getattr(request, "param", 600.0))
     yield made
     made.close()
 
@@ -48,7 +50,7 @@ def test_body_gets_its_context_and_nothing_is_left_of_it(trial):
 
 @pytest.mark.needs("etcd")
 def test_worker_with_etcd_registers_is_fenced_after_a_pause_and_cleans_up(tmp_path, etcd_server):
-    trial = Trial(tmp_path, backend="etcd", address=etcd_server.address)
+    trial = Trial(tmp_path, lease_s=3.0, backend="etcd", address=etcd_server.address)
     try:
         paused = trial.start("quick(); threading.Event().wait()")
         first = trial.ready()
@@ -109,6 +111,7 @@ def test_thread_that_dies_takes_the_process_with_it(trial):
     assert trial.store.get_subtree(trial.names.root) == {}
 
 
+@LAPSES
 def test_paused_process_fences_itself_when_it_wakes_up(trial):
     """Longer than its lease it was dead to everyone; its work has been given to others."""
     process = trial.start("quick(); threading.Event().wait()")
@@ -133,6 +136,7 @@ def test_short_pause_does_no_harm(trial):
     trial.ends(process, 0)
 
 
+@LAPSES
 def test_restarted_worker_takes_over_at_once_from_a_killed_one(trial):
     first = trial.start("quick(); threading.Event().wait()")
     incarnation = trial.ready()
@@ -219,6 +223,7 @@ def test_signal_while_the_main_thread_is_in_wait_does_not_deadlock(trial):
     trial.ends(process, 0)
 
 
+@LAPSES
 def test_orphan_is_told_to_stop_and_does_not_outlive_its_grace(trial):
     """Its parent is killed and its body ignores ``stop``: there is nobody left to kill it."""
     child = [sys.executable, "-c", PRELUDE.format(body="quick(); threading.Event().wait()")]
@@ -232,10 +237,9 @@ def test_orphan_is_told_to_stop_and_does_not_outlive_its_grace(trial):
     finally:
         parent.kill()
         parent.wait()
-    began = time.monotonic()
     ended, _, _ = select.select([descriptor], [], [], BOUND_S)
     os.close(descriptor)
-    assert ended and time.monotonic() - began < 10
+    assert ended
     trial.gone(trial.names.root)
 
 
@@ -264,6 +268,7 @@ def test_stacks_are_dumped_on_sigusr1(trial):
     assert "Thread 0x" in trial.ends(process, 0)
 
 
+@LAPSES
 def test_hanging_name_store_is_fenced_by_the_clock(trial):
     """A beat that hangs inside the store cannot notice that the lease is over."""
     body = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,15 +20,19 @@ from realsys.admission.messages import DataPosition
 from realsys.admission.settings import ManagerSettings
 from realsys.cluster.http_guard import Guard
 from realsys.cluster.memory_store import MemoryNameStore
+from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.errors import Fenced, KeyMissing, StreamError
-from realsys.master.checkpoints import commit
+from realsys.errors import CheckpointError, Fenced, KeyMissing, StreamError
+from realsys.generation.client import GenerationClient
+from realsys.master.checkpoints import Checkpoints, commit, prepare
 from realsys.master.publish import Publisher
+from realsys.master.recorder import Recorder
+from realsys.master.step_log import StepLog
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.train.checkpoint_files import CheckpointState
-from realsys.types import Empty, Piece, SaveWeightsReply, SaveWeightsRequest, ShardInfo, TensorInfo
+from realsys.types import Empty, Piece, PublishedVersion, SaveWeightsReply, SaveWeightsRequest, ShardInfo, TensorInfo
 from realsys.weights import manifest
 from realsys.weights.files import write_safetensors
 from tests.stream_parts import BOUND_S, make_group, pulling
@@ -86,7 +91,10 @@ def test_checkpoint_stops_before_its_state_is_written(tmp_path: Path):
     with pytest.raises(Fenced):
         commit(tmp, _state(), [], Lease(0).check)
     assert not list(tmp.iterdir()) and not (tmp_path / "step-00000001").exists()
-    assert commit(tmp, _state(), [], Lease(1).check).name == "step-00000001"
+    with pytest.raises(Fenced):  # suspended while it was synced
+        commit(tmp, _state(), [], Lease(1).check)
+    assert not (tmp_path / "step-00000001").exists()
+    assert commit(tmp, _state(), [], Lease(2).check).name == "step-00000001"
 
 
 def _state() -> CheckpointState:
@@ -103,6 +111,71 @@ def _state() -> CheckpointState:
     )
 
 
+def test_checkpoint_begins_with_nothing_removed(tmp_path: Path):
+    """A successor may be writing the folder that would go."""
+    theirs = tmp_path / "checkpoints" / "step-00000001.2.tmp"
+    theirs.mkdir(parents=True)
+
+    async def position() -> DataPosition:
+        raise AssertionError("asked for where the data is")
+
+    config = Config.model_validate({"checkpoint": {"every_steps": 1}})
+    checkpoints = Checkpoints(
+        config,
+        TrialPaths(tmp_path),
+        meshes={},
+        workers=cast(Any, None),
+        position=position,
+        kl=dict,
+        incarnation="1",
+        check_alive=Lease(0).check,
+    )
+    with pytest.raises(CheckpointError, match="this worker must stop"):
+        asyncio.run(checkpoints.after_step(1))
+    assert theirs.is_dir()
+
+
+def test_rank_of_an_earlier_training_side_has_no_folder_to_write_into(tmp_path: Path):
+    """It was suspended right before it opened its file; the step is being saved again."""
+    before, now = prepare(tmp_path, 1, "1"), prepare(tmp_path, 1, "2")
+    with pytest.raises(FileNotFoundError):
+        (before / "actor-00001-of-00001.safetensors").write_bytes(b"old")
+    assert commit(now, _state(), []) == tmp_path / "step-00000001"
+
+
+def test_records_of_two_training_sides_are_written_apart(tmp_path: Path):
+    paths = TrialPaths(tmp_path)
+    recorders = [Recorder(Config(), paths, {}, cast(Any, None), incarnation) for incarnation in ("1", "2")]
+    assert recorders[0].tmp(7) != recorders[1].tmp(7)
+
+
+def test_step_log_gets_no_line(tmp_path: Path):
+    lease, path = Lease(1), tmp_path / "steps.jsonl"
+    log = StepLog(path, lease.check)
+    log.append({"kind": "train", "step": 1})
+    with pytest.raises(Fenced):
+        log.append({"kind": "train", "step": 2})
+    log.close()
+    assert path.read_bytes().count(b"\n") == 1
+
+
+def test_export_is_not_written(tmp_path: Path):
+    publisher = Publisher(
+        store=MemoryNameStore(),
+        key="model_version",
+        root=tmp_path,
+        model_dir=tmp_path,
+        incarnation="1",
+        keep=2,
+        save=cast(Any, None),
+        check_alive=Lease(0).check,
+    )
+    publisher.newest = PublishedVersion(1, "1", str(tmp_path / "v00000001.1"), 1)
+    with pytest.raises(Fenced):
+        asyncio.run(publisher.export(tmp_path / "final" / "model"))
+    assert not (tmp_path / "final").exists()
+
+
 def test_group_is_not_sent_and_the_push_ends():
     lease = Lease()
 
@@ -112,6 +185,7 @@ def test_group_is_not_sent_and_the_push_ends():
         lease.lose()
         with pytest.raises(Fenced):
             await pusher.push(make_group("t1"))
+        assert not pusher._links[0]._pending, "it would be sent again"
         await pusher.close()
 
     with pulling() as puller:
@@ -187,6 +261,32 @@ def test_call_of_the_manager_is_not_made():
 
     asyncio.run(run())
     assert asked == ["/status"]
+
+
+def test_call_of_a_server_is_not_made():
+    """Above all not one that has it load weights."""
+    asked = []
+
+    async def run() -> None:
+        async def answer(request: web.Request) -> web.Response:
+            asked.append(request.path)
+            return web.json_response({"success": True, "message": ""})
+
+        app = web.Application()
+        app.add_routes([web.post("/update_weights_from_disk", answer)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        client = GenerationClient(BOUND_S, check_alive=Lease(1).check)
+        await client.update_weights(f"http://{host}:{port}", "/weights", 1, BOUND_S)
+        with pytest.raises(Fenced):
+            await client.update_weights(f"http://{host}:{port}", "/weights", 2, BOUND_S)
+        await client.close()
+        await runner.cleanup()
+
+    asyncio.run(run())
+    assert asked == ["/update_weights_from_disk"]
 
 
 @pytest.mark.parametrize(("holds", "served"), [(0, 0), (1, 1)])

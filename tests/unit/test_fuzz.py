@@ -1,4 +1,4 @@
-"""The short form of ``benchmarks.fuzz``: every decoder but the generation server's, which needs a model."""
+"""The short form of ``benchmarks.fuzz``: every decoder but those that need torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def quiet() -> Iterator[None]:
 
 
 def test_no_input_makes_a_decoder_do_anything_but_take_it_or_name_what_is_wrong(tmp_path: Path, quiet: None) -> None:
-    with all_targets(tmp_path, servers=False) as targets:
+    with all_targets(tmp_path, torch=False) as targets:
         outcomes = [run(target, INPUTS, seed=7) for target in targets]
     assert [crash for outcome in outcomes for crash in outcome.crashes] == []
     assert len(outcomes) > 40

@@ -189,6 +189,24 @@ def draw(logits, uniform, **params):
     return sample(batch, RowParams.build(rows, CPU), torch.as_tensor(uniform, dtype=torch.float32))
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.05, 1e-6])
+@pytest.mark.parametrize("how", ["banned", "penalised"])
+def test_logprob_of_a_token_that_had_next_to_no_probability_is_a_number(temperature, how):
+    """A stop token is banned, or a token has been penalised, and at a low temperature the rest had none to speak of: as
+    a float 0, whose logarithm would look like a model that has diverged, and end the server.
+    """
+    logits = torch.tensor([[10.0, 0.0, -1.0]])
+    params = RowParams.build([SamplingParams(temperature=temperature, repetition_penalty=2.0)], CPU)
+    banned = torch.tensor([[0, 0]]) if how == "banned" else None
+    counts = torch.tensor([[100.0, 0.0, 0.0]])
+    if how == "penalised":
+        params = RowParams.build([SamplingParams(temperature=temperature, frequency_penalty=2.0)], CPU)
+    expected = (logits / temperature).log_softmax(-1)[0, 1]
+    tokens, logprobs = sample(logits.clone(), params, torch.tensor([0.0]), banned, counts)
+    assert tokens.tolist() == [1]
+    assert torch.isfinite(expected) and torch.allclose(logprobs, expected)
+
+
 def test_frequencies_are_the_probabilities_and_logprobs_are_theirs():
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0])
     temperature = 0.7
@@ -304,6 +322,28 @@ def test_end_of_text_comes_from_both_files(tmp_path):
     assert read_architecture(tmp_path).eos == (3, 5)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_hidden_layers": 10**12},
+        {"vocab_size": 1 << 60},
+        {"eos_token_id": ["x"]},
+        {"rope_theta": "much"},
+        {"rope_scaling": [1]},
+        {"rms_norm_eps": {}},
+        {"architectures": {"a": "b"}},
+    ],
+)
+def test_config_that_is_of_no_model_is_refused_in_one_line(tmp_path, settings):
+    """Not with a traceback, and not after it has made tables of 10^12 layers."""
+    try:
+        read_architecture(directory(tmp_path, **settings)).tensor_shapes()
+    except ModelError as error:
+        assert "\n" not in str(error)
+    else:
+        assert settings == {"architectures": {"a": "b"}}  # which is of no concern here
+
+
 def test_old_and_new_spelling_of_rope_are_the_same(tmp_path):
     old = read_architecture(directory(tmp_path, rope_theta=5e5))
     new = read_architecture(directory(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
@@ -316,6 +356,7 @@ def test_old_and_new_spelling_of_rope_are_the_same(tmp_path):
     [
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 1e-38}, "temperature=1e-38"),  # logits / temperature would be infinite
         ({"top_p": 0.0}, "top_p"),
         ({"top_k": 0}, "top_k"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
@@ -332,4 +373,4 @@ def test_old_and_new_spelling_of_rope_are_the_same(tmp_path):
 def test_bad_sampling_parameters_are_named(params, name):
     problem = SamplingParams(**params).problem()
     assert problem is not None and name in problem
-    assert SamplingParams().problem() is None
+    assert SamplingParams().problem() is SamplingParams(temperature=0).problem() is None

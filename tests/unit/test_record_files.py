@@ -94,7 +94,7 @@ def test_every_single_flipped_bit_of_a_worker_file_is_noticed(tmp_path: Path) ->
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         with pytest.raises(RecordError, match=r"worker-00000\.safetensors is damaged") as caught:
             files.read_arrays(directory, found)
-        assert caught.value.exit_code == 1
+        assert caught.value.exit_code == 2
 
 
 def test_a_flipped_bit_in_an_array_is_named_with_its_sample(tmp_path: Path) -> None:
@@ -128,10 +128,10 @@ def test_a_torn_or_missing_file_is_named(tmp_path: Path, name: str) -> None:
 
 def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
     directory = write(tmp_path)
-    body = msgspec.json.encode(msgspec.structs.replace(record(), format=2))
+    body = msgspec.json.encode(msgspec.structs.replace(record(), format=1))
     envelope = {"checksum": xxhash.xxh3_64_hexdigest(body), "record": msgspec.Raw(body)}
     (directory / files.BATCH).write_bytes(msgspec.json.encode(envelope))
-    with pytest.raises(RecordError, match="has format 2, this realsys reads 1"):
+    with pytest.raises(RecordError, match="has format 1, this realsys reads 2"):
         files.read_record(directory)
 
 

@@ -42,7 +42,7 @@ def with_client(body, resolve, **options):
     async def run():
         client = ManagerClient(resolve, "secret", **options)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await body(client)
         finally:
             await client.close()
@@ -58,6 +58,7 @@ def quick(monkeypatch):
 
 ADDRESS = {}
 SCHEDULE = ScheduleRequest("7", 0, prompt_len=3, max_new_tokens=5)
+NO_SERVER = (503, {"error": "no routable server at version 3"})
 
 
 def resolve():
@@ -117,12 +118,20 @@ def test_a_manager_that_is_unavailable_is_not_taken_for_a_lack_of_servers():
     with_client(body, resolve, patience_s=0.1)
 
 
-def test_scheduling_waits_for_a_server_but_not_for_ever():
+def test_scheduling_waits_for_a_server():
     async def body(client):
-        none = (503, {"error": "no routable server at version 3"})
-        server = await Server(none, none, (200, {"server": "s/0", "url": "http://s", "version": 3}), none).start()
+        server = await Server(NO_SERVER, NO_SERVER, (200, {"server": "s/0", "url": "http://s", "version": 3})).start()
         ADDRESS["url"] = server.url
         assert (await client.schedule(SCHEDULE)).server == "s/0"
+        await server.stop()
+
+    with_client(body, resolve)
+
+
+def test_scheduling_does_not_wait_for_a_server_for_ever():
+    async def body(client):
+        server = await Server(NO_SERVER).start()
+        ADDRESS["url"] = server.url
         with pytest.raises(GenerationError, match="waited 0.1 s .*no routable server at version 3"):
             await client.schedule(SCHEDULE)
         await server.stop()

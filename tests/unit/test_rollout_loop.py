@@ -1,6 +1,7 @@
 """The worker's loop: capacity, pushes before finishes, failures that are no rewards, a clean stop."""
 
 import asyncio
+import math
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -40,6 +41,7 @@ class FakeAgent:
         self.gate = asyncio.Event()
         self.gate.set()
         self.errors = {}
+        self.rewards = {}  # of the last answer of a ticket, in place of its number
         self.started = asyncio.Queue()
         self.cancelled = []
 
@@ -58,6 +60,7 @@ class FakeAgent:
             )
             for k in range(ticket.n)
         ]
+        trajectories[-1].reward = self.rewards.get(ticket.ticket_id, trajectories[-1].reward)
         return Episode(trajectories, [k == 1 for k in range(ticket.n)], {"generate_s": 0.5})
 
 
@@ -71,7 +74,7 @@ class Bench:
     @asynccontextmanager
     async def running(self):
         task = asyncio.create_task(self.loop.run(self.stop))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             try:
                 yield task
             finally:
@@ -139,6 +142,23 @@ def test_a_failed_rollout_is_reported_as_failed_without_any_reward(error, expect
         assert requests["8"].outcome == "accepted"
         assert [group.ticket.ticket_id for group in bench.pusher.groups] == ["8"]
         assert (bench.loop.accepted, bench.loop.failed) == (1, 1)
+
+    bench_test(body)
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_fails_its_rollout_and_nothing_else(kind, reward):
+    """Pushed, it would spoil the advantages of its whole batch; told to the manager, it would end the worker."""
+
+    async def body(bench, task):
+        bench.agent.rewards["7"] = reward
+        bench.grant(ticket(7, kind=kind), ticket(8))
+        requests = {r.ticket_id: r for r in (await bench.finish(), await bench.finish())}
+        assert (requests["7"].outcome, requests["7"].answers) == ("failed", [])
+        assert requests["7"].reason == f"RewardError: ticket 7: answer 1 has the reward {reward}, not a number"
+        assert requests["8"].outcome == "accepted"
+        assert [group.ticket.ticket_id for group in bench.pusher.groups] == ["8"]
 
     bench_test(body)
 

@@ -30,7 +30,7 @@ def run(script, n=1, max_new=20, min_new=0, chunk=0, scheduler=None):
     spec = SamplingSpec(max_new_tokens=max_new, min_new_tokens=min_new, n=n, new_tokens_per_chunk=chunk)
 
     async def body():
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await manager.generate(ticket(n), PROMPT, spec)
 
     return asyncio.run(body()), servers, scheduler

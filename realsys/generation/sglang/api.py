@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from realsys.cluster.http_client import read_reply
 from realsys.errors import MALFORMED, GenerationError
 from realsys.generation.protocol import PauseMode
 from realsys.types import FinishReason
@@ -147,7 +148,7 @@ class SglangApi:
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
                 headers={"Content-Type": "application/json"},
             ) as response:
-                payload, status = await response.read(), response.status
+                payload, status = await read_reply(response), response.status
         except TimeoutError as error:
             raise GenerationError(f"SGLang{path}: no answer within {timeout_s:g} s", retryable=True) from error
         except (aiohttp.ClientError, OSError) as error:

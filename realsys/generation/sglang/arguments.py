@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +44,8 @@ class Launch:
 
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
         env = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
+        # torch's own default, which its temporary folder would move: that one is gone with each run.
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
         env |= {
             "OMP_NUM_THREADS": str(self.threads),
             "PYTHONUNBUFFERED": "1",

@@ -47,12 +47,14 @@ class Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], env: dict[str, str], url: str, remove: Path) -> Child:
-        """Start ``command``, which is to serve at ``url``. The folder ``remove`` goes when it ends."""
+        """Start ``command``, which is to serve at ``url``. The folder ``remove`` goes when it ends, and so do the
+        temporary files of the command: SGLang never removes the sockets between its processes.
+        """
         guarded = [sys.executable, "-I", str(_GUARD), "--remove", str(remove), "--", *command]
         log.info("starting %s", " ".join(command))
         process = await asyncio.create_subprocess_exec(
             *guarded,
-            env=env,
+            env={**env, "TMPDIR": str(remove)},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

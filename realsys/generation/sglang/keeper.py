@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import aiohttp
 
+from realsys.cluster.http_client import open_session
 from realsys.cluster.network import free_ports, join_host_port
 from realsys.errors import GenerationError
 from realsys.generation.sglang.api import Piece, SglangApi
@@ -75,8 +76,7 @@ class Keeper:
     async def keep(self) -> NoReturn:
         """Run the server for ever. Raises GenerationError when that cannot be done; cancel to stop."""
         failures = 0
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_REUSE_WITHIN_S)
-        async with aiohttp.ClientSession(connector=connector) as session:
+        async with open_session({}, keepalive_timeout=_REUSE_WITHIN_S) as session:
             for serial in itertools.count():
                 begin = time.monotonic()
                 reason = await self._run(serial, session)

@@ -33,6 +33,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # HF name -> shape
 
 PAUSE, LOAD = "pause", "load"  # why trips are held
 _FIRST_TOKEN_TIMEOUT_S = 60.0
+_MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,9 @@ def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
+            if length > _MAX_HEADER:
+                raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
         return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    except (struct.error, ValueError, KeyError, TypeError, MemoryError) as error:
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise WeightsError(f"{path} is no safetensors file: {error}") from error

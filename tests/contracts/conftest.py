@@ -1,0 +1,55 @@
+"""The generation servers of the contract suite: shared by its files, as SGLang takes long to start.
+
+What they need is imported where it is used: most contracts are about something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.contracts.generation_servers import Running, ServerUnderTest, Versions
+
+
+@pytest.fixture(scope="session")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    from tests.contracts.generation_servers import make_versions
+
+    return make_versions(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="session")
+def sglang(versions: Versions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    from tests.contracts.generation_servers import sglang_server
+    from tests.sglang_server import needs_sglang
+
+    needs_sglang()
+    with sglang_server(versions, tmp_path_factory.mktemp("staged") / "overflow") as running:
+        yield running
+
+
+@pytest.fixture(scope="module", params=["embedded", "sglang", "sglang-derived"])
+def running(request: pytest.FixtureRequest) -> Iterator[Running | None]:
+    """None: an embedded engine for each test. sglang-derived: SGLang taken for one that tells no version per token."""
+    if request.param == "embedded":
+        yield None
+        return
+    from tests.contracts.generation_servers import reporting
+
+    running = request.getfixturevalue("sglang")
+    with reporting(running, request.param == "sglang"):
+        yield running
+
+
+@pytest.fixture
+def server(running: Running | None, versions: Versions) -> Iterator[ServerUnderTest]:
+    from tests.contracts.generation_servers import embedded_server, fresh
+
+    if running is not None:
+        yield fresh(running, versions)
+        return
+    with embedded_server(versions) as made:
+        yield made

@@ -1,0 +1,157 @@
+"""What a generation server must do with weights over HTTP, whatever runs behind it: updates, damage, pauses.
+
+Weights are staged and verified by the product's own code, from directories with manifests.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from realsys.generation.client import SamplingSpec
+from realsys.weights.shards import ShardWriter
+from tests.contracts.generation_servers import (
+    BOUND_S,
+    PROMPT,
+    Crowd,
+    check,
+    corrupt_shard,
+    drive,
+    flip,
+    no_manifest,
+    no_weights,
+    other_manifest,
+    publish,
+    shard_of,
+    short_shard,
+    until_decoding,
+)
+
+
+def test_update_in_mid_answer(server):
+    async def test(client):
+        crowd = Crowd(client, server.url)
+        await until_decoding(client, server.url)
+        result = await client.update_weights(server.url, str(server.paths[1]), 1, BOUND_S)
+        assert result.success, result.message
+        assert {"stage_s", "verify_s", "pause_s", "load_s", "first_token_s"} <= result.timings.keys()
+        answers = await crowd.finish()
+        assert any(set(a.versions.tolist()) == {server.start, 1} for a in answers)
+        for answer in answers:
+            assert (np.diff(answer.versions) >= 0).all()
+            check(server, answer)
+        assert (await client.model_info(server.url)).weight_version == "1"
+
+    drive(test)
+
+
+def test_version_that_is_not_the_one_asked_for_is_refused(server):
+    async def test(client):
+        result = await client.update_weights(server.url, str(server.paths[1]), 2, BOUND_S)
+        assert not result.success
+        assert "holds version 1, version 2 was asked for" in result.message
+        assert (await client.model_info(server.url)).weight_version == str(server.start)
+
+    drive(test)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (no_weights, "cannot be read, but it is in the manifest"),
+        (no_manifest, "MANIFEST.json"),
+        (corrupt_shard, "corrupt"),
+        (short_shard, "truncated"),
+        (other_manifest, "holds version 8, version 7 was asked for"),
+    ],
+)
+def test_damaged_version_leaves_the_old_weights_serving(server, tmp_path, versions, damage, message):
+    broken = publish(tmp_path, 7, versions.paths[-1])
+    damage(broken)
+
+    async def test(client):
+        assert (await client.update_weights(server.url, str(server.paths[2]), 2, BOUND_S)).success
+        result = await client.update_weights(server.url, str(broken), 7, BOUND_S)
+        assert not result.success
+        assert message in result.message and "\n" not in result.message
+        [answer] = await client.generate(server.url, PROMPT, SamplingSpec(max_new_tokens=5), rid="a", seed=1)
+        assert set(answer.versions.tolist()) == {2}
+        check(server, answer)
+
+    drive(test)
+
+
+def test_corrupt_delta_leaves_the_old_weights_serving_and_the_next_one_is_taken(server, tmp_path, versions):
+    model, writer = copy.deepcopy(versions.models[-1]), ShardWriter(deltas=True, full_every=9)
+    models, paths = {}, {}
+    for version in (5, 6, 7):
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[version] += 0.3
+        models[version] = copy.deepcopy(model)
+        tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        base = paths[version - 1].name if version > 5 else ""
+        paths[version] = publish(tmp_path, version, versions.paths[-1], tensors=tensors, writer=writer, base=base)
+    known = dataclasses.replace(server, models=models)
+    delta = shard_of(paths[6])
+    assert delta.stat().st_size < shard_of(paths[5]).stat().st_size / 2
+    flip(delta)
+
+    async def serves(client, version):
+        [answer] = await client.generate(server.url, PROMPT, SamplingSpec(max_new_tokens=20), rid="a", seed=1)
+        assert set(answer.versions.tolist()) == {version}
+        check(known, answer)
+
+    async def test(client):
+        assert (await client.update_weights(server.url, str(paths[5]), 5, BOUND_S)).success
+        for version in (6, 7):  # 7 needs the delta of 6
+            refused = await client.update_weights(server.url, str(paths[version]), version, BOUND_S)
+            assert not refused.success and "corrupt" in refused.message
+            await serves(client, 5)
+        flip(delta)
+        assert (await client.update_weights(server.url, str(paths[7]), 7, BOUND_S)).success
+        await serves(client, 7)
+
+    drive(test)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_pause_holds_requests_and_continue_finishes_them(server, mode):
+    async def test(client):
+        crowd = Crowd(client, server.url)
+        await until_decoding(client, server.url)
+        await client.pause(server.url, mode)
+        assert (await client.update_weights(server.url, str(server.paths[1]), 1, BOUND_S)).success
+        before = await client.server_info(server.url)
+        ended = len(crowd.answers)
+        assert before.paused and before.running + before.queued > 0
+        assert (await client.model_info(server.url)).weight_version == "1"
+        after = await client.server_info(server.url)
+        assert (after.steps, after.generated_tokens) == (before.steps, before.generated_tokens)
+        assert len(crowd.answers) == ended
+        crowd.dismiss()
+        await client.resume(server.url)
+        answers = await crowd.finish()
+        assert any(set(answer.versions.tolist()) == {server.start, 1} for answer in answers)
+        for answer in answers:
+            assert set(answer.versions.tolist()) <= {server.start, 1}
+            check(server, answer)
+
+    drive(test)
+
+
+def test_pause_abort_returns_what_there_is(server):
+    async def test(client):
+        crowd = Crowd(client, server.url)
+        await until_decoding(client, server.url)
+        await client.pause(server.url, "abort")
+        crowd.dismiss()
+        await client.resume(server.url)
+        assert "abort" in {answer.finish_reason for answer in await crowd.finish()}
+        [after] = await client.generate(server.url, PROMPT, SamplingSpec(max_new_tokens=2), rid="z", seed=1)
+        assert after.finish_reason in ("length", "stop")
+
+    drive(test)

@@ -1,0 +1,130 @@
+"""Clients of the trial's HTTP services against servers that say too much."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from realsys.cluster import http_client
+from realsys.errors import GenerationError, WaitTimeout
+from realsys.generation.client import GenerationClient
+from realsys.generation.server import HttpServer
+from realsys.generation.sglang.api import SglangApi
+from realsys.rollout.manager_client import ManagerClient
+
+BOUND_S = 30.0
+LIMIT = 1000
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def declared(request: web.Request) -> web.StreamResponse:
+    return web.Response(body=b" " * (LIMIT + 1))
+
+
+async def endless(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    try:
+        while True:
+            await response.write(b" " * LIMIT)
+    except ConnectionResetError:
+        return response
+
+
+async def packed(request: web.Request) -> web.StreamResponse:
+    """Small on the wire, larger in memory."""
+    assert request.headers["Accept-Encoding"] == "identity"
+    return web.Response(body=gzip.compress(b" " * (LIMIT + 1)), headers={"Content-Encoding": "gzip"})
+
+
+def with_server(answer: Answer, use: Callable[[str], Awaitable[None]]) -> None:
+    async def run() -> None:
+        app = web.Application()
+        app.add_routes([web.route("*", "/{path:.*}", answer)])
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        try:
+            async with asyncio.timeout(BOUND_S):
+                await use(f"http://{host}:{port}")
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(run())
+
+
+async def ask_server(url: str) -> None:
+    client = GenerationClient(BOUND_S)
+    try:
+        await client.model_info(url)
+    finally:
+        await client.close()
+
+
+async def ask_sglang(url: str) -> None:
+    async with http_client.open_session({}) as session:
+        await SglangApi(session, url).pause("abort")
+        await SglangApi(session, url).loads(BOUND_S)
+
+
+async def ask_manager(url: str) -> None:
+    client = ManagerClient(lambda: url, "token", patience_s=0.0)
+    try:
+        await client.status()
+    finally:
+        await client.close()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "MAX_REPLY", LIMIT)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("answer", [declared, endless])
+@pytest.mark.parametrize(
+    ("ask", "error"), [(ask_server, GenerationError), (ask_sglang, GenerationError), (ask_manager, WaitTimeout)]
+)
+def test_reply_over_the_limit_is_an_error_and_not_kept(answer: Answer, ask: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="the reply is over the limit of 1000 bytes") as caught:
+        with_server(answer, ask)
+    assert getattr(caught.value, "retryable", True)
+
+
+@pytest.mark.usefixtures("small")
+def test_reply_is_not_unpacked() -> None:
+    with pytest.raises(GenerationError, match="reply cannot be read"):
+        with_server(packed, ask_server)
+
+
+@contextmanager
+def serving(host: str) -> Iterator[HttpServer]:
+    async def hello(request: Any) -> PlainTextResponse:
+        return PlainTextResponse("hello")
+
+    server = HttpServer(Starlette(routes=[Route("/", hello)]), host)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "advertised"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("0.0.0.0", socket.gethostname())]
+)
+def test_server_that_binds_every_address_advertises_one_that_others_can_reach(host: str, advertised: str) -> None:
+    with serving(host) as server:
+        assert server.url.removeprefix("http://").rpartition(":")[0] == advertised

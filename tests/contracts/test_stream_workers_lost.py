@@ -1,0 +1,267 @@
+"""Request-reply when something is lost, cut, comes twice or breaks: workers that go and come back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+import zmq
+
+from realsys.errors import Fenced, StreamError, WorkerLost
+from realsys.stream.codec import encode_message
+from realsys.stream.protocol import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome
+from realsys.stream.push_pull import Puller, Pusher
+from realsys.stream.request_reply import MasterStream, WorkerEndpoint
+from realsys.types import SamplesArrived, TrajectoryGroup
+from tests.stream_parts import BOUND_S, CuttableProxy, make_group
+from tests.stream_workers import Answering, Number, happens, thread_errors, with_workers
+
+
+def test_a_new_incarnation_fails_the_calls_of_the_old_and_takes_over() -> None:
+    async def run() -> None:
+        with thread_errors() as errors:
+            stream = MasterStream()
+            old = Answering(0, stream.address, incarnation="1")
+            await stream.barrier([0], BOUND_S)
+            pending = stream.request(0, "hold", Number(1), Number)
+            await happens(old.holding)
+            new = Answering(0, stream.address, incarnation="2")
+            with pytest.raises(WorkerLost, match="model_worker/0 lost during hold: incarnation 1 was replaced by 2"):
+                await asyncio.wait_for(pending, BOUND_S)
+            assert (await stream.request(0, "echo", Number(5), Number)).value == 5
+            assert new.handled == [("echo", 5)]
+            await asyncio.to_thread(old.close)  # told to stop, it has ended by itself
+            assert isinstance(old.ended, StreamError)
+            await asyncio.to_thread(new.close)
+            stream.close()
+        assert [type(error) for error in errors] == [Fenced]
+        assert "model_worker/0: the master refused incarnation 1: replaced by 2" in str(errors[0])
+
+    asyncio.run(run())
+
+
+def test_an_older_incarnation_that_comes_later_does_not_take_over() -> None:
+    async def run() -> None:
+        with thread_errors() as errors:
+            stream = MasterStream()
+            new = Answering(0, stream.address, incarnation="2")
+            await stream.barrier([0], BOUND_S)
+            old = Answering(0, stream.address, incarnation="1")
+            await asyncio.to_thread(old.wait_ended)
+            assert isinstance(old.ended, StreamError)
+            assert (await stream.request(0, "echo", Number(5), Number)).value == 5
+            assert (old.handled, new.handled) == ([], [("echo", 5)])
+            for worker in (old, new):
+                await asyncio.to_thread(worker.close)
+            stream.close()
+        assert [type(error) for error in errors] == [Fenced]
+        assert "refused incarnation 1: it was retired; current incarnation: 2" in str(errors[0])
+
+    asyncio.run(run())
+
+
+def test_a_worker_declared_lost_fails_its_calls() -> None:
+    async def body(stream: MasterStream, workers: list[Answering]) -> None:
+        pending = stream.request(0, "hold", Number(1), Number)
+        await happens(workers[0].holding)
+        stream.lose(0, "its lease lapsed")
+        with pytest.raises(WorkerLost, match="model_worker/0 lost during hold: its lease lapsed"):
+            await pending
+        with pytest.raises(WorkerLost, match="is not connected"):
+            await stream.request(0, "echo", Number(1), Number)
+
+    with_workers(body)
+
+
+def test_a_cut_connection_loses_and_doubles_nothing() -> None:
+    async def run() -> None:
+        stream = MasterStream()
+        proxy = CuttableProxy(stream.address)
+        notices: list[int] = []
+        complete = asyncio.Event()
+
+        def note(notice: Number) -> None:
+            notices.append(notice.value)
+            if notice.value == 9:
+                complete.set()
+
+        stream.on_notice("count", Number, note)
+        worker = Answering(0, proxy.address)
+        async with asyncio.timeout(BOUND_S):
+            await stream.barrier([0], BOUND_S)
+            held = stream.request(0, "hold", Number(0), Number)
+            queued = [stream.request(0, "echo", Number(i), Number) for i in range(1, 4)]
+            await happens(worker.holding)
+            for i in range(5):
+                worker.endpoint.notify("count", Number(i))
+            await asyncio.to_thread(proxy.cut)
+            for i in range(5, 10):
+                worker.endpoint.notify("count", Number(i))
+            queued += [stream.request(0, "echo", Number(i), Number) for i in range(4, 6)]
+            worker.gate.set()
+            assert (await held).value == 0
+            assert [reply.value for reply in await asyncio.gather(*queued)] == [1, 2, 3, 4, 5]
+            await complete.wait()
+        assert notices == list(range(10))
+        assert worker.handled == [("hold", 0)] + [("echo", i) for i in range(1, 6)]
+        assert proxy.accepted >= 2
+        await asyncio.to_thread(worker.close)
+        await asyncio.to_thread(proxy.close)
+        stream.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_lost_with_its_connection_comes_again_before_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those behind it lie in the worker's queue already; to take them would say that the lost one had come, too."""
+    reached = 0
+
+    def drop_the_fifth(point: str) -> str:
+        nonlocal reached
+        reached += point == "request.receive"
+        return "drop" if point == "request.receive" and reached == 5 else ""
+
+    monkeypatch.setattr("realsys.stream.endpoint.reach", drop_the_fifth)
+
+    async def body(stream: MasterStream, workers: list[Answering]) -> None:
+        replies = [stream.request(0, "echo", Number(value), Number) for value in range(200)]
+        assert [reply.value for reply in await asyncio.gather(*replies)] == list(range(200))
+        assert workers[0].handled == [("echo", value) for value in range(200)]
+
+    with_workers(body)
+
+
+def test_a_request_sent_twice_is_handled_once() -> None:
+    """A master by hand."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+    endpoint = WorkerEndpoint(0, address, incarnation="1")
+    try:
+        assert router.poll(BOUND_S * 1000)
+        route, hello = router.recv_multipart()
+        assert msgspec.msgpack.decode(hello, type=Hello) == Hello(0, "1", 0)
+        for frames in (
+            [encode_message(Welcome(0))],
+            [encode_message(RequestHeader(1, "first")), b""],
+            [b"garbage"],
+            [encode_message(RequestHeader(1, "again")), b""],
+            [encode_message(RequestHeader(2, "second"))],  # without its payload
+            [encode_message(RequestHeader(3, "third")), b""],
+        ):
+            router.send_multipart([route, *frames])
+        requests = [endpoint.next_request(BOUND_S) for _ in range(2)]
+        assert [request.handler for request in requests if request] == ["first", "third"]
+        assert endpoint.bad_messages == 2
+    finally:
+        endpoint.close()
+        context.destroy(linger=0)
+
+
+def test_a_notice_and_a_reply_sent_twice_are_taken_once() -> None:
+    """A worker by hand."""
+
+    async def run() -> None:
+        stream = MasterStream()
+        values: list[int] = []
+        stream.on_notice("count", Number, lambda notice: values.append(notice.value))
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(stream.address)
+
+        async def receive() -> list[bytes]:
+            assert await asyncio.to_thread(dealer.poll, BOUND_S * 1000)
+            return dealer.recv_multipart()
+
+        dealer.send_multipart([encode_message(NoticeHeader(1, "count")), encode_message(Number(0))])  # before hello
+        dealer.send(encode_message(Hello(0, "1", 0)))
+        assert await receive() == [encode_message(Welcome(0))]
+        call = stream.request(0, "echo", Number(1), Number)
+        assert (await receive())[0] == encode_message(RequestHeader(1, "echo"))
+        notice = [encode_message(NoticeHeader(1, "count")), encode_message(Number(1))]
+        reply = [encode_message(ReplyHeader(2, 1, None)), encode_message(Number(5))]
+        for message in (notice, notice, reply, reply):
+            dealer.send_multipart(message)
+        assert (await asyncio.wait_for(call, BOUND_S)).value == 5
+        dealer.send_multipart([encode_message(NoticeHeader(3, "count")), encode_message(Number(3))])
+        acknowledged = 0
+        while acknowledged < 3:  # acknowledgements are gathered: there may be fewer than messages
+            acknowledged = msgspec.msgpack.decode((await receive())[0], type=Ack).number
+        assert values == [1, 3]
+        context.destroy(linger=0)
+        stream.close()
+
+    asyncio.run(run())
+
+
+def test_an_exception_while_storing_a_group_ends_the_io_thread_loudly() -> None:
+    async def run() -> None:
+        stream = MasterStream()
+        puller = Puller()
+
+        def store(group: TrajectoryGroup) -> None:
+            raise ZeroDivisionError("a defect")
+
+        worker = Answering(0, stream.address, puller=puller, on_group=store)
+        pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0")
+        push = asyncio.create_task(pusher.push(make_group("t0")))
+        await asyncio.to_thread(worker.wait_ended)
+        await pusher.close()
+        with pytest.raises(StreamError, match="the pusher was closed"):
+            await push
+        await asyncio.to_thread(worker.close)
+        assert isinstance(worker.ended, StreamError)
+        assert "model_worker/0: no more requests: its I/O thread died: ZeroDivisionError('a defect')" in str(
+            worker.ended
+        )
+        with pytest.raises(StreamError, match="cannot send"):
+            worker.endpoint.notify("count", Number(1))
+        stream.close()
+
+    with thread_errors() as errors:
+        asyncio.run(run())
+    assert [type(error) for error in errors] == [ZeroDivisionError]
+
+
+def test_an_exception_in_a_notice_callback_fails_pending_and_later_requests() -> None:
+    async def body(stream: MasterStream, workers: list[Answering]) -> None:
+        def callback(notice: Number) -> None:
+            raise ZeroDivisionError("a defect")
+
+        stream.on_notice("count", Number, callback)
+        pending = stream.request(0, "hold", Number(1), Number)
+        await happens(workers[0].holding)
+        workers[0].endpoint.notify("count", Number(1))
+        for call in (pending, stream.request(0, "echo", Number(1), Number)):
+            with pytest.raises(StreamError, match="the stream failed: ZeroDivisionError") as caught:
+                await call
+            assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+    with_workers(body)
+
+
+def test_a_notice_that_cannot_be_decoded_fails_the_stream_loudly() -> None:
+    """What it announced is on the worker and would never be heard of again."""
+
+    async def body(stream: MasterStream, workers: list[Answering]) -> None:
+        stream.on_notice("samples_arrived", SamplesArrived, lambda notice: None)
+        held = stream.request(0, "hold", Number(1), Number)
+        workers[0].endpoint.notify("samples_arrived", Number(7))
+        with pytest.raises(StreamError, match="model_worker/0: notice samples_arrived"):
+            await held
+
+    with_workers(body)
+
+
+def test_closing_the_master_fails_what_waits() -> None:
+    async def body(stream: MasterStream, workers: list[Answering]) -> None:
+        pending = stream.request(0, "hold", Number(1), Number)
+        await happens(workers[0].holding)
+        stream.close()
+        for call in (pending, stream.request(0, "echo", Number(1), Number)):
+            with pytest.raises(StreamError, match="model_worker/0: .*: the stream was closed"):
+                await call
+
+    with_workers(body)
