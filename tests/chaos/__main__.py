@@ -1,19 +1,29 @@
-"""``python -m tests.chaos``: every fault at every phase, and the table of what became of them."""
+"""``python -m tests.chaos``: every fault at every phase, and the table of what became of them.
+
+Ctrl-C, SIGTERM and SIGHUP end its runs within seconds; nothing of them is left then.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 
-from tests.chaos.cases import Case, full, short
+from tests.chaos.cases import chosen, full, short
 from tests.chaos.driver import CaseResult, run_case
+from tests.chaos.live import Interrupted
+from tests.chaos.rows import Case
 from tests.chaos.table import render
 from tests.conftest import SESSION_MARK
 
@@ -21,45 +31,78 @@ from tests.conftest import SESSION_MARK
 def main() -> int:
     arguments = _parser().parse_args()
     os.environ.setdefault(SESSION_MARK, uuid.uuid4().hex)
-    cases = short() if arguments.short else full(arguments.seed)
-    cases = [case for case in cases if not arguments.only or any(part in case.name for part in arguments.only)]
+    cases = chosen(short() if arguments.short else full(arguments.seed), arguments.only, arguments.fault)
     if not cases:
-        print(f"chaos: no case matches {' '.join(arguments.only)}", file=sys.stderr)
+        print(f"chaos: no case matches {' '.join([*arguments.only, *arguments.fault])}", file=sys.stderr)
         return 2
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="realsys-chaos-"))
     began = time.monotonic()
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(lambda case: _run(case, folder), cases))
-    print(render(results))
-    rows = [row for result in results for row in result.rows]
-    bad = sum(not row.good for row in rows)
-    took = time.monotonic() - began
-    print(f"\nseed {arguments.seed}: {len(rows)} faults in {len(results)} runs, {bad} of them bad, {took:.0f} s")
-    if arguments.json:
-        outcome = {"seed": arguments.seed, "seconds": round(took, 1), "cases": [r.as_json() for r in results]}
-        arguments.json.write_text(json.dumps(outcome, indent=1) + "\n")
+    stop = _Stop()
+    results = _run_all(cases, folder, arguments.jobs, stop)
+    if stop.number:
+        print(f"chaos: stopped by {signal.Signals(stop.number).name}; {len(results)} runs of {len(cases)} were over")
+    else:
+        _report(results, arguments, time.monotonic() - began)
     wrong = [result for result in results if not result.good]
     for result in wrong:
         print(f"\n== {result.name}: {'; '.join(result.problems) or 'see its rows'}\n{result.report}", file=sys.stderr)
-    if not wrong and not arguments.folder:
-        folder.rmdir()
-    return 1 if wrong else 0
+    if not arguments.folder:
+        with contextlib.suppress(OSError):  # what went wrong is in it
+            folder.rmdir()
+    return 128 + stop.number if stop.number else int(bool(wrong))
 
 
-def _run(case: Case, folder: Path) -> CaseResult:
-    result = run_case(case, folder / case.name)
+class _Stop:
+    """``event`` is set by a signal, ``number`` says by which."""
+
+    def __init__(self) -> None:
+        self.event, self.number = threading.Event(), 0
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self.number = self.number or number
+        self.event.set()
+
+
+def _run_all(cases: Sequence[Case], folder: Path, jobs: int, stop: _Stop) -> list[CaseResult]:
+    """The results of those that were over before ``stop``."""
+
+    def run(case: Case) -> CaseResult | None:
+        with contextlib.suppress(Interrupted):
+            return None if stop.event.is_set() else _run(case, folder, stop.event)
+        return None
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return [result for result in pool.map(run, cases) if result is not None]
+
+
+def _run(case: Case, folder: Path, stop: threading.Event) -> CaseResult:
+    result = run_case(case, folder / case.name, stop)
     verdict = "ok" if result.good else "; ".join(result.problems) or "see its rows"
     print(f"{case.name}: {len(case.rows)} faults, {result.seconds:.0f} s: {verdict}", file=sys.stderr, flush=True)
     return result
 
 
+def _report(results: Sequence[CaseResult], arguments: argparse.Namespace, took: float) -> None:
+    print(render(results))
+    rows = [row for result in results for row in result.rows]
+    bad = sum(not row.good for row in rows)
+    print(f"\nseed {arguments.seed}: {len(rows)} faults in {len(results)} runs, {bad} of them bad, {took:.0f} s")
+    if arguments.json and not (arguments.only or arguments.fault or arguments.short):
+        about = {"seed": arguments.seed, "jobs": arguments.jobs, "cores": os.cpu_count(), "seconds": round(took, 1)}
+        outcome = {**about, "cases": [result.as_json() for result in results]}
+        arguments.json.write_text(json.dumps(outcome, indent=1) + "\n")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--seed", type=int, default=1, help="order of the phases (default 1)")
-    parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="cases with this in their name")
+    parser.add_argument("--seed", type=int, default=1, help="which faults share a run, and their order (default 1)")
+    parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="runs with this in their name")
+    parser.add_argument("--fault", nargs="*", default=[], metavar="TEXT", help='rows with this in "fault, phase"')
     parser.add_argument("--short", action="store_true", help="the few that `make test` has")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also as JSON, if everything was run")
     parser.add_argument("--folder", type=Path, help="of the runs; bad ones stay (default: temporary)")
     return parser
 

@@ -7,260 +7,212 @@ has been recovered from. Where a fault is to end the run it is the only row.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import replace
 
-from realsys.cluster.failpoint import Fault
-from tests.chaos import outside
-from tests.chaos.live import ChaosRun
-from tests.system.jobs import SMALL
+from tests.chaos import outside, signals
+from tests.chaos.rows import SUSPENDED_S, Case, Row, fault, row, struck
 
-LEASE_S, BEAT_S = 4.0, 0.5
-SUSPENDED_S = 1.25 * LEASE_S  # a suspended worker's lease has lapsed when it wakes up
-
-#: The job of every case. eta 1 and one worker of a kind: what is buffered lasts for two steps, so that a third one
-#: needs whatever was hit. A checkpoint at every other step, so that each row meets some.
-JOB = [
-    *SMALL,
-    # Long enough, and the sums short enough, for right answers and wrong ones.
-    "warmup.steps=30",
-    "data.arith.max_operands=2",
-    "data.arith.max_operand=3",
-    "train.optimizer.lr=1e-6",
-    "record.keep_steps=1000",
-    "evaluation.problems=0",
-    "train.batch_groups=4",
-    "rollout.group_size=2",
-    "rollout.workers=1",
-    "asynchronous.max_head_offpolicyness=1",
-    "checkpoint.every_steps=2",
-    f"cluster.lease_s={LEASE_S}",
-    f"cluster.heartbeat_s={BEAT_S}",
-    "cluster.max_restarts=40",
-]
-
-#: phase -> who gets there, and the failpoint
-PHASES = {
-    "rollout running": ("rollout_worker/0", "rollout.running"),
-    "push": ("rollout_worker/0", "rollout.push"),
-    "finish": ("rollout_worker/0", "rollout.finish"),
-    "batch planning": ("master_worker/0", "master.batch"),
-    "train step": ("model_worker/0", "train.step"),
-    "weight write": ("model_worker/0", "weights.write"),
-    "publish": ("master_worker/0", "weights.publish"),
-    "stage": ("generation_server/0", "server.stage"),
-    "load": ("generation_server/0", "server.load"),
-    "checkpoint": ("model_worker/0", "checkpoint.write"),
-}
-STATELESS = ("rollout_worker/0", "generation_server/0", "gserver_manager/0")
-TRAINING = ("model_worker/0", "master_worker/0")
-#: restarts of one stateless worker in one run: its back-off doubles each time
-PER_RUN = 4
-
-Outside = Callable[[ChaosRun], None]
+ROLLOUT, SERVER, MANAGER = "rollout_worker/0", "generation_server/0", "gserver_manager/0"
+MODEL, MASTER, VERIFIER = "model_worker/0", "master_worker/0", "verifier/0"
+#: where a false alarm would be the end: a lease that a slow machine cannot miss
+_ONE_LIFE = ("cluster.max_restarts=1", "cluster.lease_s=20")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One fault at one phase: of failpoints (several where it takes more than one), or done to a run that trains."""
-
-    fault: str
-    phase: str
-    faults: tuple[Fault, ...] = ()
-    act: Outside | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One run. ``ends``: it is to end with an error of which the cause matches this; else it completes."""
-
-    name: str
-    rows: tuple[Row, ...]
-    overrides: tuple[str, ...] = ()
-    ends: str = ""
-    needs: Literal["", "root", "etcd"] = ""
-
-
-def _fault(worker: str, point: str, action: str, **fields: object) -> Fault:
-    return Fault("", worker, point, action, **fields)  # type: ignore[arg-type]
-
-
-def _struck(victims: Sequence[str], phases: Sequence[str], action: Literal["kill", "stop"]) -> list[Row]:
-    """Every victim at every phase."""
-    name = {"kill": "SIGKILL", "stop": f"SIGSTOP {SUSPENDED_S:g} s"}[action]
-    rows = []
-    for phase in phases:
-        worker, point = PHASES[phase]
-        for victim in victims:
-            fault = _fault(worker, point, action, victim="" if victim == worker else victim, seconds=SUSPENDED_S)
-            rows.append(Row(f"{name} {victim.removesuffix('/0')}", phase, (fault,)))
-    return rows
-
-
-def _signals(rng: random.Random) -> list[Case]:
-    """SIGKILL and SIGSTOP of every kind of worker at every phase."""
-    cases = []
-    for action in ("kill", "stop"):
-        phases = rng.sample(list(PHASES), len(PHASES))
-        for number, at in enumerate(range(0, len(phases), PER_RUN)):
-            rows = _struck(STATELESS, phases[at : at + PER_RUN], action)
-            cases.append(Case(f"{action}-stateless-{number}", tuple(rng.sample(rows, len(rows)))))
-        for victim in TRAINING:
-            rows = _struck([victim], phases, action)
-            cases.append(Case(f"{action}-{victim.removesuffix('/0').replace('_', '-')}", tuple(rows)))
-    return cases
-
-
-def _row(fault: str, phase: str, worker: str, point: str, action: str, **fields: object) -> Row:
-    return Row(fault, phase, (_fault(worker, point, action, **fields),))
-
-
-def _more_kills() -> Case:
-    """Moments between two acts that must go together."""
+def _disk() -> Case:
+    """The weight path, the checkpoints and the ledger on a disk that is full, slow or lies."""
+    shard, manifest = {"file": "*.safetensors"}, {"file": "MANIFEST.json"}
     return Case(
-        "kill-between",
+        "disk",
         (
-            _row("SIGKILL master_worker", "manifest", "master_worker/0", "weights.manifest", "kill"),
-            _row("SIGKILL master_worker", "published, not reported", "master_worker/0", "master.trained", "kill"),
-            _row("SIGKILL master_worker", "checkpoint commit", "master_worker/0", "checkpoint.commit", "kill"),
-            _row("SIGKILL master_worker", "checkpoint complete", "master_worker/0", "checkpoint.complete", "kill"),
-            _row("SIGKILL gserver_manager", "journal append", "gserver_manager/0", "manager.journal", "kill"),
-            _row("SIGKILL verifier", "judging", "verifier/0", "verifier.judge", "kill"),
+            row("ENOSPC once", "weight write", MODEL, "weights.write", "error"),
+            row("EIO once", "weight write", MODEL, "weights.write", "error", errno="EIO"),
+            row("slow disk, 3 s", "weight write", MODEL, "weights.write", "slow", seconds=3.0),
+            row("ENOSPC once", "manifest", MASTER, "weights.manifest", "error"),
+            row("slow disk, 3 s", "manifest", MASTER, "weights.manifest", "slow", seconds=3.0),
+            row("ENOSPC once", "checkpoint", MODEL, "checkpoint.write", "error"),
+            row("slow disk, 3 s", "checkpoint", MODEL, "checkpoint.write", "slow", seconds=3.0),
+            row("ENOSPC once", "checkpoint commit", MASTER, "checkpoint.commit", "error"),
+            row("ENOSPC once", "journal append", MANAGER, "manager.journal", "error"),
+            row("EIO once", "journal append", MANAGER, "manager.journal", "error", errno="EIO"),
+            row("slow disk, 3 s", "journal append", MANAGER, "manager.journal", "slow", seconds=3.0),
+            row("EIO once", "journal sync", MANAGER, "manager.sync", "error", errno="EIO"),
+            row("slow disk, 3 s", "journal sync", MANAGER, "manager.sync", "slow", seconds=3.0),
+            row("EIO once", "stage", SERVER, "server.stage", "error", errno="EIO"),
+            row("slow disk, 3 s", "stage", SERVER, "server.stage", "slow", seconds=3.0),
+            row("shard truncated", "weight write", MODEL, "weights.shard", "truncate"),
+            row("shard, one bit flipped", "publish", MASTER, "weights.publish", "flip", **shard),
+            row("shard truncated", "publish", MASTER, "weights.publish", "truncate", **shard),
+            row("manifest, one bit flipped", "publish", MASTER, "weights.publish", "flip", **manifest),
+            row("manifest truncated", "publish", MASTER, "weights.publish", "truncate", **manifest),
+            # Last: there is a checkpoint before it to go on from.
+            _damaged_checkpoint("one bit flipped", "flip", "*.safetensors", "is corrupt|: corrupt"),
+            _damaged_checkpoint("truncated", "truncate", "*.safetensors", "truncated or overwritten"),
+            _damaged_checkpoint("state, one bit flipped", "flip", "state.json", "is corrupt"),
         ),
     )
 
 
-def _disk() -> list[Case]:
-    """The weight path and the checkpoints on a disk that is full, slow or lies."""
-    model, master = "model_worker/0", "master_worker/0"
-    mended = (
-        _row("ENOSPC once", "weight write", model, "weights.write", "error"),
-        _row("EIO once", "weight write", model, "weights.write", "error", errno="EIO"),
-        _row("slow disk, 3 s", "weight write", model, "weights.write", "slow", seconds=3.0),
-        _row("ENOSPC once", "checkpoint", model, "checkpoint.write", "error"),
-        _row("slow disk, 3 s", "checkpoint", model, "checkpoint.write", "slow", seconds=3.0),
-        _row("ENOSPC once", "checkpoint commit", master, "checkpoint.commit", "error"),
-        _row("ENOSPC once", "journal append", "gserver_manager/0", "manager.journal", "error"),
-        _row("EIO once", "stage", "generation_server/0", "server.stage", "error", errno="EIO"),
-        _row("slow disk, 3 s", "stage", "generation_server/0", "server.stage", "slow", seconds=3.0),
+def _damaged_checkpoint(how: str, action: str, file: str, said: str) -> Row:
+    """The newest one is damaged, and then needed."""
+    return Row(
+        f"newest checkpoint {how}, then SIGKILL model_worker",
+        "checkpoint complete",
+        (
+            fault(MASTER, "checkpoint.complete", action, file=file),
+            fault(MASTER, "weights.publish", "kill", victim=MODEL),
+        ),
+        in_order=True,
+        logged=rf"cannot be used, the one before it is taken: \S*{file.removeprefix('*')}.*({said})",
     )
-    shard = {"file": "*.safetensors"}
-    damaged = (
-        _row("shard truncated", "weight write", model, "weights.shard", "truncate"),
-        _row("shard, one bit flipped", "publish", master, "weights.publish", "flip", **shard),
-        _row("shard truncated", "publish", master, "weights.publish", "truncate", **shard),
-        _row("manifest, one bit flipped", "publish", master, "weights.publish", "flip", file="MANIFEST.json"),
-        _row("manifest truncated", "publish", master, "weights.publish", "truncate", file="MANIFEST.json"),
-    )
-    full = _row("ENOSPC for good", "weight write", model, "weights.write", "error", every=True)
+
+
+def _disk_full() -> list[Case]:
+    """For good, or until somebody makes room."""
+    failing = row("ENOSPC for good", "weight write", MODEL, "weights.write", "error", every=True)
+    freed = Row("disk really full, then freed", "training", act=outside.fill_disk)
+    for_good = Row("disk really full for good", "training", act=outside.fill_disk_for_good)
     return [
-        Case("disk-mended", mended),
-        Case("damage", damaged),
-        Case("disk-full", (full,), ("cluster.max_restarts=1",), ends=r"model_worker/0: .*No space left on device"),
-        Case("tmpfs-freed", (Row("disk really full, then freed", "training", act=outside.fill_disk),), needs="root"),
-        Case(
-            "tmpfs-full",
-            (Row("disk really full for good", "training", act=outside.fill_disk_for_good),),
-            ("cluster.max_restarts=1",),
-            ends="No space left on device|disk full",
-            needs="root",
-        ),
+        Case("enospc", (failing,), _ONE_LIFE, ends=r"model_worker/0: .*No space left on device"),
+        Case("tmpfs-freed", (freed,), needs="root"),
+        Case("tmpfs-full", (for_good,), _ONE_LIFE, ends="No space left on device|disk full", needs="root"),
     ]
 
 
-def _messages() -> list[Case]:
+def _messages() -> Case:
     """Each socket: what a network or a stranger may do to it."""
-    rollout, model = "rollout_worker/0", "model_worker/0"
-    rows = (
-        _row("message lost", "push-pull", rollout, "push.send", "drop"),
-        _row("message twice", "push-pull", rollout, "push.send", "duplicate"),
-        _row("message garbled", "push-pull", rollout, "push.send", "garbage"),
-        _row("acknowledgement lost", "push-pull", rollout, "push.ack", "drop"),
-        _row("request lost", "request-reply", model, "request.receive", "drop"),
-        _row("reply lost", "request-reply", model, "reply.send", "drop"),
-        _row("reply twice", "request-reply", model, "reply.send", "duplicate"),
-        _row("reply garbled", "request-reply", model, "reply.send", "garbage"),
-        _row("reply lost", "manager HTTP", rollout, "manager.call", "drop"),
-        _row("request twice", "manager HTTP", rollout, "manager.call", "duplicate"),
-        _row("request garbled", "manager HTTP", rollout, "manager.call", "garbage"),
-        _row("reply to master lost", "manager HTTP", "master_worker/0", "manager.call", "drop"),
-        _row("reply lost", "server HTTP", rollout, "server.call", "drop"),
-        _row("request twice", "server HTTP", rollout, "server.call", "duplicate"),
-        _row("request garbled", "server HTTP", rollout, "server.call", "garbage"),
-        _row("reply lost", "server HTTP, update", "gserver_manager/0", "server.call", "drop"),
-    )
-    strangers = (
+    rows = [
+        *_lost_twice_garbled("message", "push-pull", ROLLOUT, "push.send"),
+        *_lost_twice_garbled("acknowledgement", "push-pull", ROLLOUT, "push.ack"),
+        *_lost_twice_garbled("request", "request-reply", MODEL, "request.receive"),
+        *_lost_twice_garbled("reply", "request-reply", MODEL, "reply.send"),
+        *_lost_twice_garbled("notice", "request-reply", MODEL, "notice.send"),
+        *_http("manager HTTP, rollout", ROLLOUT, "manager"),
+        *_http("manager HTTP, training", MASTER, "manager"),
+        *_http("server HTTP, rollout", ROLLOUT, "server"),
+        *_http("server HTTP, update", MANAGER, "server"),
+        row("verdict garbled", "verifier", VERIFIER, "verifier.reply", "garbage"),
         Row("stranger sends garbage", "push-pull", act=outside.garbage_to_puller),
         Row("stranger sends garbage", "request-reply", act=outside.garbage_to_master),
         Row("stranger sends garbage", "manager HTTP", act=outside.garbage_to_manager),
         Row("stranger sends garbage", "server HTTP", act=outside.garbage_to_server),
-    )
-    return [Case("messages", rows, ("manager.rollout_lease_s=20",)), Case("strangers", strangers)]
+    ]
+    return Case("messages", tuple(rows), ("manager.rollout_lease_s=20",))
+
+
+def _lost_twice_garbled(what: str, socket: str, worker: str, point: str) -> list[Row]:
+    return [
+        row(f"{what} {how}", socket, worker, point, action)
+        for how, action in (("lost", "drop"), ("twice", "duplicate"), ("garbled", "garbage"))
+    ]
+
+
+def _http(socket: str, client: str, to: str) -> list[Row]:
+    return [
+        *_lost_twice_garbled("request", socket, client, f"{to}.call"),
+        row("reply lost", socket, client, f"{to}.reply", "drop"),
+        row("reply garbled", socket, client, f"{to}.reply", "garbage"),
+    ]
 
 
 def _verifiers() -> Case:
-    judge = "verifier/0", "verifier.judge"
+    judge = VERIFIER, "verifier.judge"
     return Case(
         "verifier",
         (
-            _row("verifier hangs", "judging", *judge, "slow", seconds=600.0),
-            _row("verifier exits", "judging", *judge, "exit"),
-            _row("verifier floods memory", "judging", *judge, "hoard"),
+            row("verifier hangs", "judging", *judge, "slow", seconds=600.0),
+            row("verifier exits", "judging", *judge, "exit"),
+            row("verifier floods memory", "judging", *judge, "hoard"),
+            row(f"SIGSTOP {SUSPENDED_S:g} s verifier", "judging", *judge, "stop", seconds=SUSPENDED_S),
         ),
         ("rollout.reward.timeout_s=2",),
     )
 
 
 def _clocks() -> Case:
+    """Of one process, and of all: those of one machine jump together."""
     day = 86400.0
+    often = {
+        ROLLOUT: "rollout.running",
+        SERVER: "server.load",
+        MANAGER: "manager.journal",
+        MODEL: "train.step",
+        MASTER: "master.batch",
+        VERIFIER: "verifier.judge",
+    }
     rows = []
-    for who in ("gserver_manager/0", "rollout_worker/0", "master_worker/0"):
-        point = {"gserver_manager/0": "manager.journal", "rollout_worker/0": "rollout.running"}.get(who, "master.batch")
+    for who in (ROLLOUT, SERVER, MANAGER, MODEL, MASTER):
         for seconds, what in ((day, "a day ahead"), (-day, "a day back")):
-            rows.append(
-                _row(f"clock of {who.removesuffix('/0')} jumps {what}", "training", who, point, "jump", seconds=seconds)
-            )
+            label = f"clock of {who.removesuffix('/0')} jumps {what}"
+            rows.append(row(label, "training", who, often[who], "jump", seconds=seconds))
+    for seconds, what in ((day, "a day ahead"), (-2 * day, "a day back")):
+        jumps = tuple(fault(who, point, "jump", seconds=seconds) for who, point in often.items())
+        rows.append(Row(f"clock of the machine jumps {what}", "training", jumps))
     # Its incarnation must be newer than its predecessor's all the same.
-    kill = _fault("master_worker/0", "master.batch", "kill")
-    back = _fault("master_worker/0", "worker.start", "jump", seconds=-day)
-    rows.append(Row("SIGKILL master_worker, back with its clock a day back", "batch planning", (kill, back)))
-    return Case("clock", tuple(rows))
-
-
-def _name_store() -> Case:
-    return Case(
-        "etcd",
-        (
-            Row("SIGKILL etcd", "training", act=outside.kill_etcd),
-            Row("SIGKILL etcd", "training, again", act=outside.kill_etcd),
-        ),
-        # A lease outlasts the restart of the store: no worker has to be restarted for it.
-        ("cluster.name_store.backend=etcd", "cluster.name_store.start=true", "cluster.lease_s=60"),
-        needs="etcd",
+    kill, back = fault(MASTER, "master.batch", "kill"), fault(MASTER, "worker.start", "jump", seconds=-day)
+    rows.append(
+        Row("SIGKILL master_worker, back with its clock a day back", "batch planning", (kill, back), in_order=True)
     )
+    return Case("clock", tuple(rows))
 
 
 def full(seed: int) -> list[Case]:
     """Everything, the longest runs first."""
-    rng = random.Random(seed)
-    return [*_signals(rng), *_messages(), *_disk(), _verifiers(), _clocks(), _more_kills(), _name_store()]
+    return [
+        signals.sglang(),
+        signals.two_ranks(),
+        *signals.everybody(random.Random(seed)),
+        _disk(),
+        _messages(),
+        signals.between(),
+        signals.name_store(),
+        signals.two_rollout_workers(),
+        _clocks(),
+        *_disk_full(),
+        _verifiers(),
+    ]
 
 
 def short() -> list[Case]:
     """A few of each kind, for `make test`."""
     kill = [
-        *_struck(["rollout_worker/0"], ["push"], "kill"),
-        *_struck(["generation_server/0"], ["load"], "kill"),
-        _row("SIGKILL gserver_manager", "journal append", "gserver_manager/0", "manager.journal", "kill"),
-        *_struck(["model_worker/0"], ["train step"], "kill"),
-        *_struck(["master_worker/0"], ["publish"], "kill"),
+        *struck(ROLLOUT, ["push"], "kill"),
+        *struck(SERVER, ["load"], "kill"),
+        row("SIGKILL gserver_manager", "journal append", MANAGER, "manager.journal", "kill"),
+        *struck(MODEL, ["train step"], "kill"),
+        *struck(MASTER, ["publish"], "kill"),
+        *struck(SERVER, ["stage"], "stop"),
     ]
-    by_name = {case.name: case for case in full(0)}
-    damaged = by_name["damage"]
-    mixed = (damaged.rows[1], *by_name["messages"].rows[:1], *by_name["strangers"].rows[2:3])
+    mixed = [
+        ("disk", "shard, one bit flipped", "publish"),
+        ("disk", "newest checkpoint one bit flipped, then SIGKILL model_worker", "checkpoint complete"),
+        ("messages", "message lost", "push-pull"),
+        ("messages", "notice twice", "request-reply"),
+        ("messages", "stranger sends garbage", "manager HTTP"),
+        ("verifier", "verifier exits", "judging"),
+        ("clock", "clock of the machine jumps a day ahead", "training"),
+    ]
     return [
-        Case("short-kills", tuple(kill)),
-        Case("short-damage", mixed),
-        replace(by_name["disk-full"], name="short-full"),
+        Case("short-signals", tuple(kill)),
+        Case("short-mixed", tuple(_row_of(name, what, phase) for name, what, phase in mixed)),
+        replace(_case_of("enospc"), name="short-full"),
     ]
+
+
+def chosen(cases: Sequence[Case], names: Sequence[str], faults: Sequence[str]) -> list[Case]:
+    """The cases with one of ``names`` in theirs, and of them the rows with one of ``faults`` in "fault, phase"."""
+
+    def wanted(text: str, parts: Sequence[str]) -> bool:
+        return not parts or any(part in text for part in parts)
+
+    named = [case for case in cases if wanted(case.name, names)]
+    cut = [replace(c, rows=tuple(r for r in c.rows if wanted(f"{r.fault}, {r.phase}", faults))) for c in named]
+    return [case for case in cut if case.rows]
+
+
+def _case_of(name: str) -> Case:
+    return next(case for case in full(0) if case.name == name)
+
+
+def _row_of(name: str, what: str, phase: str) -> Row:
+    return next(found for found in _case_of(name).rows if (found.fault, found.phase) == (what, phase))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import re
 import time
@@ -106,8 +107,28 @@ def named_end(job: Job, pattern: str) -> bool:
     return job.returncode not in (0, None) and re.search(pattern, cause_of(job)) is not None
 
 
-def leftovers(run: ChaosRun, tmp: Path) -> list[str]:
-    """Processes, ports, locks, temp files."""
+def logged(paths: TrialPaths, pattern: str) -> bool:
+    """Whether a process of the run said this."""
+    return any(re.search(pattern, path.read_text(errors="replace")) for path in paths.logs.iterdir())
+
+
+def shared_memory() -> set[str]:
+    """Paths of what SGLang and the server around it have there, of this run or another."""
+    return {str(path) for pattern in ("realsys-*", "sglang_*") for path in Path("/dev/shm").glob(pattern)}
+
+
+def _used(path: str) -> bool:
+    """Whether a live process has it mapped, or was told to use or remove it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        for kind in ("maps", "cmdline"):
+            with contextlib.suppress(OSError):
+                if path.encode() in (process / kind).read_bytes():
+                    return True
+    return False
+
+
+def leftovers(run: ChaosRun, tmp: Path, before: set[str] | None) -> list[str]:
+    """Processes, ports, locks, temp files. ``before``: what was in shared memory when a run with SGLang began."""
     deadline = time.monotonic() + _SETTLE_S
     while (alive := processes_of(run.root)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -120,7 +141,9 @@ def leftovers(run: ChaosRun, tmp: Path) -> list[str]:
     others = [path for path in tmp.iterdir() if not path.name.startswith("torchinductor_")]
     temporary = [*root.rglob("*.tmp"), *root.glob("staged-*"), *root.glob("errors/.*"), *others]
     left += [f"temp file left: {path}" for path in temporary]
-    left += [f"shared memory left: {path}" for path in Path("/dev/shm").glob(f"*{root.name}*")]
+    named = {str(path) for path in Path("/dev/shm").glob(f"*{root.name}*")}
+    new = shared_memory() - before if before is not None else set[str]()
+    left += [f"shared memory left: {path}" for path in sorted(named | new) if not _used(path)]
     return left
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,9 +22,11 @@ from typing import Any
 import msgspec
 
 from realsys.cluster.failpoint import FAULTS, FOLDER, Fault
+from realsys.config.sglang import DEFAULT_VENV
 from tests.chaos import checks, outside
-from tests.chaos.cases import JOB, Case, Row
-from tests.chaos.live import ChaosRun, Ended
+from tests.chaos.live import ChaosRun, Ended, Interrupted
+from tests.chaos.rows import JOB, Case, Needs, Row
+from tests.ports import lasting_ports
 from tests.system.jobs import command, running
 
 STEPS = 6  # train steps that a row has
@@ -67,68 +70,87 @@ class CaseResult:
         return {name: value for name, value in asdict(self).items() if name != "report"}
 
 
-def run_case(case: Case, folder: Path) -> CaseResult:
-    """One run from start to checks; what it leaves stays in ``folder`` only if something was wrong."""
+def run_case(case: Case, folder: Path, stop: threading.Event | None = None) -> CaseResult:
+    """One run from start to checks; what it leaves stays in ``folder`` only if something was wrong.
+
+    Raises Interrupted soon after ``stop`` is set; nothing is left then.
+    """
     result = CaseResult(case.name, [RowResult(case.name, row.fault, row.phase) for row in case.rows])
-    if missing := _missing(case):
+    if missing := _missing(case.needs):
         for row in result.rows:
             row.outcome = f"skipped: needs {missing}"
         return result
     began = time.monotonic()
     folder.mkdir(parents=True)
-    _Drive(case, folder, result).run()
+    try:
+        _Drive(case, folder, result, stop or threading.Event()).run()
+    except Interrupted:
+        shutil.rmtree(folder)
+        raise
     result.seconds = time.monotonic() - began
     if result.good:
         shutil.rmtree(folder)
     return result
 
 
-def _missing(case: Case) -> str:
-    """What this machine lacks for the case, "" if nothing."""
-    if case.needs == "root" and os.geteuid() != 0:
-        return "root"
-    return case.needs if case.needs == "etcd" and shutil.which("etcd") is None else ""
+def _missing(needs: Needs) -> str:
+    """What this machine lacks, "" if nothing."""
+    here = {
+        "": True,
+        "root": os.geteuid() == 0,
+        "etcd": shutil.which("etcd") is not None,
+        "sglang": (DEFAULT_VENV / "bin" / "python").exists(),
+    }
+    return "" if here[needs] else needs
 
 
 class _Drive:
     """One case under way."""
 
-    def __init__(self, case: Case, folder: Path, result: CaseResult) -> None:
-        self._case, self._folder, self._result = case, folder, result
+    def __init__(self, case: Case, folder: Path, result: CaseResult, stop: threading.Event) -> None:
+        self._case, self._folder, self._result, self._stop = case, folder, result, stop
         self._faults, self._tmp, self._fileroot = folder / "faults", folder / "tmp", folder / "runs"
         for path in (self._faults, self._tmp):
             path.mkdir()
 
     def run(self) -> None:
+        """Raises Interrupted; no process is left then, and nothing is mounted."""
         case, result = self._case, self._result
         root = self._fileroot / "arith" / case.name
-        total = 1 + STEPS * len(case.rows)
-        argv = command(
-            *JOB, f"train.total_steps={total}", f"fileroot={self._fileroot}", f"trial={case.name}", *case.overrides
-        )
-        with contextlib.ExitStack() as disk, running(root, argv, self._environment()) as live:
-            run = ChaosRun(live, self._faults)
+        before = checks.shared_memory() if case.needs == "sglang" else None
+        with contextlib.ExitStack() as disk, running(root, self._command(), self._environment()) as live:
+            run = ChaosRun(live, self._faults, self._stop)
             try:
                 if case.needs == "root":
-                    run.until(root.exists, "the trial's folder", FIRE_S)
+                    run.until(live.job.paths.config.exists, "the trial's folder", FIRE_S)
                     disk.enter_context(outside.small_disk(root / "weights"))
                     (self._faults / "mounted").touch()
                 self._inject_all(run)
-                live.process.wait(END_S)
+                run.until_end(END_S)
             except Ended as error:
                 result.problems += [] if case.ends else [f"the run ended while waiting for {error}"]
-                live.process.wait(END_S)
+                run.until_end(END_S)
+            except Interrupted:
+                run.end_now()
+                raise
             except Exception as error:  # a boundary: the other cases go on, and this one says what happened
                 result.problems.append(f"{type(error).__name__}: {error}")
             if live.process.poll() is None:
                 live.process.terminate()
                 live.process.wait(END_S)
             try:
-                self._judge(run)
+                self._judge(run, before)
             except Exception as error:  # the same: of a run that never began there is nothing to read, say
                 result.problems.append(f"cannot be checked: {type(error).__name__}: {error}")
             if not result.good:
                 result.report = live.job.report()
+
+    def _command(self) -> list[str]:
+        case, total = self._case, 1 + STEPS * len(self._case.rows)
+        own = [f"train.total_steps={total}", f"fileroot={self._fileroot}", f"trial={case.name}"]
+        if case.needs == "etcd":
+            own.append(f"cluster.name_store.address=127.0.0.1:{lasting_ports(1)[0]}")
+        return command(*JOB, *own, *case.overrides)
 
     def _environment(self) -> Mapping[str, str]:
         faults = [fault for number, row in enumerate(self._case.rows) for fault in self._armed(number, row)]
@@ -141,14 +163,17 @@ class _Drive:
         at = 2 + STEPS * number
         hold = Fault(f"hold-{number}", "master_worker/0", "master.batch", "hold", at=at, until=gate)
         disk = Fault("mount", "model_worker/0", "weights.write", "hold", until="mounted")
-        return [
-            *([disk] if self._case.needs == "root" else []),
-            hold,
-            *(
-                msgspec.structs.replace(fault, name=f"{number}-{part}", gate=gate)
-                for part, fault in enumerate(row.faults)
-            ),
-        ]
+        faults = []
+        for part, fault in enumerate(row.faults):
+            faults.append(msgspec.structs.replace(fault, name=f"{number}-{part}", gate=gate))
+            if row.in_order:
+                gate = _marker(number, part)
+        if row.waits:
+            last = _marker(number, len(row.faults) - 1)
+            faults.append(
+                Fault(f"wait-{number}", row.waits, "rollout.running", "hold", gate=f"go-{number}", until=last)
+            )
+        return [*([disk] if self._case.needs == "root" else []), hold, *faults]
 
     def _inject_all(self, run: ChaosRun) -> None:
         reissued = 0
@@ -156,6 +181,7 @@ class _Drive:
             first = 2 + STEPS * number
             run.until_step(first - 1, RECOVER_S)
             run.see_addresses()
+            run.note_pids()
             result.outcome = "did not fire"
             run.open_gate(number)
             fired = self._fire(run, number, row, result)
@@ -168,17 +194,17 @@ class _Drive:
             result.reissued, reissued = total - reissued, total
 
     def _fire(self, run: ChaosRun, number: int, row: Row, result: RowResult) -> float:
-        """Unix seconds at which the row's last fault fired."""
+        """Unix seconds at which the row's first fault fired, once all have."""
         began = time.time()
         if row.act is not None:
             row.act(run)
         for part in range(len(row.faults)):
-            marker = self._faults / f"fired-{number}-{part}"
+            marker = self._faults / _marker(number, part)
             run.until(marker.exists, f"{row.fault} at {row.phase} (row {number}) to fire", FIRE_S)
             began = marker.stat().st_mtime if part == 0 else began
         return began
 
-    def _judge(self, run: ChaosRun) -> None:
+    def _judge(self, run: ChaosRun, shared_memory: set[str] | None) -> None:
         """What must hold after any run, whatever happened to it."""
         case, result = self._case, self._result
         job = run.live.job
@@ -199,6 +225,14 @@ class _Drive:
         result.problems += changed[:5]
         if not case.ends and not result.rejudged:
             result.problems.append("no answer is on record: nothing could be judged again")
-        result.problems += checks.leftovers(run, self._tmp)
+        for row in case.rows:
+            if row.logged and not checks.logged(job.paths, row.logged):
+                result.problems.append(f"{row.fault} at {row.phase}: no log has {row.logged!r}: was it harmless?")
+        result.problems += checks.leftovers(run, self._tmp, shared_memory)
         if not result.good:
             result.report = job.report()
+
+
+def _marker(number: int, part: int) -> str:
+    """The file that says that part of a row has fired."""
+    return f"fired-{number}-{part}"

@@ -1,31 +1,50 @@
-"""A run under faults, as the driver sees it: gates, step log, name store, ledger."""
+"""A run under faults, as the driver sees it: gates, step log, name store, processes, an end at once."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from realsys.cluster.failpoint import note_pid
 from realsys.cluster.name_store import NameStore, make_name_store, trial_names
 from realsys.cluster.names import Names
 from realsys.config.dump import read_config
 from realsys.telemetry.steps import StepTail
-from tests.system.jobs import POLL_S, LiveJob
+from tests.system.jobs import POLL_S, LiveJob, processes_of
+
+_ASK_AGAIN_S = 0.2  # between two signals to a launcher that is to hurry
+_HURRY_S = 5.0  # then it gets SIGKILL
 
 
 class Ended(Exception):
     """The run is over, though the driver waited for something."""
 
 
+class Interrupted(Exception):
+    """Somebody wants the chaos run to end."""
+
+
 @dataclass
 class ChaosRun:
-    """``faults``: folder of markers and gates. ``addresses``: what the run's sockets were bound to, as far as seen."""
+    """``faults``: folder of markers and gates. ``addresses``: what the run's sockets were bound to, as far as seen.
+
+    Once ``stop`` is set, every wait raises Interrupted.
+    """
 
     live: LiveJob
     faults: Path
+    stop: threading.Event = field(default_factory=threading.Event)
     addresses: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -46,11 +65,15 @@ class ChaosRun:
         return self._done
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float) -> Any:
-        """Poll a black box until the condition is true. Raises Ended, or TimeoutError naming what did not come."""
+        """Poll a black box until the condition is true. Raises Ended, Interrupted, or TimeoutError naming what did not
+        come.
+        """
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
             if self.live.process.poll() is not None:
                 raise Ended(what)
+            if self.stop.is_set():
+                raise Interrupted
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not within {timeout_s:g} s: {what}")
             time.sleep(POLL_S)
@@ -59,8 +82,42 @@ class ChaosRun:
     def until_step(self, step: int, timeout_s: float) -> None:
         self.until(lambda: self.steps() >= step, f"train step {step}", timeout_s)
 
+    def until_end(self, timeout_s: float) -> None:
+        """Raises Interrupted, or TimeoutError."""
+        with contextlib.suppress(Ended):
+            self.until(lambda: False, "the end of the run", timeout_s)
+
+    def end_now(self) -> None:
+        """No process of the run is left when this returns, whatever it would have liked to finish."""
+        deadline = time.monotonic() + _HURRY_S
+        while self.live.process.poll() is None and time.monotonic() < deadline:
+            self.live.process.terminate()  # the second one means: at once
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.live.process.wait(_ASK_AGAIN_S)
+        self.live.process.kill()
+        self.live.process.wait()
+        for line in processes_of(self.root):  # what wakes up a suspended process, and what a killed launcher left
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(line.split()[0]), signal.SIGKILL)
+
     def open_gate(self, number: int) -> None:
         (self.faults / f"go-{number}").touch()
+
+    def note_pids(self) -> None:
+        """Of processes that are no workers, so that a fault can name them as its victim."""
+        note_pid(self.faults, "launcher/0", self.live.process.pid)
+        for worker, process in self._others():
+            note_pid(self.faults, worker, process.pid)
+
+    def _others(self) -> Iterator[tuple[str, psutil.Process]]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.live.process.pid).children():
+                if child.name() == "etcd":
+                    yield "name_store/0", child
+            server = self.live.pid("generation_server/0")
+            for guard in psutil.Process(server).children() if server is not None else ():
+                if any(part.endswith("/guard.py") for part in guard.cmdline()):
+                    yield from (("sglang/0", child) for child in guard.children())
 
     def see_addresses(self) -> None:
         """Remember where the run's processes listen now."""

@@ -1,4 +1,4 @@
-"""Faults that come from outside of the run's processes: strangers on its sockets, a disk that fills, a store that dies.
+"""Faults that come from outside of the run's processes: strangers on its sockets, a disk that fills.
 
 Each is called when the run trains, does its harm, and returns; whether the run goes on is the driver's question.
 """
@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import signal
 import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
 import zmq
 
+from realsys.config.dump import read_config
 from tests.chaos.live import ChaosRun
 
 BALLAST = "ballast"  # file that takes the room left on a disk
@@ -41,6 +39,16 @@ def garbage_to_manager(run: ChaosRun) -> None:
     token = run.live.job.paths.token.read_text().strip()
     paths = ("/allocate_rollout", "/finish_rollout", "/trained", "/schedule_request", "/evaluate", "/no_such_call")
     _garbage_to_http(_address(run, "gserver_manager"), paths, token)
+
+
+def garbage_to_etcd(run: ChaosRun) -> None:
+    config = read_config(run.live.job.paths.config)
+    host, _, port = config.cluster.name_store.address.rpartition(":")
+    rng = random.Random(port)
+    # No HTTP/2; its preface, then no frame of it; a frame that announces more than comes; nothing.
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    for data in (rng.randbytes(4096), preface + rng.randbytes(4096), preface + b"\xff\xff\xff\x00" + bytes(100), b""):
+        _raw(host, int(port), data)
 
 
 def garbage_to_server(run: ChaosRun) -> None:
@@ -132,13 +140,3 @@ def fill_disk_for_good(run: ChaosRun) -> None:
     with (run.root / "weights" / BALLAST).open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(1 << 16))
-
-
-# ---- the name store
-
-
-def kill_etcd(run: ChaosRun) -> None:
-    """The etcd that the launcher started."""
-    etcds = [p for p in psutil.Process(run.live.process.pid).children() if p.name() == "etcd"]
-    assert len(etcds) == 1, f"the launcher has {len(etcds)} children called etcd"
-    os.kill(etcds[0].pid, signal.SIGKILL)

@@ -1,0 +1,106 @@
+"""What a chaos run is made of: the job, the phases, a fault at a phase, and the run that several of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from realsys.cluster.failpoint import Fault
+from tests.chaos.live import ChaosRun
+from tests.system.jobs import SMALL
+
+LEASE_S, BEAT_S = 3.0, 0.5
+SUSPENDED_S = 1.25 * LEASE_S  # a suspended worker's lease has lapsed when it wakes up
+SUSPENDED = f"SIGSTOP {SUSPENDED_S:g} s"
+
+#: The job of every case. eta 1 and one worker of a kind: what is buffered lasts for two steps, so that a third one
+#: needs whatever was hit. A checkpoint at every other step, so that each row meets some.
+JOB = [
+    *SMALL,
+    # Long enough, and the sums short enough, for right answers and wrong ones.
+    "warmup.steps=30",
+    "data.arith.max_operands=2",
+    "data.arith.max_operand=3",
+    "train.optimizer.lr=1e-6",
+    "record.keep_steps=1000",
+    "evaluation.problems=0",
+    "train.batch_groups=4",
+    "rollout.group_size=2",
+    "rollout.workers=1",
+    "asynchronous.max_head_offpolicyness=1",
+    "checkpoint.every_steps=2",
+    f"cluster.lease_s={LEASE_S}",
+    f"cluster.heartbeat_s={BEAT_S}",
+    "cluster.max_restarts=40",
+]
+
+#: phase -> who gets there, and the failpoint
+PHASES = {
+    "rollout running": ("rollout_worker/0", "rollout.running"),
+    "push": ("rollout_worker/0", "rollout.push"),
+    "finish": ("rollout_worker/0", "rollout.finish"),
+    "batch planning": ("master_worker/0", "master.batch"),
+    "train step": ("model_worker/0", "train.step"),
+    "weight write": ("model_worker/0", "weights.write"),
+    "publish": ("master_worker/0", "weights.publish"),
+    "stage": ("generation_server/0", "server.stage"),
+    "load": ("generation_server/0", "server.load"),
+    "checkpoint": ("model_worker/0", "checkpoint.write"),
+}
+
+Needs = Literal["", "root", "etcd", "sglang"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fault at one phase: of failpoints (several where it takes more than one), or done to a run that trains.
+
+    ``in_order``: each of ``faults`` may fire once the one before it has. ``waits``: a RolloutWorker that rolls nothing
+    out until they have, so that another one has to. ``logged``: a pattern for what the run says of it, without which
+    the fault has not done what it is named for.
+    """
+
+    fault: str
+    phase: str
+    faults: tuple[Fault, ...] = ()
+    act: Callable[[ChaosRun], None] | None = None
+    in_order: bool = False
+    waits: str = ""
+    logged: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run. ``ends``: it is to end with an error of which the cause matches this; else it completes."""
+
+    name: str
+    rows: tuple[Row, ...]
+    overrides: tuple[str, ...] = ()
+    ends: str = ""
+    needs: Needs = ""
+
+
+def fault(worker: str, point: str, action: str, **fields: object) -> Fault:
+    """Its name and its gate are given when the run is known."""
+    return Fault("", worker, point, action, **fields)  # type: ignore[arg-type]
+
+
+def row(what: str, phase: str, worker: str, point: str, action: str, *, logged: str = "", **fields: object) -> Row:
+    """One fault of one failpoint."""
+    return Row(what, phase, (fault(worker, point, action, **fields),), logged=logged)
+
+
+def struck(
+    victim: str, phases: Sequence[str], action: Literal["kill", "stop"], *, called: str = "", by: str = ""
+) -> list[Row]:
+    """A signal to ``victim`` at each phase, sent by whoever gets there: the worker of PHASES, or ``by``."""
+    name = {"kill": "SIGKILL", "stop": SUSPENDED}[action]
+    rows = []
+    for phase in phases:
+        usual, point = PHASES[phase]
+        worker = by or usual
+        other = "" if victim == worker else victim
+        label = f"{name} {called or victim.removesuffix('/0')}"
+        rows.append(row(label, phase, worker, point, action, victim=other, seconds=SUSPENDED_S))
+    return rows

@@ -1,0 +1,60 @@
+"""Whoever stops the chaos suite is left with nothing of it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.system.jobs import poll
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+BEFORE_ANY_STOP_TIMEOUT_S = 30.0  # on a machine with other work; the runs themselves would go on for minutes
+
+
+def mine(folder: Path) -> list[psutil.Process]:
+    """Processes whose command line has the folder in it."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(folder) in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_runs_and_leaves_nothing(tmp_path, number):
+    names = ["tmpfs-freed", "signals-0"] if os.geteuid() == 0 else ["signals-1", "signals-0"]
+    argv = [sys.executable, "-m", "tests.chaos", "--jobs", "2", "--only", *names]
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        chaos = subprocess.Popen(
+            argv, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        # Once it has workers; one that waits in a failpoint hears no signal.
+        for name in names:
+            poll(
+                lambda n=name: list(tmp_path.glob(f"*/{n}/faults/pid-master*")),
+                f"a master in {name}",
+                log.read_text,
+                120,
+            )
+        if os.geteuid() == 0:
+            poll(lambda: str(tmp_path) in Path("/proc/mounts").read_text(), "a disk of its own", log.read_text, 120)
+        chaos.send_signal(number)
+        began = time.monotonic()
+        assert chaos.wait(120) == 128 + number, log.read_text()
+        assert time.monotonic() - began < BEFORE_ANY_STOP_TIMEOUT_S
+    finally:
+        chaos.kill()
+        chaos.wait()
+    assert mine(tmp_path) == []
+    assert str(tmp_path) not in Path("/proc/mounts").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["log"], list(tmp_path.rglob("*"))[:20]
+    assert f"stopped by {signal.Signals(number).name}; 0 runs of 2 were over" in log.read_text()
