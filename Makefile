@@ -4,10 +4,14 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
-SGLANG_TESTS := tests/unit/test_sglang_parts.py tests/unit/test_sglang_engine.py tests/contracts/test_generation_http.py \
-	tests/system/test_sglang_job.py
+SGLANG_TESTS := tests/unit/test_sglang_parts.py tests/unit/test_sglang_engine.py tests/unit/test_sglang_lifecycle.py \
+	tests/contracts/test_generation_http.py tests/contracts/test_generation_updates.py tests/system/test_sglang_job.py
 SGLANG_CPU  := realsys/generation/sglang/cpu_support
-TESTS  ?= tests/unit tests/contracts tests/system tests/chaos
+# Several at a time, one process per core; whole jobs, which are several processes each, one after the other.
+TESTS_SIDE_BY_SIDE := tests/unit tests/contracts
+TESTS_IN_A_ROW     := tests/system tests/chaos
+SIDE_BY_SIDE       := -n auto --maxprocesses 4 --dist worksteal
+TESTS  ?=
 ARGS   ?=
 BENCHES ?= microbatch dp_balance train_step train_throughput memory streams weights router generation prefill interruption \
 	async_vs_sync agreement algorithms fuzz ledger_cost soak
@@ -43,8 +47,14 @@ $(SGLANG_VENV)/.installed: $(SGLANG_CPU)/requirements.txt $(SGLANG_CPU)/no-deps.
 run: setup  ## train the small model of experiment=arith on this machine; ARGS="train.total_steps=10" changes it
 	$(VENV)/bin/realsys run experiment=arith $(ARGS)
 
-test: setup  ## unit, contract and system tests; the end lists what was skipped and why, and the slowest
-	$(PY) -m pytest $(TESTS) -ra --durations=15 $(ARGS)
+test: setup  ## unit, contract, system and chaos tests, or TESTS=...; each part ends with what was skipped and the slowest
+ifeq ($(TESTS),)
+	@status=0; set -x; \
+	$(PY) -m pytest $(TESTS_SIDE_BY_SIDE) $(SIDE_BY_SIDE) --durations=15 $(ARGS) || status=$$?; \
+	$(PY) -m pytest $(TESTS_IN_A_ROW) --durations=15 $(ARGS) || status=$$?; exit $$status
+else
+	$(PY) -m pytest $(TESTS) --durations=15 $(ARGS)
+endif
 
 sglang-test: setup sglang-cpu  ## the tests that need SGLang: the contract of a generation server, and a short job
 	REALSYS_SGLANG=1 $(PY) -m pytest $(SGLANG_TESTS) -ra --durations=10 $(ARGS)

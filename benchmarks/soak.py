@@ -1,9 +1,11 @@
 """Does a long run grow? 1,000 steps of the smallest job, every process of it watched in /proc.
 
-    python -m benchmarks.soak [--steps 1000] [--every 2.0]
+    python -m benchmarks.soak [--steps 1000] [--every 0.5]
 
 The job is whole: launcher, manager, server, trainer, master, two RolloutWorkers with their verifiers; checkpoints,
-ledger and records of the steps as in any run. Sampled every ``--every`` seconds, with the step that the run was at:
+ledger and records of the steps as in any run. Two bounds are set so low that a short run meets them many times:
+the ledger is compacted beyond 128 KiB, a log is moved beyond 2 KiB (64 MiB and 16 MiB by default).
+Sampled every ``--every`` seconds, with the step that the run was at:
 
     rss_mib, pss_mib   resident memory; proportional: what is shared with others is divided among them
     fds, threads       open file descriptors, threads
@@ -16,8 +18,8 @@ of ten blocks of samples, because neighbouring samples are not independent.
     flat      the slope is within three errors of zero, or so small that 1,000 steps add less than 1 % to the mean
     growing   anything else
 
-The folder has to grow with what it logs; its rows say what by how much. The picture goes to
-benchmarks/results/soak.png.
+The folder has to grow with the step log, a line per step: ``bytes_per_step``. All else in it is to be flat. The picture
+goes to benchmarks/results/soak.png.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from realsys.telemetry.steps import StepTail
 SETTLED = 100  # steps: allocators fill, caches warm up
 BLOCKS = 10
 NEGLIGIBLE = 0.001  # of the mean, per 100 steps
+STEPS, REST = "steps.jsonl", "without steps.jsonl"  # of the folder
 START_S, STEP_S = 300.0, 10.0  # bounds on the start, and on a step
 JOB = [
     "experiment=arith",
@@ -73,6 +76,8 @@ JOB = [
     "train.ppo.advantage.mean=none",
     "train.ppo.advantage.std=none",
     "train.ppo.skip_zero_advantage=false",
+    "manager.ledger_compact_mb=0.125",
+    "cluster.log_mb=0.001953125",
 ]
 
 
@@ -154,9 +159,9 @@ def look(process: psutil.Process) -> dict[str, float]:
 
 
 def sizes(root: Path) -> dict[str, float]:
-    """KiB of each entry of the trial's folder, and of all."""
+    """KiB of each entry of the trial's folder, and of all but the step log."""
     found = {entry.name: size(entry) / 1024 for entry in root.iterdir()}
-    return found | {"all": sum(found.values())}
+    return found | {REST: sum(kib for name, kib in found.items() if name != STEPS)}
 
 
 def size(path: Path) -> int:
@@ -270,7 +275,7 @@ def draw(watched: Watch, target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between two samples")
+    parser.add_argument("--every", type=float, default=0.5, help="seconds between two samples")
     parser.add_argument("--override", action="append", default=[], help="of the job; may be repeated")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through ``finally``: leave no run behind
@@ -296,6 +301,9 @@ def main() -> None:
                 "samples": len(watched.series["launcher", "fds"].steps),
                 "settled_after": settled,
                 "restarted": restarted or "none",
+                "bytes_per_step": round(
+                    next(r["per_100_steps"] for r in rows if r["what"] == f"folder {STEPS}") * 10.24
+                ),
                 "growing": [f"{r['what']} {r['figure']}" for r in rows if r["verdict"] == "growing"],
                 "machine_memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
                 "override": options.override,

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import pytest
 
-from realsys.cluster.network import free_ports
 from realsys.errors import NameStoreError
+from tests.ports import lasting_ports
 
-SETTLE_S = 3.0  # what ends by itself within this is no leftover
+SETTLE_S = 10.0  # what ends by itself within this is no leftover
 SESSION_MARK = "REALSYS_TEST_SESSION"
 _shared_servers: set[int] = set()  # pids that belong to session fixtures, which may start in the middle of a test
 # multiprocessing keeps these for the life of the interpreter, by design
@@ -51,7 +51,7 @@ class EtcdServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._client_port, self._peer_port = free_ports(2)
+        self._client_port, self._peer_port = lasting_ports(2)
         self.address = f"127.0.0.1:{self._client_port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -68,7 +68,7 @@ class EtcdServer:
         from realsys.cluster.etcd_store import EtcdNameStore  # grpc: not into sessions that fork and need no etcd
 
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
-        probe = EtcdNameStore(self.address, call_timeout_s=10.0)
+        probe = EtcdNameStore(self.address, call_timeout_s=60.0)
         try:
             probe.get_subtree("probe")
         except NameStoreError as exc:
@@ -81,9 +81,13 @@ class EtcdServer:
     def kill(self) -> None:
         """SIGKILL: the server gets no chance to say good-bye."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait(10)
+            self.send(signal.SIGKILL)
+            self._process.wait(60)
             self._process = None
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None, "etcd does not run"
+        self._process.send_signal(number)
 
 
 @pytest.fixture(scope="session")
@@ -123,12 +127,23 @@ def leaves_nothing_running() -> Iterator[None]:
         pytest.fail("left running: " + ", ".join(left), pytrace=False)
 
 
+def _is_worker(session: pytest.Session) -> bool:
+    """One of several processes of pytest-xdist, among which a session divides its tests."""
+    return hasattr(session.config, "workerinput")
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
-    os.environ[SESSION_MARK] = uuid.uuid4().hex
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a shell that started this in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # else nothing that a test starts could be interrupted
+    if not _is_worker(session):  # who has inherited the session's
+        os.environ[SESSION_MARK] = uuid.uuid4().hex
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The last to do: xdist has ended its workers by now."""
+    if _is_worker(session):
+        return
     mark = f"{SESSION_MARK}={os.environ[SESSION_MARK]}".encode()
     left = _lasting({pid for pid in _all_processes() if _has_environment(pid, mark)}, time.monotonic() + SETTLE_S)
     if left:

@@ -7,6 +7,7 @@ what each of them did can be seen in the trial folder or by whoever is connected
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ import numpy as np
 from realsys.cluster.worker import WorkerContext, worker_main
 
 DONE = "done"  # file that a body leaves when it has done it
+#: what takes so long to import that no lease is to run meanwhile
+HEAVY = {"generates": ("tests.generation_models", "realsys.generation.build", "realsys.generation.server")}
 
 
 def run(name: str) -> None:
@@ -26,6 +29,8 @@ def run(name: str) -> None:
         "manages": manages,
         "generates": generates,
     }
+    for module in HEAVY.get(name, ()):
+        importlib.import_module(module)
     worker_main("tester", bodies[name])
 
 

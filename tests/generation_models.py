@@ -29,6 +29,7 @@ from realsys.generation.weights import ModelWeights, fuse, read_tensors
 
 VOCAB = 97
 CPU = torch.device("cpu")
+PROMPTS = [[5], [1, 2, 3], list(range(40)), [9, 9, 8, 1, 30, 44, 61]]
 
 transformers_logging.disable_progress_bar()  # its monitor thread would outlive the test
 
@@ -72,6 +73,11 @@ def make_model(kind: str, path: Path, *, tied: bool = False, seed: int = 0, eos:
             parameter.data += torch.randn_like(parameter) * 0.2
     model.eval().save_pretrained(path)
     return model
+
+
+def old_and_new(root: Path) -> list[tuple[PreTrainedModel, Path]]:
+    """The same architecture with two sets of weights, and their folders."""
+    return [(make_model("qwen2", root / name, seed=seed), root / name) for seed, name in enumerate(("old", "new"))]
 
 
 def read_weights(path: Path) -> ModelWeights:
@@ -128,6 +134,15 @@ def reference_logprobs(
 
 def chosen(logprobs: torch.Tensor, tokens: list[int]) -> np.ndarray:
     return logprobs[torch.arange(len(tokens)), torch.tensor(tokens)].numpy()
+
+
+def check_logprobs(
+    model: PreTrainedModel, prompt: list[int], result: AnswerResult, temperature: float = 1.0, tolerance: float = 1e-4
+) -> None:
+    """Those of an answer are those of transformers."""
+    tokens = result.tokens.tolist()
+    expected = chosen(reference_logprobs(model, prompt, tokens, temperature), tokens)
+    assert np.abs(expected - result.logprobs).max() <= tolerance
 
 
 @dataclass

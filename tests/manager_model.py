@@ -79,7 +79,7 @@ class ManagerModel(RuleBasedStateMachine):
         return PublishedVersion(version, self.training, f"/v{version}.{self.training}", version)
 
     def counted(self) -> int:
-        return sum(known.state in ("running", "finished", "trained") for known in self.model.values())
+        return sum(known.state in ("running", "finished", "claimed", "trained") for known in self.model.values())
 
     def serves(self, truth: Truth, minimum: int) -> bool:
         return truth.trusted and truth.version is not None and minimum <= truth.version <= self.version
@@ -108,12 +108,14 @@ class ManagerModel(RuleBasedStateMachine):
 
     def training_starts(self, version: int, repeat: bool = False) -> None:
         self.trainings += 1
-        lost = {i for i, k in self.model.items() if k.state in ("running", "finished") or k.version > version}
+        kept = {i for i, k in self.model.items() if k.state in ("waiting", "dropped") or 0 <= k.version <= version}
+        lost = self.model.keys() - kept
         evals = self.state.evaluations.all().items()
         kept = {i for i, e in evals if len(e.done) == e.started.total and e.started.version <= version}
         request = RollBackRequest(version, version, self.training)
         for _ in range(1 + repeat):
-            assert self.state.roll_back(request, self.now) == RollBackReply(len(lost))
+            reply = self.state.roll_back(request, self.now)
+            assert isinstance(reply, RollBackReply) and reply.reissued == len(lost)
         self.commit()
         for ticket_id in lost:
             known = self.model[ticket_id]
@@ -151,6 +153,7 @@ class ManagerModel(RuleBasedStateMachine):
         assert by_state == {state: counts[state] for state in by_state}
         assert self.state.ledger.counted == self.counted()
         assert sum(self.state.ledger.counts.dropped_by_reason.values()) == counts["dropped"]
+        assert set(counts) <= by_state.keys()
 
     @invariant()
     def reservations_belong_to_running_tickets(self) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -58,11 +59,11 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(3)
         state.hangs |= prompt[-1] == 88
         if state.hangs or (prompt == [0] and state.version == "13"):
-            state.changed.wait_for(lambda: False, timeout=60)
+            state.changed.wait_for(lambda: False, timeout=600)
         stalls = params.get("temperature") == 0.5 and state.version == "default"
         if stalls:
             state.aborted.clear()
-            state.changed.wait_for(lambda: {"all", rid} & state.aborted, timeout=20)
+            state.changed.wait_for(lambda: {"all", rid} & state.aborted, timeout=600)
             count //= 2
         tokens = [(prompt[-1] + 1 + i) % 90 for i in range(count)]
         logprob = -1.0 if state.version == "default" else -1 - int(state.version) / 100
@@ -101,6 +102,7 @@ def main() -> None:
         sys.exit(9)
     # As SGLang does, have a process of one's own that would stay if nobody cared, in a session of its own at that.
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    tempfile.mkstemp()  # and leave files where temporary ones go
     print(f"helper {sleeper.pid}", flush=True)
     if arguments.silent:
         threading.Event().wait(600)

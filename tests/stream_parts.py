@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -10,11 +11,11 @@ from contextlib import contextmanager
 import numpy as np
 import zmq
 
-from realsys.stream.push_pull import Puller
+from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.security import CurveKeys
 from realsys.types import Ticket, Trajectory, TrajectoryGroup
 
-BOUND_S = 15.0  # no wait of a test is longer
+BOUND_S = 60.0  # no wait of a test is longer
 
 
 def make_group(ticket_id: str, answers: int = 2, length: int = 40, prompt_len: int = 10) -> TrajectoryGroup:
@@ -32,6 +33,15 @@ def make_group(ticket_id: str, answers: int = 2, length: int = 40, prompt_len: i
         for k in range(answers)
     ]
     return TrajectoryGroup(Ticket(ticket_id, 0, 5), trajectories, "rollout_worker/0", 1.0, 2.0, {"turns": 1.0})
+
+
+def names(count: int) -> list[str]:
+    return [f"t{i}" for i in range(count)]
+
+
+async def push_all(pusher: Pusher, tickets: list[str]) -> None:
+    async with asyncio.timeout(BOUND_S):
+        await asyncio.gather(*(pusher.push(make_group(ticket)) for ticket in tickets))
 
 
 class PullerThread:

@@ -37,7 +37,7 @@ worker_main("tester", body)
 class Trial:
     """``lease_s``: long, so that a slow machine does not end it, except where a test waits for its end."""
 
-    def __init__(self, folder: Path, *, lease_s: float = 2.0, **name_store: Any) -> None:
+    def __init__(self, folder: Path, *, lease_s: float = 600.0, **name_store: Any) -> None:
         settings = NameStoreConfig(**name_store)
         cluster = ClusterConfig(heartbeat_s=0.1, lease_s=lease_s, stop_timeout_s=0.5, name_store=settings)
         self.config = Config(fileroot=str(folder), cluster=cluster)

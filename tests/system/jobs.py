@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
+from realsys.cluster.failpoint import FAULTS, FOLDER, Fault
 from realsys.config.paths import TrialPaths
 from realsys.telemetry.steps import read_steps
 from tests.conftest import SESSION_MARK
@@ -41,7 +43,8 @@ SMALL = [
     "train.ppo.advantage.mean=none",
     "train.ppo.advantage.std=none",
 ]
-POLL_S = 0.02  # how often a black box is looked at; every wait has a bound of its own
+POLL_S = 0.02  # how often a black box is looked at
+BOUND_S = 180.0  # of every wait; many times what a run needs, for machines with other work
 
 
 @dataclass(frozen=True)
@@ -81,14 +84,14 @@ def arith(fileroot: Path, trial: str, *overrides: str) -> tuple[Path, list[str]]
     return fileroot / "arith" / trial, command(*SMALL, f"fileroot={fileroot}", f"trial={trial}", *overrides)
 
 
-def run(root: Path, argv: list[str], timeout_s: float = 120) -> Job:
+def run(root: Path, argv: list[str], timeout_s: float = BOUND_S) -> Job:
     """Run to the end, whatever it is. A run that hangs is stopped, and its logs are shown."""
     with running(root, argv) as live:
         live.wait(timeout_s)
     return live.job
 
 
-def run_arith(fileroot: Path, trial: str, *overrides: str, timeout_s: float = 120) -> Job:
+def run_arith(fileroot: Path, trial: str, *overrides: str, timeout_s: float = BOUND_S) -> Job:
     return run(*arith(fileroot, trial, *overrides), timeout_s=timeout_s)
 
 
@@ -115,7 +118,7 @@ class LiveJob:
     def steps_done(self) -> int:
         return len(self.job.records("train"))
 
-    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
+    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = BOUND_S) -> Any:
         """Poll until the condition is true; returns its value. Fails the test when the run ends before, or in time."""
 
         def found() -> Any:
@@ -125,7 +128,7 @@ class LiveJob:
 
         return poll(found, what, lambda: self.job.report(), timeout_s)
 
-    def until_step(self, step: int, timeout_s: float = 60) -> None:
+    def until_step(self, step: int, timeout_s: float = BOUND_S) -> None:
         self.until(lambda: self.steps_done() >= step, f"train step {step}", timeout_s)
 
     def pid(self, worker: str) -> int | None:
@@ -145,13 +148,26 @@ class LiveJob:
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def wait(self, timeout_s: float) -> Job:
+    def wait(self, timeout_s: float = BOUND_S) -> Job:
         """Wait for the end of the run."""
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run has not ended within {timeout_s} s\n{self.job.report()}") from None
         return self.job
+
+
+class Hold:
+    """Has a run wait before train step ``step`` until ``release``, so that it cannot end before a test has acted."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder = folder
+        folder.mkdir()
+        fault = Fault("hold", "master_worker/0", "master.batch", "hold", at=step, until="released")
+        self.env = {FAULTS: msgspec.json.encode([fault]).decode(), FOLDER: str(folder)}
+
+    def release(self) -> None:
+        (self._folder / "released").touch()
 
 
 @contextlib.contextmanager
@@ -176,7 +192,7 @@ def running(root: Path, argv: list[str], env: Mapping[str, str] | None = None) -
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(10)

@@ -9,21 +9,17 @@ from realsys.admission.journal import read_journal
 from realsys.weights import manifest
 from realsys.weights.stage import stage
 from tests.system.checkpoints import load_checkpoint, weights_differ
-from tests.system.jobs import Job, processes_of, run_arith
+from tests.system.conftest import STEPS
+from tests.system.jobs import processes_of
 from tests.system.ledgers import check_ledger, check_staleness
 
 pytestmark = pytest.mark.system
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory) -> Job:
-    return run_arith(tmp_path_factory.mktemp("runs"), "whole").completed()
-
-
 def test_every_step_trains_one_batch_and_makes_one_version(job):
     steps = job.records("train")
-    assert [s["step"] for s in steps] == [1, 2, 3, 4]
-    assert [s["version"] for s in steps] == [1, 2, 3, 4]
+    assert [s["step"] for s in steps] == list(range(1, STEPS + 1))
+    assert [s["version"] for s in steps] == list(range(1, STEPS + 1))
     assert {s["groups"] for s in steps} == {8}
     assert {s["sequences"] for s in steps} == {32}
     assert all(s["stats"]["grad_norm"] > 0 and abs(s["stats"]["loss"]) < 100 for s in steps)
@@ -36,7 +32,7 @@ def test_nothing_is_trained_beyond_the_staleness_bound(job):
 def test_ledger_shows_each_trained_ticket_once_and_admission_kept_its_bound(job):
     ledger = check_ledger(job, batch_groups=8, eta=4, prompts=400)
     # All were within the bound, and none was rolled out that no step was left for: every ticket has ended.
-    assert ledger.counts.granted == ledger.counts.attempts == ledger.counts.trained == 4 * 8
+    assert ledger.counts.granted == ledger.counts.attempts == ledger.counts.trained == STEPS * 8
     assert not ledger.open
 
 
@@ -47,7 +43,7 @@ def test_ledger_shows_each_evaluation_problem_answered_once(job):
             started.append((event.eval_id, event.total))
         elif isinstance(event, EvalAnswered):
             answered.append((event.eval_id, event.prompt_index, event.failed))
-    assert started == [("before-0", 16), ("after-4", 16)]
+    assert started == [("before-0", 16), (f"after-{STEPS}", 16)]
     assert sorted(answered) == sorted((name, index, False) for name, total in started for index in range(total))
 
 
@@ -57,15 +53,15 @@ def test_warm_up_learns_and_both_evaluations_are_there(job):
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     assert [(r["eval_id"], r["problems"]) for r in job.records("eval")] == [("before", 16), ("after", 16)]
     assert job.records("eval")[0]["version_max"] == 0
-    assert job.records("eval")[1]["version_min"] == 4
+    assert job.records("eval")[1]["version_min"] == STEPS
 
 
 def test_newest_weights_verify_and_the_checkpoint_loads_in_transformers(job):
     version, _, directory = manifest.complete_versions(job.paths.weights())[-1]
-    assert version == 4
-    stage(directory, 4)
+    assert version == STEPS
+    stage(directory, STEPS)
     version, _, before = manifest.complete_versions(job.paths.weights())[-2]
-    assert version == 3
+    assert version == STEPS - 1
     files = [path.name for path in directory.glob("*.safetensors")]
     assert files and all((directory / name).read_bytes() != (before / name).read_bytes() for name in files)
     trained, fresh = (load_checkpoint(path, "a3b5=") for path in (job.paths.final_model, job.paths.model))

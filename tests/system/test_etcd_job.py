@@ -28,7 +28,7 @@ def test_job_runs_on_etcd_and_leaves_no_leased_key_behind(tmp_path, etcd_server)
     check_staleness(job, eta=4)
     assert processes_of(job.root) == []
     names = trial_names(read_config(job.paths.config))
-    store = EtcdNameStore(etcd_server.address, call_timeout_s=10.0)
+    store = EtcdNameStore(etcd_server.address, call_timeout_s=60.0)
     try:
         assert store.get(names.model_version())  # not leased: what a later look at the trial starts from
         assert store.get_subtree(names.heartbeats) == {}

@@ -5,8 +5,7 @@ import signal
 
 import pytest
 
-from tests.system.jobs import LiveJob, arith, poll, processes_of, restarts_shown, running
-from tests.system.ledgers import check_ledger, check_staleness
+from tests.system.jobs import arith, poll, processes_of, running
 
 pytestmark = pytest.mark.system
 
@@ -20,7 +19,7 @@ def test_ctrl_c_in_mid_training_stops_everything_within_ten_seconds(tmp_path):
         live.until_step(2)
         live.process.send_signal(signal.SIGINT)
         live.until(lambda: not processes_of(root), "no worker is left", timeout_s=10)
-        job = live.wait(60)  # it writes its report
+        job = live.wait()  # it writes its report
     assert job.returncode == 130, job.report()
     assert processes_of(root) == []
     assert "stopped by SIGINT" in job.stderr
@@ -37,7 +36,7 @@ def test_death_of_a_model_worker_ends_a_run_without_recovery_and_is_named(tmp_pa
     with running(root, argv) as live:
         live.until_step(1)
         pid = live.kill("model_worker/0")
-        job = live.wait(20)
+        job = live.wait()
     assert job.returncode == 1, job.report()
     assert f"realsys: the run failed: model_worker/0 (pid {pid}): was killed by SIGKILL" in job.stderr
     assert processes_of(root) == []
@@ -50,46 +49,5 @@ def test_death_of_the_launcher_takes_all_workers_with_it(tmp_path):
     with running(root, argv) as live:
         live.until_step(1)
         live.process.kill()
-        live.wait(10)
+        live.wait()
     poll(lambda: not processes_of(root), "no worker is left", lambda: "\n".join(processes_of(root)), timeout_s=10)
-
-
-STATELESS = ("rollout_worker/0", "generation_server/0", "gserver_manager/0")
-STEPS = 24
-
-
-def test_run_completes_when_each_stateless_worker_is_killed_once(tmp_path):
-    # One worker of each kind and eta 1: what is buffered lasts for two steps, so that progress beyond these needs the
-    # successor of the one that was killed.
-    root, argv = arith(
-        tmp_path,
-        "mended",
-        *QUICK,
-        f"train.total_steps={STEPS}",
-        "rollout.workers=1",
-        "asynchronous.max_head_offpolicyness=1",
-        "cluster.lease_s=5.0",
-        "cluster.heartbeat_s=1.0",
-    )
-    with running(root, argv) as live:
-        live.until_step(1)
-        for worker in STATELESS:
-            kill_and_outlive(live, worker)
-        job = live.wait(60)
-    assert job.returncode == 0, job.report()
-    assert len(job.records("train")) == STEPS
-    ledger = check_ledger(job, batch_groups=4, eta=1, prompts=400)
-    assert not ledger.open and ledger.counts.attempts >= ledger.counts.granted
-    check_staleness(job, eta=1)
-    summary = json.loads(job.paths.summary.read_text())
-    assert sorted(entry["process"] for entry in summary["restarts"]) == sorted(STATELESS)
-    assert all(restarts_shown(job, worker) == 1 for worker in STATELESS), job.stdout
-    assert processes_of(root) == []
-
-
-def kill_and_outlive(live: LiveJob, worker: str) -> None:
-    """Kill the worker; wait for its successor and for more steps than were rolled out before."""
-    pid = live.kill(worker)
-    done = live.steps_done()
-    live.until(lambda: live.pid(worker) not in (None, pid), f"{worker} is started again")
-    live.until_step(done + 4)

@@ -45,6 +45,10 @@ def test_dataset_that_runs_out_ends_the_run_after_its_last_whole_batch(tmp_path)
     job = run_arith(tmp_path, "short", *TINY, "train.total_epochs=1", "train.total_steps=100").completed()
     assert [step["step"] for step in job.records("train")] == [1, 2]
     assert "step 2/2" in job.stdout
+    limit = "train.total_epochs=1: the data gives 2 batches of 8"
+    assert re.search(rf"^ended by +{re.escape(limit)}$", job.stdout, re.MULTILINE), job.report()
+    summary = json.loads(job.paths.summary.read_text())
+    assert (summary["status"], summary["ended_by"]) == ("done", limit)
     ledger = check_ledger(job, batch_groups=8, eta=4, prompts=20)
     assert ledger.counts.trained == 16 and ledger.counts.granted <= 20
     assert processes_of(job.root) == []
@@ -76,4 +80,5 @@ def test_constant_reward_trains_on_without_changing_a_weight_and_says_so(tmp_pat
         assert step["stats"]["grad_norm_max"] == step["stats"]["loss"] == step["stats"]["skipped_steps"] == 0.0
     assert json.loads(job.paths.summary.read_text())["without_signal"] == 4
     assert "4 of 4 steps changed no weight: every advantage was 0" in job.stdout
+    assert "train.total_steps=4" in job.stdout
     assert not list(job.paths.errors.glob("*")), job.report()

@@ -10,10 +10,10 @@ import pytest
 
 from launch.audit import audit_trial
 from realsys.cluster.failure import read_errors
-from realsys.cluster.network import free_ports
 from realsys.telemetry.steps import StepTail
 from realsys.train.checkpoint_files import complete_checkpoints
-from tests.system.jobs import arith, command, processes_of, restarts_shown, running
+from tests.ports import lasting_ports
+from tests.system.jobs import Hold, arith, command, processes_of, restarts_shown, running
 from tests.system.ledgers import check_staleness
 
 pytestmark = pytest.mark.system
@@ -26,7 +26,7 @@ QUICK = [
     "rollout.workers=1",
     "checkpoint.every_steps=2",
 ]
-STEPS = 30  # so many that what happens after the third happens before the last
+STEPS, HELD = 12, 9  # of a run that waits before this step until it was killed
 SERVING = ("gserver_manager/0", "generation_server/0", "rollout_worker/0")
 
 
@@ -51,8 +51,9 @@ def check_complete(job, steps):
 def test_training_side_restarts_from_its_checkpoint_while_the_servers_stay_up(tmp_path, victim, allocation):
     settings = [f"allocation={allocation}", f"train.total_steps={STEPS}"]
     root, argv = arith(tmp_path, "killed", *QUICK, *settings)
-    with running(root, argv) as live:
-        live.until_step(3, timeout_s=120)
+    hold = Hold(tmp_path / "hold", HELD)
+    with running(root, argv, hold.env) as live:
+        live.until_step(3)
         serving = {worker: live.pid(worker) for worker in SERVING}
         assert all(serving.values())
         training = {worker: live.pid(worker) for worker in ("model_worker/0", "master_worker/0")}
@@ -60,8 +61,9 @@ def test_training_side_restarts_from_its_checkpoint_while_the_servers_stay_up(tm
         for worker, pid in training.items():
             live.until(lambda w=worker, p=pid: live.pid(w) not in (None, p), f"{worker} is started again")
         live.until(lambda: live.job.records("recovered"), "training goes on")
+        hold.release()
         assert {worker: live.pid(worker) for worker in SERVING} == serving
-        job = live.wait(180)
+        job = live.wait()
     summary = check_complete(job, STEPS)
     assert summary["recoveries"] == 1
     assert [entry["process"] for entry in summary["restarts"]] == [victim]
@@ -70,13 +72,30 @@ def test_training_side_restarts_from_its_checkpoint_while_the_servers_stay_up(tm
     assert {error.pid for error in read_errors(job.paths.errors)} <= set(training.values()), job.report()
 
 
+def test_every_evaluation_beside_training_has_one_result_though_the_master_died(tmp_path):
+    """At step 5 those of 2 and 4 may be unfinished, done and not logged, or logged; training goes on from 4."""
+    steps = 10
+    settings = [f"train.total_steps={steps}", "evaluation.every_steps=2", "evaluation.every_problems=32"]
+    root, argv = arith(tmp_path, "evaluated", *QUICK, *settings, "checkpoint.every_steps=4")
+    with running(root, argv) as live:
+        live.until_step(5)
+        live.kill("master_worker/0")
+        job = live.wait()
+    assert check_complete(job, steps)["recoveries"] == 1
+    evaluations = job.records("eval")
+    assert sorted(record["eval_id"] for record in evaluations) == ["step-2", "step-4", "step-6", "step-8"]
+    for record in evaluations:
+        due = int(record["eval_id"].removeprefix("step-"))
+        assert record["step"] in {due, max(due, 4)} and record["version_min"] >= record["step"], record
+
+
 def test_ctrl_c_and_the_command_it_names_go_on_without_repeating_a_step(tmp_path):
     # Time enough for the step under way and a checkpoint, however slow the machine.
     root, argv = arith(tmp_path, "stopped", *QUICK, "train.total_steps=12", "cluster.stop_timeout_s=60.0")
     with running(root, argv) as live:
-        live.until_step(3, timeout_s=120)
+        live.until_step(3)
         live.process.send_signal(signal.SIGINT)
-        job = live.wait(90)
+        job = live.wait()
     assert job.returncode == 130, job.report()
     assert job.stderr.startswith("realsys: stopped by SIGINT; to go on: realsys run experiment=arith ")
     assert processes_of(root) == []
@@ -84,25 +103,25 @@ def test_ctrl_c_and_the_command_it_names_go_on_without_repeating_a_step(tmp_path
     assert complete_checkpoints(job.paths.checkpoints)[-1][0] == done < 12
     words = shlex.split(job.stderr.split("to go on: ")[1])
     with running(root, command(*words[2:])) as live:
-        job = live.wait(180)
+        job = live.wait()
     summary = check_complete(job, 12)
     assert f"going on from step-{done:08d}; {done} steps had been trained" in job.stdout
     assert summary["recoveries"] == 1 and not summary["restarts"]
     trained = [record["step"] for record in StepTail(job.paths.steps).read() if record["kind"] == "train"]
     assert trained == list(range(1, 13))  # in the log itself: none was undone
     with running(root, argv) as live:
-        job = live.wait(60)
+        job = live.wait()
     assert job.returncode == 2 and "train.total_steps=12: trial 'stopped' has trained its 12 steps" in job.stderr
 
 
 def test_same_command_goes_on_after_the_launcher_was_killed(tmp_path):
     root, argv = arith(tmp_path, "orphaned", *QUICK, f"train.total_steps={STEPS}")
-    with running(root, argv) as live:
-        live.until_step(3, timeout_s=120)
+    with running(root, argv, Hold(tmp_path / "hold", HELD).env) as live:
+        live.until_step(3)
         live.process.kill()
-        live.process.wait(10)
+        live.process.wait(60)
     with running(root, argv) as live:  # at once: the workers of the first may still be there
-        job = live.wait(180)
+        job = live.wait()
     summary = check_complete(job, STEPS)
     assert summary["recoveries"] == 1 and not summary["restarts"]
 
@@ -116,12 +135,12 @@ def test_training_that_dies_again_without_a_new_checkpoint_ends_with_its_first_c
     ]
     root, argv = arith(tmp_path, "spent", *QUICK, *settings)
     with running(root, argv) as live:
-        live.until_step(1, timeout_s=120)
+        live.until_step(1)
         master = live.pid("master_worker/0")
         first = live.kill("model_worker/0")
         live.until(lambda: live.pid("master_worker/0") not in (None, master), "training is started again")
         live.kill("master_worker/0")
-        job = live.wait(60)
+        job = live.wait()
     assert job.returncode == 1, job.report()
     assert f"realsys: the run failed: model_worker/0 (pid {first}): was killed by SIGKILL" in job.stderr
     assert (
@@ -133,15 +152,17 @@ def test_training_that_dies_again_without_a_new_checkpoint_ends_with_its_first_c
 
 @pytest.mark.needs("etcd")
 def test_run_goes_on_when_its_own_etcd_is_killed(tmp_path):
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    address = f"127.0.0.1:{lasting_ports(1)[0]}"
     store = ["name_store=etcd", "cluster.name_store.start=true", f"cluster.name_store.address={address}"]
     root, argv = arith(tmp_path, "own_etcd", *QUICK, *store, f"train.total_steps={STEPS}")
-    with running(root, argv) as live:
-        live.until_step(3, timeout_s=120)
+    hold = Hold(tmp_path / "hold", HELD)
+    with running(root, argv, hold.env) as live:
+        live.until_step(3)
         [pid] = etcd_of(live.process.pid)
         psutil.Process(pid).kill()
         live.until(lambda: etcd_of(live.process.pid) not in ([], [pid]), "etcd is started again")
-        job = live.wait(180)
+        hold.release()
+        job = live.wait()
     summary = check_complete(job, STEPS)
     assert [entry["process"] for entry in summary["restarts"]] == ["name_store/0"]
     assert restarts_shown(job, "name_store/0") == 1

@@ -16,15 +16,8 @@ import xxhash
 from realsys.config.paths import TrialPaths
 from realsys.train import record_files as files
 from realsys.train.checkpoint_files import FileInfo, complete_checkpoints
-from tests.system.jobs import Job, run_arith
 
 pytestmark = pytest.mark.system
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory) -> Job:
-    settings = ["checkpoint.every_steps=2", "train.total_steps=5", "evaluation.problems=0"]
-    return run_arith(tmp_path_factory.mktemp("runs"), "recorded", *settings).completed()
 
 
 def realsys(*arguments: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
@@ -91,7 +84,7 @@ def test_a_flipped_bit_in_a_file_is_named_before_anything_starts(copy):
     path.write_bytes(content)
     for command in ("replay", "samples"):
         done = realsys(command, copy.root, "--step", 3)
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert done.stderr == f"realsys: {path} is damaged: {key} of sample {sample_id} is not what was written\n"
 
 
@@ -100,7 +93,9 @@ def test_samples_shows_prompts_answers_versions_and_where_they_came_from(job):
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 32 and len({row["ticket_id"] for row in rows}) == 8
-    assert [row["sample_id"] for row in rows] == [f"{row['ticket_id']}/{k % 4}" for k, row in enumerate(rows)]
+    assert [row["sample_id"] for row in rows] == [
+        f"{row['ticket_id']}.{row['attempt']}/{k % 4}" for k, row in enumerate(rows)
+    ]
     for row in rows:
         assert row["prompt"].endswith("=") and row["answer"] == "".join(span["text"] for span in row["spans"])
         assert all(0 <= span["version"] <= 2 for span in row["spans"])
@@ -122,9 +117,35 @@ def test_samples_shows_prompts_answers_versions_and_where_they_came_from(job):
     assert rows[0]["ticket_id"] not in text
 
 
+def test_a_step_is_shown_and_repeated_with_the_settings_that_it_was_trained_with(job, copy):
+    """Not with those that the trial was started again with."""
+    config = json.loads(copy.config.read_text())
+    config["train"]["ppo"] |= {"minibatches": 2, "eps_clip": 0.01}
+    config["train"]["ppo"]["advantage"] |= {"mean": "group", "std": "batch"}
+    config["allocation"] = "sglang.d1p1m1+d2p1m1"
+    copy.config.write_text(json.dumps(config))
+    for arguments in (["--step", 3], ["--step", 3, "--json"]):
+        before, after = realsys("samples", job.root, *arguments), realsys("samples", copy.root, *arguments)
+        assert after.returncode == 0 and after.stdout == before.stdout
+    done = realsys("replay", copy.root, "--step", 4)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("bit-equal") == 2
+
+
+def test_a_checkpoint_from_before_the_settings_changed_is_not_enough(copy):
+    directory = files.record_of_step(copy.records, 3)
+    record = files.read_record(directory)
+    record.config["train"]["ppo"]["minibatches"] = 7
+    (directory / files.BATCH).write_bytes(files.encode_record(record))
+    done = realsys("replay", copy.root, "--step", 4)
+    problem = "step 3 was trained with other settings than step 4, and no checkpoint lies between them"
+    assert done.returncode == 2 and problem in done.stderr and "train.ppo.minibatches=7" in done.stderr
+
+
 def test_bad_input_is_one_line_and_exit_code_2(job, tmp_path):
     records, checkpoints = job.paths.records, job.paths.checkpoints
-    nowhere = f"realsys: config: config.json='{tmp_path / 'config.json'}': No such file or directory\n"
+    nowhere = f"realsys: config: config.json='{tmp_path / 'config.json'}': is not there: not the folder of a trial, or"
+    nowhere += " of one that is still being made\n"
     for arguments, expected in (
         (["replay", job.root, "--step", 9], f"realsys: {records}: step 9 is not recorded; there is 1-5\n"),
         (

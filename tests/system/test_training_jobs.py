@@ -19,6 +19,11 @@ from tests.system.ledgers import check_ledger, check_staleness
 pytestmark = pytest.mark.system
 
 QUICK = ["evaluation.problems=0", "train.total_steps=3", "rollout.workers=1", "warmup.steps=10"]
+# Sums so short that a fresh model is right now and then.
+SIMPLE = ["data.arith.max_operands=2", "data.arith.max_operand=3", "warmup.steps=30"]
+# Decoupled PPO with GAE; the KL to the reference is in the reward, so all three models feed the advantages.
+CRITIC = ["algorithm=decoupled_ppo_critic", "train.ppo.kl.coef=0.05", "train.ppo.kl.place=reward"]
+CRITIC += ["train.ppo.kl.adaptive=true", "evaluation.problems=0", "rollout.workers=1", "warmup.steps=60"]
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -41,24 +46,26 @@ def make_reward_model(path: Path) -> Path:
     return path
 
 
-def test_critic_and_reference_train_on_workers_of_their_own(tmp_path: Path) -> None:
-    """Decoupled PPO with GAE; the KL to the reference is in the reward, so all three models feed the advantages."""
-    job = run_arith(
-        tmp_path,
+@pytest.fixture(scope="module")
+def critic_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Three models on workers of their own, and a checkpoint of step 2."""
+    return run_arith(
+        tmp_path_factory.mktemp("runs"),
         "critic",
-        "algorithm=decoupled_ppo_critic",
+        *CRITIC,
         "allocation=sglang.d1+actor.d1,ref.d1+critic.m2",
-        "train.ppo.kl.coef=0.05",
-        "train.ppo.kl.place=reward",
-        "train.ppo.kl.adaptive=true",
         "roles.ref.offload=all",
-        *QUICK,
+        "checkpoint.every_steps=2",
+        "train.total_steps=3",
     ).completed()
-    finite(job, "loss", "advantages/return_mean", "critic_train/loss", "critic_train/grad_norm")
-    first = job.records("train")[0]["stats"]
+
+
+def test_critic_and_reference_train_on_workers_of_their_own(critic_job: Job) -> None:
+    finite(critic_job, "loss", "advantages/return_mean", "critic_train/loss", "critic_train/grad_norm")
+    first = critic_job.records("train")[0]["stats"]
     assert first["advantages/kl_ref_mean"] == pytest.approx(0, abs=1e-6), "the reference is the warmed-up actor"
-    check_ledger(job, batch_groups=8, eta=4, prompts=400)
-    check_staleness(job, 4)
+    check_ledger(critic_job, batch_groups=8, eta=4, prompts=400)
+    check_staleness(critic_job, 4)
 
 
 def test_a_reward_model_scores_and_offloads_beside_the_actor(tmp_path: Path) -> None:
@@ -80,10 +87,8 @@ def test_a_reward_model_scores_and_offloads_beside_the_actor(tmp_path: Path) -> 
 
 
 def test_dynamic_sampling_replaces_groups_and_every_ticket_ends(tmp_path: Path) -> None:
-    """DAPO: a fresh model is right now and then; groups without a right answer, or without a wrong one, are dropped."""
-    job = run_arith(
-        tmp_path, "dapo", "algorithm=dapo", "warmup.steps=120", "train.ppo.overlong.buffer=16", *QUICK[:3]
-    ).completed()
+    """DAPO: groups without a right answer, or without a wrong one, are dropped."""
+    job = run_arith(tmp_path, "dapo", "algorithm=dapo", *SIMPLE, "train.ppo.overlong.buffer=16", *QUICK[:3]).completed()
     dropped = sum(step["dropped_filtered"] for step in job.records("train"))
     ledger = check_ledger(job, batch_groups=8, eta=4, prompts=400)
     assert dropped > 0
@@ -109,26 +114,22 @@ def test_adapters_are_trained_and_served_merged(tmp_path: Path) -> None:
     load_checkpoint(job.root / "hf" / "step-2", "a1b2=")
 
 
-def test_a_run_goes_on_from_a_checkpoint_in_another_layout(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_checkpoint_in_another_layout(critic_job: Job, tmp_path: Path) -> None:
     """Steps, versions, schedule and prompts go on where the checkpoint is; admission is right from the first second.
 
     So do the critic, and the reference, which is the first trial's actor after its warm-up.
     """
-    settings = ["algorithm=decoupled_ppo_critic", "train.ppo.kl.coef=0.05", "train.ppo.kl.adaptive=true"]
-    settings += [*QUICK[:1], "rollout.workers=1", "warmup.steps=60"]
-    first = run_arith(tmp_path, "first", "checkpoint.every_steps=2", *settings).completed()
-    folder = first.root / "checkpoints" / "step-00000002"
     second = run_arith(
         tmp_path,
         "second",
-        f"resume={folder}",
-        "allocation=sglang.d1+actor.p2,critic.m2",
+        f"resume={critic_job.root / 'checkpoints' / 'step-00000002'}",
+        *CRITIC,
+        "allocation=sglang.d1+actor.p2,critic.p2",
         "train.total_steps=5",
         "checkpoint.at_end=true",
-        *settings,
     ).completed()
     finite(second, "loss", "critic_train/loss")
-    kl = second.records("train")[0]["stats"]["kl_ref_mean"]
+    kl = second.records("train")[0]["stats"]["advantages/kl_ref_mean"]
     assert 0 < kl < 0.2, "against the model before the warm-up it would be above 1"
     assert [step["step"] for step in second.records("train")] == [3, 4, 5]
     assert not second.records("warmup")
