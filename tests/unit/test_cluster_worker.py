@@ -272,8 +272,8 @@ def test_stacks_are_dumped_on_sigusr1(trial):
 def test_hanging_name_store_is_fenced_by_the_clock(trial):
     """A beat that hangs inside the store cannot notice that the lease is over."""
     body = """
-    def hang(): threading.Event().wait()
-    ctx.lease.keep_alive = hang
+    def hang(lease): threading.Event().wait()
+    ctx.lease.store.renew_lease = hang
     threading.Event().wait()
     """
     assert "no heartbeat for the whole lease" in trial.ends(trial.start(body.strip()), 75)
