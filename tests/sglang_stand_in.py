@@ -3,13 +3,14 @@
 Not a model: it counts. The token after t is (t + 1) % 90, with log-prob -1 - version / 100. A request with temperature
 0.5 stalls half-way while the weights are those of the start: it gives what it has when it is aborted. Token 89 as the
 last of a prompt ends the process, 88 makes it hang while it still listens. Version 13 never answers the prompt [0].
-Usage: sglang_stand_in.py [--fail | --silent | --reports] --port PORT
+Usage: sglang_stand_in.py [--fail | --silent | --reports] [--loads] --port PORT
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -29,6 +30,7 @@ class State:
 
 class Handler(BaseHTTPRequestHandler):
     state: State
+    loads: mmap.mmap
 
     def do_GET(self) -> None:
         samples = self.path == "/health_generate" and not self.state.hangs
@@ -93,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
-    for mode in ("fail", "silent", "reports"):
+    for mode in ("fail", "silent", "reports", "loads"):
         parser.add_argument(f"--{mode}", action="store_true")
     arguments = parser.parse_args()
     print(f"serving on {arguments.port}", flush=True)
@@ -103,6 +105,10 @@ def main() -> None:
     # As SGLang does, have a process of one's own that would stay if nobody cared, in a session of its own at that.
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     tempfile.mkstemp()  # and leave files where temporary ones go
+    if arguments.loads:
+        with Path(f"/dev/shm/sglang_loads_{os.getpid()}.shm").open("w+b") as file:
+            file.truncate(1024)
+            Handler.loads = mmap.mmap(file.fileno(), 1024)
     print(f"helper {sleeper.pid}", flush=True)
     if arguments.silent:
         threading.Event().wait(600)

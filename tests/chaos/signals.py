@@ -124,7 +124,7 @@ def sglang() -> Case:
     """The generation server with the real SGLang in it: the server, and what runs below it."""
     running, child = ("rollout_worker/0", "rollout.running"), "sglang/0"
     return Case(
-        "sglang",
+        "with-sglang",
         (
             row("SIGSTOP 5 s SGLang", "rollout running", *running, "stop", victim=child, seconds=5.0),
             row(

@@ -60,15 +60,15 @@ SMALL = [
 ]
 LARGE = [
     bounds(prompts=1, steps=1, faults=2),
-    bounds("master_crashes", faults=2),
+    bounds("master_crashes", prompts=1, faults=2),
     bounds("rejected filtered arrives_late lapses_though_alive manager_restarts", batch=2, prompts=4),
     bounds("rejected fails_though_stored never_arrives server_dies manager_restarts", eta=1),
     bounds("arrives_late filtered", eta=1, prompts=3, steps=3),
     bounds("dies dies_in_push reply_lost lapses_though_alive", workers=2),
     bounds("arrives_late", eta=1, prompts=3, steps=3, policy="train"),
     bounds("master_crashes never_arrives", prompts=3, steps=3, resumed=True),
-    bounds("machine_fails master_crashes manager_restarts", faults=2),
-    bounds("manager_loses_its_tail"),
+    bounds("machine_fails master_crashes manager_restarts", prompts=1, steps=1, faults=2),
+    bounds("manager_loses_its_tail", prompts=1),
 ]
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,6 +94,20 @@ def test_nothing_outlives_a_killed_server(tmp_path):
     assert ended(helper_of(text))
     assert not scratch.exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_sglang_had_in_shared_memory_is_removed(make, caplog):
+    with caplog.at_level(logging.INFO, logger="sglang"):
+        _, changes = make("--loads")
+        deadline = time.monotonic() + WAIT_S
+        while not (noted := re.search(r"guard: (/dev/shm/sglang_loads_(\d+)\.shm) goes", caplog.text)):
+            assert time.monotonic() < deadline, caplog.text
+            time.sleep(0.02)  # a line of a log sends no event
+        segment = Path(noted[1])
+        assert segment.exists()
+        os.kill(int(noted[2]), signal.SIGKILL)
+        assert changes.get(timeout=WAIT_S).serial is None
+    assert not segment.exists()
 
 
 def test_death_fails_what_runs_and_a_restart_serves_unsynced(make):

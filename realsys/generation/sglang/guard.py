@@ -30,6 +30,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TRACKER_GRACE_S = 2.0
+_LOOK_MS = 1000.0  # between two looks for what SGLang has in shared memory, until it has something
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -69,17 +70,22 @@ def _run(command: Sequence[str]) -> int:
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     poller.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
-    poller.poll()
+    segments = set[Path]()
+    # While it lives: it takes its children with it, and nobody can say then what they had mapped.
+    while not poller.poll(None if segments else _LOOK_MS):
+        segments = _segments()
+        for segment in segments:
+            print(f"guard: {segment} goes when SGLang does", flush=True)
     status = child.poll()
-    _kill_all()
+    _kill_all(segments)
     if status is None:
         return 0
     return status if status >= 0 else 128 - status
 
 
-def _kill_all() -> None:
-    """Kill and reap everything below this process; the orphans of what dies come to it in turn."""
-    segments = {segment for pid in _descendants(os.getpid()) for segment in _load_segments(pid)}
+def _kill_all(segments: set[Path]) -> None:
+    """Kill and reap everything below this process; the orphans of what dies come to it in turn. ``segments`` go too."""
+    segments |= _segments()
     deadline = time.monotonic() + _TRACKER_GRACE_S
     while children := _children(os.getpid()):
         # A resource tracker ends by itself once its users have, and first removes the semaphores they left.
@@ -118,6 +124,10 @@ def _descendants(pid: int) -> list[int]:
     for child in _children(pid):
         found += [child, *_descendants(child)]
     return found
+
+
+def _segments() -> set[Path]:
+    return {segment for pid in _descendants(os.getpid()) for segment in _load_segments(pid)}
 
 
 def _load_segments(pid: int) -> set[Path]:
