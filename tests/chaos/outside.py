@@ -103,8 +103,10 @@ def _garbage_to_http(url: str, paths: tuple[str, ...], token: str) -> None:
 
 
 def _raw(host: str, port: int, data: bytes) -> None:
-    """Send, stop writing, read until the other side closes; it may reset the connection at any time."""
-    with contextlib.suppress(ConnectionError, TimeoutError), socket.create_connection((host, port), 5) as peer:
+    """Send, stop writing, read until the other side closes; it may reset the connection at any time, and then a
+    shutdown fails with ENOTCONN, which is no ConnectionError.
+    """
+    with contextlib.suppress(OSError), socket.create_connection((host, port), 5) as peer:
         peer.settimeout(2)
         peer.sendall(data)
         peer.shutdown(socket.SHUT_WR)

@@ -138,8 +138,7 @@ def test_live_display_before_the_first_version_shows_no_number_for_it(paths: Tri
     assert "version             -  " in text and "waits for a server with weights" in text
 
 
-@pytest.mark.parametrize("status", [{}, {"servers": {}}, {"servers": [None, {}]}, {"ledger": 3, "admission": []}])
-@pytest.mark.parametrize(
+INCOMPLETE = pytest.mark.parametrize(
     "records",
     [
         [],
@@ -149,6 +148,10 @@ def test_live_display_before_the_first_version_shows_no_number_for_it(paths: Tri
         [{"kind": "phase"}, {"kind": "eval"}, {"kind": "new"}],
     ],
 )
+
+
+@pytest.mark.parametrize("status", [{}, {"servers": {}}, {"servers": [None, {}]}, {"ledger": 3, "admission": []}])
+@INCOMPLETE
 def test_display_and_report_survive_missing_fields(
     records: list[dict[str, Any]], status: dict[str, Any], paths: TrialPaths
 ) -> None:
@@ -158,9 +161,14 @@ def test_display_and_report_survive_missing_fields(
     PlainView(Console(file=io.StringIO())).refresh(progress, records)
     summary = summary_of(paths, records)
     write_summary(summary, paths)
-    draw_curves(summary, paths)
     print_summary(Console(file=io.StringIO()), summary)
     assert json.loads(paths.summary.read_text())["accuracy"]["gain"] is None
+
+
+@INCOMPLETE
+def test_curves_survive_missing_fields(records: list[dict[str, Any]], paths: TrialPaths) -> None:
+    draw_curves(summary_of(paths, records), paths)
+    assert paths.curves.is_file()
 
 
 def test_plain_output_is_one_line_per_step_in_the_order_of_events() -> None:
