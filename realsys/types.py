@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
 
 TicketKind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -34,6 +35,71 @@ class Ticket(msgspec.Struct, frozen=True):
     seed: int = 0  # base seed of the group's sampling
     version: int = 0  # version published when granted
     training: str = ""  # incarnation of the training side it was granted under
+
+
+@dataclass(slots=True)
+class Row:
+    """One training sequence of an episode, as the engine was sent it and returned it; nothing is re-tokenised.
+
+    tokens     int32   [T]  prompts, feedback and completions in the order in which the model saw them
+    loss_mask  bool    [T]  True where the policy sampled the token and it is to be trained; False at position 0
+    logprobs   float32 [L]  of the L tokens with loss_mask, under the policy that sampled each (``behav``)
+    versions   int32   [L]  version of that policy
+    finish_reason           of the last completion in the row
+    route                   (server, tokens) runs over the L tokens: who sampled them; empty if it is not known
+    rewards                 (position in tokens, reward) of single tokens, each with loss_mask; usually one per turn
+
+    A conversation whose history only grows is one row. Rewritten history (a branch) is a further row.
+    """
+
+    tokens: I32
+    loss_mask: Mask
+    logprobs: F32
+    versions: I32
+    finish_reason: FinishReason
+    route: tuple[tuple[str, int], ...] = ()
+    rewards: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def loss_tokens(self) -> int:
+        return len(self.logprobs)
+
+
+@dataclass(slots=True)
+class Episode:
+    """One attempt of an agent at a prompt.
+
+    reward   of the whole attempt; rewards of single tokens come on top (``Row.rewards``)
+    correct  whether the attempt solved the task; None if that is not a question of this task
+    metrics  numbers for the step log, averaged over episodes by name
+    """
+
+    rows: list[Row]
+    reward: float
+    correct: bool | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(row.loss_tokens for row in self.rows)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a completion ran into its limit: a row did not end with a stop token."""
+        return any(row.finish_reason != "stop" for row in self.rows)
+
+
+@dataclass(slots=True)
+class Group:
+    """The episodes of one ticket, as pushed to a DP head. ``errors``: why further episodes of the ticket failed."""
+
+    ticket: Ticket
+    episodes: list[Episode]
+    worker: str
+    started: float = 0.0  # unix seconds
+    finished: float = 0.0
+    extra: dict[str, float] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
