@@ -17,36 +17,45 @@ from launch.replay import last_recorded
 from realsys.algorithm.advantages import advantages_by_id
 from realsys.buffer.batch import sequence_refs
 from realsys.config.allocation import ACTOR
+from realsys.config.dataflow import token_level_advantages
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError, RecordError
+from realsys.master.executor import add_scores
 from realsys.train import record_files as files
 from realsys.train.data_manager import Array
 from realsys.train.record_files import Arrays, StepRecord
 from realsys.types import GroupOrigin, SampleMeta
 
-_SHOWN = 4  # prompts, where nobody says how many
+_SHOWN = 4  # prompts, if --limit does not say how many
+CONTEXT = -1  # in the place of a version: the policy did not sample the token
+_VERDICTS = {True: "correct", False: "wrong", None: "not judged"}
+_COLOURS = {True: "green", False: "red", None: "default"}
 _STYLES = ("cyan", "yellow", "magenta", "green", "blue")  # of versions, in turn
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A run of answer tokens that one version sampled."""
+    """A run of tokens behind the prompt that one version sampled; ``version`` None: context, not in the loss."""
 
-    version: int
+    version: int | None
     tokens: int
     text: str
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One answer as it was trained. ``advantage`` is the mean over its tokens where they differ."""
+    """One row as it was trained. ``reward``, ``correct`` and ``metrics`` are of its episode; ``advantage`` is the mean
+    over its loss tokens if they differ. ``answer``: everything behind the first prompt, feedback included.
+    """
 
     step: int
     sample_id: str
     ticket_id: str
     attempt: int
+    episode: int
+    row: int
     prompt_index: int
     seed: int
     granted_version: int
@@ -58,8 +67,10 @@ class Sample(msgspec.Struct, frozen=True):
     route: list[tuple[str, int]]  # (server, tokens)
     finish_reason: str
     reward: float
+    rewards: list[tuple[int, float]]  # (position in the row, reward) of single tokens
     score: float | None
-    correct: bool
+    correct: bool | None
+    metrics: dict[str, float]
     truncated: bool
     staleness: int
     advantage: float | None
@@ -115,60 +126,66 @@ def samples(
 ) -> dict[str, Sample]:
     """Sample id -> all that is known of it."""
     by_ticket = {origin.ticket.ticket_id: origin for origin in origins}
-    advantages = answer_advantages(config, record)
+    advantages = episode_advantages(config, record)
     return {
-        meta.sample_id: _sample(config, record, meta, number, by_ticket[meta.ticket_id], arrays, advantages, tokenizer)
+        meta.sample_id: _sample(config, record, meta, by_ticket[meta.ticket_id], arrays, advantages, tokenizer)
         for group in record.groups
-        for number, meta in enumerate(group)
+        for meta in group
     }
 
 
-def answer_advantages(config: Config, record: StepRecord) -> dict[str, float]:
-    """Advantage of every answer from the rewards of the batch: what the trainer uses where tokens have none of their
-    own.
+def episode_advantages(config: Config, record: StepRecord) -> dict[str, float]:
+    """Advantage of every row from the rewards of the batch: the trainer's, unless tokens have their own.
+
+    Empty if the settings give each token its own advantage.
     """
-    weight = config.train.ppo.reward_model.weight
-    scored = [
-        msgspec.structs.replace(ref, reward=ref.reward + weight * float(record.scores.get(ref.sample_id, 0.0)))
-        for ref in sequence_refs(record.groups)
-    ]
-    return advantages_by_id(scored, config.train.ppo, config.generation.sampling.max_new_tokens)
+    if token_level_advantages(config):
+        return {}
+    refs = sequence_refs(record.groups)
+    if record.scores:
+        scores = {name: float(score) for name, score in record.scores.items()}
+        refs = add_scores(refs, scores, config.train.ppo.reward_model.weight)
+    return advantages_by_id(refs, config.train.ppo, config.generation.sampling.max_new_tokens)
 
 
 def _sample(
     config: Config,
     record: StepRecord,
     meta: SampleMeta,
-    number: int,
     origin: GroupOrigin,
     arrays: Arrays,
-    of_answers: dict[str, float],
+    of_episodes: dict[str, float],
     tokenizer: TextTokenizer,
 ) -> Sample:
-    name, ticket, answer = meta.sample_id, origin.ticket, origin.answers[number]
-    tokens, versions = arrays[name, "tokens"], arrays[name, "versions"]
+    name, ticket, row = meta.sample_id, origin.ticket, origin.episodes[meta.episode][meta.row]
+    tokens = [int(token) for token in arrays[name, "tokens"]]
+    versions = token_versions(arrays[name, "loss_mask"], arrays[name, "versions"])
     of_tokens = arrays.get((name, "advantages"))
-    advantage = of_answers.get(name) if of_tokens is None else _mean(of_tokens)
+    advantage = of_episodes.get(name) if of_tokens is None else _mean(of_tokens)
     score = record.scores.get(name)
-    ids = [int(token) for token in tokens[meta.prompt_len :]]
+    prompt_len = int(np.argmax(versions != CONTEXT)) if meta.loss_tokens else len(tokens)
     return Sample(
         step=record.step,
         sample_id=name,
         ticket_id=meta.ticket_id,
         attempt=meta.attempt,
+        episode=meta.episode,
+        row=meta.row,
         prompt_index=ticket.prompt_index,
         seed=ticket.seed,
         granted_version=ticket.version,
         worker=origin.worker,
         seconds=origin.finished - origin.started,
-        prompt=tokenizer.decode([int(token) for token in tokens[: meta.prompt_len]]),
-        answer=tokenizer.decode(ids),
-        spans=list(version_spans(ids, versions, tokenizer)),
-        route=list(answer.route),
-        finish_reason=answer.finish_reason,
+        prompt=tokenizer.decode(tokens[:prompt_len]),
+        answer=tokenizer.decode(tokens[prompt_len:]),
+        spans=list(version_spans(tokens[prompt_len:], versions[prompt_len:], tokenizer)),
+        route=list(row.route),
+        finish_reason=row.finish_reason,
         reward=meta.reward,
+        rewards=list(row.rewards),
         score=None if score is None else float(score),
-        correct=meta.reward >= config.rollout.reward.correct,
+        correct=meta.correct,
+        metrics=meta.metrics,
         truncated=meta.truncated,
         staleness=record.version - meta.version_min,
         advantage=advantage,
@@ -176,8 +193,18 @@ def _sample(
     )
 
 
+def token_versions(mask: Array, versions: Array) -> Array:
+    """For each token of a row the version that sampled it, CONTEXT if it is not in the loss, int64 [T]."""
+    found = np.full(len(mask), CONTEXT, np.int64)
+    found[mask] = versions
+    return found
+
+
 def version_spans(ids: Sequence[int], versions: Array, tokenizer: TextTokenizer) -> Iterator[Span]:
-    """The answer cut where its version changes. A character of several tokens goes to the one that completes it."""
+    """Cut tokens where their version changes. A character of several tokens goes to the one that completes it.
+
+    ``versions`` [len(ids)]: CONTEXT for a token that is not in the loss.
+    """
     if not ids:
         return
     starts = [0, *(int(i) + 1 for i in np.flatnonzero(np.diff(versions)))]
@@ -185,7 +212,8 @@ def version_spans(ids: Sequence[int], versions: Array, tokenizer: TextTokenizer)
     for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
         text = tokenizer.decode(ids[:end])
         own = text[len(before) :] if text.startswith(before) else tokenizer.decode(ids[start:end])
-        yield Span(int(versions[start]), end - start, own)
+        version = int(versions[start])
+        yield Span(None if version == CONTEXT else version, end - start, own)
         before = text
 
 
@@ -206,15 +234,17 @@ def _mean(array: Array) -> float | None:
 
 
 def _headline(config: Config, record: StepRecord) -> str:
-    answers = sum(len(group) for group in record.groups)
+    rows = sum(len(group) for group in record.groups)
+    episodes = sum(len({meta.episode for meta in group}) for group in record.groups)
+    several = f" in {rows} rows" if rows != episodes else ""
     return (
         f"{config.experiment}/{config.trial} step {record.step}: version {record.version} trained on "
-        f"{len(record.groups)} prompts, {answers} answers"
+        f"{len(record.groups)} prompts, {episodes} episodes{several}"
     )
 
 
 def group_lines(group: Sequence[Sample]) -> Iterator[Text]:
-    """A prompt and its answers."""
+    """A prompt and its episodes."""
     first = group[0]
     yield Text()
     yield Text(
@@ -229,8 +259,9 @@ def group_lines(group: Sequence[Sample]) -> Iterator[Text]:
 
 
 def _facts(sample: Sample) -> Text:
-    verdict = "correct" if sample.correct else "wrong"
-    parts = [f"reward {sample.reward:g}", verdict, sample.finish_reason]
+    parts = [f"reward {sample.reward:g}", _VERDICTS[sample.correct], sample.finish_reason]
+    parts += [f"{name} {value:g}" for name, value in sample.metrics.items()]
+    parts += [f"reward {reward:g} at {position}" for position, reward in sample.rewards]
     if sample.score is not None:
         parts.append(f"score {sample.score:+.3f}")
     parts.append(f"staleness {sample.staleness}")
@@ -239,12 +270,15 @@ def _facts(sample: Sample) -> Text:
         parts.append(f"|prox - behav| {sample.logprob_difference:.2e}")
     parts.append(" -> ".join(f"{server} ({tokens})" for server, tokens in sample.route) or "no server known")
     label = f"  {sample.sample_id.rpartition('/')[2]:>4}  "
-    return Text(label).append(", ".join(parts), style="green" if sample.correct else "red")
+    return Text(label).append(", ".join(parts), style=_COLOURS[sample.correct])
 
 
 def _answer(sample: Sample) -> Text:
     text = Text(" " * 8)
     for span in sample.spans:
+        if span.version is None:
+            text.append("[context]", style="dim").append(printable(span.text), style="dim")
+            continue
         style = _STYLES[span.version % len(_STYLES)]
         text.append(f"[v{span.version}]", style=f"dim {style}").append(printable(span.text), style=style)
     return text

@@ -1,9 +1,9 @@
 """Records that cross a module or process boundary. No torch, no I/O.
 
-    Ticket ──rollout──> TrajectoryGroup ──stream──> SampleMeta (to the master), arrays (stay at the DP head)
+    Ticket ──rollout──> Group ──stream──> SampleMeta (to the master), arrays (stay at the DP head)
     SampleMeta ──plan──> SequenceRef in an MfcRequest ──ModelWorker──> MfcReply
 
-A *group* is all answers to one prompt and has one ticket. A *sequence* is one answer with its prompt.
+A ticket has one *group*, a group has n *episodes*, an episode has one or more *rows*. A *sample* is a row with its id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TicketKind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class Ticket(msgspec.Struct, frozen=True):
+class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
     """The right to roll out one prompt once. ``attempt`` counts re-issues of the same ticket."""
 
     ticket_id: str
@@ -31,7 +31,7 @@ class Ticket(msgspec.Struct, frozen=True):
     prompt_index: int
     kind: TicketKind = "train"
     split: str = "train"
-    n: int = 1  # answers to sample
+    n: int = 1  # episodes to play
     seed: int = 0  # base seed of the group's sampling
     version: int = 0  # version published when granted
     training: str = ""  # incarnation of the training side it was granted under
@@ -102,97 +102,68 @@ class Group:
     errors: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Trajectory:
-    """One answer with its prompt.
-
-    tokens    int32   [prompt_len + answer_len]
-    logprobs  float32 [answer_len]  under the policy that sampled the token (``behav``); never recomputed
-    versions  int32   [answer_len]  version of that policy
-    route     (server, tokens) runs over the answer: who sampled it; empty where that is not known
-    """
-
-    tokens: I32
-    logprobs: F32
-    versions: I32
-    prompt_len: int
-    reward: float
-    finish_reason: FinishReason
-    route: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def answer_len(self) -> int:
-        return len(self.logprobs)
-
-    @property
-    def truncated(self) -> bool:
-        return self.finish_reason != "stop"
-
-
-@dataclass(slots=True)
-class TrajectoryGroup:
-    """All answers to one prompt, as pushed to a DP head."""
-
-    ticket: Ticket
-    trajectories: list[Trajectory]
-    worker: str
-    started: float = 0.0  # unix seconds
-    finished: float = 0.0
-    extra: dict[str, float] = field(default_factory=dict)
-
-
-class AnswerOrigin(msgspec.Struct, frozen=True):
-    """How an answer was sampled: ``route`` as in ``Trajectory``."""
+class RowOrigin(msgspec.Struct, frozen=True):
+    """How a row was sampled: ``finish_reason``, ``route`` and ``rewards`` as in ``Row``."""
 
     finish_reason: FinishReason
     route: tuple[tuple[str, int], ...] = ()
+    rewards: tuple[tuple[int, float], ...] = ()
 
 
 class GroupOrigin(msgspec.Struct, frozen=True):
-    """Where a group came from. Nothing computes with it: it is for the record of its step."""
+    """Where a group came from. Nothing computes with it: it is for the record of its step.
+
+    ``episodes[k][r]``: row r of episode k.
+    """
 
     ticket: Ticket
     worker: str
     started: float  # unix seconds
     finished: float
     extra: dict[str, float]
-    answers: list[AnswerOrigin]
+    episodes: list[list[RowOrigin]]
+    errors: list[str] = []
 
 
-class SampleMeta(msgspec.Struct):
-    """What the master knows of a sequence: everything but its tokens."""
+class SampleMeta(msgspec.Struct, omit_defaults=True):
+    """What the master knows of a row: everything but its tokens. ``reward``, ``correct``, ``truncated``, ``metrics``
+    and ``episode_tokens`` are of the episode, and the same in each of its rows.
+    """
 
-    sample_id: str  # f"{ticket_id}.{attempt}/{k}", k-th answer
+    sample_id: str  # f"{ticket_id}.{attempt}/{episode}.{row}"
     ticket_id: str
     attempt: int
-    length: int  # prompt + answer tokens
-    prompt_len: int
+    length: int  # tokens
+    loss_tokens: int  # tokens with loss_mask
     reward: float
-    truncated: bool
+    truncated: bool  # a completion of the episode ran into its limit
     version_min: int
     version_max: int
     owner: int  # index of the ModelWorker that holds the tensors
     arrived: float = 0.0  # unix seconds
     training: str = ""  # as the ticket says
+    episode: int = 0  # number of the episode in its group
+    row: int = 0  # number of the row in its episode
+    group_rows: int = 1  # rows of the whole group: with all of them it is complete
+    episode_tokens: int = 0  # loss tokens of the whole episode; 0: as many as ``loss_tokens``
+    correct: bool | None = None
+    metrics: dict[str, float] = {}
 
-    @property
-    def answer_len(self) -> int:
-        return self.length - self.prompt_len
 
-
-class SequenceRef(msgspec.Struct):
-    """A sequence as a model function call sees it. ``group`` numbers the prompts of one batch from 0."""
+class SequenceRef(msgspec.Struct, omit_defaults=True):
+    """A row as a model function call sees it. ``group`` numbers the prompts of one batch from 0, ``episode`` the
+    episodes; ``episode_tokens`` are the loss tokens of the whole episode.
+    """
 
     sample_id: str
     length: int
-    prompt_len: int
+    loss_tokens: int
     reward: float
     truncated: bool
     group: int
-
-    @property
-    def answer_len(self) -> int:
-        return self.length - self.prompt_len
+    episode: int
+    episode_tokens: int
+    last: bool = True  # the last row of its episode
 
 
 class Transfer(msgspec.Struct):
@@ -429,19 +400,21 @@ class ServerAddress(msgspec.Struct, frozen=True):
     incarnation: str  # new for each start of the process
 
 
-#: What an array spans: the whole sequence, the answer's tokens, or those and the state after the last one.
-Span = Literal["sequence", "answer", "answer_and_end"]
+#: What an array spans: the whole row, its tokens with loss_mask, or those and the state after the last one.
+Span = Literal["sequence", "loss", "loss_and_end"]
 
 #: name of a stored array -> (numpy dtype, what it spans)
 ARRAY_KEYS: dict[str, tuple[str, Span]] = {
     "tokens": ("int32", "sequence"),
-    "behav_logprobs": ("float32", "answer"),
-    "versions": ("int32", "answer"),
-    "prox_logprobs": ("float32", "answer"),
-    "ref_logprobs": ("float32", "answer"),
-    "values": ("float32", "answer_and_end"),  # of the state before each answer token, and after the last
-    "advantages": ("float32", "answer"),
-    "returns": ("float32", "answer"),
+    "loss_mask": ("bool", "sequence"),
+    "behav_logprobs": ("float32", "loss"),
+    "versions": ("int32", "loss"),
+    "token_rewards": ("float32", "loss"),
+    "prox_logprobs": ("float32", "loss"),
+    "ref_logprobs": ("float32", "loss"),
+    "values": ("float32", "loss_and_end"),  # of the state before each loss token, and after the last
+    "advantages": ("float32", "loss"),
+    "returns": ("float32", "loss"),
 }
 
 #: keys of a dataflow that are no arrays: they travel with the metadata, through the master

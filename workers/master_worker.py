@@ -46,6 +46,7 @@ from realsys.master.plans import cost_functions, plan_roles
 from realsys.master.publish import Publisher, tell
 from realsys.master.recorder import Recorder
 from realsys.master.recovery import Start, evaluated, find_start, has_trained, recovered_record, unanswered
+from realsys.master.statistics import episodes_of
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
 from realsys.master.warmup import Warmup
@@ -235,10 +236,9 @@ class Master:
 
     def _build_loop(self, total_steps: int) -> TrainLoop:
         config = self._config
-        correct, wanted = config.rollout.reward.correct, config.train.ppo.filter
 
         def keep(group: Sequence[SampleMeta]) -> bool:
-            return keep_group([sample.reward for sample in group], correct, wanted)
+            return keep_group([episode.correct for episode in episodes_of(group)], config.train.ppo.filter)
 
         intake = Intake(
             config,

@@ -1,13 +1,14 @@
 """From rewards to advantages. Pure numpy functions.
 
-One advantage per answer, from metadata alone (no critic, no KL in the reward), the same on every rank:
+An episode has one outcome; its advantage goes to all its rows and loss tokens. From metadata alone (no critic, no KL in
+the reward, no rewards of turns), the same on every rank:
 
     reward --shape_rewards--> shaped --normalise--> outcome_advantages
 
-One advantage per token, each rank for its own answers, batch statistics over all ranks:
+One advantage per token, each rank for its own rows, batch statistics over all ranks:
 
     reward --shape_rewards--> shaped --normalise, group level--> outcome_rewards
-           --token_rewards, KL--> rewards of tokens --token_advantages, values--> advantages, returns
+           --token_rewards, rewards of turns, KL--> rewards of tokens --token_advantages, values--> advantages, returns
            --moments, summed over ranks--> normalise_tokens, batch level
 
 The paper's batch normalisation, GRPO, Dr.GRPO and RLOO are settings of one normaliser (docs/algorithms.md).
@@ -48,27 +49,28 @@ class Moments(NamedTuple):
 
 
 def outcome_advantages(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> F32:
-    """Advantage of each answer of a batch, float32 ``[len(refs)]``; every token of an answer has the answer's.
+    """Advantage of each row of a batch, float32 ``[len(refs)]``: that of its episode, for every loss token of the row.
 
-    With gamma = lambda = 1 and no critic, as in the paper, the return of each token is the reward of its answer.
-    Batch mean and std are over answer tokens, so an answer counts as often as it has tokens; group mean and std are
-    over the answers to one prompt. The batch must be the whole train step's: a part has other means.
+    With gamma = lambda = 1 and no critic, as in the paper, the return of each token is the reward of its episode.
+    Batch mean and std are over loss tokens, so an episode counts as often as it has loss tokens; group mean and std are
+    over the episodes of one prompt. The batch must be the whole train step's: a part has other means.
 
-    Truncated answers under ``truncated_answers=mask`` count like any other: DAPO's overlong filtering masks the loss,
+    Truncated episodes under ``truncated_answers=mask`` count like any other: DAPO's overlong filtering masks the loss,
     not the statistics, so what the others of its group are compared with does not depend on a limit of length.
 
     Raises ConfigError when gamma * lam is not 1: discounting needs one advantage per token (``token_advantages``).
     """
     if cfg.gamma != 1.0 or cfg.lam != 1.0:
         field, value = ("gamma", cfg.gamma) if cfg.gamma != 1.0 else ("lam", cfg.lam)
-        raise ConfigError(f"train.ppo.{field}", value, "must be 1: without a critic a whole answer has one advantage")
-    tokens = np.array([r.answer_len for r in refs], np.float64)
-    shaped = shape_rewards(refs, cfg, max_new_tokens)
-    return normalise(shaped, _groups(refs), tokens, cfg.advantage).astype(np.float32)
+        raise ConfigError(f"train.ppo.{field}", value, "must be 1: without a critic an episode has one advantage")
+    first, of_row = _episodes(refs)
+    tokens = np.array([r.episode_tokens for r in first], np.float64)
+    shaped = shape_rewards(first, cfg, max_new_tokens)
+    return normalise(shaped, _groups(first), tokens, cfg.advantage).astype(np.float32)[of_row]
 
 
 def advantages_by_id(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> dict[str, float]:
-    """``outcome_advantages`` of all answers of the train step by sample id, in one order of summation: the same to the
+    """``outcome_advantages`` of all rows of the train step by sample id, in one order of summation: the same to the
     last bit wherever and in whichever order ``refs`` come.
     """
     ordered = sorted(refs, key=lambda ref: ref.sample_id)
@@ -77,31 +79,35 @@ def advantages_by_id(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens
 
 
 def outcome_rewards(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> F64:
-    """What each answer earns on its last token, float64 ``[len(refs)]``: its shaped reward, and where ``cfg.advantage``
-    has mean or std at group level, these taken off and divided by (as in ``outcome_advantages``). Batch level waits
-    for the advantages of tokens (``normalise_tokens``). ``refs``: all answers of the train step.
+    """Outcome of each row's episode, float64 ``[len(refs)]``, earned on the row's last loss token: the shaped reward,
+    and where ``cfg.advantage`` has mean or std at group level, these taken off and divided by (as in
+    ``outcome_advantages``). Batch level waits for the advantages of tokens (``normalise_tokens``).
+
+    ``refs``: all rows of the train step.
     """
     level = cfg.advantage.model_copy(
         update={name: "none" for name in ("mean", "std") if getattr(cfg.advantage, name) == "batch"}
     )
-    return normalise(shape_rewards(refs, cfg, max_new_tokens), _groups(refs), np.ones(len(refs)), level)
+    first, of_row = _episodes(refs)
+    return normalise(shape_rewards(first, cfg, max_new_tokens), _groups(first), np.ones(len(first)), level)[of_row]
 
 
-def shape_rewards(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> F64:
-    """Rewards as the algorithm sees them, float64 ``[len(refs)]``:
+def shape_rewards(episodes: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> F64:
+    """Rewards as the algorithm sees them, float64 ``[len(episodes)]``; ``episodes``: one row of each.
 
         shaped = clip(reward * scale + bias, -clip, clip)          0 if truncated and truncated_answers=zero_reward
-               - penalty * clip((answer_len - (max_new_tokens - buffer)) / buffer, 0, 1)      with overlong.buffer
+               - penalty * clip((tokens - (max_new_tokens - buffer)) / buffer, 0, 1)          with overlong.buffer
 
-    The second line is DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), in units of the shaped reward.
-    It falls on truncated answers too, whatever becomes of their reward: running into the limit must not pay.
+    The second line is DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), in units of the shaped reward;
+    ``tokens`` are the loss tokens of the episode. It falls on truncated episodes too, whatever becomes of their reward:
+    running into the limit must not pay.
     """
-    shaped = np.array([r.reward for r in refs], np.float64) * cfg.reward_scale + cfg.reward_bias
+    shaped = np.array([r.reward for r in episodes], np.float64) * cfg.reward_scale + cfg.reward_bias
     shaped = np.clip(shaped, -cfg.reward_clip, cfg.reward_clip)
     if cfg.truncated_answers == "zero_reward":
-        shaped = np.where(np.array([r.truncated for r in refs], bool), 0.0, shaped)
+        shaped = np.where(np.array([r.truncated for r in episodes], bool), 0.0, shaped)
     if cfg.overlong.buffer:
-        lengths = np.array([r.answer_len for r in refs], np.float64)
+        lengths = np.array([r.episode_tokens for r in episodes], np.float64)
         beyond = (lengths - (max_new_tokens - cfg.overlong.buffer)) / cfg.overlong.buffer
         shaped = shaped - cfg.overlong.penalty * np.clip(beyond, 0.0, 1.0)
     return shaped
@@ -110,10 +116,10 @@ def shape_rewards(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: i
 def token_rewards(
     outcomes: npt.ArrayLike, lengths: npt.ArrayLike, kl: npt.ArrayLike | None = None, kl_coef: float = 0.0
 ) -> F64:
-    """Reward of each token: the outcome on the last one of its answer, less ``kl_coef * kl`` on every one.
+    """Reward of each loss token: the outcome on the last one of its row, less ``kl_coef * kl`` on every one.
 
-    outcomes [n]      of answers (``outcome_rewards``)
-    lengths  int [n]  their answer tokens, sum t
+    outcomes [n]      of the rows' episodes (``outcome_rewards``)
+    lengths  int [n]  loss tokens of each row, sum t
     kl       [t]      estimate of KL(policy || reference) at each token, if it is a part of the reward
 
     Returns float64 [t]. Raises ValueError when the sizes do not agree.
@@ -123,11 +129,24 @@ def token_rewards(
     if kl is not None:
         divergence = np.asarray(kl, np.float64)
         if divergence.shape != rewards.shape:
-            raise ValueError(f"token_rewards: KL of {len(divergence)} tokens for answers of {len(rewards)}")
+            raise ValueError(f"token_rewards: KL of {len(divergence)} tokens for rows of {len(rewards)}")
         rewards -= kl_coef * divergence
     written = n_tokens > 0
     rewards[(np.cumsum(n_tokens) - 1)[written]] += np.asarray(outcomes, np.float64)[written]
     return rewards
+
+
+def turn_discounts(mask: npt.NDArray[np.bool_], gamma: float, turn_gamma: float) -> F64:
+    """Discount behind each loss token of a row, float64 ``[L]``: gamma, and times ``turn_gamma`` behind a turn.
+
+    mask [T]  loss_mask of the row; a turn is a run of loss tokens
+
+    The last token of the last turn has nothing behind it but the state in which the row ends: gamma.
+    """
+    positions = np.flatnonzero(mask)
+    discounts = np.full(len(positions), gamma, np.float64)
+    discounts[:-1][np.diff(positions) > 1] *= turn_gamma
+    return discounts
 
 
 def token_advantages(
@@ -136,28 +155,32 @@ def token_advantages(
     truncated: npt.ArrayLike,
     cfg: PPOConfig,
     values: npt.ArrayLike | None = None,
+    discounts: npt.ArrayLike | None = None,
 ) -> tuple[F32, F32]:
     """Advantages and returns of tokens, before batch normalisation, float32 ``[t]`` each.
 
     rewards   [t]       of tokens (``token_rewards``), packed
-    lengths   int [n]   answer tokens of each sequence, sum t
-    truncated bool [n]  no EOS: the answer would have gone on, and V behind its last token is the critic's; else 0
-    values    [t + n]   the critic's, in units of the reward: each sequence its answer_len + 1, the state before each
-                        answer token and the one after the last
+    lengths   int [n]   loss tokens of each row, sum t
+    truncated bool [n]  the episode was cut off here: it would have gone on, and V behind the row's last token is the
+                        critic's; else 0
+    values    [t + n]   the critic's, in units of the reward: each row its L + 1, the state before each loss token and
+                        the one after the last
+    discounts [t]       discount behind each token (``turn_discounts``); default: gamma everywhere
 
     With values this is GAE, and the returns are what the critic should have predicted (A + V). Without, V is 0
     everywhere: both are the sum of the rewards from the token on, discounted by gamma * lam per token (the reward to go
-    of REINFORCE++). Raises ValueError when the sizes do not agree.
+    of REINFORCE++), and by turn_gamma per turn. Raises ValueError when the sizes do not agree.
     """
     n_tokens = np.asarray(lengths, np.int64)
+    gamma = cfg.gamma if discounts is None else discounts
     if values is None:
-        return gae(rewards, np.zeros(int(n_tokens.sum())), n_tokens, np.zeros(len(n_tokens)), cfg.gamma, cfg.lam)
+        return gae(rewards, np.zeros(int(n_tokens.sum())), n_tokens, np.zeros(len(n_tokens)), gamma, cfg.lam)
     flat = np.asarray(values, np.float64)
     if len(flat) != n_tokens.sum() + len(n_tokens):
         raise ValueError(f"token_advantages: {len(flat)} values for lengths {n_tokens}; each needs one more")
     ends = np.cumsum(n_tokens + 1) - 1
     bootstrap = np.where(np.asarray(truncated, bool), flat[ends], 0.0)
-    return gae(rewards, np.delete(flat, ends), n_tokens, bootstrap, cfg.gamma, cfg.lam)
+    return gae(rewards, np.delete(flat, ends), n_tokens, bootstrap, gamma, cfg.lam)
 
 
 def moments(x: npt.ArrayLike) -> Moments:
@@ -169,7 +192,7 @@ def moments(x: npt.ArrayLike) -> Moments:
 def normalise_tokens(advantages: npt.ArrayLike, batch: Moments, cfg: NormalisationConfig) -> F32:
     """The batch level of ``cfg`` on advantages of tokens, float32 of the same shape.
 
-    Mean and std are over all answer tokens of the batch (``batch``), masked answers included; group level has acted
+    Mean and std are over all loss tokens of the batch (``batch``), masked episodes included; group level has acted
     on the outcomes already (``outcome_rewards``).
     """
     x = np.asarray(advantages, np.float64)
@@ -183,9 +206,9 @@ def normalise_tokens(advantages: npt.ArrayLike, batch: Moments, cfg: Normalisati
 def normalise(values: npt.ArrayLike, groups: npt.ArrayLike, weights: npt.ArrayLike, cfg: NormalisationConfig) -> F64:
     """``(values - mean) / (std + eps)``, mean and std each over nothing, the group or the batch.
 
-    values  [n]  shaped rewards of answers, or advantages of tokens
+    values  [n]  shaped rewards of episodes, or advantages of tokens
     groups  int [n]  which prompt each belongs to
-    weights [n]  how often each counts in batch mean and std (answer tokens); in a group all count the same
+    weights [n]  how often each counts in batch mean and std (loss tokens); in a group all count the same
 
     The std is the population's, about the plain mean of the same level, of ``values`` as they come in. With
     ``leave_one_out`` the mean leaves the value itself out. Where all values of a level are equal, the result is
@@ -212,21 +235,23 @@ def gae(
     values: npt.ArrayLike,
     lengths: npt.ArrayLike,
     bootstrap: npt.ArrayLike,
-    gamma: float,
+    gamma: npt.ArrayLike,
     lam: float,
 ) -> tuple[F32, F32]:
     """Generalised advantage estimation over packed sequences (Schulman et al., arXiv 1506.02438).
 
-        delta_k = r_k + gamma * V_{k+1} - V_k        A_k = delta_k + gamma * lam * A_{k+1}
+        delta_k = r_k + gamma_k * V_{k+1} - V_k        A_k = delta_k + gamma_k * lam * A_{k+1}
 
     rewards, values [t]  packed: the tokens of sequence 0, then of sequence 1, ...
-    lengths   int [n]  answer tokens of each sequence, sum t
-    bootstrap [n]  V behind the last token: the critic's value where the answer was truncated, 0 where it ended (EOS)
+    lengths   int [n]  loss tokens of each sequence, sum t
+    bootstrap [n]  V behind the last token: the critic's value where the episode was cut off, 0 where it ended
+    gamma     [t], or one for all: discount from each token to the next
 
     Returns advantages and value targets (A + V), float32 [t]. Raises ValueError when the sizes do not agree.
     """
     r, v = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
     n_tokens, tail = np.asarray(lengths, np.int64), np.asarray(bootstrap, np.float64)
+    discount = np.broadcast_to(np.asarray(gamma, np.float64), r.shape)
     if not (len(r) == len(v) == n_tokens.sum()) or len(tail) != len(n_tokens) or (n_tokens < 0).any():
         raise ValueError(f"gae: {len(r)} rewards, {len(v)} values, {len(tail)} bootstraps for lengths {n_tokens}")
     advantages = np.empty_like(r)
@@ -238,8 +263,8 @@ def gae(
     next_value, next_advantage = tail[order], np.zeros(len(order))
     for k, m in enumerate(running):
         at = last[:m] - k
-        delta = r[at] + gamma * next_value[:m] - v[at]
-        next_advantage = delta + gamma * lam * next_advantage[:m]
+        delta = r[at] + discount[at] * next_value[:m] - v[at]
+        next_advantage = delta + discount[at] * lam * next_advantage[:m]
         next_value = v[at]
         advantages[at] = next_advantage
     return advantages.astype(np.float32), (advantages + v).astype(np.float32)
@@ -272,6 +297,17 @@ def _constant(x: F64, members: Indices) -> npt.NDArray[np.bool_]:
     np.minimum.at(low, members, x)
     np.maximum.at(high, members, x)
     return np.asarray((low == high)[members])
+
+
+def _episodes(refs: Sequence[SequenceRef]) -> tuple[list[SequenceRef], Indices]:
+    """One row of each episode, in the order of their first rows; and for each row which of them is its episode."""
+    first: dict[int, int] = {}
+    chosen: list[SequenceRef] = []
+    for ref in refs:
+        if ref.episode not in first:
+            first[ref.episode] = len(chosen)
+            chosen.append(ref)
+    return chosen, np.array([first[ref.episode] for ref in refs], np.int64)
 
 
 def _groups(refs: Sequence[SequenceRef]) -> Indices:

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from realsys.config.schema_train import FilterConfig
+from realsys.errors import ConfigError
 
 
-def keep_group(rewards: Sequence[float], correct_reward: float, cfg: FilterConfig) -> bool:
-    """Whether the share of answers to one prompt with ``reward >= correct_reward`` lies within [cfg.min, cfg.max].
+def keep_group(correct: Sequence[bool | None], cfg: FilterConfig) -> bool:
+    """Return True if the success rate of a group lies within [cfg.min, cfg.max].
 
-    ``rewards``: the verifier's, of all answers to the prompt, before any shaping. Raises ValueError for no answers.
+    ``correct``: of all episodes of the group. With min 0 and max 1 every group stays, and nothing is looked at.
+    Raises ValueError for no episodes, ConfigError if correctness is not known.
     """
-    if not rewards:
-        raise ValueError("a group without answers has no success rate")
-    success = sum(reward >= correct_reward for reward in rewards) / len(rewards)
-    return cfg.min <= success <= cfg.max
+    if not correct:
+        raise ValueError("a group without episodes has no success rate")
+    if cfg.min <= 0 and cfg.max >= 1:
+        return True
+    if None in correct:
+        problem = "needs to know which episodes are correct, and the environment does not say: return correct, or set 0"
+        raise ConfigError("train.ppo.filter.min", cfg.min, problem)
+    return cfg.min <= sum(map(bool, correct)) / len(correct) <= cfg.max

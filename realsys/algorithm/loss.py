@@ -73,17 +73,18 @@ def loss_denominator(refs: Iterable[SequenceRef], cfg: PPOConfig, max_new_tokens
 
     By ``cfg.aggregation``, counting the answers that ``counts_in_loss``:
 
-        token     their tokens                        every token of the step weighs the same
-        sequence  their number                        ... every answer, whatever its length
-        constant  their number * max_new_tokens       a sum over tokens; no length weighs anything
+        token     their loss tokens                   every token of the step weighs the same
+        sequence  their episodes                      ... every episode, whatever its length and number of rows
+        constant  their episodes * max_new_tokens     a sum over tokens; no length weighs anything
 
     Answers left out of the forward pass for an advantage of 0 are in ``refs``: they contribute 0 to the mean.
     At least 1, so that a step without any answer is 0 and not NaN.
     """
     counted = [ref for ref in refs if counts_in_loss(ref, cfg)]
     if cfg.aggregation == "token":
-        return float(max(1, sum(ref.answer_len for ref in counted)))
-    return float(max(1, len(counted)) * (max_new_tokens if cfg.aggregation == "constant" else 1))
+        return float(max(1, sum(ref.loss_tokens for ref in counted)))
+    episodes = len({ref.episode for ref in counted})
+    return float(max(1, episodes) * (max_new_tokens if cfg.aggregation == "constant" else 1))
 
 
 def actor_loss(

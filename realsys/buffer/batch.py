@@ -1,51 +1,88 @@
 """From a batch of groups to who trains what: minibatches first, then DP ranks.
 
 groups --sequence_refs--> refs --plan_minibatches--> minibatches[m][d]
+
+Rows of one episode stay together: in one minibatch always, so that an optimizer step sees whole episodes; on one rank
+and in one micro-batch as far as a micro-batch holds them (``row_units``).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from itertools import groupby
 
 from realsys.buffer.balance import CostFunction, split_balanced, token_costs
 from realsys.types import SampleMeta, SequenceRef
 
+Unit = list[SequenceRef]
+
 
 def sequence_refs(groups: Sequence[Sequence[SampleMeta]]) -> list[SequenceRef]:
-    """The sequences of a batch in order, groups numbered from 0."""
-    return [
-        SequenceRef(
-            sample_id=sample.sample_id,
-            length=sample.length,
-            prompt_len=sample.prompt_len,
-            reward=sample.reward,
-            truncated=sample.truncated,
-            group=number,
-        )
-        for number, group in enumerate(groups)
-        for sample in group
-    ]
+    """The rows of a batch in order; groups and episodes are numbered from 0 over the batch."""
+    refs: list[SequenceRef] = []
+    episodes: dict[tuple[str, int], int] = {}
+    for number, group in enumerate(groups):
+        last = {(sample.ticket_id, sample.episode): sample.row for sample in group}
+        for sample in group:
+            key = (sample.ticket_id, sample.episode)
+            refs.append(
+                SequenceRef(
+                    sample_id=sample.sample_id,
+                    length=sample.length,
+                    loss_tokens=sample.loss_tokens,
+                    reward=sample.reward,
+                    truncated=sample.truncated,
+                    group=number,
+                    episode=episodes.setdefault(key, len(episodes)),
+                    episode_tokens=sample.episode_tokens or sample.loss_tokens,
+                    last=sample.row == last[key],
+                )
+            )
+    return refs
+
+
+def row_units(refs: Sequence[SequenceRef], capacity: int) -> list[Unit]:
+    """Split neighbouring rows of each episode into units of at most ``capacity`` tokens (0: no limit), in their order.
+
+    A unit is never divided again: it goes whole to one rank and into one micro-batch. An episode that fits is one unit.
+    """
+    units: list[Unit] = []
+    for _, rows in groupby(refs, key=lambda ref: ref.episode):
+        room = 0
+        for ref in rows:
+            if room >= ref.length:
+                units[-1].append(ref)
+            else:
+                units.append([ref])
+                room = capacity or sys.maxsize
+            room -= ref.length
+    return units
 
 
 def plan_minibatches(
-    refs: Sequence[SequenceRef], n_minibatches: int, dp: int, cost: CostFunction = token_costs
+    refs: Sequence[SequenceRef], n_minibatches: int, dp: int, cost: CostFunction = token_costs, *, capacity: int = 0
 ) -> list[list[list[SequenceRef]]]:
-    """``plan[m][d]``: what DP rank d trains in minibatch m; every sequence exactly once.
+    """``plan[m][d]``: what DP rank d trains in minibatch m; every row exactly once.
 
     What a minibatch holds depends on the batch alone, not on ``dp``: the same run on another layout takes the same
-    optimizer steps. Both splits balance ``cost``; what a micro-batch may hold is bounded in tokens all the same, since
-    that is its memory. A minibatch is never empty (it would be an optimizer step on nothing), so with fewer sequences
-    than minibatches there are fewer; a rank's part may be empty.
+    optimizer steps. Both splits balance ``cost``. ``capacity``: tokens that a micro-batch may hold; 0: no limit is
+    known, and the rows of an episode all go to one rank. A minibatch is never empty (it would be an optimizer step on
+    nothing), so with fewer episodes than minibatches there are fewer; a rank's part may be empty.
 
     Raises ValueError when ``n_minibatches`` or ``dp`` is below 1.
     """
     if n_minibatches < 1 or dp < 1:
         raise ValueError(f"plan_minibatches: {n_minibatches} minibatches over {dp} ranks, both must be at least 1")
-    if not refs:
+    episodes = [list(rows) for _, rows in groupby(refs, key=lambda ref: ref.episode)]
+    if not episodes:
         return []
-    minibatches = _split(refs, min(n_minibatches, len(refs)), cost)
-    return [_split(minibatch, dp, cost) for minibatch in minibatches if minibatch]
+    minibatches = _split(episodes, min(n_minibatches, len(episodes)), cost)
+    return [_split(row_units(minibatch, capacity), dp, cost) for minibatch in minibatches if minibatch]
 
 
-def _split(refs: Sequence[SequenceRef], parts: int, cost: CostFunction) -> list[list[SequenceRef]]:
-    return [[refs[i] for i in part] for part in split_balanced(cost(refs), parts)]
+def _split(units: Sequence[Unit], parts: int, cost: CostFunction) -> list[list[SequenceRef]]:
+    """Deal whole units to ``parts`` of equal cost."""
+    costs = iter(cost([ref for unit in units for ref in unit]))
+    sums = [sum(next(costs) for _ in unit) for unit in units]
+    return [[ref for i in part for ref in units[i]] for part in split_balanced(sums, parts)]

@@ -21,13 +21,17 @@ def plan_call(
     """Transfers after which every rank of ``mesh`` holds what a call on ``minibatches`` reads there.
 
     ``owners``: key -> sample id -> workers that hold the array now. Whole sequences go to every stage and tensor rank
-    of the data rank that works on them, arrays of the answer to its last stage only; ``METADATA_KEYS`` are no arrays.
-    Keys that take the same way share a ``Transfer``. Raises StuckError naming a sample that nobody holds.
+    of the data rank that works on them, loss masks and arrays of loss tokens to its last stage only; ``METADATA_KEYS``
+    are no arrays. Keys that take the same way share a ``Transfer``.
+
+    Raises StuckError naming a sample that nobody holds.
     """
     lengths = {ref.sample_id: ref.length for minibatch in minibatches for part in minibatch for ref in part}
     merged: dict[tuple[int, int, tuple[str, ...]], list[str]] = {}
     for key in sorted(set(keys) - METADATA_KEYS):
-        needs = _needs(mesh, minibatches, whole_sequence=ARRAY_KEYS[key][1] == "sequence")
+        # The mask says which logits are scored, and those are on the last stage.
+        everywhere = ARRAY_KEYS[key][1] == "sequence" and key != "loss_mask"
+        needs = _needs(mesh, minibatches, everywhere=everywhere)
         for transfer in plan_transfers(needs, [key], owners.get(key, {}), lengths):
             merged.setdefault((transfer.src, transfer.dst, tuple(transfer.sample_ids)), []).append(key)
     return [Transfer(src, dst, list(ids), with_keys) for (src, dst, ids), with_keys in merged.items()]
@@ -49,12 +53,12 @@ def last_stage(mesh: Mesh, dp: int) -> list[int]:
     return [mesh.workers[mesh.rank(dp, tp, stage)] for tp in range(mesh.layout.tensor)]
 
 
-def _needs(mesh: Mesh, minibatches: Minibatches, *, whole_sequence: bool) -> dict[int, list[str]]:
+def _needs(mesh: Mesh, minibatches: Minibatches, *, everywhere: bool) -> dict[int, list[str]]:
     """worker -> ids of the samples it needs."""
     needs: dict[int, list[str]] = {}
     for dp in range(mesh.layout.data):
         ids = [ref.sample_id for minibatch in minibatches for ref in minibatch[dp]]
-        needs.update(dict.fromkeys(mesh.dp_members(dp) if whole_sequence else last_stage(mesh, dp), ids))
+        needs.update(dict.fromkeys(mesh.dp_members(dp) if everywhere else last_stage(mesh, dp), ids))
     return needs
 
 

@@ -1,6 +1,6 @@
 """The replay buffer of the master: which groups are there, and which are trained next. Metadata only, no clock.
 
-    notices ──add──> incomplete ──(group_size answers)──> ready ──take──> in training ──(next take)──> remembered
+    notices ──add──> incomplete ──(all of its rows)─────> ready ──take──> in training ──(next take)──> remembered
               ├─> rejected (a copy)       │                 │   <─release─┘  └─release─> gone ─────────┤
               │                           │                 └───take──> dropped (too stale) ───────────┤
               └─────────add───────────────┴─────> dropped (not worth training: ``keep``) ──────────────┘
@@ -44,7 +44,7 @@ class Batch:
 
     ``groups`` is empty when fewer than the asked number remain after drops; those then stay in the buffer.
     ``stale`` counts groups of this batch beyond the bound (policy ``train``). ``oldest_lag`` and ``newest_lag`` count
-    the batch's answers by the versions their oldest and newest token is behind.
+    the batch's rows by the versions their oldest and newest token is behind.
     """
 
     groups: list[list[SampleMeta]] = field(default_factory=list)
@@ -57,14 +57,14 @@ class Batch:
 
 @dataclass(slots=True)
 class _Group:
-    """The answers to one prompt from one attempt, by sample id."""
+    """The rows of one ticket from one attempt, by sample id."""
 
     attempt: int
     samples: dict[str, SampleMeta] = field(default_factory=dict)
 
     def ordered(self) -> list[SampleMeta]:
-        """By answer number: ``t/10`` comes after ``t/9``."""
-        return sorted(self.samples.values(), key=lambda s: (len(s.sample_id), s.sample_id))
+        """Samples by episode, then row."""
+        return sorted(self.samples.values(), key=lambda s: (s.episode, s.row))
 
     def oldest_version(self) -> int:
         return min(sample.version_min for sample in self.samples.values())
@@ -73,7 +73,8 @@ class _Group:
 class SequenceBuffer:
     """Groups by ticket; each ticket leaves at most once.
 
-    ``group_size`` answers make a group complete; one that ``keep`` does not want leaves at once, with reason
+    Each sample says how many rows its group has (``group_rows``); with all of them the group is complete. One that
+    ``keep`` does not want leaves at once, with reason
     ``success_rate`` (``filtered_in_a_row``: such groups since the last one that stayed). Until a ticket is in training
     its latest attempt counts, for that is the one that the ledger goes by: it replaces an earlier one, and an earlier
     one that comes late is rejected. A second copy of a ticket that is in training, trained or dropped is rejected,
@@ -81,10 +82,9 @@ class SequenceBuffer:
     ``remember`` ended tickets are known; the ledger lets nobody claim one older than that a second time.
     """
 
-    def __init__(self, group_size: int, keep: Keep = lambda group: True, remember: int = 65536) -> None:
-        if group_size < 1 or remember < 1:
-            raise ValueError(f"SequenceBuffer: group_size={group_size}, remember={remember}: both must be at least 1")
-        self.group_size = group_size
+    def __init__(self, keep: Keep = lambda group: True, remember: int = 65536) -> None:
+        if remember < 1:
+            raise ValueError(f"SequenceBuffer: remember={remember} must be at least 1")
         self.rejected = 0  # samples, since the start
         self.filtered_in_a_row = 0  # groups
         self._keep, self._remember = keep, remember
@@ -189,7 +189,7 @@ class SequenceBuffer:
             self._discard(group, result)
             group = self._incomplete[ticket_id] = _Group(sample.attempt)
         group.samples[sample.sample_id] = sample
-        if len(group.samples) == self.group_size:
+        if len(group.samples) == sample.group_rows:
             self._complete(ticket_id, self._incomplete.pop(ticket_id), result)
         return True
 

@@ -112,9 +112,14 @@ def _check_advantages(config: Config) -> None:
         raise ConfigError("train.ppo.advantage.leave_one_out", True, "needs train.ppo.advantage.mean=group")
     if config.rollout.group_size == 1 and "group" in (ppo.advantage.mean, ppo.advantage.std):
         raise ConfigError("rollout.group_size", 1, "group normalisation needs at least 2 answers per prompt")
+    if ppo.turn_gamma != 1.0 and not ppo.turn_rewards:
+        problem = "discounts rewards of turns: set train.ppo.turn_rewards=true"
+        raise ConfigError("train.ppo.turn_gamma", ppo.turn_gamma, problem)
     if token_level_advantages(config):
         if ppo.skip_zero_advantage:
-            problem = "with a critic or a KL in the reward every token has an advantage of its own"
+            problem = (
+                "with a critic, a KL in the reward or rewards of turns each token has its own advantage: set false"
+            )
             raise ConfigError("train.ppo.skip_zero_advantage", True, problem)
         return
     for name, value in (("gamma", ppo.gamma), ("lam", ppo.lam)):

@@ -2,7 +2,7 @@
 
 A call is ready when every key it reads is there. Everything that the settings of ``train.ppo`` can switch on:
 
-    (stream) tokens, behav_logprobs, versions
+    (stream) tokens with loss_mask, behav_logprobs, versions, token_rewards
         ├──> actor_inf   -> prox_logprobs     decoupled loss
         ├──> ref_inf     -> ref_logprobs      KL to a reference
         ├──> critic_inf  -> values            critic
@@ -28,7 +28,9 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
 
 #: what a trajectory brings with it when it arrives at a DP head
-SOURCE_KEYS = frozenset({"tokens", "behav_logprobs", "versions"})
+SOURCE_KEYS = frozenset({"tokens", "loss_mask", "behav_logprobs", "versions"})
+#: what it brings with it if the dataflow lists it in its source keys
+TOKEN_REWARDS = "token_rewards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,8 @@ class Dataflow:
     """A checked set of calls. Raises ConfigError on a double name, a key nobody makes, a key made twice, or a cycle."""
 
     def __init__(self, calls: Iterable[FunctionCall], source_keys: Iterable[str] = SOURCE_KEYS) -> None:
-        self.calls = tuple(calls)
-        self.source_keys = frozenset(source_keys)
+        self.calls = tuple(_with_mask(call) for call in calls)
+        self.source_keys = frozenset(source_keys) | {"loss_mask"}
         names = [call.name for call in self.calls]
         for name in names:
             if names.count(name) > 1:
@@ -101,6 +103,11 @@ class Dataflow:
             for key in call.inputs:
                 readers.setdefault(key, set()).add(call.name)
         return readers
+
+
+def _with_mask(call: FunctionCall) -> FunctionCall:
+    """Tokens come with their loss mask: without it nobody knows which of them to score."""
+    return replace(call, inputs=call.inputs | {"loss_mask"}) if "tokens" in call.inputs else call
 
 
 Builder = Callable[[Config], Dataflow]
@@ -182,6 +189,7 @@ def ppo_dataflow(config: Config) -> Dataflow:
     if token_level_advantages(config):
         inputs = frozenset({"behav_logprobs"}) | prox | scores
         inputs |= frozenset({"ref_logprobs"} if in_reward else ()) | frozenset({"values"} if ppo.critic.enabled else ())
+        inputs |= frozenset({TOKEN_REWARDS, "loss_mask"} if ppo.turn_rewards else ())
         outputs = frozenset({"advantages"} | ({"returns"} if ppo.critic.enabled else set()))
         calls.append(FunctionCall("advantages", "actor", "advantages", inputs, outputs))
         reads |= {"advantages"}
@@ -190,13 +198,13 @@ def ppo_dataflow(config: Config) -> Dataflow:
     if ppo.critic.enabled:
         inputs = frozenset({"tokens", "values", "returns"})
         calls.append(FunctionCall("critic_train", "critic", "critic_train", inputs, trains=True))
-    return Dataflow(calls)
+    return Dataflow(calls, SOURCE_KEYS | ({TOKEN_REWARDS} if ppo.turn_rewards else set()))
 
 
 def token_level_advantages(config: Config) -> bool:
     """Whether the tokens of an answer have advantages of their own, which takes a call of its own to compute."""
     ppo = config.train.ppo
-    return ppo.critic.enabled or (ppo.kl.coef > 0 and ppo.kl.place == "reward")
+    return ppo.critic.enabled or ppo.turn_rewards or (ppo.kl.coef > 0 and ppo.kl.place == "reward")
 
 
 def saved_roles(config: Config, flow: Dataflow) -> list[str]:

@@ -96,6 +96,10 @@ class PPOConfig(Section):
     minibatches: Positive = 4
     gamma: Probability = 1.0
     lam: Probability = 1.0
+    turn_rewards: bool = Field(
+        False, description="add the rewards that an agent gives at single tokens (per turn) to the episode's reward"
+    )
+    turn_gamma: Probability = Field(1.0, description="with turn_rewards: discount from one turn of a row to the next")
     reward_scale: float = 1.0
     reward_bias: float = 0.0
     reward_clip: PositiveFloat = 20.0

@@ -203,15 +203,12 @@ class _GraphRun:
         return asyncio.create_task(_result(mesh, moving, computing, began), name=f"mfc {call.name} step {self.step}")
 
     def _minibatches(self, call: FunctionCall) -> Minibatches:
-        """The plan of the call's role; rewards include the scores where the call reads them."""
+        """The plan of the call's role; rewards include the scores if the call reads them."""
         plan = self.plans[call.role]
         if SCORES not in call.inputs:
             return plan
-        return [[[self._scored(ref) for ref in part] for part in minibatch] for minibatch in plan]
-
-    def _scored(self, ref: SequenceRef) -> SequenceRef:
-        reward = ref.reward + self.score_weight * self.scores[ref.sample_id]
-        return msgspec.structs.replace(ref, reward=reward)
+        scored = iter(add_scores(_flat(plan), self.scores, self.score_weight))
+        return [[[next(scored) for _ in part] for part in minibatch] for minibatch in plan]
 
     def _take(self, call: FunctionCall, result: CallResult) -> None:
         minibatches = self.plans[call.role]
@@ -223,7 +220,7 @@ class _GraphRun:
         self.results[call.name] = result
 
     def _check_scores(self, call: FunctionCall, scores: Mapping[str, float]) -> None:
-        wanted = [ref.sample_id for minibatch in self.plans[call.role] for part in minibatch for ref in part]
+        wanted = [ref.sample_id for ref in _flat(self.plans[call.role])]
         bad = sorted(sample_id for sample_id in wanted if not math.isfinite(scores.get(sample_id, math.nan)))
         if bad:
             found = scores.get(bad[0], "no score")
@@ -248,6 +245,16 @@ class _GraphRun:
 
     def _readers(self, key: str) -> set[str]:
         return self.flow.last_consumers().get(key, set())
+
+
+def add_scores(refs: Sequence[SequenceRef], scores: Mapping[str, float], weight: float) -> list[SequenceRef]:
+    """Add ``weight`` times the score of an episode's last row to the reward of each of its rows."""
+    of_episode = {ref.episode: scores[ref.sample_id] for ref in refs if ref.last}
+    return [msgspec.structs.replace(ref, reward=ref.reward + weight * of_episode[ref.episode]) for ref in refs]
+
+
+def _flat(plan: Minibatches) -> list[SequenceRef]:
+    return [ref for minibatch in plan for part in minibatch for ref in part]
 
 
 def _workers_of(transfers: Sequence[Transfer]) -> list[int]:

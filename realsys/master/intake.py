@@ -78,7 +78,7 @@ class Intake:
         """``mend``: called with the manager's status while no group arrives."""
         self._mend = mend
         self._config, self.training, self._workers, self._manager = config, training, workers, manager
-        self._buffer = SequenceBuffer(config.rollout.group_size, keep)
+        self._buffer = SequenceBuffer(keep)
         self._version = 0
         self._filtered = self._refused = 0  # groups, and samples, since the last batch
         self._dropped: list[tuple[str, str]] = []  # to be told

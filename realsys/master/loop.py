@@ -30,7 +30,7 @@ from realsys.master.evaluation import Evaluations
 from realsys.master.intake import Intake, Taken
 from realsys.master.publish import Publisher
 from realsys.master.recovery import eval_id_of
-from realsys.master.statistics import batch_statistics, call_seconds, train_record
+from realsys.master.statistics import batch_statistics, call_seconds, episodes_of, train_record
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
 from realsys.rollout.manager_client import ManagerClient
@@ -121,7 +121,7 @@ class TrainLoop:
         reach("master.batch", at=step)
         args = self._arguments.of_step(step)
         results = await self._runner.run(step, taken.groups, args)
-        self._arguments.observe(results, len(taken.samples))
+        self._arguments.observe(results, len(episodes_of(taken.samples)))
         seconds |= call_seconds(results, [call.name for call in self._runner.flow.calls if call.trains])
         times = await self._publisher.publish(step, step)
         watch.lap()
@@ -150,8 +150,7 @@ class TrainLoop:
 
     async def _tell_manager(self, step: int, taken: Taken) -> dict[str, Any]:
         """Which tickets are in version ``step``; returns the statistics of the batch."""
-        reward = self._config.rollout.reward.correct
-        statistics = batch_statistics(taken.samples, version=step - 1, correct_reward=reward)
+        statistics = batch_statistics(taken.samples, version=step - 1)
         await self._manager.trained(
             TrainedRequest(
                 step=step,

@@ -28,7 +28,11 @@ def plan_roles(
     ppo = config.train.ppo
     return {
         role: plan_minibatches(
-            refs, ppo.critic.minibatches if role == "critic" else ppo.minibatches, mesh.layout.data, costs[role]
+            refs,
+            ppo.critic.minibatches if role == "critic" else ppo.minibatches,
+            mesh.layout.data,
+            costs[role],
+            capacity=config.train.microbatch_tokens,
         )
         for role, mesh in meshes.items()
     }

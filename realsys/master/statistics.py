@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from realsys.master.agreement import PREFIX as AGREEMENT
@@ -11,29 +12,54 @@ from realsys.master.executor import CallResult
 from realsys.types import SampleMeta
 
 
-def batch_statistics(samples: Sequence[SampleMeta], *, version: int, correct_reward: float) -> dict[str, Any]:
-    """What a train batch was, from metadata alone. ``version`` is that of the weights it is trained with.
+@dataclass(frozen=True, slots=True)
+class EpisodeMeta:
+    """An episode as its rows describe it."""
 
-    Staleness of a sequence is ``version`` minus the version of its oldest token.
+    reward: float
+    correct: bool | None
+    truncated: bool
+    tokens: int  # loss tokens of all its rows
+    metrics: Mapping[str, float]
+
+
+def episodes_of(samples: Sequence[SampleMeta]) -> list[EpisodeMeta]:
+    """The episodes of a batch, each once, in the order of their first rows."""
+    first: dict[tuple[str, int], SampleMeta] = {}
+    for sample in samples:
+        first.setdefault((sample.ticket_id, sample.episode), sample)
+    return [
+        EpisodeMeta(s.reward, s.correct, s.truncated, s.episode_tokens or s.loss_tokens, s.metrics)
+        for s in first.values()
+    ]
+
+
+def batch_statistics(samples: Sequence[SampleMeta], *, version: int) -> dict[str, Any]:
+    """Statistics of a train batch, from metadata alone. ``version`` is that of the weights it is trained with.
+
+    Rewards, lengths and ``metrics`` are means over episodes; ``accuracy`` is over those whose correctness is known, and
+    None without any. Staleness of a row is ``version`` minus the version of its oldest token.
     """
-    correct = [s for s in samples if s.reward >= correct_reward]
-    wrong = [s for s in samples if s.reward < correct_reward]
+    episodes = episodes_of(samples)
+    judged = [e for e in episodes if e.correct is not None]
     lags = [version - s.version_min for s in samples]
     histogram = Counter(lags)
     return {
         "groups": len({s.ticket_id for s in samples}),
+        "episodes": len(episodes),
         "sequences": len(samples),
         "tokens": sum(s.length for s in samples),
-        "answer_tokens": sum(s.answer_len for s in samples),
-        "reward_mean": _mean([s.reward for s in samples]),
-        "accuracy": len(correct) / len(samples),
-        "length_mean": _mean([s.answer_len for s in samples]),
-        "length_max": max(s.answer_len for s in samples),
-        "length_correct": _mean([s.answer_len for s in correct]),
-        "length_wrong": _mean([s.answer_len for s in wrong]),
-        "truncated_fraction": sum(s.truncated for s in samples) / len(samples),
+        "answer_tokens": sum(s.loss_tokens for s in samples),
+        "reward_mean": _mean([e.reward for e in episodes]),
+        "accuracy": _mean([float(bool(e.correct)) for e in judged]),
+        "length_mean": _mean([e.tokens for e in episodes]),
+        "length_max": max(e.tokens for e in episodes),
+        "length_correct": _mean([e.tokens for e in judged if e.correct]),
+        "length_wrong": _mean([e.tokens for e in judged if not e.correct]),
+        "truncated_fraction": _mean([float(e.truncated) for e in episodes]),
         # begun with one version of the weights and ended with a later one
         "interrupted_fraction": sum(s.version_min < s.version_max for s in samples) / len(samples),
+        "metrics": mean_metrics(e.metrics for e in episodes),
         "staleness": {
             "min": min(version - s.version_max for s in samples),
             "mean": _mean(lags),
@@ -41,6 +67,15 @@ def batch_statistics(samples: Sequence[SampleMeta], *, version: int, correct_rew
             "histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
         },
     }
+
+
+def mean_metrics(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """For each name the mean over the episodes that have it."""
+    values: dict[str, list[float]] = {}
+    for own in metrics:
+        for name, value in own.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in sorted(values.items())}
 
 
 def call_seconds(results: Mapping[str, CallResult], training: Collection[str]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from realsys.buffer.batch import sequence_refs
 from realsys.buffer.replay import owners_of
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
-from realsys.config.dataflow import SOURCE_KEYS, Dataflow
+from realsys.config.dataflow import Dataflow
 from realsys.config.schema import Config
 from realsys.master.executor import CallResult, GraphExecutor, Minibatches
 from realsys.master.ownership import Ownership
@@ -51,7 +51,7 @@ class StepRunner:
     ) -> dict[str, CallResult]:
         """The calls of ``step`` on ``groups``; afterwards no worker holds anything of their samples."""
         ownership = Ownership()
-        ownership.add_owners(SOURCE_KEYS, owners_of(groups))
+        ownership.add_owners(self.flow.source_keys, owners_of(groups))
         plans = self._plan(sequence_refs(groups))
         critic_only = step <= self._critic_steps
         flow = self._only_critic if critic_only else self.flow

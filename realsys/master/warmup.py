@@ -68,7 +68,7 @@ class Warmup:
     async def _step(self, step: int, samples: list[SampleMeta]) -> None:
         start = time.perf_counter()
         ownership = Ownership()
-        ownership.add_owners(["tokens"], owners_of([samples]))
+        ownership.add_owners(["tokens", "loss_mask"], owners_of([samples]))
         refs = sequence_refs([[sample] for sample in samples])
         rate = learning_rate(self._config.optimizer, step, self._config.steps)
         results = await self._executor.run(

@@ -1,12 +1,12 @@
-"""Trajectories and messages as bytes.
+"""Groups of episodes and messages as bytes.
 
 A group is two frames: a msgpack header, and its arrays as raw little-endian memory:
 
-    [header, with the versions as runs][tokens of all answers | logprobs of all answers]
+    [header, with loss masks, versions and routes as runs][tokens of all rows | logprobs of all rows]
 
-Versions change only where new weights were loaded, so (version, count) runs say in a few bytes what would be a third of
-the payload. The arrays share one frame, though joining them copies: a frame per array costs libzmq and the kernel more
-than the copy, at any size (twice the CPU time for a group of 8 x 32k tokens).
+Loss mask and versions change seldom within a row, so runs say in a few bytes what would be half of the payload. The
+arrays share one frame, though joining them copies: a frame per array costs libzmq and the kernel more than the copy, at
+any size (twice the CPU time for a group of 8 x 32k tokens).
 
 ``decode_group`` trusts nothing: whatever bytes come in, it returns a group in which every length, type and bound holds,
 or raises DecodeError. The arrays it returns are read-only views of one frame, which lives as long as any of them.
@@ -24,13 +24,14 @@ import numpy as np
 import zmq
 
 from realsys.errors import DecodeError, StreamError
-from realsys.types import F32, I32, FinishReason, Ticket, Trajectory, TrajectoryGroup
+from realsys.types import F32, I32, Episode, FinishReason, Group, Mask, Row, Ticket
 
 Buffer = bytes | bytearray | memoryview | zmq.Frame
 T = TypeVar("T")
 
 INT = np.dtype("<i4")
 FLOAT = np.dtype("<f4")
+BOOL = np.dtype(np.bool_)
 ITEM = 4  # bytes of an element of either
 CHUNK = 1 << 15  # elements checked at a time: several passes over them find them in the cache
 
@@ -38,7 +39,8 @@ CHUNK = 1 << 15  # elements checked at a time: several passes over them find the
 COPY_LIMIT = 256 * 1024
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TOKENS = 1 << 26  # of one sequence
-MAX_ANSWERS = 1 << 16
+MAX_EPISODES = 1 << 16
+MAX_ROWS = 1 << 16  # of one episode
 #: a log-prob is at most 0; engines that compute in low precision overshoot by rounding
 LOGPROB_SLACK = 1e-3
 
@@ -47,31 +49,57 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 Version = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Run = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPISODES)]
+Name = Annotated[str, msgspec.Meta(max_length=2048)]
+#: their order is the wire format: append only
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
 
-class AnswerHeader(msgspec.Struct, array_like=True, frozen=True):
-    """One trajectory: its array lengths follow from ``length`` and ``prompt_len``; ``runs`` of (version, tokens).
+class RowHeader(msgspec.Struct, array_like=True, frozen=True):
+    """One row. Its array lengths follow from ``mask``: T is the sum of all runs, L that of every second one.
 
-    ``route``: the same of servers; empty where it is not known.
+    mask      lengths of the runs of loss_mask, False and True in turn, False first
+    finish    index into FINISH_REASONS
+    versions  (version, tokens) runs over the L tokens
+    route     (index into the group's servers, tokens) runs; empty if it is not known
+    rewards   (position, reward) of single tokens
     """
 
-    length: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
-    prompt_len: Count
+    mask: Annotated[list[Run], msgspec.Meta(min_length=1)]
+    finish: Annotated[int, msgspec.Meta(ge=0, lt=len(FINISH_REASONS))]
+    versions: list[tuple[Version, Run]]
+    route: list[tuple[Index, Run]]
+    rewards: list[tuple[Count, float]]
+
+    @property
+    def length(self) -> int:
+        return sum(self.mask)
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(self.mask[1::2])
+
+
+class EpisodeHeader(msgspec.Struct, array_like=True, frozen=True):
+    """One episode."""
+
+    rows: Annotated[list[RowHeader], msgspec.Meta(min_length=1, max_length=MAX_ROWS)]
     reward: float
-    finish_reason: FinishReason
-    runs: list[tuple[Version, Run]]
-    route: tuple[tuple[Annotated[str, msgspec.Meta(max_length=256)], Run], ...] = ()
+    correct: bool | None
+    metrics: dict[Name, float]
 
 
-class GroupHeader(msgspec.Struct, array_like=True, frozen=True, tag="group/1"):
-    """First frame of a group."""
+class GroupHeader(msgspec.Struct, array_like=True, frozen=True, tag="group/2"):
+    """First frame of a group. ``servers``: the names that the routes point at."""
 
     ticket: Ticket
     worker: str
     started: float
     finished: float
-    extra: dict[str, float]
-    answers: Annotated[list[AnswerHeader], msgspec.Meta(min_length=1, max_length=MAX_ANSWERS)]
+    extra: dict[Name, float]
+    errors: list[Name]
+    servers: list[Name]
+    episodes: Annotated[list[EpisodeHeader], msgspec.Meta(min_length=1, max_length=MAX_EPISODES)]
 
 
 def encode_message(message: msgspec.Struct) -> bytes:
@@ -120,40 +148,66 @@ class Slabs:
             self._free.remove(min(self._free, key=len))
 
 
-def encode_group(group: TrajectoryGroup, slabs: Slabs | None = None) -> list[bytes | memoryview]:
-    """Header and payload frame of ``group``; the payload lies in one of ``slabs`` if given.
+def encode_group(group: Group, slabs: Slabs | None = None) -> list[bytes | memoryview]:
+    """Encode ``group`` as a header and a payload frame; the payload lies in one of ``slabs`` if given.
 
-    StreamError if an array has the wrong type or shape (the message names ticket, trajectory and array).
+    Raises StreamError if an array has the wrong type or shape; the message names ticket, episode, row and array.
     """
     tokens: list[Any] = []
     logprobs: list[Any] = []
-    answers: list[AnswerHeader] = []
+    servers: dict[str, int] = {}
+    episodes: list[EpisodeHeader] = []
     elements = 0
-    for k, trajectory in enumerate(group.trajectories):
-        _check_shapes(f"group {group.ticket.ticket_id}: trajectory {k}", trajectory)
-        tokens.append(np.ascontiguousarray(trajectory.tokens))
-        logprobs.append(np.ascontiguousarray(trajectory.logprobs))
-        length = len(trajectory.tokens)
-        runs = _runs(trajectory.versions)
-        reward, reason = float(trajectory.reward), trajectory.finish_reason
-        answers.append(AnswerHeader(length, trajectory.prompt_len, reward, reason, runs, trajectory.route))
-        elements += length + trajectory.answer_len
-    header = GroupHeader(group.ticket, group.worker, group.started, group.finished, group.extra, answers)
+    for k, episode in enumerate(group.episodes):
+        rows: list[RowHeader] = []
+        for r, row in enumerate(episode.rows):
+            rows.append(_row_header(f"group {group.ticket.ticket_id}: episode {k}, row {r}", row, servers))
+            tokens.append(np.ascontiguousarray(row.tokens))
+            logprobs.append(np.ascontiguousarray(row.logprobs))
+            elements += len(row.tokens) + len(row.logprobs)
+        episodes.append(EpisodeHeader(rows, float(episode.reward), episode.correct, episode.metrics))
+    header = GroupHeader(
+        group.ticket,
+        group.worker,
+        group.started,
+        group.finished,
+        group.extra,
+        group.errors,
+        list(servers),
+        episodes,
+    )
     return [msgspec.msgpack.encode(header), _join([*tokens, *logprobs], ITEM * elements, slabs)]
 
 
-def _check_shapes(what: str, trajectory: Trajectory) -> None:
-    length, answer_len = len(trajectory.tokens), len(trajectory.logprobs)
-    if trajectory.prompt_len + answer_len != length:
-        raise StreamError(f"{what}: {length} tokens are not prompt_len={trajectory.prompt_len} + {answer_len} logprobs")
+def _row_header(what: str, row: Row, servers: dict[str, int]) -> RowHeader:
+    """Check the row's arrays and describe them; adds the names of new servers to ``servers``."""
+    length, loss_tokens = len(row.tokens), len(row.logprobs)
     for name, array, dtype, size in (
-        ("tokens", trajectory.tokens, INT, length),
-        ("logprobs", trajectory.logprobs, FLOAT, answer_len),
-        ("versions", trajectory.versions, INT, answer_len),
+        ("tokens", row.tokens, INT, length),
+        ("loss_mask", row.loss_mask, BOOL, length),
+        ("logprobs", row.logprobs, FLOAT, loss_tokens),
+        ("versions", row.versions, INT, loss_tokens),
     ):
         if array.dtype != dtype or array.shape != (size,):
             shape = list(array.shape)
             raise StreamError(f"{what}: {name} is {array.dtype}{shape}, needs {dtype.name}[{size}]")
+    if not length or row.loss_mask[0]:
+        raise StreamError(f"{what}: the first token must be there and must not be in the loss: nothing predicts it")
+    mask = _mask_runs(row.loss_mask)
+    if sum(mask[1::2]) != loss_tokens:
+        raise StreamError(f"{what}: loss_mask marks {sum(mask[1::2])} tokens, there are {loss_tokens} logprobs")
+    for position, _ in row.rewards:
+        if not (0 <= position < length and row.loss_mask[position]):
+            raise StreamError(f"{what}: a reward stands at position {position}, which is not in the loss")
+    route = [(servers.setdefault(server, len(servers)), count) for server, count in row.route]
+    finish = FINISH_REASONS.index(row.finish_reason)
+    return RowHeader(mask, finish, _runs(row.versions), route, list(row.rewards))
+
+
+def _mask_runs(mask: Mask) -> list[int]:
+    """Lengths of the runs of a mask that begins with False."""
+    ends = np.flatnonzero(mask[1:] != mask[:-1]) + 1
+    return np.diff(ends, prepend=0, append=len(mask)).tolist()  # type: ignore[no-any-return]
 
 
 def _runs(versions: I32) -> list[tuple[int, int]]:
@@ -178,29 +232,56 @@ def _join(arrays: list[Any], size: int, slabs: Slabs | None) -> bytes | memoryvi
     return payload
 
 
-def decode_group(frames: Sequence[Buffer]) -> TrajectoryGroup:
-    """The group in ``frames``; DecodeError on anything malformed."""
+def decode_group(frames: Sequence[Buffer]) -> Group:
+    """Decode the group in ``frames``. Raises DecodeError on anything malformed."""
     if len(frames) != 2:
         raise DecodeError(f"a group of {len(frames)} frames, needs 2")
     if len(frames[0]) > MAX_HEADER_BYTES:
         raise DecodeError(f"group header of {len(frames[0])} bytes, at most {MAX_HEADER_BYTES}")
     header = decode_message(frames[0], GroupHeader)
     _check_header(header)
-    n_tokens = sum(answer.length for answer in header.answers)
-    n_answer = n_tokens - sum(answer.prompt_len for answer in header.answers)
-    payload = _payload(frames[1], n_tokens + n_answer, header.ticket.ticket_id)
+    rows = [row for episode in header.episodes for row in episode.rows]
+    n_tokens, n_loss = sum(row.length for row in rows), sum(row.loss_tokens for row in rows)
+    payload = _payload(frames[1], n_tokens + n_loss, header.ticket.ticket_id)
     tokens = payload[:n_tokens]
     logprobs: F32 = payload[n_tokens:].view(FLOAT)
     _check_values(header.ticket.ticket_id, tokens, logprobs)
-    versions = _expand(header.answers)
-    trajectories: list[Trajectory] = []
-    t = a = 0
-    for answer in header.answers:
-        t_end, a_end = t + answer.length, a + answer.length - answer.prompt_len
-        arrays = (tokens[t:t_end], logprobs[a:a_end], versions[a:a_end])
-        trajectories.append(Trajectory(*arrays, answer.prompt_len, answer.reward, answer.finish_reason, answer.route))
-        t, a = t_end, a_end
-    return TrajectoryGroup(header.ticket, trajectories, header.worker, header.started, header.finished, header.extra)
+    arrays = _Arrays(tokens, logprobs, _expand(rows), _expand_masks(rows, n_tokens))
+    episodes = [
+        Episode(
+            [arrays.next_row(row, header.servers) for row in episode.rows],
+            episode.reward,
+            episode.correct,
+            episode.metrics,
+        )
+        for episode in header.episodes
+    ]
+    return Group(header.ticket, episodes, header.worker, header.started, header.finished, header.extra, header.errors)
+
+
+class _Arrays:
+    """The arrays of all rows of a group, one after the other, handed out row by row."""
+
+    def __init__(self, tokens: I32, logprobs: F32, versions: I32, masks: Mask) -> None:
+        self._tokens = tokens
+        self._logprobs = logprobs
+        self._versions = versions
+        self._masks = masks
+        self._t = 0
+        self._l = 0
+
+    def next_row(self, header: RowHeader, servers: Sequence[str]) -> Row:
+        t, n = self._t, self._l
+        self._t, self._l = t + header.length, n + header.loss_tokens
+        return Row(
+            tokens=self._tokens[t : self._t],
+            loss_mask=self._masks[t : self._t],
+            logprobs=self._logprobs[n : self._l],
+            versions=self._versions[n : self._l],
+            finish_reason=FINISH_REASONS[header.finish],
+            route=tuple((servers[server], count) for server, count in header.route),
+            rewards=tuple(header.rewards),
+        )
 
 
 def _check_header(header: GroupHeader) -> None:
@@ -210,23 +291,40 @@ def _check_header(header: GroupHeader) -> None:
     numbers = [header.started, header.finished, *header.extra.values()]
     if not all(map(math.isfinite, numbers)):
         raise DecodeError(f"group {ticket.ticket_id}: started, finished or extra is not finite")
-    for k, answer in enumerate(header.answers):
-        if answer.prompt_len > answer.length:
-            raise DecodeError(
-                f"group {ticket.ticket_id}: trajectory {k}: prompt_len={answer.prompt_len} > {answer.length} tokens"
-            )
-        answer_len, counted = answer.length - answer.prompt_len, sum(count for _, count in answer.runs)
-        if counted != answer_len:
-            raise DecodeError(
-                f"group {ticket.ticket_id}: trajectory {k}: versions of {counted} tokens, answer has {answer_len}"
-            )
-        routed = sum(count for _, count in answer.route)
-        if answer.route and routed != answer_len:
-            raise DecodeError(
-                f"group {ticket.ticket_id}: trajectory {k}: servers of {routed} tokens, answer has {answer_len}"
-            )
-        if not math.isfinite(answer.reward):
-            raise DecodeError(f"group {ticket.ticket_id}: trajectory {k}: reward={answer.reward} is not finite")
+    for k, episode in enumerate(header.episodes):
+        what = f"group {ticket.ticket_id}: episode {k}"
+        if not math.isfinite(episode.reward):
+            raise DecodeError(f"{what}: reward={episode.reward} is not finite")
+        if not all(map(math.isfinite, episode.metrics.values())):
+            raise DecodeError(f"{what}: a metric is not finite")
+        for r, row in enumerate(episode.rows):
+            _check_row(f"{what}, row {r}", row, len(header.servers))
+
+
+def _check_row(what: str, row: RowHeader, servers: int) -> None:
+    loss_tokens = row.loss_tokens
+    counted = sum(count for _, count in row.versions)
+    if counted != loss_tokens:
+        raise DecodeError(f"{what}: versions of {counted} tokens, {loss_tokens} are in the loss")
+    routed = sum(count for _, count in row.route)
+    if row.route and routed != loss_tokens:
+        raise DecodeError(f"{what}: servers of {routed} tokens, {loss_tokens} are in the loss")
+    if any(server >= servers for server, _ in row.route):
+        raise DecodeError(f"{what}: a route names a server beyond the {servers} of the group")
+    _check_rewards(what, row)
+
+
+def _check_rewards(what: str, row: RowHeader) -> None:
+    """Rewards must be finite and stand on tokens of the loss, at rising positions."""
+    if not row.rewards:
+        return
+    ends = np.cumsum(row.mask)
+    positions = np.array([position for position, _ in row.rewards], np.int64)
+    inside = np.searchsorted(ends, positions, side="right")  # run number; odd runs are in the loss
+    if (np.diff(positions) <= 0).any() or positions[-1] >= ends[-1] or (inside % 2 == 0).any():
+        raise DecodeError(f"{what}: rewards must stand at rising positions of tokens in the loss")
+    if not all(math.isfinite(reward) for _, reward in row.rewards):
+        raise DecodeError(f"{what}: a reward of a token is not finite")
 
 
 def _check_values(ticket_id: str, tokens: I32, logprobs: F32) -> None:
@@ -240,13 +338,13 @@ def _check_values(ticket_id: str, tokens: I32, logprobs: F32) -> None:
             raise DecodeError(f"group {ticket_id}: logprobs span [{low}, {high}], must be finite and at most 0")
 
 
-def _expand(answers: Sequence[AnswerHeader]) -> I32:
-    """Versions of all answers, one after the other, read-only.
+def _expand(rows: Sequence[RowHeader]) -> I32:
+    """Versions of all rows, one after the other, read-only.
 
-    Where no update came meanwhile they are one number in memory: fresh pages for one per token cost more than all else
+    If no update came meanwhile they are one number in memory: fresh pages for one per token cost more than all else
     that is done to decode a large group.
     """
-    runs = [run for answer in answers for run in answer.runs]
+    runs = [run for row in rows for run in row.versions]
     size = sum(count for _, count in runs)
     if len({version for version, _ in runs}) == 1:
         return np.broadcast_to(np.array(runs[0][0], dtype=INT), (size,))
@@ -257,6 +355,19 @@ def _expand(answers: Sequence[AnswerHeader]) -> I32:
         start += count
     versions.flags.writeable = False
     return versions
+
+
+def _expand_masks(rows: Sequence[RowHeader], size: int) -> Mask:
+    """Loss masks of all rows, one after the other, read-only."""
+    masks = np.zeros(size, np.bool_)
+    start = 0
+    for row in rows:
+        for number, count in enumerate(row.mask):
+            if number % 2:
+                masks[start : start + count] = True
+            start += count
+    masks.flags.writeable = False
+    return masks
 
 
 def _payload(frame: Buffer, size: int, what: str) -> I32:

@@ -32,7 +32,7 @@ from realsys.stream.codec import Buffer, decode_message, decode_with, encode_mes
 from realsys.stream.protocol import Ack, Failure, Hello, NoticeHeader, Refused, ReplyHeader, RequestHeader, Welcome
 from realsys.stream.puller import Puller, PullerStats
 from realsys.stream.security import CurveKeys
-from realsys.types import TrajectoryGroup
+from realsys.types import Group
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class WorkerEndpoint:
         index: int,
         master_address: str,
         puller: Puller | None = None,
-        on_group: Callable[[TrajectoryGroup], msgspec.Struct | None] | None = None,
+        on_group: Callable[[Group], msgspec.Struct | None] | None = None,
         *,
         incarnation: str | None = None,
         keys: CurveKeys | None = None,
@@ -260,7 +260,7 @@ class WorkerEndpoint:
                 break
         return messages
 
-    def _store(self, group: TrajectoryGroup) -> None:
+    def _store(self, group: Group) -> None:
         assert self._on_group is not None
         announcement = self._on_group(group)
         if announcement is not None:

@@ -16,7 +16,7 @@ from realsys.stream import protocol, sockets
 from realsys.stream.codec import decode_group, decode_with
 from realsys.stream.protocol import PushAck, PushNack
 from realsys.stream.security import CurveKeys
-from realsys.types import TrajectoryGroup
+from realsys.types import Group
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Puller:
                 break
         self.stats.rejected = self._server.rejected
 
-    def drain(self, on_group: Callable[[TrajectoryGroup], object], budget: int = 16) -> int:
+    def drain(self, on_group: Callable[[Group], object], budget: int = 16) -> int:
         """Take up to ``budget`` waiting messages and return how many there were.
 
         ``on_group`` stores a group, or raises StreamError to refuse it: the sender is told. Any other exception
@@ -115,7 +115,7 @@ class Puller:
     def _take(
         self,
         frames: list[zmq.Frame],
-        on_group: Callable[[TrajectoryGroup], object],
+        on_group: Callable[[Group], object],
         stored: dict[bytes, list[int]],
     ) -> None:
         try:
@@ -138,9 +138,7 @@ class Puller:
         else:
             self._answer(route, PushNack(push.sequence, reason))
 
-    def _store(
-        self, frames: list[zmq.Frame], identity: str, on_group: Callable[[TrajectoryGroup], object]
-    ) -> str | None:
+    def _store(self, frames: list[zmq.Frame], identity: str, on_group: Callable[[Group], object]) -> str | None:
         """Hand the group over; the reason if it is refused."""
         try:
             group = decode_group(frames[2:])

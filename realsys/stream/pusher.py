@@ -18,7 +18,7 @@ from realsys.stream import protocol, sockets
 from realsys.stream.codec import Buffer, Slabs, decode_with, encode_group
 from realsys.stream.protocol import Push, PushAck, PushNack
 from realsys.stream.security import CurveKeys
-from realsys.types import TrajectoryGroup
+from realsys.types import Group
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Pusher:
         self._slots = asyncio.Semaphore(max_in_flight)
         self._closed = False
 
-    async def push(self, group: TrajectoryGroup) -> None:
+    async def push(self, group: Group) -> None:
         """Return when a receiver has stored ``group``.
 
         StreamError: it cannot be encoded, or the puller refused it. WaitTimeout: nobody acknowledged it in time (it may

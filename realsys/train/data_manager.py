@@ -18,12 +18,13 @@ import numpy.typing as npt
 from realsys.errors import StreamError
 from realsys.types import (
     ARRAY_KEYS,
-    AnswerOrigin,
+    Group,
     GroupOrigin,
+    Row,
+    RowOrigin,
     SampleMeta,
     SamplesArrived,
     SequenceRef,
-    TrajectoryGroup,
 )
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,9 @@ class DataManager:
         self.training = ""
         self.refused = 0  # groups of another one, since the start
         self.vocabulary = 0  # tokens that the actor knows; 0: not known yet
+        self.row_limit = 0  # tokens of the longest row that can be trained; 0: not known yet
+        self.token_rewards = False  # whether the dataflow reads them
+        self._warned = False
 
     def put(self, sample_id: str, arrays: Mapping[str, Array]) -> None:
         """Store or add to a sample. Raises KeyError for an unknown key."""
@@ -111,11 +115,11 @@ class DataManager:
         with self._lock:
             return sum(array.nbytes for sample in self._samples.values() for array in sample.values())
 
-    def add_group(self, group: TrajectoryGroup) -> SamplesArrived | None:
+    def add_group(self, group: Group) -> SamplesArrived | None:
         """Store a group from rollout; what to tell the master, or None if it is not wanted: its samples are here
         already, or its ticket was granted under an earlier training side and is issued again.
 
-        Raises StreamError for tokens that the actor does not know.
+        Raises StreamError for a group that cannot be trained (``_check_group``).
 
         A ticket issued twice may arrive twice. Each attempt has sample ids of its own, so neither stands in the way of
         the other, whatever is being trained: the master chooses one, and clears the other.
@@ -132,35 +136,38 @@ class DataManager:
                 self.training,
             )
             return None
-        self._check_tokens(group)
-        metas = []
+        self._check_group(group)
         entries: dict[str, dict[str, Array]] = {}
-        for k, trajectory in enumerate(group.trajectories):
-            sample_id = f"{ticket.ticket_id}.{ticket.attempt}/{k}"
-            # Copies: the arrays are views into one received frame, which a single long answer would keep alive.
-            entries[sample_id] = {
-                "tokens": np.array(trajectory.tokens, dtype=np.int32),
-                "behav_logprobs": np.array(trajectory.logprobs, dtype=np.float32),
-                "versions": np.array(trajectory.versions, dtype=np.int32),
-            }
-            metas.append(
-                SampleMeta(
-                    sample_id=sample_id,
-                    ticket_id=ticket.ticket_id,
-                    attempt=ticket.attempt,
-                    length=len(trajectory.tokens),
-                    prompt_len=trajectory.prompt_len,
-                    reward=trajectory.reward,
-                    truncated=trajectory.truncated,
-                    version_min=int(trajectory.versions.min()) if trajectory.answer_len else ticket.version,
-                    version_max=int(trajectory.versions.max()) if trajectory.answer_len else ticket.version,
-                    owner=self._worker,
-                    arrived=now,
-                    training=ticket.training,
+        metas: list[SampleMeta] = []
+        group_rows = sum(len(episode.rows) for episode in group.episodes)
+        for k, episode in enumerate(group.episodes):
+            for r, row in enumerate(episode.rows):
+                sample_id = f"{ticket.ticket_id}.{ticket.attempt}/{k}.{r}"
+                entries[sample_id] = self._arrays(row)
+                metas.append(
+                    SampleMeta(
+                        sample_id=sample_id,
+                        ticket_id=ticket.ticket_id,
+                        attempt=ticket.attempt,
+                        length=len(row.tokens),
+                        loss_tokens=row.loss_tokens,
+                        reward=episode.reward,
+                        truncated=episode.truncated,
+                        version_min=int(row.versions.min()) if row.loss_tokens else ticket.version,
+                        version_max=int(row.versions.max()) if row.loss_tokens else ticket.version,
+                        owner=self._worker,
+                        arrived=now,
+                        training=ticket.training,
+                        episode=k,
+                        row=r,
+                        group_rows=group_rows,
+                        episode_tokens=episode.loss_tokens,
+                        correct=episode.correct,
+                        metrics=episode.metrics,
+                    )
                 )
-            )
-        answers = [AnswerOrigin(t.finish_reason, t.route) for t in group.trajectories]
-        origin = GroupOrigin(ticket, group.worker, group.started, group.finished, group.extra, answers)
+        rows = [[RowOrigin(row.finish_reason, row.route, row.rewards) for row in e.rows] for e in group.episodes]
+        origin = GroupOrigin(ticket, group.worker, group.started, group.finished, group.extra, rows, group.errors)
         with self._lock:
             if any(sample_id in self._samples for sample_id in entries):
                 return None
@@ -168,24 +175,48 @@ class DataManager:
             self._origins.update(dict.fromkeys(entries, origin))
         return SamplesArrived(metas)
 
-    def _check_tokens(self, group: TrajectoryGroup) -> None:
-        """Raises StreamError for a token that the actor has no embedding of: it would end the training side."""
-        highest = max(int(trajectory.tokens.max()) for trajectory in group.trajectories)
+    def _arrays(self, row: Row) -> dict[str, Array]:
+        """Copy a row's arrays: they are views into one received frame, which a single long row would keep alive."""
+        arrays: dict[str, Array] = {
+            "tokens": np.array(row.tokens, dtype=np.int32),
+            "loss_mask": np.array(row.loss_mask, dtype=np.bool_),
+            "behav_logprobs": np.array(row.logprobs, dtype=np.float32),
+            "versions": np.array(row.versions, dtype=np.int32),
+        }
+        if self.token_rewards:
+            at_tokens = np.zeros(len(row.tokens), np.float32)
+            for position, reward in row.rewards:
+                at_tokens[position] = reward
+            arrays["token_rewards"] = at_tokens[row.loss_mask]
+        elif row.rewards and not self._warned:
+            self._warned = True
+            log.warning("rewards of single tokens arrive and are not trained on: set train.ppo.turn_rewards=true")
+        return arrays
+
+    def _check_group(self, group: Group) -> None:
+        """Refuse a group that would end the trainer.
+
+        Raises StreamError for a token without an embedding, and for a row that fits into no micro-batch.
+        """
+        rows = [row for episode in group.episodes for row in episode.rows]
+        highest = max(int(row.tokens.max()) for row in rows)
+        what = f"model_worker/{self._worker}: group {group.ticket.ticket_id} of {group.worker}"
         if highest >= self.vocabulary > 0:
-            raise StreamError(
-                f"model_worker/{self._worker}: group {group.ticket.ticket_id} of {group.worker} has token {highest}, "
-                f"the actor's vocabulary has {self.vocabulary}"
-            )
+            raise StreamError(f"{what} has token {highest}, the actor's vocabulary has {self.vocabulary}")
+        longest = max(len(row.tokens) for row in rows)
+        if longest > self.row_limit > 0:
+            raise StreamError(f"{what} has a row of {longest} tokens, train.microbatch_tokens is {self.row_limit}")
 
     def add_sequence(self, sample_id: str, prompt: list[int], response: list[int]) -> SampleMeta:
         """Store one demonstration."""
-        self.put(sample_id, {"tokens": np.array(prompt + response, dtype=np.int32)})
+        tokens = np.array(prompt + response, dtype=np.int32)
+        self.put(sample_id, {"tokens": tokens, "loss_mask": np.arange(len(tokens)) >= len(prompt)})
         return SampleMeta(
             sample_id=sample_id,
             ticket_id=sample_id,
             attempt=0,
-            length=len(prompt) + len(response),
-            prompt_len=len(prompt),
+            length=len(tokens),
+            loss_tokens=len(response),
             reward=0.0,
             truncated=False,
             version_min=0,
@@ -197,4 +228,4 @@ class DataManager:
 
 def array_size(ref: SequenceRef, key: str) -> int:
     """Elements of ``key`` of this sequence."""
-    return {"sequence": ref.length, "answer": ref.answer_len, "answer_and_end": ref.answer_len + 1}[ARRAY_KEYS[key][1]]
+    return {"sequence": ref.length, "loss": ref.loss_tokens, "loss_and_end": ref.loss_tokens + 1}[ARRAY_KEYS[key][1]]

@@ -40,7 +40,7 @@ from realsys.train.megatron import (
 from realsys.train.mesh import MeshGroups
 from realsys.train.offload import OffloadedMemory, storages
 from realsys.train.optimizer import StepOutcome, make_optimizer, optimizer_tensors, take_step
-from realsys.train.packing import MicroBatch, answer_and_end_rows, last_rows
+from realsys.train.packing import MicroBatch, last_rows, loss_and_end_rows
 from realsys.train.spec import PackedSegments, pack_segments
 from realsys.train.vocab_logprob import Scoring, projected_logprobs
 
@@ -135,18 +135,18 @@ class MegatronEngine:
             self._schedule = get_forward_backward_func()
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Log-probs of the answer tokens, fp32 [a] per micro-batch; [] before the last stage. For an lm head."""
+        """Log-probs of the loss tokens, fp32 [a] per micro-batch; [] before the last stage. For an lm head."""
         self._require_head("lm")
-        return self._read(batches, lambda batch, hidden: self._score_answers(batch, hidden)[0])
+        return self._read(batches, lambda batch, hidden: self._score(batch, hidden)[0])
 
     def values(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Values of the states of an answer, fp32 [a + n] per micro-batch of n sequences; [] before the last stage.
+        """Values of the states of the loss tokens, fp32 [a + n] per micro-batch of n rows; [] before the last stage.
 
-        Each sequence in turn: the state before each of its answer tokens, then the one after the last. For a value
+        Each sequence in turn: the state before each of its loss tokens, then the one after the last. For a value
         head.
         """
         self._require_head("value")
-        return self._read(batches, lambda batch, hidden: self._evaluate(hidden, answer_and_end_rows(batch)))
+        return self._read(batches, lambda batch, hidden: self._evaluate(hidden, loss_and_end_rows(batch)))
 
     def scores(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """The value at each sequence's last token, fp32 [n] per micro-batch; [] before the last stage. Value head."""
@@ -317,10 +317,10 @@ class MegatronEngine:
     def _outputs(self, batch: MicroBatch, hidden: torch.Tensor) -> Outputs:
         if self.settings.head == "value":
             return Outputs(values=self._evaluate(hidden, batch.rows))
-        logprobs, entropy = self._score_answers(batch, hidden)
+        logprobs, entropy = self._score(batch, hidden)
         return Outputs(logprobs=logprobs, entropy=entropy)
 
-    def _score_answers(self, batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score(self, batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         module = self._require_model()
         assert batch.targets is not None
         tied = self._tied and self.first_stage  # with one stage the embedding is the head

@@ -1,9 +1,9 @@
 """Sequences -> the tensors of one packed micro-batch.
 
-    sequences, longest first:   p p p a a a | p p a a | <masked dummy>
+    sequences, longest first:   c c c s s c s | c c s s | <masked dummy>      c context, s in the loss
     tokens   [t]  the tokens, one sequence after the other
-    rows     [a]  positions whose logits predict an answer token (one before the token itself)
-    targets  [a]  those answer tokens
+    rows     [a]  positions whose logits predict a token of the loss (one before the token itself)
+    targets  [a]  those tokens
 
 A masked dummy closes the micro-batch when sequence parallelism needs a multiple of the tensor ranks, and is all of it
 when this rank has no sequence left while others have.
@@ -30,18 +30,19 @@ class MicroBatch:
 
     refs: list[SequenceRef]
     lengths: list[int]  # of all segments, the dummy last
-    rows: torch.Tensor  # int64 [a]
+    positions: I64  # host [a]: where the loss tokens stand; last stage, elsewhere empty
+    rows: torch.Tensor  # int64 [a]; last stage, elsewhere empty
     tokens: torch.Tensor | None = None  # int64 [t]; first stage
     targets: torch.Tensor | None = None  # int64 [a]; last stage
-    answers: dict[str, torch.Tensor] = field(default_factory=dict)  # float32 [a] each; last stage
+    arrays: dict[str, torch.Tensor] = field(default_factory=dict)  # float32 [a] each; last stage
 
     @property
     def total_tokens(self) -> int:
         return sum(self.lengths)
 
     @property
-    def answer_tokens(self) -> int:
-        return sum(ref.answer_len for ref in self.refs)
+    def loss_tokens(self) -> int:
+        return sum(ref.loss_tokens for ref in self.refs)
 
 
 class Packer:
@@ -55,10 +56,10 @@ class Packer:
         self._data, self._device = data, device
         self._multiple, self._first, self._last = multiple, first, last
 
-    def pack(self, refs: Sequence[SequenceRef], answer_keys: Sequence[str] = ()) -> MicroBatch:
-        """``refs`` may be empty. ``answer_keys`` are the arrays that the loss needs.
+    def pack(self, refs: Sequence[SequenceRef], keys: Sequence[str] = ()) -> MicroBatch:
+        """Pack ``refs``, which may be empty. ``keys`` are the arrays that the loss needs.
 
-        Of an array that has an entry for the end of the answer, too, only those of its tokens are taken.
+        Of an array that has an entry for the end of the row, too, only those of its loss tokens are taken.
         """
         # Longest first, so that segments of like length lie side by side for the attention's buckets.
         ordered = sorted(refs, key=lambda ref: (-ref.length, ref.sample_id))
@@ -67,71 +68,77 @@ class Packer:
         padding = -total % self._multiple if total else self._multiple
         if padding:
             lengths.append(padding)
-        batch = MicroBatch(ordered, lengths, self._tensor(_answer_rows(ordered)))
+        nowhere = np.zeros(0, np.int64)
+        batch = MicroBatch(ordered, lengths, nowhere, self._tensor(nowhere))
         if self._first or self._last:
-            arrays = [self._data.get(ref.sample_id, "tokens") for ref in ordered]
-            for ref, array in zip(ordered, arrays, strict=True):
-                assert len(array) == ref.length, f"{ref.sample_id}: {len(array)} tokens here, {ref.length} in the plan"
+            tokens = self._flat(ordered, "tokens", np.int64)
             if self._first:
-                tokens = np.zeros(total + padding, np.int64)
-                if arrays:
-                    tokens[:total] = np.concatenate(arrays)
-                batch.tokens = self._tensor(tokens)
+                batch.tokens = self._tensor(np.pad(tokens, (0, padding)))
             if self._last:
-                answers = [a[ref.prompt_len :] for ref, a in zip(ordered, arrays, strict=True)]
-                batch.targets = self._tensor(_concatenate(answers, np.int64))
+                batch.positions = np.flatnonzero(self._flat(ordered, "loss_mask", np.bool_))
+                self._check_mask(ordered, batch.positions)
+                batch.rows = self._tensor(batch.positions - 1)
+                batch.targets = self._tensor(tokens[batch.positions])
         if self._last:
-            for key in answer_keys:
-                found = [self._data.get(ref.sample_id, key)[: ref.answer_len] for ref in ordered]
-                batch.answers[key] = self._tensor(_concatenate(found, np.float32))
+            for key in keys:
+                found = [self._data.get(ref.sample_id, key)[: ref.loss_tokens] for ref in ordered]
+                batch.arrays[key] = self._tensor(_concatenate(found, np.float32))
         return batch
 
-    def per_answer_token(self, batch: MicroBatch, values: Sequence[float]) -> torch.Tensor:
-        """One value per sequence -> one per answer token, float32 [a]."""
-        counts = [ref.answer_len for ref in batch.refs]
+    def _flat(self, refs: Sequence[SequenceRef], key: str, dtype: type[np.generic]) -> Array:
+        """The array ``key`` of all sequences, one after the other; each must be as long as the plan says."""
+        arrays = [self._data.get(ref.sample_id, key) for ref in refs]
+        for ref, array in zip(refs, arrays, strict=True):
+            assert len(array) == ref.length, f"{ref.sample_id}: {len(array)} {key} here, {ref.length} in the plan"
+        return _concatenate(arrays, dtype)
+
+    @staticmethod
+    def _check_mask(refs: Sequence[SequenceRef], positions: I64) -> None:
+        """Nothing predicts the first token of a sequence: there it would be scored by its neighbour's state."""
+        wanted = [ref.loss_tokens for ref in refs]
+        starts = np.cumsum([0, *(ref.length for ref in refs)])
+        found = np.diff(np.searchsorted(positions, starts)).tolist()
+        assert found == wanted, f"loss tokens per sequence: {found} here, {wanted} in the plan"
+        assert not np.isin(starts[:-1], positions).any(), "the first token of a sequence is in the loss"
+
+    def per_loss_token(self, batch: MicroBatch, values: Sequence[float]) -> torch.Tensor:
+        """Spread one value per sequence to its loss tokens, float32 [a]."""
+        counts = [ref.loss_tokens for ref in batch.refs]
         return self._tensor(np.repeat(np.asarray(values, np.float32), counts))
 
     def _tensor(self, array: Array) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
-def answer_and_end_rows(batch: MicroBatch) -> torch.Tensor:
-    """Rows of the states of the answers, int64 [a + n]: before each answer token and after the last, per sequence."""
-    return _rows(batch, [(ref.prompt_len - 1, ref.length) for ref in batch.refs])
+def loss_and_end_rows(batch: MicroBatch) -> torch.Tensor:
+    """Rows of the states of the loss tokens, int64 [a + n]: before each one and after the last, per sequence.
+
+    A sequence without loss tokens has its last state only.
+    """
+    counts = np.array([ref.loss_tokens for ref in batch.refs], np.int64)
+    stops = np.cumsum(counts)
+    ends = np.cumsum([ref.length for ref in batch.refs], dtype=np.int64) - 1
+    if len(batch.positions):
+        ends = np.where(counts > 0, batch.positions[stops - 1], ends)
+    rows = np.insert(batch.positions - 1, stops, ends)
+    return torch.from_numpy(rows).to(batch.rows.device, non_blocking=True)
 
 
 def last_rows(batch: MicroBatch) -> torch.Tensor:
     """The row of each sequence's last token, int64 [n]."""
-    return _rows(batch, [(ref.length - 1, ref.length) for ref in batch.refs])
+    stops = np.cumsum([ref.length for ref in batch.refs], dtype=np.int64)
+    return torch.from_numpy(stops - 1).to(batch.rows.device, non_blocking=True)
 
 
-def split_answers(batch: MicroBatch, flat: torch.Tensor, *, end: bool = False) -> dict[str, Array]:
-    """[a] over the micro-batch's answer tokens -> one host array per sample; with ``end`` [a + n], as of values."""
+def split_rows(batch: MicroBatch, flat: torch.Tensor, *, end: bool = False) -> dict[str, Array]:
+    """[a] over the micro-batch's loss tokens -> one host array per sample; with ``end`` [a + n], as of values."""
     host = flat.detach().cpu().numpy()
-    sizes = [ref.answer_len + end for ref in batch.refs]
+    sizes = [ref.loss_tokens + end for ref in batch.refs]
     stops = np.cumsum(sizes)
     # Copies, so that a sample does not keep its whole micro-batch alive.
     return {
         ref.sample_id: host[stop - size : stop].copy() for ref, size, stop in zip(batch.refs, sizes, stops, strict=True)
     }
-
-
-def _rows(batch: MicroBatch, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
-    return torch.from_numpy(_span_rows(batch.refs, spans)).to(batch.rows.device, non_blocking=True)
-
-
-def _answer_rows(refs: Sequence[SequenceRef]) -> I64:
-    """Row i predicts token i + 1, so answer token j of a sequence is predicted at its prompt_len - 1 + j."""
-    for ref in refs:
-        assert ref.prompt_len >= 1, f"{ref.sample_id}: without a prompt token nothing predicts the first answer token"
-    return _span_rows(refs, [(ref.prompt_len - 1, ref.length - 1) for ref in refs])
-
-
-def _span_rows(refs: Sequence[SequenceRef], spans: Sequence[tuple[int, int]]) -> I64:
-    """For each sequence its rows from ``start`` to before ``stop``, counted over the whole micro-batch."""
-    offsets = np.cumsum([0, *(ref.length for ref in refs)])
-    parts = [np.arange(offset + a, offset + b) for offset, (a, b) in zip(offsets[:-1], spans, strict=True)]
-    return _concatenate(parts, np.int64)
 
 
 def _concatenate(parts: Sequence[Array], dtype: type[np.generic]) -> Array:

@@ -32,7 +32,7 @@ from realsys.train.checkpoint_files import FileInfo
 from realsys.train.data_manager import Array
 from realsys.types import GroupOrigin, SampleMeta
 
-FORMAT = 2  # another one is refused
+FORMAT = 3  # another one is refused
 BATCH = "batch.json"
 _DIRECTORY = re.compile(r"step-(\d{8})")
 _INDEX = "index"  # of the metadata of a worker's file

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from realsys.config.dataflow import SOURCE_KEYS
+from realsys.config.dataflow import SOURCE_KEYS, TOKEN_REWARDS
 from realsys.errors import StreamError
 from realsys.train import record_files as files
 from realsys.train.data_manager import DataManager
@@ -71,7 +71,7 @@ class SampleRecorder:
         if (directory / files.worker_file(self._worker)).exists():
             _, arrays = files.read_worker_file(directory, self._worker)
             for (sample_id, key), array in arrays.items():
-                if key in SOURCE_KEYS:
+                if key in SOURCE_KEYS or key == TOKEN_REWARDS:
                     self._data.put(sample_id, {key: array})
         return Empty()
 

@@ -34,7 +34,7 @@ import torch
 
 from realsys.cluster.failpoint import reach
 from realsys.config.allocation import ACTOR
-from realsys.config.dataflow import Dataflow
+from realsys.config.dataflow import TOKEN_REWARDS, Dataflow, dataflow_of
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ModelError
@@ -170,6 +170,8 @@ class ModelWorkerService:
         self._roles[name], self._checkpoints[name] = role, CheckpointWriter(role)
         if name == ACTOR and role.engine.module is not None:
             self._data.vocabulary = role.engine.module.vocab_size
+            self._data.row_limit = self._config.train.microbatch_tokens
+            self._data.token_rewards = TOKEN_REWARDS in dataflow_of(self._config).source_keys
         return Empty()
 
     def _load_demos(self, request: LoadDemosRequest) -> SamplesArrived:

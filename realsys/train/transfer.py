@@ -69,7 +69,7 @@ def _read(data: DataManager, ref: SequenceRef, key: str) -> Array:
         # Sent as it is, it would shift every array behind it in the message.
         raise ModelError(
             f"{key} of sample {ref.sample_id} has {len(array)} elements, {array_size(ref, key)} belong to its "
-            f"{ref.prompt_len} + {ref.answer_len} tokens"
+            f"{ref.length} tokens, {ref.loss_tokens} of them in the loss"
         )
     return array.view(np.uint8)
 

@@ -9,7 +9,7 @@ import torch
 
 from realsys.algorithm.loss import Segments, actor_loss, counts_in_loss, loss_denominator, should_stop
 from realsys.train.engine import LossFunction, Outputs, Stats
-from realsys.train.interfaces.advantages import answer_advantages, left_out
+from realsys.train.interfaces.advantages import episode_advantages, left_out
 from realsys.train.interfaces.registry import CallOutcome, register_interface
 from realsys.train.interfaces.role import Role
 from realsys.train.interfaces.steps import OptimizerSteps, call_argument
@@ -23,7 +23,7 @@ _READ = ("behav_logprobs", "prox_logprobs", "advantages", "ref_logprobs")
 @register_interface("actor_train")
 class ActorTrain:
     """The policy loss that the settings choose. Where the call reads ``advantages``, those of tokens, they are stored
-    arrays; else each answer has one, of the whole batch, from the metadata.
+    arrays; else each episode has one, of the whole batch, from the metadata.
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
@@ -32,7 +32,7 @@ class ActorTrain:
         steps = OptimizerSteps(role, call_argument(request, "lr"))
         inputs = role.call(request).inputs
         keys = [key for key in _READ if key in inputs]
-        of_answers = answer_advantages(request, config) if "advantages" not in inputs else None
+        of_episodes = episode_advantages(request, config) if "advantages" not in inputs else None
         kl_coef = call_argument(request, "kl_coef") if "ref_logprobs" in inputs else 0.0
         skipped = left_out(request, config)
         may_stop = ppo.early_stop_ratio > 0 or ppo.early_stop_kl > 0
@@ -44,36 +44,36 @@ class ActorTrain:
                 [r for r in part if counts_in_loss(r, ppo) and r.sample_id not in skipped] for part in minibatch
             ]
             batches = role.microbatches(computed, keys)
-            loss = self._loss(role, of_answers, denominator, kl_coef)
+            loss = self._loss(role, of_episodes, denominator, kl_coef)
             steps.take(minibatch, batches, loss, denominator, stop)
             if steps.stopped:
                 break
         return CallOutcome({**steps.finish(), "early_stopped": float(steps.stopped)})
 
     def _loss(
-        self, role: Role, of_answers: Mapping[str, float] | None, denominator: float, kl_coef: float
+        self, role: Role, of_episodes: Mapping[str, float] | None, denominator: float, kl_coef: float
     ) -> LossFunction:
         ppo = role.config.train.ppo
 
         def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
             theta = outputs.logprobs
             assert theta is not None
-            behav = batch.answers["behav_logprobs"]
-            if of_answers is None:
-                advantages = batch.answers["advantages"]
+            behav = batch.arrays["behav_logprobs"]
+            if of_episodes is None:
+                advantages = batch.arrays["advantages"]
             else:
-                advantages = role.packer.per_answer_token(batch, [of_answers[ref.sample_id] for ref in batch.refs])
+                advantages = role.packer.per_loss_token(batch, [of_episodes[ref.sample_id] for ref in batch.refs])
             return actor_loss(
                 theta,
-                batch.answers.get("prox_logprobs", behav),
+                batch.arrays.get("prox_logprobs", behav),
                 behav,
                 advantages,
                 torch.ones_like(theta, dtype=torch.bool),
                 denominator,
                 ppo,
-                segments=Segments(torch.tensor([ref.answer_len for ref in batch.refs], dtype=torch.int64)),
+                segments=Segments(torch.tensor([ref.loss_tokens for ref in batch.refs], dtype=torch.int64)),
                 entropy=outputs.entropy,
-                ref=batch.answers.get("ref_logprobs"),
+                ref=batch.arrays.get("ref_logprobs"),
                 kl_coef=kl_coef,
             )
 

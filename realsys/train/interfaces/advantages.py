@@ -1,6 +1,6 @@
-"""Advantages: of whole answers, from metadata on every rank alike; of tokens, in a call of its own.
+"""Advantages: of whole episodes, from metadata on every rank alike; of tokens, in a call of its own.
 
-rewards of all answers --group level--> own outcomes --KL to the reference, values--> own token advantages
+rewards of all episodes --group level--> own outcomes --rewards of turns, KL, values--> own token advantages
                        --batch level, sums over data ranks--> stored
 """
 
@@ -19,9 +19,10 @@ from realsys.algorithm.advantages import (
     outcome_rewards,
     token_advantages,
     token_rewards,
+    turn_discounts,
 )
 from realsys.algorithm.kl import kl_estimate
-from realsys.config.dataflow import dataflow_of
+from realsys.config.dataflow import TOKEN_REWARDS, dataflow_of
 from realsys.config.schema import Config
 from realsys.train.data_manager import Array
 from realsys.train.interfaces.registry import CallOutcome, register_interface
@@ -33,10 +34,10 @@ from realsys.types import F32, MfcRequest, SequenceRef
 
 @register_interface("advantages")
 class Advantages:
-    """Advantages of tokens, and with a critic their returns, stored for this rank's own answers.
+    """Advantages of tokens, and with a critic their returns, stored for this rank's own rows.
 
-    Group statistics come from the metadata, in which all answers of the batch stand; batch statistics are over all
-    answer tokens of all data ranks.
+    Group statistics come from the metadata, in which all episodes of the batch stand; batch statistics are over all
+    loss tokens of all data ranks.
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
@@ -44,14 +45,20 @@ class Advantages:
             return CallOutcome()
         ppo, own, call = role.config.train.ppo, role.own_sequences(request), role.call(request)
         outcomes = _outcomes(request, role.config)
-        lengths = np.array([ref.answer_len for ref in own], np.int64)
-        truncated = np.array([ref.truncated for ref in own], bool)
+        lengths = np.array([ref.loss_tokens for ref in own], np.int64)
+        truncated = np.array([ref.truncated and ref.last for ref in own], bool)
         kl = self._divergence(role, own) if "ref_logprobs" in call.inputs else None
         kl_coef = call_argument(request, "kl_coef") if kl is not None else 0.0
         rewards = token_rewards([outcomes[ref.sample_id] for ref in own], lengths, kl, kl_coef)
+        discounts = None
+        if TOKEN_REWARDS in call.inputs:
+            rewards += ppo.reward_scale * _stored(role, own, TOKEN_REWARDS)
+            masks = (role.data.get(ref.sample_id, "loss_mask") for ref in own)
+            parts = [turn_discounts(mask, ppo.gamma, ppo.turn_gamma) for mask in masks]
+            discounts = np.concatenate([np.zeros(0), *parts])
         values = _stored(role, own, "values") if "values" in call.inputs else None
-        advantages, returns = token_advantages(rewards, lengths, truncated, ppo, values)
-        # A NaN stays with its own answer, whose minibatch is skipped, and does not reach the others through the means.
+        advantages, returns = token_advantages(rewards, lengths, truncated, ppo, values, discounts)
+        # A NaN stays with its own row, whose minibatch is skipped, and does not reach the others through the means.
         sums = [
             *moments(advantages[np.isfinite(advantages)]),
             float(len(returns)),
@@ -63,9 +70,9 @@ class Advantages:
         normalised = normalise_tokens(advantages, batch, ppo.advantage)
         ends = np.cumsum(lengths)
         for ref, end in zip(own, ends, strict=True):
-            arrays = {"advantages": normalised[end - ref.answer_len : end].copy()}
+            arrays = {"advantages": normalised[end - ref.loss_tokens : end].copy()}
             if "returns" in call.outputs:
-                arrays["returns"] = returns[end - ref.answer_len : end].copy()
+                arrays["returns"] = returns[end - ref.loss_tokens : end].copy()
             role.data.put(ref.sample_id, arrays)
         stats = {"tokens": tokens, "advantage_mean": batch.mean, "advantage_std": batch.std}
         stats["return_mean"] = return_sum / max(1.0, tokens)
@@ -82,7 +89,7 @@ class Advantages:
         return found
 
 
-def answer_advantages(request: MfcRequest, config: Config) -> dict[str, float]:
+def episode_advantages(request: MfcRequest, config: Config) -> dict[str, float]:
     """Sample id -> advantage, over the whole batch; the same on every rank without a message."""
     refs = [ref for minibatch in request.minibatches for part in minibatch for ref in part]
     return advantages_by_id(refs, config.train.ppo, config.generation.sampling.max_new_tokens)
@@ -91,17 +98,17 @@ def answer_advantages(request: MfcRequest, config: Config) -> dict[str, float]:
 def left_out(request: MfcRequest, config: Config) -> set[str]:
     """Samples of the batch that no forward pass is spent on (``skip_zero_advantage``); the same on every rank.
 
-    None where an answer without advantage still has a loss: an entropy bonus, or a KL to the reference.
+    None if an episode without advantage still has a loss: an entropy bonus, or a KL to the reference.
     """
     ppo = config.train.ppo
     by_token = any("advantages" in call.outputs for call in dataflow_of(config).calls)
     if not ppo.skip_zero_advantage or ppo.entropy_coef > 0 or ppo.kl.coef > 0 or by_token:
         return set()
-    return {sample_id for sample_id, advantage in answer_advantages(request, config).items() if advantage == 0.0}
+    return {sample_id for sample_id, advantage in episode_advantages(request, config).items() if advantage == 0.0}
 
 
 def _outcomes(request: MfcRequest, config: Config) -> dict[str, float]:
-    """Sample id -> what the answer earns on its last token, over the whole batch."""
+    """Sample id -> the outcome that the row earns on its last loss token, over the whole batch."""
     refs = _in_order(request)
     found = outcome_rewards(refs, config.train.ppo, config.generation.sampling.max_new_tokens)
     return dict(zip((ref.sample_id for ref in refs), found.tolist(), strict=True))

@@ -16,7 +16,7 @@ from realsys.train.engine import Outputs, Stats
 from realsys.train.interfaces.registry import CallOutcome, register_interface
 from realsys.train.interfaces.role import Role
 from realsys.train.interfaces.statistics import all_reduce
-from realsys.train.interfaces.steps import OptimizerSteps, call_argument, count_answer_tokens
+from realsys.train.interfaces.steps import OptimizerSteps, call_argument, count_loss_tokens
 from realsys.train.packing import MicroBatch
 from realsys.types import F32, MfcRequest, SequenceRef
 
@@ -38,14 +38,14 @@ class CriticTrain:
         before = copy.copy(role.running_values)
         self._update_moments(role, request)
         for minibatch in request.minibatches:
-            denominator = float(max(1, count_answer_tokens(minibatch)))
+            denominator = float(max(1, count_loss_tokens(minibatch)))
 
             def loss(
                 batch: MicroBatch, outputs: Outputs, denominator: float = denominator
             ) -> tuple[torch.Tensor, Stats]:
                 assert outputs.values is not None
                 everything = torch.ones_like(outputs.values, dtype=torch.bool)
-                old, returns = batch.answers["values"], batch.answers["returns"]
+                old, returns = batch.arrays["values"], batch.arrays["returns"]
                 return critic_loss(outputs.values, old, returns, everything, denominator, role.config.train.ppo.critic)
 
             steps.take(minibatch, self._pack(role, minibatch, before), loss, denominator)
@@ -69,7 +69,7 @@ class CriticTrain:
             old = _concatenate([role.data.get(ref.sample_id, "values")[:-1] for ref in batch.refs])
             returns = _concatenate([role.data.get(ref.sample_id, "returns") for ref in batch.refs])
             for key, array in (("values", before.normalise(old)), ("returns", role.running_values.normalise(returns))):
-                batch.answers[key] = torch.from_numpy(array).to(role.device.device)
+                batch.arrays[key] = torch.from_numpy(array).to(role.device.device)
         return batches
 
     def _report(self, role: Role, steps: OptimizerSteps) -> dict[str, float]:

@@ -21,7 +21,7 @@ from realsys.train.interfaces.advantages import left_out
 from realsys.train.interfaces.registry import CallOutcome, register_interface
 from realsys.train.interfaces.role import Role, sequences_per_rank
 from realsys.train.interfaces.statistics import all_reduce, reduce_stats, token_means
-from realsys.train.packing import split_answers
+from realsys.train.packing import split_rows
 from realsys.types import MfcRequest, SequenceRef
 
 
@@ -42,7 +42,7 @@ class ActorInference:
         for ref in role.own_sequences(request):
             # Nobody will look at them, but the master may plan with every sequence having its array.
             if ref.sample_id in skipped:
-                role.data.put(ref.sample_id, {"prox_logprobs": np.zeros(ref.answer_len, np.float32)})
+                role.data.put(ref.sample_id, {"prox_logprobs": np.zeros(ref.loss_tokens, np.float32)})
         differences, current = self._compare(role, request.version, found)
         absolute = differences.abs()
         stats = {
@@ -107,7 +107,7 @@ def store_logprobs(role: Role, per_rank: Sequence[Sequence[SequenceRef]], key: s
     batches = role.microbatches(per_rank)
     found: dict[str, Array] = {}
     for batch, logprobs in zip(batches, role.engine.logprobs(batches), strict=role.groups.last_stage):
-        found |= split_answers(batch, logprobs)
+        found |= split_rows(batch, logprobs)
     for sample_id, values in found.items():
         role.data.put(sample_id, {key: values})
     return found
@@ -124,7 +124,7 @@ class CriticInference:
         batches = role.microbatches(sequences_per_rank(request))
         flat = [torch.zeros(0)]
         for batch, predicted in zip(batches, role.engine.values(batches), strict=role.groups.last_stage):
-            for sample_id, prediction in split_answers(batch, predicted, end=True).items():
+            for sample_id, prediction in split_rows(batch, predicted, end=True).items():
                 values = role.running_values.denormalise(prediction)
                 role.data.put(sample_id, {"values": values})
                 flat.append(torch.from_numpy(values[:-1]))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from realsys.algorithm.value_norm import RunningMoments
+from realsys.buffer.batch import row_units
 from realsys.buffer.microbatch import pack_equal
 from realsys.config.dataflow import FunctionCall, dataflow_of
 from realsys.config.roles import RoleSettings
@@ -59,18 +60,17 @@ class Role:
         algorithm = self.config.train.ppo.algorithm
         raise ModelError(f"{request.mfc}: train.ppo.algorithm={algorithm} has no call of this name")
 
-    def microbatches(
-        self, per_rank: Sequence[Sequence[SequenceRef]], answer_keys: Sequence[str] = ()
-    ) -> list[MicroBatch]:
+    def microbatches(self, per_rank: Sequence[Sequence[SequenceRef]], keys: Sequence[str] = ()) -> list[MicroBatch]:
         """This rank's micro-batches of ``per_rank`` (all data ranks' sequences): as many as every other rank has.
 
         Never none: the collectives of a step are run also when no rank has anything to compute.
         """
         train = self.config.train
-        lengths = [[ref.length for ref in refs] for refs in per_rank]
+        units = [row_units(refs, train.microbatch_tokens) for refs in per_rank]
+        lengths = [[sum(ref.length for ref in unit) for unit in own] for own in units]
         plan = pack_equal(lengths, train.microbatch_tokens, train.min_microbatches)[self.groups.data_rank]
-        refs = per_rank[self.groups.data_rank]
-        return [self.packer.pack([refs[i] for i in batch], answer_keys) for batch in plan or [[]]]
+        own = units[self.groups.data_rank]
+        return [self.packer.pack([ref for i in batch for ref in own[i]], keys) for batch in plan or [[]]]
 
     def state_dict(self) -> dict[str, float | list[float]]:
         """What a checkpoint keeps of the role beside model and optimizer; the same on every rank of the mesh."""

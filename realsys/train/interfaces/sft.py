@@ -8,7 +8,7 @@ from realsys.algorithm.loss import sft_loss
 from realsys.train.engine import Outputs, Stats
 from realsys.train.interfaces.registry import CallOutcome, register_interface
 from realsys.train.interfaces.role import Role
-from realsys.train.interfaces.steps import OptimizerSteps, call_argument, count_answer_tokens
+from realsys.train.interfaces.steps import OptimizerSteps, call_argument, count_loss_tokens
 from realsys.train.packing import MicroBatch
 from realsys.types import MfcRequest
 
@@ -21,7 +21,7 @@ class Sft:
         role.engine.use_optimizer("warmup", role.config.warmup.optimizer)
         steps = OptimizerSteps(role, call_argument(request, "lr"))
         for minibatch in request.minibatches:
-            denominator = float(max(1, count_answer_tokens(minibatch)))
+            denominator = float(max(1, count_loss_tokens(minibatch)))
 
             def loss(
                 batch: MicroBatch, outputs: Outputs, denominator: float = denominator

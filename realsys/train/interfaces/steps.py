@@ -21,7 +21,7 @@ from realsys.train.data_manager import Array
 from realsys.train.engine import LossFunction, Stats
 from realsys.train.interfaces.role import Role
 from realsys.train.interfaces.statistics import all_reduce, reduce_stats
-from realsys.train.packing import MicroBatch, split_answers
+from realsys.train.packing import MicroBatch, split_rows
 from realsys.types import MfcRequest, SequenceRef
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class OptimizerSteps:
             return
         role.skipped_in_a_row = 0
         self.grad_norms.append(outcome.grad_norm)
-        self.answer_tokens += count_answer_tokens(minibatch)
+        self.answer_tokens += count_loss_tokens(minibatch)
         self.denominator += denominator
         self.merged = merge_stats([self.merged, found])
 
@@ -118,9 +118,9 @@ def offenders(role: Role, minibatch: Sequence[Sequence[SequenceRef]], batches: S
     value = role.settings.head == "value"
     outputs = role.engine.values(batches) if value else role.engine.logprobs(batches)
     for batch, output in zip(batches, outputs, strict=role.groups.last_stage):
-        own |= _not_finite(split_answers(batch, output, end=value))
-        for array in batch.answers.values():
-            own |= _not_finite(split_answers(batch, array))
+        own |= _not_finite(split_rows(batch, output, end=value))
+        for array in batch.arrays.values():
+            own |= _not_finite(split_rows(batch, array))
     flags = all_reduce([float(ref.sample_id in own) for ref in refs], role.groups.whole, role, maximum=True)
     return [ref.sample_id for ref, flag in zip(refs, flags, strict=True) if flag or not any(flags)]
 
@@ -129,8 +129,8 @@ def _not_finite(arrays: Mapping[str, Array]) -> set[str]:
     return {sample_id for sample_id, array in arrays.items() if not np.isfinite(array).all()}
 
 
-def count_answer_tokens(minibatch: Iterable[Iterable[SequenceRef]]) -> int:
-    return sum(ref.answer_len for part in minibatch for ref in part)
+def count_loss_tokens(minibatch: Iterable[Iterable[SequenceRef]]) -> int:
+    return sum(ref.loss_tokens for part in minibatch for ref in part)
 
 
 def call_argument(request: MfcRequest, name: str) -> float:
