@@ -20,8 +20,8 @@ from realsys.train.device import Device
 from realsys.train.engine import Outputs, Stats
 from realsys.train.interfaces import Role
 from realsys.train.packing import MicroBatch
-from realsys.types import SequenceRef
 from tests.hf_models import VOCAB, make_model
+from tests.records import make_ref, mask_of
 from tests.train_ranks import build_role, run_ranks
 
 BEFORE, AFTER, LR = 3, 2, 1e-3
@@ -83,9 +83,10 @@ def train(role: Role, steps: range) -> None:
         refs = []
         for i in range(6):
             answer = int(rng.integers(2, 14))
-            refs.append(SequenceRef(f"{step}/{i}", 3 + answer, 3, 0.0, False, i))
-            role.data.put(refs[-1].sample_id, {"tokens": rng.integers(0, VOCAB, 3 + answer).astype(np.int32)})
-        tokens = sum(ref.answer_len for ref in refs)
+            refs.append(make_ref(f"{step}/{i}", 3 + answer, 3, 0.0, False, i))
+            tokens = rng.integers(0, VOCAB, 3 + answer).astype(np.int32)
+            role.data.put(refs[-1].sample_id, {"tokens": tokens, "loss_mask": mask_of(refs[-1])})
+        tokens = sum(ref.loss_tokens for ref in refs)
 
         def loss(batch: MicroBatch, outputs: Outputs, tokens: int = tokens) -> tuple[torch.Tensor, Stats]:
             found = outputs.logprobs if outputs.values is None else -((outputs.values - 1.0) ** 2)

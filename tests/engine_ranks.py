@@ -22,6 +22,7 @@ from realsys.train.engine import LossFunction, MegatronEngine, Stats
 from realsys.train.packing import MicroBatch, Packer
 from realsys.types import SequenceRef
 from tests.hf_models import VOCAB
+from tests.records import make_ref, mask_of, prompt_len
 from tests.train_ranks import FORMED, cat_exports, coordinates, run_ranks
 
 TEMPERATURE = 0.7
@@ -33,13 +34,14 @@ def make_sequences() -> tuple[list[SequenceRef], dict[str, np.ndarray[Any, Any]]
     refs, tokens = [], {}
     for i, (prompt, answer) in enumerate([(3, 9), (1, 4), (6, 1), (2, 17), (5, 5), (4, 12), (7, 3), (2, 8), (8, 2)]):
         name = f"t{i}/0"
-        refs.append(SequenceRef(name, prompt + answer, prompt, 1.0, False, i))
+        refs.append(make_ref(name, prompt + answer, prompt, 1.0, False, i))
         tokens[name] = rng.integers(0, VOCAB, prompt + answer).astype(np.int32)
     return refs, tokens
 
 
 REFS, TOKENS = make_sequences()
-ANSWER_TOKENS = sum(ref.answer_len for ref in REFS)
+MASKS = {ref.sample_id: mask_of(ref) for ref in REFS}
+ANSWER_TOKENS = sum(ref.loss_tokens for ref in REFS)
 
 
 def make_config(dtype: str = "float32", **train: Any) -> Config:
@@ -95,7 +97,7 @@ def on_ranks(
         engine.load(path)
         data = DataManager(rank)
         for name, tokens in TOKENS.items():
-            data.put(name, {"tokens": tokens})
+            data.put(name, {"tokens": tokens, "loss_mask": MASKS[name]})
         packer = Packer(
             data, device.device, multiple=engine.token_multiple, first=engine.first_stage, last=engine.last_stage
         )
@@ -130,8 +132,8 @@ def plain_answers(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     logprobs, entropies = [], []
     for ref in REFS:
         ids = torch.from_numpy(TOKENS[ref.sample_id]).long()
-        every = (model(ids[None]).logits[0, ref.prompt_len - 1 : -1] / TEMPERATURE).log_softmax(-1)
-        logprobs.append(every.gather(1, ids[ref.prompt_len :, None])[:, 0])
+        every = (model(ids[None]).logits[0, prompt_len(ref) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        logprobs.append(every.gather(1, ids[prompt_len(ref) :, None])[:, 0])
         entropies.append(-(every.exp() * every).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)
 

@@ -96,9 +96,9 @@ def receives(ctx: WorkerContext) -> None:
     """A DP head: stores what comes, acknowledges it, and tells the master."""
     from realsys.stream.push_pull import Puller
     from realsys.stream.request_reply import WorkerEndpoint
-    from realsys.types import TrajectoryGroup
+    from realsys.types import Group
 
-    def store(group: TrajectoryGroup) -> None:
+    def store(group: Group) -> None:
         (ctx.paths.root / f"stored {group.ticket.ticket_id}").touch()
 
     puller = Puller(check_alive=ctx.check_alive)

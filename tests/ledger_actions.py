@@ -325,7 +325,7 @@ class World(Workers):
             self.echoes.append(ClaimRequest(self.version + 1, tickets, self._incarnation()))
         if self.phase == "published":
             self.echoes.append(self._request(trained=[sample.ticket_id for sample in self.batch]))
-        self.buffer, self.batch, self.drops = SequenceBuffer(1, keep), [], []
+        self.buffer, self.batch, self.drops = SequenceBuffer(keep), [], []
         self.phase = "down"
 
     def _master_starts(self) -> None:

@@ -149,7 +149,7 @@ class WorldState:
 
     def __post_init__(self) -> None:
         self.births = {SERVER: 1, **dict.fromkeys(self._workers(), 1)}
-        self.buffer = SequenceBuffer(1, keep)
+        self.buffer = SequenceBuffer(keep)
         self.faults = self.bounds.faults
         self.manager = ManagerState(self.bounds.settings())
         if self.bounds.resumed:

@@ -45,18 +45,40 @@ def save_models(models: Mapping[str, PreTrainedModel], folder: Path) -> dict[str
     return {role: folder / role for role in models}
 
 
+#: group, episode, truncated, runs of context and sampled tokens in turn
+ROWS = [
+    (0, 0, False, [3, 14]),
+    (0, 1, False, [5, 3]),
+    (0, 2, False, [2, 1]),
+    (1, 3, False, [4, 4, 3, 5]),  # two turns
+    (1, 4, True, [6, 21]),  # an episode of two rows
+    (1, 4, True, [2, 6]),
+    (2, 5, False, [1, 5]),  # and another: the second row has three turns, and ends with feedback
+    (2, 5, False, [3, 2, 2, 6, 1, 4, 2]),
+    (2, 6, True, [7, 8]),
+]
+
+
 def make_batch() -> tuple[list[SequenceRef], dict[str, Arrays]]:
-    """Nine answers of very different length to four prompts; one of a single token, two cut off."""
+    """Nine rows of seven episodes at three prompts; one of a single token, two episodes cut off; rewards of turns."""
     rng = np.random.default_rng(17)
     refs, arrays = [], {}
-    for i, answer in enumerate([14, 3, 1, 9, 21, 6, 5, 12, 8]):
-        prompt, name = int(rng.integers(1, 9)), f"t{i // 3}/{i % 3}"
+    outcomes = rng.choice([5.0, -5.0, 2.0], 1 + ROWS[-1][1])
+    sizes = [(episode, sum(runs[1::2])) for _, episode, _, runs in ROWS]
+    for i, (group, episode, truncated, runs) in enumerate(ROWS):
+        name, length, loss_tokens = f"t{i // 3}/{i % 3}", sum(runs), sum(runs[1::2])
+        whole = sum(size for other, size in sizes if other == episode)
+        last = i + 1 == len(ROWS) or ROWS[i + 1][1] != episode
         refs.append(
-            SequenceRef(name, prompt + answer, prompt, float(rng.choice([5.0, -5.0, 2.0])), i in (4, 7), i // 3)
+            SequenceRef(name, length, loss_tokens, float(outcomes[episode]), truncated, group, episode, whole, last)
         )
+        turns = np.zeros(loss_tokens, np.float32)
+        turns[np.cumsum(runs[1::2]) - 1] = rng.choice([0.0, 0.5, -1.0], len(runs[1::2]))
         arrays[name] = {
-            "tokens": rng.integers(0, VOCAB, prompt + answer).astype(np.int32),
-            "behav_logprobs": rng.uniform(-4, -3, answer).astype(np.float32),
+            "tokens": rng.integers(0, VOCAB, length).astype(np.int32),
+            "loss_mask": np.repeat(np.arange(len(runs)) % 2 == 1, runs),
+            "behav_logprobs": rng.uniform(-4, -3, loss_tokens).astype(np.float32),
+            "token_rewards": turns,
         }
     return refs, arrays
 

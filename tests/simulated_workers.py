@@ -15,7 +15,6 @@ from typing import Any, Literal
 from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow
 from realsys.types import (
-    ARRAY_KEYS,
     METADATA_KEYS,
     ClearRequest,
     Empty,
@@ -183,7 +182,7 @@ class SimulatedWorkers:
         last = pp == mesh.layout.pipeline - 1
         samples = [ref.sample_id for minibatch in request.minibatches for ref in minibatch[dp]]
         for key in call.inputs - METADATA_KEYS:
-            if last or ARRAY_KEYS[key][1] == "sequence":
+            if last or key == "tokens":
                 for sample in samples:
                     assert (key, sample) in self.held[worker], (
                         f"worker {worker} lacks {key} of {sample} for {call.name}"

@@ -13,26 +13,23 @@ import zmq
 
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.security import CurveKeys
-from realsys.types import Ticket, Trajectory, TrajectoryGroup
+from realsys.types import Episode, Group, Ticket
+from tests.records import make_row
 
 BOUND_S = 60.0  # no wait of a test is longer
 
 
-def make_group(ticket_id: str, answers: int = 2, length: int = 40, prompt_len: int = 10) -> TrajectoryGroup:
+def make_group(ticket_id: str, episodes: int = 2, length: int = 40, prompt: int = 10) -> Group:
+    """Single-turn episodes whose weights changed in the middle; rewards 0, 1, ..."""
     rng = np.random.default_rng(length)
-    size = length - prompt_len
-    trajectories = [
-        Trajectory(
-            rng.integers(0, 1000, length, dtype=np.int32),
-            -rng.random(size, dtype=np.float32),
-            np.repeat(np.array([3, 4], dtype=np.int32), [size // 2, size - size // 2]),
-            prompt_len,
-            float(k),
-            "stop",
-        )
-        for k in range(answers)
+    size = length - prompt
+    versions = np.repeat(np.array([3, 4], dtype=np.int32), [size // 2, size - size // 2])
+    rows = [
+        make_row(rng.integers(0, 1000, length, dtype=np.int32), -rng.random(size, dtype=np.float32), versions.copy())
+        for _ in range(episodes)
     ]
-    return TrajectoryGroup(Ticket(ticket_id, 0, 5), trajectories, "rollout_worker/0", 1.0, 2.0, {"turns": 1.0})
+    made = [Episode([row], float(k), correct=k > 0) for k, row in enumerate(rows)]
+    return Group(Ticket(ticket_id, 0, 5), made, "rollout_worker/0", 1.0, 2.0, {"turns": 1.0})
 
 
 def names(count: int) -> list[str]:
@@ -47,7 +44,7 @@ async def push_all(pusher: Pusher, tickets: list[str]) -> None:
 class PullerThread:
     """A Puller served by a thread, as an endpoint would. ``store`` may refuse (StreamError) or raise PullerCrash."""
 
-    def __init__(self, store: Callable[[TrajectoryGroup], None] | None = None, keys: CurveKeys | None = None) -> None:
+    def __init__(self, store: Callable[[Group], None] | None = None, keys: CurveKeys | None = None) -> None:
         self._puller = Puller(keys=keys)
         self.address, self.stats = self._puller.address, self._puller.stats
         self.tickets: list[str] = []
@@ -98,7 +95,7 @@ class PullerThread:
             self._puller.close()
             self._stopped.close(linger=0)
 
-    def _take(self, group: TrajectoryGroup) -> None:
+    def _take(self, group: Group) -> None:
         if self._store is not None:
             self._store(group)
         with self._arrived:
@@ -111,7 +108,7 @@ class PullerCrash(Exception):
 
 
 @contextmanager
-def pulling(store: Callable[[TrajectoryGroup], None] | None = None) -> Iterator[PullerThread]:
+def pulling(store: Callable[[Group], None] | None = None) -> Iterator[PullerThread]:
     puller = PullerThread(store)
     try:
         yield puller

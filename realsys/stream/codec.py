@@ -206,6 +206,9 @@ def _row_header(what: str, row: Row, servers: dict[str, int]) -> RowHeader:
 
 def _mask_runs(mask: Mask) -> list[int]:
     """Lengths of the runs of a mask that begins with False."""
+    first = int(mask.argmax())
+    if mask[first:].all():  # one turn, the usual case: ten times as fast
+        return [first, len(mask) - first]
     ends = np.flatnonzero(mask[1:] != mask[:-1]) + 1
     return np.diff(ends, prepend=0, append=len(mask)).tolist()  # type: ignore[no-any-return]
 

@@ -23,6 +23,7 @@ from realsys.errors import RealsysError
 from realsys.reward.verifiers import load_verifier
 from realsys.train.record_files import read_arrays, read_record, recorded_steps
 from tests.chaos.live import ChaosRun
+from tests.records import prompt_len
 from tests.system.jobs import Job, processes_of
 
 _SETTLE_S = 3.0  # what ends by itself within this is no leftover
@@ -86,11 +87,11 @@ def rejudge(paths: TrialPaths) -> tuple[int, list[str]]:
             prompt = prompts.prompt("train", origin.ticket.prompt_index)
             for meta, how in zip(group, origin.answers, strict=True):
                 tokens = arrays[meta.sample_id, "tokens"].tolist()
-                text = tokenizer.answer_text(tokens[meta.prompt_len :])
+                text = tokenizer.answer_text(tokens[prompt_len(meta) :])
                 right = how.finish_reason == "stop" and verifier(prompt.text, text, prompt.answer)
                 wanted = config.rollout.reward.correct if right else config.rollout.reward.wrong
                 judged += 1
-                if tokens[: meta.prompt_len] != list(prompt.ids):
+                if tokens[: prompt_len(meta)] != list(prompt.ids):
                     problems.append(f"step {step}: sample {meta.sample_id} begins with another prompt than its own")
                 if meta.reward != wanted:
                     problems.append(f"step {step}: sample {meta.sample_id} has reward {meta.reward}, judged {wanted}")

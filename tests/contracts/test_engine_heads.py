@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from realsys.errors import ModelError
 from realsys.train.engine import LossFunction, Outputs, Stats
-from realsys.train.packing import MicroBatch, split_answers
+from realsys.train.packing import MicroBatch, split_rows
 from tests.engine_ranks import (
     ANSWER_TOKENS,
     NLL,
@@ -27,6 +27,7 @@ from tests.engine_ranks import (
     plain_gradients,
 )
 from tests.hf_models import make_model
+from tests.records import prompt_len
 
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 CHUNKS = {"head_chunk_tokens": 5}
@@ -67,7 +68,7 @@ def plain_values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def to_target(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
     """Half the squared distance of the values to a target that differs from token to token."""
     assert outputs.values is not None
-    targets = torch.cat([torch.linspace(-1, 1, ref.answer_len) for ref in batch.refs] + [torch.zeros(0)])
+    targets = torch.cat([torch.linspace(-1, 1, ref.loss_tokens) for ref in batch.refs] + [torch.zeros(0)])
     share = (outputs.values - targets).square().sum() / (2 * ANSWER_TOKENS)
     return share, {"loss": share.detach()}
 
@@ -84,7 +85,7 @@ def test_values_scores_and_their_gradients(
         scores: dict[str, Any] = {}
         for batch, found in zip(batches, rank.engine.values(batches), strict=rank.engine.last_stage):
             assert found.dtype is torch.float32
-            values |= split_answers(batch, found, end=True)
+            values |= split_rows(batch, found, end=True)
         for batch, found in zip(batches, rank.engine.scores(batches), strict=rank.engine.last_stage):
             scores |= {ref.sample_id: score for ref, score in zip(batch.refs, found.tolist(), strict=True)}
         loss = sum(stats["loss"].item() for stats in rank.engine.accumulate(batches, to_target))
@@ -95,14 +96,14 @@ def test_values_scores_and_their_gradients(
     expected = plain_values(model)
     loss = torch.zeros(())
     for ref in REFS:
-        states = expected[ref.sample_id][ref.prompt_len - 1 : -1]
-        loss = loss + (states - torch.linspace(-1, 1, ref.answer_len)).square().sum() / (2 * ANSWER_TOKENS)
+        states = expected[ref.sample_id][prompt_len(ref) - 1 : -1]
+        loss = loss + (states - torch.linspace(-1, 1, ref.loss_tokens)).square().sum() / (2 * ANSWER_TOKENS)
     heads = last_stage_heads(text, found)
     values: dict[str, Any] = {name: array for head in heads for name, array in head[0].items()}
     scores: dict[str, float] = {name: score for head in heads for name, score in head[1].items()}
     for ref in REFS:
         every = expected[ref.sample_id].detach()
-        torch.testing.assert_close(torch.from_numpy(values[ref.sample_id]), every[ref.prompt_len - 1 :])
+        torch.testing.assert_close(torch.from_numpy(values[ref.sample_id]), every[prompt_len(ref) - 1 :])
         assert scores[ref.sample_id] == pytest.approx(every[-1].item(), rel=1e-5, abs=1e-6)
     assert sum(head[2] for head in heads) == pytest.approx(loss.item(), rel=1e-5)
     gradients = plain_gradients(model, loss)
@@ -133,7 +134,7 @@ def test_log_probs_and_an_entropy_bonus(text: str, train: dict[str, Any], actor:
         batches = rank.micro_batches()
         logprobs: dict[str, Any] = {}
         for batch, found in zip(batches, rank.engine.logprobs(batches), strict=rank.engine.last_stage):
-            logprobs |= split_answers(batch, found)
+            logprobs |= split_rows(batch, found)
         loss = sum(stats["loss"].item() for stats in rank.engine.accumulate(batches, with_bonus))
         return logprobs, loss, rank.gradients()
 

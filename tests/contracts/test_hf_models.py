@@ -23,10 +23,10 @@ from realsys.train.engine import MegatronEngine
 from realsys.train.hf_config import read_hf_config
 from realsys.train.hf_map import HFReader, ShardMap, hf_shapes
 from realsys.train.packing import MicroBatch
-from realsys.types import SequenceRef
 from tests.generation_models import chosen, make_core, make_request, reference_logprobs
 from tests.generation_models import run as generate
 from tests.hf_models import FAMILIES, SIZES, VOCAB, make_model, weights_of
+from tests.records import make_ref
 from tests.train_ranks import FORMED, cat_exports, run_ranks
 
 LENGTHS = [9, 5, 1]
@@ -74,7 +74,7 @@ def whole_vocabulary(engine: MegatronEngine) -> torch.Tensor | None:
 
 def every_value(engine: MegatronEngine) -> torch.Tensor | None:
     """Values [t] of packed sequences, all of which but the first token is the answer; None before the last stage."""
-    refs = [SequenceRef(f"s/{i}", length, 1, 0.0, False, i) for i, length in enumerate(LENGTHS)]
+    refs = [make_ref(f"s/{i}", length, 1, 0.0, False, i) for i, length in enumerate(LENGTHS)]
     found = engine.values([MicroBatch(refs, list(LENGTHS), torch.zeros(0, dtype=torch.int64), TOKENS)])
     return found[0] if found else None
 

@@ -177,7 +177,7 @@ def test_an_early_stop_leaves_out_the_rest_on_every_rank_alike(folders: dict[str
 
     for stats in run_ranks(2, body, config):
         assert (stats["optimizer_steps"], stats["early_stopped"], stats["skipped_steps"]) == (1, 1, 0)
-        assert stats["answer_tokens"] == sum(ref.answer_len for ref in minibatches[0])
+        assert stats["answer_tokens"] == sum(ref.loss_tokens for ref in minibatches[0])
 
 
 @pytest.mark.parametrize("layout", ["d2", "p2"])
@@ -264,7 +264,7 @@ def test_an_interface_of_ones_own_runs_by_its_name(folders: dict[str, Path]) -> 
 class ConstantAdvantages:
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
         for ref in role.own_sequences(request):
-            role.data.put(ref.sample_id, {"advantages": np.full(ref.answer_len, 0.5, np.float32)})
+            role.data.put(ref.sample_id, {"advantages": np.full(ref.loss_tokens, 0.5, np.float32)})
         return CallOutcome()
 
 

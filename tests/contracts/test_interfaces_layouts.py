@@ -25,6 +25,7 @@ from tests.ppo_batch import Arrays, Worker, make_batch, make_models, save_models
 from tests.train_ranks import cat_exports, run_ranks
 
 TEMPERATURE, GAMMA, LAM, KL_COEF, ENTROPY_COEF, EPS_CLIP, VALUE_CLIP, CAP = 0.7, 0.97, 0.9, 0.2, 0.05, 0.2, 0.1, 4.0
+TURN_GAMMA = 0.6
 
 REFS, ARRAYS = make_batch()
 MINIBATCHES = [REFS[:4], REFS[4:]]
@@ -33,6 +34,8 @@ TRAINED = {"actor": "actor_train", "critic": "critic_train"}
 CRITIC: dict[str, Any] = {
     "gamma": GAMMA,
     "lam": LAM,
+    "turn_rewards": True,
+    "turn_gamma": TURN_GAMMA,
     "critic": {"enabled": True, "eps_clip": VALUE_CLIP, "value_norm": "moving"},
     "kl": {"coef": 0.5, "place": "reward"},  # the call's argument counts, not the setting
 }
@@ -87,18 +90,22 @@ def drifted(array: np.ndarray[Any, Any], sample_id: str) -> np.ndarray[Any, Any]
     return (array + noise).astype(np.float32)
 
 
+def positions(ref: SequenceRef) -> torch.Tensor:
+    return torch.tensor([t for t, counts in enumerate(ARRAYS[ref.sample_id]["loss_mask"]) if counts])
+
+
 def naive_logprobs(model: PreTrainedModel, ref: SequenceRef) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies [answer_len], one sequence at a time."""
-    ids = torch.from_numpy(ARRAYS[ref.sample_id]["tokens"]).long()
-    every = (model(ids[None]).logits[0, ref.prompt_len - 1 : -1] / TEMPERATURE).log_softmax(-1)
-    return every.gather(1, ids[ref.prompt_len :, None])[:, 0], -(every.exp() * every).sum(-1)
+    """Log-probs and entropies of the loss tokens, one row at a time."""
+    ids, at = torch.from_numpy(ARRAYS[ref.sample_id]["tokens"]).long(), positions(ref)
+    every = (model(ids[None]).logits[0, at - 1] / TEMPERATURE).log_softmax(-1)
+    return every.gather(1, ids[at, None])[:, 0], -(every.exp() * every).sum(-1)
 
 
 def naive_values(model: Any, ref: SequenceRef) -> torch.Tensor:
-    """Of the state before each answer token and after the last, [answer_len + 1]."""
-    ids = torch.from_numpy(ARRAYS[ref.sample_id]["tokens"]).long()
-    values: torch.Tensor = model.score(model.model(ids[None]).last_hidden_state[0])[ref.prompt_len - 1 :, 0]
-    return values
+    """Of the state before each loss token and after the last, [loss_tokens + 1]."""
+    ids, at = torch.from_numpy(ARRAYS[ref.sample_id]["tokens"]).long(), positions(ref)
+    values: torch.Tensor = model.score(model.model(ids[None]).last_hidden_state[0])[:, 0]
+    return values[torch.cat([at - 1, at[-1:]])]
 
 
 def k3(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -138,20 +145,26 @@ def naive_inference(step: Step, models: dict[str, PreTrainedModel]) -> None:
 
 
 def naive_advantages(step: Step) -> None:
-    """By the definition: A_t is the sum over later tokens k of (gamma lam)^(k - t) delta_k."""
+    """By the definition: A_t is the sum over later tokens k of delta_k times the discounts from t to k."""
     raw, divergences = {}, []
     for ref in REFS:
-        arrays, n = step.arrays[ref.sample_id], ref.answer_len
+        arrays, n = step.arrays[ref.sample_id], ref.loss_tokens
         values = torch.from_numpy(drifted(arrays["values"], ref.sample_id))
         prox = torch.from_numpy(drifted(arrays["prox_logprobs"], ref.sample_id))
         divergences.append(k3(prox, torch.from_numpy(arrays["ref_logprobs"])))
-        rewards = -KL_COEF * divergences[-1]
+        rewards = -KL_COEF * divergences[-1] + torch.from_numpy(ARRAYS[ref.sample_id]["token_rewards"])
         rewards[-1] += ref.reward
-        delta = rewards - values[:-1] + GAMMA * values[1:]
-        if not ref.truncated:
+        at = positions(ref)
+        # Behind the last token of a turn other tokens follow before the next one of the loss.
+        discount = [GAMMA * (TURN_GAMMA if k + 1 < n and at[k + 1] - at[k] > 1 else 1.0) for k in range(n)]
+        delta = rewards - values[:-1] + torch.tensor(discount) * values[1:]
+        if not (ref.truncated and ref.last):
             delta[-1] = rewards[-1] - values[n - 1]
         raw[ref.sample_id] = torch.stack(
-            [sum(((GAMMA * LAM) ** (k - t) * delta[k] for k in range(t, n)), torch.zeros(())) for t in range(n)]
+            [
+                sum((math.prod(LAM * d for d in discount[t:k]) * delta[k] for k in range(t, n)), torch.zeros(()))
+                for t in range(n)
+            ]
         )
         arrays["returns"] = (raw[ref.sample_id] + values[:-1]).numpy()
     every = torch.cat([*raw.values()])
@@ -182,7 +195,7 @@ def naive_critic(step: Step, model: PreTrainedModel) -> None:
             total = total + 0.5 * torch.maximum((value - target).square(), (near - target).square()).sum()
             errors.append((target - value).detach())
             targets.append(target)
-        sums.append((total, sum(ref.answer_len for ref in refs)))
+        sums.append((total, sum(ref.loss_tokens for ref in refs)))
     train_naively(step, "critic", model, sums)
     explained = 1 - torch.cat(errors).var() / torch.cat(targets).var()
     step.stats["critic_train"] |= {"explained_variance": explained.item(), "return_mean": mean}
@@ -197,26 +210,28 @@ def naive_actor_with_critic(step: Step, model: PreTrainedModel) -> None:
             losses, _, u, _ = naive_policy(model, ref, arrays, torch.from_numpy(arrays["advantages"]))
             total = total + losses.sum()
             ratios.append(u.detach())
-        sums.append((total, sum(ref.answer_len for ref in refs)))
+        sums.append((total, sum(ref.loss_tokens for ref in refs)))
     train_naively(step, "actor", model, sums)
     step.stats["actor_train"] |= {"u_mean": torch.cat(ratios).mean().item()}
 
 
 def naive_actor_by_group(step: Step, model: PreTrainedModel) -> None:
-    """Means of answers over those that were not cut off; the KL to the reference is a term of the loss."""
+    """Means of episodes over those that were not cut off; the KL to the reference is a term of the loss."""
     sums, divergences, entropies = [], [], []
     for refs in MINIBATCHES:
         total, counted = torch.zeros(()), [ref for ref in refs if not ref.truncated]
         for ref in counted:
-            group = np.array([other.reward for other in REFS if other.group == ref.group])
+            group = np.array([other.reward for other in REFS if other.group == ref.group and other.last])
             advantage = torch.tensor((ref.reward - group.mean()) / (group.std() + 1e-6), dtype=torch.float32)
             arrays = step.arrays[ref.sample_id]
             losses, theta, _, entropy = naive_policy(model, ref, arrays, advantage)
             divergence = k3(theta, torch.from_numpy(arrays["ref_logprobs"]))
-            total = total + (losses + KL_COEF * divergence).mean()
+            # The mean over the tokens of all rows of the episode.
+            own = sum(other.loss_tokens for other in REFS if other.episode == ref.episode)
+            total = total + (losses + KL_COEF * divergence).sum() / own
             divergences.append(divergence.detach())
             entropies.append(entropy.detach())
-        sums.append((total, len(counted)))
+        sums.append((total, len({ref.episode for ref in counted})))
     train_naively(step, "actor", model, sums)
     kl, entropy = torch.cat(divergences).mean().item(), torch.cat(entropies).mean().item()
     step.stats["actor_train"] |= {"kl_ref_mean": kl, "entropy_mean": entropy}

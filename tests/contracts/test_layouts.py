@@ -22,6 +22,7 @@ from realsys.train.device import Device
 from realsys.train.interfaces import find_interface
 from realsys.types import MfcRequest, SequenceRef
 from tests.hf_models import VOCAB, make_model, weights_of
+from tests.records import make_mask, make_ref, prompt_len
 from tests.train_ranks import build_role, cat_exports, coordinates, run_ranks
 
 TEMPERATURE = 0.7
@@ -57,9 +58,10 @@ def batch() -> tuple[list[SequenceRef], dict[str, dict[str, np.ndarray[Any, Any]
     for i in range(11):
         prompt, answer = int(rng.integers(1, 9)), int(rng.integers(1, 6)) * int(rng.integers(1, 8))
         name = f"t{i // 2}/{i % 2}"
-        refs.append(SequenceRef(name, prompt + answer, prompt, float(rng.choice([5.0, -5.0])), i == 3, i // 2))
+        refs.append(make_ref(name, prompt + answer, prompt, float(rng.choice([5.0, -5.0])), i == 3, i // 2))
         arrays[name] = {
             "tokens": rng.integers(0, VOCAB, prompt + answer).astype(np.int32),
+            "loss_mask": make_mask(prompt + answer, prompt),
             "behav_logprobs": rng.uniform(-4, -3, answer).astype(np.float32),
         }
     return refs, arrays
@@ -87,14 +89,14 @@ def reference(model: PreTrainedModel, path: Path) -> Reference:
     model.save_pretrained(path)
     weights = weights_of(model)
     # The paper's: rewards normalised over all answer tokens.
-    rewards = np.repeat([ref.reward for ref in REFS], [ref.answer_len for ref in REFS])
+    rewards = np.repeat([ref.reward for ref in REFS], [ref.loss_tokens for ref in REFS])
     tokens = len(rewards)
     logprobs: dict[str, np.ndarray[Any, Any]] = {}
     total, entropies = torch.zeros(()), 0.0
     for ref in REFS:
         ids = torch.from_numpy(ARRAYS[ref.sample_id]["tokens"]).long()
-        every = (model(ids[None]).logits[0, ref.prompt_len - 1 : -1] / TEMPERATURE).log_softmax(-1)
-        theta = every.gather(1, ids[ref.prompt_len :, None])[:, 0]
+        every = (model(ids[None]).logits[0, prompt_len(ref) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        theta = every.gather(1, ids[prompt_len(ref) :, None])[:, 0]
         entropies -= (every.exp() * every).sum().item()
         logprobs[ref.sample_id] = theta.detach().numpy().copy()
         prox, behav = theta.detach(), torch.from_numpy(ARRAYS[ref.sample_id]["behav_logprobs"])

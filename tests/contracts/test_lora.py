@@ -22,8 +22,8 @@ from realsys.config.schema import Config
 from realsys.train.device import Device
 from realsys.train.engine import MegatronEngine, Outputs, Stats
 from realsys.train.packing import MicroBatch
-from realsys.types import SequenceRef
 from tests.hf_models import SIZES, VOCAB, make_model
+from tests.records import make_ref
 from tests.train_ranks import FORMED, cat_exports, coordinates, run_ranks
 
 RANK, ALPHA = 3, 6.0
@@ -49,7 +49,7 @@ def micro_batch(part: int) -> MicroBatch:
     refs, rows, tokens, targets, start = [], [], [], [], 0
     for place, (length, prompt) in enumerate(PROMPTS[part]):
         ids = tokens_of(part, place)
-        refs.append(SequenceRef(f"s{part}/{place}", length, prompt, 0.0, False, part))
+        refs.append(make_ref(f"s{part}/{place}", length, prompt, 0.0, False, part))
         rows.append(torch.arange(start + prompt - 1, start + length - 1))
         tokens.append(ids)
         targets.append(ids[prompt:])

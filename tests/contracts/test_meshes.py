@@ -245,7 +245,7 @@ def run_rounds(config: Config, folders: dict[str, Path], rank: int, device: Devi
     }
     for role in roles.values():
         for ref in REFS:
-            returns = {"returns": np.sin(np.arange(ref.answer_len) + ref.length)}
+            returns = {"returns": np.sin(np.arange(ref.loss_tokens) + ref.length)}
             role.data.put(ref.sample_id, {**ARRAYS[ref.sample_id], **returns})
     stats: dict[str, list[dict[str, float]]] = {name: [] for name in roles}
     for _ in range(2):

@@ -173,7 +173,7 @@ def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_p
             continue
         assert training.tokens == sum(ref.length for ref in parts[heads.index(rank)])
         assert training.stats == found[heads[0]][0][3].stats
-        assert training.stats["answer_tokens"] == sum(ref.answer_len for ref in REFS)
+        assert training.stats["answer_tokens"] == sum(ref.loss_tokens for ref in REFS)
         assert math.isfinite(training.stats["loss"]) and training.stats["grad_norm"] > 0
         assert inference.stats["logprob_difference_max"] >= inference.stats["logprob_difference_mean"] > 0
     assert [shard.file for shard in shards] == [f"model-{i + 1:05d}-of-00004.safetensors" for i in range(4)]
@@ -279,7 +279,7 @@ def test_hooks_run_around_the_call_in_their_order_on_every_rank(models: dict[str
     ):
         assert seen == expected
         assert (stats, scores) == ({"step": 0.0}, {"s": 0.5})
-        assert plain == offloaded == again and plain["tokens"] == sum(ref.answer_len for ref in REFS)
+        assert plain == offloaded == again and plain["tokens"] == sum(ref.loss_tokens for ref in REFS)
 
 
 def test_an_offloaded_role_is_written_and_stays_offloaded(models: dict[str, Path], tmp_path: Path) -> None:

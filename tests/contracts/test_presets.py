@@ -72,7 +72,7 @@ def test_a_preset_takes_a_step(preset: str, composed: dict[str, Config], found: 
     actor = found[preset]["actor_train"]
     assert (actor["u_mean"], actor["w_mean"]) == (pytest.approx(1.0, abs=1e-4), pytest.approx(1.0, abs=1e-4))
     assert (actor["clip_fraction"], actor["capped_fraction"], actor["optimizer_steps"]) == (0, 0, 1)
-    assert actor["answer_tokens"] == sum(ref.answer_len for ref in REFS)
+    assert actor["answer_tokens"] == sum(ref.loss_tokens for ref in REFS)
     assert actor["grad_norm"] > 0
     if ppo.kl.coef and ppo.kl.place == "loss":
         assert actor["kl_ref_mean"] > 0

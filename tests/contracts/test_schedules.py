@@ -45,6 +45,7 @@ from realsys.types import (
     TransferRequest,
 )
 from tests.config_trees import changed
+from tests.records import make_ref
 from tests.simulated_workers import Deadlock, Sent, SimulatedWorkers
 from tests.train_ranks import run_ranks
 
@@ -92,7 +93,7 @@ def random_refs(rng: random.Random, step: int = 0) -> list[SequenceRef]:
     refs = []
     for number in range(rng.randint(1, 8)):
         prompt, answer = rng.randint(1, 5), rng.randint(1, 30)
-        refs.append(SequenceRef(f"t{step}/{number}", prompt + answer, prompt, 1.0, False, number))
+        refs.append(make_ref(f"t{step}/{number}", prompt + answer, prompt, 1.0, False, number))
     return refs
 
 
@@ -195,7 +196,7 @@ def test_calls_on_disjoint_meshes_run_at_the_same_time_and_on_shared_workers_one
         "c": Mesh(ParallelLayout(data=2), (1, 2)),
     }
     flow = Dataflow([FunctionCall(role, role, "any", frozenset()) for role in meshes])
-    refs = [SequenceRef("t/0", 5, 2, 1.0, False, 0), SequenceRef("t/1", 5, 2, 1.0, False, 1)]
+    refs = [make_ref("t/0", 5, 2, 1.0, False, 0), make_ref("t/1", 5, 2, 1.0, False, 1)]
     workers = simulate(Case(flow, meshes, refs, {"t/0": [0], "t/1": [1]}, 4), seed=7)
     (began_a, ended_a), (began_b, ended_b), (began_c, _) = (span(workers, name) for name in "abc")
     assert began_a < ended_b and began_b < ended_a

@@ -16,7 +16,7 @@ from realsys.errors import KeyMissing, StreamError, WaitTimeout
 from realsys.stream.codec import encode_group
 from realsys.stream.protocol import Push, PushAck, PushNack
 from realsys.stream.push_pull import Pusher
-from realsys.types import TrajectoryGroup
+from realsys.types import Group
 from tests.stream_parts import BOUND_S, PullerThread, make_group, names, pulling, push_all
 
 
@@ -29,7 +29,7 @@ def frame_collector() -> Iterator[None]:
 
 
 def test_groups_arrive_in_order_and_whole() -> None:
-    stored: list[TrajectoryGroup] = []
+    stored: list[Group] = []
 
     async def run(puller: PullerThread) -> None:
         pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0", max_in_flight=4)
@@ -48,7 +48,7 @@ def test_large_groups_reuse_their_memory_without_mixing() -> None:
 
     async def run(puller: PullerThread) -> None:
         pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0", max_in_flight=3)
-        groups = [make_group(str(length), answers=1, length=length) for length in range(200_000, 200_012)]
+        groups = [make_group(str(length), episodes=1, length=length) for length in range(200_000, 200_012)]
         async with asyncio.timeout(BOUND_S):
             await asyncio.gather(*map(pusher.push, groups))
         await pusher.close()
@@ -163,7 +163,7 @@ def test_no_more_than_the_limit_is_in_flight() -> None:
 
 
 def test_a_group_the_store_refuses_is_a_stream_error_for_its_sender_only() -> None:
-    def store(group: TrajectoryGroup) -> None:
+    def store(group: Group) -> None:
         if group.ticket.ticket_id == "t1":
             raise StreamError("token 99999 is outside the vocabulary")
 

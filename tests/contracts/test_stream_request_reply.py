@@ -11,7 +11,7 @@ import zmq
 from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout, WorkerLost
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
-from realsys.types import ClearRequest, SampleMeta, SamplesArrived, TrajectoryGroup
+from realsys.types import ClearRequest, Group, SampleMeta, SamplesArrived
 from tests.stream_parts import BOUND_S, make_group
 from tests.stream_workers import Answering, Number, with_workers
 
@@ -112,7 +112,7 @@ def test_groups_pushed_to_a_worker_are_announced_to_the_master() -> None:
         stream = MasterStream()
         stored: list[str] = []
 
-        def store(group: TrajectoryGroup) -> SamplesArrived:
+        def store(group: Group) -> SamplesArrived:
             stored.append(group.ticket.ticket_id)
             metas = [
                 SampleMeta(f"{group.ticket.ticket_id}/{k}", group.ticket.ticket_id, 0, 40, 10, 0.0, False, 3, 4, 2)

@@ -14,7 +14,7 @@ from realsys.errors import KeyMissing, StreamError
 from realsys.stream.codec import encode_group
 from realsys.stream.protocol import Push
 from realsys.stream.push_pull import Puller, Pusher
-from realsys.types import TrajectoryGroup
+from realsys.types import Group
 from tests.stream_parts import BOUND_S, CuttableProxy, PullerCrash, PullerThread, make_group, names, pulling, push_all
 
 
@@ -58,7 +58,7 @@ def serve_until_killed(pipe: Connection) -> None:
     pipe.send(puller.address)
     stored = 0
 
-    def store(group: TrajectoryGroup) -> None:
+    def store(group: Group) -> None:
         nonlocal stored
         if stored == MOST:
             pipe.recv()  # for ever
@@ -119,7 +119,7 @@ def test_a_puller_killed_on_the_way_and_restarted_elsewhere_loses_nothing() -> N
 
 
 def test_a_group_that_was_stored_but_not_acknowledged_goes_to_the_next_incarnation() -> None:
-    def crash(group: TrajectoryGroup) -> None:
+    def crash(group: Group) -> None:
         if group.ticket.ticket_id == "t2":
             raise PullerCrash
 
@@ -148,7 +148,7 @@ def test_a_cut_connection_resends_and_the_puller_drops_what_it_has() -> None:
     """The acknowledgement of t0 is held back by the store until the connection is gone."""
     stored, cut = threading.Event(), threading.Event()
 
-    def hold(group: TrajectoryGroup) -> None:
+    def hold(group: Group) -> None:
         if group.ticket.ticket_id == "t0":
             stored.set()
             assert cut.wait(BOUND_S)

@@ -13,7 +13,7 @@ from realsys.stream.codec import encode_message
 from realsys.stream.protocol import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
-from realsys.types import SamplesArrived, TrajectoryGroup
+from realsys.types import Group, SamplesArrived
 from tests.stream_parts import BOUND_S, CuttableProxy, make_group
 from tests.stream_workers import Answering, Number, happens, thread_errors, with_workers
 
@@ -201,7 +201,7 @@ def test_an_exception_while_storing_a_group_ends_the_io_thread_loudly() -> None:
         stream = MasterStream()
         puller = Puller()
 
-        def store(group: TrajectoryGroup) -> None:
+        def store(group: Group) -> None:
             raise ZeroDivisionError("a defect")
 
         worker = Answering(0, stream.address, puller=puller, on_group=store)

@@ -18,6 +18,7 @@ from realsys.data.char_model import make_tiny_model
 from realsys.train.device import Device
 from realsys.train.interfaces import Role, find_interface
 from realsys.types import MfcRequest, SequenceRef
+from tests.records import make_mask, make_ref
 from tests.train_ranks import build_role, run_ranks
 
 D1 = ParallelLayout()
@@ -42,8 +43,12 @@ def make_batch(groups: int = 4) -> tuple[list[SequenceRef], dict[str, dict[str, 
     for i in range(2 * groups):
         answer, name = int(rng.integers(2, 20)), f"t{i // 2}/{i % 2}"
         reward = 5.0 if i < 2 or i % 2 else -5.0
-        refs.append(SequenceRef(name, 3 + answer, 3, reward, False, i // 2))
-        arrays[name] = {"tokens": rng.integers(0, 40, 3 + answer), "behav_logprobs": rng.uniform(-4, -3, answer)}
+        refs.append(make_ref(name, 3 + answer, 3, reward, False, i // 2))
+        arrays[name] = {
+            "tokens": rng.integers(0, 40, 3 + answer),
+            "loss_mask": make_mask(3 + answer, 3),
+            "behav_logprobs": rng.uniform(-4, -3, answer),
+        }
     return refs, arrays
 
 
@@ -78,7 +83,7 @@ def test_skipping_zero_advantages_changes_no_gradient(model: Path) -> None:
         return found
 
     [[(all_inf, all_stats, all_grads), (some_inf, some_stats, some_grads)]] = run_ranks(1, body, make_config(), D1)
-    skipped = sum(ref.answer_len for ref in refs[:2])
+    skipped = sum(ref.loss_tokens for ref in refs[:2])
     assert all_inf["tokens"] - some_inf["tokens"] == all_stats["tokens"] - some_stats["tokens"] == skipped
     assert some_stats["answer_tokens"] == all_stats["answer_tokens"] == all_stats["tokens"]
     assert some_stats["loss"] == pytest.approx(all_stats["loss"], rel=1e-5)
@@ -99,7 +104,7 @@ def test_a_batch_without_any_advantage_still_steps_in_time_with_the_others(model
 
     for stats in run_ranks(2, body, config, ParallelLayout(data=2)):
         assert (stats["tokens"], stats["grad_norm"], stats["loss"]) == (0.0, 0.0, 0.0)
-        assert stats["answer_tokens"] == sum(ref.answer_len for ref in refs)
+        assert stats["answer_tokens"] == sum(ref.loss_tokens for ref in refs)
 
 
 def test_a_step_that_is_not_finite_is_skipped_counted_and_harmless(model: Path) -> None:
@@ -120,7 +125,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_harmless(model: Path) 
     assert unchanged and finite
     assert (bad["skipped_steps"], bad["optimizer_steps"]) == (1, 0) and math.isnan(bad["loss"])
     assert (mixed["skipped_steps"], mixed["optimizer_steps"], mixed["skipped_steps_total"]) == (1, 1, 2)
-    assert math.isfinite(mixed["loss"]) and mixed["answer_tokens"] == sum(ref.answer_len for ref in refs[2:])
+    assert math.isfinite(mixed["loss"]) and mixed["answer_tokens"] == sum(ref.loss_tokens for ref in refs[2:])
 
 
 def test_warm_up_learns_and_training_starts_with_fresh_optimizer_state(model: Path) -> None:

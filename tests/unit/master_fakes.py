@@ -27,7 +27,7 @@ from realsys.algorithm.group_filter import keep_group
 from realsys.buffer.balance import token_costs
 from realsys.cluster.topology import place
 from realsys.config.allocation import parse_allocation
-from realsys.config.dataflow import dataflow_of
+from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
 from realsys.config.schema import Config
 from realsys.master.arguments import CallArguments
 from realsys.master.intake import Intake
@@ -89,8 +89,8 @@ class Manager:
                     ticket,
                     [
                         SampleMeta(
-                            f"{ticket.ticket_id}/{k}", ticket.ticket_id, 0, 8, 5, r, False, ticket.version,
-                            ticket.version, 0,
+                            f"{ticket.ticket_id}/{k}", ticket.ticket_id, 0, 8, 3, r, False, ticket.version,
+                            ticket.version, 0, episode=k, group_rows=len(rewards[number]), correct=r > 0,
                         )
                         for k, r in enumerate(rewards[number])
                     ],
@@ -141,11 +141,10 @@ class Run:
         self.manager, self.records = Manager(config, prompts, epochs), list[dict[str, Any]]()
         self.workers: Any = SimulatedWorkers(flow, meshes, 1 + max(w for m in meshes.values() for w in m.workers))
         self.disk, self.stop, manager = Disk(self.manager), asyncio.Event(), self.manager
-        correct, wanted = config.rollout.reward.correct, config.train.ppo.filter
         self.intake = Intake(
             config,
             training="",
-            keep=lambda group: keep_group([s.reward for s in group], correct, wanted),
+            keep=lambda group: keep_group([s.correct for s in group], config.train.ppo.filter),
             workers=self.workers,
             manager=manager,  # type: ignore[arg-type]
             mend=self.disk.mend,
@@ -174,7 +173,7 @@ class Run:
         tickets = []
         for ticket, samples in self.manager.rollouts(self.config, *rewards):
             for sample in samples:
-                self.workers.held[0] |= {(k, sample.sample_id) for k in ("tokens", "behav_logprobs", "versions")}
+                self.workers.held[0] |= {(k, sample.sample_id) for k in SOURCE_KEYS}
             self.intake.on_samples(samples)
             tickets.append(ticket)
         return tickets

@@ -17,7 +17,7 @@ from realsys.admission.messages import (
     ScheduleRequest,
 )
 from realsys.generation.client import Generated, SamplingSpec
-from realsys.types import FinishReason, Ticket, TrajectoryGroup
+from realsys.types import FinishReason, Group, Ticket
 
 STEP = 1000  # a fake server's k-th token after ``length`` input tokens is STEP + length + k
 
@@ -100,10 +100,10 @@ class FakePusher:
     """Keeps what is pushed; raises what ``error`` says."""
 
     def __init__(self) -> None:
-        self.groups: list[TrajectoryGroup] = []
+        self.groups: list[Group] = []
         self.error: Exception | None = None
 
-    async def push(self, group: TrajectoryGroup) -> None:
+    async def push(self, group: Group) -> None:
         if self.error is not None:
             raise self.error
         self.groups.append(group)

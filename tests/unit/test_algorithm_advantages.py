@@ -11,6 +11,7 @@ from realsys.algorithm.advantages import gae, normalise, outcome_advantages, sha
 from realsys.config.schema_train import NormalisationConfig, PPOConfig
 from realsys.errors import ConfigError
 from realsys.types import SequenceRef
+from tests.records import make_ref
 
 GRPO = NormalisationConfig(mean="group", std="group")
 DR_GRPO = NormalisationConfig(mean="group", std="none")
@@ -20,7 +21,7 @@ RAW = NormalisationConfig(mean="none", std="none")
 
 
 def ref(reward: float, *, group: int = 0, answer: int = 1, truncated: bool = False) -> SequenceRef:
-    return SequenceRef(f"{group}/0", answer + 5, 5, reward, truncated, group)
+    return make_ref(f"{group}/0", answer + 5, 5, reward, truncated, group)
 
 
 def ppo(advantage: NormalisationConfig, **fields: object) -> PPOConfig:

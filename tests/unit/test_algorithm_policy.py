@@ -20,6 +20,7 @@ from realsys.algorithm.loss import (
 )
 from realsys.config.schema_train import PPOConfig
 from realsys.types import SequenceRef
+from tests.records import make_ref
 
 # Two answers of two tokens. log u = 0.2, -0.5 | -0.5, 1.0 and log w = 0.3, -0.1 | 0, -0.2
 THETA = [-1.0, -2.0, -2.0, -0.5]
@@ -185,7 +186,7 @@ PPO_TERMS = [-3.2396611, 0.7238699, -1.2130613, 6.6766228]  # as in test_algorit
 
 
 def ref(answer: int, *, truncated: bool = False) -> SequenceRef:
-    return SequenceRef("s", answer + 3, 3, 0.0, truncated, 0)
+    return make_ref("s", answer + 3, 3, 0.0, truncated, 0)
 
 
 REFS = [ref(3), ref(1), ref(10, truncated=True)]

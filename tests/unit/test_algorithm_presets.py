@@ -24,7 +24,7 @@ from realsys.algorithm.loss import Segments, actor_loss, loss_denominator
 from realsys.config.compose import compose
 from realsys.config.dataflow import token_level_advantages
 from realsys.config.schema import Config
-from realsys.types import SequenceRef
+from tests.records import make_ref
 
 LIMIT = 50
 REWARDS = [[1.0, -1.0, -1.0], [1.0, 1.0, -1.0]]  # two prompts, three answers each
@@ -131,8 +131,8 @@ def of_preset(config: Config, theta: Tensor) -> Tensor:
     """As the train calls do it, in one micro-batch."""
     ppo = config.train.ppo
     _, old, reference = make_logprobs()
-    refs = [SequenceRef(f"{p}/{k}", 4 + LENGTHS[p][k], 4, REWARDS[p][k], False, p) for p in range(2) for k in range(3)]
-    lengths = [ref.answer_len for ref in refs]
+    refs = [make_ref(f"{p}/{k}", 4 + LENGTHS[p][k], 4, REWARDS[p][k], False, p) for p in range(2) for k in range(3)]
+    lengths = [ref.loss_tokens for ref in refs]
     if token_level_advantages(config):
         kl = kl_estimate(old, reference, ppo.kl.estimator).numpy()
         rewards = token_rewards(outcome_rewards(refs, ppo, LIMIT), lengths, kl, ppo.kl.coef)

@@ -20,10 +20,11 @@ from realsys.algorithm.advantages import (
 )
 from realsys.config.schema_train import NormalisationConfig, PPOConfig
 from realsys.types import SequenceRef
+from tests.records import make_ref
 
 
 def ref(reward: float, *, group: int = 0, answer: int = 1, truncated: bool = False) -> SequenceRef:
-    return SequenceRef(f"{group}/0", answer + 5, 5, reward, truncated, group)
+    return make_ref(f"{group}/0", answer + 5, 5, reward, truncated, group)
 
 
 def ppo(mean: str = "batch", std: str = "batch", *, leave_one_out: bool = False, **fields: object) -> PPOConfig:
@@ -75,7 +76,7 @@ def test_an_answer_without_tokens_earns_nothing() -> None:
 
 
 def test_kl_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="KL of 1 tokens for answers of 3"):
+    with pytest.raises(ValueError, match="KL of 1 tokens for rows of 3"):
         token_rewards([1.0, 2.0], [2, 1], [0.1], 1.0)
 
 
@@ -165,7 +166,7 @@ def test_without_kl_and_critic_tokens_have_the_advantage_of_their_answer(
     """The two ways to an advantage agree where both apply."""
     refs = [ref(float(r), group=g, answer=a) for r, g, a in batch]
     cfg = ppo(*levels)
-    lengths = [r.answer_len for r in refs]
+    lengths = [r.loss_tokens for r in refs]
     advantages, _ = token_advantages(
         token_rewards(outcome_rewards(refs, cfg, 100), lengths), lengths, [False] * len(refs), cfg
     )

@@ -15,6 +15,7 @@ from realsys.algorithm.loss import finish_stats, merge_stats
 from realsys.algorithm.value import critic_loss, explained_variance
 from realsys.algorithm.value_norm import RunningMoments
 from realsys.config.schema_train import CriticConfig, FilterConfig
+from realsys.errors import ConfigError
 
 # Within the clip; beyond it away from the return; beyond it towards the return; beyond the huber's delta of 2.
 VALUES = [1.1, 2.0, 3.0, 0.0]
@@ -201,23 +202,28 @@ DAPO = FilterConfig(min=0.001, max=0.999)
 
 
 @pytest.mark.parametrize(
-    ("rewards", "cfg", "kept"),
+    ("correct", "cfg", "kept"),
     [
-        ([5.0, -5.0, -5.0, -5.0], DAPO, True),
-        ([-5.0] * 4, DAPO, False),
-        ([5.0] * 4, DAPO, False),
-        ([5.0] * 4, FilterConfig(), True),  # no filter
-        ([-5.0] * 4, FilterConfig(), True),
-        ([5.0, -5.0, -5.0, -5.0], FilterConfig(min=0.25, max=0.75), True),  # both ends belong
-        ([5.0, 5.0, 5.0, -5.0], FilterConfig(min=0.25, max=0.75), True),
-        ([5.0, -5.0, -5.0, -5.0, -5.0], FilterConfig(min=0.25, max=0.75), False),
-        ([6.0, 4.9], FilterConfig(min=0.5, max=0.5), True),  # at least the correct reward; just below is not correct
+        ([True, False, False, False], DAPO, True),
+        ([False] * 4, DAPO, False),
+        ([True] * 4, DAPO, False),
+        ([True] * 4, FilterConfig(), True),  # no filter
+        ([False] * 4, FilterConfig(), True),
+        ([None] * 4, FilterConfig(), True),  # nothing is looked at
+        ([True, False, False, False], FilterConfig(min=0.25, max=0.75), True),  # both ends belong
+        ([True, True, True, False], FilterConfig(min=0.25, max=0.75), True),
+        ([True, False, False, False, False], FilterConfig(min=0.25, max=0.75), False),
     ],
 )
-def test_filter(rewards: list[float], cfg: FilterConfig, kept: bool) -> None:
-    assert keep_group(rewards, 5.0, cfg) is kept
+def test_filter(correct: list[bool | None], cfg: FilterConfig, kept: bool) -> None:
+    assert keep_group(correct, cfg) is kept
+
+
+def test_filter_without_correctness_is_a_named_error() -> None:
+    with pytest.raises(ConfigError, match=r"train\.ppo\.filter\.min.*the environment does not say"):
+        keep_group([True, None], DAPO)
 
 
 def test_a_group_without_answers_is_an_error() -> None:
-    with pytest.raises(ValueError, match="without answers"):
-        keep_group([], 5.0, FilterConfig())
+    with pytest.raises(ValueError, match="without episodes"):
+        keep_group([], FilterConfig())

@@ -19,6 +19,7 @@ from realsys.config.model_sizes import ModelSizes, read_sizes
 from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.types import SequenceRef
+from tests.records import make_ref
 
 SIZES = ModelSizes(hidden=8, layers=2, heads=4, kv_heads=2, head_dim=2, ffn=12, outputs=20)
 BY_TOKENS, BY_FLOPS = (Config.model_validate({"train": {"balance": kind}}) for kind in ("tokens", "flops"))
@@ -33,7 +34,7 @@ HF = {
 
 
 def make_refs(lengths: list[int]) -> list[SequenceRef]:
-    return [SequenceRef(f"{i:04d}/0", length, 1, 1.0, False, i) for i, length in enumerate(lengths)]
+    return [make_ref(f"{i:04d}/0", length, 1, 1.0, False, i) for i, length in enumerate(lengths)]
 
 
 def lengths_of(plan: list[list[list[SequenceRef]]]) -> list[list[list[int]]]:

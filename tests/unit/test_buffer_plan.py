@@ -17,18 +17,19 @@ from realsys.buffer.balance import (
     lower_bound_of_sum,
     split_balanced,
 )
-from realsys.buffer.batch import plan_minibatches, sequence_refs
+from realsys.buffer.batch import plan_minibatches, row_units, sequence_refs
 from realsys.buffer.redistribute import holders_of_outputs, plan_call, plan_transfers
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import StuckError
 from realsys.types import SampleMeta, SequenceRef
+from tests.records import make_ref
 
 costs_strategy = st.lists(st.integers(0, 100), max_size=30)
 
 
 def make_refs(lengths: list[int]) -> list[SequenceRef]:
-    return [SequenceRef(f"{i:04d}/0", length, 1, 1.0, False, i) for i, length in enumerate(lengths)]
+    return [make_ref(f"{i:04d}/0", length, 1, 1.0, False, i) for i, length in enumerate(lengths)]
 
 
 def totals(split: list[list[int]], costs: list[int]) -> list[int]:
@@ -129,14 +130,62 @@ def test_plan_of_nothing_and_of_no_ranks() -> None:
 
 def test_refs_number_the_groups_of_the_batch() -> None:
     def meta(ticket: str, k: int) -> SampleMeta:
-        return SampleMeta(f"{ticket}/{k}", ticket, 0, 9 + k, 4, 5.0, k == 1, 3, 3, owner=2)
+        return SampleMeta(f"{ticket}/{k}", ticket, 0, 9 + k, 5 + k, 5.0, k == 1, 3, 3, owner=2, episode=k)
 
     refs = sequence_refs([[meta("t7", 0), meta("t7", 1)], [meta("t9", 0)]])
-    assert [(r.sample_id, r.group, r.length, r.answer_len, r.truncated) for r in refs] == [
+    assert [(r.sample_id, r.group, r.length, r.loss_tokens, r.truncated) for r in refs] == [
         ("t7/0", 0, 9, 5, False),
         ("t7/1", 0, 10, 6, True),
         ("t9/0", 1, 9, 5, False),
     ]
+
+
+def test_refs_number_the_episodes_and_know_the_last_row() -> None:
+    def meta(ticket: str, episode: int, row: int) -> SampleMeta:
+        place = {"episode": episode, "row": row, "episode_tokens": 7}
+        name = f"{ticket}/{episode}.{row}"
+        return SampleMeta(name, ticket, 0, 9, 5, 5.0, False, 3, 3, owner=2, **place)  # type: ignore[arg-type]
+
+    refs = sequence_refs([[meta("t7", 0, 0), meta("t7", 0, 1), meta("t7", 2, 0)], [meta("t9", 0, 0)]])
+    assert [(r.group, r.episode, r.last) for r in refs] == [(0, 0, False), (0, 0, True), (0, 1, True), (1, 2, True)]
+    assert {r.episode_tokens for r in refs} == {7}
+
+
+def episode_refs(rows: list[list[int]]) -> list[SequenceRef]:
+    """Rows of these lengths, by episode."""
+    return [
+        SequenceRef(f"{k:03d}.{r}", length, length - 1, 1.0, False, k, k, sum(lengths) - len(lengths))
+        for k, lengths in enumerate(rows)
+        for r, length in enumerate(lengths)
+    ]
+
+
+def test_units_hold_neighbouring_rows_up_to_the_capacity() -> None:
+    refs = episode_refs([[4, 4, 4], [10], [6, 5, 1]])
+    assert [[ref.length for ref in unit] for unit in row_units(refs, 10)] == [[4, 4], [4], [10], [6], [5, 1]]
+    assert [[ref.length for ref in unit] for unit in row_units(refs, 0)] == [[4, 4, 4], [10], [6, 5, 1]]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(2, 60), min_size=1, max_size=5), min_size=1, max_size=20),
+    st.integers(1, 5),
+    st.integers(1, 4),
+)
+def test_rows_of_an_episode_share_minibatch_and_rank(rows: list[list[int]], n: int, dp: int) -> None:
+    refs, capacity = episode_refs(rows), 100
+    plan = plan_minibatches(refs, n, dp, capacity=capacity)
+    assert sorted(r.sample_id for ranks in plan for rank in ranks for r in rank) == [r.sample_id for r in refs]
+    minibatches: dict[int, set[int]] = {}
+    ranks_of: dict[int, set[int]] = {}
+    for m, ranks in enumerate(plan):
+        for d, rank in enumerate(ranks):
+            for ref in rank:
+                minibatches.setdefault(ref.episode, set()).add(m)
+                ranks_of.setdefault(ref.episode, set()).add(d)
+    assert all(len(found) == 1 for found in minibatches.values())
+    whole = [k for k, lengths in enumerate(rows) if sum(lengths) <= capacity]
+    assert all(len(ranks_of[k]) == 1 for k in whole)
 
 
 # ---- transfers
@@ -213,7 +262,7 @@ def moves(
     }
 
 
-A, B, C = (SequenceRef(name, 10, 4, 1.0, False, 0) for name in "abc")
+A, B, C = (make_ref(name, 10, 4, 1.0, False, 0) for name in "abc")
 
 
 def test_sequences_go_to_every_stage_and_answers_to_the_last() -> None:

@@ -14,12 +14,29 @@ from realsys.types import SampleMeta
 
 
 def sample(ticket: str, k: int, *, versions: tuple[int, int] = (0, 0), attempt: int = 0, owner: int = 0) -> SampleMeta:
+    return row(ticket, k, 0, 2, versions=versions, attempt=attempt, owner=owner)
+
+
+def row(
+    ticket: str,
+    episode: int,
+    number: int,
+    of: int,
+    *,
+    versions: tuple[int, int] = (0, 0),
+    attempt: int = 0,
+    owner: int = 0,
+) -> SampleMeta:
+    """Row ``number`` of an episode; the group has ``of`` rows."""
     low, high = versions
-    return SampleMeta(f"{ticket}.{attempt}/{k}", ticket, attempt, 10, 4, 5.0, False, low, high, owner)
+    sample_id = f"{ticket}.{attempt}/{episode}.{number}"
+    place = {"episode": episode, "row": number, "group_rows": of}
+    return SampleMeta(sample_id, ticket, attempt, 10, 4, 5.0, False, low, high, owner, **place)  # type: ignore[arg-type]
 
 
 def group(ticket: str, size: int = 2, *, version: int = 0, attempt: int = 0, owner: int = 0) -> list[SampleMeta]:
-    return [sample(ticket, k, versions=(version, version), attempt=attempt, owner=owner) for k in range(size)]
+    versions = (version, version)
+    return [row(ticket, k, 0, size, versions=versions, attempt=attempt, owner=owner) for k in range(size)]
 
 
 def ids(groups: list[list[SampleMeta]]) -> list[str]:
@@ -27,7 +44,7 @@ def ids(groups: list[list[SampleMeta]]) -> list[str]:
 
 
 def test_a_group_is_ready_when_its_last_answer_is_there() -> None:
-    buffer = SequenceBuffer(3)
+    buffer = SequenceBuffer()
     buffer.add(group("t1", 3)[:2])
     assert (buffer.ready_groups, buffer.incomplete_groups) == (0, 1)
     buffer.add(group("t1", 3)[2:])
@@ -35,7 +52,7 @@ def test_a_group_is_ready_when_its_last_answer_is_there() -> None:
 
 
 def test_oldest_ticket_first_whatever_the_order_of_arrival() -> None:
-    buffer = SequenceBuffer(2)
+    buffer = SequenceBuffer()
     for ticket in ("t0003", "t0001", "t0010", "t0002"):
         buffer.add(group(ticket))
     assert ids(buffer.take(3, 0, 0, "drop").groups) == ["t0001", "t0002", "t0003"]
@@ -43,33 +60,44 @@ def test_oldest_ticket_first_whatever_the_order_of_arrival() -> None:
 
 
 def test_answers_of_a_group_are_ordered_by_number() -> None:
-    buffer = SequenceBuffer(12)
+    buffer = SequenceBuffer()
     buffer.add(reversed(group("t1", 12)))
     (members,) = buffer.take(1, 0, 0, "drop").groups
-    assert [m.sample_id for m in members] == [f"t1.0/{k}" for k in range(12)]
+    assert [m.sample_id for m in members] == [f"t1.0/{k}.0" for k in range(12)]
+
+
+def test_group_is_complete_with_all_rows_of_all_episodes() -> None:
+    """Episodes may have different numbers of rows, and a group may have fewer episodes than were asked for."""
+    buffer = SequenceBuffer()
+    rows = [row("t1", 0, 0, 4), row("t1", 0, 1, 4), row("t1", 1, 0, 4), row("t1", 0, 2, 4)]
+    buffer.add(rows[:3])
+    assert (buffer.ready_groups, buffer.incomplete_groups) == (0, 1)
+    buffer.add(rows[3:])
+    (members,) = buffer.take(1, 0, 0, "drop").groups
+    assert [(m.episode, m.row) for m in members] == [(0, 0), (0, 1), (0, 2), (1, 0)]
 
 
 def test_too_few_groups_leave_the_buffer_as_it_was() -> None:
-    buffer = SequenceBuffer(2)
+    buffer = SequenceBuffer()
     buffer.add(group("t1"))
     assert buffer.take(2, 0, 0, "drop").groups == []
     assert buffer.ready_groups == 1
 
 
 def test_stale_groups_are_dropped_with_a_reason_and_cleared() -> None:
-    buffer = SequenceBuffer(2)
+    buffer = SequenceBuffer()
     buffer.add([sample("t1", 0, versions=(5, 7)), sample("t1", 1, versions=(2, 7))])  # one old token suffices
     buffer.add(group("t2", version=3))
     batch = buffer.take(1, version=7, eta=4, stale_policy="drop")
     assert batch.dropped == [("t1", "stale")]
-    assert [s.sample_id for s in batch.clear] == ["t1.0/0", "t1.0/1"]
+    assert [s.sample_id for s in batch.clear] == ["t1.0/0.0", "t1.0/1.0"]
     assert ids(batch.groups) == ["t2"]
     assert batch.stale == 0
 
 
 def test_drops_happen_even_if_the_batch_does_not_fill() -> None:
     """Otherwise their quota is never refunded, and the batch never fills: a hang."""
-    buffer = SequenceBuffer(2)
+    buffer = SequenceBuffer()
     buffer.add(group("t1", version=0))
     buffer.add(group("t2", version=5))
     batch = buffer.take(2, version=5, eta=4, stale_policy="drop")
@@ -77,7 +105,7 @@ def test_drops_happen_even_if_the_batch_does_not_fill() -> None:
 
 
 def test_policy_train_keeps_stale_groups_and_counts_them() -> None:
-    buffer = SequenceBuffer(2)
+    buffer = SequenceBuffer()
     buffer.add(group("t1", version=0))
     buffer.add(group("t2", version=5))
     batch = buffer.take(2, version=5, eta=4, stale_policy="train")
@@ -85,7 +113,7 @@ def test_policy_train_keeps_stale_groups_and_counts_them() -> None:
 
 
 def test_eta_zero_means_one_policy_per_batch() -> None:
-    buffer = SequenceBuffer(1)
+    buffer = SequenceBuffer()
     for number, version in enumerate([3, 2, 3]):
         buffer.add(group(f"t{number}", 1, version=version))
     assert buffer.fresh_groups(version=3, eta=0) == 2
@@ -94,7 +122,7 @@ def test_eta_zero_means_one_policy_per_batch() -> None:
 
 
 def test_lags_are_counted_per_answer_at_both_ends() -> None:
-    buffer = SequenceBuffer(2)
+    buffer = SequenceBuffer()
     buffer.add([sample("t1", 0, versions=(3, 5)), sample("t1", 1, versions=(4, 5))])
     batch = buffer.take(1, 6, 4, "drop")
     assert (batch.oldest_lag, batch.newest_lag) == ({3: 1, 2: 1}, {1: 2})
@@ -104,16 +132,16 @@ def test_lags_are_counted_per_answer_at_both_ends() -> None:
 
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_a_copy_or_an_earlier_attempt_of_a_ready_group_is_rejected_and_cleared_where_it_lies(attempt: int) -> None:
-    buffer = SequenceBuffer(2)
+    buffer = SequenceBuffer()
     buffer.add(group("t1", owner=0, attempt=1))
     result = buffer.add(group("t1", owner=1, attempt=attempt))
     assert (result.accepted, result.rejected, buffer.rejected) == (0, 2, 2)
-    assert [(s.sample_id, s.owner) for s in result.clear] == [(f"t1.{attempt}/0", 1), (f"t1.{attempt}/1", 1)]
+    assert [(s.sample_id, s.owner) for s in result.clear] == [(f"t1.{attempt}/0.0", 1), (f"t1.{attempt}/1.0", 1)]
 
 
 def test_copy_beside_its_original_is_not_cleared() -> None:
     """Both have the same sample id on that worker: clearing the copy would take the original's tensors."""
-    buffer = SequenceBuffer(2)
+    buffer = SequenceBuffer()
     buffer.add(group("t1", owner=0))
     result = buffer.add(group("t1", owner=0))
     assert (result.rejected, result.clear) == (2, [])
@@ -122,56 +150,56 @@ def test_copy_beside_its_original_is_not_cleared() -> None:
 @pytest.mark.parametrize("owner", [0, 1])
 def test_a_later_attempt_takes_the_place_of_a_ready_one_until_that_is_in_training(owner: int) -> None:
     """The ledger goes by the later one, and it is the fresher: the earlier one here is too stale to be trained."""
-    buffer = SequenceBuffer(2)
+    buffer = SequenceBuffer()
     buffer.add(group("t1", owner=0))
     result = buffer.add(group("t1", owner=owner, attempt=1, version=5))
     assert (result.accepted, result.rejected) == (2, 2)
-    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1.0/0", 0), ("t1.0/1", 0)]
+    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1.0/0.0", 0), ("t1.0/1.0", 0)]
     assert buffer.held() == {"t1": 1}
     [members] = buffer.take(1, 5, 0, "drop").groups
     assert {(m.attempt, m.owner) for m in members} == {(1, owner)}
     late = buffer.add(group("t1", attempt=2, version=6))
     assert (late.accepted, late.clear, buffer.held()) == (0, [], {})
-    assert [s.sample_id for s in buffer.take(1, 6, 0, "drop").clear] == ["t1.2/0", "t1.2/1"], "the batch is trained"
+    assert [s.sample_id for s in buffer.take(1, 6, 0, "drop").clear] == ["t1.2/0.0", "t1.2/1.0"], "the batch is trained"
 
 
 def test_part_of_a_later_attempt_does_not_hold_up_the_one_that_is_here_and_leaves_nothing_behind() -> None:
-    buffer = SequenceBuffer(2)
+    buffer = SequenceBuffer()
     buffer.add([*group("t1"), *group("t2", version=9)])
     for ticket in ("t1", "t2"):
         buffer.add(group(ticket, attempt=1)[:1])
     assert buffer.held() == {"t1": 0, "t2": 0}
     batch = buffer.take(1, 9, 0, "drop")
     assert (batch.dropped, ids(batch.groups)) == ([("t1", "stale")], ["t2"])
-    assert [s.sample_id for s in batch.clear] == ["t1.0/0", "t1.0/1", "t1.1/0"]
-    assert [s.sample_id for s in buffer.take(1, 9, 0, "drop").clear] == ["t2.1/0"]
+    assert [s.sample_id for s in batch.clear] == ["t1.0/0.0", "t1.0/1.0", "t1.1/0.0"]
+    assert [s.sample_id for s in buffer.take(1, 9, 0, "drop").clear] == ["t2.1/0.0"]
     assert buffer.incomplete_groups == 0
 
 
 @pytest.mark.parametrize("owner", [0, 1])
 def test_copy_of_what_is_in_training_is_cleared_only_after_the_step(owner: int) -> None:
     """Also on another worker: the plan may have moved the original there."""
-    buffer = SequenceBuffer(2)
+    buffer = SequenceBuffer()
     buffer.add(group("t1", owner=0))
     assert ids(buffer.take(1, 0, 0, "drop").groups) == ["t1"]
     result = buffer.add(group("t1", owner=owner))
     assert (result.rejected, result.clear) == (2, [])
     after = buffer.take(1, 0, 0, "drop")
     assert after.groups == []
-    assert [(s.sample_id, s.owner) for s in after.clear] == [("t1.0/0", owner), ("t1.0/1", owner)]
+    assert [(s.sample_id, s.owner) for s in after.clear] == [("t1.0/0.0", owner), ("t1.0/1.0", owner)]
     assert buffer.take(1, 0, 0, "drop").clear == [], "once"
 
 
 def test_a_batch_that_is_not_trained_is_ready_again_without_what_has_ended() -> None:
     """A copy that came meanwhile goes, where it is not the original itself."""
-    buffer = SequenceBuffer(2)
+    buffer = SequenceBuffer()
     for ticket in ("t1", "t2", "t3"):
         buffer.add(group(ticket))
     assert ids(buffer.take(3, 0, 0, "drop").groups) == ["t1", "t2", "t3"]
     for copy in (group("t1", owner=1), group("t2"), group("t3", attempt=1)):
         buffer.add(copy)
     cleared = [(s.sample_id, s.owner) for s in buffer.release(["t1"])]
-    assert cleared == [(f"t1.0/{k}", owner) for owner in (0, 1) for k in (0, 1)] + [("t3.1/0", 0), ("t3.1/1", 0)]
+    assert cleared == [(f"t1.0/{k}.0", owner) for owner in (0, 1) for k in (0, 1)] + [("t3.1/0.0", 0), ("t3.1/1.0", 0)]
     assert buffer.held() == {"t2": 0, "t3": 0}
     assert buffer.add(group("t1", attempt=5)).accepted == 0, "it has ended"
     again = buffer.take(2, 0, 0, "drop")
@@ -179,29 +207,29 @@ def test_a_batch_that_is_not_trained_is_ready_again_without_what_has_ended() -> 
 
 
 def test_trained_ticket_never_comes_back() -> None:
-    buffer = SequenceBuffer(1)
+    buffer = SequenceBuffer()
     buffer.add(group("t1", 1))
     buffer.take(1, 0, 0, "drop")
     buffer.take(1, 0, 0, "drop")
     result = buffer.add(group("t1", 1, attempt=1))
-    assert (result.accepted, [s.sample_id for s in result.clear]) == (0, ["t1.1/0"])
+    assert (result.accepted, [s.sample_id for s in result.clear]) == (0, ["t1.1/0.0"])
 
 
 def test_dropped_ticket_never_comes_back() -> None:
     """Its prompt has a new ticket: training the old one's next attempt would train the prompt twice."""
-    buffer = SequenceBuffer(1)
+    buffer = SequenceBuffer()
     buffer.add(group("t1", 1, version=0))
     assert buffer.take(1, 9, 0, "drop").dropped == [("t1", "stale")]
     result = buffer.add(group("t1", 1, version=9, attempt=1))
-    assert (result.accepted, [s.sample_id for s in result.clear]) == (0, ["t1.1/0"])
+    assert (result.accepted, [s.sample_id for s in result.clear]) == (0, ["t1.1/0.0"])
 
 
 def test_later_attempt_replaces_an_incomplete_one_whole() -> None:
     """Answers of two attempts never mix: they may come from different prompts' seeds and policies."""
-    buffer = SequenceBuffer(2)
+    buffer = SequenceBuffer()
     buffer.add([sample("t1", 0, attempt=0, owner=0)])
     result = buffer.add([sample("t1", 1, attempt=1, owner=1)])
-    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1.0/0", 0)]
+    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1.0/0.0", 0)]
     assert buffer.ready_groups == 0
     assert buffer.add([sample("t1", 0, attempt=0, owner=0)]).accepted == 0
     buffer.add([sample("t1", 0, attempt=1, owner=1)])
@@ -210,7 +238,7 @@ def test_later_attempt_replaces_an_incomplete_one_whole() -> None:
 
 
 def test_memory_of_finished_tickets_is_bounded() -> None:
-    buffer = SequenceBuffer(1, remember=3)
+    buffer = SequenceBuffer(remember=3)
     for number in range(50):
         buffer.add(group(f"t{number:03d}", 1))
         assert len(buffer.take(1, 0, 0, "drop").groups) == 1
@@ -231,19 +259,19 @@ def rewarded(ticket: str, *rewards: float, owner: int = 0) -> list[SampleMeta]:
 
 
 def test_a_group_without_anything_to_learn_leaves_when_it_is_complete() -> None:
-    buffer = SequenceBuffer(2, keep=mixed)
+    buffer = SequenceBuffer(keep=mixed)
     early, late = rewarded("t1", 5.0, 5.0, owner=3)
     assert buffer.add([early]).dropped == []
     result = buffer.add([late])
     assert result.dropped == [("t1", "success_rate")]
-    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1.0/0", 3), ("t1.0/1", 3)]
+    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1.0/0.0", 3), ("t1.0/1.0", 3)]
     assert (result.accepted, result.rejected, buffer.ready_groups, buffer.incomplete_groups) == (1, 0, 0, 0)
     again = buffer.add(rewarded("t1", 5.0, -5.0, owner=4))
     assert (again.accepted, again.dropped, len(again.clear)) == (0, [], 2), "its quota is another prompt's by now"
 
 
 def test_filtered_groups_in_a_row_are_counted_until_one_stays() -> None:
-    buffer = SequenceBuffer(2, keep=mixed)
+    buffer = SequenceBuffer(keep=mixed)
     counts = []
     for number, rewards in enumerate([(5.0, 5.0), (-5.0, -5.0), (5.0, -5.0), (5.0, 5.0)]):
         buffer.add(rewarded(f"t{number}", *rewards))
@@ -253,12 +281,12 @@ def test_filtered_groups_in_a_row_are_counted_until_one_stays() -> None:
 
 
 def test_sizes_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="group_size=0"):
-        SequenceBuffer(0)
+    with pytest.raises(ValueError, match="remember=0"):
+        SequenceBuffer(remember=0)
 
 
 def test_owners_are_where_the_stream_brought_the_samples() -> None:
-    assert owners_of([group("t1", owner=4)]) == {"t1.0/0": {4}, "t1.0/1": {4}}
+    assert owners_of([group("t1", owner=4)]) == {"t1.0/0.0": {4}, "t1.0/1.0": {4}}
 
 
 GROUP_SIZE, ETA, BATCH = 2, 2, 2
@@ -269,7 +297,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.buffer = SequenceBuffer(GROUP_SIZE)
+        self.buffer = SequenceBuffer()
         self.version = 0
         self.accepted: dict[str, list[SampleMeta]] = {}  # complete groups, neither trained nor dropped
         self.trained: list[str] = []

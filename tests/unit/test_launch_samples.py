@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from launch.samples import Sample, Span, group_lines, printable, version_spans, wanted
+from launch.samples import CONTEXT, Sample, Span, group_lines, printable, token_versions, version_spans, wanted
 from realsys.data.char_model import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError
@@ -39,17 +39,27 @@ def test_an_answer_is_cut_where_its_version_changes(
     assert [span.tokens for span in found] == [len(text) for _, text in spans]
 
 
+def test_feedback_between_turns_is_a_span_without_version(tokenizer: TextTokenizer) -> None:
+    mask = np.array([False, True, True, False, True])
+    versions = token_versions(mask, np.array([3, 3, 4], np.int32))
+    assert versions.tolist() == [CONTEXT, 3, 3, CONTEXT, 4]
+    found = list(version_spans(tokenizer.encode_text("12+5="), versions, tokenizer))
+    assert [(span.version, span.text) for span in found] == [(None, "1"), (3, "2+"), (None, "5"), (4, "=")]
+
+
 def test_an_empty_answer_has_no_spans(tokenizer: TextTokenizer) -> None:
     assert list(version_spans([], np.zeros(0, np.int32), tokenizer)) == []
 
 
 def make_sample(**fields: object) -> Sample:
     values: dict[str, object] = {
-        "step": 3, "sample_id": "0007/1", "ticket_id": "0007", "attempt": 1, "prompt_index": 12, "seed": 99,
+        "step": 3, "sample_id": "0007/1", "ticket_id": "0007", "attempt": 1, "episode": 0, "row": 0,
+        "prompt_index": 12, "seed": 99,
         "granted_version": 2, "worker": "rollout_worker/0", "seconds": 1.5, "prompt": "1+1=", "answer": "2.",
         "spans": [Span(2, 1, "2"), Span(3, 1, ".")],
         "route": [("generation_server/0", 1), ("generation_server/1", 1)], "finish_reason": "stop", "reward": 5.0,
-        "score": None, "correct": True, "truncated": False, "staleness": 1, "advantage": 0.5,
+        "rewards": [], "score": None, "correct": True, "metrics": {}, "truncated": False,
+        "staleness": 1, "advantage": 0.5,
         "logprob_difference": None,
     }  # fmt: skip
     return Sample(**{**values, **fields})  # type: ignore[arg-type]
@@ -77,6 +87,13 @@ def test_what_nobody_computed_is_said_to_be_unknown() -> None:
     text = shown(make_sample(advantage=None, route=[], spans=[], score=-0.25))
     assert "score -0.250" in text and "advantage unknown" in text and "no server known" in text
     assert "prox" not in text
+
+
+def test_context_metrics_and_rewards_of_turns_are_shown() -> None:
+    spans = [Span(2, 1, "2"), Span(None, 1, "?"), Span(3, 1, "3")]
+    text = shown(make_sample(spans=spans, metrics={"turns": 2.0}, rewards=[(4, 0.5)], correct=None))
+    assert "[v2]2[context]?[v3]3" in text
+    assert "reward 5, not judged, stop, turns 2, reward 0.5 at 4, staleness 1" in text
 
 
 def test_an_answer_cannot_steer_the_terminal() -> None:

@@ -18,6 +18,7 @@ from realsys.master.executor import CallResult, GraphExecutor, Minibatches
 from realsys.master.ownership import Ownership
 from realsys.types import ClearRequest, MfcReply, MfcRequest, SequenceRef, TransferRequest
 from tests.config_trees import changed
+from tests.records import make_ref
 from tests.simulated_workers import Sent, SimulatedWorkers
 
 EVERYTHING = (
@@ -31,7 +32,7 @@ NAMES = [f"s{i}" for i in range(8)]
 
 
 def ref(name: str, reward: float = 1.0) -> SequenceRef:
-    return SequenceRef(name, 5, 2, reward, False, 0)
+    return make_ref(name, 5, 2, reward, False, 0)
 
 
 def spread(mesh: Mesh, minibatches: int = 2) -> Minibatches:
@@ -223,7 +224,7 @@ def test_a_failing_call_ends_the_step_with_its_error_and_gives_up_the_others() -
     async def run() -> None:
         workers = OneFails(flow, {"actor": mesh}, 1)
         executor = GraphExecutor(flow, {"actor": mesh}, workers)
-        ownership = Ownership({"tokens": {"s": {0}}})
+        ownership = Ownership({"tokens": {"s": {0}}, "loss_mask": {"s": {0}}})
         with pytest.raises(RemoteError, match="out of memory"):
             await executor.run({"actor": [[[ref("s")]]]}, ownership, step=1, version=0, args={})
         assert workers.pending.cancelled()

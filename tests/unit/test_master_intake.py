@@ -15,6 +15,7 @@ from realsys.admission.messages import (
     TrainedReply,
     TrainedRequest,
 )
+from realsys.config.dataflow import SOURCE_KEYS
 from realsys.errors import Fenced
 from realsys.master import intake as intake_module
 
@@ -41,7 +42,7 @@ def test_groups_of_another_training_side_are_freed_and_neither_trained_nor_given
         for (_, samples), training in zip(arrived, ("0001", "0002", "0002"), strict=True):
             for sample in samples:
                 sample.training = training
-                job.workers.held[0] |= {(k, sample.sample_id) for k in ("tokens", "behav_logprobs", "versions")}
+                job.workers.held[0] |= {(k, sample.sample_id) for k in SOURCE_KEYS}
             job.intake.on_samples(samples)
         assert job.intake.held() == [("0000000001", 0), ("0000000002", 0)]
         await job.serve(job.loop.run())
@@ -152,7 +153,7 @@ def test_a_master_that_waits_tells_what_it_holds_so_that_what_was_lost_is_rolled
 
         job.manager.trained = reissue  # type: ignore[method-assign]
         for sample in samples:
-            job.workers.held[0] |= {(k, sample.sample_id) for k in ("tokens", "behav_logprobs", "versions")}
+            job.workers.held[0] |= {(k, sample.sample_id) for k in SOURCE_KEYS}
         assert await job.serve(job.loop.run()) == 1
         assert 0 in job.disk.looks, "what is published may be what no server can load: then nothing else arrives"
 

@@ -16,14 +16,15 @@ from realsys.config.paths import TrialPaths
 from realsys.master.executor import CallResult, Minibatches
 from realsys.master.recorder import Recorder, array_holders
 from realsys.train import record_files as files
-from realsys.types import Empty, HoldRequest, Recorded, RecordReply, RecordRequest, SampleMeta, SequenceRef
+from realsys.types import Empty, HoldRequest, Recorded, RecordReply, RecordRequest, SampleMeta
 from tests.config_trees import changed
+from tests.records import make_ref
 
 CONFIG = changed("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false", "record.keep_steps=2")
 FLOW = dataflow_of(CONFIG)
 MESHES = place(parse_allocation("sglang.d1+actor.p2,critic.d2"), ["actor", "critic"])
 GROUPS = [[SampleMeta(f"t/{k}", "t", 0, 4, 2, 1.0, False, 0, 0, owner=1) for k in range(2)]]
-REFS = [SequenceRef(sample.sample_id, 4, 2, 1.0, False, 0) for sample in GROUPS[0]]
+REFS = [make_ref(sample.sample_id, 4, 2, 1.0, False, 0) for sample in GROUPS[0]]
 PLANS: dict[str, Minibatches] = {"actor": [[REFS]], "critic": [[[REFS[0]], [REFS[1]]]]}
 
 
@@ -68,7 +69,7 @@ def test_every_array_is_recorded_by_one_worker() -> None:
     held = array_holders(GROUPS, FLOW, PLANS, MESHES)
     ids = ["t/0", "t/1"]
     # The stream brought the samples to the actor's last stage, which also makes the actor's arrays.
-    actor = ("behav_logprobs", "tokens", "versions", "prox_logprobs", "advantages", "returns")
+    actor = ("behav_logprobs", "loss_mask", "tokens", "versions", "prox_logprobs", "advantages", "returns")
     assert held[1] == {**dict.fromkeys(actor, ids), "values": ["t/1"]}
     assert held[0] == {"values": ["t/0"]}
 

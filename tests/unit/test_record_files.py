@@ -15,7 +15,7 @@ from realsys.master.compare import compare
 from realsys.train import record_files as files
 from realsys.train.checkpoint_files import FileInfo
 from realsys.train.record_files import Arrays, StepRecord
-from realsys.types import AnswerOrigin, GroupOrigin, SampleMeta, Ticket
+from realsys.types import GroupOrigin, RowOrigin, SampleMeta, Ticket
 
 ORIGIN = GroupOrigin(
     Ticket("00000007", 1, 12, seed=99, version=2),
@@ -23,7 +23,11 @@ ORIGIN = GroupOrigin(
     1.0,
     2.5,
     {"generate_s": 1.25},
-    [AnswerOrigin("stop", (("generation_server/0", 2), ("generation_server/1", 1))), AnswerOrigin("length")],
+    [
+        [RowOrigin("stop", (("generation_server/0", 2), ("generation_server/1", 1)), ((3, 0.5),))],
+        [RowOrigin("length"), RowOrigin("stop")],
+    ],
+    ["episode 2: the tool hung"],
 )
 
 
@@ -31,6 +35,7 @@ def arrays() -> Arrays:
     return {
         ("00000007/0", "tokens"): np.array([5, 6, 7, 8], np.int32),
         ("00000007/1", "tokens"): np.array([5, 9], np.int32),
+        ("00000007/0", "loss_mask"): np.array([False, True, True, True]),
         ("00000007/0", "behav_logprobs"): np.array([-0.5, -0.25, -1.0], np.float32),
         ("00000007/1", "behav_logprobs"): np.zeros(1, np.float32),
         ("00000007/1", "values"): np.zeros(0, np.float32),  # an empty array is one, too
@@ -38,7 +43,12 @@ def arrays() -> Arrays:
 
 
 def record(step: int = 3, **changes: object) -> StepRecord:
-    groups = [[SampleMeta(f"00000007/{k}", "00000007", 1, 4, 1, 5.0, False, 1, 2, 0) for k in range(2)]]
+    groups = [
+        [
+            SampleMeta(f"00000007/{k}", "00000007", 1, 4, 3, 5.0, False, 1, 2, 0, episode=k, correct=k == 0)
+            for k in range(2)
+        ]
+    ]
     whole = StepRecord(
         step=step,
         version=step - 1,
@@ -131,7 +141,7 @@ def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
     body = msgspec.json.encode(msgspec.structs.replace(record(), format=1))
     envelope = {"checksum": xxhash.xxh3_64_hexdigest(body), "record": msgspec.Raw(body)}
     (directory / files.BATCH).write_bytes(msgspec.json.encode(envelope))
-    with pytest.raises(RecordError, match="has format 1, this realsys reads 2"):
+    with pytest.raises(RecordError, match="has format 1, this realsys reads 3"):
         files.read_record(directory)
 
 
@@ -183,7 +193,7 @@ def test_pruning_keeps_the_newest_and_all_that_a_checkpoint_leads_to(
 def test_a_step_is_equal_to_itself() -> None:
     found = compare(record(), record(), arrays(), arrays())
     assert found.equal and found.sequences == 2
-    assert found.compared == {"plan": 1, "call": 1, "array": 5, "statistic": 2, "parameter": 2}
+    assert found.compared == {"plan": 1, "call": 1, "array": 6, "statistic": 2, "parameter": 2}
     assert not any(found.unequal.values())
 
 

@@ -48,8 +48,8 @@ def answers(current_of: Any) -> dict[str, Arrays]:
     """Recorded log-probs are 2 higher on old tokens; on current ones, 0.01 higher and lower in turn."""
     made = {}
     for ref in REFS:
-        versions = np.where(current_of(ref.answer_len), TRAINED, OLDER).astype(np.int32)
-        delta = np.where(versions == TRAINED, 0.01 * (-1.0) ** np.arange(ref.answer_len), 2.0)
+        versions = np.where(current_of(ref.loss_tokens), TRAINED, OLDER).astype(np.int32)
+        delta = np.where(versions == TRAINED, 0.01 * (-1.0) ** np.arange(ref.loss_tokens), 2.0)
         made[ref.sample_id] = {"versions": versions, "delta": delta}
     return made
 

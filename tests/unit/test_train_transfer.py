@@ -14,11 +14,12 @@ from realsys.errors import ModelError
 from realsys.train.data_manager import DataManager
 from realsys.train.device import Device
 from realsys.train.transfer import execute
-from realsys.types import SequenceRef, Transfer, TransferRequest
+from realsys.types import Transfer, TransferRequest
+from tests.records import make_ref
 from tests.train_ranks import run_ranks
 
 #: sample "s{i}": 3 prompt tokens, 1 + i answer tokens
-REFS = [SequenceRef(f"s{i}", 4 + i, 3, 0.0, False, 0) for i in range(4)]
+REFS = [make_ref(f"s{i}", 4 + i, 3, 0.0, False, 0) for i in range(4)]
 
 
 def arrays(name: str) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
@@ -26,8 +27,8 @@ def arrays(name: str) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
     base = 100 * int(name[1:])
     return {
         "tokens": np.arange(base, base + ref.length, dtype=np.int32),
-        "behav_logprobs": -np.arange(ref.answer_len, dtype=np.float32) - base,
-        "values": np.arange(ref.answer_len + 1, dtype=np.float32) / 7 + base,  # the last: after the answer
+        "behav_logprobs": -np.arange(ref.loss_tokens, dtype=np.float32) - base,
+        "values": np.arange(ref.loss_tokens + 1, dtype=np.float32) / 7 + base,  # the last: after the answer
     }
 
 
@@ -94,7 +95,7 @@ def test_workers_outside_a_transfer_take_no_part_in_it_whatever_meshes_there_are
 
 
 def test_an_empty_answer_arrives_empty() -> None:
-    empty = SequenceRef("s", 3, 3, 0.0, False, 0)
+    empty = make_ref("s", 3, 3, 0.0, False, 0)
     request = TransferRequest([Transfer(0, 1, ["s"], ["behav_logprobs"])], [empty])
 
     def body(rank: int, device: Device) -> Any:
@@ -126,5 +127,5 @@ def test_an_array_of_another_length_than_its_sequence_is_not_sent() -> None:
             execute(TransferRequest([Transfer(0, 1, ["s1"], ["values"])], REFS), data, 0, device)
         return str(caught.value)
 
-    expected = "values of sample s1 has 2 elements, 3 belong to its 3 + 2 tokens"
+    expected = "values of sample s1 has 2 elements, 3 belong to its 5 tokens, 2 of them in the loss"
     assert run_ranks(1, body, Config()) == [expected]

@@ -1,0 +1,46 @@
+"""Records of single-turn samples, as most tests want them: a prompt, then one completion that is trained."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from realsys.types import FinishReason, Row, SampleMeta, SequenceRef
+
+Array = npt.NDArray[Any]
+_episodes = itertools.count()
+
+
+def make_ref(
+    sample_id: str, length: int, prompt: int, reward: float = 1.0, truncated: bool = False, group: int = 0
+) -> SequenceRef:
+    """A row of ``length`` tokens, the first ``prompt`` of which are context; an episode of its own."""
+    tokens = length - prompt
+    return SequenceRef(sample_id, length, tokens, reward, truncated, group, next(_episodes), tokens)
+
+
+def prompt_len(ref: SequenceRef | SampleMeta) -> int:
+    return ref.length - ref.loss_tokens
+
+
+def make_mask(length: int, prompt: int) -> Array:
+    """Loss mask bool [length]: False for the first ``prompt`` tokens."""
+    return np.arange(length) >= prompt
+
+
+def mask_of(ref: SequenceRef) -> Array:
+    return make_mask(ref.length, prompt_len(ref))
+
+
+def make_row(
+    tokens: Array,
+    logprobs: Array,
+    versions: Array,
+    finish_reason: FinishReason = "stop",
+    route: tuple[tuple[str, int], ...] = (),
+) -> Row:
+    """A row whose last ``len(logprobs)`` tokens were sampled."""
+    return Row(tokens, make_mask(len(tokens), len(tokens) - len(logprobs)), logprobs, versions, finish_reason, route)
