@@ -43,10 +43,11 @@ from realsys.stream.security import KEY_FILE, CurveKeys, ensure_keys, load_keys
 from realsys.telemetry.steps import read_steps
 from realsys.train import checkpoint_files as checkpoint
 from realsys.train import record_files as record
-from realsys.types import Piece, PublishedVersion, ServerAddress, ShardInfo, TensorInfo
-from realsys.weights import delta, manifest
-from realsys.weights.files import write_safetensors
-from realsys.weights.reader import VersionReader
+from realsys.types import PublishedVersion, ServerAddress
+from realsys.weights.disk import delta, manifest
+from realsys.weights.disk.files import write_safetensors
+from realsys.weights.disk.reader import VersionReader
+from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
 from workers.manager_process import decode_value
 
 Make = Callable[[Spoiler], bytes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,15 +20,16 @@ from benchmarks._mutations import Spoiler, example
 from benchmarks._targets import Target
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.checks import check_model
-from realsys.config.model_sizes import read_sizes
 from realsys.config.schema import Config, TinyModelConfig
 from realsys.data.char_model import make_tiny_model, write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, WeightsError
-from realsys.generation.architecture import read_architecture
 from realsys.generation.sglang.update import check_shapes
-from realsys.reward import pool
-from realsys.reward.messages import LENGTH, Reply
+from realsys.hf.config import read_model, read_sizes
+from realsys.reward.child import Child
+from realsys.reward.journal import JournalReader
+from realsys.reward.messages import LENGTH, MAX_REPLY, Reply
+from realsys.reward.verifiers.base import Verdict
 from realsys.train.checkpoint_files import FileInfo, Piece, RankIndex, data_file, rank_stem
 
 TINY = TinyModelConfig(
@@ -51,15 +53,15 @@ def folder_of_a_model(folder: Path) -> Iterator[Target]:
     config = folder / "config.json"
     more = {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, "sliding_window": None}
     config.write_text(json.dumps(json.loads(config.read_text()) | more))
-    trial = Config.model_validate({"allocation": "sglang.d1p1m1+d1p1m1", "data": {"max_prompt_tokens": 8}})
+    trial = Config.model_validate({"allocation": "serve.d1p1m1+d1p1m1", "data": {"max_prompt_tokens": 8}})
     trial = trial.model_copy(
         update={"generation": trial.generation.model_copy(update={"sampling": _sampling(trial, 16)})}
     )
     readers: dict[str, tuple[Path, Callable[[], object]]] = {
-        "config.json, server": (config, lambda: read_architecture(folder).tensor_shapes()),
+        "config.json, server": (config, lambda: read_model(folder).tensor_shapes()),
         "config.json, master": (config, lambda: read_sizes(folder)),
         "config.json, launcher": (config, lambda: check_model(folder, trial, parse_allocation(trial.allocation))),
-        "generation_config.json": (folder / "generation_config.json", lambda: read_architecture(folder)),
+        "generation_config.json": (folder / "generation_config.json", lambda: read_model(folder)),
         "tokenizer_config.json": (settings, lambda: _prompt(folder)),
         "tokenizer.json": (folder / "tokenizer.json", lambda: _prompt(folder)),
     }
@@ -67,7 +69,7 @@ def folder_of_a_model(folder: Path) -> Iterator[Target]:
         refused = (ModelError, ConfigError, DataError)
         yield Target(f"model: {name}", spoilt(path.read_bytes()), through(path, read), refused)
     file = folder / "model.safetensors"
-    shapes = read_architecture(folder).tensor_shapes()
+    shapes = read_model(folder).tensor_shapes()
     check = through(file, lambda: check_shapes(folder, shapes))
     yield Target("model: shapes in safetensors", safetensors(file.read_bytes()), check, (WeightsError,))
 
@@ -98,12 +100,12 @@ def safetensors(valid: bytes) -> Callable[[Spoiler], bytes]:
 
 def tensors(folder: Path) -> Iterator[Target]:
     """What needs torch: weights of a model folder, and the pieces of a checkpoint."""
-    from realsys.generation.weights import read_tensors
-    from realsys.train.hf_config import read_hf_config
+    from realsys.generation.embedded.forward.weights import read_tensors
+    from realsys.hf.config import read_model
     from realsys.train.hf_map import HFReader
 
     make_tiny_model(TINY, folder, seed=1)
-    model, file, config = read_hf_config(folder), folder / "model.safetensors", folder / "config.json"
+    model, file, config = read_model(folder), folder / "model.safetensors", folder / "config.json"
 
     def slices() -> None:
         with HFReader(folder) as reader:
@@ -114,7 +116,7 @@ def tensors(folder: Path) -> Iterator[Target]:
     yield Target(
         "model: config.json, trainer",
         spoilt(config.read_bytes()),
-        through(config, lambda: read_hf_config(folder)),
+        through(config, lambda: read_model(folder)),
         (ModelError,),
     )
     yield Target("model: safetensors, trainer", safetensors(valid), through(file, slices), (ModelError,))
@@ -181,7 +183,7 @@ def verifier(_: Path) -> Iterator[Target]:
         return spoiler.spoil_bytes(data) if spoiler.rng.random() < 0.2 else data
 
     async def read(data: bytes) -> object:
-        process: Any = pool._Process.__new__(pool._Process)
+        process: Any = Child.__new__(Child)
         process._popen, process._printed = SimpleNamespace(pid=1, returncode=0), io.BytesIO()
         process._printed.close()
         process._batches, process._reader = 1, asyncio.StreamReader()
@@ -189,4 +191,20 @@ def verifier(_: Path) -> Iterator[Target]:
         process._reader.feed_eof()
         return await process._reply(60.0, "to judge")
 
+    def make_journal(spoiler: Spoiler) -> bytes:
+        bodies = [spoiler.spoil(spoiler.encode(example(Verdict, spoiler.rng))) for _ in range(3)]
+        records = b"".join(LENGTH.pack(len(body)) + body for body in bodies)
+        data = struct.pack("!II", 1, 8 + len(records)) + records
+        return spoiler.spoil_bytes(data) if spoiler.rng.random() < 0.2 else data
+
+    def read_journal(data: bytes) -> object:
+        journal = JournalReader()
+        try:
+            os.pwrite(journal.descriptor, data[:MAX_REPLY], 0)
+            journal.begin(1)
+            return journal.read(0, 3)
+        finally:
+            journal.close()
+
     yield Target("verifier: reply", make, lambda data: asyncio.run(read(data)), (RewardError,), "msgpack")
+    yield Target("verifier: journal", make_journal, read_journal, (RewardError,), "msgpack")

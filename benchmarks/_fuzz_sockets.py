@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from benchmarks._fuzz_stream import group_of
+from benchmarks._fuzz_stream import frames_of
 from benchmarks._mutations import Spoiler, example
 from benchmarks._targets import Target
 from realsys.cluster.http_guard import Guard
@@ -51,7 +51,7 @@ def pushes(spoiler: Spoiler) -> Frames:
     """A push with a spoilt header, a spoilt group, or frames too many or too few."""
     rng = spoiler.rng
     header = spoiler.encode(example(protocol.Push, rng))
-    frames = [header, *group_of(rng)]
+    frames = [header, *frames_of(rng)]
     at = rng.randrange(len(frames))
     frames[at] = spoiler.spoil_bytes(frames[at]) if at == 2 else spoiler.spoil(frames[at])
     return frames[: rng.choice((1, 2, 3, 3, 3, 3))] + [b"x"] * (rng.random() < 0.05)
@@ -62,7 +62,7 @@ def puller() -> Iterator[Target]:
     """Real frames through a real Puller; refused ones are counted by it."""
     receiver = Puller()
     dealer = Dealer(receiver.address)
-    good, serial = group_of(Random(0)), iter(range(1 << 60))
+    good, serial = frames_of(Random(0)), iter(range(1 << 60))
 
     def decode(frames: Frames) -> None:
         before = receiver.stats.malformed

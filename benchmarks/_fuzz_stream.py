@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from benchmarks._mutations import Spoiler, example, examples
+from benchmarks._records import group_of, single_turn
 from benchmarks._targets import Target
 from realsys import types
 from realsys.admission import messages as m
@@ -26,7 +27,7 @@ from realsys.generation import protocol as p
 from realsys.generation.sglang import api as sglang_api
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream import codec, protocol
-from realsys.types import PublishedVersion, ServerAddress, Ticket, Trajectory, TrajectoryGroup
+from realsys.types import PublishedVersion, ServerAddress, Ticket
 from workers.manager_http import ManagerApp
 from workers.manager_service import ManagerService
 
@@ -38,19 +39,19 @@ class HttpRefused(Exception):
     """Status 4xx, or 503."""
 
 
-def group_of(rng: Any) -> list[bytes]:
+def frames_of(rng: Any) -> list[bytes]:
     """The frames of a valid group."""
-    answers = []
+    episodes = []
     for _ in range(rng.randrange(1, 5)):
         prompt, size = rng.randrange(1, 6), rng.randrange(6)
         arrays = np.arange(prompt + size, dtype=np.int32), np.full(size, -0.5, np.float32), np.zeros(size, np.int32)
-        answers.append(Trajectory(*arrays, prompt, 1.0, "stop"))
-    group = TrajectoryGroup(Ticket("t", 0, 1), answers, "rollout_worker/0", 1.0, 2.0, {"turns": 1.0})
+        episodes.append(single_turn(*arrays, 1.0))
+    group = group_of(Ticket("t", 0, 1), episodes, started=1.0, finished=2.0)
     return [bytes(frame) for frame in codec.encode_group(group)]
 
 
 def spoilt_group(spoiler: Spoiler) -> list[bytes]:
-    header, payload = group_of(spoiler.rng)
+    header, payload = frames_of(spoiler.rng)
     match spoiler.rng.randrange(8):
         case 0:
             return [header, spoiler.spoil_bytes(payload)]
@@ -111,7 +112,7 @@ def replies() -> Iterator[Target]:
 
     def answer(spoiler: Spoiler) -> bytes:
         """With as many tokens as log-probs and versions."""
-        value, size = example(p.Completion, spoiler.rng), spoiler.rng.randrange(1, 6)
+        value, size = example(p.CompletionReply, spoiler.rng), spoiler.rng.randrange(1, 6)
         value["output_ids"] = list(range(size))
         value["meta_info"] |= {
             "output_token_logprobs": [[-0.5, token, None] for token in range(size)],
@@ -138,7 +139,7 @@ def replies() -> Iterator[Target]:
 
 
 def _generated(data: bytes) -> object:
-    return generation_client._generated("http://x", generation_client.decode_reply("http://x", data, p.Completion))
+    return generation_client._generated("http://x", generation_client.decode_reply("http://x", data, p.CompletionReply))
 
 
 class Calls:
@@ -263,14 +264,14 @@ def generation_server(folder: Path) -> Iterator[list[Target]]:
     from benchmarks._models import random_qwen2
     from benchmarks.generation import SIZES
     from realsys.config.schema import EmbeddedConfig, GenerationConfig
-    from realsys.generation.build import build_engine
+    from realsys.generation.embedded.build import build_engine
     from realsys.generation.server import build_app
-    from realsys.weights.stage import stage
+    from realsys.weights.disk.stage import DiskReader
 
     torch.set_num_threads(1)
     random_qwen2(SIZES, folder / "hf", positions=2048)
     config = GenerationConfig(embedded=EmbeddedConfig(max_running=4, max_queued=4, context_length=32))
-    engine = build_engine(folder / "hf", config, lambda path, v: stage(Path(path), v), max_prompt_tokens=16)
+    engine = build_engine(folder / "hf", config, DiskReader().stage)
     loop = asyncio.new_event_loop()
     engine.start()
     try:

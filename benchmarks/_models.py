@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from realsys.config.model_sizes import ModelSizes
+from realsys.hf.architecture import ModelSizes
 
 
 def random_qwen2(

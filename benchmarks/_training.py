@@ -17,11 +17,12 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from benchmarks._models import random_qwen2
+from benchmarks._records import make_ref
 from realsys.buffer.balance import flop_costs, training_flops
 from realsys.cluster.topology import whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
-from realsys.config.model_sizes import ModelSizes
 from realsys.config.schema import Config
+from realsys.hf.architecture import ModelSizes
 from realsys.train.data_manager import Array, DataManager
 from realsys.train.device import Device
 from realsys.train.interfaces import Role
@@ -74,9 +75,10 @@ def make_batch(lengths: Sequence[int], vocab: int, seed: int) -> tuple[list[Sequ
     samples: Samples = {}
     for i, length in enumerate(int(n) for n in lengths):
         name, answer = f"t{i:06d}/0", length - PROMPT
-        refs.append(SequenceRef(name, length, PROMPT, 5.0 if rng.random() < 0.6 else -5.0, False, i))
+        refs.append(make_ref(name, length, PROMPT, 5.0 if rng.random() < 0.6 else -5.0, i))
         samples[name] = {
             "tokens": rng.integers(2, vocab, length).astype(np.int32),
+            "loss_mask": np.arange(length) >= PROMPT,
             "behav_logprobs": (-math.log(vocab) + rng.normal(0, 0.1, answer)).astype(np.float32),
         }
     return refs, samples
@@ -87,7 +89,7 @@ def model_flops(sizes: ModelSizes, refs: Sequence[SequenceRef]) -> float:
     linear, quadratic = training_flops(replace(sizes, outputs=0))
     head = 6.0 * sizes.hidden * sizes.outputs
     layers = flop_costs([ref.length for ref in refs], linear, quadratic).sum()
-    return float(layers) + head * sum(ref.answer_len for ref in refs)
+    return float(layers) + head * sum(ref.loss_tokens for ref in refs)
 
 
 def request(interface: str, minibatches: Sequence[Sequence[SequenceRef]], **args: float) -> MfcRequest:

@@ -18,7 +18,7 @@ from benchmarks._jobs import records, run_job
 from benchmarks._table import report
 
 SMALL = [
-    "allocation=sglang.d1+d1",
+    "allocation=serve.d1+d1",
     "data.arith.max_operands=6",
     "data.arith.train_size=2000",
     "data.arith.demo_size=400",

@@ -33,7 +33,7 @@ MODES = {
 }
 ANSWERS = 8  # per prompt in experiment=arith
 SKIP = 6
-ALLOCATION = "allocation=sglang.d1p1m1+d1p1m1"
+ALLOCATION = "allocation=serve.d1p1m1+d1p1m1"
 PARTS = ("wait", "inf", "train", "save", "publish")
 
 

@@ -41,15 +41,16 @@ from transformers import PreTrainedModel
 from benchmarks._models import on_one_core, random_qwen2
 from benchmarks._table import report
 from realsys.cluster.network import free_ports
-from realsys.config.model_sizes import ModelSizes
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.errors import WeightsError
-from realsys.generation.build import build_engine
+from realsys.generation.backend import Staged
 from realsys.generation.client import GenerationClient, SamplingSpec
-from realsys.generation.engine import Engine, Staged
+from realsys.generation.embedded.build import build_engine
+from realsys.generation.embedded.engine import Engine
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.server import HttpServer, build_app
 from realsys.generation.sglang.arguments import Launch
+from realsys.hf.architecture import ModelSizes
 
 PROMPT, ANSWER, CONTEXT, VOCAB = 32, 128, 256, 1024
 SIZES = ModelSizes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=384, outputs=VOCAB)
@@ -280,7 +281,7 @@ def compare(
     for lengths, concurrent in itertools.product(args.lengths, args.concurrent):
         load = make_load(lengths, concurrent)
         config = GenerationConfig(embedded=embedded.model_copy(update={"max_running": concurrent}))
-        engine = build_engine(path, config, never, max_prompt_tokens=PROMPT)
+        engine = build_engine(path, config, never)
         engine.start()
         http = EngineOverHttp(engine)
         methods: dict[str, Callable[[Load], None]] = {

@@ -30,12 +30,12 @@ import torch
 
 from benchmarks._models import on_one_core, random_qwen2
 from benchmarks._table import report
-from realsys.config.model_sizes import ModelSizes
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
-from realsys.generation.build import build_engine
-from realsys.generation.core import EngineCore
+from realsys.generation.embedded.build import build_engine
+from realsys.generation.embedded.core import EngineCore
+from realsys.generation.embedded.forward.weights import read_tensors
 from realsys.generation.protocol import SamplingParams, UpdateResult
-from realsys.generation.weights import read_tensors
+from realsys.hf.architecture import ModelSizes
 
 VOCAB, PROMPT, SHORTEST, GROUP = 64, 32, 16, 8
 #: of the arith experiment
@@ -78,7 +78,6 @@ class Contestant:
             path,
             config,
             lambda path, version: Weights(tensors),
-            max_prompt_tokens=PROMPT,
             interruptible=interruptible,
             on_step=self._on_step,
         )

@@ -38,7 +38,7 @@ from realsys.telemetry.steps import read_steps
 PATCHED = Path(__file__).with_name("without_ledger")
 SKIP = 6
 TIMEOUT_S = 1800.0
-COMMON = ["allocation=sglang.d1p1m1+d1p1m1", "evaluation.problems=0"]
+COMMON = ["allocation=serve.d1p1m1+d1p1m1", "evaluation.problems=0"]
 
 
 def launch(root: Path, trial: str, overrides: list[str], *, patched: Path | None = None) -> tuple[TrialPaths, float]:

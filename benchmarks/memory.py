@@ -29,6 +29,7 @@ import numpy as np
 import psutil
 import torch
 
+from benchmarks._records import group_of, single_turn
 from benchmarks._table import report
 from benchmarks._training import heavy_lengths
 from realsys.buffer.batch import plan_minibatches, sequence_refs
@@ -43,15 +44,15 @@ from realsys.train.device import Device
 from realsys.train.service import ModelWorkerService
 from realsys.types import (
     ClearRequest,
+    Group,
     InitializeRequest,
     MfcRequest,
     SampleMeta,
     Ticket,
-    Trajectory,
-    TrajectoryGroup,
     TransferRequest,
 )
-from realsys.weights.shards import ShardWriter
+from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk.writer import DiskWriter
 from tests.train_ranks import FORMED, run_ranks
 
 LAYOUT = ParallelLayout(data=2)
@@ -98,24 +99,22 @@ class NoMaster:
     def reply_error(self, request: Any, exc: BaseException) -> None: ...
 
 
-def groups_of(step: int) -> list[TrajectoryGroup]:
+def groups_of(step: int) -> list[Group]:
     """The batch of one step, the same on every rank; no two steps have the same lengths."""
     rng = np.random.default_rng(step)
     lengths = heavy_lengths(GROUPS * ANSWERS, LIMIT, step).reshape(GROUPS, ANSWERS)
     groups = []
     for number in range(GROUPS):
         answers = [
-            Trajectory(
+            single_turn(
                 rng.integers(3, VOCAB_SIZE, length).astype(np.int32),
                 rng.uniform(-4, -3, length - PROMPT).astype(np.float32),
                 np.zeros(length - PROMPT, np.int32),
-                PROMPT,
                 float(rng.choice([-5.0, 5.0])),
-                "stop",
             )
             for length in lengths[number]
         ]
-        groups.append(TrajectoryGroup(Ticket(f"s{step}g{number}", 0, number, n=ANSWERS), answers, "rollout_worker/0"))
+        groups.append(group_of(Ticket(f"s{step}g{number}", 0, number, n=ANSWERS), answers))
     return groups
 
 
@@ -123,7 +122,7 @@ def requests_of(step: int, samples: list[list[SampleMeta]], mesh: Mesh) -> Itera
     """What the master sends for one train step."""
     refs = sequence_refs(samples)
     plan = plan_minibatches(refs, MINIBATCHES, mesh.layout.data)
-    keys = ["tokens", "behav_logprobs"]
+    keys = ["tokens", "loss_mask", "behav_logprobs"]
     owners = {key: {meta.sample_id: [meta.owner] for group in samples for meta in group} for key in keys}
     yield Message("transfer", TransferRequest(plan_call(mesh, plan, keys, owners), refs))
     yield Message("mfc", MfcRequest("actor_inf", ACTOR, "actor_inf", step, step, plan))
@@ -145,7 +144,8 @@ def arrive(step: int, rank: int, data: DataManager) -> list[list[SampleMeta]]:
 def serve(rank: int, device: Device, config: Config, model: Path, steps: int, every: int) -> list[Held]:
     """``steps`` train steps on this rank; what it held after every ``every``-th."""
     mesh, data = whole_mesh(LAYOUT), DataManager(rank)
-    service = ModelWorkerService(config, TrialPaths(model), FORMED, rank, NoMaster(), data, device, ShardWriter().write)
+    writer = DiskWriter(ShardWriter())
+    service = ModelWorkerService(config, TrialPaths(model), FORMED, rank, NoMaster(), data, device, writer)
     service.handle(Message("initialize", InitializeRequest(ACTOR, str(model))))
     found = []
     for step in range(steps):

@@ -22,11 +22,11 @@ import torch
 from benchmarks._models import on_one_core, random_qwen2
 from benchmarks._table import report
 from benchmarks.generation import SIZES, VOCAB
-from realsys.generation.architecture import read_architecture
-from realsys.generation.core import EngineCore
+from realsys.generation.embedded.core import EngineCore
+from realsys.generation.embedded.forward.weights import fuse, read_tensors
+from realsys.generation.embedded.scheduler import Request
 from realsys.generation.protocol import SamplingParams
-from realsys.generation.scheduler import Request
-from realsys.generation.weights import fuse, read_tensors
+from realsys.hf.config import read_model
 
 RUNNING, LONG, CONTEXT = 32, 3900, 4096
 
@@ -62,7 +62,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         random_qwen2(SIZES, path, positions=CONTEXT)
-        arch = read_architecture(path)
+        arch = read_model(path)
         weights = fuse(arch, read_tensors(path), dtype=torch.float32, device=torch.device("cpu"))
     cores = {
         budget: EngineCore(

@@ -26,11 +26,12 @@ import numpy as np
 import uvloop
 import zmq
 
+from benchmarks._records import group_of, single_turn
 from benchmarks._table import report
 from realsys.stream.codec import encode_group, encode_message
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
-from realsys.types import Empty, Ticket, Trajectory, TrajectoryGroup
+from realsys.types import Empty, Group, Ticket
 
 ANSWERS = 8  # trajectories of a group
 IN_FLIGHT = 4  # groups or requests
@@ -61,24 +62,22 @@ class Case:
 CASES = (Case(tokens=1_024, groups=400, requests=1_500), Case(tokens=32_768, groups=24, requests=160))
 
 
-def make_group(tokens: int, seed: int) -> TrajectoryGroup:
+def make_group(tokens: int, seed: int) -> Group:
     rng = np.random.default_rng(seed)
     answer = tokens - PROMPT
-    trajectories = [
-        Trajectory(
+    episodes = [
+        single_turn(
             rng.integers(0, 150_000, tokens, dtype=np.int32),
             -rng.random(answer, dtype=np.float32),
             np.full(answer, 7, dtype=np.int32),
-            PROMPT,
             1.0,
-            "stop",
         )
         for _ in range(ANSWERS)
     ]
-    return TrajectoryGroup(Ticket("t0", 0, 0), trajectories, "rollout_worker/0")
+    return group_of(Ticket("t0", 0, 0), episodes)
 
 
-def wire_bytes(group: TrajectoryGroup) -> bytes:
+def wire_bytes(group: Group) -> bytes:
     """What a push of ``group`` puts on the wire, as one frame."""
     return b"".join(bytes(frame) for frame in encode_group(group))
 
@@ -158,7 +157,7 @@ def answer_bare(sock: zmq.Socket[bytes]) -> bool:
 # this process
 
 
-async def push_ours(pusher: Pusher, groups: Sequence[TrajectoryGroup], count: int) -> None:
+async def push_ours(pusher: Pusher, groups: Sequence[Group], count: int) -> None:
     remaining = iter(range(count))
 
     async def push_some() -> None:

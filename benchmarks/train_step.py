@@ -48,7 +48,7 @@ from benchmarks._training import (
 from realsys.config.schema import Config
 from realsys.config.schema_train import OptimizerConfig
 from realsys.train.device import Device, prepare_device
-from realsys.train.interfaces import Role, find_interface
+from realsys.train.interfaces import Role, find_handler
 from realsys.types import SequenceRef
 
 PER_BATCH = 8
@@ -98,8 +98,10 @@ class PaddedLoop:
             for row, ref in enumerate(chunk):
                 ids[row, : ref.length] = torch.from_numpy(samples[ref.sample_id]["tokens"])
                 mask[row, : ref.length] = 1
-                answer[row, ref.prompt_len : ref.length] = 1
-                behav[row, ref.prompt_len : ref.length] = torch.from_numpy(samples[ref.sample_id]["behav_logprobs"])
+                answer[row, ref.length - ref.loss_tokens : ref.length] = 1
+                behav[row, ref.length - ref.loss_tokens : ref.length] = torch.from_numpy(
+                    samples[ref.sample_id]["behav_logprobs"]
+                )
                 advantage[row] = ref.reward
             batches.append({"ids": ids, "mask": mask, "answer": answer, "behav": behav, "advantage": advantage})
         return batches
@@ -135,8 +137,8 @@ class PaddedLoop:
 
 
 def our_step(role: Role, refs: Sequence[SequenceRef]) -> Step:
-    find_interface("actor_inf").run(role, request("actor_inf", [refs]))
-    stats = find_interface("actor_train").run(role, request("actor_train", [refs], lr=LR)).stats
+    find_handler("actor_inf").run(role, request("actor_inf", [refs]))
+    stats = find_handler("actor_train").run(role, request("actor_train", [refs], lr=LR)).stats
     return Step(stats["loss"], stats["grad_norm"])
 
 

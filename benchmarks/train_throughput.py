@@ -54,10 +54,10 @@ from benchmarks._training import (
 )
 from benchmarks.microbatch import fixed
 from realsys.buffer.microbatch import Packer, fewest_sequences, pack
-from realsys.config.model_sizes import ModelSizes
 from realsys.config.schema import Config
+from realsys.hf.architecture import ModelSizes
 from realsys.train.device import Device, prepare_device
-from realsys.train.interfaces import Role, find_interface
+from realsys.train.interfaces import Role, find_handler
 from realsys.train.packing import MicroBatch
 from realsys.types import SequenceRef
 
@@ -72,12 +72,10 @@ class RoleWith(Role):
 
     split: Packer = pack
 
-    def microbatches(
-        self, per_rank: Sequence[Sequence[SequenceRef]], answer_keys: Sequence[str] = ()
-    ) -> list[MicroBatch]:
+    def microbatches(self, per_rank: Sequence[Sequence[SequenceRef]], keys: Sequence[str] = ()) -> list[MicroBatch]:
         [refs] = per_rank
         packed = self.split([ref.length for ref in refs], self.config.train.microbatch_tokens)
-        return [self.packer.pack([refs[i] for i in batch], answer_keys) for batch in packed]
+        return [self.packer.pack([refs[i] for i in batch], keys) for batch in packed]
 
 
 def role_with(role: Role, split: Packer) -> Role:
@@ -99,7 +97,7 @@ def measure(
         with single_rank(config, Path(folder), device) as role:
             for name, arrays in samples.items():
                 role.data.put(name, arrays)
-            find_interface("actor_inf").run(role, request("actor_inf", [refs]))
+            find_handler("actor_inf").run(role, request("actor_inf", [refs]))
             seconds = _take_turns(role, refs, options.repeats, clock)
             if options.profile:
                 _print_profile(lambda: _step(role, refs), device)
@@ -131,7 +129,7 @@ def measure(
 
 def _step(role: Role, refs: Sequence[SequenceRef]) -> float:
     """One actor_train call; returns its loss."""
-    outcome = find_interface("actor_train").run(role, request("actor_train", [refs], lr=LR))
+    outcome = find_handler("actor_train").run(role, request("actor_train", [refs], lr=LR))
     return outcome.stats["loss"]
 
 

@@ -30,12 +30,12 @@ import torch
 
 from benchmarks._table import report
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
-from realsys.generation.architecture import read_architecture
-from realsys.generation.build import build_engine
-from realsys.generation.weights import fuse
-from realsys.weights import manifest
-from realsys.weights.shards import ShardWriter
-from realsys.weights.stage import HeldWeights, StagedWeights, stage
+from realsys.generation.embedded.build import build_engine
+from realsys.generation.embedded.forward.weights import fuse
+from realsys.hf.config import read_model
+from realsys.weights.disk import manifest
+from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk.stage import DiskReader, HeldWeights, stage
 
 Tensors = dict[str, torch.Tensor]
 RATES = (1e-6, 1e-5)
@@ -63,7 +63,7 @@ def make_model(folder: Path, scale: float) -> Tensors:
     generator = torch.Generator().manual_seed(1)
     return {
         name: torch.ones(shape) if len(shape) == 1 else SCALE_OF_WEIGHTS * torch.randn(shape, generator=generator)
-        for name, shape in read_architecture(folder).tensor_shapes().items()
+        for name, shape in read_model(folder).tensor_shapes().items()
     }
 
 
@@ -141,10 +141,7 @@ def pausing(published: Publisher, rounds: int) -> Iterator[dict[str, Any]]:
     """The engine's own account of updates, and a copy of its weights, in turn."""
     config = GenerationConfig(embedded=EmbeddedConfig(max_running=1, max_queued=1, context_length=64))
 
-    def load(path: str, version: int) -> StagedWeights:
-        return stage(Path(path), version)
-
-    engine = build_engine(published.newest, config, load, max_prompt_tokens=8, dtype=torch.bfloat16)
+    engine = build_engine(published.newest, config, DiskReader().stage, dtype=torch.bfloat16)
     staged = stage(published.newest, published.version)
     weights = [
         fuse(engine.core.arch, staged.tensors, dtype=torch.bfloat16, device=torch.device("cpu")) for _ in range(2)

@@ -15,6 +15,7 @@ from typing import Literal
 
 from realsys.cluster.topology import ModelShardID, place
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
+from realsys.config.backend_rules import backend_rules
 from realsys.config.dataflow import dataflow_of
 from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
@@ -61,7 +62,7 @@ def plan(config: Config, paths: TrialPaths, machine: Machine, run_id: str, pytho
     """The processes of one trial, in the order they are started.
 
     ``run_id`` is written into every environment (REALSYS_RUN_ID), so that what belongs to a run can be told afterwards.
-    ``python_path``: the user's PYTHONPATH, where plugins may lie; it stands behind our own.
+    ``python_path``: the user's PYTHONPATH, for the modules that import strings name; ours comes first.
     """
     allocation = parse_allocation(config.allocation)
     devices = _Devices.share(config, allocation, machine)
@@ -141,7 +142,7 @@ class _Devices:
     def share(cls, config: Config, allocation: Allocation, machine: Machine) -> _Devices:
         world, width = allocation.workers, allocation.inference.tensor
         ranks = machine.trainer_gpus[:world]
-        visible = machine.gpus if config.generation.backend == "sglang" else machine.trainer_gpus
+        visible = backend_rules(config).gpus(machine)
         free = tuple(gpu for gpu in visible if gpu not in ranks)
         servers = free if len(free) >= width else visible
         return cls(ranks, servers, width, bool(machine.gpus))

@@ -271,11 +271,14 @@ def _read_inputs(config: Config, paths: TrialPaths) -> dict[str, int]:
     """Check the made model and every line of the datasets. Returns the number of prompts per split, and of demos."""
     from realsys.data.check import check_data
     from realsys.data.tokenizer import TextTokenizer
+    from realsys.rollout import agents
 
     model = Path(config.model.path) if config.model.path else paths.model
     if not config.model.path:
         check_made_model(model, config, parse_allocation(config.allocation), dataflow_of(config))
-    sizes = check_data(config, paths, TextTokenizer(model))
+    tokenizer = TextTokenizer(model)
+    agents.check(config, tokenizer)
+    sizes = check_data(config, paths, tokenizer)
     _check_sizes(config, sizes)
     return sizes
 

@@ -33,7 +33,7 @@ from realsys.train.checkpoint_files import STATE, verify
 
 _NOT_EQUAL = 1  # exit code
 #: sections of the configuration that a train step depends on
-_TRAINED_WITH = ("allocation", "model", "train", "roles", "plugins", "warmup", "rollout", "generation")
+_TRAINED_WITH = ("allocation", "model", "train", "roles", "warmup", "rollout", "generation")
 _HEADS = {
     "plan": "plan",
     "call": "calls",

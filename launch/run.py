@@ -35,6 +35,7 @@ from launch.verdict import NO_CHECKPOINT, Outcome
 from realsys.cluster.failure import ErrorRecord, read_errors
 from realsys.config.checks import check
 from realsys.config.compose import compose
+from realsys.config.doors import LOSS
 from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -63,6 +64,7 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
     config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
     machine = Machine.here()
     check(config, machine)
+    _try_own_loss(config)
     run_id = f"{config.experiment}-{config.trial}-{uuid.uuid4().hex[:8]}"
     paths = TrialPaths.of(config)
     specs = plan(config, paths, machine, run_id, os.environ.get("PYTHONPATH", ""))
@@ -81,6 +83,14 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
         code, summary = _conclude(config, paths, outcome, started, again)
     _draw(summary, paths)
     return code
+
+
+def _try_own_loss(config: Config) -> None:
+    """Compute a loss of the user on a trial batch. Raises ConfigError."""
+    if config.train.ppo.loss not in LOSS.builtin:
+        from realsys.algorithm.losses.trial import try_loss  # imports torch, which takes seconds
+
+        try_loss(config.train.ppo)
 
 
 class _Terminal(Console):

@@ -16,6 +16,7 @@ RealsysError
 ├── RecordError           a recorded step is missing, or is not what was written (exit code 2)
 ├── GenerationError       a generation server refused or failed a request
 ├── RewardError           a verifier raised, hung or died; never turned into a reward
+├── AgentError            an agent or environment raised, or returned an episode that cannot be trained
 ├── LedgerError           an event that the rollout ledger cannot accept
 ├── StuckError            the run can make no further progress; says why
 ├── NotFiniteError        training met NaN or inf too many times in a row; names the samples
@@ -122,6 +123,17 @@ class GenerationError(RealsysError):
 
 class RewardError(RealsysError):
     """A verifier raised, hung or died. Never turned into a reward."""
+
+
+class AgentError(RealsysError):
+    """An agent or environment raised, or returned an episode that cannot be trained. Never turned into a reward.
+
+    ``defect``: type and place of the exception, or the message; equal for the same defect in another episode.
+    """
+
+    def __init__(self, message: str, *, defect: str = "") -> None:
+        self.defect = defect or message
+        super().__init__(message)
 
 
 class LedgerError(RealsysError):

@@ -23,7 +23,7 @@ TicketKind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
+class Ticket(msgspec.Struct, frozen=True):
     """The right to roll out one prompt once. ``attempt`` counts re-issues of the same ticket."""
 
     ticket_id: str
@@ -184,7 +184,7 @@ class MfcRequest(msgspec.Struct):
 
     mfc: str
     role: str
-    interface: str
+    handler: str
     step: int
     version: int
     minibatches: list[list[list[SequenceRef]]]
@@ -329,65 +329,35 @@ class LoadRecordRequest(msgspec.Struct):
 
 
 class SaveWeightsRequest(msgspec.Struct):
-    """Write this rank's share of ``role``'s weights into the existing directory ``directory`` (HF names).
+    """Write this rank's share of version ``version`` of ``role``'s weights (HF names).
 
-    ``base``: folder name of the version before, which this one may refer to; empty: write everything.
+    ``plan``: made by the weight transport's publisher, read by its writers (``realsys.weights.base``).
     """
 
     role: str
     version: int
-    directory: str
-    base: str = ""
+    plan: Any = None
 
 
 class SaveWeightsReply(msgspec.Struct):
-    """The files this rank wrote."""
+    """``report``: made by this rank's writer of the weight transport, read by its publisher."""
 
-    shards: list[ShardInfo]
+    report: Any = None
     seconds: float = 0.0
 
 
-class Piece(msgspec.Struct, omit_defaults=True):
-    """Bytes of a file that make up a tensor: all of it, or what changed in the one of checksum ``base``."""
-
-    file: str
-    start: int  # byte in the file
-    size: int  # bytes
-    checksum: str  # xxh3-64 of these bytes, hex
-    base: str = ""  # empty: the whole tensor
-    folder: str = ""  # of the version that wrote it; empty: the version at hand
-
-
-class TensorInfo(msgspec.Struct):
-    """A tensor of a weight version, as its writer reports it: the first piece is whole, each other one changes it."""
-
-    dtype: str  # as safetensors names it: BF16, F32, ...
-    shape: list[int]
-    checksum: str  # xxh3-64 of the tensor's bytes, hex
-    pieces: list[Piece]
-
-
-class FileInfo(msgspec.Struct):
-    """A file of a weight version."""
-
-    file: str
-    size: int  # bytes
-    checksum: str  # xxh3-64 of the whole file, hex
-
-
-class ShardInfo(FileInfo):
-    """One rank's file of a weight version, and the rank's share of the tensors, by HF name."""
-
-    tensors: dict[str, TensorInfo]
-
-
 class PublishedVersion(msgspec.Struct, frozen=True):
-    """The value of the name-store key ``model_version``."""
+    """The value of the name-store key ``model_version``.
+
+    ``locator`` says where the version is, in the words of ``transport``; only that transport reads it. Two versions of
+    one number are told apart by it. With the transport ``disk`` it is the folder with the manifest.
+    """
 
     version: int
     incarnation: str
-    path: str  # directory with the manifest
+    locator: str
     step: int
+    transport: str = "disk"  # as weights.transport names it
 
 
 class ServerAddress(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from realsys.cluster.worker import WorkerContext, worker_main
 
 DONE = "done"  # file that a body leaves when it has done it
 #: what takes so long to import that no lease is to run meanwhile
-HEAVY = {"generates": ("tests.generation_models", "realsys.generation.build", "realsys.generation.server")}
+HEAVY = {"generates": ("tests.generation_models", "realsys.generation.embedded.build", "realsys.generation.server")}
 
 
 def run(name: str) -> None:
@@ -44,12 +44,15 @@ def go() -> None:
 
 def publishes(ctx: WorkerContext) -> None:
     """A MasterWorker whose ModelWorkers have written their shards."""
-    from realsys.master.publish import Publisher
-    from realsys.types import Piece, SaveWeightsReply, SaveWeightsRequest, ShardInfo, TensorInfo
-    from realsys.weights.files import write_safetensors
+    from realsys.master.publish import Publisher, VersionKey
+    from realsys.types import SaveWeightsReply, SaveWeightsRequest
+    from realsys.weights.base import PublisherParts
+    from realsys.weights.disk.files import write_safetensors
+    from realsys.weights.disk.publisher import DiskPublisher
+    from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
 
     async def save(request: SaveWeightsRequest) -> list[SaveWeightsReply]:
-        path = Path(request.directory) / "model-00001-of-00001.safetensors"
+        path = Path(request.plan.directory) / "model-00001-of-00001.safetensors"
         data = np.zeros(16, np.uint8)
         file, starts = write_safetensors(path, {"w": ("F32", [4], 16)}, lambda name: data)
         piece = Piece(file.file, starts["w"], 16, "0" * 16, folder=path.parent.name.removesuffix(".tmp"))
@@ -60,16 +63,9 @@ def publishes(ctx: WorkerContext) -> None:
 
     model = ctx.paths.root / "hf"
     model.mkdir()
-    publisher = Publisher(
-        store=ctx.store,
-        key=ctx.names.model_version(),
-        root=ctx.paths.weights(),
-        model_dir=model,
-        incarnation=ctx.incarnation,
-        keep=2,
-        save=save,
-        check_alive=ctx.check_alive,
-    )
+    weights = DiskPublisher(PublisherParts(ctx.paths.weights(), model, ctx.incarnation), keep=2)
+    key = VersionKey(ctx.store, ctx.names.model_version(), check_alive=ctx.check_alive)
+    publisher = Publisher(weights, save, key, incarnation=ctx.incarnation)
     asyncio.run(publisher.publish(0, 0))
     (ctx.paths.root / DONE).touch()
 
@@ -135,15 +131,15 @@ def manages(ctx: WorkerContext) -> None:
 def generates(ctx: WorkerContext) -> None:
     """A GenerationServer with the embedded engine."""
     from realsys.config.schema import EmbeddedConfig, GenerationConfig
-    from realsys.generation.build import build_engine
+    from realsys.generation.embedded.build import build_engine
     from realsys.generation.server import HttpServer, build_app
-    from realsys.weights.stage import stage
+    from realsys.weights.disk.stage import DiskReader
     from tests.generation_models import make_model
 
     model = ctx.paths.root / "hf"
     make_model("qwen2", model)
     config = GenerationConfig(embedded=EmbeddedConfig(max_running=4, max_queued=12, context_length=64))
-    engine = build_engine(model, config, lambda path, version: stage(Path(path), version), max_prompt_tokens=16)
+    engine = build_engine(model, config, DiskReader().stage)
     engine.start()
     app = build_app(engine, token=ctx.token, check_alive=ctx.check_alive)
     ctx.count(lambda: app.refused)

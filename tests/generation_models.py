@@ -21,11 +21,12 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from realsys.generation.architecture import read_architecture
-from realsys.generation.core import EngineCore
+from realsys.generation.backend import Completion
+from realsys.generation.embedded.core import EngineCore
+from realsys.generation.embedded.forward.weights import ModelWeights, fuse, read_tensors
+from realsys.generation.embedded.scheduler import Request
 from realsys.generation.protocol import SamplingParams
-from realsys.generation.scheduler import AnswerResult, Request
-from realsys.generation.weights import ModelWeights, fuse, read_tensors
+from realsys.hf.config import read_model
 
 VOCAB = 97
 CPU = torch.device("cpu")
@@ -81,13 +82,13 @@ def old_and_new(root: Path) -> list[tuple[PreTrainedModel, Path]]:
 
 
 def read_weights(path: Path) -> ModelWeights:
-    return fuse(read_architecture(path), read_tensors(path), dtype=torch.float32, device=CPU)
+    return fuse(read_model(path), read_tensors(path), dtype=torch.float32, device=CPU)
 
 
 def make_core(
     path: Path, *, max_running: int = 8, max_queued: int = 64, context: int = 128, **options: Any
 ) -> EngineCore:
-    arch, weights = read_architecture(path), read_weights(path)
+    arch, weights = read_model(path), read_weights(path)
     return EngineCore(arch, weights, max_running=max_running, max_queued=max_queued, context=context, **options)
 
 
@@ -101,12 +102,12 @@ def make_tokenizer(path: Path) -> None:
 def make_request(
     rid: str, prompt: list[int], *, seed: int = 0, stops: tuple[int, ...] = (), **params: object
 ) -> Request:
-    done: Future[list[AnswerResult]] = Future()
+    done: Future[list[Completion]] = Future()
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
     return Request(rid, np.asarray(prompt, np.int32), sampling, seed, stops, done)
 
 
-def run(core: EngineCore, *requests: Request) -> list[list[AnswerResult]]:
+def run(core: EngineCore, *requests: Request) -> list[list[Completion]]:
     """Submit and step until nothing is left."""
     for request in requests:
         core.submit(request)
@@ -137,7 +138,7 @@ def chosen(logprobs: torch.Tensor, tokens: list[int]) -> np.ndarray:
 
 
 def check_logprobs(
-    model: PreTrainedModel, prompt: list[int], result: AnswerResult, temperature: float = 1.0, tolerance: float = 1e-4
+    model: PreTrainedModel, prompt: list[int], result: Completion, temperature: float = 1.0, tolerance: float = 1e-4
 ) -> None:
     """Those of an answer are those of transformers."""
     tokens = result.tokens.tolist()

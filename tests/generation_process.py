@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
-from realsys.generation.build import build_engine
-from realsys.generation.core import EngineCore
+from realsys.generation.embedded.build import build_engine
+from realsys.generation.embedded.core import EngineCore
 from realsys.generation.server import HttpServer, build_app
-from realsys.weights.stage import stage
+from realsys.weights.disk.stage import DiskReader
 from workers.generation_server import stop_serving
 
 
@@ -30,8 +30,7 @@ def main() -> None:
     engine = build_engine(
         model_path,
         GenerationConfig(embedded=EmbeddedConfig(max_running=4, max_queued=4, context_length=128)),
-        lambda path, version: stage(Path(path), version),
-        max_prompt_tokens=16,
+        DiskReader().stage,
         on_step=on_step,
     )
     engine.start()

@@ -31,7 +31,9 @@ class Workers(WorldState):
             self._begin(ticket, worker)
 
     def _begin(self, ticket: Ticket, worker: str) -> None:
-        reply = self.manager.schedule(ScheduleRequest(ticket.ticket_id, ticket.attempt, 1, 1), 0.0)
+        for call in ("0.0", "1.0"):  # two episodes at the same time
+            request = ScheduleRequest(ticket.ticket_id, ticket.attempt, 1, 1, call=call)
+            reply = self.manager.schedule(request, 0.0)
         oldest = reply.version if isinstance(reply, ScheduleReply) else self.manager.version
         self.attempts[ticket.ticket_id, ticket.attempt] = Attempt(ticket, worker, oldest)
 

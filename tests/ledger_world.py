@@ -102,13 +102,16 @@ _STATISTICS = {
     "OpenTicket": {"news_at"},
     "ServerRegistry": {"_bound", "_pace", "updates", "revision", "training"},
     "RolledBack": {"time", "checkpoint", "step"},
-    "PublishedVersion": {"path", "step"},
+    "PublishedVersion": {"locator", "step", "transport"},
     "Ticket": {"ticket_id", "attempt", "prompt_index", "kind", "split", "n", "seed", "version"},
     "ServerAddress": {"name", "url", "pid", "host"},
     "Server": {"failures", "retry_at", "updates", "update_s", "timings", "began", "error"},
     "Heartbeat": {"time", "since", "changed"},
     "SequenceBuffer": {"rejected", "filtered_in_a_row", "_keep"},
-    "SampleMeta": {"arrived", "length", "prompt_len", "sample_id", "truncated", "version_max", "owner"},
+    "SampleMeta": {
+        *("arrived", "length", "loss_tokens", "sample_id", "truncated", "version_max", "owner"),
+        *("episode", "row", "group_rows", "episode_tokens", "correct", "metrics"),
+    },
     "Reservations": {"_loads"},
     "World": _BOOKKEEPING,
     "Evaluated": {*_BOOKKEEPING, "problems"},
@@ -205,10 +208,9 @@ class WorldState:
 
     def _check_reservations(self) -> None:
         reservations = self.manager.reservations
-        held = [t for t in self.truth if reservations.get(t) is not None]
-        assert len(held) == len(reservations) and reservations.load(SERVER) == reservations.recount().get(
-            SERVER, (0, 0)
-        )
+        held = [t for t in self.truth if reservations.calls(t)]
+        assert sum(len(reservations.calls(t)) for t in held) == len(reservations)
+        assert reservations.load(SERVER) == reservations.recount().get(SERVER, (0, 0))
         assert all(self.truth[t] == "running" for t in held), f"places of {held} are not given back"
 
     def _check_snapshot(self) -> None:
@@ -284,7 +286,7 @@ class WorldState:
     def _group(self, attempt: Attempt, reward: float = 1.0) -> SampleMeta:
         ticket = attempt.ticket
         return SampleMeta(
-            f"{ticket.ticket_id}.{ticket.attempt}/0",
+            f"{ticket.ticket_id}.{ticket.attempt}/0.0",
             ticket.ticket_id,
             ticket.attempt,
             2,

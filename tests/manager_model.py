@@ -20,6 +20,7 @@ B, ETA, LEASE_S, ATTEMPTS = 3, 1, 50.0, 3
 SERVERS, WORKERS = st.integers(0, 3), st.integers(0, 2)
 PATIENCE_S = 30.0
 PACES = st.sampled_from([Pace(), Pace(0.3, PATIENCE_S), Pace(0.5, PATIENCE_S)])
+CALLS = st.sampled_from(["0.0", "0.1", "1.0"])
 OUTCOMES: st.SearchStrategy[Outcome] = st.sampled_from(["accepted", "accepted", "rejected", "failed"])
 SETTINGS = ManagerSettings(B, ETA, 2, ATTEMPTS, 1, {"train": 7, "eval": 4}, lease_s=LEASE_S)
 
@@ -162,14 +163,10 @@ class ManagerModel(RuleBasedStateMachine):
             assert reservations.load(name) == reservations.recount().get(name, (0, 0))
             running += reservations.load(name)[0]
         assert reservations.recount().keys() <= self.servers.keys(), "a place on a server that is gone"
-        places = [t for t, known in self.model.items() if known.state == "running" and reservations.get(t)]
-        evals = [
-            problem.ticket_id
-            for evaluation in self.state.evaluations.all().values()
-            for problem in evaluation.running.values()
-            if reservations.get(problem.ticket_id)
-        ]
-        assert len(reservations) == len(places) + len(evals)
+        tickets = [t for t, known in self.model.items() if known.state == "running"]
+        for evaluation in self.state.evaluations.all().values():
+            tickets += [problem.ticket_id for problem in evaluation.running.values()]
+        assert len(reservations) == sum(len(reservations.calls(ticket)) for ticket in tickets)
 
     @invariant()
     def no_problem_of_an_evaluation_is_lost(self) -> None:

@@ -16,7 +16,7 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
 from realsys.train.data_manager import DataManager
 from realsys.train.device import Device
-from realsys.train.interfaces import CallOutcome, Role, find_interface
+from realsys.train.interfaces import CallOutcome, Role, find_handler
 from realsys.train.mesh import form_meshes
 from realsys.train.roles import make_role
 from realsys.types import MfcRequest, SequenceRef
@@ -115,7 +115,7 @@ class Worker:
 
     def call(
         self,
-        interface: str,
+        handler: str,
         role: str,
         minibatches: Sequence[Sequence[SequenceRef]],
         deal: Callable[[Sequence[SequenceRef], int], list[list[SequenceRef]]] = deal,
@@ -125,8 +125,8 @@ class Worker:
         if role not in self.roles:
             return CallOutcome()
         dealt = [deal(refs, self._meshes[role].layout.data) for refs in minibatches]
-        request = MfcRequest(interface, role, interface, 0, 0, dealt, args)
-        return find_interface(interface).run(self.roles[role], request)
+        request = MfcRequest(handler, role, handler, 0, 0, dealt, args)
+        return find_handler(handler).run(self.roles[role], request)
 
     def spread(self, refs: Sequence[SequenceRef], *keys: str) -> dict[str, Arrays]:
         """Every worker gets these arrays of all samples, as if all had been transferred; what was found."""

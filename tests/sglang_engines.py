@@ -16,12 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 from realsys.errors import WeightsError
-from realsys.generation.backend import Change
+from realsys.generation.backend import Change, Completion, Materialised
 from realsys.generation.limits import Limits
 from realsys.generation.protocol import SamplingParams
-from realsys.generation.scheduler import AnswerResult
 from realsys.generation.sglang.engine import Settings, SglangEngine
-from realsys.generation.sglang.update import Materialised
 from tests import sglang_stand_in
 
 SHAPES = {"a": (2, 3), "b": (4,)}
@@ -44,16 +42,17 @@ class StandIn:
         return dict(os.environ)
 
 
-def materialise(source: Path, version: int, target: Path) -> Materialised:
+def materialise(source: str, version: int, target: Path) -> Materialised:
     """What the worker does, without manifests: the folder's name says what is wrong with it."""
-    if source.name == "corrupt":
+    name = Path(source).name
+    if name == "corrupt":
         raise WeightsError(f"{source} is corrupt")
     target.mkdir(parents=True)
     tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
-    if source.name == "partial":
+    if name == "partial":
         del tensors["b"]
     save_file(tensors, target / "model.safetensors")
-    if source.name == "broken":
+    if name == "broken":
         (target / "broken").touch()
     return Materialised(target, {"verify_s": 0.25})
 
@@ -108,5 +107,5 @@ def helper_of(text: str) -> int:
     return int(text.partition("helper ")[2].split()[0])
 
 
-def generate(engine: SglangEngine, prompt: list[int], rid: str = "", **params: object) -> Future[list[AnswerResult]]:
+def generate(engine: SglangEngine, prompt: list[int], rid: str = "", **params: object) -> Future[list[Completion]]:
     return engine.generate(rid, prompt, SamplingParams(**{"max_new_tokens": 4, **params}))

@@ -12,9 +12,9 @@ from realsys.config.schema import Config
 from realsys.config.sglang import DEFAULT_VENV, interpreter
 from realsys.generation.sglang.build import build_sglang_engine
 from realsys.generation.sglang.engine import SglangEngine
-from realsys.generation.sglang.update import Materialised
+from realsys.weights.disk.stage import DiskReader
+from realsys.weights.folder import FolderWriter
 from tests.config_trees import changed
-from workers.generation_server import write_verified
 
 
 def needs_sglang() -> None:
@@ -33,10 +33,7 @@ def sglang_config(*overrides: str) -> Config:
 
 def sglang_engine(model: Path, overflow: Path, *overrides: str, on_change: Callable = print) -> SglangEngine:
     """Not started. Weights are verified and staged as in a run."""
-
-    def materialise(source: Path, version: int, target: Path) -> Materialised:
-        return write_verified(source, version, target, overflow, model)
-
+    folders = FolderWriter(DiskReader(), model, overflow)
     config = sglang_config(*overrides)
     assert Path(interpreter(config.generation.sglang)).exists()
-    return build_sglang_engine(model, config, materialise, on_change)
+    return build_sglang_engine(model, config, folders.write, on_change)

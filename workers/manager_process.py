@@ -221,7 +221,7 @@ class Manager:
                 continue
             known = self.service.state.servers.published
             if self.service.publish(published):
-                log.info("version %d published: %s", published.version, published.path)
+                log.info("version %d published: %s", published.version, published.locator)
             elif published != known:
                 log.error("%s: version %d does not follow %s; ignored", key, published.version, known)
 

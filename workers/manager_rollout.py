@@ -105,14 +105,14 @@ class WeightRollout:
     async def _serves(self, order: UpdateOrder) -> bool:
         """Asked, not believed: nothing is routed to a server on the word of the call that changed it.
 
-        The same version from the same folder: another training side may have had another version of that number.
+        The same version from the same locator: another training side may have had another version of that number.
         """
         info = await self._client.model_info(order.url, min(PROBE_TIMEOUT_S, self._timeout_s))
-        return info.weight_version == str(order.target.version) and info.model_path == order.target.path
+        return info.weight_version == str(order.target.version) and info.model_path == order.target.locator
 
     async def _load(self, order: UpdateOrder) -> dict[str, float]:
         target = order.target
-        result = await self._client.update_weights(order.url, target.path, target.version, self._timeout_s)
+        result = await self._client.update_weights(order.url, target.locator, target.version, self._timeout_s)
         if not result.success:
             raise GenerationError(f"{order.url}: did not load version {target.version}: {result.message}")
         return {**result.timings, **result.counts}

@@ -22,13 +22,14 @@ import msgspec
 import uvloop
 
 from realsys.admission.messages import RollBackRequest
+from realsys.algorithm import dataflows
 from realsys.algorithm.group_filter import keep_group
 from realsys.cluster.aio import run_until_stopped, stop_event, unless
 from realsys.cluster.process import training_start
 from realsys.cluster.topology import place, routing_table
 from realsys.cluster.worker import EXIT_STOPPED, WorkerContext, worker_main
 from realsys.config.allocation import ACTOR, parse_allocation
-from realsys.config.dataflow import dataflow_of, saved_roles, sft_dataflow
+from realsys.config.dataflow import dataflow_of, saved_roles
 from realsys.config.roles import role_settings
 from realsys.data.demos import DemoDataset
 from realsys.data.files import dataset_files
@@ -43,7 +44,7 @@ from realsys.master.executor import GraphExecutor
 from realsys.master.intake import Intake
 from realsys.master.loop import TrainLoop, planned_steps
 from realsys.master.plans import cost_functions, plan_roles
-from realsys.master.publish import Publisher, tell
+from realsys.master.publish import Publisher, VersionKey, tell
 from realsys.master.recorder import Recorder
 from realsys.master.recovery import Start, evaluated, find_start, has_trained, recovered_record, unanswered
 from realsys.master.statistics import episodes_of
@@ -57,6 +58,8 @@ from realsys.stream.routing import RoutedStream
 from realsys.stream.security import keys_for
 from realsys.telemetry.steps import StepRecord, surviving_steps
 from realsys.types import InitializeRequest, Recorded, SampleMeta, SamplesArrived
+from realsys.weights.base import PublisherParts
+from realsys.weights.build import build as build_transport
 
 log = logging.getLogger(__name__)
 
@@ -86,17 +89,14 @@ class Master:
         routed = RoutedStream(stream, routing_table(self._meshes))
         self._workers = ModelWorkers(routed, self._meshes, config.cluster.request_timeout_s)
         self._arguments = CallArguments(config, self._flow, total_steps)
+        parts = PublisherParts(paths.weights(), self._model_dir(ACTOR), ctx.incarnation, ctx.check_alive)
         self._publisher = Publisher(
-            store=ctx.store,
-            key=ctx.names.model_version(),
-            root=paths.weights(),
-            model_dir=self._model_dir(ACTOR),
+            build_transport(config).publisher(parts),
+            self._workers.save_weights,
+            VersionKey(ctx.store, ctx.names.model_version(), config.cluster.lease_s, ctx.check_alive),
             incarnation=ctx.incarnation,
-            keep=config.weights.keep_versions,
-            save=self._workers.save_weights,
+            transport=config.weights.transport,
             timeout_s=config.cluster.request_timeout_s,
-            patience_s=config.cluster.lease_s,
-            check_alive=ctx.check_alive,
         )
         self._evaluations = Evaluations(
             manager,
@@ -281,7 +281,7 @@ class Master:
             mesh=self._meshes[ACTOR],
             cost=self._costs[ACTOR],
             workers=self._workers,
-            executor=GraphExecutor(sft_dataflow(config), self._meshes, self._workers),
+            executor=GraphExecutor(dataflows.sft(config), self._meshes, self._workers),
             step_log=self._log,
         )
         await warmup.run()

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from realsys.cluster.process import training_start
 from realsys.cluster.worker import WorkerContext, worker_main
-from realsys.types import ShardInfo
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def serve(ctx: WorkerContext) -> None:
     # Imported here: torch and Megatron take seconds, and wrong arguments should not.
     from realsys.cluster.topology import place
     from realsys.config.allocation import ACTOR, parse_allocation
-    from realsys.config.dataflow import dataflow_of, import_plugins
+    from realsys.config.dataflow import dataflow_of
     from realsys.stream.push_pull import Puller
     from realsys.stream.request_reply import WorkerEndpoint
     from realsys.stream.security import keys_for
     from realsys.train.data_manager import DataManager
     from realsys.train.device import prepare_device
     from realsys.train.mesh import form_meshes, rendezvous
-    from realsys.train.service import ModelWorkerService, check_calls
-    from realsys.weights.shards import ShardWriter
+    from realsys.train.service import ModelWorkerService, load_calls
+    from realsys.weights.base import WriterParts
+    from realsys.weights.build import build
 
     config, cluster, worker = ctx.config, ctx.config.cluster, ctx.index
-    import_plugins("plugins.train", config.plugins.train)
     flow = dataflow_of(config)
-    check_calls(flow)
+    load_calls(flow)
     allocation = parse_allocation(config.allocation)
     # The actor also where no call of the dataflow is its own: the warm-up trains it, and its heads receive the groups.
     meshes = place(allocation, [ACTOR, *flow.roles])
@@ -56,13 +48,8 @@ def serve(ctx: WorkerContext) -> None:
             check_alive=ctx.check_alive,
         )
         ctx.count(lambda: {**endpoint.counters(), "superseded_groups": data.refused})
-        writer = ShardWriter(deltas=config.weights.delta == "auto", full_every=config.weights.full_every)
-
-        def write_shard(file: Path, tensors: Mapping[str, Tensor], base: str) -> ShardInfo:
-            ctx.check_alive()
-            return writer.write(file, tensors, base)
-
-        service = ModelWorkerService(config, ctx.paths, groups, worker, endpoint, data, device, write_shard)
+        writer = build(config).writer(WriterParts(worker, ctx.check_alive))
+        service = ModelWorkerService(config, ctx.paths, groups, worker, endpoint, data, device, writer)
         try:
             if puller is not None:
                 ctx.register(ctx.names.pull(heads.index(worker)), puller.address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import uvloop
@@ -10,15 +11,17 @@ from realsys.cluster.aio import stop_event
 from realsys.cluster.topology import group_contiguously
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.config.allocation import parse_allocation
+from realsys.config.backend_rules import backend_rules
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
 from realsys.reward.pool import VerifierPool
-from realsys.rollout.agent import AgentParts, make_agent, sampling_spec
-from realsys.rollout.environment import MathEnvironment
+from realsys.rollout import agents, environments
+from realsys.rollout.episodes import Limits
 from realsys.rollout.manager_client import ManagerClient
 from realsys.rollout.partial import PartialRolloutManager
-from realsys.rollout.worker_loop import RolloutLoop
+from realsys.rollout.sessions import GroupPlayer, sampling_spec
+from realsys.rollout.worker_loop import LoopParts, RolloutLoop
 from realsys.stream.push_pull import Pusher
 from realsys.stream.security import keys_for
 
@@ -34,7 +37,7 @@ async def serve(ctx: WorkerContext) -> None:
         ctx.token,
         patience_s=cluster.connect_timeout_s,
         # A server that is started again, and then given its weights.
-        no_server_patience_s=config.generation.sglang.start_timeout_s + config.manager.update_timeout_s,
+        no_server_patience_s=backend_rules(config).start_timeout_s() + config.manager.update_timeout_s,
         check_alive=ctx.check_alive,
     )
     heads = parse_allocation(config.allocation).actor.data
@@ -51,20 +54,16 @@ async def serve(ctx: WorkerContext) -> None:
     ctx.count(lambda: {"bad_messages": pusher.bad_messages})
     generation = GenerationClient(config.generation.request_timeout_s, token=ctx.token, check_alive=ctx.check_alive)
     pool = VerifierPool(config.rollout.reward.processes, config.rollout.reward.timeout_s)
-    agent = make_agent(
-        config.rollout.agent,
-        AgentParts(
-            PartialRolloutManager(manager, generation),
-            MathEnvironment(tokenizer, pool, config.data.verifier, config.rollout.reward),
-            sampling_spec(config.generation.sampling, tokenizer.eos_token_ids),
-        ),
+    player = GroupPlayer(
+        agents.build(config, tokenizer, environments.build(config, tokenizer, pool)),
+        PartialRolloutManager(manager, generation),
+        sampling_spec(config.generation.sampling, tokenizer.eos_token_ids),
+        Limits(config.train.microbatch_tokens),
+        min_episodes=config.rollout.min_episodes,
     )
     loop = RolloutLoop(
-        manager,
-        agent,
-        prompts,
-        pusher,
-        worker=ctx.name,
+        LoopParts(manager, player, prompts, pusher),
+        ctx.name,
         incarnation=ctx.incarnation,
         max_groups=config.rollout.max_concurrent,
         group_size=config.rollout.group_size,
@@ -81,6 +80,9 @@ async def serve(ctx: WorkerContext) -> None:
 
 
 def main() -> None:
+    # Each call of the engine that is under way has a connection: together more than the usual soft limit of files.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     worker_main("rollout_worker", lambda ctx: uvloop.run(serve(ctx)))
 
 

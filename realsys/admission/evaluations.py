@@ -48,6 +48,7 @@ class Evaluation:
     version_min: int = -1
     version_max: int = -1
     first_attempt: int = 0
+    metrics: dict[str, tuple[float, int]] = field(default_factory=dict)  # name -> (sum, answers that have it)
 
     @property
     def finished(self) -> bool:
@@ -63,6 +64,7 @@ class Evaluation:
             length_mean=self.length / answered if answered else 0.0,
             version_min=self.version_min,
             version_max=self.version_max,
+            metrics={name: total / count for name, (total, count) in sorted(self.metrics.items())},
         )
 
 
@@ -117,7 +119,15 @@ class Evaluations:
         """What a snapshot of the journal keeps: the evaluations, and how often each was forgotten."""
         states = [
             EvaluationState(
-                e.started, sorted(e.done), e.failed, e.correct, e.length, e.version_min, e.version_max, e.first_attempt
+                e.started,
+                sorted(e.done),
+                e.failed,
+                e.correct,
+                e.length,
+                e.version_min,
+                e.version_max,
+                e.first_attempt,
+                dict(e.metrics),
             )
             for e in self._all.values()
         ]
@@ -134,8 +144,11 @@ class Evaluations:
         if event.failed:
             evaluation.failed += 1
             return
-        evaluation.correct += event.correct
+        evaluation.correct += event.correct is True
         evaluation.length += event.length
+        for name, value in event.metrics.items():
+            total, count = evaluation.metrics.get(name, (0.0, 0))
+            evaluation.metrics[name] = (total + value, count + 1)
         low, high = evaluation.version_min, evaluation.version_max
         evaluation.version_min = event.version_min if low < 0 else min(low, event.version_min)
         evaluation.version_max = max(high, event.version_max)
@@ -196,7 +209,14 @@ class Evaluations:
             event = EvalAnswered(eval_id, index, True, False, 0, -1, -1)
         else:
             event = EvalAnswered(
-                eval_id, index, False, answer.correct, answer.length, answer.version_min, answer.version_max
+                eval_id,
+                index,
+                False,
+                answer.correct,
+                answer.length,
+                answer.version_min,
+                answer.version_max,
+                answer.metrics,
             )
         self.apply(event)
         return True, False, event
@@ -229,4 +249,5 @@ def _restored(state: EvaluationState) -> Evaluation:
         version_min=state.version_min,
         version_max=state.version_max,
         first_attempt=state.first_attempt,
+        metrics=dict(state.metrics),
     )

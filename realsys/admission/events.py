@@ -149,14 +149,15 @@ class EvalAnswered(msgspec.Struct, frozen=True, tag="eval_answered"):
     eval_id: str
     prompt_index: int
     failed: bool
-    correct: bool
+    correct: bool | None  # None: the task has no right or wrong
     length: int
     version_min: int
     version_max: int
+    metrics: dict[str, float] = {}
 
 
 class EvaluationState(msgspec.Struct, frozen=True):
-    """An evaluation in a snapshot; without what runs, as after any restart."""
+    """An evaluation in a snapshot; without what runs, as after any restart. ``metrics``: name -> (sum, answers)."""
 
     started: EvalStarted
     done: list[int]  # prompt indices
@@ -166,6 +167,7 @@ class EvaluationState(msgspec.Struct, frozen=True):
     version_min: int
     version_max: int
     first_attempt: int
+    metrics: dict[str, tuple[float, int]] = {}
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from realsys.admission.evaluations import PREFIX, Evaluation, Evaluations
 from realsys.admission.events import (
@@ -48,7 +47,7 @@ from realsys.admission.router import Router
 from realsys.admission.routing import Reservation, Reservations, make_strategy
 from realsys.admission.servers import ServerRegistry, UpdateOrder
 from realsys.admission.settings import ManagerSettings
-from realsys.admission.staleness import StalenessBound
+from realsys.admission.staleness import StalenessBound, StepStaleness
 from realsys.admission.tickets import OpenTicket
 from realsys.admission.workers import Heartbeat, Held, incarnation_of, is_lost, observe
 from realsys.types import PublishedVersion, ServerAddress, Ticket
@@ -58,15 +57,6 @@ NO_VERSION = -1
 #: Seconds that a finished group may take to show up among what the master holds. It was acknowledged by its DP head
 #: before its finish was sent, so only the notice from there to the master is under way.
 ARRIVAL_GRACE_S = 10.0
-
-
-@dataclass(slots=True)
-class StepStaleness:
-    """Lag histogram of one train step."""
-
-    step: int
-    version: int
-    histogram: dict[str, int] = field(default_factory=dict)
 
 
 class ManagerState:
@@ -175,10 +165,10 @@ class ManagerState:
         self.outbox.append(event)
         return self._ticket(event)
 
-    def _runs(self, ticket: Ticket) -> bool:
-        if ticket.kind == "eval":
-            return self.evaluations.running(ticket.ticket_id, ticket.attempt) is not None
-        return self.ledger.is_running(ticket.ticket_id, ticket.attempt)
+    def _runs(self, ticket_id: str, attempt: int) -> bool:
+        if ticket_id.startswith(PREFIX):
+            return self.evaluations.running(ticket_id, attempt) is not None
+        return self.ledger.is_running(ticket_id, attempt)
 
     def _ticket(self, granted: Granted | OpenTicket) -> Ticket:
         # Numbered on from the groups before a checkpoint: a resumed trial must not draw its first numbers again.
@@ -197,6 +187,9 @@ class ManagerState:
 
     def schedule(self, request: ScheduleRequest, now: float) -> ScheduleReply | NoServer | NotRunning:
         """Choose a server and reserve a place on it. A reported failure puts that server in quarantine first."""
+        for ticket_id, attempt, call in request.released:
+            if self._runs(ticket_id, attempt):  # else the places are those of a later attempt
+                self.reservations.release_call(ticket_id, call)
         minimum: int | None = None
         if request.ticket_id.startswith(PREFIX):
             minimum = self.evaluations.touch(request.ticket_id, request.attempt, now)
@@ -205,10 +198,10 @@ class ManagerState:
             known = self.ledger.touch(request.ticket_id, request.attempt, now)
         if not known:
             return NotRunning(f"ticket {request.ticket_id} attempt {request.attempt} is not running: give it up")
-        held = self.reservations.get(request.ticket_id)
+        held = self.reservations.get(request.ticket_id, request.call)
         if request.failed_server is not None and held is not None and held.server == request.failed_server:
             self.servers.report_failure(held.server, held.epoch, request.failure or "a rollout reported a failure", now)
-            self.reservations.release(request.ticket_id)
+            self.reservations.release_call(request.ticket_id, request.call)
             held = None
         reply = self.router.place(request, minimum, held)
         return reply if reply is not None else NoServer(self.explain_no_server())
@@ -227,7 +220,7 @@ class ManagerState:
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def finish(self, request: FinishRequest, now: float) -> FinishReply:
-        """The end of an attempt. Frees its reservation only if it is the current attempt."""
+        """The end of an attempt. Frees its reservations only if it is the current attempt."""
         reason = request.reason or ""
         if request.ticket_id.startswith(PREFIX):
             answer = request.answers[0] if request.answers and request.outcome != "failed" else None
@@ -244,17 +237,18 @@ class ManagerState:
                 self.outbox.append(result.event)
         if known:
             held = self.reservations.release(request.ticket_id)
-            if changed or held is not None:  # not for a repetition of the call
+            if changed or held:  # not for a repetition of the call
                 self._count_answers(request, held, now)
         return FinishReply(known, retry)
 
-    def _count_answers(self, request: FinishRequest, held: Reservation | None, now: float) -> None:
+    def _count_answers(self, request: FinishRequest, held: list[Reservation], now: float) -> None:
         tokens = sum(answer.length for answer in request.answers)
         self.generated.add(tokens, now)
         self.finished_groups.add(1, now)
         self.answers.update(answer.finish_reason for answer in request.answers)
-        if held is not None:
-            self.generated_by_server.setdefault(held.server, RateWindow()).add(tokens, now)
+        for server, count in (request.servers or {place.server: tokens for place in held[:1]}).items():
+            if self.servers.get(server) is not None:
+                self.generated_by_server.setdefault(server, RateWindow()).add(count, now)
 
     def claim(self, request: ClaimRequest, now: float) -> ClaimReply | OlderTraining:
         """The trainer is about to train these. They have been generated, so their reservations end, finish or not.
@@ -394,6 +388,6 @@ class ManagerState:
         self._unseen = [
             (ticket_id, attempt)
             for ticket_id, attempt in self._unseen
-            if self.ledger.is_running(ticket_id, attempt) and self.reservations.get(ticket_id) is None
+            if self.ledger.is_running(ticket_id, attempt) and not self.reservations.calls(ticket_id)
         ]
         return bool(self._unseen)

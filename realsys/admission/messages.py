@@ -10,12 +10,18 @@ import msgspec
 from realsys.admission.events import Number, OrNone, Outcome
 from realsys.types import FinishReason, Ticket
 
+MOST_RELEASED = 256  # calls in one schedule request; the others are named in the next one
+MOST_METRICS = 64  # names per answer
+
 Refusal = Literal["staleness", "exhausted", "no_server", "paused"]
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 #: Nanoseconds of its start, with zeros in front, so that lexical order is age; what has another form fits in no order.
 TrainingIncarnation = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{19}$")]
 Text = Annotated[str, msgspec.Meta(max_length=8192)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+CallName = Annotated[str, msgspec.Meta(max_length=64)]
+#: Numbers by name, of one answer or as means over answers.
+Metrics = Annotated[dict[str, float], msgspec.Meta(max_length=MOST_METRICS)]
 
 
 class AllocateRequest(msgspec.Struct):
@@ -40,9 +46,12 @@ class AllocateReply(msgspec.Struct):
 
 
 class ScheduleRequest(msgspec.Struct):
-    """POST /schedule_request: which server to generate on. Asking again moves the reservation.
+    """POST /schedule_request: which server to generate on. Asking again for the same call moves its reservation.
 
     ``prefix``: hashes of the prompt's leading blocks (``realsys.admission.prefix``), for servers that may hold them.
+    ``call``: name of the call, unique in its attempt; a ticket may have several calls under way.
+    ``previous``: (server, version) of the episode's call before, whose server may have these tokens in its cache.
+    ``released``: (ticket, attempt, call) of calls of this worker that have ended since its last request.
     """
 
     ticket_id: Identifier
@@ -53,6 +62,9 @@ class ScheduleRequest(msgspec.Struct):
     failed_server: str | None = None
     failure: Text | None = None
     prefix: Annotated[list[int], msgspec.Meta(max_length=64)] = []
+    call: CallName = ""
+    previous: tuple[str, int] | None = None
+    released: Annotated[list[tuple[Identifier, Count, CallName]], msgspec.Meta(max_length=MOST_RELEASED)] = []
 
 
 class ScheduleReply(msgspec.Struct):
@@ -64,18 +76,26 @@ class ScheduleReply(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What the manager keeps of one answer."""
+    """What the manager keeps of one answer, which is an episode.
+
+    ``correct``: None if the task has no right or wrong. ``length``: sampled tokens that are trained, of all its rows.
+    ``metrics``: averaged by name over the answers of an evaluation.
+    """
 
     reward: float
-    correct: bool
+    correct: bool | None
     length: Count
     finish_reason: FinishReason
     version_min: OrNone
     version_max: OrNone
+    metrics: Metrics = {}
 
 
 class FinishRequest(msgspec.Struct):
-    """POST /finish_rollout: the end of one attempt; releases its reservation."""
+    """POST /finish_rollout: the end of one attempt; releases its reservations.
+
+    ``servers``: server -> tokens it sampled for the answers, for the rates per server.
+    """
 
     ticket_id: Identifier
     attempt: Count
@@ -83,6 +103,7 @@ class FinishRequest(msgspec.Struct):
     outcome: Outcome
     reason: Text | None = ""
     answers: list[Answer] = []
+    servers: dict[str, Count] = {}
 
     def versions(self) -> tuple[int, int]:
         """Of the oldest and the newest token of all answers; -1 if there is none."""
@@ -189,7 +210,8 @@ class EvaluateReply(msgspec.Struct):
 class EvaluationReply(msgspec.Struct):
     """GET /evaluate/{eval_id}. Complete when ``done + failed == total``.
 
-    ``done`` problems were answered, and ``accuracy`` is over those: a failure is not a wrong answer.
+    ``done`` problems were answered, and ``accuracy`` is over those: a failure is not a wrong answer. ``metrics``: mean
+    of each metric over the answers that have it.
     """
 
     done: int
@@ -199,6 +221,7 @@ class EvaluationReply(msgspec.Struct):
     length_mean: float
     version_min: int
     version_max: int
+    metrics: dict[str, float] = {}
 
 
 class VersionReply(msgspec.Struct):

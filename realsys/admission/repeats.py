@@ -30,7 +30,7 @@ class Repeats:
     def clear(self) -> None:
         self._by_worker.clear()
 
-    def find(self, worker: str, request_id: str, still_running: Callable[[Ticket], bool]) -> list[Ticket]:
+    def find(self, worker: str, request_id: str, still_running: Callable[[str, int], bool]) -> list[Ticket]:
         """What this allocation got before, as far as it still runs."""
         before = self._by_worker.get(worker, OrderedDict()).get(request_id, [])
-        return [ticket for ticket in before if still_running(ticket)]
+        return [ticket for ticket in before if still_running(ticket.ticket_id, ticket.attempt)]

@@ -38,19 +38,23 @@ class Router:
         return bool(self.routes(minimum))
 
     def place(self, request: ScheduleRequest, minimum: int | None, held: Reservation | None) -> ScheduleReply | None:
-        """Choose a server and reserve a place on it, instead of the place ``held``. None if there is no server."""
+        """Choose a server and reserve a place on it, instead of the place ``held`` of the same call.
+
+        Returns None if there is no server.
+        """
         candidates = self._candidates(minimum, held)
         if not candidates:
             return None
         tokens = request.n * (request.prompt_len + request.max_new_tokens)
-        self._reservations.release(request.ticket_id)  # its own place must not count against it
-        previous, version = (held.server, held.version) if held else (None, None)
+        self._reservations.release_call(request.ticket_id, request.call)  # its own place must not count against it
+        previous, version = (held.server, held.version) if held else request.previous or (None, None)
         wanted = RouteRequest(request.ticket_id, request.n, tokens, previous, version, request.prefix)
         name = self._strategy.choose(wanted, candidates)
         server = self._servers.get(name)
         assert server is not None and server.verified is not None, f"strategy chose {name}, not a candidate"
         serves = server.verified.version
-        self._reservations.reserve(request.ticket_id, Reservation(name, request.n, tokens, serves, server.epoch))
+        place = Reservation(name, request.n, tokens, serves, server.epoch)
+        self._reservations.reserve(request.ticket_id, place, request.call)
         return ScheduleReply(name, server.address.url, serves)
 
     def _candidates(self, minimum: int | None, held: Reservation | None) -> Sequence[ServerLoad]:

@@ -1,7 +1,8 @@
 """Which server a rollout generates on: pure strategies over the loads that the reservations add up to.
 
-A reservation belongs to a ticket. Scheduling a ticket again moves it, and it is released exactly once: by the ticket's
-end, by a move, or by the death of its server.
+A reservation belongs to a call of a ticket: an agent may have several calls of one ticket under way. Scheduling a call
+again moves its reservation. A reservation is released exactly once: by the end of its call or its ticket, by a move,
+or by the death of its server.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def make_strategy(name: str) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A ticket's place on a server. ``epoch`` is the server's at that time, to tell old news of it from new."""
+    """A call's place on a server. ``epoch`` is the server's at that time, to tell old news of it from new."""
 
     server: str
     sequences: int
@@ -178,17 +179,21 @@ class Reservation:
 
 
 class Reservations:
-    """All reservations, and the load per server that they add up to."""
+    """All reservations, by ticket and call, and the load per server that they add up to."""
 
     def __init__(self) -> None:
-        self._by_ticket: dict[str, Reservation] = {}
+        self._by_ticket: dict[str, dict[str, Reservation]] = {}  # no ticket without a call
         self._loads: dict[str, ServerLoad] = {}
 
     def __len__(self) -> int:
-        return len(self._by_ticket)
+        return sum(map(len, self._by_ticket.values()))
 
-    def get(self, ticket_id: str) -> Reservation | None:
-        return self._by_ticket.get(ticket_id)
+    def get(self, ticket_id: str, call: str = "") -> Reservation | None:
+        return self._by_ticket.get(ticket_id, {}).get(call)
+
+    def calls(self, ticket_id: str) -> list[str]:
+        """Calls of a ticket that have a place."""
+        return list(self._by_ticket.get(ticket_id, ()))
 
     def load(self, server: str) -> tuple[int, int]:
         """(sequences, tokens) reserved on ``server``."""
@@ -201,41 +206,53 @@ class Reservations:
         load.version = version
         return load
 
-    def reserve(self, ticket_id: str, reservation: Reservation) -> None:
-        """Place a ticket, releasing the place it had."""
-        self.release(ticket_id)
-        self._by_ticket[ticket_id] = reservation
+    def reserve(self, ticket_id: str, reservation: Reservation, call: str = "") -> None:
+        """Place a call, releasing the place it had."""
+        self.release_call(ticket_id, call)
+        self._by_ticket.setdefault(ticket_id, {})[call] = reservation
         load = self._loads.get(reservation.server) or self.live(reservation.server, reservation.version)
         load.requests += reservation.sequences
         load.tokens += reservation.tokens
 
-    def release(self, ticket_id: str) -> Reservation | None:
-        """Free a ticket's place; None if it had none (any more)."""
-        reservation = self._by_ticket.pop(ticket_id, None)
-        if reservation is not None:
-            load = self._loads[reservation.server]
-            load.requests -= reservation.sequences
-            load.tokens -= reservation.tokens
-            assert load.requests >= 0 and load.tokens >= 0, f"negative load: {load}"
+    def release_call(self, ticket_id: str, call: str) -> Reservation | None:
+        """Free a call's place; None if it had none (any more)."""
+        calls = self._by_ticket.get(ticket_id, {})
+        reservation = calls.pop(call, None)
+        if reservation is None:
+            return None
+        if not calls:
+            del self._by_ticket[ticket_id]
+        load = self._loads[reservation.server]
+        load.requests -= reservation.sequences
+        load.tokens -= reservation.tokens
+        assert load.requests >= 0 and load.tokens >= 0, f"negative load: {load}"
         return reservation
+
+    def release(self, ticket_id: str) -> list[Reservation]:
+        """Free the places of all calls of a ticket."""
+        freed = [self.release_call(ticket_id, call) for call in self.calls(ticket_id)]
+        return [reservation for reservation in freed if reservation is not None]
 
     def release_server(self, server: str) -> int:
         """The server is gone: free all its places. Returns how many."""
-        tickets = [ticket for ticket, reservation in self._by_ticket.items() if reservation.server == server]
-        for ticket in tickets:
-            self.release(ticket)
+        held = [(ticket, call) for ticket, call, reservation in self._all() if reservation.server == server]
+        for ticket, call in held:
+            self.release_call(ticket, call)
         self._loads.pop(server, None)
-        return len(tickets)
+        return len(held)
 
     def release_all(self) -> None:
-        """Nothing that was placed is wanted any more."""
+        """Free every place, because no ticket that was placed runs any more."""
         for ticket in list(self._by_ticket):
             self.release(ticket)
 
     def recount(self) -> dict[str, tuple[int, int]]:
         """Loads summed from scratch, for checks."""
         loads: dict[str, tuple[int, int]] = {}
-        for reservation in self._by_ticket.values():
+        for _, _, reservation in self._all():
             sequences, tokens = loads.get(reservation.server, (0, 0))
             loads[reservation.server] = (sequences + reservation.sequences, tokens + reservation.tokens)
         return loads
+
+    def _all(self) -> list[tuple[str, str, Reservation]]:
+        return [(ticket, call, held) for ticket, calls in self._by_ticket.items() for call, held in calls.items()]

@@ -6,7 +6,7 @@ group granted before it that has not been rejected, dropped or lost: running, fi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +35,12 @@ class StalenessBound:
     def may_serve(self, served: int, version: int) -> bool:
         """Whether weights of version ``served`` are fresh enough to sample train tokens at ``version``."""
         return 0 <= version - served <= self.eta
+
+
+@dataclass(slots=True)
+class StepStaleness:
+    """Lag histogram of one train step."""
+
+    step: int
+    version: int
+    histogram: dict[str, int] = field(default_factory=dict)

@@ -188,8 +188,9 @@ def evaluations(state: ManagerState) -> dict[str, Any]:
             "total": evaluation.started.total,
             "failed": evaluation.failed,
             "running": len(evaluation.running),
-            "accuracy": evaluation.reply().accuracy,
-            "length_mean": evaluation.reply().length_mean,
+            "accuracy": (reply := evaluation.reply()).accuracy,
+            "length_mean": reply.length_mean,
+            "metrics": reply.metrics,
             "version_min": evaluation.version_min,
             "version_max": evaluation.version_max,
         }

@@ -1,13 +1,12 @@
-"""Losses on the flat answer tokens of packed sequences, and their statistics. Pure tensor functions.
+"""The part that all policy losses share: ratios, behaviour weight, penalties, mask, aggregation, statistics.
 
-    theta, prox, behav --ratios--> u, w --surrogate--> token loss [t] --token weights--> share of the step's mean
+    theta, prox, behav --ratios--> u, w --losses/*.py--> token loss [t] --combine--> share of the step's mean
 
-All tensors are float32 ``[t]``, one entry per answer token; ``mask`` is bool ``[t]`` and marks the tokens that count.
-Where it is False the other tensors may hold anything, NaN included.
+All tensors are float32 ``[t]``, one entry per loss token; ``mask`` is bool ``[t]`` and marks the tokens that count.
+Where it is False the other tensors may hold anything, NaN included. Pure tensor functions.
 
 ``denominator`` is a number of the whole optimizer step, over all micro-batches and ranks (``loss_denominator``), so the
-loss of a micro-batch is its share of one global mean and shares add up, whatever the layout. An answer lies whole in
-one micro-batch.
+loss of a micro-batch is its share of one global mean and shares add up, whatever the layout.
 
 Statistics come as sums, counts and maxima, so that they can be reduced over micro-batches and ranks in any order:
 ``*_max`` by maximum, the rest by sum (``merge_stats``); ``finish_stats`` divides them at the end.
@@ -16,51 +15,18 @@ Statistics come as sums, counts and maxima, so that they can be reduced over mic
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from realsys.algorithm.flat import blank, check_shapes, count, masked_max, masked_sum
 from realsys.algorithm.kl import MAX_LOG_RATIO, kl_estimate
+from realsys.algorithm.losses import ConfiguredLoss, LossInputs, Surrogate, load_loss
+from realsys.algorithm.segments import Segments
 from realsys.config.schema_train import PPOConfig
 from realsys.types import SequenceRef
 
 Stats = dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """Which answer each token belongs to: ``lengths`` int64 ``[n]``, answer tokens of each, in order, sum t.
-
-    Best kept on the host: checking their sum then waits for no device.
-    """
-
-    lengths: Tensor
-
-    def counted(self, mask: Tensor) -> Tensor:
-        """For each token the number of counted tokens of its answer, float64 ``[t]``."""
-        return self._spread(self._sums(mask.double()), mask)
-
-    def means(self, x: Tensor, mask: Tensor) -> Tensor:
-        """For each token the mean of ``x`` over the counted tokens of its answer, float32 ``[t]``, no gradient.
-
-        0 for an answer without any.
-        """
-        # float64: the mean of 30,000 log ratios is compared with clip ranges of 3e-4
-        sums, counts = self._sums(torch.where(mask, x.detach(), 0.0).double()), self._sums(mask.double())
-        return self._spread(sums / counts.clamp(min=1.0), mask).float()
-
-    def _sums(self, x: Tensor) -> Tensor:
-        if int(self.lengths.sum()) != len(x):
-            raise ValueError(f"answers of {int(self.lengths.sum())} tokens in all for {len(x)} tokens")
-        if not len(x):  # the empty micro-batch of a rank that has fewer: nothing to launch a kernel for
-            return x.new_zeros(len(self.lengths))
-        # A sum in a fixed order, which index_add_ on a GPU is not.
-        return torch.segment_reduce(x, "sum", lengths=self.lengths.to(x.device), unsafe=True)
-
-    def _spread(self, per_answer: Tensor, like: Tensor) -> Tensor:
-        return per_answer.repeat_interleave(self.lengths.to(like.device), output_size=len(like))
 
 
 def counts_in_loss(ref: SequenceRef, cfg: PPOConfig) -> bool:
@@ -96,90 +62,86 @@ def actor_loss(
     denominator: float | Tensor,
     cfg: PPOConfig,
     *,
+    loss: ConfiguredLoss | None = None,
     segments: Segments | None = None,
     entropy: Tensor | None = None,
     ref: Tensor | None = None,
     kl_coef: float = 0.0,
 ) -> tuple[Tensor, Stats]:
-    """Share of the policy loss, and statistics (docs/algorithms.md has every formula with its source).
+    """Return the share of the policy loss, and statistics (docs/algorithms.md has every formula with its source).
 
-        u = exp(theta - prox)        w = exp(prox - behav), no gradient; sg: no gradient through this
-        ppo        -w * min(u*A, clip(u, 1-eps, 1+eps_higher)*A)
-        gspo       the same with u and w of the answer: exp of the mean log ratio over its tokens
-        cispo      -w * sg(clip(u, 1-eps, 1+eps_higher)) * A * theta
-        reinforce  -w * A * theta
-        + kl_coef * KL(theta, ref) - cfg.entropy_coef * entropy, per token
+        u = exp(theta - prox)        w = exp(prox - behav), no gradient
+        w * loss(u, advantages, ...) + kl_coef * KL(theta, ref) - cfg.entropy_coef * entropy, per token
 
     theta       log-probs under the weights being trained; with ``entropy`` the only input with a gradient
-    prox        under the weights before the step's first update; not looked at without ``use_decoupled_loss``
+    prox        under the weights before the step's first update; not read without ``use_decoupled_loss``
     behav       as recorded when the tokens were sampled
-    entropy     of the distribution at each token; with a gradient where there is a bonus
+    loss        token losses (``load_loss``); None: loaded here, which a caller with many micro-batches avoids
+    entropy     of the distribution at each token; with a gradient if there is a bonus
     ref         log-probs under the reference model; reported if given, a term of the loss if kl_coef > 0
-    segments    needed for loss=gspo and aggregation=sequence
+    segments    needed for an episode-level loss (gspo) and for aggregation=sequence
 
     A token with ``w > behav_imp_weight_cap`` adds nothing to the policy term and stays in the denominator (mode mask),
     or its w is set to the cap (truncate). Raises ValueError for shapes that do not agree and for a missing input.
 
     Statistics over the counted tokens: tokens, loss_sum (share * denominator), u_sum, u_max, w_sum, w_max (before the
     cap), clip_count, dual_clip_count, capped_count, kl_behav_prox_sum and kl_prox_theta_sum (k3 estimators of
-    KL(behav || prox) and KL(prox || theta)), and where they are given entropy_sum and kl_ref_sum.
+    KL(behav || prox) and KL(prox || theta)), and if they are given entropy_sum and kl_ref_sum.
     """
     optional = {name: x for name, x in (("entropy", entropy), ("ref", ref)) if x is not None}
     check_shapes(mask, theta=theta, prox=prox, behav=behav, advantages=advantages, **optional)
+    loss = loss or load_loss(cfg)
     theta, prox, behav, advantages = (blank(x, mask) for x in (theta, prox.detach(), behav.detach(), advantages))
-    u, w, stats = _ratios(theta, prox if cfg.use_decoupled_loss else behav, behav, mask, cfg, segments)
-    surrogate, clipped, dual_clipped = _surrogate(theta, u, advantages, cfg)
-    capped = torch.zeros_like(mask)
-    if cfg.use_decoupled_loss and cfg.behav_imp_weight_cap > 0:
-        capped = w > cfg.behav_imp_weight_cap
-        w = torch.where(capped, 0.0 if cfg.behav_imp_weight_mode == "mask" else cfg.behav_imp_weight_cap, w)
+    if not cfg.use_decoupled_loss:
+        prox = behav
+    episodes = _needed(segments, f"loss={cfg.loss}") if loss.episode_level else None
+    u, w, stats = _ratios(theta, prox, behav, mask, episodes)
+    surrogate = loss(LossInputs(theta, prox, behav, u, w, advantages, mask, segments, cfg))
     penalties, reported = _penalties(theta, mask, cfg, entropy, ref, kl_coef)
-    token_loss = torch.where(mask, w * surrogate + penalties, 0.0)
-    if cfg.aggregation == "sequence":
-        token_loss = token_loss / _needed(segments, "aggregation=sequence").counted(mask).clamp(min=1.0).float()
-    loss_sum = token_loss.sum()
-    flags = {"clip_count": clipped, "dual_clip_count": dual_clipped, "capped_count": capped}
-    stats |= reported | {name: count(flag & mask) for name, flag in flags.items()}
-    return loss_sum / denominator, stats | {"loss_sum": loss_sum.detach()}
+    loss_sum, counts = _combine(surrogate, w, penalties, mask, cfg, segments)
+    return loss_sum / denominator, stats | reported | counts | {"loss_sum": loss_sum.detach()}
 
 
 def _ratios(
-    theta: Tensor, prox: Tensor, behav: Tensor, mask: Tensor, cfg: PPOConfig, segments: Segments | None
+    theta: Tensor, prox: Tensor, behav: Tensor, mask: Tensor, episodes: Segments | None
 ) -> tuple[Tensor, Tensor, Stats]:
-    """u with the gradient of theta, w without, float32 [t]; and what is to report of both."""
-    log_u, log_w = theta - prox, prox - behav
+    """Return u with the gradient of theta, w without, float32 [t], and their statistics.
+
+    ``episodes``: for the ratios of whole episodes; None: each token has its own.
+    """
+    log_u = theta - prox
+    log_w = prox - behav
     stats = {
         "tokens": count(mask),
         "kl_behav_prox_sum": _k3_sum(log_w, mask),
         "kl_prox_theta_sum": _k3_sum(log_u, mask),
     }
-    if cfg.loss == "gspo":
-        answers = _needed(segments, "loss=gspo")
-        # The value is the answer's, the gradient the token's own (GSPO-token, section 4.3 of the paper): summed over
-        # an answer with one advantage that is the gradient of the mean, and advantages of tokens keep their meaning.
-        log_u = answers.means(log_u, mask) + theta - theta.detach()
-        log_w = answers.means(log_w, mask)
+    if episodes is not None:
+        # The value is the episode's, the gradient the token's own (GSPO-token, section 4.3 of the paper): summed over
+        # an episode with one advantage that is the gradient of the mean, and advantages of tokens keep their meaning.
+        log_u = episodes.means(log_u, mask) + theta - theta.detach()
+        log_w = episodes.means(log_w, mask)
     u, w = (log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() for log_ratio in (log_u, log_w))
     stats |= {"u_sum": masked_sum(u, mask), "u_max": masked_max(u, mask)}
     stats |= {"w_sum": masked_sum(w, mask), "w_max": masked_max(w, mask)}
     return u, w, stats
 
 
-def _surrogate(theta: Tensor, u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Token losses before w, float32 [t]; which are held by the clip, and by the dual clip, bool [t]."""
-    none = torch.zeros(u.shape, dtype=torch.bool, device=u.device)
-    bounded = u.clamp(1 - cfg.eps_clip, 1 + (cfg.eps_clip_higher or cfg.eps_clip))
-    if cfg.loss == "reinforce":
-        return -advantages * theta, none, none
-    if cfg.loss == "cispo":
-        return -bounded.detach() * advantages * theta, (bounded != u).detach(), none
-    loose, tight = -u * advantages, -bounded * advantages
-    clipped = tight.detach() > loose.detach()
-    surrogate = torch.maximum(loose, tight)
-    if cfg.c_clip == 0:
-        return surrogate, clipped, none
-    bound = cfg.c_clip * advantages.abs()  # for A >= 0 the surrogate is never positive, so only A < 0 meets it
-    return torch.minimum(surrogate, bound), clipped, surrogate.detach() > bound
+def _combine(
+    surrogate: Surrogate, w: Tensor, penalties: Tensor, mask: Tensor, cfg: PPOConfig, segments: Segments | None
+) -> tuple[Tensor, Stats]:
+    """Weigh, mask and aggregate the token losses. Returns their sum, and how many tokens each bound holds."""
+    none = torch.zeros_like(mask)
+    capped = none
+    if cfg.use_decoupled_loss and cfg.behav_imp_weight_cap > 0:
+        capped = w > cfg.behav_imp_weight_cap
+        w = torch.where(capped, 0.0 if cfg.behav_imp_weight_mode == "mask" else cfg.behav_imp_weight_cap, w)
+    token_loss = torch.where(mask, w * surrogate.loss + penalties, 0.0)
+    if cfg.aggregation == "sequence":
+        token_loss = token_loss / _needed(segments, "aggregation=sequence").counted(mask).clamp(min=1.0).float()
+    flags = {"clip_count": surrogate.clipped, "dual_clip_count": surrogate.dual_clipped, "capped_count": capped}
+    counts = {name: count((none if flag is None else flag) & mask) for name, flag in flags.items()}
+    return token_loss.sum(), counts
 
 
 def _penalties(
@@ -271,5 +233,5 @@ def _k3_sum(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 def _needed(segments: Segments | None, what: str) -> Segments:
     if segments is None:
-        raise ValueError(f"{what} needs to know which answer each token belongs to (segments)")
+        raise ValueError(f"{what} needs to know which episode each token belongs to (segments)")
     return segments

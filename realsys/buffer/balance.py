@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from realsys.config.model_sizes import ModelSizes
 from realsys.config.schema import Config
+from realsys.hf.architecture import ModelSizes
 from realsys.types import SequenceRef
 
 Costs = Sequence[int] | Sequence[float] | npt.NDArray[Any]

@@ -1,11 +1,13 @@
 """The allocation expression: what generates, and which model role trains on which workers with which layout.
 
-    sglang.d4p1m1+d2p2m1                      4 servers; the actor on 4 workers
-    sglang.d2+actor.d2p2,critic.d1m2          `,` shares workers: the critic sits on the first 2 of the actor's 4
-    sglang.d2+actor.d2+critic.m2,ref.m2       `+` sets apart: actor on workers 0-1, critic and ref both on 2-3
+    serve.d4p1m1+d2p2m1                       4 servers; the actor on 4 workers
+    serve.d2+actor.d2p2,critic.d1m2           `,` shares workers: the critic sits on the first 2 of the actor's 4
+    serve.d2+actor.d2+critic.m2,ref.m2        `+` sets apart: actor on workers 0-1, critic and ref both on 2-3
 
 d data, p pipeline, m tensor parallel; a layout without a role is the actor's; the parts may come in any order. A role
 that the algorithm needs and that is not named shares the actor's workers and layout.
+
+`generation.backend` chooses the engine. The name of a built-in backend (`sglang.d2+d2`) is read as `serve`.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from realsys.config.doors import BACKEND
 from realsys.errors import ConfigError
 
 ACTOR = "actor"
 _AXES = re.compile(r"([dpm])(\d+)")
-_BACKENDS = ("sglang",)
+SERVE = "serve"
+_INFERENCE = frozenset({SERVE, *BACKEND.builtin})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +51,11 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What generates and what trains. ``inference.data`` is the number of GenerationServers.
+    """Layouts of what generates and what trains. ``inference.data`` is the number of GenerationServers.
 
     ``roles``: the roles that were named, the actor always among them. ``workers``: ModelWorkers in all.
     """
 
-    backend: str
     inference: ParallelLayout
     roles: dict[str, Placement]
     workers: int
@@ -76,15 +79,15 @@ class Allocation:
 
 def parse_allocation(text: str) -> Allocation:
     """Parse the whole expression. Raises ConfigError naming the part that cannot be read."""
-    inference: list[tuple[str, str]] = []
+    inference: list[str] = []
     roles: dict[str, Placement] = {}
     workers = 0
     for block in text.split("+"):
         widest = 0
         for part in block.split(","):
             name, dot, layout = part.rpartition(".")
-            if name in _BACKENDS:
-                inference.append((name, layout))
+            if name in _INFERENCE:
+                inference.append(layout)
                 continue
             role = name if dot else ACTOR
             if not re.fullmatch(r"[A-Za-z]\w*", role):
@@ -95,15 +98,14 @@ def parse_allocation(text: str) -> Allocation:
             widest = max(widest, roles[role].layout.world_size)
         workers += widest
     if len(inference) != 1:
-        problem = f"needs exactly one inference part ({', '.join(_BACKENDS)}.), joined by '+': sglang.d1+d2"
+        problem = f"must have exactly one inference part ({SERVE}.), joined by '+': write e.g. {SERVE}.d1+d2"
         raise ConfigError("allocation", text, problem)
     if ACTOR not in roles:
-        raise ConfigError("allocation", text, "no part is the actor's; write e.g. sglang.d1+d2p2m1")
-    backend, layout = inference[0]
-    parsed = _parse_layout(layout, text)
+        raise ConfigError("allocation", text, "no part is the actor's; write e.g. serve.d1+d2p2m1")
+    parsed = _parse_layout(inference[0], text)
     if parsed.pipeline != 1:
         raise ConfigError("allocation", text, "the inference part must have p1: servers do not pipeline")
-    return Allocation(backend, parsed, roles, workers)
+    return Allocation(parsed, roles, workers)
 
 
 def _parse_layout(text: str, whole: str) -> ParallelLayout:
@@ -121,6 +123,6 @@ def _parse_layout(text: str, whole: str) -> ParallelLayout:
         position = match.end()
     if position != len(text) or not sizes:
         raise ConfigError(
-            "allocation", whole, f"cannot read '{text[position:] or text}'; write e.g. sglang.d4p1m1+d2p2m1"
+            "allocation", whole, f"cannot read '{text[position:] or text}'; write e.g. serve.d4p1m1+d2p2m1"
         )
     return ParallelLayout(sizes.get("d", 1), sizes.get("p", 1), sizes.get("m", 1))

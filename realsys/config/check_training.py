@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from realsys.config.allocation import ACTOR, Allocation
 from realsys.config.dataflow import Dataflow, token_level_advantages
+from realsys.config.doors import LOSS
 from realsys.config.roles import role_field, role_settings
 from realsys.config.schema import Config
 from realsys.config.schema_train import OptimizerConfig
@@ -89,9 +90,13 @@ def _check_rewards(config: Config) -> None:
 
 def _check_loss(config: Config) -> None:
     ppo = config.train.ppo
+    if ppo.loss_args and ppo.loss in LOSS.builtin:
+        problem = f"are for a loss of your own; loss={ppo.loss} reads train.ppo itself"
+        raise ConfigError("train.ppo.loss_args", ppo.loss_args, problem)
+    LOSS.check(ppo.loss, ppo.loss_args)
     if 0 < ppo.c_clip <= 1:
         raise ConfigError("train.ppo.c_clip", ppo.c_clip, "must be above 1, or 0 for off")
-    if ppo.c_clip and ppo.loss != "ppo":
+    if ppo.c_clip and ppo.loss in LOSS.builtin and ppo.loss != "ppo":  # a loss of the user may read it
         raise ConfigError("train.ppo.c_clip", ppo.c_clip, f"is a part of loss=ppo, not of loss={ppo.loss}")
     if ppo.behav_imp_weight_mode == "truncate" and not ppo.behav_imp_weight_cap:
         problem = "truncates at train.ppo.behav_imp_weight_cap, which is 0 (off)"

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from realsys.errors import MALFORMED, ConfigError, ModelError
+from realsys.hf.config import read_model
 
 
 def check_vocabulary(field: str, model: Path, actor: Path) -> None:
@@ -16,8 +17,8 @@ def check_vocabulary(field: str, model: Path, actor: Path) -> None:
     ``model`` may know more tokens. Raises ConfigError for an id that is missing there, or another token; ModelError for
     a file that cannot be read.
     """
-    theirs, ours = _vocab_size(model), _vocab_size(actor)
-    if theirs is not None and ours is not None and theirs < ours:
+    theirs, ours = (read_model(directory, "value").vocab for directory in (model, actor))
+    if theirs < ours:
         problem = f"vocab_size {theirs} is less than the actor's {ours} ({actor}): it has no embedding for some tokens"
         raise ConfigError(field, str(model), problem)
     own, other = (_read(path / "tokenizer.json") for path in (actor, model))
@@ -29,12 +30,6 @@ def check_vocabulary(field: str, model: Path, actor: Path) -> None:
             what = "not there" if there is None else f"{there!r} there"
             problem = f"has another tokenizer than the actor ({actor}): token {number}, {token!r}, is {what}"
             raise ConfigError(field, str(model), problem)
-
-
-def _vocab_size(directory: Path) -> int | None:
-    """None where config.json does not say."""
-    found = _decoded(_read(directory / "config.json"), directory / "config.json").get("vocab_size")
-    return found if isinstance(found, int) else None
 
 
 def _tokens(raw: bytes, path: Path) -> dict[int, str]:

@@ -6,29 +6,28 @@ at start. Each rule is a small function that raises ConfigError for the field to
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
-from realsys.config.check_calls import INTERFACES, check_calls
+from realsys.config.backend_rules import BackendRules, backend_rules
 from realsys.config.check_training import check_training
 from realsys.config.check_vocabulary import check_vocabulary
-from realsys.config.dataflow import Dataflow, dataflow_of, require_plugins
+from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
+from realsys.config.doors import AGENT, CALL_HANDLER, ENVIRONMENT, TRANSPORT, VERIFIER
+from realsys.config.lengths import longest_sequence
 from realsys.config.machine import Machine
-from realsys.config.model_families import Head, has_score, is_size, position_count, refuse_unsupported, understood
 from realsys.config.roles import role_field, role_settings
 from realsys.config.schema import Config
-from realsys.config.sglang import check_sglang, check_sglang_sampling
 from realsys.errors import ConfigError, ModelError
+from realsys.hf.architecture import Head
+from realsys.hf.config import read_model
 
 _TORCH_PROCESS_BYTES = (
     600 << 20
 )  # resident memory of a process that has imported torch and Megatron, with a small model
 _LIGHT_PROCESS_BYTES = 120 << 20
-_SGLANG_CPU_BYTES = 2560 << 20  # SGLang's processes, of one server on a CPU with a small model
 
 
 def check(config: Config, machine: Machine) -> Allocation:
@@ -37,15 +36,18 @@ def check(config: Config, machine: Machine) -> Allocation:
     Raises ConfigError or ModelError.
     """
     allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
-    require_plugins("plugins.train", config.plugins.train)
-    check_calls(flow, config.plugins.train)
+    check_calls(flow)
     allocation.check_roles(flow.roles, config.allocation)
-    _check_generation(config, allocation)
-    _check_machine(config, allocation, machine)
+    backend = backend_rules(config)
+    _check_generation(config, allocation, backend)
+    _check_machine(config, allocation, machine, backend)
+    _check_rollout(config)
     _check_lengths(config)
     check_training(config, allocation, flow)
     _check_data(config)
+    _check_doors(config)
     _check_cluster(config)
+    _check_transport(config)
     if not config.model.path:
         _check_tiny(config, allocation, flow)
     check_models(config, allocation, flow)
@@ -55,27 +57,20 @@ def check(config: Config, machine: Machine) -> Allocation:
 # ---- processes and machine
 
 
-def _check_generation(config: Config, allocation: Allocation) -> None:
-    generation = config.generation
-    if generation.backend == "sglang":
-        check_sglang(generation.sglang)
-        check_sglang_sampling(generation.sampling)
-        each, limit = generation.sglang.max_answers, "generation.sglang.max_answers"
-    else:
-        if allocation.inference.tensor > 1:
-            raise ConfigError("allocation", config.allocation, "the embedded engine serves with m1; add servers with d")
-        each, limit = generation.embedded.max_running + generation.embedded.max_queued, "generation.embedded.max_queued"
+def _check_generation(config: Config, allocation: Allocation, backend: BackendRules) -> None:
+    backend.check(allocation)
     running = config.rollout.workers * config.rollout.max_concurrent * config.rollout.group_size
-    capacity = allocation.inference.data * each
+    capacity = allocation.inference.data * backend.capacity()
     if running > capacity:
+        remedy = f"lower it or raise {backend.capacity_field}" if backend.capacity_field else "lower it"
         problem = (
-            f"{running} answers (rollout.workers x max_concurrent x group_size) "
-            f"are more than the servers run and queue ({capacity}); lower it or raise {limit}"
+            f"{running} completions (rollout.workers x max_concurrent x group_size) "
+            f"are more than the servers run and queue ({capacity}): {remedy}"
         )
         raise ConfigError("rollout.max_concurrent", config.rollout.max_concurrent, problem)
 
 
-def _check_machine(config: Config, allocation: Allocation, machine: Machine) -> None:
+def _check_machine(config: Config, allocation: Allocation, machine: Machine, backend: BackendRules) -> None:
     ranks, servers = allocation.workers, allocation.inference.data
     total = ranks + servers + config.rollout.workers + 2
     bound = max(32, 8 * machine.cpus)
@@ -92,8 +87,7 @@ def _check_machine(config: Config, allocation: Allocation, machine: Machine) -> 
     else:
         heavy = ranks + servers
         need = heavy * _TORCH_PROCESS_BYTES + (total - heavy) * _LIGHT_PROCESS_BYTES
-        if config.generation.backend == "sglang" and not machine.gpus:
-            need += servers * _SGLANG_CPU_BYTES
+        need += servers * backend.memory_bytes(machine)
         if need > machine.memory_bytes:
             problem = (
                 f"{total} processes need about {need / 2**30:.1f} GiB, {machine.memory_bytes / 2**30:.1f} GiB are free"
@@ -125,26 +119,36 @@ def _check_cluster(config: Config) -> None:
         raise ConfigError("fileroot", config.fileroot, f"cannot write into {existing}")
 
 
+def _check_transport(config: Config) -> None:
+    transport = TRANSPORT.make(config.weights.transport, config, config.weights.transport_args)
+    if check := getattr(transport, "check", None):
+        check()
+
+
 # ---- lengths and data
+
+
+def _check_rollout(config: Config) -> None:
+    rollout, advantage = config.rollout, config.train.ppo.advantage
+    AGENT.check(rollout.agent, rollout.agent_args)
+    if rollout.min_episodes > rollout.group_size:
+        problem = f"must not exceed rollout.group_size ({rollout.group_size})"
+        raise ConfigError("rollout.min_episodes", rollout.min_episodes, problem)
+    if rollout.min_episodes == 1 and "group" in (advantage.mean, advantage.std):
+        raise ConfigError("rollout.min_episodes", 1, "must be at least 2: advantages are normalised per group")
 
 
 def _check_lengths(config: Config) -> None:
     sampling, longest = config.generation.sampling, longest_sequence(config)
     parts = f"data.max_prompt_tokens {config.data.max_prompt_tokens} + max_new_tokens {sampling.max_new_tokens}"
+    if longest != config.data.max_prompt_tokens + sampling.max_new_tokens:
+        parts = f"the longest row of rollout.agent {config.rollout.agent}"
     if sampling.min_new_tokens > sampling.max_new_tokens:
         problem = f"must not exceed max_new_tokens ({sampling.max_new_tokens})"
         raise ConfigError("generation.sampling.min_new_tokens", sampling.min_new_tokens, problem)
-    context = config.generation.embedded.context_length
-    if config.generation.backend == "embedded" and 0 < context < longest:
-        raise ConfigError("generation.embedded.context_length", context, f"must hold {parts} = {longest}")
     if config.train.microbatch_tokens < longest:
         problem = f"one answer may have more tokens than that: {parts} = {longest}"
         raise ConfigError("train.microbatch_tokens", config.train.microbatch_tokens, problem)
-
-
-def longest_sequence(config: Config) -> int:
-    """Tokens of the longest prompt with the longest answer."""
-    return config.data.max_prompt_tokens + config.generation.sampling.max_new_tokens
 
 
 def _check_data(config: Config) -> None:
@@ -175,6 +179,11 @@ def _check_data(config: Config) -> None:
         raise ConfigError("data.eval_fraction", 0.0, "nothing is held out; name data.eval or set evaluation.problems=0")
 
 
+def _check_doors(config: Config) -> None:
+    VERIFIER.check(config.data.verifier)
+    ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)
+
+
 # ---- model
 
 
@@ -202,8 +211,9 @@ def check_made_model(path: Path, config: Config, allocation: Allocation, flow: D
 
 
 def _check_vocabularies(actor: Path, config: Config, flow: Dataflow) -> None:
-    """Every role that an interface of ours runs is fed the token ids of the actor."""
-    for role in dict.fromkeys(call.role for call in flow.calls if call.interface in INTERFACES and call.role != ACTOR):
+    """Check every role that a built-in handler runs: it reads the token ids of the actor."""
+    builtin = (call.role for call in flow.calls if call.handler in CALL_HANDLER.builtin and call.role != ACTOR)
+    for role in dict.fromkeys(builtin):
         own = role_settings(config, role).path
         if own and own != config.model.path:
             check_vocabulary(f"{role_field(role)}.path", Path(own), actor)
@@ -225,25 +235,14 @@ def check_model(
     """
     if not path.is_dir():
         raise ConfigError(field, str(path), "is no directory; only local paths are read")
-    model = f"{field}={str(path)!r}"
-    try:
-        hf = json.loads((path / "config.json").read_text("utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{model}: no config.json in it") from None
-    except (OSError, ValueError, RecursionError) as exc:
-        raise ModelError(f"{model}: config.json cannot be read: {exc}") from None
-    if not isinstance(hf, dict):
-        raise ModelError(f"{model}: config.json is no object")
-    with understood(f"{model}: config.json"):
-        refuse_unsupported(model, hf)
-        scored = has_score(model, hf, head)
-    if not (path / "tokenizer.json").is_file():
-        raise ModelError(f"{model}: no tokenizer.json in it")
-    if not any(path.glob("*.safetensors")):
-        raise ModelError(f"{model}: no *.safetensors in it")
-    with understood(f"{model}: config.json"):
-        _check_sizes(hf, config, allocation, role, str(path))
-    return scored
+    model = read_model(path, head)
+    for pattern in ("tokenizer.json", "*.safetensors"):
+        if not any(file.is_file() for file in path.glob(pattern)):
+            raise ModelError(f"{field}={str(path)!r}: no {pattern} in it")
+    _check_layers(model.layers, config, allocation, role, str(path))
+    _check_sizes(model.split_sizes, config, allocation, role, str(path))
+    _check_positions(model.positions, config, str(path))
+    return model.has_score
 
 
 def _check_tiny(config: Config, allocation: Allocation, flow: Dataflow) -> None:
@@ -253,8 +252,13 @@ def _check_tiny(config: Config, allocation: Allocation, flow: Dataflow) -> None:
     if tiny.num_attention_heads % tiny.num_key_value_heads:
         problem = f"must divide model.tiny.num_attention_heads ({tiny.num_attention_heads})"
         raise ConfigError("model.tiny.num_key_value_heads", tiny.num_key_value_heads, problem)
+    if tiny.head_dim % 2:
+        raise ConfigError("model.tiny.head_dim", tiny.head_dim, "must be even")
+    sizes = {name: getattr(tiny, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
     for role in _roles_of_made_model(config, flow):
-        _check_sizes(tiny.model_dump(), config, allocation, role, "the tiny model")
+        _check_layers(tiny.num_hidden_layers, config, allocation, role, "the tiny model")
+        _check_sizes(sizes, config, allocation, role, "the tiny model")
+    _check_positions(tiny.max_position_embeddings, config, "the tiny model")
 
 
 def _roles_of_made_model(config: Config, flow: Dataflow) -> list[str]:
@@ -262,36 +266,29 @@ def _roles_of_made_model(config: Config, flow: Dataflow) -> list[str]:
     return [role for role in dict.fromkeys([ACTOR, *flow.roles]) if not role_settings(config, role).path]
 
 
-def _check_sizes(hf: dict[str, Any], config: Config, allocation: Allocation, role: str, model: str) -> None:
-    """Heads, layers, vocabulary and positions of a role's model against the layouts and the lengths."""
-    layout = allocation.placement(role).layout
-    part = "the training part" if role == ACTOR else f"role {role}"
-    heads = _size(hf, "num_attention_heads", model)
-    kv_heads = _size(hf, "num_key_value_heads", model) if hf.get("num_key_value_heads") else heads
-    sharded = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    sharded["intermediate_size"] = _size(hf, "intermediate_size", model)
-    if "vocab_size" in hf:
-        sharded["vocab_size"] = _size(hf, "vocab_size", model)
-    for what, tensor in ((part, layout.tensor), ("the inference part", allocation.inference.tensor)):
-        for name, size in sharded.items():
+def _check_sizes(sizes: dict[str, int], config: Config, allocation: Allocation, role: str, model: str) -> None:
+    """Check that tensor parallelism divides each of ``sizes``, for the role and for the inference part."""
+    training, inference = allocation.placement(role).layout.tensor, allocation.inference.tensor
+    for part, tensor in ((_part(role), training), ("the inference part", inference)):
+        for name, size in sizes.items():
             if size % tensor:
-                problem = f"{name} {size} of {model} does not divide by m{tensor} of {what}"
+                problem = f"{name} {size} of {model} does not divide by m{tensor} of {part}"
                 raise ConfigError("allocation", config.allocation, problem)
-    if heads % kv_heads:
-        raise ModelError(f"{model}: num_attention_heads={heads} does not divide by num_key_value_heads={kv_heads}")
-    layers = _size(hf, "num_hidden_layers", model)
-    if layers % layout.pipeline:
-        problem = f"{layers} layers of {model} do not divide by p{layout.pipeline} of {part}"
+
+
+def _check_layers(layers: int, config: Config, allocation: Allocation, role: str, model: str) -> None:
+    stages = allocation.placement(role).layout.pipeline
+    if layers % stages:
+        problem = f"{layers} layers of {model} do not divide by p{stages} of {_part(role)}"
         raise ConfigError("allocation", config.allocation, problem)
-    positions = position_count(hf)
+
+
+def _part(role: str) -> str:
+    return "the training part" if role == ACTOR else f"role {role}"
+
+
+def _check_positions(positions: int, config: Config, model: str) -> None:
     longest = longest_sequence(config)
-    if positions is not None and longest > positions:
-        problem = f"{model} has {positions:.0f} positions, prompt + answer may have {longest} tokens"
+    if longest > positions:
+        problem = f"{model} has {positions} positions, prompt + answer may have {longest} tokens"
         raise ConfigError("generation.sampling.max_new_tokens", config.generation.sampling.max_new_tokens, problem)
-
-
-def _size(hf: dict[str, Any], name: str, model: str) -> int:
-    value = hf.get(name)
-    if not is_size(value, name):
-        raise ModelError(f"{model}: config.json: {name}={value!r} must be a positive integer")
-    return value

@@ -11,18 +11,18 @@ A call is ready when every key it reads is there. Everything that the settings o
         ├──> actor_train
         └──> critic_train
 
-An algorithm of one's own is a function Config -> Dataflow under a name of its own (``register_algorithm``), in a module
-named in ``plugins.dataflow``.
+``train.ppo.algorithm`` names the function Config -> Dataflow that declares the graph: a built-in one
+(``realsys.algorithm.dataflows``) or ``package.module:function``. Launcher, MasterWorker and ModelWorkers call it, so
+its module should not import torch.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from realsys.config.registry import Registry
+from realsys.config.doors import ALGORITHM, CALL_HANDLER, HOOK
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
@@ -35,15 +35,17 @@ TOKEN_REWARDS = "token_rewards"
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """One model function call: which interface of which role reads and makes which keys.
+    """One model function call: which handler runs on which role, and which keys it reads and makes.
 
-    ``trains``: it changes the role's weights. Hooks are names registered with the ModelWorkers
-    (``realsys.train.hooks``), run before and after the call on every rank of the role's mesh.
+    ``handler``: a built-in name (``realsys.config.doors.CALL_HANDLER``) or ``package.module:Class`` of a class with
+    ``run(role, request)`` (``realsys.train.interfaces.CallHandler``). ``trains``: it changes the role's weights. Hooks
+    are built-in names (``HOOK``) or ``package.module:function`` of a function of (role, request), run before and after
+    the call on every rank of the role's mesh.
     """
 
     name: str
     role: str
-    interface: str
+    handler: str
     inputs: frozenset[str]
     outputs: frozenset[str] = frozenset()
     trains: bool = False
@@ -110,48 +112,44 @@ def _with_mask(call: FunctionCall) -> FunctionCall:
     return replace(call, inputs=call.inputs | {"loss_mask"}) if "tokens" in call.inputs else call
 
 
-Builder = Callable[[Config], Dataflow]
-ALGORITHMS: Registry[Builder] = Registry("algorithm", "plugins.dataflow")
-
-
-def register_algorithm(name: str) -> Callable[[Builder], Builder]:
-    """Decorator: ``train.ppo.algorithm=name`` runs the dataflow that this function returns.
-
-    Raises ConfigError when the name is taken.
-    """
-    return ALGORITHMS.register(name)
-
-
-def import_plugins(field: str, modules: Iterable[str]) -> None:
-    """Import modules of the user. Raises ConfigError naming the one that cannot be imported, and why."""
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except RealsysError:
-            raise  # of ours already: a name registered twice
-        except Exception as exc:  # whatever a module of the user may raise
-            raise ConfigError(field, module, f"cannot be imported: {type(exc).__name__}: {exc}") from exc
-
-
-def require_plugins(field: str, modules: Iterable[str]) -> None:
-    """As ``import_plugins``, for modules that this process must not import, since they need torch: they are only found.
-
-    Raises ConfigError.
-    """
-    for module in modules:
-        try:
-            found = importlib.util.find_spec(module) is not None
-        except (ImportError, ValueError):  # of a package above it
-            found = False
-        if not found:
-            raise ConfigError(field, module, "is no module that Python finds here; set PYTHONPATH to where it lies")
+#: ``id(config)`` -> the configuration, and its dataflow: every call of a step asks for it
+_DATAFLOWS: dict[int, tuple[weakref.ref[Config], Dataflow]] = {}
 
 
 def dataflow_of(config: Config) -> Dataflow:
-    """The graph of one train step. Raises ConfigError."""
-    import_plugins("plugins.dataflow", config.plugins.dataflow)
-    builder = ALGORITHMS.find(config.train.ppo.algorithm, "train.ppo.algorithm")
-    return with_offload(builder(config), config)
+    """Return the graph of one train step, built once per configuration. Raises ConfigError."""
+    key = id(config)
+    if (known := _DATAFLOWS.get(key)) is not None and known[0]() is config:
+        return known[1]
+    flow = with_offload(_build(config), config)
+    # Weakly, so that a configuration that is gone leaves no entry that another object of the same id could meet.
+    _DATAFLOWS[key] = (weakref.ref(config, lambda _: _DATAFLOWS.pop(key, None)), flow)
+    return flow
+
+
+def _build(config: Config) -> Dataflow:
+    """Call the algorithm that the configuration names. It may be the user's, so it may raise anything."""
+    name = config.train.ppo.algorithm
+    algorithm = ALGORITHM.load(name)
+    try:
+        flow = algorithm(config)
+    except RealsysError:
+        raise
+    except Exception as error:
+        problem = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        raise ConfigError(ALGORITHM.field, name, f"raised {problem}") from error
+    if not isinstance(flow, Dataflow):
+        raise ConfigError(ALGORITHM.field, name, f"must return a Dataflow, not {type(flow).__name__}")
+    return flow
+
+
+def check_calls(flow: Dataflow) -> None:
+    """Check the handler and the hooks of every call; import those of the user. Raises ConfigError naming the call."""
+    for call in flow.calls:
+        replace(CALL_HANDLER, field=f"dataflow.{call.name}.handler").check(call.handler)
+        for field, hooks in (("pre_hooks", call.pre_hooks), ("post_hooks", call.post_hooks)):
+            for hook in hooks:
+                replace(HOOK, field=f"dataflow.{call.name}.{field}").check(hook)
 
 
 def with_offload(flow: Dataflow, config: Config) -> Dataflow:
@@ -162,43 +160,6 @@ def with_offload(flow: Dataflow, config: Config) -> Dataflow:
             call = replace(call, pre_hooks=("onload", *call.pre_hooks), post_hooks=(*call.post_hooks, "offload"))
         calls.append(call)
     return Dataflow(calls, flow.source_keys)
-
-
-@register_algorithm("ppo")
-def ppo_dataflow(config: Config) -> Dataflow:
-    """PPO with what the settings switch on."""
-    ppo = config.train.ppo
-    in_reward = ppo.kl.coef > 0 and ppo.kl.place == "reward"
-    in_loss = ppo.kl.coef > 0 and ppo.kl.place == "loss"
-    scores = frozenset({"scores"} if ppo.reward_model.enabled else ())
-    prox = frozenset({"prox_logprobs"} if ppo.use_decoupled_loss else ())
-    source = frozenset({"tokens", "behav_logprobs"})
-    tokens = frozenset({"tokens"})
-    calls = []
-    if ppo.reward_model.enabled:
-        calls.append(FunctionCall("reward_inf", "reward", "reward_inf", tokens, scores))
-    if prox:
-        # Which answers have advantage 0, and so need no proximal log-probs, is known only with their scores.
-        needed = source | {"versions"} | (scores if ppo.skip_zero_advantage else frozenset())
-        calls.append(FunctionCall("actor_inf", "actor", "actor_inf", needed, prox))
-    if ppo.kl.coef > 0:
-        calls.append(FunctionCall("ref_inf", "ref", "ref_inf", tokens, frozenset({"ref_logprobs"})))
-    if ppo.critic.enabled:
-        calls.append(FunctionCall("critic_inf", "critic", "critic_inf", tokens, frozenset({"values"})))
-    reads = source | prox | scores
-    if token_level_advantages(config):
-        inputs = frozenset({"behav_logprobs"}) | prox | scores
-        inputs |= frozenset({"ref_logprobs"} if in_reward else ()) | frozenset({"values"} if ppo.critic.enabled else ())
-        inputs |= frozenset({TOKEN_REWARDS, "loss_mask"} if ppo.turn_rewards else ())
-        outputs = frozenset({"advantages"} | ({"returns"} if ppo.critic.enabled else set()))
-        calls.append(FunctionCall("advantages", "actor", "advantages", inputs, outputs))
-        reads |= {"advantages"}
-    reads |= frozenset({"ref_logprobs"} if in_loss else ())
-    calls.append(FunctionCall("actor_train", "actor", "actor_train", reads, trains=True))
-    if ppo.critic.enabled:
-        inputs = frozenset({"tokens", "values", "returns"})
-        calls.append(FunctionCall("critic_train", "critic", "critic_train", inputs, trains=True))
-    return Dataflow(calls, SOURCE_KEYS | ({TOKEN_REWARDS} if ppo.turn_rewards else set()))
 
 
 def token_level_advantages(config: Config) -> bool:
@@ -214,9 +175,3 @@ def saved_roles(config: Config, flow: Dataflow) -> list[str]:
     """
     as_actor = [role for role in flow.roles if config.warmup.steps and role_settings(config, role).as_actor]
     return list(dict.fromkeys([*flow.trained_roles, *as_actor]))
-
-
-def sft_dataflow(config: Config) -> Dataflow:
-    """Supervised warm-up of the actor."""
-    call = FunctionCall("sft", "actor", "sft", frozenset({"tokens"}), trains=True)
-    return with_offload(Dataflow([call], source_keys={"tokens"}), config)

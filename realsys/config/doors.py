@@ -32,12 +32,12 @@ class Door:
     contract: Contract
 
     def check(self, value: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Check a name before anything starts. Built-in names are not imported; import strings are.
+        """Check a name before anything starts. Import strings are imported; built-in names only to check arguments.
 
         ``arguments``: the keyword arguments that the configuration gives to the part, checked against its signature.
         Raises ConfigError.
         """
-        if value in self.builtin:
+        if value in self.builtin and not arguments:
             return
         loaded = self.load(value)
         if arguments is not None:
@@ -52,8 +52,24 @@ class Door:
             raise ConfigError(self.field, value, f"unknown {self.kind}: use one of {known}, or package.module:name")
         loaded = self._import(value, module, attribute)
         if problem := self.contract(loaded):
-            raise ConfigError(self.field, value, f"is not a {self.kind}: {problem}")
+            article = "an" if self.kind[0] in "aeiou" else "a"
+            raise ConfigError(self.field, value, f"is not {article} {self.kind}: {problem}")
         return loaded
+
+    def make(self, value: str, first: Any, arguments: Mapping[str, Any]) -> Any:
+        """Import the class or function that ``value`` names and call it with ``first`` and ``arguments``.
+
+        Raises ConfigError, also for what the user's code raises.
+        """
+        loaded = self.load(value)
+        self._check_arguments(value, loaded, arguments)
+        try:
+            return loaded(first, **arguments)
+        except RealsysError:
+            raise
+        except Exception as error:  # the code may be the user's: it may raise anything
+            problem = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+            raise ConfigError(self.field, value, f"cannot be built: {problem}") from error
 
     def _import(self, value: str, module: str, attribute: str) -> Any:
         try:
@@ -65,7 +81,7 @@ class Door:
                 problem = f"no module named {error.name!r}: set PYTHONPATH to the folder that holds it"
                 raise ConfigError(self.field, value, problem) from None
             raise ConfigError(self.field, value, f"cannot be imported: {error}") from error
-        except Exception as error:  # the module is the user's: it may raise anything
+        except (Exception, SystemExit) as error:  # the module is the user's: it may raise anything
             problem = " ".join(f"{type(error).__name__}: {error}".split())[:500]
             raise ConfigError(self.field, value, f"cannot be imported: {problem}") from error
         for name in attribute.split("."):
@@ -127,6 +143,57 @@ def has(*functions: str) -> Contract:
     return problem
 
 
+def accepts(first: str) -> Contract:
+    """Contract of a callable with one positional argument, and keyword arguments that the configuration gives."""
+
+    def problem(loaded: Any) -> str:
+        if not callable(loaded) or inspect.isclass(loaded):
+            return f"it must be a function ({first}, **arguments), not {type(loaded).__name__}"
+        try:
+            parameters = list(inspect.signature(loaded).parameters.values())
+        except (TypeError, ValueError):  # a callable without a signature cannot be checked
+            return ""
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if not parameters or parameters[0].kind not in (*positional, inspect.Parameter.VAR_POSITIONAL):
+            return f"it must take ({first}) first, it takes {inspect.signature(loaded)}"
+        return ""
+
+    return problem
+
+
+def handles(method: str, *names: str) -> Contract:
+    """Contract of a class without constructor arguments whose ``method`` takes ``names``."""
+
+    def problem(loaded: Any) -> str:
+        signature = f"{method}({', '.join(names)})"
+        if not inspect.isclass(loaded):
+            return f"it must be a class with {signature}, not {type(loaded).__name__}"
+        if missing := builds(method)(loaded):
+            return missing
+        if arguments := takes()(loaded):
+            return f"its constructor: {arguments}"
+        return takes("self", *names)(inspect.getattr_static(loaded, method))
+
+    return problem
+
+
+def derives(base: str) -> Contract:
+    """Contract of a class: it derives from ``base`` ("module:Class"), and overrides all that is abstract there.
+
+    The base is compared by name, so that this module imports nothing.
+    """
+
+    def problem(loaded: Any) -> str:
+        if not inspect.isclass(loaded):
+            return f"it must be a class, not {type(loaded).__name__}"
+        if base not in {f"{parent.__module__}:{parent.__qualname__}" for parent in loaded.__mro__}:
+            return f"it must derive from {base.replace(':', '.')}"
+        missing = sorted(getattr(loaded, "__abstractmethods__", ()))
+        return f"the class lacks {', '.join(missing)}" if missing else ""
+
+    return problem
+
+
 AGENT = Door(
     "rollout.agent",
     "agent",
@@ -149,4 +216,60 @@ VERIFIER = Door(
     "verifier",
     {"exact": "realsys.reward.verifiers.exact:exact", "math": "realsys.reward.verifiers.math:math"},
     takes("item"),
+)
+
+LOSS = Door(
+    "train.ppo.loss",
+    "loss",
+    {
+        "ppo": "realsys.algorithm.losses.ppo:ppo",
+        "gspo": "realsys.algorithm.losses.gspo:gspo",
+        "cispo": "realsys.algorithm.losses.cispo:cispo",
+        "reinforce": "realsys.algorithm.losses.reinforce:reinforce",
+    },
+    accepts("inputs"),
+)
+
+ALGORITHM = Door("train.ppo.algorithm", "algorithm", {"ppo": "realsys.algorithm.dataflows:ppo"}, takes("config"))
+
+#: ``FunctionCall.handler``
+CALL_HANDLER = Door(
+    "dataflow",
+    "call handler",
+    {
+        "actor_inf": "realsys.train.interfaces.inference:ActorInference",
+        "ref_inf": "realsys.train.interfaces.inference:ReferenceInference",
+        "critic_inf": "realsys.train.interfaces.inference:CriticInference",
+        "reward_inf": "realsys.train.interfaces.inference:RewardInference",
+        "advantages": "realsys.train.interfaces.advantages:Advantages",
+        "actor_train": "realsys.train.interfaces.actor:ActorTrain",
+        "critic_train": "realsys.train.interfaces.critic:CriticTrain",
+        "sft": "realsys.train.interfaces.sft:Sft",
+    },
+    handles("run", "role", "request"),
+)
+
+#: ``FunctionCall.pre_hooks`` and ``post_hooks``
+HOOK = Door(
+    "dataflow",
+    "hook",
+    {"onload": "realsys.train.hooks:onload", "offload": "realsys.train.hooks:offload"},
+    takes("role", "request"),
+)
+
+TRANSPORT = Door(
+    "weights.transport",
+    "weight transport",
+    {"disk": "realsys.weights.disk.transport:DiskTransport"},
+    builds("writer", "publisher", "reader"),
+)
+
+BACKEND = Door(
+    "generation.backend",
+    "generation backend",
+    {
+        "embedded": "realsys.generation.embedded.backend:EmbeddedBackend",
+        "sglang": "realsys.generation.sglang.build:SglangBackend",
+    },
+    derives("realsys.generation.backend:Backend"),
 )

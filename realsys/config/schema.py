@@ -14,7 +14,6 @@ from realsys.config.fields import Name, NonNegative, OpenProbability, Positive, 
 from realsys.config.schema_train import (
     CheckpointConfig,
     OptimizerConfig,
-    PluginsConfig,
     RecordConfig,
     RolesConfig,
     TrainConfig,
@@ -89,7 +88,7 @@ class DataConfig(Section):
     demos: str = Field("", description="JSONL with prompt and response, for the supervised warm-up")
     max_prompt_tokens: Positive = 1024
     chat_template: bool = Field(True, description="wrap prompts in the tokenizer's chat template if it has one")
-    verifier: Literal["math", "exact"] = "math"
+    verifier: str = Field("math", description="a name in docs/data.md, or package.module:function")
     arith: ArithConfig = ArithConfig()
 
 
@@ -143,7 +142,8 @@ class SglangConfig(Section):
 
 
 class GenerationConfig(Section):
-    backend: Literal["embedded", "sglang"] = "embedded"
+    backend: str = Field("embedded", description="`embedded`, `sglang`, or package.module:Class (docs/extending.md)")
+    backend_args: dict[str, Any] = Field({}, description="keyword arguments of a class of your own")
     sampling: SamplingConfig = SamplingConfig()
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SglangConfig = SglangConfig()
@@ -161,8 +161,14 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     workers: Positive = 2
     group_size: Positive = Field(16, description="answers per prompt")
+    min_episodes: NonNegative = Field(
+        0, description="a group is trained if so many of its episodes succeeded; 0: all of group_size"
+    )
     max_concurrent: Positive = Field(64, description="running groups per RolloutWorker")
-    agent: Literal["math_single_turn"] = "math_single_turn"
+    agent: str = Field("single_turn", description="single_turn, multi_turn, or package.module:Class")
+    agent_args: dict[str, Any] = Field({}, description="keyword arguments of the agent")
+    environment: str = Field("verifier", description="verifier, or package.module:Class")
+    environment_args: dict[str, Any] = Field({}, description="keyword arguments of the environment")
     max_attempts: Positive = Field(3, description="attempts of one ticket before it is dropped")
     reward: RewardConfig = RewardConfig()
 
@@ -208,8 +214,10 @@ class ManagerConfig(Section):
 
 
 class WeightsConfig(Section):
-    """Weight versions on disk, from the trainer to the servers; docs/weights.md."""
+    """Weight versions, from the trainer to the servers; docs/weights.md."""
 
+    transport: str = Field("disk", description="how versions reach the servers: disk, or package.module:Class")
+    transport_args: dict[str, Any] = Field({}, description="keyword arguments of the transport's class")
     keep_versions: Annotated[int, Field(ge=1)] = Field(
         2, description="newest versions kept on disk, with what they refer to"
     )
@@ -244,7 +252,7 @@ class Config(Section):
     trial: Name = "trial"
     fileroot: str = "runs"
     seed: NonNegative = 1
-    allocation: str = Field("sglang.d1p1m1+d1p1m1", description="inference + training parallelism; docs/allocation.md")
+    allocation: str = Field("serve.d1p1m1+d1p1m1", description="inference + training parallelism; docs/allocation.md")
     recover: Literal["auto", "resume", "off"] = Field(
         "auto", description="a trial of this name exists: go on with it; resume: it must exist, off: it must not"
     )
@@ -262,6 +270,5 @@ class Config(Section):
     roles: RolesConfig = RolesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
-    plugins: PluginsConfig = PluginsConfig()
     warmup: WarmupConfig = WarmupConfig()
     evaluation: EvalConfig = EvalConfig()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -78,10 +78,13 @@ class FilterConfig(Section):
 class PPOConfig(Section):
     """Policy optimisation; the published algorithms are settings of it (configs/algorithm, docs/algorithms.md)."""
 
-    algorithm: str = Field("ppo", description="a registered dataflow: ppo, or one of your own (plugins.dataflow)")
-    loss: Literal["ppo", "gspo", "cispo", "reinforce"] = Field(
-        "ppo", description="clipped token ratio, clipped sequence ratio, clipped weight, or no ratio"
+    algorithm: str = Field("ppo", description="dataflow of a train step: ppo, or package.module:function")
+    loss: str = Field(
+        "ppo",
+        description="ppo (clipped token ratio), gspo (clipped sequence ratio), cispo (clipped weight),"
+        " reinforce (no ratio), or package.module:function",
     )
+    loss_args: dict[str, Any] = Field({}, description="keyword arguments of a loss of your own")
     aggregation: Literal["token", "sequence", "constant"] = Field(
         "token", description="mean over tokens, over answers of token means, or over answers of sum / max_new_tokens"
     )
@@ -169,13 +172,6 @@ class RolesConfig(Section):
     critic: ValueRoleConfig = ValueRoleConfig()
     reward: ValueRoleConfig = ValueRoleConfig()
     custom: dict[Name, RoleConfig] = Field({}, description="roles of your own dataflow: name -> the same fields")
-
-
-class PluginsConfig(Section):
-    """Python modules of your own that register algorithms, interfaces and hooks when they are imported."""
-
-    dataflow: list[str] = Field([], description="imported by the launcher and the master; must not import torch")
-    train: list[str] = Field([], description="imported by every ModelWorker")
 
 
 class CheckpointConfig(Section):

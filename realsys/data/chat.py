@@ -20,6 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from realsys.data.lines import Message
 from realsys.errors import DataError, ModelError
 
+_MARK = "realsys-completion"  # stands for a completion in a conversation that is rendered for its boundaries
+
 
 class _Generation(Extension):
     """``{% generation %}`` marks the assistant's part for training masks; it changes nothing in the text."""
@@ -56,6 +58,24 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(f"chat template of {self._origin}: {error}") from None
+
+    def user_turn(self, text: str) -> str:
+        """Render a user turn that follows a completion: what the template writes from the end of that on.
+
+        The conversation before it is not needed, and never rendered again. Raises DataError for a template whose user
+        turn depends on the turns before.
+        """
+        tails = []
+        for before in ([], [Message("user", "b"), Message("assistant", "c")]):
+            messages = [*before, Message("user", "a"), Message("assistant", _MARK), Message("user", text)]
+            _, mark, tail = self.render(messages).partition(_MARK)
+            if not mark or text.strip() not in tail:
+                raise DataError(f"chat template of {self._origin}: drops a turn that is followed by a user turn")
+            tails.append(tail)
+        if tails[0] != tails[1]:
+            problem = "writes a user turn that depends on the turns before, so it cannot be appended to a row"
+            raise DataError(f"chat template of {self._origin}: {problem}")
+        return tails[0]
 
 
 def find_chat_template(model: Path, tokenizer_config: dict[str, Any], special: dict[str, str]) -> ChatTemplate | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,7 +30,10 @@ PromptText = str | list[Message]
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A prompt with the reference that a verifier compares the model's answer with. Other keys are ignored."""
+    """A prompt with the reference that a verifier compares the completion with.
+
+    The line may have other keys. ``Lines.read_whole`` returns them; opening a file skips over them, which is faster.
+    """
 
     prompt: str | list[Message]
     answer: str
@@ -49,6 +52,8 @@ class Demonstration(msgspec.Struct, frozen=True):
 
 Record = TypeVar("Record", bound=Problem | Demonstration)
 
+_OBJECT: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
+
 
 class RecordReader(Generic[Record]):
     """Decodes lines of one kind."""
@@ -60,6 +65,8 @@ class RecordReader(Generic[Record]):
     def decode(self, path: Path, number: int, line: bytes) -> Record:
         """The record on line ``number`` (from 1). Raises DataError."""
         try:
+            if not line.isascii():
+                line.decode()  # The decoder does not check the characters of keys that it skips.
             record = self._decoder.decode(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
         except MALFORMED as error:
             raise self._error(path, number, str(error)) from None
@@ -67,6 +74,16 @@ class RecordReader(Generic[Record]):
         if problem:
             raise self._error(path, number, problem)
         return record
+
+    def decode_extra(self, path: Path, number: int, line: bytes) -> dict[str, Any]:
+        """Decode the keys of a line that are not fields of the record. Raises DataError."""
+        try:
+            keys = _OBJECT.decode(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
+        except MALFORMED as error:
+            raise self._error(path, number, str(error)) from None
+        for name in self.kind.__struct_fields__:
+            del keys[name]
+        return keys
 
     def scan(self, path: Path) -> Iterator[tuple[int, int, Record]]:
         """(byte offset, line number, record) of every line that is not blank. Raises DataError at the first bad one."""
@@ -78,7 +95,7 @@ class RecordReader(Generic[Record]):
 
 
 def _problem_of(record: Problem | Demonstration) -> str | None:
-    """What the types cannot say."""
+    """Return the problem that the types cannot express, or None."""
     prompt = record.prompt
     if isinstance(prompt, str):
         if not prompt.strip():
@@ -127,21 +144,32 @@ class Lines(Generic[Record]):
         return f"{self.path}:{self.number(index)}"
 
     def __getitem__(self, index: int) -> Record:
-        if not 0 <= index < len(self):
-            raise DataError(f"{self.path}: there is no record {index}; it has {len(self)}")
+        self._check(index)
         return self.read(range(index, index + 1))[0]
 
     def read(self, indices: range) -> list[Record]:
-        """Several records at one opening of the file. Raises DataError."""
-        records = []
+        """Read several records with one opening of the file. Raises DataError."""
+        return [self._reader.decode(self.path, number, line) for number, line in self._raw(indices)]
+
+    def read_whole(self, index: int) -> tuple[Record, dict[str, Any]]:
+        """Read one record, and the other keys of its line with their values unchanged. Raises DataError."""
+        self._check(index)
+        ((number, line),) = self._raw(range(index, index + 1))
+        record = self._reader.decode(self.path, number, line)
+        return record, self._reader.decode_extra(self.path, number, line)
+
+    def _raw(self, indices: range) -> Iterator[tuple[int, bytes]]:
         try:
             with self.path.open("rb") as file:
                 for index in indices:
                     file.seek(int(self._offsets[index]))
-                    records.append(self._reader.decode(self.path, self.number(index), file.readline()))
+                    yield self.number(index), file.readline()
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read: {error.strerror or error}") from None
-        return records
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < len(self):
+            raise DataError(f"{self.path}: there is no record {index}; it has {len(self)}")
 
     def chunks(self, size: int = 1024) -> Iterator[tuple[range, list[Record]]]:
         """All records in their order, ``size`` at a time, with their indices."""

@@ -7,8 +7,9 @@ the choice depends on nothing else, so a repeated prompt is never on both sides,
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -24,11 +25,18 @@ Splits = dict[str, Lines[Problem]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """``text``: the prompt without chat template. ``ids``: what the model is given."""
+    """One prompt to roll out, with its dataset row.
+
+    text    the prompt without chat template
+    answer  the reference that a verifier compares a completion with
+    ids     token ids that the model is given
+    extra   the other keys of the row, with any JSON values, unchanged
+    """
 
     text: str
     answer: str
     ids: list[int]
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class PromptDataset:
@@ -46,10 +54,10 @@ class PromptDataset:
     def prompt(self, split: str, index: int) -> Prompt:
         """Raises DataError naming file and line, also when the prompt has too many tokens."""
         lines = self._lines(split)
-        problem = lines[index]
+        problem, extra = lines.read_whole(index)
         ids = self._encode(lines, index, problem)
         self._check_length(lines, index, ids)
-        return Prompt(plain_text(problem.prompt), problem.answer, ids)
+        return Prompt(plain_text(problem.prompt), problem.answer, ids, extra)
 
     def check(self) -> None:
         """Tokenise every prompt of every split once. Raises DataError for the first that cannot be used."""

@@ -12,10 +12,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from realsys.config.model_families import understood
 from realsys.data.chat import find_chat_template
 from realsys.data.lines import Message, PromptText
 from realsys.errors import DataError, ModelError
+from realsys.hf.config import read_end_of_text
 
 
 class TextTokenizer:
@@ -34,8 +34,7 @@ class TextTokenizer:
         settings = read_json(self.path / "tokenizer_config.json")
         special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         self._chat = find_chat_template(self.path, settings, {name: text for name, text in special.items() if text})
-        with understood(str(self.path)):
-            self.eos_token_ids = self._find_eos(special["eos_token"])
+        self.eos_token_ids = self._find_eos(special["eos_token"])
 
     @property
     def eos_token_id(self) -> int:
@@ -70,6 +69,14 @@ class TextTokenizer:
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """The same for many, on all cores. Raises DataError without saying which."""
         return self._encode_many(texts, False)
+
+    def encode_user_turn(self, text: str, *, chat: bool = True) -> list[int]:
+        """Ids of a user turn after a completion, to append to a row; the turns before it are not tokenised again.
+
+        With ``chat`` and a model that has a template: the end of the assistant's turn, the user's turn, and the start
+        of the next assistant's turn. Else the text as it stands. Raises DataError.
+        """
+        return self._encode(self._chat.user_turn(text) if chat and self._chat is not None else text, False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of all tokens, special ones included."""
@@ -115,12 +122,10 @@ class TextTokenizer:
                 problem = f"eos_token {eos_token!r} is not in tokenizer.json"
                 raise ModelError(f"{self.path / 'tokenizer_config.json'}: {problem}")
             ids.append(token_id)
-        for name in ("generation_config.json", "config.json"):
-            value = read_json(self.path / name).get("eos_token_id")
-            ids += value if isinstance(value, list) else [] if value is None else [value]
+        ids += read_end_of_text(self.path)
         if not ids:
             raise ModelError(f"{self.path}: no end-of-text token in tokenizer_config.json or generation_config.json")
-        return tuple(dict.fromkeys(int(token_id) for token_id in ids))
+        return tuple(dict.fromkeys(ids))
 
 
 def read_json(path: Path) -> dict[str, Any]:

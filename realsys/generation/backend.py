@@ -1,23 +1,53 @@
-"""What stands behind the HTTP surface of a generation server. No torch.
+"""The door of generation engines: ``generation.backend`` is a built-in name or ``package.module:Class``. No torch.
 
-server.py ──> GenerationEngine ──┬── engine.Engine           in this process
-                                 └── sglang.SglangEngine     SGLang in a child process
+    launcher, RolloutWorker ──> Backend: check, capacity, start_timeout_s, gpus, memory_bytes
+    GenerationServer ──parts──> Backend.build ──> GenerationEngine <── server.py, the HTTP surface
+                                                   ├── embedded.engine.Engine        torch, in this process
+                                                   ├── sglang.engine.SglangEngine    SGLang in a child process
+                                                   └── simple.SimpleEngine           base of engines with one function
+
+The class is called as ``Class(config, **generation.backend_args)``, by launcher, RolloutWorkers and GenerationServers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
+from realsys.config.backend_rules import BackendRules, backend_rules
+from realsys.config.schema import Config
 from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
-from realsys.generation.scheduler import AnswerResult
+from realsys.types import F32, I32, FinishReason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True)
+class Completion:
+    """A finished completion.
+
+    tokens    int32 [T]; a stop token is the last of them
+    logprobs  float32 [T], natural, of softmax(logits / temperature): the distribution that is trained
+    segments  (weight version, token count) runs, in order; the counts add up to T
+    matched   stop token or stop string that ended it
+    """
+
+    tokens: I32
+    logprobs: F32
+    segments: list[tuple[int, int]]
+    finish_reason: FinishReason
+    matched: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """News of an engine. ``serial``: it serves, with the weights it was started with; counts its starts, from 0.
+
     None: it does not serve, for ``reason``; ``final``: and never will again.
     """
 
@@ -26,9 +56,40 @@ class Change:
     final: bool = False
 
 
+class Staged(Protocol):
+    """Verified weights by HF name, seconds by the name of the step, and counts of bytes and tensors."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def timings(self) -> Mapping[str, float]: ...
+
+    @property
+    def counts(self) -> Mapping[str, int]: ...
+
+
+#: (locator of a version, expected version) -> weights in host memory. Raises WeightsError if they are not that
+#: version or not whole. The next call may overwrite the tensors of this one.
+Load = Callable[[str, int], Staged]
+
+
+@dataclass(frozen=True, slots=True)
+class Materialised:
+    """A verified version as a plain HF directory; the engine removes it after loading. ``timings`` in seconds."""
+
+    directory: Path
+    timings: Mapping[str, float]
+
+
+#: (locator of a version, expected version, folder to make if memory-backed storage has room) -> HF directory.
+#: Raises WeightsError if the version is not whole.
+Materialise = Callable[[str, int, Path], Materialised]
+
+
 class GenerationEngine(Protocol):
-    """Thread-safe. A call that the engine refuses, or that ends with it, raises GenerationError, at once or through
-    its future; ``retryable`` when another server may do it.
+    """Thread-safe. A call that the engine refuses, or that ends with it, raises GenerationError, directly or through
+    its future; ``retryable`` if another server may do it.
     """
 
     @property
@@ -37,7 +98,7 @@ class GenerationEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights that sample now; UNSYNCED before the first verified update."""
+        """Version of the weights that sample now; UNSYNCED before the first verified update."""
 
     @property
     def failure(self) -> str | None:
@@ -47,10 +108,10 @@ class GenerationEngine(Protocol):
         """Return when it can serve."""
 
     def close(self) -> None:
-        """Stop; whoever waits for an answer gets a retryable error."""
+        """Stop; every caller that waits for a completion gets a retryable error."""
 
-    def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[AnswerResult]]:
-        """Sample ``params.n`` answers to one prompt."""
+    def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
+        """Sample ``params.n`` completions of one prompt."""
 
     def update(self, path: str, version: int, *, abort_all: bool = False) -> Future[UpdateResult]:
         """Stage and verify a weight version while generating, then swap it in. A refusal is a result."""
@@ -62,10 +123,46 @@ class GenerationEngine(Protocol):
         """Go on after a pause."""
 
     def abort(self, rid: str) -> Future[bool]:
-        """End one request with the tokens it has. False when there is none of that id."""
+        """End one request with the tokens it has. False if no request has that id."""
 
     def abort_all(self) -> Future[None]:
         """End all requests with the tokens they have."""
 
     def info(self) -> ServerInfo | Future[ServerInfo]:
-        """Limits, load and counters: a snapshot, or one that has to be asked for."""
+        """Limits, load and counters: a snapshot, or a future if the engine must ask for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Collaborators of an engine in its GenerationServer.
+
+    model_path   HF directory to start with
+    index        number of this server, from 0
+    load         reads and verifies a version into memory
+    materialise  verifies a version and writes it as a plain HF directory, for engines that load from disk
+    on_change    takes the news of the engine; the server is registered after the first Change(serial)
+    on_stop      registers a function to call, from another thread, when the process is asked to stop
+    """
+
+    config: Config
+    model_path: Path
+    index: int
+    load: Load
+    materialise: Materialise
+    on_change: Callable[[Change], None]
+    on_stop: Callable[[Callable[[], None]], None]
+
+
+class Backend(BackendRules, ABC):
+    """Base of the classes that ``generation.backend`` names. Overriding the rules of BackendRules is optional."""
+
+    @abstractmethod
+    def build(self, parts: EngineParts) -> GenerationEngine:
+        """Make the engine of one server; the server starts it. Raises ModelError or ConfigError."""
+
+
+def make_backend(config: Config) -> Backend:
+    """Make the backend that ``generation.backend`` names. Raises ConfigError."""
+    backend = backend_rules(config)
+    assert isinstance(backend, Backend)  # the door's contract
+    return backend

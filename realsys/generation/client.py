@@ -20,7 +20,7 @@ from realsys.cluster.http_client import open_session, read_reply
 from realsys.errors import MALFORMED, GenerationError
 from realsys.generation.protocol import (
     Acknowledged,
-    Completion,
+    CompletionReply,
     ErrorReply,
     ModelInfo,
     PauseMode,
@@ -110,7 +110,7 @@ class GenerationClient:
             "return_logprob": True,
             "rid": rid,
         }
-        kind: Any = list[Completion] | Completion  # a list only when n > 1
+        kind: Any = list[CompletionReply] | CompletionReply  # a list only when n > 1
         reply = await self._call("POST", url, "/generate", body, kind)
         completions = reply if isinstance(reply, list) else [reply]
         if len(completions) != spec.n:
@@ -185,7 +185,7 @@ def decode_reply(where: str, payload: bytes, kind: type[T]) -> T:
         raise GenerationError(f"{where}: reply cannot be read: {error}", retryable=True) from error
 
 
-def _generated(url: str, completion: Completion) -> Generated:
+def _generated(url: str, completion: CompletionReply) -> Generated:
     """Arrays of one answer; the counts of tokens, log-probs and versions must agree."""
     meta = completion.meta_info
     entries, segments = meta.output_token_logprobs or [], meta.weight_versions or []

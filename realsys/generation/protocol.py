@@ -1,6 +1,6 @@
 """What crosses HTTP between a generation server and its clients: the part of SGLang's API that realsys uses.
 
-    POST /generate                   GenerateRequest -> Completion, or a list of them when n > 1
+    POST /generate                   GenerateRequest -> CompletionReply, or a list of them when n > 1
     POST /update_weights_from_disk   UpdateRequest   -> UpdateResult
     POST /pause_generation           PauseRequest    -> Acknowledged     POST /continue_generation
     POST /abort_request              AbortRequest    -> Acknowledged     POST /flush_cache
@@ -119,7 +119,7 @@ class MetaInfo(msgspec.Struct, omit_defaults=True):
     output_token_logprobs: list[tuple[float, int, str | None]] | None = None
 
 
-class Completion(msgspec.Struct):
+class CompletionReply(msgspec.Struct):
     """One answer. A stop token, or the tokens of a stop string, are part of ``output_ids``."""
 
     output_ids: list[int]

@@ -26,8 +26,7 @@ from realsys.cluster.http_guard import BoundedRequest, Guard
 from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of
 from realsys.errors import MALFORMED, GenerationError, WaitTimeout
 from realsys.generation import protocol as p
-from realsys.generation.backend import GenerationEngine
-from realsys.generation.scheduler import AnswerResult
+from realsys.generation.backend import Completion, GenerationEngine
 
 MAX_BODY = 16 << 20  # bytes; a prompt of a million tokens is 7 MB
 MAX_MESSAGE = 2000  # characters of an error, which may quote what it refuses
@@ -185,7 +184,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _completion(engine: GenerationEngine, rid: str, body: p.GenerateRequest, result: AnswerResult) -> p.Completion:
+def _completion(engine: GenerationEngine, rid: str, body: p.GenerateRequest, result: Completion) -> p.CompletionReply:
     tokens: list[int] = result.tokens.tolist()
     reason = result.finish_reason
     finish = p.Finish(
@@ -206,7 +205,7 @@ def _completion(engine: GenerationEngine, rid: str, body: p.GenerateRequest, res
         weight_versions=p.segments_of(result.segments),
         output_token_logprobs=logprobs,
     )
-    return p.Completion(tokens, meta)
+    return p.CompletionReply(tokens, meta)
 
 
 def _reply(value: Any) -> Response:

@@ -20,6 +20,12 @@ def splitmix64(state: U64) -> U64:
     return z ^ (z >> np.uint64(31))
 
 
+def answer_seed(seed: int, answer: int) -> int:
+    """Derive the seed of one answer of a request, 63 bits, for an engine that draws random numbers itself."""
+    mixed = splitmix64(np.asarray([seed & 0xFFFFFFFFFFFFFFFF], np.uint64))
+    return int(splitmix64(mixed + np.uint64(answer))[0] >> np.uint64(1))
+
+
 def uniforms(seed: int, answer: int, count: int) -> npt.NDArray[np.float32]:
     """Numbers in [0, 1) for positions 0..count-1 of an answer, with 24 random bits each."""
     key = splitmix64(np.asarray([seed & 0xFFFFFFFFFFFFFFFF], np.uint64))

@@ -28,16 +28,16 @@ from realsys.admission.messages import DataPosition
 from realsys.cluster.failpoint import reach
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.topology import Mesh
-from realsys.config.model_sizes import read_sizes
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError, RealsysError
+from realsys.hf.config import read_sizes
 from realsys.master.disk import on_disk
 from realsys.train import checkpoint_files as files
 from realsys.train.checkpoint_files import CheckpointState, FileInfo, RankIndex, RoleState
 from realsys.types import Empty, FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
-from realsys.weights.manifest import fsync_directory, write_durably
+from realsys.weights.disk.manifest import fsync_directory, write_durably
 
 log = logging.getLogger(__name__)
 

@@ -104,5 +104,6 @@ def _record(eval_id: str, running: _Running, seconds: float, state: EvaluationRe
         "length_mean": state.length_mean,
         "version_min": state.version_min,
         "version_max": state.version_max,
+        "metrics": state.metrics,
         "seconds": seconds,
     }

@@ -191,7 +191,7 @@ class _GraphRun:
         request = MfcRequest(
             mfc=call.name,
             role=call.role,
-            interface=call.interface,
+            handler=call.handler,
             step=self.step,
             version=self.version,
             minibatches=self._minibatches(call),

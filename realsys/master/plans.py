@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from realsys.buffer.balance import CostFunction, cost_function
 from realsys.buffer.batch import plan_minibatches
 from realsys.cluster.topology import Mesh
-from realsys.config.model_sizes import read_sizes
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
+from realsys.hf.config import read_sizes
 from realsys.master.executor import Minibatches
 from realsys.types import SequenceRef
 

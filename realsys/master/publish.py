@@ -1,4 +1,8 @@
-"""Publication of a weight version: every rank writes, the master commits, and only then the name store tells."""
+"""Publication of a weight version: every rank writes, the master commits and sets the name-store key.
+
+The weight transport (``realsys.weights.base``) does the writing. This module keeps the order of a
+publication, the version counter, and the repair of damaged versions; it never reads a locator.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,11 +19,11 @@ import msgspec
 from realsys.cluster.failpoint import reach
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.name_store import NameStore
+from realsys.config.allocation import ACTOR
 from realsys.errors import NameStoreError, WeightsError
 from realsys.master.disk import on_disk
-from realsys.types import PublishedVersion, SaveWeightsReply, SaveWeightsRequest, ShardInfo
-from realsys.weights import manifest
-from realsys.weights.files import materialise, prove
+from realsys.types import PublishedVersion, SaveWeightsReply, SaveWeightsRequest
+from realsys.weights.base import Committed, WeightPublisher
 
 log = logging.getLogger(__name__)
 
@@ -48,94 +53,105 @@ async def tell(store: NameStore, key: str, value: str, patience_s: float, check_
         await asyncio.sleep(RETRY_S)  # nothing tells when it is back
 
 
+@dataclass(frozen=True, slots=True)
+class VersionKey:
+    """The name-store key that says which version is the newest.
+
+    ``patience_s``: how long the name store may be away. ``check_alive``: called before each visible
+    act.
+    """
+
+    store: NameStore
+    key: str
+    patience_s: float = 0.0
+    check_alive: CheckAlive = unleased
+
+    async def set(self, published: PublishedVersion) -> None:
+        value = msgspec.json.encode(published).decode()
+        await tell(self.store, self.key, value, self.patience_s, self.check_alive)
+
+
 class Publisher:
-    """Owns the version counter of one role. Versions only grow, from the first one that is published here."""
+    """Owner of the actor's version counter. Versions only grow, from the first one published here."""
 
     def __init__(
         self,
-        *,
-        store: NameStore,
-        key: str,
-        root: Path,
-        model_dir: Path,
-        incarnation: str,
-        keep: int,
+        weights: WeightPublisher,
         save: SaveEverywhere,
-        role: str = "actor",
+        key: VersionKey,
+        *,
+        incarnation: str,
+        transport: str = "disk",
         timeout_s: float = 1800.0,
-        patience_s: float = 0.0,
-        check_alive: CheckAlive = unleased,
     ) -> None:
-        """``timeout_s``: bound on what is done on the disk at a time; ``patience_s``: how long a name store may be
-        away. ``check_alive``: asked before anything becomes visible; ``publish`` raises what it raises.
-        """
-        self._timeout_s, self._patience_s, self._check_alive = timeout_s, patience_s, check_alive
-        self._store, self._key, self._root, self._model_dir = store, key, root, model_dir
-        self._incarnation, self._keep, self._save, self._role = incarnation, keep, save, role
+        """``weights``: the transport's publisher; ``timeout_s``: bound on each of its calls."""
+        self._weights = weights
+        self._save = save
+        self._version_key = key
+        self._incarnation = incarnation
+        self._transport = transport
+        self._timeout_s = timeout_s
         self.newest: PublishedVersion | None = None
-        self._named: set[Path] = set()  # folders whose problem has been logged
-        self._mended, self._proved = 0, False  # how often the newest was written again; whether it is good
+        self._named: set[str] = set()  # locators whose problem has been logged
+        self._mended = 0  # times that the newest version was written again
+        self._proved = False  # the newest version has been read, and is good
 
     async def publish(self, version: int, step: int) -> dict[str, float]:
         """Write and publish ``version``; returns seconds spent in ``save`` and ``publish``.
 
-        On any error nothing is published and the last version stays what it was. Versions of earlier incarnations go
-        like older ones: the newest of them stays for as long as a server may be in the middle of reading it.
+        On any error nothing is published and the last version stays what it was.
         """
         if self.newest is not None and version <= self.newest.version:
             raise ValueError(f"version {version} does not follow {self.newest.version}")
         start = time.perf_counter()
         base = await self._on_disk(version, self._base)
-        final, shards, saved = await self._write(version, step, base)
-        reach("weights.publish", final)
-        if problem := await self._on_disk(version, lambda: _problem(lambda: manifest.check_reference(final))):
-            log.error("%s was damaged as it was written: %s; it is written again", final, problem)
-            final, shards, saved = await self._write(version, step, "", replace=True)
-        published = PublishedVersion(version, self._incarnation, str(final), step)
-        value = msgspec.json.encode(published).decode()
-        await tell(self._store, self._key, value, self._patience_s, self._check_alive)
-        self.newest, self._mended, self._proved = published, 0, False
-        removed = await self._on_disk(version, lambda: manifest.prune(self._root, keep=self._keep, in_use=[final]))
+        committed, saved = await self._write(version, step, base)
+        locator = committed.locator
+        reach("weights.publish", Path(locator))
+        if problem := await self._on_disk(version, lambda: _problem(lambda: self._weights.check(locator))):
+            log.error("%s was damaged as it was written: %s; it is written again", locator, problem)
+            committed, saved = await self._write(version, step, "", replace=locator)
+        published = PublishedVersion(version, self._incarnation, locator, step, self._transport)
+        await self._version_key.set(published)
+        self.newest = published
+        self._mended = 0
+        self._proved = False
+        removed = await self._on_disk(version, lambda: self._weights.prune(locator))
         self._name(removed.problems)
-        size = sum(manifest.tensor_bytes(info) for shard in shards for info in shard.tensors.values())
         log.info(
             "published version %d (%s), %.1f of %.1f MB written, pruned %d",
             version,
-            final.name,
-            sum(shard.size for shard in shards) / 1e6,
-            size / 1e6,
+            locator.rpartition("/")[2],
+            committed.written / 1e6,
+            committed.size / 1e6,
             len(removed.gone),
         )
         return {"save": saved - start, "publish": time.perf_counter() - saved}
 
-    async def _write(
-        self, version: int, step: int, base: str, *, replace: bool = False
-    ) -> tuple[Path, list[ShardInfo], float]:
-        """Has every rank write, and commits. Folder, what is in it, and when (perf_counter) the ranks were done."""
-        tmp = await self._on_disk(version, lambda: manifest.prepare(self._root, version, self._incarnation))
-        replies = await self._save(SaveWeightsRequest(self._role, version, str(tmp), base))
+    async def _write(self, version: int, step: int, base: str, *, replace: str = "") -> tuple[Committed, float]:
+        """Have every rank write, and commit. Returns the version, and when the ranks were done.
+
+        ``replace``: locator of the same version, which is damaged.
+        """
+        plan = await self._on_disk(version, lambda: self._weights.prepare(version, base))
+        replies = await self._save(SaveWeightsRequest(ACTOR, version, plan))
         saved = time.perf_counter()
-        shards = [shard for reply in replies for shard in reply.shards]
+        reports = [reply.report for reply in replies]
         reach("weights.manifest")
-        self._check_alive()
-        final = await self._on_disk(
-            version,
-            lambda: manifest.commit(
-                tmp,
-                version=version,
-                incarnation=self._incarnation,
-                step=step,
-                shards=shards,
-                model_dir=self._model_dir,
-                replace=replace,
-            ),
+        self._version_key.check_alive()
+        committed = await self._on_disk(
+            version, lambda: self._weights.commit(version, step, plan, reports, replace=bool(replace))
         )
-        return final, shards, saved
+        if replace and committed.locator != replace:
+            problem = f"it was committed again as {committed.locator}: a transport must keep the locator of a version"
+            raise WeightsError(f"version {version} was published as {replace}, and {problem}")
+        return committed, saved
 
     async def mend(self, status: Mapping[str, Any]) -> None:
-        """Where no server comes to serve the newest version (``status``: the manager's), prove it as a server would;
-        if it is damaged, write it again in its place, for the servers to try again. To be called while the trainer
-        has these weights: between two steps.
+        """Verify the newest version if no server serves it, and write it again if it is damaged.
+
+        ``status``: the manager's. Servers then try again. Call it while the trainer has these
+        weights: between two steps.
 
         Raises WeightsError when that does not help.
         """
@@ -149,43 +165,46 @@ class Publisher:
         await self._rewrite(newest, problem)
 
     async def _problem_of_newest(self, newest: PublishedVersion) -> str:
-        path = Path(newest.path)
-        what = f"proving {path}"
-        return await on_disk(what, self._timeout_s, lambda: _problem(lambda: prove(path, newest.version)))
+        def verify() -> None:
+            self._weights.verify(newest.locator, newest.version)
+
+        return await on_disk(f"proving {newest.locator}", self._timeout_s, lambda: _problem(verify))
 
     async def _rewrite(self, newest: PublishedVersion, problem: str) -> None:
         if self._mended == MAX_MENDED:
-            raise WeightsError(f"{newest.path} was written {1 + MAX_MENDED} times, and is damaged: {problem}")
-        log.error("%s is damaged: %s; it is written again", newest.path, problem)
+            raise WeightsError(f"{newest.locator} was written {1 + MAX_MENDED} times, and is damaged: {problem}")
+        log.error("%s is damaged: %s; it is written again", newest.locator, problem)
         self._mended += 1
-        await self._write(newest.version, newest.step, "", replace=True)
+        await self._write(newest.version, newest.step, "", replace=newest.locator)
 
     async def discard_unfinished(self) -> None:
-        """What dead incarnations left half written or half removed goes; before the first publication."""
-        self._check_alive()  # a successor may be writing
+        """Remove what dead incarnations left half written; call it before the first publication."""
+        self._version_key.check_alive()  # a successor may be writing
         removed = await on_disk(
-            f"tidying {self._root}", self._timeout_s, lambda: manifest.discard_unfinished(self._root)
+            "removing unfinished weight versions", self._timeout_s, self._weights.discard_unfinished
         )
-        for path in removed.gone:
-            log.info("removed %s, which was never completed", path)
+        for locator in removed.gone:
+            log.info("removed %s, which was never completed", locator)
         self._name(removed.problems)
 
     def _base(self) -> str:
-        """Folder name of the version that the next one may refer to; "" if there is none, or it is damaged: then all
-        is written anew, and what is published next refers to nothing of it.
+        """Return the locator of the version that the next one may refer to.
+
+        It is "" before the first version, and if that version is damaged: everything is then written
+        anew, and the next version refers to nothing of a damaged one.
         """
         if self.newest is None:
             return ""
-        path = Path(self.newest.path)
-        if problem := _problem(lambda: manifest.check_reference(path)):
-            log.error("%s is damaged: %s; the next version is written whole", path, problem)
+        locator = self.newest.locator
+        if problem := _problem(lambda: self._weights.check(locator)):
+            log.error("%s is damaged: %s; the next version is written whole", locator, problem)
             return ""
-        return path.name
+        return locator
 
-    def _name(self, problems: Mapping[Path, str]) -> None:
-        """Each folder once."""
-        for path in problems.keys() - self._named:
-            log.error("%s: %s", path, problems[path])
+    def _name(self, problems: Mapping[str, str]) -> None:
+        """Log each problem once."""
+        for locator in problems.keys() - self._named:
+            log.error("%s: %s", locator, problems[locator])
         self._named = set(problems)
 
     async def export(self, target: Path) -> None:
@@ -193,32 +212,35 @@ class Publisher:
         that is found damaged is written again first.
         """
         assert self.newest is not None, "nothing was published yet"
-        self._check_alive()
+        self._version_key.check_alive()
         target.parent.mkdir(parents=True, exist_ok=True)
-        newest = self.newest
-        path, what = Path(newest.path), f"writing {target}"
+        newest, what = self.newest, f"writing {target}"
+
+        def write() -> None:
+            self._weights.export(newest.locator, newest.version, target)
+
         try:
-            await on_disk(what, self._timeout_s, lambda: materialise(path, target, newest.version))
+            await on_disk(what, self._timeout_s, write)
         except WeightsError:
             problem = await self._problem_of_newest(newest)
             if not problem:
                 raise  # it is the target that cannot be written
             await self._rewrite(newest, problem)
-            await on_disk(what, self._timeout_s, lambda: materialise(path, target, newest.version))
+            await on_disk(what, self._timeout_s, write)
 
     async def _on_disk(self, version: int, work: Callable[[], Result]) -> Result:
-        return await on_disk(f"publishing version {version} in {self._root}", self._timeout_s, work)
+        return await on_disk(f"publishing version {version}", self._timeout_s, work)
 
 
 def unserved(status: Mapping[str, Any], version: int) -> bool:
-    """Whether servers have tried to load the newest version, and none has it."""
+    """Return True if servers have tried to load the newest version and none has it."""
     servers = status["servers"]
     tried = any(server["state"] == "quarantined" and server["error"] for server in servers)
     return tried and status["version"] == version and not any(server["version"] == version for server in servers)
 
 
 def _problem(check: Callable[[], None]) -> str:
-    """What is wrong with a version; "" if nothing is."""
+    """Return the reason why ``check`` refuses a version; "" if it does not."""
     try:
         check()
     except WeightsError as error:

@@ -1,6 +1,7 @@
-"""The inside of a verifier process: ``python -m realsys.reward.process FD PARENT MEMORY``.
+"""The inside of a verifier process: ``python -m realsys.reward.process SOCKET JOURNAL PARENT MEMORY``.
 
-Consumes batches from the socket FD; waits for the next one; ends when the other side is closed, or with its parent.
+Consumes batches from SOCKET; waits for the next one; ends when the other side is closed, or with its parent. Adds the
+outcome of each item to the shared memory JOURNAL before it begins the next item; reports the count of them on SOCKET.
 It leads a session of its own: a verifier that signals its group, or leaves processes behind, meets nobody else's.
 Nothing is imported here that is not needed: the process is to be small and to start fast.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import reprlib
 import resource
 import signal
 import socket
@@ -21,8 +21,10 @@ from collections.abc import Callable
 import msgspec
 
 from realsys.cluster import failpoint
-from realsys.reward.messages import LENGTH, Batch, Failed, Results, frame
-from realsys.reward.verifiers import Verifier, load_verifier
+from realsys.config.doors import VERIFIER
+from realsys.reward.journal import JournalWriter
+from realsys.reward.messages import LENGTH, Batch, Done, NotLoaded, decode_item, frame
+from realsys.reward.verifiers.base import Verifier, verdict_of
 
 _PR_SET_PDEATHSIG = 1
 _MESSAGE_LIMIT = 500  # characters of an exception
@@ -33,14 +35,15 @@ _SPENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, 
 
 
 def main(argv: list[str]) -> None:
-    descriptor, parent, memory = (int(argument) for argument in argv)
+    descriptor, outcomes, parent, memory = (int(argument) for argument in argv)
     _end_with(parent)
     failpoint.arm("verifier/0")
     _limit(memory)
+    journal = JournalWriter(outcomes)
     with socket.socket(fileno=descriptor) as channel:
         channel.set_inheritable(False)  # what a verifier starts must not speak in its name
         os.register_at_fork(after_in_child=channel.close)
-        serve(channel)
+        serve(channel, journal)
 
 
 def _limit(memory: int) -> None:
@@ -56,19 +59,19 @@ def _limit(memory: int) -> None:
         resource.setrlimit(limit, (value, value))
 
 
-def serve(channel: socket.socket) -> None:
-    """Answer batches until the channel closes."""
+def serve(channel: socket.socket, journal: JournalWriter) -> None:
+    """Answer batches until the channel closes. A batch without items loads its verifier."""
     verifiers: dict[str, Verifier] = {}
-    channel.sendall(frame(Results(0, [])))
+    channel.sendall(frame(Done(0, 0)))
     while (batch := _receive(channel)) is not None:
         try:
             if batch.name not in verifiers:
-                verifiers[batch.name] = load_verifier(batch.name)
-                channel.sendall(frame(Results(batch.serial, [])))  # from here the time limit counts
-        except Exception as error:
-            channel.sendall(frame(Failed(batch.serial, describe(error), [], loading=True, spent=_is_spent(error))))
+                verifiers[batch.name] = VERIFIER.load(batch.name)
+        except Exception as error:  # the module is the user's: reported
+            spent = _is_spent(error) or _is_spent(error.__cause__)
+            channel.sendall(frame(NotLoaded(batch.serial, describe(error), spent)))
             continue
-        verify_batch(verifiers[batch.name], batch, lambda message: _answer(channel, message))
+        verify_batch(verifiers[batch.name], batch, journal, lambda message: _answer(channel, message))
 
 
 def _answer(channel: socket.socket, message: msgspec.Struct) -> None:
@@ -78,32 +81,39 @@ def _answer(channel: socket.socket, message: msgspec.Struct) -> None:
     channel.sendall(data)
 
 
-def verify_batch(verifier: Verifier, batch: Batch, send: Callable[[msgspec.Struct], None]) -> None:
-    """Verify the items in order. One message for all of them, unless they take long."""
-    verdicts: list[bool] = []
+def verify_batch(
+    verifier: Verifier, batch: Batch, journal: JournalWriter, send: Callable[[msgspec.Struct], None]
+) -> None:
+    """Verify the items in order. Send one message for all of them, unless they take long."""
     process, reported = os.getpid(), time.monotonic()
+    journal.begin(batch.serial)
+    count, told, spent = 0, 0, False
     for item in batch.items:
-        if verdicts and time.monotonic() - reported > batch.report_s:
-            send(Results(batch.serial, verdicts))
-            verdicts, reported = [], time.monotonic()
-        try:
-            failpoint.reach("verifier.judge")
-            verdict = verifier(item.prompt, item.answer, item.reference)
-            if not isinstance(verdict, bool):
-                raise TypeError(f"returned {reprlib.repr(verdict)}, not True or False")
-        except Exception as error:  # the request boundary: reported, never a verdict
-            if os.getpid() != process:
-                os._exit(1)
-            send(Failed(batch.serial, describe(error), verdicts, spent=_is_spent(error)))
-            return
+        if count > told and time.monotonic() - reported > batch.report_s:
+            send(Done(batch.serial, count))
+            told, reported = count, time.monotonic()
+        outcome, spent = _judge(verifier, item)
         if os.getpid() != process:  # the verifier has forked, and come back twice
             os._exit(0)
-        verdicts.append(verdict)
-    send(Results(batch.serial, verdicts))
+        journal.append(outcome)
+        count += 1
+        if spent:
+            break
+    send(Done(batch.serial, count, spent))
 
 
-def _is_spent(error: Exception) -> bool:
-    """Whether the process lacks something that it may go on lacking: memory, files, processes."""
+def _judge(verifier: Verifier, item: bytes) -> tuple[bytes, bool]:
+    """Return the framed outcome, and True if the process lacks something of the system's."""
+    try:
+        failpoint.reach("verifier.judge")
+        return frame(verdict_of(verifier(decode_item(item)))), False
+    except Exception as error:  # the request boundary: reported, never a verdict
+        spent = _is_spent(error)
+        return frame(describe(error) + "; the process is replaced" * spent), spent
+
+
+def _is_spent(error: BaseException | None) -> bool:
+    """Return True if the process lacks something that it may go on lacking: memory, files, processes."""
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SPENT)
 
 

@@ -1,8 +1,8 @@
 """The loop of a RolloutWorker.
 
-    allocate ──tickets──> one task per ticket: prompt ──> agent (generate, judge) ──> push to a DP head ──> finish
-       ^                                                       │ any error                                   │
-       └── capacity is free again <──────────── finish: failed, with its reason <──────────────────────────┘
+    allocate ──tickets──> one task per ticket: prompt ──> n episodes ──> push to a DP head ──> finish
+       ^                                                       │ too few succeeded                │
+       └── capacity is free again <──────────── finish: failed, with its reason <─────────────────┘
 
 Consumes tickets; waits for free capacity, then for the manager to grant (a held call, no polling); is unblocked by the
 end of a rollout, by a grant, or by ``stop``; produces groups on the push-pull stream and one finish per ticket. Holds
@@ -13,27 +13,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from realsys.admission.events import Outcome
 from realsys.admission.messages import AllocateReply, AllocateRequest, Answer, FinishReply, FinishRequest
 from realsys.cluster.failpoint import reach
 from realsys.data.prompts import Prompt
-from realsys.errors import RealsysError, RewardError
-from realsys.rollout.agent import Agent, Episode
+from realsys.errors import RealsysError, StuckError
 from realsys.rollout.manager_client import RolloutSuperseded
-from realsys.types import Ticket, Trajectory, TrajectoryGroup
+from realsys.rollout.sessions import Played
+from realsys.types import Episode, Group, Ticket
 
 log = logging.getLogger(__name__)
 
 HOLD_S = 10.0  # how long the manager may hold an allocation
 MAX_TICKETS = 4096  # per allocation, the manager's bound
 MAX_REASON = 2000  # characters
-
-T = TypeVar("T")
 
 
 class Manager(Protocol):
@@ -44,179 +43,199 @@ class Manager(Protocol):
     async def finish(self, request: FinishRequest) -> FinishReply: ...
 
 
+class Player(Protocol):
+    """The part of GroupPlayer that is needed here."""
+
+    async def play(self, ticket: Ticket, prompt: Prompt) -> Played: ...
+
+
 class Prompts(Protocol):
     def prompt(self, split: str, index: int) -> Prompt: ...
 
 
 class Push(Protocol):
-    async def push(self, group: TrajectoryGroup) -> None: ...
+    async def push(self, group: Group) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoopParts:
+    """The collaborators of the loop."""
+
+    manager: Manager
+    player: Player
+    prompts: Prompts
+    pusher: Push
+
+
+class _Stopped(Exception):
+    """The loop was asked to stop."""
 
 
 class RolloutLoop:
-    """Keeps up to ``max_groups`` groups of ``group_size`` answers running.
+    """Keeps up to ``max_groups`` groups of ``group_size`` episodes running.
 
-    Capacity is counted in answers, so that problems of an evaluation, with one answer each, run as wide as training.
+    Capacity is counted in episodes, so that problems of an evaluation, with one each, run as wide as training.
     """
 
     def __init__(
         self,
-        manager: Manager,
-        agent: Agent,
-        prompts: Prompts,
-        pusher: Push,
-        *,
+        parts: LoopParts,
         worker: str,
+        *,
         max_groups: int,
         group_size: int,
         hold_s: float = HOLD_S,
         incarnation: str = "",
     ) -> None:
-        self._manager, self._agent, self._prompts, self._pusher = manager, agent, prompts, pusher
-        self._worker, self._incarnation = worker, incarnation
-        self._group_size, self._hold_s = group_size, hold_s
-        self._free = max_groups * group_size  # answers
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._parts = parts
+        self._worker = worker
+        self._incarnation = incarnation
+        self._group_size = group_size
+        self._hold_s = hold_s
+        self._free = max_groups * group_size  # episodes
         self._freed = asyncio.Event()
-        self._fatal: asyncio.Future[None] | None = None
-        self.accepted = self.failed = 0
-
-    @property
-    def running(self) -> int:
-        """Rollouts under way."""
-        return len(self._tasks)
+        self.running = 0  # rollouts under way
+        self.accepted = 0
+        self.failed = 0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until ``stop``. Raises what must end the process: a manager that stays away, a wrong token."""
-        self._fatal = asyncio.get_running_loop().create_future()
-        stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
-            while not stop.is_set():
-                if self._free < self._group_size:
-                    self._freed.clear()
-                    await self._unless(stopping, self._freed.wait())
-                    continue
-                reply = await self._unless(stopping, self._allocate())
-                for ticket in reply.tickets if reply else ():
-                    self._start(ticket)
-        finally:
-            stopping.cancel()
-            await self._cancel_all()
+            async with asyncio.TaskGroup() as tasks:  # the first error, or the stop, cancels all others
+                tasks.create_task(_stop(stop), name="stop")
+                await self._feed(tasks)
+        except ExceptionGroup as errors:
+            for error in errors.exceptions:
+                if not isinstance(error, _Stopped):
+                    raise error from None
+
+    async def _feed(self, tasks: asyncio.TaskGroup) -> None:
+        """Start a task for each ticket, for ever: while there is room, ask for as many as fit."""
+        while True:
+            if self._free < self._group_size:
+                self._freed.clear()
+                await self._freed.wait()
+                continue
+            for ticket in (await self._allocate()).tickets:
+                self._start(ticket, tasks)
 
     async def _allocate(self) -> AllocateReply:
         begin = time.monotonic()
         count = min(self._free // self._group_size, MAX_TICKETS)
         request = AllocateRequest(self._worker, count, self._hold_s, incarnation=self._incarnation)
-        reply = await self._manager.allocate(request)
+        reply = await self._parts.manager.allocate(request)
         if not reply.tickets and time.monotonic() - begin < min(self._hold_s, reply.retry_after_s):
             # It did not hold the call, because it is stopping: do not run hot.
             await asyncio.sleep(reply.retry_after_s)
         return reply
 
-    async def _unless(self, stopping: asyncio.Task[bool], work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of ``work``; None when asked to stop first. Raises what ended a rollout's task."""
-        assert self._fatal is not None
-        task = asyncio.create_task(work)
-        first: set[asyncio.Future[Any]] = {task, stopping, self._fatal}
-        try:
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            if self._fatal.done():
-                self._fatal.result()
-            return task.result() if task.done() else None
-        finally:
-            if task.cancel():
-                await asyncio.wait({task})
-
-    def _start(self, ticket: Ticket) -> None:
+    def _start(self, ticket: Ticket, tasks: asyncio.TaskGroup) -> None:
         self._free -= ticket.n
-        task = asyncio.create_task(self._rollout(ticket), name=f"rollout {ticket.ticket_id}")
-        self._tasks.add(task)
-        task.add_done_callback(lambda done: self._ended(done, ticket.n))
+        self.running += 1
 
-    def _ended(self, task: asyncio.Task[None], answers: int) -> None:
-        self._tasks.discard(task)
-        self._free += answers
-        self._freed.set()
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        if self._fatal is not None and not self._fatal.done():
-            self._fatal.set_exception(error)
+        def ended(_: asyncio.Task[None]) -> None:
+            self._free += ticket.n
+            self.running -= 1
+            self._freed.set()
 
-    async def _cancel_all(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert self._fatal is not None
-        if self._fatal.done():
-            self._fatal.exception()  # seen, also when another error ends the loop
-        else:
-            self._fatal.cancel()
+        task = tasks.create_task(self._rollout(ticket), name=f"rollout {ticket.ticket_id}")
+        task.add_done_callback(ended)
 
     async def _rollout(self, ticket: Ticket) -> None:
-        """One ticket from prompt to finish. Raises only what keeps the finish from being reported."""
+        """One ticket from prompt to finish. Raises what keeps the finish from being reported, and StuckError."""
+        stuck: StuckError | None = None
         try:
-            answers = await self._produce(ticket)
+            episodes = await self._produce(ticket)
         except RolloutSuperseded as error:
             log.info("ticket %s attempt %d: %s", ticket.ticket_id, ticket.attempt, error)
             return
         except RealsysError as error:
             log.warning("ticket %s attempt %d failed: %s", ticket.ticket_id, ticket.attempt, error)
             reason = f"{type(error).__name__}: {error}"
-        except Exception as error:  # the request boundary: an agent's defect fails its ticket, with the traceback here
+            stuck = error if isinstance(error, StuckError) else None
+        except Exception as error:  # the request boundary: a defect fails its ticket, with the traceback here
             log.exception("ticket %s attempt %d failed", ticket.ticket_id, ticket.attempt)
             reason = f"{type(error).__name__}: {error}"
         else:
             self.accepted += 1
             reach("rollout.finish")
-            await self._finish(ticket, "accepted", "", answers)
+            await self._finish(ticket, "accepted", "", episodes)
             return
         self.failed += 1
         await self._finish(ticket, "failed", reason, [])
+        if stuck is not None:
+            raise stuck
 
-    async def _produce(self, ticket: Ticket) -> list[Answer]:
-        """Run the episode; a group to train on is with its DP head when this returns."""
+    async def _produce(self, ticket: Ticket) -> list[Episode]:
+        """Play the episodes; a group to train on is with its DP head when this returns."""
         started = time.time()
         reach("rollout.running")
-        episode = await self._agent.run(ticket, self._prompts.prompt(ticket.split, ticket.prompt_index))
-        if len(episode.trajectories) != ticket.n or len(episode.correct) != ticket.n:
-            raise RuntimeError(
-                f"the agent returned {len(episode.trajectories)} answers, the ticket asks for {ticket.n}"
+        prompt = self._parts.prompts.prompt(ticket.split, ticket.prompt_index)
+        played = await self._parts.player.play(ticket, prompt)
+        if played.errors:
+            first = played.errors[0]
+            log.warning(
+                "ticket %s: %d of %d episodes failed: %s", ticket.ticket_id, len(played.errors), ticket.n, first
             )
-        check_rewards(ticket, episode.trajectories)
         if ticket.kind == "train":
-            group = TrajectoryGroup(
-                ticket, episode.trajectories, self._worker, started=started, finished=time.time(), extra=episode.extra
+            group = Group(
+                ticket,
+                played.episodes,
+                self._worker,
+                started=started,
+                finished=time.time(),
+                extra=played.extra,
+                errors=played.errors,
             )
             reach("rollout.push")
-            await self._pusher.push(group)
-        return answers_of(ticket, episode)
+            await self._parts.pusher.push(group)
+        return played.episodes
 
-    async def _finish(self, ticket: Ticket, outcome: Outcome, reason: str, answers: list[Answer]) -> None:
-        request = FinishRequest(ticket.ticket_id, ticket.attempt, self._worker, outcome, reason[:MAX_REASON], answers)
-        reply = await self._manager.finish(request)
+    async def _finish(self, ticket: Ticket, outcome: Outcome, reason: str, episodes: Sequence[Episode]) -> None:
+        request = FinishRequest(
+            ticket.ticket_id,
+            ticket.attempt,
+            self._worker,
+            outcome,
+            reason[:MAX_REASON],
+            [answer_of(ticket, episode) for episode in episodes],
+            tokens_by_server(episodes),
+        )
+        reply = await self._parts.manager.finish(request)
         if not reply.known:
             log.info("ticket %s attempt %d: superseded before it finished", ticket.ticket_id, ticket.attempt)
 
 
-def check_rewards(ticket: Ticket, trajectories: Sequence[Trajectory]) -> None:
-    """Raises RewardError for a reward that is no number: it would spoil every other of its batch."""
-    for k, trajectory in enumerate(trajectories):
-        if not math.isfinite(trajectory.reward):
-            raise RewardError(f"ticket {ticket.ticket_id}: answer {k} has the reward {trajectory.reward}, not a number")
+async def _stop(stop: asyncio.Event) -> None:
+    await stop.wait()
+    raise _Stopped
 
 
-def answers_of(ticket: Ticket, episode: Episode) -> list[Answer]:
-    """What the manager is told of each answer."""
-    return [_answer(ticket, t, correct) for t, correct in zip(episode.trajectories, episode.correct, strict=True)]
-
-
-def _answer(ticket: Ticket, trajectory: Trajectory, correct: bool) -> Answer:
-    versions = trajectory.versions
+def answer_of(ticket: Ticket, episode: Episode) -> Answer:
+    """Make the manager's record of an episode. ``finish_reason``: of the first row that was cut off."""
+    reasons = [row.finish_reason for row in episode.rows]
+    versions = [
+        int(version)
+        for row in episode.rows
+        if len(row.versions)
+        for version in (row.versions.min(), row.versions.max())
+    ]
     return Answer(
-        reward=trajectory.reward,
-        correct=correct,
-        length=trajectory.answer_len,
-        finish_reason=trajectory.finish_reason,
-        version_min=int(versions.min()) if len(versions) else ticket.version,
-        version_max=int(versions.max()) if len(versions) else ticket.version,
+        reward=episode.reward,
+        correct=episode.correct,
+        length=episode.loss_tokens,
+        finish_reason=next((reason for reason in reasons if reason != "stop"), "stop"),
+        version_min=min(versions, default=ticket.version),
+        version_max=max(versions, default=ticket.version),
+        metrics=episode.metrics if ticket.kind == "eval" else {},
     )
+
+
+def tokens_by_server(episodes: Sequence[Episode]) -> dict[str, int]:
+    """Tokens that each server sampled, as far as the rows know it."""
+    counts: Counter[str] = Counter()
+    for episode in episodes:
+        for row in episode.rows:
+            for server, count in row.route:
+                counts[server] += count
+    return dict(counts)

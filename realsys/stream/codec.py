@@ -89,7 +89,7 @@ class EpisodeHeader(msgspec.Struct, array_like=True, frozen=True):
     metrics: dict[Name, float]
 
 
-class GroupHeader(msgspec.Struct, array_like=True, frozen=True, tag="group/2"):
+class GroupHeader(msgspec.Struct, array_like=True, frozen=True, tag="g2"):
     """First frame of a group. ``servers``: the names that the routes point at."""
 
     ticket: Ticket

@@ -49,6 +49,7 @@ class DataManager:
         self.refused = 0  # groups of another one, since the start
         self.vocabulary = 0  # tokens that the actor knows; 0: not known yet
         self.row_limit = 0  # tokens of the longest row that can be trained; 0: not known yet
+        self.episode_limit = 0  # tokens of an episode's rows, for a loss that needs them together; 0: no limit
         self.token_rewards = False  # whether the dataflow reads them
         self._warned = False
 
@@ -206,6 +207,12 @@ class DataManager:
         longest = max(len(row.tokens) for row in rows)
         if longest > self.row_limit > 0:
             raise StreamError(f"{what} has a row of {longest} tokens, train.microbatch_tokens is {self.row_limit}")
+        most = max(sum(len(row.tokens) for row in episode.rows) for episode in group.episodes)
+        if most > self.episode_limit > 0:
+            raise StreamError(
+                f"{what} has an episode of {most} tokens; train.ppo.loss takes ratios of whole episodes, "
+                f"which must fit into train.microbatch_tokens ({self.episode_limit})"
+            )
 
     def add_sequence(self, sample_id: str, prompt: list[int], response: list[int]) -> SampleMeta:
         """Store one demonstration."""

@@ -25,10 +25,12 @@ from realsys.config.roles import RoleSettings
 from realsys.config.schema import Config
 from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
+from realsys.hf.config import read_model
+from realsys.hf.rope import inverse_frequencies
 from realsys.train import lora
 from realsys.train.device import Device, seed_megatron
 from realsys.train.heads import HiddenStatesModel, build_model, select_states
-from realsys.train.hf_config import DTYPES, read_hf_config, transformer_config
+from realsys.train.hf_config import DTYPES, transformer_config
 from realsys.train.hf_map import ShardMap
 from realsys.train.megatron import (
     DistributedDataParallel,
@@ -117,11 +119,11 @@ class MegatronEngine:
     def load(self, directory: Path) -> None:
         """Build this rank's shard and fill it. Raises ModelError when the model is unusable or does not fit."""
         layout = self.groups.mesh.layout
-        model = read_hf_config(directory, self.settings.head)
+        model = read_model(directory, self.settings.head)
         megatron = transformer_config(model, layout, self._train, self._dtype_name)
         megatron.finalize_model_grads_func = finalize_model_grads
         self._tied = model.tied
-        self._inverse_frequencies = model.rope.inverse_frequencies(model.head_dim).to(self._device.device)
+        self._inverse_frequencies = inverse_frequencies(model.rope, model.head_dim).to(self._device.device)
         self._map = ShardMap(model, self.tensor_rank, layout.tensor)
         with self._active():
             seed_megatron(self._device, self._seed)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from realsys.hf.architecture import HfModel
 from realsys.train.fused import select_rows
-from realsys.train.hf_config import HFModel
 from realsys.train.megatron import GPTModel, TransformerConfig, gather_from_sequence_parallel_region
 from realsys.train.mesh import MeshGroups
 from realsys.train.spec import block_spec
@@ -39,7 +39,7 @@ class ValueHead(torch.nn.Module):
         return torch.nn.functional.linear(states.float(), self.weight.float())[:, 0]
 
 
-def build_model(model: HFModel, megatron: TransformerConfig, groups: MeshGroups) -> HiddenStatesModel:
+def build_model(model: HfModel, megatron: TransformerConfig, groups: MeshGroups) -> HiddenStatesModel:
     """This rank's shard, its parameters not yet set. On the last stage it has ``output_layer`` or ``value_head``."""
     module = HiddenStatesModel(
         megatron,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from realsys.errors import ModelError
-from realsys.train.hf_config import HFModel
+from realsys.hf.architecture import HfModel
 from realsys.train.lora import is_adapter, merged
 
 Shape = tuple[int, ...]
@@ -75,32 +75,6 @@ def mapping_of(name: str, layer: int | None, tied: bool) -> ParameterMap:
     return inside[name.split(".", 3)[3]]
 
 
-def hf_shapes(model: HFModel) -> dict[str, Shape]:
-    """Every tensor that the HF checkpoint of this model must have, with its shape."""
-    q, kv, hidden = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.hidden
-    shapes: dict[str, Shape] = {_EMBEDDING: (model.vocab, hidden), "model.norm.weight": (hidden,)}
-    if model.head == "lm" and not model.tied:
-        shapes[_HEAD] = (model.vocab, hidden)
-    if model.scored:
-        shapes[_SCORE] = (1, hidden)
-    for layer in range(model.layers):
-        prefix = f"model.layers.{layer}."
-        for x, size in (("q", q), ("k", kv), ("v", kv)):
-            shapes[f"{prefix}self_attn.{x}_proj.weight"] = (size, hidden)
-            if model.qkv_bias:
-                shapes[f"{prefix}self_attn.{x}_proj.bias"] = (size,)
-        if model.qk_norm:
-            for x in "qk":
-                shapes[f"{prefix}self_attn.{x}_norm.weight"] = (model.head_dim,)
-        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, q)
-        for x in ("gate", "up"):
-            shapes[f"{prefix}mlp.{x}_proj.weight"] = (model.ffn, hidden)
-        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, model.ffn)
-        for x in ("input", "post_attention"):
-            shapes[f"{prefix}{x}_layernorm.weight"] = (hidden,)
-    return shapes
-
-
 class HFReader:
     """Slices of the tensors of a HF directory, one file or several with an index. Closing it unmaps the files."""
 
@@ -122,9 +96,9 @@ class HFReader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._open.clear()
 
-    def check(self, model: HFModel) -> None:
+    def check(self, model: HfModel) -> None:
         """Raises ModelError naming file and tensor, when one is missing, too many, or of another shape or kind."""
-        shapes = hf_shapes(model)
+        shapes = model.tensor_shapes()
         # A tied head may be stored all the same; a value role has no use for the head of a language model.
         ignored = {_HEAD} if model.tied or model.head == "value" else set()
         extra = [n for n in self._files.keys() - shapes.keys() - ignored if not n.endswith("rotary_emb.inv_freq")]
@@ -190,7 +164,7 @@ class HFReader:
 class ShardMap:
     """The mapping for one rank: which of ``tensor_ranks`` shards it holds."""
 
-    model: HFModel
+    model: HfModel
     tensor_rank: int
     tensor_ranks: int
 
@@ -217,7 +191,7 @@ class ShardMap:
     def fill(self, module: torch.nn.Module, reader: HFReader) -> None:
         """One parameter at a time: beside the module there is never more than one parameter in memory."""
         for _, mapping, parameter in self.parameters(module):
-            if mapping.hf == (_SCORE,) and not self.model.scored:
+            if mapping.hf == (_SCORE,) and not self.model.has_score:
                 parameter.zero_()
                 continue
             parts = [reader.read(name, mapping.dim, self.tensor_rank, self.tensor_ranks) for name in mapping.hf]

@@ -1,38 +1,31 @@
-"""What runs before and after a model function call, by name: the hooks that a dataflow gives its calls.
-
-A module of your own registers one with the decorator; ``plugins.train`` imports it.
-"""
+"""Hooks: functions that run before or after a model function call. Their names: ``realsys.config.doors.HOOK``."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
-from realsys.config.registry import Registry
+from realsys.config.doors import HOOK
 from realsys.train.interfaces import Role
 from realsys.types import MfcRequest
 
 #: Runs on every rank of the role's mesh, so it may be a collective. What it raises ends the worker.
 Hook = Callable[[Role, MfcRequest], None]
 
-HOOKS: Registry[Hook] = Registry("hook", "plugins.train")
+
+@functools.cache
+def find_hook(name: str) -> Hook:
+    """Return the hook of this name or import string. Raises ConfigError."""
+    hook: Hook = HOOK.load(name)
+    return hook
 
 
-def register_hook(name: str) -> Callable[[Hook], Hook]:
-    """Decorator: calls that list ``name`` in their pre_hooks or post_hooks run this function.
-
-    Raises ConfigError when the name is taken.
-    """
-    return HOOKS.register(name)
-
-
-@register_hook("onload")
 def onload(role: Role, request: MfcRequest) -> None:
     """Bring back to the device what ``offload`` sent out; nothing when all of it is there."""
     role.engine.onload()
 
 
-@register_hook("offload")
 def offload(role: Role, request: MfcRequest) -> None:
     """Send to host memory what the role's settings say: its optimizer state, or its parameters, too."""
     role.engine.offload()

@@ -30,11 +30,11 @@ class MicroBatch:
 
     refs: list[SequenceRef]
     lengths: list[int]  # of all segments, the dummy last
-    positions: I64  # host [a]: where the loss tokens stand; last stage, elsewhere empty
     rows: torch.Tensor  # int64 [a]; last stage, elsewhere empty
     tokens: torch.Tensor | None = None  # int64 [t]; first stage
     targets: torch.Tensor | None = None  # int64 [a]; last stage
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)  # float32 [a] each; last stage
+    positions: I64 = field(default_factory=lambda: np.zeros(0, np.int64))  # host [a]: of the loss tokens; last stage
 
     @property
     def total_tokens(self) -> int:
@@ -68,8 +68,7 @@ class Packer:
         padding = -total % self._multiple if total else self._multiple
         if padding:
             lengths.append(padding)
-        nowhere = np.zeros(0, np.int64)
-        batch = MicroBatch(ordered, lengths, nowhere, self._tensor(nowhere))
+        batch = MicroBatch(ordered, lengths, self._tensor(np.zeros(0, np.int64)))
         if self._first or self._last:
             tokens = self._flat(ordered, "tokens", np.int64)
             if self._first:

@@ -8,7 +8,7 @@ replies, and the notice ``samples_arrived``.
     initialize          ranks of the role's mesh        loads the role's shard
     load_demos          an actor's DP head              tokenises demonstrations
     transfer            sources and destinations        moves arrays between workers
-    mfc                 ranks of the role's mesh        pre_hooks, interface, post_hooks
+    mfc                 ranks of the role's mesh        pre_hooks, handler, post_hooks
     save_weights        ranks of the role's mesh        writes its share in HF names
     save_checkpoint     ranks of the role's mesh        takes a snapshot; it is written beside what follows
     finish_checkpoint   ranks of the role's mesh        waits until it is on disk
@@ -30,11 +30,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import torch
 
-from realsys.cluster.failpoint import reach
+from realsys.algorithm.losses import load_loss
 from realsys.config.allocation import ACTOR
-from realsys.config.dataflow import TOKEN_REWARDS, Dataflow, dataflow_of
+from realsys.config.dataflow import TOKEN_REWARDS, Dataflow, check_calls, dataflow_of
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ModelError
@@ -42,8 +41,8 @@ from realsys.train.checkpoint import CheckpointWriter, load_checkpoint
 from realsys.train.data_manager import DataManager
 from realsys.train.demos import DemoSource
 from realsys.train.device import Device
-from realsys.train.hooks import HOOKS, onloaded
-from realsys.train.interfaces import Role, find_interface
+from realsys.train.hooks import find_hook, onloaded
+from realsys.train.interfaces import Role, find_handler
 from realsys.train.mesh import MeshGroups
 from realsys.train.recording import SampleRecorder
 from realsys.train.roles import make_role
@@ -64,13 +63,10 @@ from realsys.types import (
     SaveCheckpointRequest,
     SaveWeightsReply,
     SaveWeightsRequest,
-    ShardInfo,
     TransferReply,
     TransferRequest,
 )
-
-#: (file, tensors by HF name, folder name of the version before) -> what was written
-WriteShard = Callable[[Path, Mapping[str, torch.Tensor], str], ShardInfo]
+from realsys.weights.base import Share, WeightWriter
 
 #: How long the loop waits for a request before it looks at ``stop`` again.
 _POLL_S = 0.5
@@ -93,12 +89,13 @@ class Endpoint(Protocol):
     def notify(self, handler: str, payload: msgspec.Struct) -> None: ...
 
 
-def check_calls(flow: Dataflow) -> None:
-    """Raises ConfigError for a call whose interface or hook nobody has registered: at the start, not hours later."""
+def load_calls(flow: Dataflow) -> None:
+    """Import the handler and the hooks of every call at the start, not hours later. Raises ConfigError."""
+    check_calls(flow)
     for call in flow.calls:
-        find_interface(call.interface)
+        find_handler(call.handler)
         for name in (*call.pre_hooks, *call.post_hooks):
-            HOOKS.find(name)
+            find_hook(name)
 
 
 class ModelWorkerService:
@@ -116,11 +113,11 @@ class ModelWorkerService:
         endpoint: Endpoint,
         data: DataManager,
         device: Device,
-        write_shard: WriteShard,
+        writer: WeightWriter,
     ) -> None:
         self._config, self._groups, self._worker = config, groups, worker
         self._endpoint, self._data, self._device = endpoint, data, device
-        self._write_shard = write_shard
+        self._writer = writer
         self._demos = DemoSource(config, paths, data, worker)
         self._roles: dict[str, Role] = {}
         recorder = SampleRecorder(worker, data, self._roles, lambda written: endpoint.notify("recorded", written))
@@ -171,6 +168,8 @@ class ModelWorkerService:
         if name == ACTOR and role.engine.module is not None:
             self._data.vocabulary = role.engine.module.vocab_size
             self._data.row_limit = self._config.train.microbatch_tokens
+            whole_episodes = load_loss(self._config.train.ppo).episode_level
+            self._data.episode_limit = self._config.train.microbatch_tokens if whole_episodes else 0
             self._data.token_rewards = TOKEN_REWARDS in dataflow_of(self._config).source_keys
         return Empty()
 
@@ -184,12 +183,12 @@ class ModelWorkerService:
 
     def _mfc(self, request: MfcRequest) -> MfcReply:
         start = time.perf_counter()
-        role, interface = self._role(request.role), find_interface(request.interface)
-        before = [HOOKS.find(name) for name in request.pre_hooks]
-        after = [HOOKS.find(name) for name in request.post_hooks]
+        role, handler = self._role(request.role), find_handler(request.handler)
+        before = [find_hook(name) for name in request.pre_hooks]
+        after = [find_hook(name) for name in request.post_hooks]
         for hook in before:
             hook(role, request)
-        outcome = interface.run(role, request)
+        outcome = handler.run(role, request)
         for hook in after:
             hook(role, request)
         reply = MfcReply(self._worker)
@@ -202,14 +201,10 @@ class ModelWorkerService:
     def _save_weights(self, request: SaveWeightsRequest) -> SaveWeightsReply:
         start = time.perf_counter()
         role = self._role(request.role)
-        # Numbered over all ranks of the mesh, so that nobody needs to know who has nothing to write.
-        rank, ranks = role.groups.rank, role.groups.mesh.layout.world_size
-        file = Path(request.directory) / f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+        share = Share(request.role, request.version, role.groups.rank, role.groups.mesh.layout.world_size, request.plan)
         with onloaded(role):
-            tensors = dict(role.engine.export())
-            shards = [self._write_shard(file, tensors, request.base)] if tensors else []
-        reach("weights.shard", file)
-        return SaveWeightsReply(shards, time.perf_counter() - start)
+            report = self._writer.write(share, dict(role.engine.export()))
+        return SaveWeightsReply(report, time.perf_counter() - start)
 
     def _save_checkpoint(self, request: SaveCheckpointRequest) -> Empty:
         role = self._role(request.role)

@@ -1,1 +1,1 @@
-"""Weights on disk: sharded files, visible only through a manifest written last, verified before use."""
+"""Weight versions, from the ranks to the servers: the contract of a transport, and ``disk``."""

@@ -15,12 +15,13 @@ import psutil
 from launch.audit import audit_trial
 from realsys.admission.events import RolledBack, Trained
 from realsys.admission.journal import read_journal
+from realsys.config.doors import VERIFIER
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RealsysError
-from realsys.reward.verifiers import load_verifier
+from realsys.reward.verifiers.base import Item, verdict_of
 from realsys.train.record_files import read_arrays, read_record, recorded_steps
 from tests.chaos.live import ChaosRun
 from tests.records import prompt_len
@@ -76,7 +77,7 @@ def rejudge(paths: TrialPaths) -> tuple[int, list[str]]:
     """Every answer that was trained, judged again from its recorded tokens: how many, and what is not as it was."""
     config = read_config(paths.config)
     tokenizer = TextTokenizer(paths.model)
-    prompts, verifier = PromptDataset(config, paths, tokenizer), load_verifier("exact")
+    prompts, verifier = PromptDataset(config, paths, tokenizer), VERIFIER.load(config.data.verifier)
     judged, problems = 0, list[str]()
     for step, folder in recorded_steps(paths.records).items():
         record = read_record(folder)
@@ -85,14 +86,18 @@ def rejudge(paths: TrialPaths) -> tuple[int, list[str]]:
         for group in record.groups:
             origin = by_ticket[group[0].ticket_id]
             prompt = prompts.prompt("train", origin.ticket.prompt_index)
-            for meta, how in zip(group, origin.answers, strict=True):
+            for meta in group:
+                how = origin.episodes[meta.episode][meta.row]
                 tokens = arrays[meta.sample_id, "tokens"].tolist()
                 text = tokenizer.answer_text(tokens[prompt_len(meta) :])
-                right = how.finish_reason == "stop" and verifier(prompt.text, text, prompt.answer)
+                item = Item(prompt.text, text, prompt.answer, prompt.extra)
+                right = how.finish_reason == "stop" and verdict_of(verifier(item)).correct
                 wanted = config.rollout.reward.correct if right else config.rollout.reward.wrong
                 judged += 1
                 if tokens[: prompt_len(meta)] != list(prompt.ids):
                     problems.append(f"step {step}: sample {meta.sample_id} begins with another prompt than its own")
+                if meta.correct is not bool(right):
+                    problems.append(f"step {step}: sample {meta.sample_id} is recorded as correct={meta.correct}")
                 if meta.reward != wanted:
                     problems.append(f"step {step}: sample {meta.sample_id} has reward {meta.reward}, judged {wanted}")
     return judged, problems

@@ -31,25 +31,25 @@ def sglang(versions: Versions, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield running
 
 
-@pytest.fixture(scope="module", params=["embedded", "sglang", "sglang-derived"])
-def running(request: pytest.FixtureRequest) -> Iterator[Running | None]:
-    """None: an embedded engine for each test. sglang-derived: SGLang taken for one that tells no version per token."""
-    if request.param == "embedded":
-        yield None
-        return
+@pytest.fixture(scope="module", params=["embedded", "sglang", "sglang-derived", "example"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Running | str]:
+    """A name: an engine for each test. sglang-derived: SGLang taken for one that tells no version per token."""
     from tests.contracts.generation_servers import reporting
 
+    if not request.param.startswith("sglang"):
+        yield request.param
+        return
     running = request.getfixturevalue("sglang")
     with reporting(running, request.param == "sglang"):
         yield running
 
 
 @pytest.fixture
-def server(running: Running | None, versions: Versions) -> Iterator[ServerUnderTest]:
-    from tests.contracts.generation_servers import embedded_server, fresh
+def server(backend: Running | str, versions: Versions) -> Iterator[ServerUnderTest]:
+    from tests.contracts.generation_servers import embedded_server, example_server, fresh
 
-    if running is not None:
-        yield fresh(running, versions)
+    if not isinstance(backend, str):
+        yield fresh(backend, versions)
         return
-    with embedded_server(versions) as made:
+    with (embedded_server if backend == "embedded" else example_server)(versions) as made:
         yield made

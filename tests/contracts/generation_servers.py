@@ -14,17 +14,20 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
+import pytest
 import torch
 
-from realsys.config.schema import EmbeddedConfig, GenerationConfig
-from realsys.generation.build import build_engine
+from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig
+from realsys.generation.backend import EngineParts, GenerationEngine, Materialised, make_backend
 from realsys.generation.client import Generated, GenerationClient, SamplingSpec
+from realsys.generation.embedded.build import build_engine
+from realsys.generation.embedded.forward.weights import read_tensors
 from realsys.generation.server import HttpServer, build_app
 from realsys.generation.sglang.engine import SglangEngine
-from realsys.generation.weights import read_tensors
-from realsys.weights import manifest
-from realsys.weights.shards import ShardWriter
-from realsys.weights.stage import HeldWeights, StagedWeights, stage
+from realsys.weights.disk import manifest
+from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk.stage import DiskReader
+from tests.config_trees import changed
 from tests.generation_models import VOCAB, chosen, make_model, reference_logprobs
 from tests.sglang_server import sglang_engine
 
@@ -33,12 +36,15 @@ EOS = VOCAB - 1
 CONTEXT = 512
 LONG = SamplingSpec(max_new_tokens=480)
 BUSY = 8  # requests of a crowd: more than an embedded server's rows
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+#: For tests that look at the model behind the server; docs/examples/backend.py has none.
+samples = pytest.mark.parametrize("backend", ["embedded", "sglang", "sglang-derived"], indirect=True, scope="module")
 BOUND_S = 120.0  # no wait of a test is longer
 
 
 @dataclass
 class ServerUnderTest:
-    """A running server. ``models[v]`` is what transformers says about version v.
+    """A running server. ``models[v]`` is what transformers says about version v; no models: it echoes its prompt.
 
     ``start``: the version that it serves when a test begins. ``seeded``: a seed decides an answer whatever else runs;
     SGLang needs its deterministic inference for that, which it has not on a CPU.
@@ -120,17 +126,41 @@ def fresh(running: Running, versions: Versions) -> ServerUnderTest:
 @contextmanager
 def embedded_server(versions: Versions) -> Iterator[ServerUnderTest]:
     config = GenerationConfig(embedded=EmbeddedConfig(max_running=4, max_queued=12, context_length=CONTEXT))
-    held = HeldWeights(everything=True)
+    engine = build_engine(versions.paths[-1], config, DiskReader(everything=True).stage)
+    with serving(engine) as url:
+        yield ServerUnderTest(url, versions.models, versions.paths, 16)
 
-    def load(path: str, version: int) -> StagedWeights:
-        return stage(Path(path), version, held)
 
-    engine = build_engine(versions.paths[-1], config, load, max_prompt_tokens=16)
+@contextmanager
+def example_server(versions: Versions) -> Iterator[ServerUnderTest]:
+    """The example of docs/examples/backend.py, built as a GenerationServer builds it."""
+    settings = ["data.max_prompt_tokens=32", f"generation.sampling.max_new_tokens={CONTEXT - 32}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        config = changed("generation.backend=backend:Echo", *settings)
+        backend = make_backend(config)
+        with serving(backend.build(engine_parts(config, versions.paths[-1]))) as url:
+            yield ServerUnderTest(url, {}, versions.paths, backend.capacity())
+
+
+def engine_parts(config: Config, model_path: Path) -> EngineParts:
+    """Parts of an engine outside of a GenerationServer process; versions are verified as in one."""
+
+    def materialise(source: str, version: int, target: Path) -> Materialised:
+        raise AssertionError("this engine loads from memory")
+
+    load = DiskReader(everything=True).stage
+    return EngineParts(config, model_path, 0, load, materialise, lambda change: None, lambda callback: None)
+
+
+@contextmanager
+def serving(engine: GenerationEngine) -> Iterator[str]:
+    """Start an engine behind HTTP; gives the URL."""
     http = HttpServer(build_app(engine))
     engine.start()
     http.start()
     try:
-        yield ServerUnderTest(http.url, versions.models, versions.paths, 16)
+        yield http.url
     finally:
         engine.close()
         http.close()
@@ -202,8 +232,11 @@ async def until_decoding(client: GenerationClient, url: str) -> None:
 
 
 def check(server: ServerUnderTest, answer, prompt=PROMPT) -> None:
-    """Every log-prob is that of the version the token is attributed to."""
+    """Every log-prob is that of the version the token is attributed to; of an echo, 0."""
     tokens = answer.tokens.tolist()
+    if not server.models:
+        assert tokens == prompt and answer.logprobs.tolist() == [0.0] * len(tokens)
+        return
     for version in set(answer.versions.tolist()):
         expected = chosen(reference_logprobs(server.models[version], prompt, tokens), tokens)
         mine = answer.versions == version

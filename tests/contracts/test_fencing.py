@@ -22,7 +22,7 @@ from realsys.cluster.failure import read_errors
 from realsys.errors import StreamError
 from realsys.stream.push_pull import Pusher
 from realsys.stream.request_reply import MasterStream
-from realsys.weights import manifest
+from realsys.weights.disk import manifest
 from tests.fenced_bodies import DONE
 from tests.stream_parts import make_group, pulling
 from tests.tester_trial import BOUND_S, Trial

@@ -12,7 +12,7 @@ import pytest
 
 from realsys.admission.messages import ScheduleReply, ScheduleRequest
 from realsys.generation.client import GenerationClient, SamplingSpec
-from realsys.rollout.partial import PartialRolloutManager
+from realsys.rollout.partial import Call, PartialRolloutManager
 from realsys.types import Ticket
 from tests.contracts.generation_servers import PROMPT, ServerUnderTest, check, drive, publish
 from tests.generation_models import make_model
@@ -85,7 +85,8 @@ def generate(servers, chunk: int, end: Callable[[Process], None]):
         for name, version in (("first", 1), ("second", 2)):
             assert (await client.update_weights(places.urls[name], str(paths[version]), version, BOUND_S)).success
         spec = SamplingSpec(max_new_tokens=LENGTH, n=2, new_tokens_per_chunk=chunk)
-        rollout = asyncio.create_task(PartialRolloutManager(places, client).generate(TICKET, PROMPT, spec))
+        call = Call(TICKET, "0.0", PROMPT, spec, TICKET.seed)
+        rollout = asyncio.create_task(PartialRolloutManager(places, client).generate(call))
         async with asyncio.timeout(BOUND_S):
             while not (await client.server_info(places.urls["first"])).paused:
                 assert not rollout.done()

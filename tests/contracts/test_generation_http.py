@@ -1,7 +1,7 @@
 """What a generation server must do over HTTP, whatever runs behind it: answers, limits, aborts, bad requests.
 
 The suite knows a server by its ``ServerUnderTest`` only; another backend joins by another parameter of the fixture
-(``conftest.py``).
+(``conftest.py``). Tests that look at the model are marked ``samples``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.contracts.generation_servers import (
     check,
     drive,
     raw,
+    samples,
     until_decoding,
 )
 from tests.generation_models import VOCAB, chosen, reference_logprobs
@@ -44,6 +45,7 @@ def test_an_idle_server_is_healthy_and_tells_its_version(server):
     drive(test)
 
 
+@samples
 def test_answers_carry_tokens_logprobs_and_versions(server):
     async def test(client):
         spec = SamplingSpec(max_new_tokens=12, n=3, stop_token_ids=(7,))
@@ -94,6 +96,7 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(server):
     drive(test)
 
 
+@samples
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.8}], ids=lambda f: "+".join(f) or "plain"
 )
@@ -113,6 +116,7 @@ def test_logprobs_are_of_the_whole_distribution_at_the_temperature(server, filte
     drive(test)
 
 
+@samples
 def test_abort_of_running_requests_returns_what_there_is(server):
     async def test(client):
         crowd = Crowd(client, server.url)

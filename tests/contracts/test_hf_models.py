@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -18,15 +19,15 @@ from transformers import PreTrainedModel, Qwen2Config
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
+from realsys.hf.config import read_model
 from realsys.train.device import Device
 from realsys.train.engine import MegatronEngine
-from realsys.train.hf_config import read_hf_config
-from realsys.train.hf_map import HFReader, ShardMap, hf_shapes
+from realsys.train.hf_map import HFReader, ShardMap
 from realsys.train.packing import MicroBatch
 from tests.generation_models import chosen, make_core, make_request, reference_logprobs
 from tests.generation_models import run as generate
 from tests.hf_models import FAMILIES, SIZES, VOCAB, make_model, weights_of
-from tests.records import make_ref
+from tests.records import make_ref, mask_of
 from tests.train_ranks import FORMED, cat_exports, run_ranks
 
 LENGTHS = [9, 5, 1]
@@ -75,7 +76,9 @@ def whole_vocabulary(engine: MegatronEngine) -> torch.Tensor | None:
 def every_value(engine: MegatronEngine) -> torch.Tensor | None:
     """Values [t] of packed sequences, all of which but the first token is the answer; None before the last stage."""
     refs = [make_ref(f"s/{i}", length, 1, 0.0, False, i) for i, length in enumerate(LENGTHS)]
-    found = engine.values([MicroBatch(refs, list(LENGTHS), torch.zeros(0, dtype=torch.int64), TOKENS)])
+    positions = np.flatnonzero(np.concatenate([mask_of(ref) for ref in refs]))
+    rows = torch.zeros(0, dtype=torch.int64)
+    found = engine.values([MicroBatch(refs, list(LENGTHS), rows, TOKENS, positions=positions)])
     return found[0] if found else None
 
 
@@ -208,7 +211,7 @@ def big_model(path: Path) -> int:
     path.mkdir()
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(path)
-    shapes = hf_shapes(read_hf_config(path))
+    shapes = read_model(path).tensor_shapes()
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, path / "model.safetensors")
     return (path / "model.safetensors").stat().st_size
 
@@ -244,7 +247,7 @@ def test_a_rank_touches_only_its_own_slices(tmp_path: Path) -> None:
         before = status_bytes("VmRSS")
         other = load_engine(path, device)
         peak = status_bytes("VmHWM") - before
-        shards = ShardMap(read_hf_config(path), engine.tensor_rank, 2)
+        shards = ShardMap(read_model(path), engine.tensor_rank, 2)
         with HFReader(path) as reader:
             reader.check(shards.model)
             checked = mapped_bytes(path / "model.safetensors")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from realsys.config.check_calls import Registered, registered_with
-from realsys.config.dataflow import Dataflow, FunctionCall, register_algorithm
+from realsys.config.dataflow import Dataflow, FunctionCall
+from realsys.config.doors import CALL_HANDLER, HOOK
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError, NotFiniteError
 from realsys.train.device import Device
-from realsys.train.hooks import HOOKS
-from realsys.train.interfaces import INTERFACES, CallOutcome, Role, find_interface, register_interface
-from realsys.train.service import check_calls
+from realsys.train.hooks import find_hook
+from realsys.train.interfaces import CallOutcome, Role, find_handler
 from realsys.types import MfcRequest, SequenceRef
 from tests.ppo_batch import Worker, make_batch, make_models, save_models, whole
 from tests.train_ranks import run_ranks
@@ -84,7 +81,7 @@ def test_a_step_that_is_taken_ends_the_row_of_skipped_ones(folders: dict[str, Pa
     def body(rank: int, device: Device) -> Any:
         worker = Worker(rank, device, config, meshes, folders)
         worker.fill({name: own | {"prox_logprobs": own["behav_logprobs"]} for name, own in ARRAYS.items()})
-        worker.data.put(first[0].sample_id, {"prox_logprobs": np.full(first[0].answer_len, np.nan, np.float32)})
+        worker.data.put(first[0].sample_id, {"prox_logprobs": np.full(first[0].loss_tokens, np.nan, np.float32)})
         stats = worker.call("actor_train", "actor", [first, rest, first, rest], lr=1e-3).stats
         role = worker.roles["actor"]
         return stats, role.state_dict()
@@ -242,21 +239,20 @@ def test_a_data_rank_without_sequences_takes_part_in_every_call(folders: dict[st
 
 
 class CountsTokens:
-    """What a user might add: reads the request and the role's data, leaves statistics."""
+    """A handler of the user: reads the request and the role's data, leaves statistics."""
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
         own = role.own_sequences(request)
         return CallOutcome({"longest": float(max(len(role.data.get(ref.sample_id, "tokens")) for ref in own))})
 
 
-def test_an_interface_of_ones_own_runs_by_its_name(folders: dict[str, Path]) -> None:
+def test_own_handler_runs_by_its_import_string(folders: dict[str, Path]) -> None:
     config = make_config()
 
     def body(rank: int, device: Device) -> dict[str, float]:
-        register_interface("test_counts_tokens")(CountsTokens)  # in a forked rank: this process does not keep it
         worker = Worker(rank, device, config, whole("d1", "actor"), folders)
         worker.fill(ARRAYS)
-        return worker.call("test_counts_tokens", "actor", [REFS[:2], REFS[2:]]).stats
+        return worker.call(f"{__name__}:CountsTokens", "actor", [REFS[:2], REFS[2:]]).stats
 
     assert run_ranks(1, body, config) == [{"longest": float(max(ref.length for ref in REFS))}]
 
@@ -268,21 +264,26 @@ class ConstantAdvantages:
         return CallOutcome()
 
 
-def test_training_reads_the_advantages_that_an_algorithm_of_ones_own_makes(folders: dict[str, Path]) -> None:
-    config = make_config(algorithm="test_constant", use_decoupled_loss=False, loss="reinforce")
-    source = frozenset({"tokens", "behav_logprobs"})
-    made = frozenset({"advantages"})
+CONSTANT = f"{__name__}:ConstantAdvantages"
 
-    def body(rank: int, device: Device) -> float:
-        calls = [
-            FunctionCall("scored", "actor", "test_constant_advantages", source, made),
+
+def constant(config: Config) -> Dataflow:
+    source, made = frozenset({"tokens", "behav_logprobs"}), frozenset({"advantages"})
+    return Dataflow(
+        [
+            FunctionCall("scored", "actor", CONSTANT, source, made),
             FunctionCall("actor_train", "actor", "actor_train", source | made, trains=True),
         ]
-        register_algorithm("test_constant")(lambda config: Dataflow(calls))
-        register_interface("test_constant_advantages")(ConstantAdvantages)
+    )
+
+
+def test_training_reads_the_advantages_of_an_own_algorithm(folders: dict[str, Path]) -> None:
+    config = make_config(algorithm=f"{__name__}:constant", use_decoupled_loss=False, loss="reinforce")
+
+    def body(rank: int, device: Device) -> float:
         worker = Worker(rank, device, config, whole("d1", "actor"), folders)
         worker.fill(ARRAYS)
-        worker.call("test_constant_advantages", "actor", [REFS])
+        worker.call(CONSTANT, "actor", [REFS])
         loss = worker.call("actor_train", "actor", [REFS], lr=0.0).stats["loss"]
         mean = worker.call("ref_inf", "actor", [REFS]).stats["ref_logprob_mean"]
         return loss + 0.5 * mean  # the loss is -A * theta
@@ -290,72 +291,20 @@ def test_training_reads_the_advantages_that_an_algorithm_of_ones_own_makes(folde
     assert run_ranks(1, body, config) == [pytest.approx(0.0, abs=1e-5)]
 
 
-def test_an_unknown_interface_is_refused_with_the_known_ones() -> None:
+def test_every_builtin_handler_and_hook_exists() -> None:
+    handlers = [find_handler(name) for name in CALL_HANDLER.builtin]
+    assert len({type(handler) for handler in handlers}) == 8
+    assert find_handler("sft") is find_handler("sft"), "one instance per process"
+    assert [find_hook(name).__name__ for name in HOOK.builtin] == list(HOOK.builtin)
+
+
+def test_unknown_handler_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
-        find_interface("critic_trian")
+        find_handler("critic_trian")
     assert str(caught.value) == (
-        "config: interface='critic_trian': unknown interface; known: actor_inf, actor_train, advantages, critic_inf, "
-        "critic_train, ref_inf, reward_inf, sft (yours: name its module in plugins.train)"
+        "config: dataflow='critic_trian': unknown call handler: use one of actor_inf, actor_train, advantages, "
+        "critic_inf, critic_train, ref_inf, reward_inf, sft, or package.module:name"
     )
-
-
-def test_a_dataflow_is_held_against_what_is_registered_before_anything_is_loaded() -> None:
-    good = FunctionCall("a", "actor", "actor_inf", frozenset({"tokens"}), pre_hooks=("onload",))
-    check_calls(Dataflow([good]))
-    for bad, problem in (
-        (
-            replace(good, name="b", interface="actor_ing"),
-            "'actor_ing': unknown interface; known: actor_inf, ",
-        ),
-        (replace(good, name="b", post_hooks=("offlaod",)), "'offlaod': unknown hook; known: offload, onload"),
-    ):
-        with pytest.raises(ConfigError, match=problem):
-            check_calls(Dataflow([good, bad]))
-
-
-def test_a_name_is_registered_once() -> None:
-    problem = r"'sft': this interface is registered already, by realsys\.train\.interfaces\.sft$"
-    with pytest.raises(ConfigError, match=problem):
-        register_interface("sft")(CountsTokens)
-    assert type(find_interface("sft")).__name__ == "Sft"
-
-
-def test_the_names_that_the_check_before_the_start_goes_by_are_those_that_are_registered() -> None:
-    known = Registered()
-    assert ([*known.interfaces], [*known.hooks]) == (INTERFACES.names, HOOKS.names)
-
-
-OWN = """
-from realsys.train.hooks import register_hook
-from realsys.train.interfaces import CallOutcome, register_interface
-
-print("imported")
-
-@register_interface("mine")
-class Mine:
-    def run(self, role, request):
-        return CallOutcome()
-
-register_hook("before_mine")(lambda role, request: None)
-"""
-
-
-def test_what_modules_of_ones_own_register_is_asked_of_a_process_that_imports_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    (tmp_path / "own_names.py").write_text(OWN)
-    (tmp_path / "broken_names.py").write_text("1 / 0")
-    (tmp_path / "ending_names.py").write_text("import sys\nsys.exit('not today')")
-    found = registered_with(["own_names"])
-    assert set(found.interfaces) - set(INTERFACES.names) == {"mine"}
-    assert set(found.hooks) - set(HOOKS.names) == {"before_mine"}
-    for module, problem in (
-        ("broken_names", r"plugins\.train='broken_names': cannot be imported: ZeroDivisionError: division by zero$"),
-        ("ending_names", r"plugins\.train=\['ending_names'\]: cannot be imported: exit code 1: not today$"),
-    ):
-        with pytest.raises(ConfigError, match=problem):
-            registered_with([module])
 
 
 def test_training_without_a_learning_rate_is_refused(folders: dict[str, Path]) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.schema import Config
 from realsys.train.device import Device
-from realsys.train.interfaces import find_interface
+from realsys.train.interfaces import find_handler
 from realsys.types import MfcRequest, SequenceRef
 from tests.hf_models import VOCAB, make_model, weights_of
 from tests.records import make_mask, make_ref, prompt_len
@@ -133,13 +133,13 @@ def one_rank(rank: int, device: Device, path: Path, config: Config, layout: Para
     parts = deal(layout)
     for ref in parts[coordinates(layout, rank)[0]]:
         role.data.put(ref.sample_id, ARRAYS[ref.sample_id])
-    find_interface("actor_inf").run(role, MfcRequest("actor_inf", "actor", "actor_inf", 0, 0, [parts]))
+    find_handler("actor_inf").run(role, MfcRequest("actor_inf", "actor", "actor_inf", 0, 0, [parts]))
     prox = {}
     if role.engine.last_stage:
         own = parts[role.engine.data_rank]
         prox = {ref.sample_id: role.data.get(ref.sample_id, "prox_logprobs") for ref in own}
     request = MfcRequest("actor_train", "actor", "actor_train", 0, 0, [parts], args={"lr": 0.0})
-    stats = find_interface("actor_train").run(role, request).stats
+    stats = find_handler("actor_train").run(role, request).stats
     gradients = {name: tensor.clone() for name, tensor in role.engine.export(gradients=True)}
     return Found(prox, stats, exported, gradients)
 
@@ -212,7 +212,7 @@ def test_the_distributed_optimizer_steps_like_the_plain_one(references: dict[str
                     ref.sample_id, ARRAYS[ref.sample_id] | {"prox_logprobs": ARRAYS[ref.sample_id]["behav_logprobs"]}
                 )
             request = MfcRequest("actor_train", "actor", "actor_train", 0, 0, [parts], args={"lr": 1.0})
-            stats = find_interface("actor_train").run(role, request).stats
+            stats = find_handler("actor_train").run(role, request).stats
             return {name: tensor.clone() for name, tensor in role.engine.export()}, stats["grad_norm"]
 
         found = run_ranks(2, body, config, layout)

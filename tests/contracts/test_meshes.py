@@ -17,7 +17,7 @@ from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.train.device import Device
-from realsys.train.interfaces import Role, find_interface
+from realsys.train.interfaces import Role, find_handler
 from realsys.train.megatron import parallel_state
 from realsys.train.mesh import form_meshes, rendezvous
 from realsys.types import MfcRequest
@@ -261,7 +261,7 @@ def call(role: Role, interface: str) -> dict[str, float]:
     ranks = role.groups.mesh.layout.data
     parts = [REFS[rank::ranks] for rank in range(ranks)]
     request = MfcRequest(interface, role.name, interface, 0, 0, [parts], {"lr": 1e-3})
-    return find_interface(interface).run(role, request).stats
+    return find_handler(interface).run(role, request).stats
 
 
 def results(role: Role) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -21,13 +21,12 @@ from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError
+from realsys.hf.config import read_model
 from realsys.master.checkpoints import commit
 from realsys.train.checkpoint_files import CheckpointState, RoleState, rank_stem
 from realsys.train.data_manager import DataManager
 from realsys.train.device import Device
-from realsys.train.hf_config import read_hf_config
-from realsys.train.hooks import HOOKS, Hook, register_hook
-from realsys.train.interfaces import CallOutcome, Role, register_interface
+from realsys.train.interfaces import CallOutcome, Role
 from realsys.train.service import ModelWorkerService
 from realsys.types import (
     ClearRequest,
@@ -44,7 +43,9 @@ from realsys.types import (
     TransferReply,
     TransferRequest,
 )
-from realsys.weights.shards import ShardWriter
+from realsys.weights.disk.records import DiskPlan
+from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk.writer import DiskWriter
 from tests.ppo_batch import make_batch, make_models, save_models
 from tests.train_ranks import FORMED, run_ranks
 
@@ -97,8 +98,8 @@ class Played:
             for name, arrays in ARRAYS.items():
                 self.data.put(name, arrays)
         paths = TrialPaths.of(config)
-        write = ShardWriter().write
-        self._service = ModelWorkerService(config, paths, FORMED, rank, self.endpoint, self.data, device, write)
+        writer = DiskWriter(ShardWriter())
+        self._service = ModelWorkerService(config, paths, FORMED, rank, self.endpoint, self.data, device, writer)
 
     def serve(self) -> list[Any]:
         self._service.run(self.stop)
@@ -116,7 +117,7 @@ def make_config(**settings: Any) -> Config:
 
 
 def call(
-    interface: str,
+    handler: str,
     role: str,
     parts: list[Any],
     *,
@@ -124,7 +125,7 @@ def call(
     before: Sequence[str] = (),
     after: Sequence[str] = (),
 ) -> tuple[str, MfcRequest]:
-    request = MfcRequest(interface, role, interface, 0, 0, [parts], {"lr": lr})
+    request = MfcRequest(handler, role, handler, 0, 0, [parts], {"lr": lr})
     request.pre_hooks, request.post_hooks = [*before], [*after]
     return "mfc", request
 
@@ -149,14 +150,14 @@ def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_p
         ("transfer", TransferRequest(moves, REFS)),
         call("actor_inf", "actor", parts),
         call("actor_train", "actor", parts, lr=1e-3),
-        ("save_weights", SaveWeightsRequest("actor", 1, str(tmp_path))),
+        ("save_weights", SaveWeightsRequest("actor", 1, DiskPlan(str(tmp_path)))),
         ("clear", ClearRequest(IDS)),
     ]
 
     def body(rank: int, device: Device) -> tuple[list[Any], int]:
         worker = Played(script, rank, device, make_config(), holders=[heads[0]])
         replies = worker.serve()
-        assert worker.data.vocabulary == read_hf_config(models["actor"]).vocab
+        assert worker.data.vocabulary == read_model(models["actor"]).vocab
         return replies, len(worker.data)
 
     found = run_ranks(4, body, make_config(), layout)
@@ -167,7 +168,7 @@ def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_p
         assert isinstance(transferred, TransferReply) and (transferred.received > 0) == (rank != heads[0])
         assert isinstance(inference, MfcReply) and isinstance(training, MfcReply)
         assert isinstance(saved, SaveWeightsReply)
-        shards += saved.shards
+        shards += saved.report
         if rank not in heads:
             assert not training.stats and not training.tokens
             continue
@@ -217,7 +218,7 @@ def test_roles_on_workers_of_their_own_get_their_data_from_outside_their_mesh(
         call("ref_inf", "ref", [REFS]),
         call("reward_inf", "reward", [REFS]),
         transfer_back,
-        ("save_weights", SaveWeightsRequest("ref", 1, str(tmp_path))),
+        ("save_weights", SaveWeightsRequest("ref", 1, DiskPlan(str(tmp_path)))),
     ]
 
     def body(rank: int, device: Device) -> Any:
@@ -241,39 +242,46 @@ def test_roles_on_workers_of_their_own_get_their_data_from_outside_their_mesh(
     assert [reply.tokens for reply in reward_replies] == [0, tokens]
     assert ref_replies[0].stats and not ref_replies[1].stats and not ref_replies[0].scores
     assert not reward_replies[0].scores and reward_replies[1].scores.keys() == set(IDS)
-    files = [shard.file for worker in (2, 3) for shard in found[worker][0][6].shards]
+    files = [shard.file for worker in (2, 3) for shard in found[worker][0][6].report]
     assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+SEEN: list[tuple[str, str]] = []  # of a forked rank
+
+
+class Hooks:
+    @staticmethod
+    def a(role: Role, request: MfcRequest) -> None:
+        SEEN.append(("a", role.name))
+
+    @staticmethod
+    def b(role: Role, request: MfcRequest) -> None:
+        SEEN.append(("b", role.name))
+
+
+class Probe:
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        SEEN.append(("run", request.mfc))
+        return CallOutcome({"step": float(request.step)}, {"s": 0.5})
 
 
 def test_hooks_run_around_the_call_in_their_order_on_every_rank(models: dict[str, Path]) -> None:
     config = make_config(roles={"ref": {"offload": "all"}})
     parts = [REFS[:5], REFS[5:]]
-    calls: list[tuple[str, str]] = []
-
-    def record(name: str) -> Hook:
-        return lambda role, request: calls.append((name, role.name))
+    a, b, probe = (f"{__name__}:{name}" for name in ("Hooks.a", "Hooks.b", "Probe"))
 
     def body(rank: int, device: Device) -> Any:
-        for name in ("a", "b", "c"):
-            register_hook(name)(record(name))
-
-        @register_interface("probe")
-        class Probe:
-            def run(self, role: Role, request: MfcRequest) -> CallOutcome:
-                calls.append(("run", request.mfc))
-                return CallOutcome({"step": float(request.step)}, {"s": 0.5})
-
         script: Script = [
             load("ref", models, trainable=False),
-            call("probe", "ref", parts, before=["b", "a"], after=["c", "a"]),
+            call(probe, "ref", parts, before=[b, a], after=[a, b]),
             call("ref_inf", "ref", parts),
             call("ref_inf", "ref", parts, before=["onload"], after=["offload"]),
             call("ref_inf", "ref", parts, before=["onload"], after=["offload"]),
         ]
         _, probed, *inferences = Played(script, rank, device, config, holders=[0, 1]).serve()
-        return calls, probed.stats, probed.scores, [reply.stats for reply in inferences]
+        return SEEN, probed.stats, probed.scores, [reply.stats for reply in inferences]
 
-    expected = [("b", "ref"), ("a", "ref"), ("run", "probe"), ("c", "ref"), ("a", "ref")]
+    expected = [("b", "ref"), ("a", "ref"), ("run", probe), ("a", "ref"), ("b", "ref")]
     for seen, stats, scores, (plain, offloaded, again) in run_ranks(
         2, body, config, meshes={"ref": whole_mesh(ParallelLayout(data=2))}
     ):
@@ -287,7 +295,7 @@ def test_an_offloaded_role_is_written_and_stays_offloaded(models: dict[str, Path
     script: Script = [
         load("ref", models, trainable=False),
         call("ref_inf", "ref", [REFS], before=["onload"], after=["offload"]),
-        ("save_weights", SaveWeightsRequest("ref", 1, str(tmp_path))),
+        ("save_weights", SaveWeightsRequest("ref", 1, DiskPlan(str(tmp_path)))),
         call("ref_inf", "ref", [REFS]),
     ]
 
@@ -325,7 +333,7 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(models: dict[str, Path], 
         step,
         ("save_checkpoint", SaveCheckpointRequest("actor", 1, str(tmp))),
         step,
-        ("save_weights", SaveWeightsRequest("actor", 2, str(went_on))),
+        ("save_weights", SaveWeightsRequest("actor", 2, DiskPlan(str(went_on)))),
         ("finish_checkpoint", FinishCheckpointRequest("actor", 1)),
     )
     state = CheckpointState(
@@ -335,7 +343,7 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(models: dict[str, Path], 
     serve(
         ("load_checkpoint", LoadCheckpointRequest("actor", str(checkpoint))),
         step,
-        ("save_weights", SaveWeightsRequest("actor", 2, str(resumed))),
+        ("save_weights", SaveWeightsRequest("actor", 2, DiskPlan(str(resumed)))),
     )
     start = load_file(models["actor"] / "model.safetensors")
     for file in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
@@ -346,10 +354,7 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(models: dict[str, Path], 
             assert not torch.equal(start[name], tensor)
 
 
-KNOWN_INTERFACES = (
-    "actor_inf, actor_train, advantages, critic_inf, critic_train, ref_inf, reward_inf, sft"
-    " (yours: name its module in plugins.train)"
-)
+KNOWN_HANDLERS = "actor_inf, actor_train, advantages, critic_inf, critic_train, ref_inf, reward_inf, sft"
 
 
 @pytest.mark.parametrize(
@@ -357,12 +362,12 @@ KNOWN_INTERFACES = (
     [
         (
             call("no_such", "actor", [[]]),
-            f"ConfigError: config: interface='no_such': unknown interface; known: {KNOWN_INTERFACES}",
+            f"ConfigError: config: dataflow='no_such': unknown call handler: use one of {KNOWN_HANDLERS},"
+            " or package.module:name",
         ),
         (
             call("actor_inf", "actor", [[]], after=["no_such"]),
-            "ConfigError: config: hook='no_such': unknown hook; known: offload, onload"
-            " (yours: name its module in plugins.train)",
+            "ConfigError: config: dataflow='no_such': unknown hook: use one of offload, onload, or package.module:name",
         ),
         (
             call("critic_inf", "critic", [[]]),
@@ -377,7 +382,7 @@ KNOWN_INTERFACES = (
             "ModelError: model_worker/0 has no role 'ref'; initialised here: actor ('initialize' comes first)",
         ),
     ],
-    ids=["interface", "hook", "role of a call", "role to load", "role to save"],
+    ids=["handler", "hook", "role of a call", "role to load", "role to save"],
 )
 def test_an_error_is_answered_in_one_line_and_ends_the_worker(
     models: dict[str, Path], entry: tuple[str, msgspec.Struct], expected: str
@@ -393,9 +398,3 @@ def test_an_error_is_answered_in_one_line_and_ends_the_worker(
     [(errors, replies)] = run_ranks(1, body, make_config(), D1)
     assert errors == [expected]
     assert replies == 1  # initialize; what came after the error is not served
-
-
-def test_a_hook_has_a_name_of_its_own() -> None:
-    with pytest.raises(ConfigError, match=r"'onload': this hook is registered already, by realsys\.train\.hooks"):
-        register_hook("onload")(lambda role, request: None)
-    assert HOOKS.find("onload").__name__ == "onload"

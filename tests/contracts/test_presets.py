@@ -41,7 +41,7 @@ def step(rank: int, device: Device, config: Config, folders: dict[str, Path]) ->
         }
         worker.fill({ref.sample_id: sampled})
     args = {"lr": 1e-3, "kl_coef": config.train.ppo.kl.coef}
-    return {call.name: worker.call(call.interface, call.role, [REFS], **args).stats for call in flow.calls}
+    return {call.name: worker.call(call.handler, call.role, [REFS], **args).stats for call in flow.calls}
 
 
 @pytest.fixture(scope="module")

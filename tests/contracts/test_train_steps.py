@@ -16,7 +16,7 @@ from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
 from realsys.data.char_model import make_tiny_model
 from realsys.train.device import Device
-from realsys.train.interfaces import Role, find_interface
+from realsys.train.interfaces import Role, find_handler
 from realsys.types import MfcRequest, SequenceRef
 from tests.records import make_mask, make_ref
 from tests.train_ranks import build_role, run_ranks
@@ -55,7 +55,7 @@ def make_batch(groups: int = 4) -> tuple[list[SequenceRef], dict[str, dict[str, 
 def call(role: Role, interface: str, minibatches: list[list[SequenceRef]], **args: float) -> dict[str, float]:
     """The call's statistics."""
     request = MfcRequest(interface, "actor", interface, 0, 0, [[part] for part in minibatches], args=dict(args))
-    return find_interface(interface).run(role, request).stats
+    return find_handler(interface).run(role, request).stats
 
 
 def fill(role: Role, arrays: dict[str, dict[str, Any]]) -> None:
@@ -100,7 +100,7 @@ def test_a_batch_without_any_advantage_still_steps_in_time_with_the_others(model
         role = build_role(config, ParallelLayout(data=2), rank, device, model)
         fill(role, arrays)
         both = MfcRequest("actor_train", "actor", "actor_train", 0, 0, [[refs[:1], refs[1:]]], args={"lr": 1e-3})
-        return find_interface("actor_train").run(role, both).stats
+        return find_handler("actor_train").run(role, both).stats
 
     for stats in run_ranks(2, body, config, ParallelLayout(data=2)):
         assert (stats["tokens"], stats["grad_norm"], stats["loss"]) == (0.0, 0.0, 0.0)

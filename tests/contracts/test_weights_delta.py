@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from realsys.errors import WeightsError
-from realsys.weights import delta
-from realsys.weights import manifest as m
-from realsys.weights.files import materialise
-from realsys.weights.shards import ShardWriter
-from realsys.weights.stage import HeldWeights, stage
+from realsys.weights.disk import delta
+from realsys.weights.disk import manifest as m
+from realsys.weights.disk.files import materialise
+from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk.stage import HeldWeights, stage
 
 Tensors = dict[str, torch.Tensor]
 

@@ -6,8 +6,8 @@ import pytest
 
 from realsys.admission.events import EvalAnswered, EvalStarted
 from realsys.admission.journal import read_journal
-from realsys.weights import manifest
-from realsys.weights.stage import stage
+from realsys.weights.disk import manifest
+from realsys.weights.disk.stage import stage
 from tests.system.checkpoints import load_checkpoint, weights_differ
 from tests.system.conftest import STEPS
 from tests.system.jobs import processes_of

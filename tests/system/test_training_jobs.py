@@ -144,21 +144,17 @@ def test_what_is_no_checkpoint_is_refused_before_anything_starts(tmp_path: Path)
     assert not job.root.exists()
 
 
-def test_the_example_of_the_documentation_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/extending.md adds a role, an interface and an algorithm: its code blocks are the two modules."""
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "extending.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 2
-    for name, text in zip(("distill", "distill_train"), blocks, strict=True):
-        (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+def test_examples_of_algorithm_and_loss_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/examples/distill.py adds a role, a call handler and an algorithm; loss.py a loss."""
+    monkeypatch.setenv("PYTHONPATH", str(DOCS / "examples"))
     write_char_tokenizer(tmp_path / "teacher")
     make_tiny_model(TinyModelConfig(), tmp_path / "teacher", seed=7)
     job = run_arith(
         tmp_path,
         "distill",
-        "plugins.dataflow=[distill]",
-        "plugins.train=[distill_train]",
-        "train.ppo.algorithm=distill",
+        "train.ppo.algorithm=distill:distill",
+        "train.ppo.loss=loss:spo",
+        "train.ppo.loss_args.eps=0.3",
         "train.ppo.skip_zero_advantage=false",
         f"roles.custom.teacher.path={tmp_path / 'teacher'}",
         "allocation=sglang.d1+actor.d1+teacher.d1",

@@ -10,11 +10,14 @@ import sys
 import tempfile
 import threading
 
+from realsys.reward.verifiers.base import Item, Verdict
+
 _kept: list[object] = []
 
 
-def behave(prompt: str, answer: str, reference: str) -> bool:
-    """Does what the answer says."""
+def behave(item: Item) -> bool:
+    """Do what the completion says."""
+    answer, reference = item.completion, item.answer
     if answer == "hang":
         threading.Event().wait()
     if answer == "crash":
@@ -63,6 +66,17 @@ def behave(prompt: str, answer: str, reference: str) -> bool:
         return float("nan")  # type: ignore[return-value]
     if answer == "unspeakable":
         raise ValueError("\ud800" + "x" * 10_000)
+    if answer == "process":
+        threading.Event().wait(0.05)
+        return os.getpid()
+    if answer == "metrics":
+        return Verdict(0.25, None, {"length": 3, "right": True})  # type: ignore[return-value]
+    if answer == "extra":
+        return Verdict(1.0, None, {repr(item.extra)[:100]: 1.0})  # type: ignore[return-value]
+    if answer == "note":  # in the file ``reference``
+        with open(reference, "a") as file:
+            file.write(f"{item.prompt}\n")
+        return True
     if answer == "close everything":
         os.closerange(3, 100)
     return answer == reference

@@ -17,6 +17,7 @@ from realsys.admission.messages import (
     ScheduleRequest,
 )
 from realsys.generation.client import Generated, SamplingSpec
+from realsys.rollout.partial import Call, Deliver
 from realsys.types import FinishReason, Group, Ticket
 
 STEP = 1000  # a fake server's k-th token after ``length`` input tokens is STEP + length + k
@@ -29,7 +30,7 @@ def generated(input_len: int, count: int, version: int, reason: FinishReason) ->
 
 
 @dataclass
-class Call:
+class Request:
     """One request a server got."""
 
     url: str
@@ -44,12 +45,12 @@ class FakeServers:
     """``script`` is consumed one entry per request: what to answer, or what to raise."""
 
     script: list[object]
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Request] = field(default_factory=list)
 
     async def generate(
         self, url: str, input_ids: Sequence[int], spec: SamplingSpec, *, rid: str, seed: int
     ) -> list[Generated]:
-        self.calls.append(Call(url, list(input_ids), spec, rid, seed))
+        self.calls.append(Request(url, list(input_ids), spec, rid, seed))
         await asyncio.sleep(0)
         step = self.script.pop(0)
         if isinstance(step, Exception):
@@ -107,3 +108,42 @@ class FakePusher:
         if self.error is not None:
             raise self.error
         self.groups.append(group)
+
+
+@dataclass
+class FakeEngine:
+    """The engine of a GroupPlayer: answers a call with ``length`` tokens that tell seed and number of the completion.
+
+    ``errors``: call name -> what it raises; ``held``: names of calls that wait for ``gate``.
+    """
+
+    length: int = 3
+    errors: dict[str, Exception] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    calls: list[Call] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+
+    async def generate(self, call: Call, deliver: Deliver | None = None) -> list[Generated]:
+        self.calls.append(call)
+        try:
+            await (self.gate.wait() if call.name in self.held else asyncio.sleep(0))
+        except asyncio.CancelledError:
+            self.cancelled.append(call.name)
+            raise
+        if call.name in self.errors:
+            raise self.errors[call.name]
+        completions = [self.completion(call.seed + k) for k in range(call.spec.n)]
+        for k, completion in enumerate(completions):
+            if deliver is not None:
+                deliver(k, completion)
+        return completions
+
+    def completion(self, seed: int) -> Generated:
+        tokens = (seed + np.arange(self.length) * 1000).astype(np.int32)
+        ones = np.ones(self.length, np.int32)
+        return Generated(tokens, -ones.astype(np.float32), 7 * ones, "stop", (("a", self.length),))
+
+    def forget(self, ticket: Ticket) -> None:
+        self.forgotten.append(ticket.ticket_id)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from realsys.algorithm.loss import Segments, actor_loss, finish_stats, should_stop
+from realsys.algorithm.loss import actor_loss, finish_stats, should_stop
+from realsys.algorithm.segments import Segments
 from realsys.config.schema_train import PPOConfig
 
 ALL = torch.ones(4, dtype=torch.bool)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realsys.algorithm.loss import (
-    Segments,
     actor_loss,
     counts_in_loss,
     loss_denominator,
     merge_stats,
 )
+from realsys.algorithm.segments import Segments
 from realsys.config.schema_train import PPOConfig
 from realsys.types import SequenceRef
 from tests.records import make_ref
@@ -248,9 +248,9 @@ def test_a_masked_answer_contributes_nothing() -> None:
 @pytest.mark.parametrize("fields", [{"loss": "gspo"}, {"aggregation": "sequence"}])
 def test_what_needs_segments_says_so(fields: dict[str, str]) -> None:
     x = torch.zeros(4)
-    with pytest.raises(ValueError, match="which answer each token belongs to"):
+    with pytest.raises(ValueError, match="which episode each token belongs to"):
         actor_loss(x, x, x, x, ALL, 1, config(**fields))
-    with pytest.raises(ValueError, match="answers of 3 tokens in all for 4 tokens"):
+    with pytest.raises(ValueError, match="rows of 3 tokens in all for 4 tokens"):
         actor_loss(x, x, x, x, ALL, 1, config(**fields), segments=segments(2, 1))
 
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,14 +10,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from realsys.buffer.balance import cost_function, training_flops
 from realsys.buffer.batch import plan_minibatches
-from realsys.config.model_sizes import ModelSizes, read_sizes
 from realsys.config.schema import Config
-from realsys.errors import ModelError
+from realsys.hf.architecture import ModelSizes
 from realsys.types import SequenceRef
 from tests.records import make_ref
 
 SIZES = ModelSizes(hidden=8, layers=2, heads=4, kv_heads=2, head_dim=2, ffn=12, outputs=20)
-BY_TOKENS, BY_FLOPS = (Config.model_validate({"train": {"balance": kind}}) for kind in ("tokens", "flops"))
 HF = {
     "hidden_size": 8,
     "num_hidden_layers": 2,
@@ -31,6 +24,7 @@ HF = {
     "intermediate_size": 12,
     "vocab_size": 20,
 }
+BY_TOKENS, BY_FLOPS = (Config.model_validate({"train": {"balance": kind}}) for kind in ("tokens", "flops"))
 
 
 def make_refs(lengths: list[int]) -> list[SequenceRef]:
@@ -98,40 +92,3 @@ def test_composition_does_not_depend_on_the_layout_when_balanced_by_flops(length
     }
     assert composed[1] == composed[2] == composed[3] == composed[8]
     assert sorted(name for minibatch in composed[1] for name in minibatch) == [ref.sample_id for ref in refs]
-
-
-def write(directory: Path, **changes: Any) -> Path:
-    (directory / "config.json").write_text(json.dumps(HF | changes))
-    return directory
-
-
-def test_sizes_are_read_with_the_defaults_of_hf(tmp_path: Path) -> None:
-    assert read_sizes(write(tmp_path)) == SIZES
-    assert read_sizes(write(tmp_path, head_dim=6)).head_dim == 6
-    assert read_sizes(write(tmp_path, head_dim=None)).head_dim == 2
-    assert read_sizes(write(tmp_path, num_key_value_heads=None)).kv_heads == 4
-    assert read_sizes(tmp_path, head="value").outputs == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"intermediate_size": None}, r"config.json: intermediate_size=None must be a positive integer"),
-        ({"vocab_size": "20"}, r"config.json: vocab_size='20' must be"),
-        ({"num_attention_heads": True}, r"config.json: num_attention_heads=True must be"),
-    ],
-)
-def test_a_size_that_is_none_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        read_sizes(write(tmp_path, **changes))
-
-
-def test_a_model_without_a_readable_configuration_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config.json: cannot be read: .*No such file"):
-        read_sizes(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config.json: cannot be read: Expecting"):
-        read_sizes(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match="hidden_size=None must be"):
-        read_sizes(tmp_path)

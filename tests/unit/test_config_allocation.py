@@ -10,8 +10,8 @@ from realsys.errors import ConfigError
 
 PLACEMENTS = [
     # (expression, ModelWorkers, role -> workers in rank order)
-    ("sglang.d4p1m1+d2p2m1", 4, {"actor": (0, 1, 2, 3), "ref": (0, 1, 2, 3)}),
-    ("d2+sglang.d4", 2, {"actor": (0, 1), "critic": (0, 1)}),
+    ("serve.d4p1m1+d2p2m1", 4, {"actor": (0, 1, 2, 3), "ref": (0, 1, 2, 3)}),
+    ("d2+serve.d4", 2, {"actor": (0, 1), "critic": (0, 1)}),
     ("sglang.d2+actor.d2p2,critic.m2", 4, {"actor": (0, 1, 2, 3), "critic": (0, 1), "ref": (0, 1, 2, 3)}),
     ("sglang.d2+actor.d2+critic.d1m2,ref.d1", 4, {"actor": (0, 1), "critic": (2, 3), "ref": (2,)}),
     ("sglang.d1+critic.d1+actor.d1p2+reward.d1", 4, {"critic": (0,), "actor": (1, 2), "reward": (3,), "ref": (1, 2)}),
@@ -23,6 +23,12 @@ def test_roles_sit_where_the_expression_says(text: str, workers: int, roles: dic
     allocation = parse_allocation(text)
     assert allocation.workers == workers
     assert {role: mesh.workers for role, mesh in place(allocation, roles).items()} == roles
+
+
+@pytest.mark.parametrize("name", ["embedded", "sglang"])
+def test_name_of_a_builtin_backend_means_serve(name: str) -> None:
+    """The engine is chosen by ``generation.backend``; older configurations say ``sglang.`` whichever it is."""
+    assert parse_allocation(f"{name}.d3m2+d2,ref.d1") == parse_allocation("serve.d3m2+d2,ref.d1")
 
 
 def test_a_comma_shares_workers_and_each_role_keeps_its_own_layout() -> None:
@@ -38,6 +44,7 @@ def test_a_comma_shares_workers_and_each_role_keeps_its_own_layout() -> None:
     [
         ("d2", "joined by '+'"),
         ("sglang.d1+sglang.d1+d1", "exactly one inference part"),
+        ("serve.d1+sglang.d1+d1", "exactly one inference part"),
         ("vllm.d1+d1", "exactly one inference part"),
         ("sglang.d1+critic.d1", "no part is the actor's"),
         ("sglang.d1+d1+d1", "'actor' stands twice"),

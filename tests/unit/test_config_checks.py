@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from realsys.algorithm import dataflows
 from realsys.config.allocation import parse_allocation
 from realsys.config.checks import check, check_made_model, check_models
-from realsys.config.dataflow import ALGORITHMS, Dataflow, FunctionCall, dataflow_of, ppo_dataflow
+from realsys.config.dataflow import Dataflow, FunctionCall, dataflow_of
 from realsys.config.machine import Machine
+from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError
 from tests.config_trees import changed
 
@@ -32,10 +35,11 @@ WRONG = [
     (["allocation=sglang.d1+m4"], "allocation", "num_key_value_heads 2 of the tiny model does not divide by m4"),
     (["allocation=sglang.d1+p4"], "allocation", "2 layers of the tiny model do not divide by p4"),
     (["model.tiny.num_key_value_heads=3"], "model.tiny.num_key_value_heads", "must divide"),
+    (["model.tiny.head_dim=33"], "model.tiny.head_dim", "must be even"),
     (["train.batch_groups=1", "train.ppo.minibatches=16"], "train.batch_groups", "fewer than 16 minibatches"),
     (["warmup.batch=1", "allocation=sglang.d1+d2"], "warmup.batch", "2 data-parallel ranks"),
     (["train.sequence_parallel=true"], "train.sequence_parallel", "needs tensor parallelism"),
-    (["generation.sampling.max_new_tokens=300"], "generation.embedded.context_length", "= 348"),
+    (["generation.embedded.context_length=247"], "generation.embedded.context_length", "= 248"),
     (["train.microbatch_tokens=100"], "train.microbatch_tokens", "= 248"),
     (["generation.sampling.min_new_tokens=201"], "generation.sampling.min_new_tokens", "max_new_tokens (200)"),
     (["model.tiny.max_position_embeddings=100"], "generation.sampling.max_new_tokens", "100 positions"),
@@ -69,13 +73,17 @@ WRONG = [
     ([*CRITIC, "train.batch_groups=1", "allocation=sglang.d1+d1+critic.d4"], "train.batch_groups", "of the critic"),
     ([*CRITIC, "allocation=sglang.d1+d1+critic.m4"], "allocation", "does not divide by m4 of role critic"),
     (["train.ppo.kl.coef=0.1", "allocation=sglang.d1+d1,ref.p4"], "allocation", "do not divide by p4 of role ref"),
-    (["plugins.train=[no_such.module]"], "plugins.train", "no module that Python finds"),
     (["train.ppo.early_stop_ratio=1.0"], "train.ppo.early_stop_ratio", "must be above 1"),
     (["train.ppo.kl.coef=0.1", "roles.ref.offload=optimizer"], "roles.ref.offload", "write all"),
     (["train.ppo.reward_model.enabled=true"], "roles.reward.path", "ForSequenceClassification"),
     # settings of the algorithm that exclude each other
-    (["train.ppo.algorithm=my_ppo"], "train.ppo.algorithm", "plugins.dataflow"),
-    (["plugins.dataflow=[no_such_module]"], "plugins.dataflow", "No module named"),
+    (["train.ppo.algorithm=my_ppo"], "train.ppo.algorithm", "unknown algorithm: use one of ppo, or package.module:"),
+    (["train.ppo.algorithm=no_such_module:f"], "train.ppo.algorithm", "no module named 'no_such_module'"),
+    (["train.ppo.loss=pppo"], "train.ppo.loss", "unknown loss: use one of cispo, gspo, ppo, reinforce, or package"),
+    (["train.ppo.loss=no_such_module:f"], "train.ppo.loss", "no module named 'no_such_module'"),
+    ([f"train.ppo.loss={__name__}:CPU"], "train.ppo.loss", "must be a function (inputs, **arguments), not Machine"),
+    ([f"train.ppo.loss={__name__}:own_loss"], "train.ppo.loss_args", "missing a required argument: 'scale'"),
+    (["train.ppo.loss_args={eps: 0.2}"], "train.ppo.loss_args", "for a loss of your own"),
     (["train.ppo.loss=gspo", "train.ppo.c_clip=3"], "train.ppo.c_clip", "loss=gspo"),
     (["train.ppo.behav_imp_weight_mode=truncate"], "train.ppo.behav_imp_weight_mode", "behav_imp_weight_cap"),
     (
@@ -86,7 +94,7 @@ WRONG = [
     (["train.ppo.kl.adaptive=true"], "train.ppo.kl.coef", "start above 0"),
     (["train.ppo.filter.min=0.9", "train.ppo.filter.max=0.1"], "train.ppo.filter.min", "filter.max (0.1)"),
     (["train.ppo.overlong.buffer=1000"], "train.ppo.overlong.buffer", "max_new_tokens (200)"),
-    (["train.ppo.critic.enabled=true"], "train.ppo.skip_zero_advantage", "advantage of its own"),
+    (["train.ppo.critic.enabled=true"], "train.ppo.skip_zero_advantage", "each token has its own advantage"),
     (["train.ppo.lam=0.9"], "train.ppo.lam", "without a critic"),
     (["train.distributed_optimizer=true", "train.optimizer.name=sgd"], "train.optimizer.name", "only adam"),
     (
@@ -108,44 +116,43 @@ def test_wrong_combination_names_the_field_to_change(overrides: list[str], field
 
 @pytest.mark.parametrize(
     "allocation",
-    ["sglang.d1+d2p2m2", "d1p2m1+sglang.d4", "sglang.d2p1m1+d4", "sglang.d1+actor.d2p2,ref.m2", "d2+ref.d1+sglang.d1"],
+    ["serve.d1+d2p2m2", "d1p2m1+serve.d4", "sglang.d2p1m1+d4", "embedded.d1+actor.d2p2,ref.m2", "d2+ref.d1+serve.d1"],
 )
 def test_layouts_that_fit(allocation: str) -> None:
-    assert check(changed(f"allocation={allocation}", "train.ppo.kl.coef=0.1"), CPU).backend == "sglang"
+    assert check(changed(f"allocation={allocation}", "train.ppo.kl.coef=0.1"), CPU) == parse_allocation(allocation)
 
 
-MISSPELT = """
-from dataclasses import replace
-from realsys.config.dataflow import Dataflow, ppo_dataflow, register_algorithm
-
-@register_algorithm("{name}")
-def build(config):
-    return Dataflow([replace(call, {change}) for call in ppo_dataflow(config).calls])
-"""
+HERE = "tests.unit.test_config_checks"
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (
-            "interface=call.interface + 'e'",
-            "'actor_inf': names 'actor_infe': unknown interface; known: actor_inf, actor",
-        ),
-        ("pre_hooks=('onlaod',)", "'actor_inf': names 'onlaod': unknown hook; known: offload, onload "),
-    ],
-)
-def test_a_misspelt_interface_or_hook_is_found_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, problem: str
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(ALGORITHMS, "_items", dict(ALGORITHMS._items))
-    name = f"misspelt_{change.partition('=')[0]}"
-    (tmp_path / f"{name}.py").write_text(MISSPELT.format(name=name, change=change))
-    config = changed(f"plugins.dataflow=[{name}]", f"train.ppo.algorithm={name}")
-    with pytest.raises(ConfigError) as caught:
-        check(config, CPU)
-    assert str(caught.value).startswith(f"config: dataflow={problem}")
-    assert str(caught.value).endswith("(yours: name its module in plugins.train)")
+def misspelt_hook(config: Config) -> Dataflow:
+    return Dataflow([replace(call, pre_hooks=("onlaod",)) for call in dataflows.ppo(config).calls])
+
+
+def judged(config: Config) -> Dataflow:
+    """PPO, and a call of role judge whose handler the test chooses by the seed."""
+    handler = (f"{HERE}:Judge", "ref_inf")[config.seed]
+    call = FunctionCall("judge_inf", "judge", handler, frozenset({"tokens"}), frozenset({"ref_logprobs"}))
+    return Dataflow([*dataflows.ppo(config).calls, call])
+
+
+class Judge:
+    def run(self, role: object, request: object) -> None: ...
+
+
+def own_loss(inputs: object, scale: float) -> None: ...
+
+
+OWN_LOSS = ["train.ppo.loss_args={scale: 2.0}", f"train.ppo.loss={HERE}:own_loss"]
+
+
+def test_own_loss_may_read_every_setting() -> None:
+    check(changed(*OWN_LOSS, "train.ppo.c_clip=3"), CPU)
+
+
+def test_misspelt_hook_is_found_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"config: dataflow\.actor_inf\.pre_hooks='onlaod': unknown hook: use one of"):
+        check(changed(f"train.ppo.algorithm={HERE}:misspelt_hook"), CPU)
 
 
 def test_too_little_memory_is_said_before_anything_starts() -> None:
@@ -185,6 +192,7 @@ def hf_model(folder: Path, **changes: Any) -> Path:
     hf = {
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 64,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "num_hidden_layers": 6,
@@ -203,13 +211,16 @@ MODELS: list[tuple[Callable[[Path], object], str]] = [
     (lambda p: hf_model(p, num_key_value_heads=1), "num_key_value_heads 1 .* does not divide by m2"),
     (lambda p: hf_model(p, num_hidden_layers=7), "7 layers .* do not divide by p2"),
     (lambda p: hf_model(p, num_hidden_layers="x"), "num_hidden_layers='x' must be a positive integer"),
-    (lambda p: hf_model(p, architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel is not supported"),
+    (
+        lambda p: hf_model(p, architectures=["GPT2LMHeadModel"]),
+        "'GPT2LMHeadModel'. is not supported for qwen2",
+    ),
     (lambda p: hf_model(p, max_position_embeddings=128), "128 positions"),
     (lambda p: (hf_model(p) / "tokenizer.json").unlink(), "no tokenizer.json"),
     (lambda p: (hf_model(p) / "model.safetensors").unlink(), "no \\*.safetensors"),
-    (lambda p: (hf_model(p) / "config.json").unlink(), "no config.json"),
-    (lambda p: (hf_model(p) / "config.json").write_text("{"), "config.json cannot be read"),
-    (lambda p: (hf_model(p) / "config.json").write_text("[]"), "config.json is no object"),
+    (lambda p: (hf_model(p) / "config.json").unlink(), "config.json: not found"),
+    (lambda p: (hf_model(p) / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
+    (lambda p: (hf_model(p) / "config.json").write_text("[]"), "config.json: must contain a JSON object"),
 ]
 
 
@@ -272,27 +283,29 @@ def test_a_model_beside_the_actor_must_read_its_tokens(
         assert caught.value.field == "roles.ref.path"
 
 
-def test_a_role_of_ones_own_that_only_an_interface_of_ones_own_runs_may_read_other_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its interface knows what it does."""
+@pytest.mark.parametrize(("seed", "refused"), [(0, False), (1, True)])
+def test_only_own_handlers_read_other_tokens(tmp_path: Path, seed: int, refused: bool) -> None:
+    """A handler of the user knows what it does; a built-in one feeds the actor's token ids to every role."""
     (tmp_path / "beside").mkdir()
     actor, other = hf_model(tmp_path), hf_model(tmp_path / "beside", vocab_size=148)
-    monkeypatch.setattr(ALGORITHMS, "_items", dict(ALGORITHMS._items))
-    settings = [f"model.path={actor}", f"roles.custom.judge={{path: {other}}}", "train.ppo.algorithm=judged"]
-    for interface, refused in (("my_judge", False), ("ref_inf", True)):
-        call = FunctionCall("judge_inf", "judge", interface, frozenset({"tokens"}), frozenset({"ref_logprobs"}))
-        ALGORITHMS._items["judged"] = lambda config, call=call: Dataflow([*ppo_dataflow(config).calls, call])
-        config = changed(*settings, "allocation=sglang.d1+d1")
-        flow = dataflow_of(config)
-        allocation = parse_allocation(config.allocation)
-        with pytest.raises(ConfigError, match="roles.custom.judge.path") if refused else contextlib.nullcontext():
-            check_models(config, allocation, flow)
+    settings = [f"model.path={actor}", f"roles.custom.judge={{path: {other}}}", f"train.ppo.algorithm={HERE}:judged"]
+    config = changed(*settings, "allocation=sglang.d1+d1", f"seed={seed}")
+    allocation = parse_allocation(config.allocation)
+    with pytest.raises(ConfigError, match="roles.custom.judge.path") if refused else contextlib.nullcontext():
+        check_models(config, allocation, dataflow_of(config))
 
 
-def test_scaled_positions_count(tmp_path: Path) -> None:
-    model = hf_model(tmp_path, max_position_embeddings=128, rope_scaling={"type": "yarn", "factor": 4.0})
-    check(changed(f"model.path={model}"), CPU)
+def test_linear_scaling_adds_positions_llama3_does_not(tmp_path: Path) -> None:
+    """A file with llama3 states the positions after stretching."""
+    linear = {"type": "linear", "factor": 4.0}
+    llama3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3["original_max_position_embeddings"] = 64
+    config = changed(f"model.path={tmp_path / 'hf'}")
+    hf_model(tmp_path, max_position_embeddings=128, rope_scaling=linear)
+    check(config, CPU)
+    hf_model(tmp_path, max_position_embeddings=128, rope_scaling=llama3)
+    with pytest.raises(ConfigError, match="128 positions"):
+        check(config, CPU)
 
 
 def test_machine_describes_this_one() -> None:

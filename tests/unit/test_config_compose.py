@@ -119,7 +119,6 @@ WRONG_VALUES = [
     ("train.optimizer.lr=-0.1", "greater than 0"),
     ("rollout.reward.correct=.nan", "finite number"),
     ("train.ppo.reward_model.weight=.inf", "finite number"),
-    ("rollout.agent=math_singel_turn", "must be 'math_single_turn'"),
     ("manager.routing=stiky", "did you mean sticky?"),
     ("trial=7", "must be text"),
     ("trial=a/b", "letters, digits"),
@@ -144,10 +143,10 @@ def test_several_wrong_values_are_counted_in_one_line() -> None:
 
 WRONG_OVERRIDES = [
     # overrides, the field named, a part of the problem
-    ([], "experiment", "experiment=arith|math"),
+    ([], "experiment", "experiment=arith|arith_multi_turn|math"),
     (["experiment=aritth"], "experiment", "did you mean arith?"),
-    (["experiment=nothing"], "experiment", "known: arith, math"),
-    (["experiment=3"], "experiment", "known: arith, math"),
+    (["experiment=nothing"], "experiment", "known: arith, arith_multi_turn, math"),
+    (["experiment=3"], "experiment", "known: arith, arith_multi_turn, math"),
     (["generation=vllm"], "generation", "known: embedded, sglang"),
     (["train.bach_groups=1"], "train.bach_groups", "did you mean train.batch_groups?"),
     (["+train.extra=1"], "train.extra", "unknown field"),

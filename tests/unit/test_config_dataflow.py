@@ -1,17 +1,11 @@
 """The dataflow graph: what is refused, what is ready when, and what the settings of PPO make of it."""
 
+from dataclasses import replace
+
 import pytest
 
-from realsys.config.dataflow import (
-    ALGORITHMS,
-    Dataflow,
-    FunctionCall,
-    dataflow_of,
-    ppo_dataflow,
-    register_algorithm,
-    saved_roles,
-    sft_dataflow,
-)
+from realsys.algorithm import dataflows
+from realsys.config.dataflow import Dataflow, FunctionCall, check_calls, dataflow_of, saved_roles
 from realsys.errors import ConfigError
 from tests.config_trees import changed
 
@@ -43,7 +37,7 @@ def test_bad_graph_is_refused_by_name(calls, message):
 
 
 def test_train_is_ready_only_after_inference():
-    flow = ppo_dataflow(changed())
+    flow = dataflows.ppo(changed())
     assert [c.name for c in flow.ready(flow.source_keys, [])] == ["actor_inf"]
     assert flow.ready(flow.source_keys, ["actor_inf"]) == []
     assert [c.name for c in flow.ready(flow.source_keys | {"prox_logprobs"}, ["actor_inf"])] == ["actor_train"]
@@ -51,37 +45,43 @@ def test_train_is_ready_only_after_inference():
 
 
 def test_plain_ppo_needs_no_inference_and_independent_calls_are_ready_together():
-    flow = ppo_dataflow(changed("train.ppo.use_decoupled_loss=false"))
-    assert shape(flow) == {"actor_train": ("actor", "behav_logprobs tokens", "")}
-    assert [c.name for c in sft_dataflow(changed()).ready(["tokens"], [])] == ["sft"]
-    diamond = Dataflow([call("inf", "tokens", "p"), call("ref", "tokens", "r"), call("train", "p r")])
-    assert [c.name for c in diamond.ready(["tokens"], [])] == ["inf", "ref"]
+    flow = dataflows.ppo(changed("train.ppo.use_decoupled_loss=false"))
+    assert shape(flow) == {"actor_train": ("actor", "behav_logprobs loss_mask tokens", "")}
+    assert [c.name for c in dataflows.sft(changed()).ready(["tokens", "loss_mask"], [])] == ["sft"]
+    diamond = Dataflow([call("inf", "tokens", "p"), call("ref", "loss_mask tokens", "r"), call("train", "p r")])
+    assert [c.name for c in diamond.ready(["tokens", "loss_mask"], [])] == ["inf", "ref"]
+
+
+def test_rewards_of_turns_need_advantages_of_tokens():
+    flow = dataflows.ppo(changed("train.ppo.turn_rewards=true", "train.ppo.skip_zero_advantage=false"))
+    assert "token_rewards" in flow.source_keys and "token_rewards" not in dataflows.ppo(changed()).source_keys
+    assert shape(flow)["advantages"][1] == "behav_logprobs loss_mask prox_logprobs token_rewards"
 
 
 def test_a_kl_in_the_loss_adds_the_reference_to_what_training_reads():
-    assert shape(ppo_dataflow(changed("train.ppo.kl.coef=0.1"))) == {
-        "actor_inf": ("actor", "behav_logprobs tokens versions", "prox_logprobs"),
-        "ref_inf": ("ref", "tokens", "ref_logprobs"),
-        "actor_train": ("actor", "behav_logprobs prox_logprobs ref_logprobs tokens", ""),
+    assert shape(dataflows.ppo(changed("train.ppo.kl.coef=0.1"))) == {
+        "actor_inf": ("actor", "behav_logprobs loss_mask tokens versions", "prox_logprobs"),
+        "ref_inf": ("ref", "loss_mask tokens", "ref_logprobs"),
+        "actor_train": ("actor", "behav_logprobs loss_mask prox_logprobs ref_logprobs tokens", ""),
     }
 
 
 def test_everything_at_once():
-    flow = ppo_dataflow(
+    flow = dataflows.ppo(
         changed(*CRITIC, "train.ppo.kl.coef=0.1", "train.ppo.kl.place=reward", "train.ppo.reward_model.enabled=true")
     )
     assert shape(flow) == {
-        "reward_inf": ("reward", "tokens", "scores"),
-        "actor_inf": ("actor", "behav_logprobs tokens versions", "prox_logprobs"),
-        "ref_inf": ("ref", "tokens", "ref_logprobs"),
-        "critic_inf": ("critic", "tokens", "values"),
+        "reward_inf": ("reward", "loss_mask tokens", "scores"),
+        "actor_inf": ("actor", "behav_logprobs loss_mask tokens versions", "prox_logprobs"),
+        "ref_inf": ("ref", "loss_mask tokens", "ref_logprobs"),
+        "critic_inf": ("critic", "loss_mask tokens", "values"),
         "advantages": (
             "actor",
             "behav_logprobs prox_logprobs ref_logprobs scores values",
             "advantages returns",
         ),
-        "actor_train": ("actor", "advantages behav_logprobs prox_logprobs scores tokens", ""),
-        "critic_train": ("critic", "returns tokens values", ""),
+        "actor_train": ("actor", "advantages behav_logprobs loss_mask prox_logprobs scores tokens", ""),
+        "critic_train": ("critic", "loss_mask returns tokens values", ""),
     }
     assert flow.roles == ["reward", "actor", "ref", "critic"]
     assert flow.trained_roles == ["actor", "critic"]
@@ -96,28 +96,107 @@ def test_offloaded_roles_are_brought_in_for_their_calls():
     assert hooks == {"actor_inf": ((), ()), "ref_inf": (("onload",), ("offload",)), "actor_train": ((), ())}
 
 
-def test_an_algorithm_of_ones_own_is_found_by_name_and_taken_only_once(monkeypatch):
-    monkeypatch.setattr(ALGORITHMS, "_items", dict(ALGORITHMS._items))
-    own = Dataflow([FunctionCall("actor_train", "actor", "mine", frozenset({"tokens"}), trains=True)])
-    register_algorithm("mine")(lambda config: own)
-    config = changed("train.ppo.algorithm=mine")
-    assert shape(dataflow_of(config)) == shape(own)
-    with pytest.raises(ConfigError, match=r"'mine': this algorithm is registered already, by .*test_config_dataflow"):
-        register_algorithm("mine")(lambda config: own)
-    with pytest.raises(
-        ConfigError, match=r"train\.ppo\.algorithm='other': unknown algorithm; known: mine, ppo \(yours"
-    ):
-        dataflow_of(changed("train.ppo.algorithm=other"))
-    with pytest.raises(ConfigError, match=r"plugins\.dataflow='no_such_module_': cannot be imported"):
-        dataflow_of(changed("plugins.dataflow=[no_such_module_]"))
+OWN = Dataflow([FunctionCall("actor_train", "actor", "actor_train", frozenset({"tokens"}), trains=True)])
 
 
-@pytest.mark.parametrize(("text", "problem"), [("def f(:", "SyntaxError: "), ("1 / 0", "ZeroDivisionError: ")])
-def test_a_plugin_that_does_not_import_is_one_line(text, problem, tmp_path, monkeypatch):
-    (tmp_path / "broken_plugin.py").write_text(text)
+def own(config):
+    return OWN
+
+
+def no_graph(config):
+    return [OWN]
+
+
+def misspells(config):
+    return config.train.ppo.no_such_field
+
+
+HERE = "tests.unit.test_config_dataflow"
+
+
+def test_own_algorithm_is_found_by_import_string():
+    assert shape(dataflow_of(changed(f"train.ppo.algorithm={HERE}:own"))) == shape(OWN)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "problem"),
+    [
+        ("other", "unknown algorithm: use one of ppo, or package.module:name"),
+        ("no_such_module_:f", "no module named 'no_such_module_': set PYTHONPATH to the folder that holds it"),
+        (f"{HERE}:absent", f"module {HERE} has no attribute 'absent'"),
+        (f"{HERE}:OWN", "is not an algorithm: it must be a function (config), not Dataflow"),
+        (f"{HERE}:call", r"is not an algorithm: it must take (config), it takes (name"),
+        (f"{HERE}:no_graph", "must return a Dataflow, not list"),
+        (f"{HERE}:misspells", "raised AttributeError: 'PPOConfig' object has no attribute 'no_such_field'"),
+    ],
+)
+def test_bad_algorithm_is_one_line(algorithm, problem):
+    with pytest.raises(ConfigError) as caught:
+        dataflow_of(changed(f"train.ppo.algorithm={algorithm}"))
+    assert str(caught.value).startswith(f"config: train.ppo.algorithm='{algorithm}': {problem}")
+    assert "\n" not in str(caught.value)
+
+
+BROKEN = [
+    ("def f(:", "SyntaxError: "),
+    ("1 / 0", "ZeroDivisionError: "),
+    ("exit('not today')", "SystemExit: not today"),
+]
+
+
+@pytest.mark.parametrize(("text", "problem"), BROKEN)
+def test_algorithm_module_that_fails_is_one_line(text, problem, tmp_path, monkeypatch):
+    (tmp_path / "broken_algorithm.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=rf"plugins\.dataflow='broken_plugin': cannot be imported: {problem}"):
-        dataflow_of(changed("plugins.dataflow=[broken_plugin]"))
+    with pytest.raises(ConfigError, match=rf"algorithm='broken_algorithm:f': cannot be imported: {problem}"):
+        dataflow_of(changed("train.ppo.algorithm=broken_algorithm:f"))
+
+
+def test_dataflow_is_built_once_per_config():
+    first, second = changed(), changed("train.ppo.use_decoupled_loss=false")
+    assert dataflow_of(first) is dataflow_of(first)
+    assert shape(dataflow_of(second)) != shape(dataflow_of(first))
+    copied = first.model_copy(update={"train": second.train})
+    assert shape(dataflow_of(copied)) == shape(dataflow_of(second)), "a copy is another configuration"
+
+
+class NeedsScale:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def run(self, role, request):
+        return None
+
+
+class RunsNothing:
+    pass
+
+
+class RunsWithoutRole:
+    def run(self, request):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"handler": "actor_infe"}, "handler='actor_infe': unknown call handler: use one of actor_inf, actor_train, "),
+        ({"handler": "no_such_module_:A"}, "handler='no_such_module_:A': no module named 'no_such_module_'"),
+        ({"handler": f"{HERE}:own"}, "is not a call handler: it must be a class with run(role, request), not function"),
+        ({"handler": f"{HERE}:RunsNothing"}, "is not a call handler: the class lacks run"),
+        ({"handler": f"{HERE}:NeedsScale"}, "is not a call handler: its constructor: it must take (), it takes"),
+        ({"handler": f"{HERE}:RunsWithoutRole"}, "it must take (self, role, request), it takes (self, request)"),
+        ({"pre_hooks": ("onlaod",)}, "pre_hooks='onlaod': unknown hook: use one of offload, onload, or"),
+        ({"post_hooks": (f"{HERE}:own",)}, "is not a hook: it must take (role, request), it takes (config)"),
+    ],
+)
+def test_bad_handler_or_hook_names_its_call(change, problem):
+    good = FunctionCall("first", "actor", "actor_inf", frozenset({"tokens"}), pre_hooks=("onload",))
+    check_calls(Dataflow([good]))
+    with pytest.raises(ConfigError) as caught:
+        check_calls(Dataflow([good, replace(good, name="second", **change)]))
+    assert str(caught.value).startswith("config: dataflow.second.")
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_checkpoint_has_what_no_directory_has():

@@ -10,7 +10,8 @@ import pytest
 from realsys.config.schema import ArithConfig
 from realsys.data import arith
 from realsys.errors import ConfigError
-from realsys.reward.verifiers import exact
+from realsys.reward.verifiers.base import Item
+from realsys.reward.verifiers.exact import exact
 
 SMALL = ArithConfig(train_size=1500, eval_size=300, demo_size=1500)
 
@@ -58,7 +59,7 @@ def test_noise_makes_about_the_share_of_demonstrations_wrong_that_it_should(tmp_
     wrong = 0
     for record in read(tmp_path / "demos.jsonl"):
         total = sum(int(character) for character in record["prompt"] if character.isdigit())
-        wrong += not exact(record["prompt"], record["response"], str(total))
+        wrong += not exact(Item(record["prompt"], record["response"], str(total)))
     assert wrong / 2000 == pytest.approx(1 - 0.85**4, abs=0.05)  # 0.478, less errors that cancel
 
 

@@ -56,6 +56,44 @@ def test_blank_lines_a_byte_order_mark_and_unknown_keys_are_fine(tmp_path):
     assert check_file(path) == 2
 
 
+def test_other_keys_arrive_with_their_prompt(tmp_path):
+    rows = [
+        {
+            "prompt": "a1=",
+            "answer": "1",
+            "level": 3,
+            "extra": {"prompt": "b"},
+            "tests": [{"in": None}, 1.0, True, "\u00e9\x00"],
+        },
+        {"big": 2**100, "answer": "2", "prompt": "a2=", "source": ""},
+        {"prompt": "a3=", "answer": "3"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + "".join(json.dumps(row) + "\n" for row in rows).encode())
+    config = jsonl_config(path, eval_fraction=0.0, problems=0)
+    dataset = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
+    for index, row in enumerate(rows):
+        prompt = dataset.prompt("train", index)
+        others = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
+        assert (prompt.text, prompt.answer, prompt.extra) == (row["prompt"], row["answer"], others)
+        assert list(map(type, prompt.extra.values())) == list(map(type, others.values()))
+
+
+def test_bad_other_keys_are_named_by_line(tmp_path):
+    """Bytes are checked when the file is opened; a number that no float holds is found by its prompt."""
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes(b'{"prompt": "a1=", "answer": "1", "source": "\xff"}\n')
+    with pytest.raises(DataError, match=f"{latin}:1: .*utf-8"):
+        check_file(latin)
+    huge = tmp_path / "huge.jsonl"
+    huge.write_text('{"prompt": "a1=", "answer": "1", "level": 1e999}\n')
+    dataset = PromptDataset(
+        jsonl_config(huge, eval_fraction=0.0, problems=0), trial(tmp_path), char_tokenizer(tmp_path / "model")
+    )
+    with pytest.raises(DataError, match=f"{huge}:1: Number out of range"):
+        dataset.prompt("train", 0)
+
+
 def test_every_prompt_is_in_one_split_and_can_be_read_at_its_index(tmp_path):
     tokenizer = char_tokenizer(tmp_path / "model")
     train = jsonl(tmp_path / "train.jsonl", problems(300))

@@ -25,16 +25,19 @@ from realsys.config.schema import Config
 from realsys.errors import CheckpointError, Fenced, KeyMissing, StreamError
 from realsys.generation.client import GenerationClient
 from realsys.master.checkpoints import Checkpoints, commit, prepare
-from realsys.master.publish import Publisher
+from realsys.master.publish import Publisher, VersionKey
 from realsys.master.recorder import Recorder
 from realsys.master.step_log import StepLog
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.train.checkpoint_files import CheckpointState
-from realsys.types import Empty, Piece, PublishedVersion, SaveWeightsReply, SaveWeightsRequest, ShardInfo, TensorInfo
-from realsys.weights import manifest
-from realsys.weights.files import write_safetensors
+from realsys.types import Empty, PublishedVersion, SaveWeightsReply, SaveWeightsRequest
+from realsys.weights.base import PublisherParts
+from realsys.weights.disk import manifest
+from realsys.weights.disk.files import write_safetensors
+from realsys.weights.disk.publisher import DiskPublisher
+from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
 from tests.stream_parts import BOUND_S, make_group, pulling
 from workers.manager_service import ManagerService
 
@@ -60,22 +63,15 @@ def test_publication_stops_before_the_manifest_and_before_the_name_store(tmp_pat
     model.mkdir()
 
     async def save(request: SaveWeightsRequest) -> list[SaveWeightsReply]:
-        path = Path(request.directory) / "model-00001-of-00001.safetensors"
+        path = Path(request.plan.directory) / "model-00001-of-00001.safetensors"
         file, starts = write_safetensors(path, {"w": ("F32", [1], 4)}, lambda name: np.zeros(4, np.uint8))
         folder = path.parent.name.removesuffix(".tmp")
         tensor = TensorInfo("F32", [1], "0" * 16, [Piece(file.file, starts["w"], 4, "0" * 16, folder=folder)])
         return [SaveWeightsReply([ShardInfo(file.file, file.size, file.checksum, {"w": tensor})])]
 
-    publisher = Publisher(
-        store=store,
-        key="model_version",
-        root=tmp_path / "weights",
-        model_dir=model,
-        incarnation="1",
-        keep=2,
-        save=save,
-        check_alive=lease.check,
-    )
+    weights = DiskPublisher(PublisherParts(tmp_path / "weights", model, "1"), keep=2)
+    key = VersionKey(store, "model_version", check_alive=lease.check)
+    publisher = Publisher(weights, save, key, incarnation="1")
     with pytest.raises(Fenced):
         asyncio.run(publisher.publish(0, 0))
     assert len(manifest.complete_versions(tmp_path / "weights")) == on_disk
@@ -160,16 +156,9 @@ def test_step_log_gets_no_line(tmp_path: Path):
 
 
 def test_export_is_not_written(tmp_path: Path):
-    publisher = Publisher(
-        store=MemoryNameStore(),
-        key="model_version",
-        root=tmp_path,
-        model_dir=tmp_path,
-        incarnation="1",
-        keep=2,
-        save=cast(Any, None),
-        check_alive=Lease(0).check,
-    )
+    weights = DiskPublisher(PublisherParts(tmp_path, tmp_path, "1"), keep=2)
+    key = VersionKey(MemoryNameStore(), "model_version", check_alive=Lease(0).check)
+    publisher = Publisher(weights, cast(Any, None), key, incarnation="1")
     publisher.newest = PublishedVersion(1, "1", str(tmp_path / "v00000001.1"), 1)
     with pytest.raises(Fenced):
         asyncio.run(publisher.export(tmp_path / "final" / "model"))

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from realsys.errors import GenerationError
-from realsys.generation.architecture import read_architecture
-from realsys.generation.core import EngineCore
-from realsys.generation.weights import fuse, read_tensors
+from realsys.generation.embedded.core import EngineCore
+from realsys.generation.embedded.forward.weights import fuse, read_tensors
+from realsys.hf.config import read_model
 from tests.generation_models import (
     PROMPTS,
     check_logprobs,
@@ -49,7 +49,7 @@ def test_logprobs_equal_transformers(tmp_path, kind, tied):
 
 def test_bfloat16_stays_close_to_transformers(tmp_path):
     model = make_model("qwen3", tmp_path)
-    arch = read_architecture(tmp_path)
+    arch = read_model(tmp_path)
     weights = fuse(arch, read_tensors(tmp_path), dtype=torch.bfloat16, device=torch.device("cpu"))
     core = EngineCore(arch, weights, max_running=4, max_queued=4, context=64)
     [[result]] = run(core, make_request("a", PROMPTS[1], max_new_tokens=30))

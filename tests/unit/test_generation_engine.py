@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from realsys.errors import GenerationError, WeightsError
-from realsys.generation.engine import Engine
+from realsys.generation.embedded.engine import Engine
+from realsys.generation.embedded.forward.weights import read_tensors
 from realsys.generation.protocol import SamplingParams
-from realsys.generation.weights import read_tensors
 from tests.generation_models import Weights, make_core, make_model, make_request, run
 
 BOUND = 20.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from concurrent.futures import Future
 
 import msgspec
@@ -13,14 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.errors import ModelError
-from realsys.generation.architecture import read_architecture
 from realsys.generation.client import SamplingSpec
-from realsys.generation.layout import LayoutPlanner
-from realsys.generation.prefill import PrefixIndex, plan_pass
+from realsys.generation.embedded.forward.sampler import RowParams, sample
+from realsys.generation.embedded.layout import LayoutPlanner
+from realsys.generation.embedded.prefill import PrefixIndex, plan_pass
+from realsys.generation.embedded.scheduler import Answer, Request
 from realsys.generation.protocol import SamplingParams
-from realsys.generation.sampler import RowParams, sample
-from realsys.generation.scheduler import Answer, Request
 from realsys.generation.uniforms import uniforms
 
 CPU = torch.device("cpu")
@@ -263,92 +260,6 @@ def test_banned_tokens_are_not_drawn():
     tokens, logprobs = sample(logits, params, torch.tensor([0.2, 0.2]), torch.tensor([[0, 0], [0, 1]]))
     assert tokens.tolist() == [2, 0]
     assert logprobs[0] < -8.9
-
-
-# ---- model directories
-
-
-def directory(tmp_path, **changes):
-    config = {
-        "model_type": "llama",
-        "vocab_size": 10,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 16,
-    }
-    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "mamba"}, "model_type='mamba' is not supported; known: qwen2, qwen3, llama, mistral"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        (
-            {"layer_types": ["sliding_attention"], "sliding_window": 8},
-            "sliding_window=8 is not supported: it is less than 16",
-        ),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3' needs factor"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' needs factor"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
-        ({"hidden_size": 0}, "hidden_size=0 must be a positive whole number"),
-        ({"vocab_size": "10"}, "vocab_size='10'"),
-    ],
-)
-def test_what_the_engine_cannot_run_is_refused_by_name(tmp_path, changes, message):
-    with pytest.raises(ModelError, match=message.replace("(", r"\(")):
-        read_architecture(directory(tmp_path, **changes))
-
-
-def test_missing_or_broken_config_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"config\.json does not exist"):
-        read_architecture(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
-        read_architecture(tmp_path)
-
-
-def test_end_of_text_comes_from_both_files(tmp_path):
-    directory(tmp_path, eos_token_id=3)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
-    assert read_architecture(tmp_path).eos == (3, 5)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_hidden_layers": 10**12},
-        {"vocab_size": 1 << 60},
-        {"eos_token_id": ["x"]},
-        {"rope_theta": "much"},
-        {"rope_scaling": [1]},
-        {"rms_norm_eps": {}},
-        {"architectures": {"a": "b"}},
-    ],
-)
-def test_config_that_is_of_no_model_is_refused_in_one_line(tmp_path, settings):
-    """Not with a traceback, and not after it has made tables of 10^12 layers."""
-    try:
-        read_architecture(directory(tmp_path, **settings)).tensor_shapes()
-    except ModelError as error:
-        assert "\n" not in str(error)
-    else:
-        assert settings == {"architectures": {"a": "b"}}  # which is of no concern here
-
-
-def test_old_and_new_spelling_of_rope_are_the_same(tmp_path):
-    old = read_architecture(directory(tmp_path, rope_theta=5e5))
-    new = read_architecture(directory(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
-    assert old == new
-    assert old.rope_theta == 5e5
 
 
 @pytest.mark.parametrize(

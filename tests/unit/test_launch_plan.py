@@ -228,6 +228,12 @@ BAD = [
     (["run", "experiment=math", "allocation=sglang.d1+d1"], "data.train"),
     (["run", "experiment=arith", "model.path=/no/such"], "model.path"),
     (["run", "experiment=arith", "fileroot=/dev/null/x"], "fileroot"),
+    (["run", "experiment=arith", "train.ppo.loss=no_such_module:f"], "train.ppo.loss"),
+    (["run", "experiment=arith", "train.ppo.loss=tests.unit.test_algorithm_losses:mean"], "train.ppo.loss"),
+    (["run", "experiment=arith", "train.ppo.loss_args.eps=1"], "train.ppo.loss_args"),
+    (["run", "experiment=arith", "train.ppo.algorithm=json:no_such"], "train.ppo.algorithm"),
+    (["run", "experiment=arith", "train.ppo.algorithm=tests.unit.test_config_checks:misspelt_hook"], "dataflow"),
+    (["run", "experiment=arith", "plugins.train=[mine]"], "plugins"),
     (["status", "/no/such/trial"], "config.json"),
 ]
 

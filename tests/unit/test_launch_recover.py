@@ -27,10 +27,10 @@ from realsys.cluster.failure import ErrorRecord, read_errors, write_error
 from realsys.cluster.file_store import FileNameStore
 from realsys.cluster.name_store import trial_names
 from realsys.config.dump import read_config
-from realsys.config.model_sizes import read_sizes
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
+from realsys.hf.config import read_sizes
 from realsys.master.checkpoints import commit
 from realsys.train.checkpoint_files import CheckpointState, RoleState
 

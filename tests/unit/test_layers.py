@@ -15,6 +15,7 @@ PACKAGES = ("realsys", "workers", "launch", "configs")
 WITH_TORCH = (
     "realsys.algorithm",
     "realsys.generation",  # the embedded engine
+    "realsys.hf.rope",
     "realsys.train",
     "realsys.weights",
     "workers.generation_server",
@@ -22,26 +23,39 @@ WITH_TORCH = (
 )
 #: Modules inside those that must do without: others import them.
 WITHOUT_TORCH = (
+    "realsys.algorithm",
+    "realsys.algorithm.dataflows",
     "realsys.generation",
     "realsys.generation.backend",
     "realsys.generation.client",
+    "realsys.generation.embedded",
+    "realsys.generation.embedded.backend",
+    "realsys.generation.embedded.scheduler",
     "realsys.generation.limits",
+    "realsys.generation.mailbox",
     "realsys.generation.protocol",
-    "realsys.generation.scheduler",
     "realsys.generation.server",
     "realsys.generation.sglang",
     "realsys.generation.sglang.build",
     "realsys.generation.sglang.engine",
     "realsys.generation.sglang.guard",
+    "realsys.generation.simple",
     "realsys.train",
     "realsys.train.checkpoint_files",
     "realsys.train.data_manager",
     "realsys.train.record_files",
     "realsys.weights",
-    "realsys.weights.delta",
-    "realsys.weights.files",
-    "realsys.weights.manifest",
-    "realsys.weights.reader",
+    "realsys.weights.base",
+    "realsys.weights.build",
+    "realsys.weights.disk",
+    "realsys.weights.disk.delta",
+    "realsys.weights.disk.files",
+    "realsys.weights.disk.manifest",
+    "realsys.weights.disk.publisher",
+    "realsys.weights.disk.reader",
+    "realsys.weights.disk.records",
+    "realsys.weights.disk.transport",
+    "realsys.weights.folder",
 )
 
 SCRIPT = """
@@ -83,7 +97,7 @@ def imported(names: list[str], path: Path = ROOT) -> dict[str, str]:
 
 def test_modules_without_tensors_do_not_import_torch_and_start_nothing() -> None:
     names = [name for name in modules() if not may_import_torch(name)]
-    assert {"realsys.types", "realsys.config.schema", "launch.cli", "realsys.weights.manifest"} <= set(names)
+    assert {"realsys.types", "realsys.config.schema", "launch.cli", "realsys.weights.disk.manifest"} <= set(names)
     assert imported(names) == {}
 
 

@@ -40,6 +40,7 @@ from realsys.admission.servers import Pace, UpdateOrder
 from realsys.types import ServerAddress, Ticket
 from tests.manager_model import (
     ATTEMPTS,
+    CALLS,
     ETA,
     LEASE_S,
     OUTCOMES,
@@ -120,7 +121,7 @@ class ManagerMachine(ManagerModel):
     def runs_unseen(self, ticket_id: str, attempt: int) -> bool:
         known = self.model[ticket_id]
         running = known.state == "running" and known.attempt == attempt
-        return running and self.state.reservations.get(ticket_id) is None
+        return running and not self.state.reservations.calls(ticket_id)
 
     @precondition(lambda self: self.version * B <= 6 + self.counted())
     @rule(target=orders)
@@ -212,7 +213,7 @@ class ManagerMachine(ManagerModel):
         """Granted and sent to their servers, where they stay for now."""
         reply = self.allocate(index, count)
         for ticket in reply.values if isinstance(reply, MultipleResults) else [reply]:
-            self.schedule(ticket, False)
+            self.schedule(ticket, "0.0", False, None)
         return reply
 
     def granted(self, ticket: Ticket, worker: str) -> None:
@@ -241,19 +242,32 @@ class ManagerMachine(ManagerModel):
         """The usual life: granted, sent to a server, finished."""
         reply = self.allocate(0, count)
         for ticket in reply.values if isinstance(reply, MultipleResults) else [reply]:
-            self.schedule(ticket, False)
+            self.schedule(ticket, "0.0", False, None)
             self.finish(ticket, outcome)
         return reply
 
-    @rule(ticket=tickets, failed=st.booleans())
-    def schedule(self, ticket: Ticket, failed: bool) -> None:
-        held = self.state.reservations.get(ticket.ticket_id)
+    @rule(ticket=tickets, call=CALLS, failed=st.booleans(), ended=st.none() | st.tuples(tickets, CALLS))
+    def schedule(self, ticket: Ticket, call: str, failed: bool, ended: tuple[Ticket, str] | None) -> None:
+        """A call of an agent. ``ended``: it also releases this call, possibly of an attempt that is long over."""
+        reservations = self.state.reservations
+        request = ScheduleRequest(ticket.ticket_id, ticket.attempt, 10, 20, ticket.n, call=call)
+        expected: dict[str, set[str]] = {ticket.ticket_id: set(reservations.calls(ticket.ticket_id))}
+        if ended is not None:
+            other, name = ended
+            request.released = [(other.ticket_id, other.attempt, name)]
+            ends = {name} if self.running(other) else set()
+            expected[other.ticket_id] = set(reservations.calls(other.ticket_id)) - ends
+        held = reservations.get(ticket.ticket_id, call) if call in expected[ticket.ticket_id] else None
         running = self.running(ticket)
-        request = ScheduleRequest(ticket.ticket_id, ticket.attempt, 10, 20, ticket.n)
         if failed and held is not None:
             request.failed_server = held.server
         reply = self.state.schedule(request, self.now)
         self.commit()
+        mine = {call} if isinstance(reply, ScheduleReply) else set()
+        for ticket_id, calls in expected.items():
+            found = set(reservations.calls(ticket_id))
+            assert mine <= found or ticket_id != ticket.ticket_id
+            assert found - {call} == calls - {call}, "a call that nothing was said of has moved"
         if not running:
             assert isinstance(reply, NotRunning)
             return
@@ -268,7 +282,7 @@ class ManagerMachine(ManagerModel):
             stays = held is not None and not failed and held.server == reply.server
             assert not truth.draining or stays, "a new ticket on a server that is drained"
             assert (reply.url, reply.version) == (truth.address.url, truth.version)
-            place = self.state.reservations.get(ticket.ticket_id)
+            place = reservations.get(ticket.ticket_id, call)
             assert place is not None and place.server == reply.server
         else:
             assert isinstance(reply, NoServer)
@@ -284,7 +298,7 @@ class ManagerMachine(ManagerModel):
         self.commit()
         if not running:
             return
-        assert reply.known and self.state.reservations.get(ticket.ticket_id) is None
+        assert reply.known and not self.state.reservations.calls(ticket.ticket_id)
         if ticket.kind == "eval":
             return
         known = self.model[ticket.ticket_id]

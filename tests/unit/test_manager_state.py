@@ -13,13 +13,14 @@ from realsys.admission.manager import ManagerState
 from realsys.admission.messages import (
     AllocateRequest,
     EvaluateRequest,
+    FinishRequest,
     TrainedRequest,
 )
 from realsys.admission.rates import RateWindow
 from realsys.admission.settings import ManagerSettings
 from realsys.admission.status import explain, status
 from realsys.config.schema import Config
-from tests.manager_states import SETTINGS, address, finish, place, ready, tickets, update, version
+from tests.manager_states import ANSWER, SETTINGS, address, finish, place, ready, tickets, update, version
 
 
 def test_no_ticket_before_a_server_has_verified_a_version() -> None:
@@ -122,8 +123,59 @@ def test_evaluation_needs_its_version_and_takes_newer_ones() -> None:
     evaluation = state.evaluations.get("e")
     assert evaluation is not None
     assert msgspec.to_builtins(evaluation.reply()) == {
-        "done": 1, "total": 3, "failed": 0, "accuracy": 1.0, "length_mean": 30.0, "version_min": 0, "version_max": 0
+        "done": 1, "total": 3, "failed": 0, "accuracy": 1.0, "length_mean": 30.0, "version_min": 0, "version_max": 0,
+        "metrics": {},
     }  # fmt: skip
+
+
+def test_evaluation_means_each_metric_over_its_answers() -> None:
+    state = ready()
+    state.evaluate(EvaluateRequest("e", "eval", 3), 0.0)
+    results: list[tuple[bool | None, dict[str, float]]] = [(True, {"turns": 1.0}), (None, {"turns": 2.0, "x": 5.0})]
+    for ticket, (correct, metrics) in zip(tickets(state, 2), results, strict=True):
+        answer = msgspec.structs.replace(ANSWER, correct=correct, metrics=metrics)
+        state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", "accepted", "", [answer]), 0.0)
+    restored = ready()
+    restored.restore_from(list(state.outbox))
+    compacted = ready()
+    state.outbox = []
+    compacted.restore_from([state.snapshot(0.0)])
+    for each in (state, restored, compacted):
+        evaluation = each.evaluations.get("e")
+        assert evaluation is not None
+        reply = evaluation.reply()
+        assert (reply.done, reply.accuracy, reply.metrics) == (2, 0.5, {"turns": 1.5, "x": 5.0})
+
+
+def test_call_goes_back_to_the_server_of_the_call_before() -> None:
+    state = ready(servers=3)
+    first, second = tickets(state, 2)
+    held = place(state, first, call="0.0")
+    place(state, second, call="0.0")
+    ended = (first.ticket_id, first.attempt, "0.0")
+    again = place(state, first, call="0.1", previous=(held.server, held.version), released=[ended])
+    assert again.server == held.server and state.reservations.calls(first.ticket_id) == ["0.1"]
+    other = place(state, first, call="1.1", previous=(held.server, held.version + 1))
+    assert other.server != held.server, "its cache is of other weights"
+
+
+def test_release_of_an_older_attempt_changes_nothing() -> None:
+    state = ready()
+    [ticket] = tickets(state)
+    finish(state, ticket, "failed")
+    [again] = tickets(state)
+    place(state, again, call="0.0")
+    place(state, again, call="1.0", released=[(ticket.ticket_id, ticket.attempt, "0.0")])
+    assert (again.attempt, state.reservations.calls(again.ticket_id)) == (1, ["0.0", "1.0"])
+
+
+def test_tokens_are_counted_for_the_servers_that_sampled_them() -> None:
+    state = ready(servers=2)
+    [ticket] = tickets(state)
+    servers = {"generation_server/0": 10, "generation_server/1": 20, "gone": 5}
+    request = FinishRequest(ticket.ticket_id, ticket.attempt, "w", "accepted", "", [ANSWER], servers)
+    state.finish(request, 0.0)
+    assert [row["tokens_per_s"] for row in status(state, 1.0, 0.0)["servers"]] == pytest.approx([10.0, 20.0])
 
 
 def test_answers_are_counted_once_and_by_server() -> None:

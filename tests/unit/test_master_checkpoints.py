@@ -27,6 +27,7 @@ from realsys.types import Empty, FinishCheckpointRequest, LoadCheckpointRequest,
 
 MESHES = {"actor": Mesh(ParallelLayout(data=2), (0, 1)), "critic": Mesh(ParallelLayout(), (2,))}
 POSITION = DataPosition(12, [4, 7], 20, 1)
+MODEL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "vocab_size": 40}
 
 
@@ -70,7 +71,7 @@ class Workers:
 def make(tmp_path: Path, workers: Workers, **settings: object) -> Checkpoints:
     model = tmp_path / "model"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(SIZES))
+    (model / "config.json").write_text(json.dumps(MODEL | SIZES))
     config = Config.model_validate({"checkpoint": settings, "train": {"batch_groups": 4}})
 
     async def position() -> DataPosition:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from realsys.algorithm import dataflows
 from realsys.cluster.topology import Mesh, place, whole_mesh
 from realsys.config.allocation import ParallelLayout, parse_allocation
-from realsys.config.dataflow import Dataflow, FunctionCall, ppo_dataflow
+from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.errors import RemoteError, RewardError
 from realsys.master.executor import CallResult, GraphExecutor, Minibatches
 from realsys.master.ownership import Ownership
@@ -79,7 +80,7 @@ def requests(workers: SimulatedWorkers, kind: type) -> list[Sent]:
 def test_every_rank_gets_what_it_reads_and_nothing_twice(layout: tuple[int, int, int]) -> None:
     mesh = whole_mesh(ParallelLayout(*layout))
     turns = itertools.count(1)  # the n-th request that a worker gets to takes n turns
-    workers, results = execute(ppo_dataflow(changed()), {"actor": mesh}, turns=lambda: next(turns))
+    workers, results = execute(dataflows.ppo(changed()), {"actor": mesh}, turns=lambda: next(turns))
     assert [sent.name for sent in requests(workers, MfcRequest)] == ["actor_inf", "actor_train"]
     assert results["actor_train"].stats == {"rank": float(mesh.dp_head(0))}
     slowest = results["actor_train"].seconds
@@ -98,7 +99,7 @@ def test_every_rank_gets_what_it_reads_and_nothing_twice(layout: tuple[int, int,
     ],
 )
 def test_roles_on_shared_and_separate_workers_find_what_they_read(allocation: str) -> None:
-    flow = ppo_dataflow(changed(*EVERYTHING))
+    flow = dataflows.ppo(changed(*EVERYTHING))
     meshes = place(parse_allocation(allocation), flow.roles)
     _, results = execute(flow, meshes, score=lambda sample_id: 0.5)
     assert {name: result.stats["rank"] for name, result in results.items()} == {

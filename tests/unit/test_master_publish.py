@@ -17,11 +17,16 @@ from realsys.cluster.memory_store import MemoryNameStore
 from realsys.cluster.name_store import Lease
 from realsys.errors import Fenced, NameStoreError, WeightsError
 from realsys.master import publish
-from realsys.master.publish import Publisher, tell
+from realsys.master.publish import Publisher, VersionKey, tell
 from realsys.types import SaveWeightsReply, SaveWeightsRequest
-from realsys.weights import manifest as m
-from realsys.weights.shards import ShardWriter
-from realsys.weights.stage import stage
+from realsys.weights.base import PublisherParts, Share
+from realsys.weights.disk import manifest as m
+from realsys.weights.disk import publisher
+from realsys.weights.disk.publisher import DiskPublisher
+from realsys.weights.disk.records import DiskPlan
+from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk.stage import stage
+from realsys.weights.disk.writer import DiskWriter
 
 
 class Trial:
@@ -30,23 +35,17 @@ class Trial:
     def __init__(self, tmp_path: Path, *, keep: int = 2) -> None:
         self.root, model = tmp_path / "weights", tmp_path / "model"
         model.mkdir()
-        self._writer, self._store = ShardWriter(), MemoryNameStore()
-        self.publisher = Publisher(
-            store=self._store,
-            key="model_version",
-            root=self.root,
-            model_dir=model,
-            incarnation="0001",
-            keep=keep,
-            save=self._save,
-        )
+        self._writer, self._store = DiskWriter(ShardWriter()), MemoryNameStore()
+        weights = DiskPublisher(PublisherParts(self.root, model, "0001"), keep)
+        key = VersionKey(self._store, "model_version")
+        self.publisher = Publisher(weights, self._save, key, incarnation="0001")
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
         return {"frozen": torch.arange(64.0), "trained": torch.full((64,), float(version))}
 
     async def _save(self, request: SaveWeightsRequest) -> list[SaveWeightsReply]:
-        file = Path(request.directory) / "model-00001-of-00001.safetensors"
-        return [SaveWeightsReply([self._writer.write(file, self.tensors(request.version), request.base)])]
+        share = Share(request.role, request.version, 0, 1, request.plan)
+        return [SaveWeightsReply(self._writer.write(share, self.tensors(request.version)))]
 
     def publish(self, version: int) -> Path:
         asyncio.run(self.publisher.publish(version, version))
@@ -249,7 +248,7 @@ def test_a_version_that_is_good_is_proved_once_and_one_that_stays_bad_ends_the_r
         if version == 1:
             raise WeightsError("the disk lies")
 
-    monkeypatch.setattr(publish, "prove", prove)
+    monkeypatch.setattr(publisher, "prove", prove)
     for version in (0, 1):
         trial.publish(version)
         for _ in range(publish.MAX_MENDED):
@@ -272,11 +271,11 @@ def test_a_damaged_version_is_exported_all_the_same(trial: Trial, tmp_path: Path
 
 def _whole(trial: Trial) -> Publisher:
     """One whose versions refer to nothing."""
-    publisher = trial.publisher
+    made = trial.publisher
 
     async def save(request: SaveWeightsRequest) -> list[SaveWeightsReply]:
-        file = Path(request.directory) / "model-00001-of-00001.safetensors"
-        return [SaveWeightsReply([ShardWriter().write(file, trial.tensors(request.version))])]
+        share = Share(request.role, request.version, 0, 1, DiskPlan(request.plan.directory))
+        return [SaveWeightsReply(DiskWriter(ShardWriter()).write(share, trial.tensors(request.version)))]
 
-    publisher._save = save
-    return publisher
+    made._save = save
+    return made

@@ -8,10 +8,12 @@ import subprocess
 import sys
 
 import pytest
+import uvloop
 
 from realsys.errors import RewardError
-from realsys.reward.messages import Failed, Item, Results, frame
+from realsys.reward.messages import MAX_ITEMS, Done, NotLoaded, frame
 from realsys.reward.pool import VerifierPool
+from realsys.reward.verifiers.base import Item, Verdict
 
 BEHAVE = "tests.unit.reward_verifiers:behave"
 
@@ -30,58 +32,163 @@ def with_pool(body, processes=1, timeout_s=5.0):
     return asyncio.run(run())
 
 
-async def error_of(pool, answer, reference=""):
+async def correct(pool, completion, answer="a", prompt=""):
+    return (await pool.verify(BEHAVE, Item(prompt, completion, answer))).correct
+
+
+async def outcomes(pool, items):
+    """Verdicts and errors of items that are asked for in one turn of the event loop."""
+    calls = (pool.verify(BEHAVE, item) for item in items)
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def error_of(pool, completion, answer=""):
     with pytest.raises(RewardError) as caught:
-        await pool.verify(BEHAVE, "", answer, reference)
+        await pool.verify(BEHAVE, Item("", completion, answer))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_a_batch_gets_a_verdict_for_each_answer_in_order():
+async def until(condition):
+    """Let other coroutines run until the condition holds; with_pool bounds the time."""
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0)
+
+
+def trips(pool):
+    return sum(child._batches - len(child._loaded) for child in pool._running)
+
+
+def test_each_item_gets_its_own_verdict():
     async def body(pool):
-        answers = ["7", "8", "7", ""]
-        assert await pool.verify_batch(BEHAVE, [Item("", answer, "7") for answer in answers]) == [
-            True,
-            False,
-            True,
-            False,
-        ]
-        assert await pool.verify_batch(BEHAVE, []) == []
-        assert await pool.verify("exact", "a1b2=", "#3", "3") is True
-        assert pool.restarts == 0
+        verdicts = await outcomes(pool, [Item("", completion, "7") for completion in ("7", "8", "7", "")])
+        assert [verdict.correct for verdict in verdicts] == [True, False, True, False]
+        assert await pool.verify("exact", Item("a1b2=", "#3", "3")) == Verdict(correct=True)
+        assert await pool.verify(BEHAVE, Item("", "metrics", "")) == Verdict(0.25, None, {"length": 3, "right": 1})
+        assert (pool.restarts, pool.waiting) == (0, 0)
 
     with_pool(body)
 
 
-def test_a_hung_verifier_is_killed_and_replaced():
+def test_items_of_one_turn_share_a_trip():
     async def body(pool):
-        await pool.verify(BEHAVE, "", "a", "a")
+        await correct(pool, "a")
+        before = trips(pool)
+        await outcomes(pool, [Item("", "a", "a")] * MAX_ITEMS)
+        assert trips(pool) == before + 1
+        await outcomes(pool, [Item("", "a", "a")] * (MAX_ITEMS + 1))
+        assert trips(pool) == before + 3
+
+    with_pool(body)
+
+
+def test_items_are_shared_between_processes():
+    """One process must not take all of them: each is slow, and the others would have nothing to do."""
+
+    async def body(pool):
+        pids = await outcomes(pool, [Item("", "process", "")] * 8)
+        assert len({verdict.reward for verdict in pids}) == 2
+
+    with_pool(body, processes=2)
+
+
+def test_verifiers_take_turns_in_the_queue():
+    async def body(pool):
+        order = []
+
+        async def ask(name, completion, answer):
+            await pool.verify(name, Item("", completion, answer))
+            order.append(name)
+
+        await asyncio.gather(*(ask(BEHAVE, "a", "a") for _ in range(2 * MAX_ITEMS)), ask("exact", "#1", "1"))
+        assert order.index("exact") == MAX_ITEMS
+
+    with_pool(body)
+
+
+def test_keys_of_the_row_arrive_unchanged():
+    extra = {"big": 2**70, "list": [1, 1.0, None, {"a": "\u00e9\x00"}]}
+
+    async def body(pool):
+        verdict = await pool.verify(BEHAVE, Item("", "extra", "", extra))
+        assert list(verdict.metrics) == [repr(extra)[:100]]
+        with pytest.raises(RewardError, match="cannot be written as JSON"):
+            await pool.verify(BEHAVE, Item("", "\ud800", ""))
+
+    with_pool(body)
+
+
+def test_hung_verifier_is_killed_and_replaced():
+    async def body(pool):
+        await correct(pool, "a")
         assert "no result within" in (message := await error_of(pool, "hang"))
-        assert BEHAVE in message and "answer 1 of 1" in message
-        assert await pool.verify(BEHAVE, "", "a", "a") is True
+        assert BEHAVE in message
+        assert await correct(pool, "a") is True
         assert pool.restarts == 1
 
     with_pool(body, timeout_s=1.5)
 
 
-def test_a_dead_verifier_process_is_an_error_and_replaced():
+def test_dead_process_is_an_error_and_replaced():
     async def body(pool):
         assert "exit code 7" in await error_of(pool, "crash")
-        assert await pool.verify(BEHAVE, "", "a", "a") is True
+        assert await correct(pool, "a") is True
         assert pool.restarts == 1
 
     with_pool(body)
 
 
-def test_an_exception_is_an_error_with_its_message_and_the_process_stays():
+@pytest.mark.parametrize(
+    ("bad", "problem", "restarts"),
+    [
+        ("raise", "ArithmeticError: cannot tell", 0),
+        ("none", "TypeError: returned None", 0),
+        ("memory", "MemoryError", 1),
+        ("crash", "exit code 7", 1),
+        ("hang", "no result within", 1),
+    ],
+)
+def test_undecidable_item_fails_alone(bad, problem, restarts, tmp_path):
+    """Items before and behind it have verdicts, and each of them was judged once."""
+    noted = tmp_path / "noted"
+
     async def body(pool):
-        with pytest.raises(RewardError, match="answer 3 of 3: ArithmeticError: cannot tell"):
-            await pool.verify_batch(BEHAVE, [Item("", answer, "a") for answer in ("a", "b", "raise")])
+        await correct(pool, "a")  # the verifier is loaded, so the time limit is that of an item
+        items = [Item(str(k), "note", str(noted)) for k in range(16)]
+        items[4] = items[11] = Item("", bad, "")
+        results = await outcomes(pool, items)
+        for k, result in enumerate(results):
+            if k in (4, 11):
+                assert isinstance(result, RewardError) and problem in str(result) and BEHAVE in str(result)
+            else:
+                assert result == Verdict(correct=True)
+        assert pool.restarts == 2 * restarts
+
+    with_pool(body, timeout_s=1.5)
+    assert noted.read_text().split() == [str(k) for k in range(16) if k not in (4, 11)]
+
+
+def test_process_killed_between_items_fails_nothing():
+    async def body(pool):
+        await correct(pool, "a")
+        (child,) = pool._running
+        os.kill(child._popen.pid, signal.SIGKILL)
+        await until(child.has_ended)
+        assert await correct(pool, "a") is True
+        assert pool.restarts == 1
+
+    with_pool(body)
+
+
+def test_exception_is_an_error_and_the_process_stays():
+    async def body(pool):
         assert "TypeError: returned None" in await error_of(pool, "none")
-        assert "TypeError: returned nan" in await error_of(pool, "nan")
+        assert "ValueError: returned nan" in await error_of(pool, "nan")
         assert len(await error_of(pool, "huge")) < 500
         assert "ValueError: \\ud800xxx" in await error_of(pool, "unspeakable")
-        assert await pool.verify(BEHAVE, "", "a", "a") is True
+        assert await correct(pool, "a") is True
         assert pool.restarts == 0
 
     with_pool(body)
@@ -101,7 +208,7 @@ def test_a_process_that_lacks_something_of_the_systems_is_replaced(answer, probl
 
     async def body(pool):
         assert problem in await error_of(pool, answer)
-        assert await pool.verify(BEHAVE, "", "a", "a") is True
+        assert await correct(pool, "a") is True
         assert pool.restarts == 1
 
     with_pool(body, timeout_s=40.0)
@@ -113,17 +220,25 @@ def test_a_process_that_lacks_something_of_the_systems_is_replaced(answer, probl
         ("ignore SIGTERM", "no result within"),
         ("signal its group", "killed by SIGTERM"),
         ("exit", "exit code 0"),
-        ("close everything", "died"),
     ],
 )
 def test_a_verifier_that_ends_or_stalls_its_process_harms_nobody_else(answer, problem):
     async def body(pool):
-        assert await pool.verify(BEHAVE, "", "a", "a") is True  # loaded, so that the limit is that of an answer
+        assert await correct(pool, "a") is True  # loaded, so that the limit is that of an answer
         assert problem in await error_of(pool, answer)
-        assert await pool.verify(BEHAVE, "", "a", "a") is True
+        assert await correct(pool, "a") is True
         assert pool.restarts == 1
 
     with_pool(body, timeout_s=1.0)
+
+
+def test_verdict_stands_though_the_process_cannot_report():
+    async def body(pool):
+        assert await correct(pool, "close everything") is False
+        assert await correct(pool, "a") is True
+        assert pool.restarts == 1
+
+    with_pool(body)
 
 
 def test_a_verifier_that_forks_gives_its_verdict_once():
@@ -131,14 +246,10 @@ def test_a_verifier_that_forks_gives_its_verdict_once():
 
     async def body(pool):
         for _ in range(5):
-            assert await pool.verify(BEHAVE, "", "fork", "") is True
-            assert await pool.verify(BEHAVE, "", "b", "a") is False
-        assert await pool.verify_batch(BEHAVE, [Item("", a, "a") for a in ("fork", "b", "fork", "b")]) == [
-            True,
-            False,
-            True,
-            False,
-        ]
+            assert await correct(pool, "fork", "") is True
+            assert await correct(pool, "b") is False
+        verdicts = await outcomes(pool, [Item("", completion, "a") for completion in ("fork", "b", "fork", "b")])
+        assert [verdict.correct for verdict in verdicts] == [True, False, True, False]
         assert pool.restarts == 0
 
     with_pool(body)
@@ -146,7 +257,7 @@ def test_a_verifier_that_forks_gives_its_verdict_once():
 
 def test_what_a_verifier_started_dies_with_its_process(tmp_path):
     async def body(pool):
-        assert await pool.verify(BEHAVE, "", "a", "a") is True
+        assert await correct(pool, "a") is True
         assert "no result within" in await error_of(pool, "start", str(tmp_path / "pid"))
 
     with_pool(body, timeout_s=3.0)
@@ -162,7 +273,7 @@ def test_what_a_verifier_started_dies_with_its_process(tmp_path):
 
 def test_what_a_verifier_prints_is_logged_and_bounded(caplog):
     async def body(pool):
-        assert await pool.verify(BEHAVE, "", "print", "") is True
+        assert await correct(pool, "print", "") is True
         assert "it printed: this is what it said" not in await error_of(pool, "exit")
 
     with caplog.at_level("INFO"):
@@ -170,15 +281,17 @@ def test_what_a_verifier_prints_is_logged_and_bounded(caplog):
     assert caplog.text.count("this is what it said") == 1
 
 
-def reply_of(replies, items=2):
-    """What a batch comes to when its process says these things."""
+def error_after(*replies):
+    """The error of two items if their process says these things before it has judged one."""
 
     async def body(pool):
-        await pool.verify(BEHAVE, "", "a", "a")
-        (process,) = pool._running
+        await correct(pool, "a")  # batch 1 loads the verifier, batch 2 is this item
+        (child,) = pool._running
         for reply in replies:
-            process._reader.feed_data(frame(reply))
-        return await pool.verify_batch(BEHAVE, [Item("", "wait", "600")] * items)
+            child._reader.feed_data(frame(reply))
+        first, second = await outcomes(pool, [Item("", "wait", "600"), Item("", "a", "a")])
+        assert second == Verdict(correct=True) and pool.restarts == 1
+        return str(first)
 
     return with_pool(body)
 
@@ -186,38 +299,64 @@ def reply_of(replies, items=2):
 @pytest.mark.parametrize(
     ("replies", "problem"),
     [
-        ([Results(1, [True, True])], "replied to batch 1, not 2"),  # late, or twice
-        ([Results(2, [True, True, True])], "3 on 2 answers"),
-        ([Results(2, [True]), Results(2, [])], "gave 0 verdicts more, 1 on 2 answers"),
-        ([Failed(2, "x", [True, True])], "2 on 2 answers"),
+        ([Done(2, 2)], "replied to batch 2, not 3"),  # late, or twice
+        ([Done(3, 3)], "after 0 of 2 outcomes"),
+        ([Done(3, 0)], "after 0 of 2 outcomes"),
+        ([Done(3, 2)], "has 0 outcomes, must have 2 to 2"),
+        ([NotLoaded(3, "x")], "after 0 of 2 outcomes"),
     ],
 )
-def test_a_reply_that_does_not_fit_the_batch_is_an_error(replies, problem):
-    with pytest.raises(RewardError, match=problem):
-        reply_of(replies)
+def test_reply_that_does_not_fit_is_an_error(replies, problem):
+    assert problem in error_after(*replies)
 
 
-def test_a_verifier_that_cannot_be_loaded_is_an_error():
+def test_verifier_that_cannot_be_loaded_is_an_error():
     async def body(pool):
-        with pytest.raises(RewardError, match="cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"):
-            await pool.verify("nowhere:verify", "", "a", "a")
-        assert await pool.verify("exact", "", "#1", "1") is True
+        with pytest.raises(RewardError, match="cannot be loaded: ConfigError: .*no module named 'nowhere'"):
+            await pool.verify("nowhere:verify", Item("", "a", "a"))
+        assert (await pool.verify("exact", Item("", "#1", "1"))).correct is True
+        assert pool.restarts == 0
 
     with_pool(body)
 
 
-def test_the_limit_is_per_answer_not_per_batch():
+def test_process_that_cannot_start_is_an_error(monkeypatch):
     async def body(pool):
-        items = [Item("", "wait", "0.5")] * 5  # 2.5 s in all, the limit is 2 s
-        assert await pool.verify_batch(BEHAVE, items) == [False] * 5
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/no/python")
+            assert "cannot be started" in await error_of(pool, "a")
+        assert await correct(pool, "a") is True
+
+    with_pool(body)
+
+
+def test_limit_is_per_item_not_per_trip():
+    async def body(pool):
+        verdicts = await outcomes(pool, [Item("", "wait", "0.5")] * 5)  # 2.5 s in all, the limit is 2 s
+        assert [verdict.correct for verdict in verdicts] == [False] * 5
 
     with_pool(body, timeout_s=2.0)
+
+
+def test_verdicts_arrive_while_later_items_run():
+    async def body(pool):
+        first = asyncio.create_task(correct(pool, "a"))
+        second = asyncio.create_task(pool.verify(BEHAVE, Item("", "wait", "1")))
+        third = asyncio.create_task(error_of(pool, "hang"))
+        assert await first is True and (await second).correct is False
+        assert not third.done()
+        await pool.close()
+        assert "died" in await third
+
+    with_pool(body, timeout_s=5.0)
 
 
 def test_one_hung_verifier_does_not_hold_up_another_process():
     async def body(pool):
         hung = asyncio.create_task(error_of(pool, "hang"))
-        assert await asyncio.gather(*(pool.verify(BEHAVE, "", "a", "a") for _ in range(3))) == [True] * 3
+        await asyncio.sleep(0)
+        await until(lambda: not pool.waiting)  # a process has taken it
+        assert await asyncio.gather(*(correct(pool, "a") for _ in range(3))) == [True] * 3
         assert not hung.done()
         await pool.close()
         assert "died" in await hung
@@ -225,32 +364,37 @@ def test_one_hung_verifier_does_not_hold_up_another_process():
     with_pool(body, processes=2, timeout_s=60.0)
 
 
-def test_a_cancelled_call_does_not_leave_its_result_to_the_next():
+def test_cancelled_call_leaves_nothing_to_the_next():
     async def body(pool):
-        assert await pool.verify(BEHAVE, "", "a", "a") is True
-        call = asyncio.create_task(pool.verify(BEHAVE, "", "wait", "wait"))
-        hang = asyncio.create_task(pool.verify(BEHAVE, "", "hang", ""))
+        assert await correct(pool, "a") is True
+        judged = asyncio.create_task(correct(pool, "wait", "0.5"))
+        await until(lambda: trips(pool) == 2)
+        waits = asyncio.create_task(correct(pool, "hang"))
         await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        hang.cancel()
-        await asyncio.gather(hang, return_exceptions=True)
-        assert await pool.verify(BEHAVE, "", "b", "a") is False
+        assert pool.waiting == 1
+        for call in (judged, waits):
+            call.cancel()
+        await asyncio.gather(judged, waits, return_exceptions=True)
+        assert pool.waiting == 0
+        assert await correct(pool, "b") is False
+        assert pool.restarts == 0  # no process was given the one that hangs
 
     with_pool(body)
 
 
 def test_close_ends_the_processes_and_what_waits_for_them():
     async def body(pool):
-        await pool.verify(BEHAVE, "", "a", "a")
-        (process,) = pool._running
+        await correct(pool, "a")
+        (child,) = pool._running
         running = asyncio.create_task(error_of(pool, "hang"))
+        behind = asyncio.create_task(error_of(pool, "a"))  # in the same trip
+        await until(lambda: trips(pool) == 2)
         waiting = asyncio.create_task(error_of(pool, "a"))
         await asyncio.sleep(0)
         await pool.close()
         assert "died" in await running
-        assert await waiting == "the verifier pool is closed"
-        assert process._popen.returncode == -signal.SIGKILL
+        assert await behind == await waiting == await error_of(pool, "a") == "the verifier pool is closed"
+        assert child._popen.returncode == -signal.SIGKILL and pool.restarts == 0
 
     with_pool(body)
 
@@ -259,11 +403,12 @@ def test_verifier_processes_die_with_their_parent_even_while_they_hang():
     script = (
         "import asyncio\n"
         "from realsys.reward.pool import VerifierPool\n"
+        "from realsys.reward.verifiers.base import Item\n"
         "async def main():\n"
         "    pool = VerifierPool(1, 100.0)\n"
-        f"    await pool.verify({BEHAVE!r}, '', 'a', 'a')\n"
+        f"    await pool.verify({BEHAVE!r}, Item('', 'a', 'a'))\n"
         "    print(next(iter(pool._running))._popen.pid, flush=True)\n"
-        f"    await pool.verify({BEHAVE!r}, '', 'hang', '')\n"
+        f"    await pool.verify({BEHAVE!r}, Item('', 'hang', ''))\n"
         "asyncio.run(main())\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -277,6 +422,34 @@ def test_verifier_processes_die_with_their_parent_even_while_they_hang():
         assert select.select([child], [], [], 60.0)[0], "the verifier process outlived its parent by 60 s"
     finally:
         os.close(child)
+
+
+def test_wait_for_a_dying_process_blocks_nothing():
+    """A process that closes its socket and lives on is waited for, while other coroutines run."""
+
+    async def body(pool):
+        await correct(pool, "a")
+        (child,) = pool._running
+        waiting, turns = asyncio.create_task(child._exits_within(0.2)), 0
+        while not waiting.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert await waiting is False and turns > 20
+
+    with_pool(body)
+
+
+def test_pool_works_on_the_event_loop_of_the_workers():
+    async def run():
+        pool = VerifierPool(1, 5.0)
+        try:
+            async with asyncio.timeout(60):
+                assert "exit code 7" in await error_of(pool, "crash")
+                assert await correct(pool, "a") is True
+        finally:
+            await pool.close()
+
+    uvloop.run(run())
 
 
 def test_nothing_heavy_is_imported():

@@ -1,10 +1,22 @@
-"""What counts as right."""
+"""Built-in verifiers, what counts as a verdict, and the door ``data.verifier``."""
 
+import math as numbers
 import threading
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
-from realsys.reward.verifiers import exact, load_verifier, math
+from realsys.config.checks import check
+from realsys.config.doors import VERIFIER
+from realsys.config.machine import Machine
+from realsys.errors import ConfigError
+from realsys.reward.verifiers.base import MAX_METRICS, Item, Verdict, verdict_of
+from realsys.reward.verifiers.exact import exact
+from realsys.reward.verifiers.math import math
+from tests.config_trees import changed
+
+MACHINE = Machine(cpus=8, memory_bytes=64 << 30)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +34,7 @@ from realsys.reward.verifiers import exact, load_verifier, math
     ],
 )
 def test_exact(answer, reference, right):
-    assert exact("", answer, reference) is right
+    assert exact(Item("", answer, reference)) is right
 
 
 @pytest.mark.parametrize(
@@ -41,12 +53,12 @@ def test_exact(answer, reference, right):
     ],
 )
 def test_math(answer, reference, right):
-    assert math("", answer, reference) is right
+    assert math(Item("", answer, reference)) is right
 
 
 def test_math_works_outside_the_main_thread_where_alarms_do_not():
     verdicts = []
-    thread = threading.Thread(target=lambda: verdicts.append(math("", r"\boxed{7}", "7")))
+    thread = threading.Thread(target=lambda: verdicts.append(math(Item("", r"\boxed{7}", "7"))))
     thread.start()
     thread.join(60)
     assert verdicts == [True]
@@ -54,12 +66,72 @@ def test_math_works_outside_the_main_thread_where_alarms_do_not():
 
 def test_a_reference_that_says_nothing_is_an_error_not_a_wrong_answer():
     with pytest.raises(ValueError, match="no mathematical expression"):
-        math("", r"\boxed{7}", "")
+        math(Item("", r"\boxed{7}", ""))
 
 
-def test_unknown_verifiers_are_named():
-    with pytest.raises(ValueError, match="known: exact, math"):
-        load_verifier("exactly")
-    with pytest.raises(ValueError, match="no function 'nothing'"):
-        load_verifier("tests.unit.reward_verifiers:nothing")
-    assert load_verifier("tests.unit.reward_verifiers:behave")("", "a", "a") is True
+@pytest.mark.parametrize(
+    ("result", "verdict"),
+    [
+        (True, Verdict(correct=True)),
+        (False, Verdict(correct=False)),
+        (0, Verdict(reward=0.0)),
+        (-1.5, Verdict(reward=-1.5)),
+        (np.float32(0.5), Verdict(reward=0.5)),
+        (Fraction(1, 4), Verdict(reward=0.25)),
+        (Verdict(2, True, {"steps": 3, "done": False}), Verdict(2.0, True, {"steps": 3.0, "done": 0.0})),
+    ],
+)
+def test_bool_number_and_verdict_are_verdicts(result, verdict):
+    checked = verdict_of(result)
+    assert checked == verdict and type(checked.reward) in (float, type(None))
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        (None, "returned None: return a bool"),
+        ("yes", "returned 'yes': return a bool"),
+        (np.bool_(True), "return a bool, a finite number or a Verdict"),
+        (numbers.nan, "returned nan: must be a finite number"),
+        (10**400, "must be a finite number"),
+        (Verdict(), "neither reward nor correct"),
+        (Verdict(reward=numbers.inf), "reward inf: must be a finite number"),
+        (Verdict(reward=True), "reward True: must be a finite number"),
+        (Verdict(correct=1), "correct=1: must be True, False or None"),
+        (Verdict(1.0, None, {"steps": numbers.nan}), "metric 'steps' nan"),
+        (Verdict(1.0, None, {"steps": "3"}), "metric 'steps' '3'"),
+        (Verdict(1.0, None, {"": 1.0}), "printable characters"),
+        (Verdict(1.0, None, {"\ud800": 1.0}), "printable characters"),
+        (Verdict(1.0, None, {str(k): 1.0 for k in range(MAX_METRICS + 1)}), f"at most {MAX_METRICS} names"),
+    ],
+)
+def test_anything_else_is_an_error(result, problem):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        verdict_of(result)
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("exactly", "unknown verifier: use one of exact, math, or package.module:name"),
+        ("nowhere:verify", "no module named 'nowhere'"),
+        ("tests.unit.reward_verifiers:nothing", "has no attribute 'nothing'"),
+        ("tests.unit.reward_verifiers:os", "it must be a function"),
+        ("tests.unit.test_reward_verifiers:three", "it must take (item)"),
+    ],
+)
+def test_bad_verifier_is_refused_before_start(name, problem):
+    with pytest.raises(ConfigError) as caught:
+        check(changed(f"data.verifier={name}"), MACHINE)
+    assert caught.value.field == "data.verifier" and problem in str(caught.value)
+
+
+def three(prompt, answer, reference):
+    """Has the signature of an earlier contract."""
+
+
+def test_own_verifier_is_configured_by_its_path():
+    name = "tests.unit.reward_verifiers:behave"
+    check(changed(f"data.verifier={name}"), MACHINE)
+    assert VERIFIER.load(name)(Item("", "a", "a")) is True

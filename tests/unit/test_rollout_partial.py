@@ -9,7 +9,7 @@ from realsys.errors import GenerationError
 from realsys.generation.client import SamplingSpec
 from realsys.rollout import partial
 from realsys.rollout.manager_client import RolloutSuperseded
-from realsys.rollout.partial import PartialRolloutManager
+from realsys.rollout.partial import Call, PartialRolloutManager
 from realsys.types import Ticket
 from tests.unit.rollout_fakes import STEP, FakeScheduler, FakeServers
 
@@ -31,7 +31,7 @@ def run(script, n=1, max_new=20, min_new=0, chunk=0, scheduler=None):
 
     async def body():
         async with asyncio.timeout(60):
-            return await manager.generate(ticket(n), PROMPT, spec)
+            return await manager.generate(Call(ticket(n), "0.0", PROMPT, spec, 400))
 
     return asyncio.run(body()), servers, scheduler
 
@@ -39,11 +39,12 @@ def run(script, n=1, max_new=20, min_new=0, chunk=0, scheduler=None):
 def test_all_answers_are_asked_for_in_one_request():
     answers, servers, scheduler = run([[(4, 3, "stop"), (6, 3, "length")]], n=2)
     (call,) = servers.calls
-    assert (call.input_ids, call.spec.n, call.seed, call.rid) == (PROMPT, 2, 400, "17.2.0")
+    assert (call.input_ids, call.spec.n, call.seed, call.rid) == (PROMPT, 2, 400, "17.2.0.0.0")
     assert [len(a.tokens) for a in answers] == [4, 6]
     assert [a.finish_reason for a in answers] == ["stop", "length"]
     (request,) = scheduler.requests
     assert (request.ticket_id, request.attempt, request.n, request.failed_server) == ("17", 2, 2, None)
+    assert (request.call, request.previous, request.released) == ("0.0", None, [])
     assert (request.prompt_len, request.max_new_tokens) == (3, 20)
 
 
@@ -164,3 +165,58 @@ def test_an_answer_that_fills_the_context_before_its_piece_is_at_its_end():
 def test_a_superseded_attempt_stops_at_once():
     with pytest.raises(RolloutSuperseded):
         run([], scheduler=FakeScheduler(error=RolloutSuperseded("attempt 2 is not running")))
+
+
+def test_calls_that_ended_are_named_in_the_next_request():
+    async def body():
+        servers, scheduler = FakeServers([[(1, 0, "stop")]] * 5), FakeScheduler()
+        manager, spec = PartialRolloutManager(scheduler, servers), SamplingSpec(max_new_tokens=5)
+        for name in ("0.0", "1.0", "0.1"):
+            await manager.generate(Call(ticket(), name, PROMPT, spec, 1, ("a", 3)))
+        manager.forget(ticket())
+        await manager.generate(Call(Ticket("18", 0, 0), "0.0", PROMPT, spec, 1))
+        assert [request.released for request in scheduler.requests] == [[], [("17", 2, "0.0")], [("17", 2, "1.0")], []]
+        assert [request.previous for request in scheduler.requests] == [("a", 3)] * 3 + [None]
+        assert len({call.rid for call in servers.calls}) == 4
+
+    asyncio.run(body())
+
+
+def test_one_request_names_no_more_ended_calls_than_it_may(monkeypatch):
+    monkeypatch.setattr(partial, "MOST_RELEASED", 2)
+
+    async def body():
+        servers, scheduler = FakeServers([[(1, 0, "stop")]] * 7), FakeScheduler()
+        manager, spec = PartialRolloutManager(scheduler, servers), SamplingSpec(max_new_tokens=5)
+        calls = [Call(ticket(), f"{k}.0", PROMPT, spec, k) for k in range(7)]
+        await asyncio.gather(*(manager.generate(call) for call in calls[:5]))
+        for call in calls[5:]:
+            await manager.generate(call)
+        assert [len(request.released) for request in scheduler.requests[5:]] == [2, 2]
+
+    asyncio.run(body())
+
+
+def test_an_answer_is_delivered_while_others_go_on():
+    async def body():
+        script = [[(4, 3, "abort"), (2, 3, "stop")], [(2, 4, "stop")]]
+        servers, delivered = FakeServers(list(script)), []
+        manager = PartialRolloutManager(FakeScheduler(), servers)
+        call = Call(ticket(2), "0.0", PROMPT, SamplingSpec(max_new_tokens=20, n=2), 400)
+        answers = await manager.generate(call, lambda k, a: delivered.append((k, len(a.tokens), len(servers.calls))))
+        assert delivered == [(1, 2, 1), (0, 6, 2)] and [len(a.tokens) for a in answers] == [6, 2]
+
+    asyncio.run(body())
+
+
+def test_an_answer_goes_on_with_the_same_numbers_whatever_it_was_merged_with():
+    def seeds(n, seed, script):
+        servers = FakeServers(list(script))
+        manager = PartialRolloutManager(FakeScheduler(), servers)
+        call = Call(ticket(n), "0.0", PROMPT, SamplingSpec(max_new_tokens=20, n=n), seed)
+        asyncio.run(manager.generate(call))
+        return [call.seed for call in servers.calls]
+
+    together = seeds(2, 400, [[(2, 0, "stop"), (4, 0, "abort")], [(1, 0, "stop")]])
+    alone = seeds(1, 401, [[(4, 0, "abort")], [(1, 0, "stop")]])
+    assert together[1] == alone[1]

@@ -127,8 +127,8 @@ def test_reservation_is_released_exactly_once() -> None:
     reservations.reserve("t", Reservation("a", 4, 100, 1, 0))
     reservations.reserve("t", Reservation("b", 4, 100, 1, 0))
     assert reservations.load("a") == (0, 0) and reservations.load("b") == (4, 100)
-    assert reservations.release("t") is not None
-    assert reservations.release("t") is None
+    assert reservations.release("t") == [Reservation("b", 4, 100, 1, 0)]
+    assert reservations.release("t") == []
     assert reservations.load("b") == (0, 0) and len(reservations) == 0
 
 
@@ -138,5 +138,17 @@ def test_death_of_a_server_releases_all_its_places() -> None:
         reservations.reserve(f"a{number}", Reservation("a", 1, 10, 1, 0))
     reservations.reserve("b0", Reservation("b", 1, 10, 1, 0))
     assert reservations.release_server("a") == 3
-    assert reservations.release("a1") is None
+    assert reservations.release("a1") == []
     assert reservations.recount() == {"b": (1, 10)}
+
+
+def test_calls_of_a_ticket_are_placed_separately() -> None:
+    reservations = Reservations()
+    reservations.reserve("t", Reservation("a", 1, 10, 1, 0), "0.0")
+    reservations.reserve("t", Reservation("b", 1, 20, 1, 0), "1.0")
+    reservations.reserve("t", Reservation("b", 1, 30, 1, 0), "0.0")
+    assert reservations.recount() == {"b": (2, 50)} and reservations.load("a") == (0, 0)
+    assert reservations.release_call("t", "1.0") is not None and reservations.release_call("t", "1.0") is None
+    assert reservations.calls("t") == ["0.0"] and reservations.load("b") == (1, 30)
+    reservations.reserve("t", Reservation("a", 1, 10, 1, 0), "0.1")
+    assert len(reservations.release("t")) == 2 and len(reservations) == 0 and reservations.recount() == {}

@@ -18,8 +18,9 @@ from realsys.errors import ConfigError, GenerationError
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.sglang.api import Reply
 from realsys.generation.sglang.arguments import CPU_SUPPORT, Launch
-from realsys.generation.sglang.requests import Request, answer_seed
+from realsys.generation.sglang.requests import Request
 from realsys.generation.stop_strings import read_tokenizer
+from realsys.generation.uniforms import answer_seed
 from tests.generation_models import make_tokenizer
 
 GPU = Launch(

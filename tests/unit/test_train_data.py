@@ -286,6 +286,15 @@ def test_a_row_that_fits_no_micro_batch_is_refused() -> None:
         data.add_group(make_group("t1", [5]))
 
 
+def test_an_episode_too_long_for_its_loss_is_refused() -> None:
+    data = DataManager(0)
+    data.episode_limit = 9
+    row = make_row(np.arange(5, dtype=np.int32), np.full(3, -1, np.float32), np.full(3, 7, np.int32))
+    assert data.add_group(Group(Ticket("t1", 0, 0), [Episode([row], 1.0), Episode([row], 1.0)], "w")) is not None
+    with pytest.raises(StreamError, match=r"has an episode of 10 tokens"):
+        data.add_group(Group(Ticket("t2", 0, 0), [Episode([row, row], 1.0)], "w"))
+
+
 def test_padding_is_a_segment_of_its_own_that_no_row_points_into() -> None:
     data, refs = filled()
     batch = make_packer(data, 6).pack(refs)

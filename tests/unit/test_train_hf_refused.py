@@ -15,7 +15,8 @@ from realsys.config.allocation import ParallelLayout
 from realsys.config.checks import check
 from realsys.config.machine import Machine
 from realsys.errors import ConfigError, ModelError
-from realsys.train.hf_config import check_layout, read_hf_config
+from realsys.hf.config import read_model
+from realsys.train.hf_config import check_layout
 from realsys.train.hf_map import HFReader
 from tests.config_trees import changed
 from tests.hf_models import make_model
@@ -51,9 +52,9 @@ def test_a_real_sliding_window_is_refused_at_the_check_and_at_load(
     config = changed(f"model.path={path}", *SHORT)
     if problem is None:
         check(config, MACHINE)
-        assert read_hf_config(path).family == "mistral"
+        assert read_model(path).family == "mistral"
         return
-    for refuse in (lambda: check(config, MACHINE), lambda: read_hf_config(path)):
+    for refuse in (lambda: check(config, MACHINE), lambda: read_model(path)):
         with pytest.raises(ModelError, match=problem):
             refuse()
 
@@ -64,7 +65,7 @@ def test_mistral_without_a_word_on_its_window_slides_over_4096(tmp_path: Path) -
     del raw["sliding_window"]
     (path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ModelError, match="sliding_window=4096 is not supported: it is less than 32768 positions"):
-        read_hf_config(path)
+        read_model(path)
 
 
 UNEVEN = [
@@ -87,15 +88,15 @@ def test_sizes_that_do_not_divide_are_refused_with_the_numbers(
     assert str(size) in said and axis in said and "divide by" in said and "\n" not in said
     layout = ParallelLayout(tensor=4) if axis == "m4" else ParallelLayout(pipeline=2)
     with pytest.raises(ModelError, match=f"{name}={size} does not divide by {axis} of the training layout"):
-        check_layout(read_hf_config(path), layout)
+        check_layout(read_model(path), layout)
 
 
 def test_a_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
     scored = directory(tmp_path / "scored", value=True)
     plain = directory(tmp_path / "plain")
-    problem = "Qwen2ForSequenceClassification has no language-model head; name a directory of a Qwen2ForCausalLM"
+    problem = "has no language-model head: name a directory of a Qwen2ForCausalLM"
     with pytest.raises(ModelError, match=problem):
-        read_hf_config(scored)
+        read_model(scored)
     with pytest.raises(ModelError, match=problem):
         check(changed(f"model.path={scored}", *SHORT), MACHINE)
     reward = ["train.ppo.reward_model.enabled=true", *SHORT]
@@ -103,14 +104,14 @@ def test_a_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"roles\.reward\.path.*without score\.weight"):
         check(changed(f"roles.reward.path={plain}", *reward), MACHINE)
     change_config(scored, id2label={"0": "no", "1": "yes"})
-    with pytest.raises(ModelError, match="with 2 labels; a value needs one"):
+    with pytest.raises(ModelError, match="with 2 labels is not supported: a value needs one"):
         check(changed(f"roles.reward.path={scored}", *reward), MACHINE)
 
 
 def load(path: Path) -> None:
     """As a rank does before it builds anything."""
     with HFReader(path) as reader:
-        reader.check(read_hf_config(path))
+        reader.check(read_model(path))
 
 
 def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object], file: str = "model.safetensors") -> None:

@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import ModelError
+from realsys.hf.architecture import HfModel
+from realsys.hf.config import read_model
 from realsys.train.fused import pad_rows, rms_norm, rotate, select_rows, swiglu
-from realsys.train.hf_config import HFModel, check_layout, read_hf_config
-from realsys.train.hf_map import HFReader, ShardMap, assign_writers, hf_shapes
+from realsys.train.hf_config import check_layout
+from realsys.train.hf_map import HFReader, ShardMap, assign_writers
 
 QWEN2: dict[str, Any] = {
     "model_type": "qwen2",
@@ -34,8 +36,8 @@ def write_config(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def read(directory: Path, **changes: Any) -> HFModel:
-    return read_hf_config(write_config(directory, **changes))
+def read(directory: Path, **changes: Any) -> HfModel:
+    return read_model(write_config(directory, **changes))
 
 
 @pytest.mark.parametrize(
@@ -59,39 +61,11 @@ def test_a_vocabulary_that_does_not_divide_is_refused(tmp_path: Path) -> None:
         check_layout(model, ParallelLayout(tensor=4))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "mamba"}, "model_type='mamba' is not supported; known: qwen2, qwen3, llama, mistral"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-        ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8 is not supported"),
-        ({"model_type": "llama", "attention_bias": True}, "attention_bias=True is not supported for llama"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not supported"),
-    ],
-)
-def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        read(tmp_path, **changes)
-
-
-def test_a_missing_directory_or_key_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"nowhere/config\.json: cannot be read"):
-        read_hf_config(tmp_path / "nowhere")
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in QWEN2.items() if k != "num_hidden_layers"}))
-    with pytest.raises(ModelError, match="num_hidden_layers is missing"):
-        read_hf_config(tmp_path)
-
-
-def test_rope_is_read_as_written_by_old_and_new_transformers(tmp_path: Path) -> None:
-    old = read(tmp_path, rope_theta=1e6).rope
-    new = read(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 1e6}).rope
-    assert old == new
-    assert old.inverse_frequencies(8)[1].item() == pytest.approx(1e6**-0.25)
-
-
-def checkpoint(directory: Path, **changes: torch.Tensor | None) -> tuple[HFModel, Path]:
+def checkpoint(directory: Path, **changes: torch.Tensor | None) -> tuple[HfModel, Path]:
     model = read(directory)
-    tensors: dict[str, torch.Tensor | None] = {name: torch.zeros(shape) for name, shape in hf_shapes(model).items()}
+    tensors: dict[str, torch.Tensor | None] = {
+        name: torch.zeros(shape) for name, shape in model.tensor_shapes().items()
+    }
     save_file({k: v for k, v in (tensors | changes).items() if v is not None}, directory / "model.safetensors")
     return model, directory
 
@@ -127,7 +101,7 @@ def test_splitting_a_shard_undoes_joining_it(tmp_path: Path, tensor_ranks: int) 
         from realsys.train.hf_map import mapping_of
 
         mapping = mapping_of(f"decoder.layers.0.{name}", 0, tied=False)
-        shapes = [hf_shapes(model)[n] for n in mapping.hf]
+        shapes = [model.tensor_shapes()[n] for n in mapping.hf]
         parts = [torch.randn(rows // tensor_ranks, columns) for rows, columns in shapes]
         shard_map = ShardMap(model, 0, tensor_ranks)
         joined = shard_map._join(mapping, parts)

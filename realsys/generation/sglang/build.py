@@ -1,21 +1,53 @@
-"""From the configuration to an engine over SGLang. No torch."""
+"""The built-in backend ``sglang``: from the configuration to an engine over SGLang. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from realsys.config.allocation import parse_allocation
+from realsys.config.allocation import Allocation, parse_allocation
+from realsys.config.lengths import longest_sequence
 from realsys.config.machine import Machine
 from realsys.config.schema import Config
-from realsys.config.sglang import interpreter, options
-from realsys.generation.architecture import read_architecture
-from realsys.generation.backend import Change
+from realsys.config.sglang import check_sglang, check_sglang_sampling, interpreter, options
+from realsys.generation.backend import Backend, Change, EngineParts, Materialise
 from realsys.generation.limits import Limits
 from realsys.generation.sglang.arguments import Launch
 from realsys.generation.sglang.engine import Settings, SglangEngine
-from realsys.generation.sglang.update import Materialise
 from realsys.generation.stop_strings import read_tokenizer
+from realsys.hf.config import read_model
+
+_CPU_BYTES = 2560 << 20  # SGLang's processes, of one server on a CPU with a small model
+
+
+class SglangBackend(Backend):
+    """Rules of SGLang. It has an interpreter and a torch of its own, so it may use GPUs that the trainer cannot."""
+
+    capacity_field = "generation.sglang.max_answers"
+
+    def check(self, allocation: Allocation) -> None:
+        """Refuse an interpreter that cannot be run, options that are ours, and sampling that spoils log-probs."""
+        check_sglang(self.config.generation.sglang)
+        check_sglang_sampling(self.config.generation.sampling)
+
+    def capacity(self) -> int:
+        return self.config.generation.sglang.max_answers
+
+    def start_timeout_s(self) -> float:
+        return self.config.generation.sglang.start_timeout_s
+
+    def gpus(self, machine: Machine) -> tuple[str, ...]:
+        return machine.gpus
+
+    def memory_bytes(self, machine: Machine) -> int:
+        return 0 if machine.gpus else _CPU_BYTES
+
+    def build(self, parts: EngineParts) -> SglangEngine:
+        engine = build_sglang_engine(
+            parts.model_path, self.config, parts.materialise, parts.on_change, index=parts.index
+        )
+        parts.on_stop(engine.abandon_start)
+        return engine
 
 
 def build_sglang_engine(
@@ -30,9 +62,9 @@ def build_sglang_engine(
 
     Raises ModelError for a model that this system cannot train.
     """
-    generation, arch = config.generation, read_architecture(model_path)
+    generation, arch = config.generation, read_model(model_path)
     given, tokenizer = options(generation.sglang), read_tokenizer(model_path)
-    context = int(given.pop("context-length", 0)) or config.data.max_prompt_tokens + generation.sampling.max_new_tokens
+    context = int(given.pop("context-length", 0)) or longest_sequence(config)
     launch = Launch(
         python=interpreter(generation.sglang),
         model_path=model_path,
@@ -45,7 +77,7 @@ def build_sglang_engine(
         options=given,
     )
     limits = Limits(
-        vocabulary=arch.vocab_size,
+        vocabulary=arch.vocab,
         eos=arch.eos,
         context=context,
         answers=generation.sglang.max_answers,

@@ -17,17 +17,16 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from realsys.errors import GenerationError
-from realsys.generation.backend import Change
+from realsys.generation.backend import Change, Completion, Materialise
 from realsys.generation.limits import Limits
 from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
-from realsys.generation.scheduler import AnswerResult
 from realsys.generation.sglang.api import Load
 from realsys.generation.sglang.arguments import Launch
 from realsys.generation.sglang.keeper import Keeper, Run
 from realsys.generation.sglang.loop_thread import LoopThread
 from realsys.generation.sglang.requests import Request
 from realsys.generation.sglang.traffic import Traffic
-from realsys.generation.sglang.update import PAUSE, Materialise, Shapes, Updater
+from realsys.generation.sglang.update import PAUSE, Shapes, Updater
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ class SglangEngine:
         """Why it does not serve now; None while it does."""
         return self._traffic.failure
 
-    def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[AnswerResult]]:
+    def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
         """Sample the answers. Raises GenerationError for a bad request; the future raises the others."""
         prompt = self._limits.checked_prompt(input_ids, params)
         seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed

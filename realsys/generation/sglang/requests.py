@@ -16,11 +16,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from realsys.errors import GenerationError
+from realsys.generation.backend import Completion
 from realsys.generation.protocol import UNSYNCED, SamplingParams
-from realsys.generation.scheduler import AnswerResult
 from realsys.generation.sglang.api import Piece, Reply
 from realsys.generation.stop_strings import find_stop, window
-from realsys.generation.uniforms import splitmix64
+from realsys.generation.uniforms import answer_seed
 from realsys.types import I32, FinishReason
 
 _UNNAMED = "default"  # SGLang's name for the weights that it started with
@@ -113,9 +113,9 @@ class Request:
             self._finish(answer, reply)
             self._cut(answer, begin)
 
-    def results(self) -> list[AnswerResult]:
+    def results(self) -> list[Completion]:
         return [
-            AnswerResult(
+            Completion(
                 np.asarray(answer.tokens, np.int32),
                 np.asarray(answer.logprobs, np.float32),
                 answer.segments,
@@ -163,12 +163,6 @@ class Request:
         if self.stops:
             sampling["stop_token_ids"] = list(self.stops)
         return {**sampling, "sampling_seed": answer.seed, "no_stop_trim": True}
-
-
-def answer_seed(seed: int, answer: int) -> int:
-    """The seed of one answer of a request, 63 bits. Used by SGLang if its deterministic inference is on."""
-    mixed = splitmix64(np.asarray([seed & 0xFFFFFFFFFFFFFFFF], np.uint64))
-    return int(splitmix64(mixed + np.uint64(answer))[0] >> np.uint64(1))
 
 
 def _segments(reply: Reply) -> list[tuple[int, int]]:

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable
 
 from realsys.errors import GenerationError
+from realsys.generation.backend import Completion
 from realsys.generation.protocol import UNSYNCED
-from realsys.generation.scheduler import AnswerResult
 from realsys.generation.sglang.keeper import Run
 from realsys.generation.sglang.requests import Request
 
@@ -58,7 +58,7 @@ class Traffic:
 
     # ---- requests
 
-    async def serve(self, request: Request) -> list[AnswerResult]:
+    async def serve(self, request: Request) -> list[Completion]:
         """Its answers. Raises GenerationError: it cannot be taken, or SGLang refused or lost it."""
         self.serving()
         if request.rid in self._requests:

@@ -17,11 +17,11 @@ import logging
 import shutil
 import struct
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from realsys.errors import GenerationError, RealsysError, WeightsError
+from realsys.generation.backend import Materialise, Materialised
 from realsys.generation.protocol import PauseMode, UpdateResult
 from realsys.generation.sglang.api import Piece, Reply
 from realsys.generation.sglang.keeper import Run
@@ -34,19 +34,6 @@ Shapes = Mapping[str, tuple[int, ...]]  # HF name -> shape
 PAUSE, LOAD = "pause", "load"  # why trips are held
 _FIRST_TOKEN_TIMEOUT_S = 60.0
 _MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
-
-
-@dataclass(frozen=True, slots=True)
-class Materialised:
-    """A verified version as a plain HF directory that SGLang can load, removed after that; ``timings`` in seconds."""
-
-    directory: Path
-    timings: Mapping[str, float]
-
-
-#: (version's directory, expected version, folder to make in memory-backed storage if there is room) -> where it lies;
-#: raises when the version is not whole
-Materialise = Callable[[Path, int, Path], Materialised]
 
 
 class Updater:
@@ -83,7 +70,7 @@ class Updater:
             run, begin = self._traffic.serving(), time.perf_counter()
             target = run.scratch / f"v{version:08d}"
             try:
-                staged = await asyncio.to_thread(self._stage, Path(path), version, target)
+                staged = await asyncio.to_thread(self._stage, path, version, target)
             except (RealsysError, OSError) as error:
                 log.warning("update to version %d failed: %s", version, error)
                 return UpdateResult(False, str(error), {"stage_s": time.perf_counter() - begin})
@@ -96,7 +83,7 @@ class Updater:
             finally:
                 await asyncio.to_thread(shutil.rmtree, staged.directory, ignore_errors=True)
 
-    def _stage(self, source: Path, version: int, target: Path) -> Materialised:
+    def _stage(self, source: str, version: int, target: Path) -> Materialised:
         try:
             staged = self._materialise(source, version, target)
         except BaseException:

@@ -6,10 +6,16 @@ process bounds that (``pool.py``).
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import msgspec
+
+MAX_METRICS = 32  # metrics of one verdict
+MAX_METRIC_NAME = 100  # printable characters
 
 
 class Item(msgspec.Struct, array_like=True):
@@ -22,7 +28,7 @@ class Item(msgspec.Struct, array_like=True):
 
 
 class Verdict(msgspec.Struct, array_like=True):
-    """What a verifier says of a completion.
+    """The judgement of a verifier on a completion.
 
     reward   finite; None: rollout.reward.correct or .wrong, by ``correct``
     correct  None if the task has no right or wrong; then there must be a reward
@@ -36,3 +42,48 @@ class Verdict(msgspec.Struct, array_like=True):
 
 #: A bool is ``Verdict(correct=...)``, a float (or int) is ``Verdict(reward=...)``.
 Verifier = Callable[[Item], "bool | float | Verdict"]
+
+
+def verdict_of(result: object) -> Verdict:
+    """Turn what a verifier returned into a checked Verdict. Raises TypeError or ValueError for anything else."""
+    if isinstance(result, bool):
+        return Verdict(correct=result)
+    if isinstance(result, Real):
+        return Verdict(reward=_finite("returned", result))
+    if not isinstance(result, Verdict):
+        raise TypeError(f"returned {reprlib.repr(result)}: return a bool, a finite number or a Verdict")
+    reward, correct = result.reward, result.correct
+    if reward is None and correct is None:
+        raise ValueError("returned a Verdict with neither reward nor correct: set one of them")
+    if correct is not None and not isinstance(correct, bool):
+        raise TypeError(f"returned a Verdict with correct={reprlib.repr(correct)}: must be True, False or None")
+    if reward is not None:
+        reward = _finite("returned a Verdict with reward", reward)
+    return Verdict(reward, correct, _metrics_of(result.metrics))
+
+
+def _metrics_of(metrics: object) -> dict[str, float]:
+    if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
+        problem = f"must be a dict with at most {MAX_METRICS} names"
+        raise TypeError(f"returned a Verdict with metrics={reprlib.repr(metrics)}: {problem}")
+    checked = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_METRIC_NAME:
+            problem = f"must have 1 to {MAX_METRIC_NAME} printable characters"
+            raise TypeError(f"returned a Verdict with the metric name {reprlib.repr(name)}: {problem}")
+        # A bool is fine here: its average is a share.
+        checked[name] = float(value) if isinstance(value, bool) else _finite(f"returned metric {name!r}", value)
+    return checked
+
+
+def _finite(described: str, value: object) -> float:
+    """Return ``value`` as a float. Numbers of numpy are numbers; bools are not."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{described} {reprlib.repr(value)}: must be a finite number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{described} {reprlib.repr(value)}: must be a finite number")
+    return number

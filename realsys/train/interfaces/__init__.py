@@ -1,6 +1,6 @@
-"""What a model function call does with a role's engine: one class per interface, found by name.
+"""Call handlers: one class for each kind of model function call. Their names: ``realsys.config.doors.CALL_HANDLER``.
 
-    call            reads                                     leaves                                  module
+    handler         reads                                     leaves                                  module
     actor_inf       tokens                                    prox_logprobs                           inference.py
     ref_inf         tokens                                    ref_logprobs                            inference.py
     critic_inf      tokens                                    values                                  inference.py
@@ -17,34 +17,26 @@ which all ranks' sequences stand.
 from realsys.train.interfaces.actor import ActorTrain
 from realsys.train.interfaces.advantages import Advantages
 from realsys.train.interfaces.critic import CriticTrain
+from realsys.train.interfaces.handlers import CallHandler, CallOutcome, find_handler
 from realsys.train.interfaces.inference import ActorInference, CriticInference, ReferenceInference, RewardInference
-from realsys.train.interfaces.registry import (
-    INTERFACES,
-    CallOutcome,
-    Interface,
-    find_interface,
-    register_interface,
-)
 from realsys.train.interfaces.role import Role
 from realsys.train.interfaces.sft import Sft
 from realsys.train.interfaces.statistics import token_means
 from realsys.train.interfaces.steps import OptimizerSteps
 
 __all__ = [
-    "INTERFACES",
     "ActorInference",
     "ActorTrain",
     "Advantages",
+    "CallHandler",
     "CallOutcome",
     "CriticInference",
     "CriticTrain",
-    "Interface",
     "OptimizerSteps",
     "ReferenceInference",
     "RewardInference",
     "Role",
     "Sft",
-    "find_interface",
-    "register_interface",
+    "find_handler",
     "token_means",
 ]

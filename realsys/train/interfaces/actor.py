@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
-from realsys.algorithm.loss import Segments, actor_loss, counts_in_loss, loss_denominator, should_stop
+from realsys.algorithm.loss import actor_loss, counts_in_loss, loss_denominator, should_stop
+from realsys.algorithm.losses import ConfiguredLoss, load_loss
+from realsys.algorithm.segments import Segments
 from realsys.train.engine import LossFunction, Outputs, Stats
 from realsys.train.interfaces.advantages import episode_advantages, left_out
-from realsys.train.interfaces.registry import CallOutcome, register_interface
+from realsys.train.interfaces.handlers import CallOutcome
 from realsys.train.interfaces.role import Role
 from realsys.train.interfaces.steps import OptimizerSteps, call_argument
 from realsys.train.packing import MicroBatch
-from realsys.types import MfcRequest
+from realsys.types import MfcRequest, SequenceRef
 
 #: arrays of the loss; which of them there are is the dataflow's to say
 _READ = ("behav_logprobs", "prox_logprobs", "advantages", "ref_logprobs")
 
 
-@register_interface("actor_train")
 class ActorTrain:
     """The policy loss that the settings choose. Where the call reads ``advantages``, those of tokens, they are stored
     arrays; else each episode has one, of the whole batch, from the metadata.
@@ -29,6 +30,7 @@ class ActorTrain:
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
         config, ppo = role.config, role.config.train.ppo
         role.engine.use_optimizer("train", role.settings.optimizer)
+        policy_loss = load_loss(ppo)
         steps = OptimizerSteps(role, call_argument(request, "lr"))
         inputs = role.call(request).inputs
         keys = [key for key in _READ if key in inputs]
@@ -44,14 +46,19 @@ class ActorTrain:
                 [r for r in part if counts_in_loss(r, ppo) and r.sample_id not in skipped] for part in minibatch
             ]
             batches = role.microbatches(computed, keys)
-            loss = self._loss(role, of_episodes, denominator, kl_coef)
+            loss = self._loss(role, policy_loss, of_episodes, denominator, kl_coef)
             steps.take(minibatch, batches, loss, denominator, stop)
             if steps.stopped:
                 break
         return CallOutcome({**steps.finish(), "early_stopped": float(steps.stopped)})
 
     def _loss(
-        self, role: Role, of_episodes: Mapping[str, float] | None, denominator: float, kl_coef: float
+        self,
+        role: Role,
+        policy_loss: ConfiguredLoss,
+        of_episodes: Mapping[str, float] | None,
+        denominator: float,
+        kl_coef: float,
     ) -> LossFunction:
         ppo = role.config.train.ppo
 
@@ -71,10 +78,24 @@ class ActorTrain:
                 torch.ones_like(theta, dtype=torch.bool),
                 denominator,
                 ppo,
-                segments=Segments(torch.tensor([ref.loss_tokens for ref in batch.refs], dtype=torch.int64)),
+                loss=policy_loss,
+                segments=segments_of(batch.refs),
                 entropy=outputs.entropy,
                 ref=batch.arrays.get("ref_logprobs"),
                 kl_coef=kl_coef,
             )
 
         return loss
+
+
+def segments_of(refs: Sequence[SequenceRef]) -> Segments:
+    """The rows of a micro-batch and the episodes that they belong to."""
+    lengths = torch.tensor([ref.loss_tokens for ref in refs], dtype=torch.int64)
+    episodes = [ref.episode for ref in refs]
+    # Without this shortcut every micro-batch of single-turn samples would sort its episodes for nothing.
+    several = len(set(episodes)) < len(episodes)
+    return Segments(
+        lengths,
+        torch.tensor(episodes, dtype=torch.int64) if several else None,
+        torch.tensor([ref.episode_tokens for ref in refs], dtype=torch.float64),
+    )

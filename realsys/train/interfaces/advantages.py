@@ -25,14 +25,13 @@ from realsys.algorithm.kl import kl_estimate
 from realsys.config.dataflow import TOKEN_REWARDS, dataflow_of
 from realsys.config.schema import Config
 from realsys.train.data_manager import Array
-from realsys.train.interfaces.registry import CallOutcome, register_interface
+from realsys.train.interfaces.handlers import CallOutcome
 from realsys.train.interfaces.role import Role
 from realsys.train.interfaces.statistics import all_reduce
 from realsys.train.interfaces.steps import call_argument
 from realsys.types import F32, MfcRequest, SequenceRef
 
 
-@register_interface("advantages")
 class Advantages:
     """Advantages of tokens, and with a critic their returns, stored for this rank's own rows.
 

@@ -13,7 +13,7 @@ from realsys.algorithm.advantages import moments
 from realsys.algorithm.value import critic_loss, explained_variance
 from realsys.algorithm.value_norm import RunningMoments
 from realsys.train.engine import Outputs, Stats
-from realsys.train.interfaces.registry import CallOutcome, register_interface
+from realsys.train.interfaces.handlers import CallOutcome
 from realsys.train.interfaces.role import Role
 from realsys.train.interfaces.statistics import all_reduce
 from realsys.train.interfaces.steps import OptimizerSteps, call_argument, count_loss_tokens
@@ -24,7 +24,6 @@ from realsys.types import F32, MfcRequest, SequenceRef
 _MOMENTS = ("return_square_mean", "error_mean", "error_square_mean")
 
 
-@register_interface("critic_train")
 class CriticTrain:
     """Clipped value loss towards the stored returns, in the units that the critic predicts.
 

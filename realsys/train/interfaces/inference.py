@@ -18,14 +18,13 @@ import torch
 
 from realsys.train.data_manager import Array
 from realsys.train.interfaces.advantages import left_out
-from realsys.train.interfaces.registry import CallOutcome, register_interface
+from realsys.train.interfaces.handlers import CallOutcome
 from realsys.train.interfaces.role import Role, sequences_per_rank
 from realsys.train.interfaces.statistics import all_reduce, reduce_stats, token_means
 from realsys.train.packing import split_rows
 from realsys.types import MfcRequest, SequenceRef
 
 
-@register_interface("actor_inf")
 class ActorInference:
     """Proximal log-probs: of the answer tokens under the weights before the step's first update.
 
@@ -91,7 +90,6 @@ def agreement(differences: torch.Tensor, role: Role) -> dict[str, float]:
     }
 
 
-@register_interface("ref_inf")
 class ReferenceInference:
     """Log-probs of the answer tokens under a frozen model, at the sampling temperature as the actor's."""
 
@@ -113,7 +111,6 @@ def store_logprobs(role: Role, per_rank: Sequence[Sequence[SequenceRef]], key: s
     return found
 
 
-@register_interface("critic_inf")
 class CriticInference:
     """Values of the state before each answer token and after the last, in units of the rewards.
 
@@ -133,7 +130,6 @@ class CriticInference:
         return CallOutcome(token_means(stats, role))
 
 
-@register_interface("reward_inf")
 class RewardInference:
     """The score of each whole answer: what the value head says at its last token."""
 

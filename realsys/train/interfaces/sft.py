@@ -6,14 +6,13 @@ import torch
 
 from realsys.algorithm.loss import sft_loss
 from realsys.train.engine import Outputs, Stats
-from realsys.train.interfaces.registry import CallOutcome, register_interface
+from realsys.train.interfaces.handlers import CallOutcome
 from realsys.train.interfaces.role import Role
 from realsys.train.interfaces.steps import OptimizerSteps, call_argument, count_loss_tokens
 from realsys.train.packing import MicroBatch
 from realsys.types import MfcRequest
 
 
-@register_interface("sft")
 class Sft:
     """Negative log-likelihood of the demonstrated answers, with the warm-up's optimizer."""
 

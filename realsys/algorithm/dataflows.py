@@ -1,0 +1,55 @@
+"""The built-in algorithms: functions Config -> Dataflow. The master runs them, so this module does without torch."""
+
+from __future__ import annotations
+
+from realsys.config.dataflow import (
+    SOURCE_KEYS,
+    TOKEN_REWARDS,
+    Dataflow,
+    FunctionCall,
+    token_level_advantages,
+    with_offload,
+)
+from realsys.config.schema import Config
+
+
+def ppo(config: Config) -> Dataflow:
+    """Declare PPO with the calls that the settings switch on (``train.ppo.algorithm=ppo``)."""
+    ppo = config.train.ppo
+    in_reward = ppo.kl.coef > 0 and ppo.kl.place == "reward"
+    in_loss = ppo.kl.coef > 0 and ppo.kl.place == "loss"
+    scores = frozenset({"scores"} if ppo.reward_model.enabled else ())
+    prox = frozenset({"prox_logprobs"} if ppo.use_decoupled_loss else ())
+    source = frozenset({"tokens", "behav_logprobs"})
+    tokens = frozenset({"tokens"})
+    calls = []
+    if ppo.reward_model.enabled:
+        calls.append(FunctionCall("reward_inf", "reward", "reward_inf", tokens, scores))
+    if prox:
+        # Which answers have advantage 0, and so need no proximal log-probs, is known only with their scores.
+        needed = source | {"versions"} | (scores if ppo.skip_zero_advantage else frozenset())
+        calls.append(FunctionCall("actor_inf", "actor", "actor_inf", needed, prox))
+    if ppo.kl.coef > 0:
+        calls.append(FunctionCall("ref_inf", "ref", "ref_inf", tokens, frozenset({"ref_logprobs"})))
+    if ppo.critic.enabled:
+        calls.append(FunctionCall("critic_inf", "critic", "critic_inf", tokens, frozenset({"values"})))
+    reads = source | prox | scores
+    if token_level_advantages(config):
+        inputs = frozenset({"behav_logprobs"}) | prox | scores
+        inputs |= frozenset({"ref_logprobs"} if in_reward else ()) | frozenset({"values"} if ppo.critic.enabled else ())
+        inputs |= frozenset({TOKEN_REWARDS, "loss_mask"} if ppo.turn_rewards else ())
+        outputs = frozenset({"advantages"} | ({"returns"} if ppo.critic.enabled else set()))
+        calls.append(FunctionCall("advantages", "actor", "advantages", inputs, outputs))
+        reads |= {"advantages"}
+    reads |= frozenset({"ref_logprobs"} if in_loss else ())
+    calls.append(FunctionCall("actor_train", "actor", "actor_train", reads, trains=True))
+    if ppo.critic.enabled:
+        inputs = frozenset({"tokens", "values", "returns"})
+        calls.append(FunctionCall("critic_train", "critic", "critic_train", inputs, trains=True))
+    return Dataflow(calls, SOURCE_KEYS | ({TOKEN_REWARDS} if ppo.turn_rewards else set()))
+
+
+def sft(config: Config) -> Dataflow:
+    """Declare the supervised warm-up of the actor."""
+    call = FunctionCall("sft", "actor", "sft", frozenset({"tokens"}), trains=True)
+    return with_offload(Dataflow([call], source_keys={"tokens"}), config)

@@ -1,0 +1,12 @@
+"""Clipped weight (MiniMax-M1, 2506.13585)."""
+
+from __future__ import annotations
+
+from realsys.algorithm.losses.base import LossInputs, Surrogate
+
+
+def cispo(inputs: LossInputs) -> Surrogate:
+    """``-sg(clip(u)) * A * theta``: every token keeps its gradient; u stops growing as a weight."""
+    bounded = inputs.clipped_u
+    loss = -bounded.detach() * inputs.advantages * inputs.theta
+    return Surrogate(loss, clipped=(bounded != inputs.u).detach())

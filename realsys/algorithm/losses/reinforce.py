@@ -1,0 +1,12 @@
+"""No ratio (Williams, 1992; RLOO, 2402.14740)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from realsys.algorithm.losses.base import LossInputs
+
+
+def reinforce(inputs: LossInputs) -> Tensor:
+    """``-A * theta``."""
+    return -inputs.advantages * inputs.theta

@@ -1,0 +1,82 @@
+"""Which row, and which episode, each loss token of a micro-batch belongs to.
+
+    tokens    a a a b b c c c c     [t]  loss tokens, row after row
+    lengths   3     2   4           [n]  tokens of each row
+    episodes  0     1   0           [n]  rows a and c belong to one episode
+
+A row is one training sequence. An episode has one row or more, also in several micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The rows of one micro-batch. Keep the tensors on the host: then no check waits for a device.
+
+    lengths         int64 [n]  loss tokens of each row, in order; their sum is t
+    episodes        int64 [n]  equal numbers mark rows of one episode; None: every row is an episode
+    episode_tokens  float [n]  counted loss tokens of the row's whole episode, with its rows in
+                               other micro-batches; None: counted from the mask, so every episode
+                               must be whole in this micro-batch
+
+    Methods raise ValueError if the lengths do not agree.
+    """
+
+    lengths: Tensor
+    episodes: Tensor | None = None
+    episode_tokens: Tensor | None = None
+
+    def counted(self, mask: Tensor) -> Tensor:
+        """Return for each token the counted tokens of its whole episode, float64 ``[t]``."""
+        if self.episode_tokens is None:
+            return self._spread(self._sums(mask.double()), mask)
+        self._check("episode_tokens", self.episode_tokens)
+        self._check_tokens(mask)
+        return self._spread(self.episode_tokens.to(mask.device, torch.float64), mask)
+
+    def means(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Return for each token the mean of ``x`` over its episode, float32 ``[t]``, no gradient.
+
+        Only the counted tokens in this micro-batch are in the mean; without any it is 0.
+        """
+        # float64: the mean of 30,000 log ratios is compared with clip ranges of 3e-4
+        sums = self._sums(torch.where(mask, x.detach(), 0.0).double())
+        counts = self._sums(mask.double())
+        return self._spread(sums / counts.clamp(min=1.0), mask).float()
+
+    def _sums(self, x: Tensor) -> Tensor:
+        """Return for each row the sum of ``x`` over all rows of its episode, ``[n]``."""
+        self._check_tokens(x)
+        if not len(x):
+            # A rank with fewer rows than others has an empty micro-batch: launch no kernel for it.
+            return x.new_zeros(len(self.lengths))
+        sums = _ordered_sums(x, self.lengths)
+        if self.episodes is None:
+            return sums
+        self._check("episodes", self.episodes)
+        _, episode, rows = torch.unique(self.episodes, return_inverse=True, return_counts=True)
+        order = episode.argsort(stable=True)
+        return _ordered_sums(sums[order.to(x.device)], rows)[episode.to(x.device)]
+
+    def _spread(self, per_row: Tensor, like: Tensor) -> Tensor:
+        return per_row.repeat_interleave(self.lengths.to(like.device), output_size=len(like))
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        if tensor.shape != self.lengths.shape:
+            shapes = f"shape {list(tensor.shape)}, lengths has {list(self.lengths.shape)}"
+            raise ValueError(f"{name} has {shapes}")
+
+    def _check_tokens(self, x: Tensor) -> None:
+        if (total := int(self.lengths.sum())) != len(x):
+            raise ValueError(f"rows of {total} tokens in all for {len(x)} tokens")
+
+
+def _ordered_sums(x: Tensor, lengths: Tensor) -> Tensor:
+    """Sum consecutive parts of ``x`` in a fixed order, which index_add_ on a GPU does not keep."""
+    return torch.segment_reduce(x, "sum", lengths=lengths.to(x.device), unsafe=True)

@@ -1,0 +1,54 @@
+"""The built-in backend ``embedded``. No torch until an engine is built: the launcher imports this module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from realsys.config.allocation import Allocation
+from realsys.config.lengths import longest_sequence
+from realsys.errors import ConfigError
+from realsys.generation.backend import Backend, Change, EngineParts
+
+if TYPE_CHECKING:
+    from realsys.generation.embedded.engine import Engine
+
+
+class EmbeddedBackend(Backend):
+    """Rules of the embedded engine."""
+
+    capacity_field = "generation.embedded.max_queued"
+
+    def check(self, allocation: Allocation) -> None:
+        """Refuse a split model, and a context that cannot hold the longest sequence."""
+        super().check(allocation)
+        context = self.config.generation.embedded.context_length
+        longest = longest_sequence(self.config)
+        if 0 < context < longest:
+            prompt = self.config.data.max_prompt_tokens
+            completion = self.config.generation.sampling.max_new_tokens
+            parts = f"data.max_prompt_tokens {prompt} + max_new_tokens {completion}"
+            if longest != prompt + completion:
+                parts = f"the longest row of rollout.agent {self.config.rollout.agent}"
+            raise ConfigError("generation.embedded.context_length", context, f"must hold {parts} = {longest}")
+
+    def capacity(self) -> int:
+        settings = self.config.generation.embedded
+        return settings.max_running + settings.max_queued
+
+    def build(self, parts: EngineParts) -> Engine:
+        import torch
+
+        from realsys.generation.embedded.build import build_engine
+
+        config = self.config
+        torch.set_num_threads(config.generation.threads)
+        engine = build_engine(
+            parts.model_path,
+            config.generation,
+            parts.load,
+            context=longest_sequence(config),
+            dtype=getattr(torch, config.model.dtype),
+            interruptible=config.asynchronous.interruptible,
+        )
+        parts.on_change(Change(0))  # the only news: the engine lives as long as the process
+        return engine

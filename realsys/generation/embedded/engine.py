@@ -1,0 +1,242 @@
+"""The embedded engine: a thread that runs decode steps, and a thread that stages weights beside it.
+
+    HTTP handlers ──commands──> [mailbox] ──> engine thread:  commands, weight swap if one is ready, step, repeat
+    update() ──> [staging queue] ──> staging thread: load, verify, fuse ──command──> engine thread: swap
+
+The engine thread consumes commands and waits for nothing but the mailbox. All that touches the core happens in it
+between two steps, so the core needs no locks. An error in it ends all open calls with that error and leaves the
+thread: the process is meant to die of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from realsys.cluster.failpoint import reach
+from realsys.errors import GenerationError, WaitTimeout
+from realsys.generation.backend import Completion, Load
+from realsys.generation.embedded.core import EngineCore
+from realsys.generation.embedded.scheduler import Request
+from realsys.generation.embedded.staging import Stager, Update
+from realsys.generation.limits import Limits
+from realsys.generation.mailbox import Mailbox
+from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
+
+
+class Engine:
+    """Thread-safe front of an EngineCore.
+
+    ``interruptible``: weights are swapped in the middle of answers; otherwise running answers finish first while new
+    ones wait. ``on_step`` is called in the engine thread after every step (tests, measurements).
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        load: Load,
+        *,
+        model_path: str = "",
+        interruptible: bool = True,
+        on_step: Callable[[EngineCore], None] | None = None,
+    ) -> None:
+        self.core = core
+        self.model_path = model_path
+        self._interruptible, self._on_step = interruptible, on_step
+        self._limits = Limits(
+            vocabulary=core.arch.vocab,
+            eos=core.arch.eos,
+            context=core.context,
+            answers=core.scheduler.max_queued + core.scheduler.max_running,
+            tokenizer=core.tokenizer is not None,
+            model_path=model_path,
+        )
+        self._mailbox = Mailbox()
+        self._paused = False
+        self._updates_done = 0
+        self._ready: deque[Update] = deque()  # staged, waiting for their moment
+        self._swapped: Update | None = None  # its call is answered with its first token
+        self._stager = Stager(core.arch, load, core.dtype, core.staging_device, self._on_staged)
+        self._thread = threading.Thread(target=self._run, name="generation-engine", daemon=True)
+
+    # ---- any thread
+
+    def start(self) -> None:
+        self._thread.start()
+        self._stager.thread.start()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop after the current step; open calls fail with a retryable error."""
+        self._mailbox.stop()
+        self._stager.stop()
+        for thread in (self._thread, self._stager.thread):
+            thread.join(timeout_s)
+            if thread.is_alive():
+                raise WaitTimeout(f"thread {thread.name} did not end within {timeout_s:g} s")
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sample now."""
+        return self.core.version
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine serves no more; None while it does."""
+        return self._mailbox.ended
+
+    def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
+        """Queue a request; the future gives its n answers.
+
+        Raises GenerationError for a bad request. The future raises one for a full queue (retryable) or an id in use.
+        """
+        prompt = self._limits.checked_prompt(input_ids, params)
+        seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
+        stops = self._limits.stops(params)
+        request = Request(rid or secrets.token_hex(16), prompt, params, seed, stops, self._mailbox.future())
+
+        def submit() -> None:
+            try:
+                self.core.submit(request)
+            except GenerationError as error:
+                request.done.set_exception(error)
+
+        self._mailbox.post(submit)
+        return request.done
+
+    def update(self, path: str, version: int, *, abort_all: bool = False) -> Future[UpdateResult]:
+        """Load and verify a weight version in the background, then swap it in between two steps."""
+        update = Update(path, version, abort_all, self._mailbox.future())
+        self._stager.put(update)
+        return update.done
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop stepping; new requests are queued.
+
+        in_place keeps the cache of running answers, retract drops it (both go on at ``resume``), abort ends all
+        requests with the tokens they have.
+        """
+
+        def pause() -> None:
+            self._paused = True
+            if mode == "abort":
+                self._abort_all()
+            elif mode == "retract":
+                self.core.drop_cache()
+
+        return self._mailbox.call(pause)
+
+    def resume(self) -> Future[None]:
+        def resume() -> None:
+            self._paused = False
+
+        return self._mailbox.call(resume)
+
+    def abort(self, rid: str) -> Future[bool]:
+        """End one request now, with the tokens it has. False when there is none of that id."""
+
+        def abort() -> bool:
+            request = self.core.scheduler.find(rid)
+            if request is not None:
+                self.core.abort(request)
+            return request is not None
+
+        return self._mailbox.call(abort)
+
+    def abort_all(self) -> Future[None]:
+        return self._mailbox.call(self._abort_all)
+
+    def info(self) -> ServerInfo:
+        """A snapshot taken without stopping the engine; its numbers may be of two neighbouring steps."""
+        core = self.core
+        return ServerInfo(
+            backend="embedded",
+            weight_version=str(core.version),
+            context_length=core.context,
+            max_running=core.scheduler.max_running,
+            max_queued=core.scheduler.max_queued,
+            running=len(core.scheduler.active),
+            queued=core.scheduler.queued,
+            kv_tokens=core.cached_tokens,
+            kv_capacity=core.scheduler.max_running * core.context,
+            generated_tokens=core.counters.tokens,
+            steps=core.counters.steps,
+            updates=self._updates_done,
+            paused=self._paused,
+            busy_s=core.counters.busy_s,
+        )
+
+    def _on_staged(self, update: Update) -> None:
+        self._mailbox.post(lambda: self._ready.append(update))
+
+    # ---- engine thread
+
+    def _run(self) -> None:
+        try:
+            while self._mailbox.wait(self._has_work):
+                self._mailbox.run()
+                self.core.hold_admission = bool(self._ready) and not self._interruptible
+                if self._swap_is_due:
+                    self._swap(self._ready.popleft())
+                elif not self._paused and not self.core.idle:
+                    self.core.step()
+                    self._report()
+                    if self._on_step is not None:
+                        self._on_step(self.core)
+                self._report()
+        except BaseException as error:
+            self._mailbox.end(f"the engine failed: {type(error).__name__}: {error}")
+            raise
+        self._mailbox.end("the server is stopping")
+
+    def _has_work(self) -> bool:
+        return self._swap_is_due or not (self._paused or self.core.idle)
+
+    @property
+    def _swap_is_due(self) -> bool:
+        return bool(self._ready) and (self._interruptible or not self.core.scheduler.active)
+
+    def _swap(self, update: Update) -> None:
+        """The pause: everything slow happened in the staging thread."""
+        assert update.weights is not None
+        start = time.perf_counter()
+        if update.abort_all:
+            self._abort_all()
+        if self._swapped is not None:
+            self._answer(self._swapped)  # it had no time to sample anything
+        loading = time.perf_counter()
+        reach("server.load")
+        self.core.swap(update.weights, update.version)
+        self.model_path = update.path
+        update.swapped_at, update.tokens_before = time.perf_counter(), self.core.counters.tokens
+        update.timings |= {
+            "drain_s": start - update.staged_at,
+            "pause_s": update.swapped_at - start,
+            "load_s": update.swapped_at - loading,
+        }
+        self._updates_done += 1
+        self._swapped = update
+        self.core.hold_admission = False
+
+    def _report(self) -> None:
+        """Answer the call of an update once its first token is there, or none is to come for now."""
+        update = self._swapped
+        if update is None:
+            return
+        sampled = self.core.counters.tokens > update.tokens_before
+        if sampled:
+            update.timings["first_token_s"] = time.perf_counter() - update.swapped_at
+        if sampled or self._paused or self.core.idle:
+            self._answer(update)
+
+    def _answer(self, update: Update) -> None:
+        self._swapped = None
+        message = f"serving version {update.version}"
+        update.done.set_result(UpdateResult(True, message, update.timings, update.counts))
+
+    def _abort_all(self) -> None:
+        for request in self.core.scheduler.requests():
+            self.core.abort(request)

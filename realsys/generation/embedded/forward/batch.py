@@ -1,0 +1,154 @@
+"""Tensors of a forward pass: for decoding, what stays the same until an answer ends or joins; for prefill, one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from realsys.generation.embedded.forward.sampler import RowParams
+from realsys.generation.embedded.forward.token_store import TokenStore
+from realsys.generation.embedded.layout import LayoutPlanner, RowGroup
+from realsys.generation.embedded.prefill import Part
+from realsys.generation.embedded.scheduler import Answer
+
+I64 = npt.NDArray[np.int64]
+
+#: one more group of a prefill pass costs about as much as attention of this many padding tokens
+_PREFILL_PLANNER = LayoutPlanner(overhead=256)
+
+
+@dataclass(slots=True)
+class Batch:
+    """The n running answers in row order. ``advance`` moves everything by one token."""
+
+    answers: list[Answer]
+    groups: list[RowGroup]
+    params: RowParams
+    ids: Tensor  # int64 [n], fed next
+    positions: Tensor  # int64 [n], of ids
+    cells: Tensor  # int64 [n], of the token sampled next, in the TokenStore
+    starts: Tensor | None  # int64 [m], cells of the first tokens of the answers with penalties
+    lengths: I64  # [n]
+    limits: I64  # [n], length at which an answer is cut
+    ban_lengths: I64  # [n], length below which an answer must not stop
+    stops: I64  # [n, k] stop tokens, padded with -1
+    watched: list[int]  # rows that have stop strings
+
+    @classmethod
+    def build(cls, answers: Sequence[Answer], groups: list[RowGroup], store: TokenStore) -> Batch:
+        device = store.device
+        lengths = np.asarray([a.length for a in answers], np.int64)
+        slots = np.asarray([a.slot for a in answers], np.int64)
+        cells = torch.from_numpy(slots * store.context + lengths).to(device)
+        starts = [a.slot * store.context + a.answer_start for a in answers if a.request.params.penalised]
+        return cls(
+            answers=list(answers),
+            groups=groups,
+            params=RowParams.build([a.request.params for a in answers], device),
+            ids=store.tokens.index_select(0, cells - 1),
+            positions=torch.from_numpy(lengths - 1).to(device),
+            cells=cells,
+            starts=torch.tensor(starts, device=device) if starts else None,
+            lengths=lengths,
+            limits=np.asarray([a.limit for a in answers], np.int64),
+            ban_lengths=np.asarray([a.ban_length for a in answers], np.int64),
+            stops=_stop_table(answers),
+            watched=[row for row, a in enumerate(answers) if a.request.params.stop],
+        )
+
+    def banned(self) -> Tensor | None:
+        """(row, token) pairs that may not be drawn in this step: stop tokens of answers that are too short."""
+        rows = np.flatnonzero(self.lengths < self.ban_lengths)
+        if not len(rows):
+            return None
+        where, column = np.nonzero(self.stops[rows] >= 0)
+        pairs = np.stack([rows[where], self.stops[rows[where], column]], axis=1)
+        return torch.from_numpy(pairs).to(self.ids.device) if len(pairs) else None
+
+    def counts(self, store: TokenStore, vocabulary: int) -> Tensor | None:
+        """How often the answers with penalties hold each token: float32 [m, vocabulary]."""
+        penalties = self.params.penalties
+        if penalties is None or self.starts is None:
+            return None
+        return store.counts(self.starts, self.cells.index_select(0, penalties.rows), vocabulary)
+
+    def advance(self, tokens: Tensor) -> dict[int, int | None]:
+        """Account for the tokens just sampled. Returns the rows that end, with the stop token that did it."""
+        self.ids = tokens
+        self.positions.add_(1)
+        self.cells.add_(1)
+        self.lengths += 1
+        for group in self.groups:
+            group.length += 1
+        drawn = tokens.cpu().numpy()
+        hit = (self.stops == drawn[:, None]).any(axis=1)
+        ended = np.flatnonzero(hit | (self.lengths >= self.limits))
+        return {int(row): int(drawn[row]) if hit[row] else None for row in ended}
+
+
+def _stop_table(answers: Sequence[Answer]) -> I64:
+    width = max((len(a.request.stops) for a in answers), default=0)
+    table = np.full((len(answers), width), -1, np.int64)
+    for row, answer in enumerate(answers):
+        table[row, : len(answer.request.stops)] = answer.request.stops
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillGroup:
+    """b parts of similar length: their attention is one call over [b, width], most of it real tokens."""
+
+    tokens: slice  # of the pass
+    places: Tensor  # int64 [tokens], of each token in the padded [b * width]
+    rows: Tensor  # int64 [b]
+    starts: Tensor | None  # int64 [b], first position; None: all begin at 0
+    width: int
+    reach: int  # positions of the cache that are read
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBatch:
+    """The N tokens of one prefill pass, packed part by part; ``groups`` cover them in order."""
+
+    ids: Tensor  # int64 [N]
+    positions: Tensor  # int64 [N]
+    rows: Tensor  # int64 [N]
+    groups: list[PrefillGroup]
+
+    @classmethod
+    def build(cls, parts: Sequence[Part], store: TokenStore) -> PrefillBatch:
+        """``parts`` with at least one token each; answers must have their rows."""
+        parts = sorted(parts, key=lambda part: part.start - part.stop)
+        starts = np.asarray([part.start for part in parts], np.int64)
+        lengths = np.asarray([part.stop for part in parts], np.int64) - starts
+        slots = np.asarray([part.answer.slot for part in parts], np.int64)
+        rows = np.asarray([part.answer.row for part in parts], np.int64)
+        offsets = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        positions = np.repeat(starts, lengths) + offsets
+        first, groups = 0, []
+
+        def tensor(values: I64) -> Tensor:
+            return torch.from_numpy(values).to(store.device)
+
+        for begin, end in _PREFILL_PLANNER.split(lengths):
+            counts, width = lengths[begin:end], int(lengths[begin])
+            tokens = slice(first, first + int(counts.sum()))
+            groups.append(
+                PrefillGroup(
+                    tokens,
+                    places=tensor(np.repeat(np.arange(end - begin) * width, counts) + offsets[tokens]),
+                    rows=tensor(rows[begin:end]),
+                    starts=tensor(starts[begin:end]) if starts[begin:end].any() else None,
+                    width=width,
+                    reach=int((starts + lengths)[begin:end].max()),
+                )
+            )
+            first = tokens.stop
+        cells = np.repeat(slots * store.context, lengths) + positions
+        ids = store.tokens.index_select(0, tensor(cells))
+        return cls(ids, tensor(positions), tensor(np.repeat(rows, lengths)), groups)

@@ -1,0 +1,131 @@
+"""Sizes and switches of a Hugging Face decoder that realsys can train and serve. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+#: the head that a role needs: logits over the vocabulary, or one value per token
+Head = Literal["lm", "value"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding; ``realsys.hf.rope`` computes its frequencies.
+
+    ``linear`` divides all positions by ``factor``. ``llama3`` stretches the low frequencies only.
+    """
+
+    theta: float
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes that the cost of a sequence depends on; a checkpoint records them.
+
+    ``outputs`` per token: the size of the vocabulary, or 1 with a value head.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class HfModel:
+    """A Qwen2, Qwen3, Llama or Mistral decoder with the head that its role needs.
+
+    ``tied``: the embedding also serves as the language-model head. ``has_score``: the checkpoint has a
+    ``score.weight``, the weight of a value head; without one a value head starts at 0.
+    """
+
+    family: str
+    vocab: int
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    positions: int  # tokens of the longest sequence
+    norm_eps: float
+    rope: Rope
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    head: Head
+    has_score: bool
+    eos: tuple[int, ...]
+
+    @property
+    def group(self) -> int:
+        """Query heads per key-value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return ModelSizes(
+            hidden=self.hidden,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            ffn=self.ffn,
+            outputs=self.vocab if self.head == "lm" else 1,
+        )
+
+    @property
+    def split_sizes(self) -> dict[str, int]:
+        """Sizes that tensor parallelism divides, by their names in config.json."""
+        return {
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "intermediate_size": self.ffn,
+            "vocab_size": self.vocab,
+        }
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """HF name -> shape of every tensor that the checkpoint must have."""
+        hidden = self.hidden
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab, hidden),
+            "model.norm.weight": (hidden,),
+        }
+        if self.head == "lm" and not self.tied:
+            shapes["lm_head.weight"] = (self.vocab, hidden)
+        if self.has_score:
+            shapes["score.weight"] = (1, hidden)
+        layer = self._layer_shapes()
+        for index in range(self.layers):
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        return shapes
+
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, ffn = self.hidden, self.ffn
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj.weight": (q, hidden),
+            "self_attn.k_proj.weight": (kv, hidden),
+            "self_attn.v_proj.weight": (kv, hidden),
+            "self_attn.o_proj.weight": (hidden, q),
+            "mlp.gate_proj.weight": (ffn, hidden),
+            "mlp.up_proj.weight": (ffn, hidden),
+            "mlp.down_proj.weight": (hidden, ffn),
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+        }
+        if self.qkv_bias:
+            biases = {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+            shapes |= biases
+        if self.qk_norm:
+            shapes |= dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (self.head_dim,))
+        return shapes

@@ -1,0 +1,311 @@
+"""The one reader of a Hugging Face ``config.json``. No torch.
+
+The launcher, the planner of the master, trainers and generation servers all call ``read_model``. Therefore the
+launcher refuses every model that a worker would refuse, in the same words.
+
+Rules:
+
+- A key that the file leaves out has the value that transformers gives it for that family; but the sizes of a model
+  have no default, because a file without them is damaged.
+- A key that is read here has the type that transformers demands.
+- A setting that changes the forward pass in a way that no code here knows is refused: to run the model as if the
+  setting were off would be silently wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from realsys.errors import ModelError
+from realsys.hf.architecture import Head, HfModel, ModelSizes, Rope
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Defaults of one ``model_type`` in transformers."""
+
+    classes: str  # how the names of its classes begin
+    positions: int
+    kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden_size // num_attention_heads
+    null_kv_heads: bool = True  # null means as many as query heads, else it is refused
+    null_head_dim: bool = False  # null means hidden_size // num_attention_heads, else it is refused
+
+
+FAMILIES = {
+    "qwen2": _Family("Qwen2", 32768, kv_heads=32),
+    "qwen3": _Family("Qwen3", 32768, kv_heads=32, head_dim=128),
+    "llama": _Family("Llama", 2048, null_head_dim=True),
+    "mistral": _Family("Mistral", 131072, kv_heads=8, null_kv_heads=False, null_head_dim=True),
+}
+ROPE_TYPES = ("default", "linear", "llama3")
+_THETA = 10000.0
+_SLIDING_WINDOW = 4096
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Other numbers are damage: tables of such a size would never be finished, float32 would overflow.
+_MOST_LAYERS, _MOST, _LEAST_NUMBER, _MOST_NUMBER = 4096, 1 << 24, 1e-12, 1e12
+
+
+def read_model(directory: Path, head: Head = "lm") -> HfModel:
+    """Read config.json, and the end-of-text tokens of generation_config.json, for a role that needs ``head``.
+
+    Raises ModelError naming file, field and value for a model that cannot be trained or served.
+    """
+    path = directory / "config.json"
+    values = _read_object(path)
+    if values is None:
+        raise ModelError(f"{path}: not found: name a directory with a Hugging Face model")
+    keys = _Keys(path, values)
+    name = keys.choice("model_type", tuple(FAMILIES))
+    family = FAMILIES[name]
+    has_score = _has_score(keys, family, head)
+    _refuse_unsupported(keys, name)
+    hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
+    if name == "llama" and hidden % heads:
+        raise keys.refuse("hidden_size", f"must be a multiple of num_attention_heads ({heads})")
+    stated = keys.size("max_position_embeddings", family.positions)
+    rope = _read_rope(keys)
+    # llama3 is written with the positions after stretching, linear with those before.
+    positions = int(stated * rope.factor) if rope.kind == "linear" else stated
+    _refuse_sliding_window(keys, name, positions)
+    return HfModel(
+        family=name,
+        vocab=keys.size("vocab_size"),
+        hidden=hidden,
+        ffn=keys.size("intermediate_size"),
+        layers=keys.size("num_hidden_layers", most=_MOST_LAYERS),
+        heads=heads,
+        kv_heads=_read_kv_heads(keys, family, heads),
+        head_dim=_read_head_dim(keys, family, hidden // heads),
+        positions=positions,
+        norm_eps=keys.number("rms_norm_eps", 1e-6, most=0.1),
+        rope=rope,
+        tied=keys.switch("tie_word_embeddings") and head == "lm",
+        qkv_bias=name == "qwen2",
+        qk_norm=name == "qwen3",
+        head=head,
+        has_score=has_score,
+        eos=tuple(sorted(set(read_end_of_text(directory)))),
+    )
+
+
+def read_sizes(directory: Path, head: Head = "lm") -> ModelSizes:
+    """Read the sizes that the master plans with. Raises ModelError as ``read_model`` does."""
+    return read_model(directory, head).sizes
+
+
+def read_end_of_text(directory: Path) -> list[int]:
+    """Return the ids of ``eos_token_id`` in generation_config.json, then those in config.json; often the same.
+
+    Raises ModelError for a file that cannot be read, or an id that is no integer.
+    """
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        keys = _Keys(path, _read_object(path) or {})
+        value = keys.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and abs(token) < 1 << 31 for token in ids):
+            raise keys.refuse("eos_token_id", "must be a token id, or a list of them")
+        found += ids
+    return found
+
+
+class _Keys:
+    """Keys of one JSON object; every getter raises ModelError with file, key and value."""
+
+    def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
+        self._path = path
+        self._values = values
+        self._prefix = prefix
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._values.get(key, default)
+
+    def first_object(self) -> str | None:
+        return next((key for key, value in self._values.items() if isinstance(value, dict)), None)
+
+    def refuse(self, key: str, problem: str, known: str = "", default: object = None) -> ModelError:
+        """``known``: values that are supported; ``default``: the value where the file leaves the key out."""
+        name, value = self._prefix + key, self._values.get(key, default)
+        if value is None and key not in self._values:
+            return ModelError(f"{self._path}: {name} is missing{f'; known: {known}' if known else f': it {problem}'}")
+        return ModelError(f"{self._path}: {name}={_shown(value)} {problem}{known and f'; known: {known}'}")
+
+    def size(self, key: str, default: int | None = None, most: int = _MOST) -> int:
+        """``default`` where the file leaves the key out; without a default that is refused."""
+        value = self._values.get(key, default)
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.refuse(key, f"must be a positive integer (at most {most})")
+        return value
+
+    def number(self, key: str, default: float | None = None, most: float = _MOST_NUMBER) -> float:
+        value = self._values.get(key, default)
+        if not isinstance(value, int | float) or value is True or not _LEAST_NUMBER <= value <= most:
+            raise self.refuse(key, f"must be a number from {_LEAST_NUMBER:g} to {most:g}")
+        return float(value)
+
+    def switch(self, key: str) -> bool:
+        """False where the file leaves the key out."""
+        value = self._values.get(key, False)
+        if type(value) is not bool:
+            raise self.refuse(key, "must be true or false")
+        return value
+
+    def choice(self, key: str, supported: tuple[str, ...], default: str | None = None) -> str:
+        value = self._values.get(key, default)
+        if value not in supported:
+            raise self.refuse(key, "is not supported", ", ".join(supported))
+        return str(value)
+
+    def below(self, key: str) -> _Keys:
+        """The object under ``key``; empty where the file leaves it out or says null."""
+        value = self._values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.refuse(key, "must be an object")
+        return _Keys(self._path, value or {}, f"{key}.")
+
+
+def _has_score(keys: _Keys, family: _Family, head: Head) -> bool:
+    """Return True if the checkpoint has a ``score.weight``. Raises ModelError if the role cannot use its head.
+
+    A model has a language-model head or, if it is a sequence classification with one label, a score. A value role
+    takes either, and starts from zero values without a score.
+    """
+    plain, scoring = f"{family.classes}ForCausalLM", f"{family.classes}ForSequenceClassification"
+    architectures = keys.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if name == plain:
+        return False
+    if name != scoring:
+        usable = plain if head == "lm" else f"{plain}, {scoring}"
+        raise keys.refuse("architectures", f"is not supported for {keys.get('model_type')}", usable)
+    if head == "lm":
+        raise keys.refuse("architectures", f"has no language-model head: name a directory of a {plain}")
+    labels = _label_count(keys)
+    if labels != 1:
+        raise keys.refuse("architectures", f"with {labels} labels is not supported: a value needs one (num_labels=1)")
+    return True
+
+
+def _label_count(keys: _Keys) -> int:
+    """``num_labels``, else the length of ``id2label``, else 2, as in transformers."""
+    named = keys.get("id2label")
+    if named is not None and not isinstance(named, dict):
+        raise keys.refuse("id2label", "must be an object")
+    count = keys.get("num_labels")
+    if count is None:
+        return 2 if named is None else len(named)
+    if type(count) is not int:
+        raise keys.refuse("num_labels", "must be an integer")
+    return count
+
+
+def _refuse_unsupported(keys: _Keys, family: str) -> None:
+    if keys.get("quantization_config") is not None:
+        raise keys.refuse("quantization_config", f"is not supported for {family}: name a model that is not quantized")
+    keys.choice("hidden_act", ("silu",), "silu")
+    # Qwen2 has its biases whatever the file says; the others would have one more, at the output projection.
+    biases = ("mlp_bias",) if family == "qwen2" else ("attention_bias", "mlp_bias")
+    for name in biases:
+        if keys.get(name, False) is not False:
+            raise keys.refuse(name, f"is not supported for {family}", "false")
+
+
+def _read_kv_heads(keys: _Keys, family: _Family, heads: int) -> int:
+    null = "num_key_value_heads" in keys and keys.get("num_key_value_heads") is None
+    if null and family.null_kv_heads:
+        return heads
+    found = keys.size("num_key_value_heads", family.kv_heads or heads)
+    if heads % found:
+        stated = "num_key_value_heads" in keys
+        origin = "" if stated else f", the default of {family.classes}"
+        raise keys.refuse("num_attention_heads", f"is no multiple of num_key_value_heads={found}{origin}")
+    return found
+
+
+def _read_head_dim(keys: _Keys, family: _Family, derived: int) -> int:
+    null = "head_dim" in keys and keys.get("head_dim") is None
+    if "head_dim" not in keys or (null and family.null_head_dim):
+        found = family.head_dim or derived
+    else:
+        found = keys.size("head_dim")
+    if found < 2 or found % 2:  # positions rotate pairs of dimensions
+        if null or "head_dim" not in keys:
+            raise keys.refuse("hidden_size", f"gives heads of {found} dimensions: head_dim must be even")
+        raise keys.refuse("head_dim", "must be even")
+    return found
+
+
+def _read_rope(keys: _Keys) -> Rope:
+    """Read ``rope_scaling``, else ``rope_parameters`` (which transformers writes since 5), as transformers does."""
+    scaling = keys.below("rope_scaling" if keys.get("rope_scaling") else "rope_parameters")
+    if (nested := scaling.first_object()) is not None:
+        raise scaling.refuse(nested, "is not supported: all layers must have the same RoPE")
+    owner = scaling if "rope_theta" in scaling else keys
+    theta = owner.number("rope_theta", _THETA)
+    for part in (scaling, keys):
+        if part.get("partial_rotary_factor") not in (None, 1.0):
+            raise part.refuse("partial_rotary_factor", "is not supported", "1.0")
+    kind = scaling.choice("rope_type" if "rope_type" in scaling else "type", ROPE_TYPES, "default")
+    if kind == "default":
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, "linear", scaling.number("factor"))
+    return _read_llama3(keys, scaling, theta)
+
+
+def _read_llama3(keys: _Keys, scaling: _Keys, theta: float) -> Rope:
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    original = scaling.size("original_max_position_embeddings")
+    if high <= low:
+        raise scaling.refuse("high_freq_factor", f"must be larger than low_freq_factor ({low:g})")
+    if keys.get("original_max_position_embeddings", original) != original:
+        # transformers takes this one, SGLang the other
+        raise keys.refuse("original_max_position_embeddings", f"must be {original}, as for the RoPE")
+    return Rope(theta, "llama3", scaling.number("factor"), low, high, original)
+
+
+def _refuse_sliding_window(keys: _Keys, family: str, positions: int) -> None:
+    """Raise ModelError for a window that is shorter than the model's positions.
+
+    Mistral slides whenever it has a window; the others have one in the file and switch it on.
+    """
+    layers = keys.get("layer_types") or []
+    if not isinstance(layers, list) or not all(layer in _LAYER_TYPES for layer in layers):
+        raise keys.refuse("layer_types", "is not supported", f"a list of {', '.join(_LAYER_TYPES)}")
+    if not (family == "mistral" or keys.switch("use_sliding_window") or "sliding_attention" in layers):
+        return
+    window = keys.get("sliding_window", _SLIDING_WINDOW)
+    if window is not None and (type(window) is not int or window < positions):
+        problem = f"is not supported: it is less than {positions} positions"
+        raise keys.refuse("sliding_window", problem, default=_SLIDING_WINDOW)
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in ``path``, None if there is no such file. Raises ModelError."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must contain a JSON object")
+    return value
+
+
+def _shown(value: object) -> str:
+    """One line, however large or deep the value is."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 80
+    return short.repr(value)

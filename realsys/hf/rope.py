@@ -1,0 +1,37 @@
+"""Frequencies of rotary position embeddings. Imports torch, whose float32 power is the one that transformers uses."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from realsys.hf.architecture import Rope
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Return radians per position, float32 [head_dim / 2], bit for bit as transformers computes them.
+
+    numpy's power differs in the last bit for half of the sizes, so a log-prob would no longer be reproducible.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    inverse = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return inverse / rope.factor
+    if rope.kind == "llama3":
+        return _stretch_low_frequencies(rope, inverse)
+    return inverse
+
+
+def _stretch_low_frequencies(rope: Rope, inverse: Tensor) -> Tensor:
+    """Divide frequencies below the first bound by the factor, keep those above the second, and blend in between."""
+    wavelength = 2 * math.pi / inverse
+    longest = rope.original_positions / rope.low_freq_factor
+    shortest = rope.original_positions / rope.high_freq_factor
+    blend = (rope.original_positions / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - blend) * inverse / rope.factor + blend * inverse
+    stretched = torch.where(wavelength > longest, inverse / rope.factor, inverse)
+    return torch.where((wavelength <= longest) & (wavelength >= shortest), blended, stretched)

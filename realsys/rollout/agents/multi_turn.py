@@ -1,0 +1,114 @@
+"""The agent ``multi_turn``: a wrong completion gets feedback and another try, in one growing row.
+
+    prompt ──> completion ──> judge ──right, done, cut off, last turn, no room──> end: reward of this judgement
+                  ^             └─ wrong ──> feedback (tokenised alone, mask False) ──┐
+                  └─────────────────────────────────────────────────────────────────┘
+
+Only the feedback is ever tokenised; sampled tokens stay as they are, with the end-of-text token.
+"""
+
+from __future__ import annotations
+
+from realsys.config.lengths import longest_sequence
+from realsys.config.schema import Config
+from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import ConfigError, DataError
+from realsys.generation.client import Generated
+from realsys.rollout.agents.base import AgentParts, Session
+from realsys.rollout.environments.base import Judgement
+from realsys.rollout.rows import RowBuilder
+from realsys.rollout.task import Task
+from realsys.types import Episode
+
+#: Lower case and without newlines, so that the character tokenizer of the tiny model knows every character.
+FEEDBACK = "that is wrong; try again"
+PROMPT = "{prompt}"  # replaced by the text of the prompt in the feedback
+TEMPLATE_TOKENS = 64  # bound on what a chat template writes around a user turn
+
+
+class MultiTurn:
+    """The episode of a question that may be answered ``max_turns`` times."""
+
+    def __init__(
+        self, parts: AgentParts, max_turns: int = 2, feedback: str = FEEDBACK, feedback_tokens: int = 0
+    ) -> None:
+        """Raises ConfigError for arguments out of bounds, or a chat template that cannot add a turn."""
+        self._parts = parts
+        self._max_turns = max_turns
+        self._feedback = feedback
+        self._limit = longest_sequence(parts.config)
+        self.longest_row(parts.config, max_turns, feedback, feedback_tokens)
+        self.check(parts.config, parts.tokenizer, max_turns, feedback, feedback_tokens)
+
+    @staticmethod
+    def longest_row(config: Config, max_turns: int = 2, feedback: str = FEEDBACK, feedback_tokens: int = 0) -> int:
+        """Tokens of the longest prompt with ``max_turns`` completions and the feedback between them.
+
+        ``feedback_tokens``: bound on one feedback turn; 0: enough for ``feedback``, at one token per byte.
+        Raises ConfigError.
+        """
+        field = "rollout.agent_args"
+        if type(max_turns) is not int or max_turns < 1:
+            raise ConfigError(f"{field}.max_turns", max_turns, "must be a whole number of at least 1")
+        if not isinstance(feedback, str) or not feedback:
+            raise ConfigError(f"{field}.feedback", feedback, "must be a text")
+        if type(feedback_tokens) is not int or feedback_tokens < 0:
+            raise ConfigError(f"{field}.feedback_tokens", feedback_tokens, "must be a whole number of at least 0")
+        prompt = config.data.max_prompt_tokens
+        if not feedback_tokens:
+            feedback_tokens = len(feedback.replace(PROMPT, "").encode()) + prompt * feedback.count(PROMPT)
+            feedback_tokens += TEMPLATE_TOKENS * config.data.chat_template
+        return prompt + max_turns * config.generation.sampling.max_new_tokens + (max_turns - 1) * feedback_tokens
+
+    @staticmethod
+    def check(
+        config: Config,
+        tokenizer: TextTokenizer,
+        max_turns: int = 2,
+        feedback: str = FEEDBACK,
+        feedback_tokens: int = 0,
+    ) -> None:
+        """Raise ConfigError if the model's chat template cannot add a user turn, or the feedback has no tokens."""
+        try:
+            tokens = tokenizer.encode_user_turn(feedback.replace(PROMPT, ""), chat=config.data.chat_template)
+        except DataError as error:
+            raise ConfigError("rollout.agent", config.rollout.agent, str(error)) from None
+        if not tokens and PROMPT not in feedback:
+            raise ConfigError("rollout.agent_args.feedback", feedback, "has no tokens in the model's vocabulary")
+
+    async def run(self, task: Task, session: Session) -> Episode:
+        """Play turns until one is right or no further one is possible. The last judgement counts."""
+        row, verdicts = RowBuilder(task.prompt.ids), list[bool | None]()
+        while True:
+            completion = await session.generate(row.tokens)
+            row.completion(completion)
+            response = self._parts.response(completion, turn=len(verdicts))
+            judgement = await self._parts.environment.judge(task, response)
+            verdicts.append(judgement.correct)
+            if self._ends(judgement, completion, len(verdicts)):
+                break
+            tail = self._tail(task, judgement, completion)
+            if len(row) + len(tail) + self._parts.config.generation.sampling.max_new_tokens > self._limit:
+                break
+            row.context(tail)
+        return Episode([row.row()], judgement.reward, judgement.correct, _metrics(judgement, verdicts))
+
+    def _ends(self, judgement: Judgement, completion: Generated, turns: int) -> bool:
+        done = judgement.done or judgement.correct is True
+        return done or completion.finish_reason != "stop" or turns == self._max_turns
+
+    def _tail(self, task: Task, judgement: Judgement, completion: Generated) -> list[int]:
+        """Tokens of the feedback turn. A completion that ended with an end-of-text token needs no second one."""
+        text = judgement.feedback or self._feedback.replace(PROMPT, task.prompt.text)
+        tail = self._parts.tokenizer.encode_user_turn(text, chat=self._parts.config.data.chat_template)
+        ends = self._parts.tokenizer.eos_token_ids
+        ended = len(completion.tokens) and int(completion.tokens[-1]) in ends
+        return tail[1:] if ended and tail and tail[0] in ends else tail
+
+
+def _metrics(judgement: Judgement, verdicts: list[bool | None]) -> dict[str, float]:
+    metrics = judgement.metrics | {"turns": float(len(verdicts))}
+    for name, correct in (("correct_first", verdicts[0]), ("correct_last", verdicts[-1])):
+        if correct is not None:
+            metrics[name] = float(correct)
+    return metrics

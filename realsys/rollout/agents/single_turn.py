@@ -1,0 +1,29 @@
+"""The agent ``single_turn``: one prompt, one completion, one judgement."""
+
+from __future__ import annotations
+
+from realsys.config.schema import Config
+from realsys.rollout.agents.base import AgentParts, Session
+from realsys.rollout.rows import RowBuilder
+from realsys.rollout.task import Task
+from realsys.types import Episode
+
+
+class SingleTurn:
+    """The episode of a question that is answered once."""
+
+    def __init__(self, parts: AgentParts) -> None:
+        self._parts = parts
+
+    @staticmethod
+    def longest_row(config: Config) -> int:
+        """Tokens of the longest prompt with the longest completion."""
+        return config.data.max_prompt_tokens + config.generation.sampling.max_new_tokens
+
+    async def run(self, task: Task, session: Session) -> Episode:
+        """Sample one completion and have it judged."""
+        row = RowBuilder(task.prompt.ids)
+        completion = await session.generate(row.tokens)
+        row.completion(completion)
+        judgement = await self._parts.environment.judge(task, self._parts.response(completion))
+        return Episode([row.row()], judgement.reward, judgement.correct, judgement.metrics)

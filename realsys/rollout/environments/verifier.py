@@ -1,0 +1,24 @@
+"""The environment ``verifier``: the verdict of ``data.verifier`` is the judgement."""
+
+from __future__ import annotations
+
+from realsys.rollout.environments.base import EnvironmentParts, Judgement
+from realsys.rollout.task import Response, Task
+
+
+class VerifierEnvironment:
+    """Asks the verifier about each finished completion. A completion that was cut off is wrong without asking."""
+
+    def __init__(self, parts: EnvironmentParts) -> None:
+        self._verify = parts.verify
+        self._reward = parts.config.rollout.reward
+
+    async def judge(self, task: Task, response: Response) -> Judgement:
+        """Take the verifier's reward; if it has none, rollout.reward.correct or .wrong. Raises RewardError."""
+        if response.finish_reason != "stop":
+            return Judgement(self._reward.wrong, correct=False)
+        verdict = await self._verify(task, response)
+        reward = verdict.reward
+        if reward is None:
+            reward = self._reward.correct if verdict.correct else self._reward.wrong
+        return Judgement(reward, verdict.correct, verdict.metrics)

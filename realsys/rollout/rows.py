@@ -1,0 +1,103 @@
+"""Building the rows of an episode from the tokens that the engine was sent and returned.
+
+    RowBuilder(prompt) ──tokens──> session.generate ──> completion() ──> context(feedback) ──tokens──> generate ...
+         └── branch() ──> another row that starts with the same tokens               row() ──> Row
+
+token-identity: tokens go in as they were sent or sampled. No method takes text, so nothing can be tokenised again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from realsys.generation.client import Generated
+from realsys.types import I32, FinishReason, Row
+
+
+class RowBuilder:
+    """One row in the making. ``tokens`` is what to send to the engine next."""
+
+    def __init__(self, token_ids: Sequence[int] | I32 = ()) -> None:
+        self._parts: list[tuple[I32, Generated | None]] = []
+        self._rewards: list[tuple[int, float]] = []
+        self._length = 0
+        self.context(token_ids)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens so far, in the order in which the model sees them."""
+        return [token for tokens, _ in self._parts for token in tokens.tolist()]
+
+    def context(self, token_ids: Sequence[int] | I32) -> None:
+        """Append tokens that the policy did not sample: a prompt, feedback, the result of a tool."""
+        self._add(np.array(token_ids, np.int32), None)
+
+    def completion(self, completion: Generated) -> None:
+        """Append a completion that was sampled after exactly the tokens so far. Its tokens are trained."""
+        self._add(completion.tokens, completion)
+
+    def reward(self, value: float) -> None:
+        """Give a reward to the token before this point: the last one of the latest completion, usually one per turn.
+
+        It comes on top of ``Episode.reward``. Raises ValueError if the row does not end with a sampled token.
+        """
+        if not self._parts or self._parts[-1][1] is None or not len(self._parts[-1][0]):
+            raise ValueError("a reward belongs to a sampled token: call reward() right after completion()")
+        self._rewards.append((self._length - 1, float(value)))
+
+    def branch(self) -> RowBuilder:
+        """Start a further row with the tokens so far as its context.
+
+        They are not trained in the new row: a token that was sampled once is trained in one row only.
+        """
+        return RowBuilder(self.tokens)
+
+    def row(self) -> Row:
+        """Build the row. The builder stays usable: more can be appended afterwards."""
+        sampled = [completion for _, completion in self._parts if completion is not None]
+        reason: FinishReason = sampled[-1].finish_reason if sampled else "stop"
+        mask, begin = np.zeros(self._length, np.bool_), 0
+        for tokens, completion in self._parts:
+            mask[begin : begin + len(tokens)] = completion is not None
+            begin += len(tokens)
+        return Row(
+            tokens=_joined([tokens for tokens, _ in self._parts], np.int32),
+            loss_mask=mask,
+            logprobs=_joined([completion.logprobs for completion in sampled], np.float32),
+            versions=_joined([completion.versions for completion in sampled], np.int32),
+            finish_reason=reason,
+            route=_route(sampled),
+            rewards=tuple(self._rewards),
+        )
+
+    def _add(self, tokens: I32, completion: Generated | None) -> None:
+        if len(tokens) or completion is not None:
+            self._parts.append((tokens, completion))
+            self._length += len(tokens)
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    if len(arrays) == 1:
+        return arrays[0]  # arrays of a completion are never changed
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+
+
+def _route(sampled: Sequence[Generated]) -> tuple[tuple[str, int], ...]:
+    """Routes of all completions, neighbours on one server as one run; empty if one of them is not known."""
+    runs: list[tuple[str, int]] = []
+    for completion in sampled:
+        if len(completion.tokens) and not completion.route:
+            return ()
+        for server, count in completion.route:
+            if runs and runs[-1][0] == server:
+                runs[-1] = (server, runs[-1][1] + count)
+            else:
+                runs.append((server, count))
+    return tuple(runs)

@@ -1,0 +1,286 @@
+"""Playing the episodes of a ticket at the same time, and the engine as each of them sees it.
+
+    ticket ──> n episodes ──> agent.run(task, session) ──generate──> Calls ──> PartialRolloutManager
+                   │                                      └─ first calls for the same tokens: one request
+                   └─ Episode, or an error of this episode ──> Played: enough episodes for a group, or the first error
+
+Seeds are a function of (ticket seed, episode, number of the call), whatever the timing: the first call of episode k has
+seed + k, every later one a seed mixed from all three. A merged first call has the seed of its first episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from realsys.admission.order import sampling_seed
+from realsys.config.schema import SamplingConfig
+from realsys.data.prompts import Prompt
+from realsys.errors import AgentError, RealsysError, StuckError
+from realsys.generation.client import Generated, SamplingSpec
+from realsys.rollout.agents.base import Agent
+from realsys.rollout.defects import Defects, explain
+from realsys.rollout.episodes import Limits, check_episode
+from realsys.rollout.manager_client import RolloutSuperseded
+from realsys.rollout.partial import Call, Deliver
+from realsys.rollout.task import Task
+from realsys.types import Episode, Ticket
+
+log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """The part of PartialRolloutManager that is needed here."""
+
+    async def generate(self, call: Call, deliver: Deliver = ...) -> list[Generated]: ...
+
+    def forget(self, ticket: Ticket) -> None: ...
+
+
+@dataclass(slots=True)
+class Played:
+    """The episodes of a ticket that succeeded, in order, and one line for each that failed."""
+
+    episodes: list[Episode]
+    errors: list[str] = field(default_factory=list)
+    extra: dict[str, float] = field(default_factory=dict)  # seconds, for the group's record
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """The first call of an episode, waiting for its siblings."""
+
+    episode: int
+    token_ids: tuple[int, ...]
+    completion: asyncio.Future[Generated]
+
+
+class Calls:
+    """All calls of one attempt of a ticket; ``close`` ends those that still run."""
+
+    def __init__(self, engine: Engine, ticket: Ticket, spec: SamplingSpec) -> None:
+        self._engine = engine
+        self._ticket = ticket
+        self._spec = spec
+        self._waiting: list[_First] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self.superseded: RolloutSuperseded | None = None
+
+    async def generate(
+        self, episode: int, number: int, token_ids: Sequence[int], previous: tuple[str, int] | None
+    ) -> Generated:
+        """Sample one completion for call ``number`` of ``episode``. Raises what the engine raises."""
+        if self._closed:
+            raise AgentError("a call of the engine after the end of its episode: run() must wait for all its calls")
+        try:
+            if number == 0:
+                return await self._first(episode, token_ids)
+            seed = sampling_seed(self._ticket.seed, episode, number)
+            call = Call(self._ticket, f"{episode}.{number}", [int(t) for t in token_ids], self._spec, seed, previous)
+            return (await self._engine.generate(call))[0]
+        except RolloutSuperseded as error:
+            self.superseded = error  # an agent may catch it, and the attempt is over all the same
+            raise
+
+    async def close(self) -> None:
+        """Cancel what still runs, and wait for its end."""
+        self._closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._engine.forget(self._ticket)
+
+    async def _first(self, episode: int, token_ids: Sequence[int]) -> Generated:
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._send_first)  # after all tasks that are ready now: the siblings that ask in this turn
+        first = _First(episode, tuple(token_ids), loop.create_future())
+        self._waiting.append(first)
+        return await first.completion
+
+    def _send_first(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for run in _runs([first for first in waiting if not first.completion.done()]):
+            task = asyncio.create_task(self._send(run), name=f"first call of {self._ticket.ticket_id}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            for first in run:
+                first.completion.add_done_callback(partial(_cancel_unwanted, run, task))
+
+    async def _send(self, run: list[_First]) -> None:
+        """One request for all of ``run``; each gets its completion, or all that have none the same error."""
+
+        def deliver(number: int, completion: Generated) -> None:
+            if not run[number].completion.done():
+                run[number].completion.set_result(completion)
+
+        episode, token_ids = run[0].episode, list(run[0].token_ids)
+        spec = replace(self._spec, n=len(run)) if len(run) > 1 else self._spec
+        call = Call(self._ticket, f"{episode}.0", token_ids, spec, self._ticket.seed + episode)
+        try:
+            await self._engine.generate(call, deliver)
+        except Exception as error:  # handed to the agents that wait for it
+            for first in run:
+                if not first.completion.done():
+                    first.completion.set_exception(error)
+        finally:
+            for first in run:
+                first.completion.cancel()  # nothing if it is done
+
+
+def _runs(waiting: Sequence[_First]) -> list[list[_First]]:
+    """Neighbouring episodes that ask for the same tokens: completion k of a request has the seed of the k-th one."""
+    runs: list[list[_First]] = []
+    latest: dict[tuple[int, ...], list[_First]] = {}
+    for first in sorted(waiting, key=lambda first: first.episode):
+        run = latest.get(first.token_ids)
+        if run is None or run[-1].episode + 1 != first.episode:
+            run = latest[first.token_ids] = []
+            runs.append(run)
+        run.append(first)
+    return runs
+
+
+def _cancel_unwanted(run: Sequence[_First], task: asyncio.Task[None], _: asyncio.Future[Generated]) -> None:
+    if all(first.completion.cancelled() for first in run):
+        task.cancel()
+
+
+class EpisodeSession:
+    """The engine as one episode sees it (``agents.base.Session``)."""
+
+    def __init__(self, calls: Calls, episode: int) -> None:
+        self._calls = calls
+        self._episode = episode
+        self._number = 0  # number of the next call
+        self._previous: tuple[str, int] | None = None
+        self.sampled = 0  # tokens that the engine returned
+        self.seconds = 0.0  # sum over its calls
+
+    async def generate(self, token_ids: Sequence[int]) -> Generated:
+        """Sample one completion after ``token_ids``."""
+        number, begin = self._number, time.perf_counter()
+        self._number += 1
+        completion = await self._calls.generate(self._episode, number, token_ids, self._previous)
+        self.seconds += time.perf_counter() - begin
+        self.sampled += len(completion.tokens)
+        if completion.route:
+            self._previous = (completion.route[-1][0], int(completion.versions[-1]))
+        return completion
+
+
+class _Hopeless(Exception):
+    """Too many episodes have failed for the group: the others are cancelled."""
+
+
+class GroupPlayer:
+    """Plays all episodes of a ticket. One for a RolloutWorker."""
+
+    def __init__(
+        self, agent: Agent, engine: Engine, spec: SamplingSpec, limits: Limits, *, min_episodes: int = 0
+    ) -> None:
+        """``min_episodes``: how many must succeed for a group; 0: all of them."""
+        self._agent = agent
+        self._engine = engine
+        self._spec = spec
+        self._limits = limits
+        self._min_episodes = min_episodes
+        self._defects = Defects()
+
+    async def play(self, ticket: Ticket, prompt: Prompt) -> Played:
+        """Play ``ticket.n`` episodes at the same time.
+
+        Raises RolloutSuperseded when the attempt is over, StuckError when the agent has the same defect in every
+        episode of two tickets in a row, and the first error when too few episodes succeeded.
+        """
+        begin = time.perf_counter()
+        calls = Calls(self._engine, ticket, self._spec)
+        group = _Playing(ticket, min(self._min_episodes or ticket.n, ticket.n))
+        sessions = [EpisodeSession(calls, episode) for episode in range(ticket.n)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number, session in enumerate(sessions):
+                    tasks.create_task(self._play_one(group, Task(prompt, ticket, number), session))
+        except ExceptionGroup as errors:
+            for error in errors.exceptions:
+                if not isinstance(error, _Hopeless):
+                    raise error from None
+        finally:
+            await calls.close()
+        if calls.superseded is not None:
+            raise calls.superseded
+        if problem := self._defects.repeated(ticket.n, list(group.failed.values())):
+            raise StuckError(problem)
+        if len(group.episodes) < group.needed:
+            raise next(iter(group.failed.values()))
+        seconds = max(session.seconds for session in sessions)
+        extra = {"generate_s": seconds, "reward_s": max(0.0, time.perf_counter() - begin - seconds)}
+        return Played([group.episodes[k] for k in sorted(group.episodes)], group.errors(), extra)
+
+    async def _play_one(self, group: _Playing, task: Task, session: EpisodeSession) -> None:
+        """One episode, into ``group``. Raises only what ends the whole attempt."""
+        try:
+            episode = await self._agent.run(task, session)
+            check_episode(episode, self._limits, session.sampled)
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is None or current.cancelling():
+                raise
+            error: RealsysError = AgentError("run was cancelled by its own code")
+        except Exception as raised:  # the request boundary: the agent is the user's code, and may raise anything
+            error = explain(raised)
+            if isinstance(error, RolloutSuperseded):
+                raise error from None
+            if isinstance(error, AgentError) and self._defects.is_new(error):
+                log.error("ticket %s episode %d: %s", task.ticket.ticket_id, task.episode, error, exc_info=raised)
+        else:
+            group.episodes[task.episode] = episode
+            return
+        group.failed[task.episode] = error
+        # A defect of the agent cancels nothing: only if every episode has it is it known to be more than an accident.
+        if group.hopeless and not isinstance(error, AgentError):
+            raise _Hopeless
+
+
+@dataclass(slots=True)
+class _Playing:
+    """Results of a ticket's episodes so far. ``failed`` is in the order in which they failed."""
+
+    ticket: Ticket
+    needed: int
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    failed: dict[int, RealsysError] = field(default_factory=dict)
+
+    @property
+    def hopeless(self) -> bool:
+        """True if there can be no group any more."""
+        return len(self.failed) > self.ticket.n - self.needed
+
+    def errors(self) -> list[str]:
+        """One line for each episode that failed."""
+        return [f"episode {k}: {type(error).__name__}: {error}" for k, error in sorted(self.failed.items())]
+
+
+def sampling_spec(config: SamplingConfig, end_of_text: Sequence[int]) -> SamplingSpec:
+    """The trial's sampling settings, with the tokenizer's own stop tokens; ``n`` is set per call."""
+    return SamplingSpec(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k or -1,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        min_new_tokens=config.min_new_tokens,
+        stop=tuple(config.stop),
+        stop_token_ids=tuple(dict.fromkeys((*end_of_text, *config.stop_token_ids))),
+        new_tokens_per_chunk=config.new_tokens_per_chunk,
+    )

@@ -1,0 +1,213 @@
+"""Reads the tensors of a weight version into memory, each byte once, and proves them. numpy only, no torch.
+
+    held tensor, if any ──> pieces that are still missing ──> read and hash ──> bring up to date ──> hash of the result
+
+A chunk is hashed as soon as it is read, while it is in the cache, and where it stays: the bytes verified are the bytes
+loaded. What a reader holds of an earlier version is known by its checksum, not by a version number, so it does not
+matter how many versions lie between, or that a run was resumed from an older one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import xxhash
+
+from realsys.errors import WeightsError
+from realsys.weights.disk import delta
+from realsys.weights.disk.delta import Bytes
+from realsys.weights.disk.manifest import ITEM_BYTES, Manifest, tensor_bytes
+from realsys.weights.disk.records import Piece, TensorInfo
+
+#: bytes read and hashed at a time: large enough to keep the number of calls low, small enough to stay in the cache
+_CHUNK = 1 << 20
+#: files open at a time; a chain of deltas by many ranks has more of them than a process may open
+_OPEN_FILES = 64
+
+
+@dataclass(slots=True)
+class HeldTensor:
+    """The bytes of a tensor and their checksum (xxh3-64, hex)."""
+
+    checksum: str
+    data: Bytes
+
+
+@dataclass(slots=True)
+class ReadReport:
+    """What reading took: seconds, and what it moved.
+
+    ``bytes``: of all tensors; ``bytes_read``: of the pieces that were read for them. A tensor counts as ``whole``,
+    ``changed`` (by a delta) or ``kept``, where what was held was right already.
+    """
+
+    read_s: float = 0.0
+    verify_s: float = 0.0
+    apply_s: float = 0.0
+    bytes: int = 0
+    bytes_read: int = 0
+    whole: int = 0
+    changed: int = 0
+    kept: int = 0
+
+    def timings(self) -> dict[str, float]:
+        return {"read_s": self.read_s, "verify_s": self.verify_s, "apply_s": self.apply_s}
+
+    def counts(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("bytes", "bytes_read", "whole", "changed", "kept")}
+
+
+@dataclass(slots=True)
+class VersionReader:
+    """Reads tensors of the version in ``directory``. A context manager: it keeps files open."""
+
+    directory: Path
+    manifest: Manifest
+    report: ReadReport = field(default_factory=ReadReport)
+    _files: dict[Path, int] = field(default_factory=dict)
+
+    def __enter__(self) -> VersionReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def order(self) -> list[str]:
+        """All names, in the order in which their first bytes lie in the files."""
+
+        def place(name: str) -> tuple[str, str, int]:
+            piece = self.manifest.tensors[name].pieces[0]
+            return piece.folder, piece.file, piece.start
+
+        return sorted(self.manifest.tensors, key=place)
+
+    def read(self, name: str, held: HeldTensor | None = None) -> HeldTensor:
+        """The tensor ``name``, verified. ``held``, if given, is taken over: its memory is used, or freed.
+
+        Raises WeightsError naming the file and what is wrong.
+        """
+        info, report = self.manifest.tensors[name], self.report
+        size = tensor_bytes(info)
+        report.bytes += size
+        if held is not None and held.data.size != size:
+            held = None
+        missing = _missing(info, held)
+        if held is not None:
+            data = held.data
+        else:
+            self._check_there(missing[0], name)
+            data = np.empty(size, np.uint8)
+        if not missing:
+            report.kept += 1
+        elif len(missing) == 1 and not missing[0].base:
+            report.whole += 1
+        else:
+            report.changed += 1
+        for piece in missing:
+            if piece.base:
+                self._change(data, name, info, piece)
+            else:
+                self._fetch(piece, name, data)
+        if missing and missing[-1].base:
+            start = time.perf_counter()
+            found = xxhash.xxh3_64_hexdigest(data.data)
+            report.verify_s += time.perf_counter() - start
+        else:
+            found = missing[-1].checksum if missing else info.checksum
+        if found != info.checksum:
+            raise WeightsError(
+                f"{self.directory}: tensor {name} has checksum {found} once its pieces are put together, "
+                f"the manifest says {info.checksum}: corrupt"
+            )
+        return HeldTensor(found, data)
+
+    def _change(self, data: Bytes, name: str, info: TensorInfo, piece: Piece) -> None:
+        self._check_there(piece, name)
+        blob = np.empty(piece.size, np.uint8)
+        self._fetch(piece, name, blob)
+        start = time.perf_counter()
+        try:
+            delta.apply(data, blob, ITEM_BYTES[info.dtype])
+        except WeightsError as error:
+            raise WeightsError(f"{self._path(piece)}: tensor {name}: {error}") from error
+        self.report.apply_s += time.perf_counter() - start
+
+    def _check_there(self, piece: Piece, name: str) -> None:
+        """No memory is taken for bytes that no file has."""
+        path = self._path(piece)
+        try:
+            size = os.fstat(self._open(path)).st_size
+        except OSError as error:
+            raise self._unreadable(path, piece, error) from error
+        if size < piece.start + piece.size:
+            raise self._truncated(path, piece, name, size)
+
+    def _unreadable(self, path: Path, piece: Piece, error: OSError) -> WeightsError:
+        whose = f"{self.directory.name} needs it" if piece.folder else "it is in the manifest"
+        return WeightsError(f"{path} cannot be read, but {whose}: {error.strerror}")
+
+    @staticmethod
+    def _truncated(path: Path, piece: Piece, name: str, end: int) -> WeightsError:
+        reaches = piece.start + piece.size
+        return WeightsError(f"{path} ends at byte {end}, but tensor {name} reaches to {reaches}: truncated")
+
+    def _fetch(self, piece: Piece, name: str, into: Bytes) -> None:
+        """Fill ``into`` with the bytes of the piece and check them."""
+        path = self._path(piece)
+        view, digest = into.data, xxhash.xxh3_64()
+        read = verified = 0.0
+        done = 0
+        try:
+            file = self._open(path)
+            while done < piece.size:
+                start = time.perf_counter()
+                count = os.preadv(file, [view[done : done + _CHUNK]], piece.start + done)
+                middle = time.perf_counter()
+                digest.update(view[done : done + count])
+                verified += time.perf_counter() - middle
+                read += middle - start
+                if not count:
+                    raise self._truncated(path, piece, name, piece.start + done)
+                done += count
+        except OSError as error:
+            raise self._unreadable(path, piece, error) from error
+        self.report.read_s += read
+        self.report.verify_s += verified
+        self.report.bytes_read += piece.size
+        if digest.hexdigest() != piece.checksum:
+            raise WeightsError(
+                f"{path}: the bytes of tensor {name} have checksum {digest.hexdigest()}, "
+                f"the manifest says {piece.checksum}: corrupt"
+            )
+
+    def _path(self, piece: Piece) -> Path:
+        folder = self.directory.parent / piece.folder if piece.folder else self.directory
+        return folder / piece.file
+
+    def _open(self, path: Path) -> int:
+        file = self._files.get(path)
+        if file is None:
+            if len(self._files) == _OPEN_FILES:
+                os.close(self._files.pop(next(iter(self._files))))
+            file = self._files[path] = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return file
+
+
+def _missing(info: TensorInfo, held: HeldTensor | None) -> list[Piece]:
+    """The last pieces, those that lead from what is held to the tensor; all of them where that is no base of any."""
+    if held is not None:
+        if held.checksum == info.checksum:
+            return []
+        for at in range(len(info.pieces) - 1, 0, -1):
+            if info.pieces[at].base == held.checksum:
+                return info.pieces[at:]
+    return info.pieces

@@ -1,0 +1,28 @@
+"""Builds the three sides of the transport ``disk``. torch is imported only where tensors are."""
+
+from __future__ import annotations
+
+from realsys.weights.base import PublisherParts, ReaderParts, Transport, WeightReader, WeightWriter, WriterParts
+from realsys.weights.disk.publisher import DiskPublisher
+
+
+class DiskTransport(Transport):
+    """Versions as folders of files below ``PublisherParts.root``; a locator is the path of such a
+    folder."""
+
+    def writer(self, parts: WriterParts) -> WeightWriter:
+        from realsys.weights.disk.shards import ShardWriter
+        from realsys.weights.disk.writer import DiskWriter
+
+        weights = self.config.weights
+        files = ShardWriter(deltas=weights.delta == "auto", full_every=weights.full_every)
+        return DiskWriter(files, parts.check_alive)
+
+    def publisher(self, parts: PublisherParts) -> DiskPublisher:
+        return DiskPublisher(parts, self.config.weights.keep_versions)
+
+    def reader(self, parts: ReaderParts) -> WeightReader:
+        from realsys.weights.disk.stage import DiskReader
+
+        # A delta changes the tensor before it, so with deltas a server holds all of them.
+        return DiskReader(everything=self.config.weights.delta == "auto")

@@ -1,0 +1,35 @@
+"""One rank's file of a weight version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+
+from realsys.cluster.failpoint import reach
+from realsys.cluster.fence import CheckAlive, unleased
+from realsys.weights.base import Share
+from realsys.weights.disk.records import DiskPlan, ShardInfo
+from realsys.weights.disk.shards import ShardWriter
+
+
+class DiskWriter:
+    """Names the rank's file and has ``files`` write it. Its report: the shards that it wrote, none
+    without tensors."""
+
+    def __init__(self, files: ShardWriter, check_alive: CheckAlive = unleased) -> None:
+        self._files = files
+        self._check_alive = check_alive
+
+    def write(self, share: Share, tensors: Mapping[str, torch.Tensor]) -> list[ShardInfo]:
+        """Write the file into the plan's folder, fsynced. Raises WeightsError naming path and
+        cause."""
+        plan = msgspec.convert(share.plan, DiskPlan)
+        # The number counts all ranks of the mesh: no rank needs to know which others write nothing.
+        file = Path(plan.directory) / f"model-{share.rank + 1:05d}-of-{share.ranks:05d}.safetensors"
+        self._check_alive()
+        shards = [self._files.write(file, tensors, plan.base)] if tensors else []
+        reach("weights.shard", file)
+        return shards

@@ -1,0 +1,52 @@
+"""Verified tensors as a plain HF folder, for an engine that reads its weights from files. Works
+with any transport."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from realsys.config.machine import Machine
+from realsys.generation.backend import Materialised
+from realsys.weights.base import WeightReader
+from realsys.weights.disk.manifest import auxiliary_files
+
+
+@dataclass(frozen=True, slots=True)
+class FolderWriter:
+    """Stages versions with ``reader`` and writes them as folders.
+
+    model_dir  HF folder of the model: its config and tokenizer files are copied
+    overflow   folder to write to when there is no room at the target
+    """
+
+    reader: WeightReader
+    model_dir: Path
+    overflow: Path
+
+    def write(self, locator: str, version: int, target: Path) -> Materialised:
+        """Write a version to ``target``, or to ``overflow`` when there is no room.
+
+        The bytes written are those that were verified, in memory. Raises WeightsError when the
+        version is not whole, OSError when it cannot be written.
+        """
+        from safetensors.torch import save_file
+
+        staged = self.reader.stage(locator, version)
+        begin = time.perf_counter()
+        size = sum(tensor.nbytes for tensor in staged.tensors.values())
+        # Memory-backed storage promises more than there is: all processes share the memory.
+        room = min(shutil.disk_usage(target.parent).free, Machine.here().memory_bytes)
+        folder = target if size * 1.1 < room else self.overflow
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        try:
+            save_file(staged.tensors, folder / "model.safetensors")
+            for file in auxiliary_files(self.model_dir):
+                shutil.copy(file, folder)
+        except BaseException:  # half a version must not stay on the disk that it did not fit on
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return Materialised(folder, {**staged.timings, "write_s": time.perf_counter() - begin})

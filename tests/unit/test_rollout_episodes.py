@@ -1,0 +1,106 @@
+"""An episode that would spoil its batch is refused with the part that is wrong."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from realsys.errors import AgentError
+from realsys.generation.client import Generated
+from realsys.rollout.episodes import Limits, check_episode
+from realsys.rollout.rows import RowBuilder
+from realsys.types import Episode, Row
+
+LIMITS = Limits(row=8, episode=12)
+
+
+def completion(count=3):
+    tokens = np.arange(count, dtype=np.int32)
+    return Generated(tokens, np.zeros(count, np.float32), tokens, "stop", (("a", count),) if count else ())
+
+
+def row(**changes):
+    builder = RowBuilder([9, 9])
+    builder.completion(completion())
+    return dataclasses.replace(builder.row(), **changes)
+
+
+def check(episode, sampled=3):
+    check_episode(episode, LIMITS, sampled)
+
+
+def test_a_good_episode_passes_with_plain_numbers():
+    episode = Episode([row(rewards=((4, 0.5),))], np.float32(0.5), np.bool_(True), {"turns": np.int64(2)})
+    check(episode)
+    assert (episode.reward, episode.correct, episode.metrics) == (0.5, True, {"turns": 2.0})
+    assert (type(episode.reward), type(episode.correct)) == (float, bool)
+
+
+BAD_ROWS = [
+    ({"tokens": np.arange(5)}, "tokens must be a one-dimensional array of int32"),
+    ({"tokens": [1, 2, 3, 4, 5]}, "tokens must be a one-dimensional array of int32"),
+    ({"loss_mask": np.ones(5, np.int32)}, "loss_mask must be a one-dimensional array of bool"),
+    ({"loss_mask": np.zeros(4, np.bool_)}, "5 tokens and a loss_mask of 4"),
+    ({"loss_mask": np.array([True, True, True, False, False])}, "loss_mask.0. is True"),
+    ({"logprobs": np.zeros(2, np.float32)}, "3 tokens with loss_mask, 2 logprobs"),
+    ({"logprobs": np.full(3, np.nan, np.float32)}, "a log-prob is not finite"),
+    ({"versions": np.zeros(4, np.int32)}, "4 versions"),
+    ({"finish_reason": "done"}, "finish_reason 'done'"),
+    ({"route": (("a", 2),)}, "route has 2 tokens"),
+    ({"rewards": ((1, 1.0),)}, "reward at position 1"),
+    ({"rewards": ((5, 1.0),)}, "reward at position 5"),
+    ({"rewards": ((4, np.inf),)}, "reward inf at position 4"),
+    ({"tokens": np.empty(0, np.int32), "loss_mask": np.empty(0, np.bool_)}, "0 tokens"),
+]
+
+
+@pytest.mark.parametrize(("changes", "problem"), BAD_ROWS)
+def test_a_bad_row_is_named_with_its_problem(changes, problem):
+    with pytest.raises(AgentError, match=f"row 1: .*{problem}"):
+        check(Episode([row(), row(**changes)], 1.0))
+
+
+@pytest.mark.parametrize("reward", [np.nan, np.inf, None, "good"])
+def test_a_reward_that_is_no_number_is_refused(reward):
+    with pytest.raises(AgentError, match="reward is .*must be a finite number"):
+        check(Episode([row()], reward))
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"correct": 1}, "correct is 1: it must be True, False or None"),
+        ({"metrics": {"x": np.nan}}, "metric 'x' is nan"),
+        ({"metrics": {str(k): 0.0 for k in range(65)}}, "at most 64"),
+        ({"metrics": {1: 0.0}}, "by name"),
+        ({"rows": [1]}, "row 0: is a int"),
+        ({"rows": []}, "no rows"),
+    ],
+)
+def test_bad_fields_of_an_episode_are_refused(fields, problem):
+    with pytest.raises(AgentError, match=problem):
+        check(Episode(**{"rows": [row()], "reward": 1.0} | fields))
+
+
+def test_rows_beyond_the_limits_are_refused():
+    long = RowBuilder([1] * 6)
+    long.completion(completion())
+    with pytest.raises(AgentError, match="row 0: 9 tokens, train.microbatch_tokens is 8"):
+        check(Episode([long.row()], 1.0))
+    with pytest.raises(AgentError, match="the rows have 15 tokens together"):
+        check(Episode([row()] * 3, 1.0))
+    check_episode(Episode([row()] * 3, 1.0), Limits(row=8), 9)
+
+
+def test_an_episode_without_trained_tokens_needs_empty_completions():
+    empty = RowBuilder([9, 9])
+    empty.completion(completion(0))
+    check(Episode([empty.row()], 0.0), sampled=0)
+    with pytest.raises(AgentError, match="3 tokens were sampled and none is in a row"):
+        check(Episode([empty.row()], 0.0), sampled=3)
+
+
+def test_a_row_of_another_type_is_refused():
+    assert isinstance(row(), Row)
+    with pytest.raises(AgentError, match="row 0: is a dict"):
+        check(Episode([{}], 1.0))
