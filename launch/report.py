@@ -56,7 +56,7 @@ def summarise(
             "train_last": mean(totals.last, "accuracy"),
         },
         "evaluations": [
-            {key: record.get(key) for key in ("eval_id", "step", "problems", "accuracy", "length_mean")}
+            {key: record.get(key) for key in ("eval_id", "step", "problems", "accuracy", "length_mean", "metrics")}
             for record in totals.evals.values()
         ],
         "seconds": {"total": ended - started, **seconds},
@@ -122,6 +122,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         gain = accuracy["gain"]
         points = "" if gain is None else f"  ({gain * 100:+.1f} points)"
         yield "held-out accuracy", f"{text}{points} on {fmt(accuracy['problems'], '.0f')} problems"
+    if metrics := _metrics(summary["evaluations"]):
+        yield "held-out metrics", metrics
     if summary["steps"]:
         course = f"{fmt(accuracy['train_first'], '.1%')} -> {fmt(accuracy['train_last'], '.1%')}"
         averaged = f" (means of {COURSE_STEPS} steps)" if summary["steps"] > COURSE_STEPS else ""
@@ -148,6 +150,15 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary["checkpoint"]:
         yield "checkpoint", summary["checkpoint"]
     yield "report", f"{summary['folder']}/summary.json, curves.png" if summary["steps"] else summary["folder"]
+
+
+def _metrics(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """The metrics of the last evaluation, and what they were at the first."""
+    measured = [record["metrics"] for record in evaluations if record.get("metrics")]
+    if not measured:
+        return ""
+    first, last = measured[0], measured[-1]
+    return ", ".join(f"{name} {fmt(first.get(name), '.3f')} -> {fmt(last[name], '.3f')}" for name in sorted(last))
 
 
 def _clock(seconds: float) -> str:

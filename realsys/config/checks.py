@@ -165,6 +165,8 @@ def _check_data(config: Config) -> None:
             )
         if config.warmup.steps and arith.demo_size < config.warmup.batch:
             raise ConfigError("data.arith.demo_size", arith.demo_size, f"warmup.batch needs {config.warmup.batch}")
+        if arith.second_tries and not arith.feedback:
+            raise ConfigError("data.arith.feedback", "", "must be set: second_tries demonstrates it")
         if config.train.total_epochs * arith.train_size < config.train.batch_groups and config.train.total_epochs:
             raise ConfigError("data.arith.train_size", arith.train_size, "is less than one batch (train.batch_groups)")
         return

@@ -78,6 +78,12 @@ class ArithConfig(Section):
     eval_size: Positive = 1024
     demo_size: NonNegative = Field(27000, description="demonstrations for the supervised warm-up")
     demo_noise: Probability = Field(0.15, description="probability that a demonstrated step's sum is wrong")
+    second_tries: Probability = Field(
+        0.0, description="share of demonstrations with a wrong first try, feedback, and the problem solved again"
+    )
+    feedback: str = Field(
+        "", description="text between the two tries, as the agent multi_turn writes it; {prompt}: the problem"
+    )
 
 
 class DataConfig(Section):

@@ -26,6 +26,7 @@ from realsys.data.lines import Demonstration, Problem
 from realsys.errors import ConfigError
 
 LABELS = "abcdefghijklmnopqrstuvwxyz"
+END_OF_TEXT = "<eos>"  # of the tiny model's tokenizer
 HELD_OUT_OF = 8  # one prompt in eight
 ERRORS = (-10, -2, -1, 1, 2, 10)
 MAX_DRAWS = 100_000  # a draw lands in a split with probability >= 1/8, unless the task has hardly any prompts
@@ -53,6 +54,16 @@ def demonstration(operands: list[int], noise: float, rng: random.Random) -> Demo
         steps.append(f"{label}{total}+{operand}={after};")
         total = after
     return Demonstration(prompt_text(operands), f"{''.join(steps)}#{total}")
+
+
+def second_try(operands: list[int], solved: Demonstration, config: ArithConfig, rng: random.Random) -> Demonstration:
+    """Put a wrong first try and the feedback before a demonstration; only the second try is imitated."""
+    answer = str(sum(operands))
+    wrong = demonstration(operands, 1.0, rng)
+    while wrong.response.partition("#")[2] == answer:  # two errors may cancel out
+        wrong = demonstration(operands, 1.0, rng)
+    feedback = config.feedback.replace("{prompt}", prompt_text(operands))
+    return Demonstration(f"{prompt_text(operands)}{wrong.response}{END_OF_TEXT}{feedback}", solved.response)
 
 
 class Generator:
@@ -97,4 +108,7 @@ def _demonstrations(config: ArithConfig, seed: int) -> Iterator[bytes]:
     generator = Generator(config, seed, "demos")
     for _ in range(config.demo_size):
         operands = generator.operands(held_out=False)
-        yield msgspec.json.encode(demonstration(operands, config.demo_noise, generator.rng)) + b"\n"
+        shown = demonstration(operands, config.demo_noise, generator.rng)
+        if config.second_tries and generator.rng.random() < config.second_tries:
+            shown = second_try(operands, shown, config, generator.rng)
+        yield msgspec.json.encode(shown) + b"\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from realsys.config.lengths import longest_sequence
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.demos import DemoDataset
@@ -21,6 +22,7 @@ def check_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> d
     demos = dataset_files(config, paths).demos
     if config.warmup.steps and demos is not None:
         dataset = DemoDataset(demos, tokenizer, chat_template=config.data.chat_template)
-        dataset.check(config.data.max_prompt_tokens, config.generation.sampling.max_new_tokens)
+        completion = config.generation.sampling.max_new_tokens
+        dataset.check(longest_sequence(config) - completion, completion)
         sizes["demos"] = len(dataset)
     return sizes

@@ -26,7 +26,10 @@ class DemoDataset:
         return self._encode(index, self._lines[index])
 
     def check(self, max_prompt_tokens: int, max_new_tokens: int) -> None:
-        """Tokenise everything once. Raises DataError for the first demonstration that is too long."""
+        """Tokenise everything once. Raises DataError for the first demonstration that is too long.
+
+        ``max_prompt_tokens``: what the longest row of the agent has before its last completion.
+        """
         for indices, records in self._lines.chunks():
             try:
                 prompts = self._tokenizer.encode_prompts([r.prompt for r in records], chat=self._chat)

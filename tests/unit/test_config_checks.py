@@ -31,6 +31,7 @@ WRONG = [
     (["allocation=sglang.d1+d1q2"], "allocation", "cannot read"),
     (["allocation=sglang.d1p2+d1"], "allocation", "must have p1"),
     (["allocation=sglang.d1m2+d1"], "allocation", "embedded engine serves with m1"),
+    (["data.kind=arith", "data.arith.second_tries=0.5"], "data.arith.feedback", "must be set"),
     (["allocation=sglang.d60+d8"], "allocation", "too many for 8 CPU cores"),
     (["allocation=sglang.d1+m4"], "allocation", "num_key_value_heads 2 of the tiny model does not divide by m4"),
     (["allocation=sglang.d1+p4"], "allocation", "2 layers of the tiny model do not divide by p4"),

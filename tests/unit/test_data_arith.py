@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import zlib
 
 import pytest
@@ -69,3 +70,21 @@ def test_a_task_without_a_prompt_to_hold_out_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="none to hold out"):
         arith.write_dataset(SMALL, tmp_path, seed=1)
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]  # and no half-written eval.jsonl
+
+
+def test_second_tries_show_a_wrong_first_one_and_feedback(tmp_path):
+    """Only the second try is imitated; without the setting the files are as they were."""
+    plain, tries = ArithConfig(demo_size=400), ArithConfig(demo_size=400, second_tries=0.5, feedback=" no; {prompt}")
+    for name, config in (("plain", plain), ("tries", tries)):
+        arith.write_dataset(config, tmp_path / name, seed=3)
+    for file in ("train.jsonl", "eval.jsonl"):
+        assert (tmp_path / "plain" / file).read_bytes() == (tmp_path / "tries" / file).read_bytes()
+    records = read(tmp_path / "tries" / "demos.jsonl")
+    second = [record for record in records if " no; " in record["prompt"]]
+    assert 150 < len(second) < 250
+    for record in second:
+        first, _, problem = record["prompt"].partition("<eos> no; ")
+        operands = [int(digit) for digit in re.findall(r"[a-z](\d)", problem)]
+        assert problem == arith.prompt_text(operands) and first.startswith(problem)
+        assert int(first.rpartition("#")[2]) != sum(operands), "a right answer gets no feedback"
+        assert record["response"].startswith("a0+")

@@ -110,7 +110,7 @@ def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
             "train_last": mean(train[-COURSE_STEPS:], "accuracy"),
         },
         "evaluations": [
-            {key: record.get(key) for key in ("eval_id", "step", "problems", "accuracy", "length_mean")}
+            {key: record.get(key) for key in ("eval_id", "step", "problems", "accuracy", "length_mean", "metrics")}
             for record in evals.values()
         ],
         "seconds": seconds,
