@@ -1,14 +1,12 @@
-"""A weight transport: every version is copied to a second folder, and the servers read the copy.
+"""A weight transport: versions are copied to a second folder, and the servers read the copies.
 
-PYTHONPATH=docs/examples realsys run experiment=arith weights.transport=transport:Mirror \\
-    weights.transport_args.folder=/mnt/servers/weights
+realsys run ... weights.transport=transport:Mirror weights.transport_args.folder=/mnt/servers/weights
 """
 
 import dataclasses
 import shutil
 from pathlib import Path
 
-from realsys.errors import ConfigError
 from realsys.weights.disk.publisher import DiskPublisher
 from realsys.weights.disk.transport import DiskTransport
 
@@ -16,11 +14,7 @@ from realsys.weights.disk.transport import DiskTransport
 class Mirror(DiskTransport):  # ranks write and servers read as with the transport "disk"
     def __init__(self, config, folder):
         super().__init__(config)
-        self.folder = Path(folder).resolve()
-
-    def check(self):  # the launcher calls it before anything starts
-        if not self.folder.is_dir():
-            raise ConfigError("weights.transport_args.folder", str(self.folder), "is not a directory: make it first")
+        self.folder = Path(folder).resolve(strict=True)  # an error here is one line of the launcher
 
     def publisher(self, parts):
         return MirrorPublisher(parts, self.config.weights.keep_versions, self.folder)

@@ -171,7 +171,9 @@ class Hold:
 
 
 @contextlib.contextmanager
-def running(root: Path, argv: list[str], env: Mapping[str, str] | None = None) -> Iterator[LiveJob]:
+def running(
+    root: Path, argv: list[str], env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Iterator[LiveJob]:
     """Start a run, ``env`` laid over ours; at the end of the block it is over, in an orderly way or not."""
     output = root.with_name(root.name + ".stdout"), root.with_name(root.name + ".stderr")
     output[0].parent.mkdir(parents=True, exist_ok=True)
@@ -180,6 +182,7 @@ def running(root: Path, argv: list[str], env: Mapping[str, str] | None = None) -
         process = subprocess.Popen(
             argv,
             env={**os.environ, **(env or {})},
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
