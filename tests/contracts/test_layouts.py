@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from realsys.config.allocation import ParallelLayout, parse_allocation
@@ -22,7 +23,6 @@ from realsys.train.device import Device
 from realsys.train.interfaces import find_handler
 from realsys.types import MfcRequest, SequenceRef
 from tests.hf_models import VOCAB, make_model, weights_of
-from tests.records import make_mask, make_ref, prompt_len
 from tests.train_ranks import build_role, cat_exports, coordinates, run_ranks
 
 TEMPERATURE = 0.7
@@ -51,19 +51,33 @@ class Found:
     gradients: dict[str, torch.Tensor]
 
 
+#: rows that share an episode with the row before them
+SECOND_ROWS = (5, 9)
+
+
 def batch() -> tuple[list[SequenceRef], dict[str, dict[str, np.ndarray[Any, Any]]]]:
-    """Eleven answers of very different length to five prompts: no layout divides them evenly."""
+    """Eleven rows of nine episodes at five prompts, of very different length: no layout divides them evenly.
+
+    Every third row has two turns, with feedback between them and behind the last.
+    """
     rng = np.random.default_rng(3)
-    refs, arrays = [], {}
+    refs, arrays, episode = [], {}, -1
     for i in range(11):
         prompt, answer = int(rng.integers(1, 9)), int(rng.integers(1, 6)) * int(rng.integers(1, 8))
-        name = f"t{i // 2}/{i % 2}"
-        refs.append(make_ref(name, prompt + answer, prompt, float(rng.choice([5.0, -5.0])), i == 3, i // 2))
+        runs = [prompt, answer] if i % 3 else [prompt, answer, 3, 2, 1]
+        episode += i not in SECOND_ROWS
+        name, length, loss_tokens = f"t{i // 2}/{i % 2}", sum(runs), sum(runs[1::2])
+        reward = refs[-1].reward if i in SECOND_ROWS else float(rng.choice([5.0, -5.0]))
+        refs.append(SequenceRef(name, length, loss_tokens, reward, i == 3, i // 2, episode, loss_tokens))
         arrays[name] = {
-            "tokens": rng.integers(0, VOCAB, prompt + answer).astype(np.int32),
-            "loss_mask": make_mask(prompt + answer, prompt),
-            "behav_logprobs": rng.uniform(-4, -3, answer).astype(np.float32),
+            "tokens": rng.integers(0, VOCAB, length).astype(np.int32),
+            "loss_mask": np.repeat(np.arange(len(runs)) % 2 == 1, runs),
+            "behav_logprobs": rng.uniform(-4, -3, loss_tokens).astype(np.float32),
         }
+    for i in SECOND_ROWS:
+        whole = refs[i - 1].loss_tokens + refs[i].loss_tokens
+        refs[i - 1] = replace(refs[i - 1], episode_tokens=whole, last=False)
+        refs[i] = replace(refs[i], episode_tokens=whole)
     return refs, arrays
 
 
@@ -95,8 +109,9 @@ def reference(model: PreTrainedModel, path: Path) -> Reference:
     total, entropies = torch.zeros(()), 0.0
     for ref in REFS:
         ids = torch.from_numpy(ARRAYS[ref.sample_id]["tokens"]).long()
-        every = (model(ids[None]).logits[0, prompt_len(ref) - 1 : -1] / TEMPERATURE).log_softmax(-1)
-        theta = every.gather(1, ids[prompt_len(ref) :, None])[:, 0]
+        at = torch.from_numpy(np.flatnonzero(ARRAYS[ref.sample_id]["loss_mask"]))
+        every = (model(ids[None]).logits[0, at - 1] / TEMPERATURE).log_softmax(-1)
+        theta = every.gather(1, ids[at, None])[:, 0]
         entropies -= (every.exp() * every).sum().item()
         logprobs[ref.sample_id] = theta.detach().numpy().copy()
         prox, behav = theta.detach(), torch.from_numpy(ARRAYS[ref.sample_id]["behav_logprobs"])
