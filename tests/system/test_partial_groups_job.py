@@ -1,0 +1,53 @@
+"""A whole job in which some episodes fail: their groups are trained without them, and nothing becomes a reward of 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from realsys.train.record_files import read_arrays, read_record, recorded_steps
+from tests.system.jobs import arith, running
+from tests.system.ledgers import check_ledger
+
+pytestmark = pytest.mark.system
+
+#: a verifier that cannot judge one completion in four or so, by its text alone
+VERIFIER = '''
+import zlib
+
+
+def verify(item):
+    if zlib.crc32(item.completion.encode()) % 4 == 0:
+        raise RuntimeError("the sandbox is gone")
+    return item.completion.partition("#")[2] == item.answer
+'''
+
+
+def test_groups_train_without_their_failed_episodes(tmp_path: Path) -> None:
+    (tmp_path / "picky.py").write_text(VERIFIER)
+    settings = [
+        "data.verifier=picky:verify",
+        "rollout.min_episodes=1",
+        "rollout.group_size=4",
+        "train.total_steps=3",
+        "warmup.steps=60",  # completions that end: one that is cut off is not judged
+    ]
+    with running(*arith(tmp_path / "runs", "partial", *settings), env={"PYTHONPATH": str(tmp_path)}) as live:
+        live.wait()
+    job = live.job.completed()
+    steps = job.records("train")
+    assert [step["version"] for step in steps] == [1, 2, 3]
+    assert all(8 <= step["episodes"] <= 32 for step in steps)
+    assert sum(step["episodes"] for step in steps) < 3 * 32, "a failed episode was trained"
+    failed = 0
+    for _, folder in recorded_steps(job.paths.records).items():
+        record = read_record(folder)
+        _, origins = read_arrays(folder, record)
+        errors = {origin.ticket.ticket_id: origin.errors for origin in origins}
+        for group in record.groups:
+            assert len({meta.episode for meta in group}) + len(errors[group[0].ticket_id]) == 4
+            failed += len(errors[group[0].ticket_id])
+            assert all("the sandbox is gone" in error for error in errors[group[0].ticket_id])
+    assert failed > 0
+    check_ledger(job, batch_groups=8, eta=4, prompts=400)
