@@ -10,6 +10,7 @@ import pytest
 
 from realsys.config.schema import Config
 from realsys.config.sglang import DEFAULT_VENV, interpreter
+from realsys.generation.backend import Materialised
 from realsys.generation.sglang.build import build_sglang_engine
 from realsys.generation.sglang.engine import SglangEngine
 from realsys.weights.disk.stage import DiskReader
@@ -33,7 +34,11 @@ def sglang_config(*overrides: str) -> Config:
 
 def sglang_engine(model: Path, overflow: Path, *overrides: str, on_change: Callable = print) -> SglangEngine:
     """Not started. Weights are verified and staged as in a run."""
-    folders = FolderWriter(DiskReader(), model, overflow)
+
+    def write(locator: str, version: int, target: Path) -> Materialised:
+        """Forget what was staged before: tests share a server, and each begins with version 0."""
+        return FolderWriter(DiskReader(), model, overflow).write(locator, version, target)
+
     config = sglang_config(*overrides)
     assert Path(interpreter(config.generation.sglang)).exists()
-    return build_sglang_engine(model, config, folders.write, on_change)
+    return build_sglang_engine(model, config, write, on_change)

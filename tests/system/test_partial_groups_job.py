@@ -13,7 +13,7 @@ from tests.system.ledgers import check_ledger
 pytestmark = pytest.mark.system
 
 #: a verifier that cannot judge one completion in four or so, by its text alone
-VERIFIER = '''
+VERIFIER = """
 import zlib
 
 
@@ -21,7 +21,7 @@ def verify(item):
     if zlib.crc32(item.completion.encode()) % 4 == 0:
         raise RuntimeError("the sandbox is gone")
     return item.completion.partition("#")[2] == item.answer
-'''
+"""
 
 
 def test_groups_train_without_their_failed_episodes(tmp_path: Path) -> None:
