@@ -19,6 +19,12 @@ I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
+
+def constant(array: npt.NDArray[Any]) -> bool:
+    """Return True if all elements have the same bytes; several times faster than numpy's operators if it is short."""
+    return array[1:].tobytes() == array[:-1].tobytes()
+
+
 TicketKind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -63,6 +69,15 @@ class Row:
     @property
     def loss_tokens(self) -> int:
         return len(self.logprobs)
+
+    @property
+    def version_span(self) -> tuple[int, int] | None:
+        """The lowest and the highest version of its tokens; None if it has no token with loss_mask."""
+        if not len(self.versions):
+            return None
+        if constant(self.versions):
+            return int(self.versions[0]), int(self.versions[0])
+        return int(self.versions.min()), int(self.versions.max())
 
 
 @dataclass(slots=True)

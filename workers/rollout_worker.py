@@ -17,7 +17,6 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
 from realsys.reward.pool import VerifierPool
 from realsys.rollout import agents, environments
-from realsys.rollout.episodes import Limits
 from realsys.rollout.manager_client import ManagerClient
 from realsys.rollout.partial import PartialRolloutManager
 from realsys.rollout.sessions import GroupPlayer, sampling_spec
@@ -58,7 +57,7 @@ async def serve(ctx: WorkerContext) -> None:
         agents.build(config, tokenizer, environments.build(config, tokenizer, pool)),
         PartialRolloutManager(manager, generation),
         sampling_spec(config.generation.sampling, tokenizer.eos_token_ids),
-        Limits(config.train.microbatch_tokens),
+        config.train.microbatch_tokens,
         min_episodes=config.rollout.min_episodes,
     )
     loop = RolloutLoop(

@@ -13,6 +13,7 @@ from realsys.rollout.manager_client import RolloutSuperseded
 
 MOST_KNOWN = 1000  # distinct messages that are remembered as logged
 MAX_MESSAGE = 500  # characters of an exception's text
+MAX_LINE = 2000  # characters of what is told of an error to the manager, and to the head of a group
 
 _LIBRARIES = (
     f"{Path(__file__).resolve().parents[1]}{os.sep}",
@@ -20,7 +21,12 @@ _LIBRARIES = (
 )
 
 
-def explain(error: Exception) -> RealsysError:
+def one_line(text: str, limit: int = MAX_LINE) -> str:
+    """Make of any text one line that can be sent: bounded, without characters that have no UTF-8 (lone surrogates)."""
+    return " ".join(text.split())[:limit].encode("utf-8", "replace").decode()
+
+
+def explain(error: BaseException) -> RealsysError:
     """Return the error of an episode: a RealsysError as it is, anything else as AgentError with type and place.
 
     Of an exception group (a TaskGroup of the agent) the first RealsysError counts, else its first exception.
@@ -29,16 +35,16 @@ def explain(error: Exception) -> RealsysError:
     first = leaves[0]
     if isinstance(first, RealsysError):
         return first
-    kind, text = type(first).__name__, " ".join(str(first).split())[:MAX_MESSAGE]
+    kind, text = type(first).__name__, one_line(str(first), MAX_MESSAGE)
     place = _place(first)
     return AgentError(f"{kind}: {text} ({place})", defect=f"{kind} at {place}")
 
 
-def _known(error: Exception) -> bool:
+def _known(error: BaseException) -> bool:
     return isinstance(error, RealsysError)
 
 
-def _leaves(error: Exception) -> Iterator[Exception]:
+def _leaves(error: BaseException) -> Iterator[BaseException]:
     if isinstance(error, ExceptionGroup):
         for inner in error.exceptions:
             yield from _leaves(inner)

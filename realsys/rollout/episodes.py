@@ -6,26 +6,24 @@ The agent is the user's code, so every error here names the part of the episode 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, get_args
+import reprlib
+from typing import Any
 
 import numpy as np
 
 from realsys.admission.messages import MOST_METRICS
 from realsys.errors import AgentError
-from realsys.types import Episode, FinishReason, Row
+from realsys.reward.verifiers.base import MAX_METRIC_NAME, is_metric_name
+from realsys.stream.codec import BOOL, FINISH_REASONS, FLOAT, INT, LOGPROB_SLACK
+from realsys.types import Episode, Row
+
+_ARRAYS = (("tokens", INT), ("loss_mask", BOOL), ("logprobs", FLOAT), ("versions", INT))
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of an episode, in tokens. ``episode``: of all its rows; None if the loss works on single rows."""
+def check_episode(episode: Episode, longest_row: int, sampled: int) -> None:
+    """Check an episode, and turn numpy's numbers into plain ones.
 
-    row: int
-    episode: int | None = None
-
-
-def check_episode(episode: Episode, limits: Limits, sampled: int) -> None:
-    """Check an episode, and turn numpy's numbers into plain ones. ``sampled``: tokens that the engine returned for it.
+    ``longest_row``: in tokens. ``sampled``: tokens that the engine returned for this episode.
 
     An episode without a token to train is right only if every completion was empty. Raises AgentError.
     """
@@ -38,17 +36,20 @@ def check_episode(episode: Episode, limits: Limits, sampled: int) -> None:
         episode.correct = bool(episode.correct)
     if episode.correct is not None and not isinstance(episode.correct, bool):
         raise AgentError(f"correct is {episode.correct!r}: it must be True, False or None")
-    if len(episode.metrics) > MOST_METRICS or not all(isinstance(name, str) for name in episode.metrics):
-        raise AgentError(f"metrics must be at most {MOST_METRICS} numbers by name")
+    if not isinstance(episode.metrics, dict) or len(episode.metrics) > MOST_METRICS:
+        raise AgentError(f"metrics must be a dict of at most {MOST_METRICS} numbers by name")
+    for name in episode.metrics:
+        if not is_metric_name(name):
+            problem = f"a name must have 1 to {MAX_METRIC_NAME} printable characters"
+            raise AgentError(f"metrics has the name {reprlib.repr(name)}: {problem}")
     episode.metrics = {name: _number(f"metric {name!r}", value) for name, value in episode.metrics.items()}
+    loss_tokens = 0
     for number, row in enumerate(episode.rows):
-        if problem := _row_problem(row, limits.row):
+        if problem := _row_problem(row, longest_row):
             raise AgentError(f"row {number}: {problem}")
-    if sampled and not episode.loss_tokens:
+        loss_tokens += len(row.logprobs)
+    if sampled and not loss_tokens:
         raise AgentError(f"{sampled} tokens were sampled and none is in a row with loss_mask")
-    total = sum(len(row.tokens) for row in episode.rows)
-    if limits.episode is not None and total > limits.episode:
-        raise AgentError(f"the rows have {total} tokens together, train.microbatch_tokens is {limits.episode}")
 
 
 def _number(what: str, value: Any) -> float:
@@ -65,15 +66,10 @@ def _row_problem(row: Row, limit: int) -> str:
     """Return the problem of a row; "" if it has none."""
     if not isinstance(row, Row):
         return f"is a {type(row).__name__}, it must be a Row"
-    arrays = (
-        ("tokens", row.tokens, np.int32),
-        ("loss_mask", row.loss_mask, np.bool_),
-        ("logprobs", row.logprobs, np.float32),
-        ("versions", row.versions, np.int32),
-    )
-    for name, array, dtype in arrays:
+    arrays = (row.tokens, row.loss_mask, row.logprobs, row.versions)
+    for (name, dtype), array in zip(_ARRAYS, arrays, strict=True):
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-            return f"{name} must be a one-dimensional array of {np.dtype(dtype).name}"
+            return f"{name} must be a one-dimensional array of {dtype.name}"
     length, loss = len(row.tokens), int(np.count_nonzero(row.loss_mask))
     if not length or len(row.loss_mask) != length:
         return f"{length} tokens and a loss_mask of {len(row.loss_mask)}: they must be as many, and not 0"
@@ -82,21 +78,43 @@ def _row_problem(row: Row, limit: int) -> str:
     if not loss == len(row.logprobs) == len(row.versions):
         counts = f"{loss} tokens with loss_mask, {len(row.logprobs)} logprobs, {len(row.versions)} versions"
         return f"{counts}: they must be as many"
-    if not np.isfinite(row.logprobs).all():
-        return "a log-prob is not finite"
     if length > limit:
         return f"{length} tokens, train.microbatch_tokens is {limit}"
-    if row.finish_reason not in get_args(FinishReason):
-        return f"finish_reason {row.finish_reason!r}: use one of {', '.join(get_args(FinishReason))}"
+    if row.finish_reason not in FINISH_REASONS:
+        return f"finish_reason {row.finish_reason!r}: use one of {', '.join(FINISH_REASONS)}"
+    return _value_problem(row) or _route_problem(row, loss) or _reward_problem(row)
+
+
+def _value_problem(row: Row) -> str:
+    # count_nonzero, because all() and any() take several times as long on a short array
+    if np.count_nonzero(np.isfinite(row.logprobs) & (row.logprobs <= LOGPROB_SLACK)) < len(row.logprobs):
+        return "a log-prob is not finite, or greater than 0"
+    low, _ = row.version_span or (0, 0)
+    return f"version {low}: it must be at least 0" if low < 0 else ""
+
+
+def _route_problem(row: Row, loss: int) -> str:
+    """Check the types as well: route and rewards travel as they are, and a number of numpy cannot be sent."""
+    for server, count in row.route:
+        if type(server) is not str or type(count) is not int or count < 1:
+            return f"route has ({server!r}, {count!r}): it must be (name of a server, whole number of tokens)"
     if row.route and sum(count for _, count in row.route) != loss:
         return f"route has {sum(count for _, count in row.route)} tokens, loss_mask {loss}"
-    return _reward_problem(row)
+    return ""
 
 
 def _reward_problem(row: Row) -> str:
+    """Check the rewards of single tokens, and turn numpy's numbers into plain ones."""
+    if not row.rewards:
+        return ""
+    row.rewards = tuple((int(position), float(reward)) for position, reward in row.rewards)
+    before = -1
     for position, reward in row.rewards:
         if not 0 <= position < len(row.tokens) or not row.loss_mask[position]:
             return f"reward at position {position}, which is no token with loss_mask"
+        if position <= before:
+            return f"reward at position {position} after one at {before}: positions must rise"
         if not math.isfinite(reward):
             return f"reward {reward} at position {position}: it must be a finite number"
+        before = position
     return ""

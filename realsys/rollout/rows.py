@@ -61,12 +61,15 @@ class RowBuilder:
 
     def row(self) -> Row:
         """Build the row. The builder stays usable: more can be appended afterwards."""
-        sampled = [completion for _, completion in self._parts if completion is not None]
-        reason: FinishReason = sampled[-1].finish_reason if sampled else "stop"
+        sampled: list[Generated] = []
         mask, begin = np.zeros(self._length, np.bool_), 0
         for tokens, completion in self._parts:
-            mask[begin : begin + len(tokens)] = completion is not None
-            begin += len(tokens)
+            end = begin + len(tokens)
+            if completion is not None:
+                mask[begin:end] = True
+                sampled.append(completion)
+            begin = end
+        reason: FinishReason = sampled[-1].finish_reason if sampled else "stop"
         return Row(
             tokens=_joined([tokens for tokens, _ in self._parts], np.int32),
             loss_mask=mask,

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from realsys.admission.order import sampling_seed
 from realsys.config.schema import SamplingConfig
@@ -24,14 +24,16 @@ from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, RealsysError, StuckError
 from realsys.generation.client import Generated, SamplingSpec
 from realsys.rollout.agents.base import Agent
-from realsys.rollout.defects import Defects, explain
-from realsys.rollout.episodes import Limits, check_episode
+from realsys.rollout.defects import Defects, explain, one_line
+from realsys.rollout.episodes import check_episode
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.partial import Call, Deliver
 from realsys.rollout.task import Task
 from realsys.types import Episode, Ticket
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Engine(Protocol):
@@ -68,7 +70,7 @@ class Calls:
         self._ticket = ticket
         self._spec = spec
         self._waiting: list[_First] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
         self.superseded: RolloutSuperseded | None = None
 
@@ -83,14 +85,17 @@ class Calls:
                 return await self._first(episode, token_ids)
             seed = sampling_seed(self._ticket.seed, episode, number)
             call = Call(self._ticket, f"{episode}.{number}", [int(t) for t in token_ids], self._spec, seed, previous)
-            return (await self._engine.generate(call))[0]
+            # A task of its own, so that close() can end it if the agent has left it behind.
+            return (await self._start(self._engine.generate(call)))[0]
         except RolloutSuperseded as error:
             self.superseded = error  # an agent may catch it, and the attempt is over all the same
             raise
 
     async def close(self) -> None:
-        """Cancel what still runs, and wait for its end."""
+        """Cancel what still runs or waits to be sent, and wait for its end."""
         self._closed = True
+        for first in self._waiting:
+            first.completion.cancel()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -108,11 +113,15 @@ class Calls:
     def _send_first(self) -> None:
         waiting, self._waiting = self._waiting, []
         for run in _runs([first for first in waiting if not first.completion.done()]):
-            task = asyncio.create_task(self._send(run), name=f"first call of {self._ticket.ticket_id}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task = self._start(self._send(run))
             for first in run:
                 first.completion.add_done_callback(partial(_cancel_unwanted, run, task))
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _send(self, run: list[_First]) -> None:
         """One request for all of ``run``; each gets its completion, or all that have none the same error."""
@@ -148,7 +157,7 @@ def _runs(waiting: Sequence[_First]) -> list[list[_First]]:
     return runs
 
 
-def _cancel_unwanted(run: Sequence[_First], task: asyncio.Task[None], _: asyncio.Future[Generated]) -> None:
+def _cancel_unwanted(run: Sequence[_First], task: asyncio.Task[Any], _: asyncio.Future[Generated]) -> None:
     if all(first.completion.cancelled() for first in run):
         task.cancel()
 
@@ -184,13 +193,13 @@ class GroupPlayer:
     """Plays all episodes of a ticket. One for a RolloutWorker."""
 
     def __init__(
-        self, agent: Agent, engine: Engine, spec: SamplingSpec, limits: Limits, *, min_episodes: int = 0
+        self, agent: Agent, engine: Engine, spec: SamplingSpec, longest_row: int, *, min_episodes: int = 0
     ) -> None:
-        """``min_episodes``: how many must succeed for a group; 0: all of them."""
+        """``longest_row``: in tokens. ``min_episodes``: how many must succeed for a group; 0: all of them."""
         self._agent = agent
         self._engine = engine
         self._spec = spec
-        self._limits = limits
+        self._longest_row = longest_row
         self._min_episodes = min_episodes
         self._defects = Defects()
 
@@ -228,13 +237,13 @@ class GroupPlayer:
         """One episode, into ``group``. Raises only what ends the whole attempt."""
         try:
             episode = await self._agent.run(task, session)
-            check_episode(episode, self._limits, session.sampled)
+            check_episode(episode, self._longest_row, session.sampled)
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if current is None or current.cancelling():
                 raise
             error: RealsysError = AgentError("run was cancelled by its own code")
-        except Exception as raised:  # the request boundary: the agent is the user's code, and may raise anything
+        except (Exception, SystemExit) as raised:  # the request boundary: the user's code may raise anything
             error = explain(raised)
             if isinstance(error, RolloutSuperseded):
                 raise error from None
@@ -265,7 +274,7 @@ class _Playing:
 
     def errors(self) -> list[str]:
         """One line for each episode that failed."""
-        return [f"episode {k}: {type(error).__name__}: {error}" for k, error in sorted(self.failed.items())]
+        return [one_line(f"episode {k}: {type(error).__name__}: {error}") for k, error in sorted(self.failed.items())]
 
 
 def sampling_spec(config: SamplingConfig, end_of_text: Sequence[int]) -> SamplingSpec:

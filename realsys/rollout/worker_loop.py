@@ -24,6 +24,7 @@ from realsys.admission.messages import AllocateReply, AllocateRequest, Answer, F
 from realsys.cluster.failpoint import reach
 from realsys.data.prompts import Prompt
 from realsys.errors import RealsysError, StuckError
+from realsys.rollout.defects import one_line
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.sessions import Played
 from realsys.types import Episode, Group, Ticket
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 
 HOLD_S = 10.0  # how long the manager may hold an allocation
 MAX_TICKETS = 4096  # per allocation, the manager's bound
-MAX_REASON = 2000  # characters
 
 
 class Manager(Protocol):
@@ -197,7 +197,7 @@ class RolloutLoop:
             ticket.attempt,
             self._worker,
             outcome,
-            reason[:MAX_REASON],
+            one_line(reason),
             [answer_of(ticket, episode) for episode in episodes],
             tokens_by_server(episodes),
         )
@@ -214,12 +214,7 @@ async def _stop(stop: asyncio.Event) -> None:
 def answer_of(ticket: Ticket, episode: Episode) -> Answer:
     """Make the manager's record of an episode. ``finish_reason``: of the first row that was cut off."""
     reasons = [row.finish_reason for row in episode.rows]
-    versions = [
-        int(version)
-        for row in episode.rows
-        if len(row.versions)
-        for version in (row.versions.min(), row.versions.max())
-    ]
+    versions = [version for row in episode.rows for version in row.version_span or ()]
     return Answer(
         reward=episode.reward,
         correct=episode.correct,

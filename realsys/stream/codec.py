@@ -24,7 +24,7 @@ import numpy as np
 import zmq
 
 from realsys.errors import DecodeError, StreamError
-from realsys.types import F32, I32, Episode, FinishReason, Group, Mask, Row, Ticket
+from realsys.types import F32, I32, Episode, FinishReason, Group, Mask, Row, Ticket, constant
 
 Buffer = bytes | bytearray | memoryview | zmq.Frame
 T = TypeVar("T")
@@ -207,7 +207,7 @@ def _row_header(what: str, row: Row, servers: dict[str, int]) -> RowHeader:
 def _mask_runs(mask: Mask) -> list[int]:
     """Lengths of the runs of a mask that begins with False."""
     first = int(mask.argmax())
-    if mask[first:].all():  # one turn, the usual case: ten times as fast
+    if first + np.count_nonzero(mask) == len(mask):  # one turn, the usual case: ten times as fast
         return [first, len(mask) - first]
     ends = np.flatnonzero(mask[1:] != mask[:-1]) + 1
     return np.diff(ends, prepend=0, append=len(mask)).tolist()  # type: ignore[no-any-return]
@@ -216,7 +216,7 @@ def _mask_runs(mask: Mask) -> list[int]:
 def _runs(versions: I32) -> list[tuple[int, int]]:
     if not len(versions):
         return []
-    if (versions == versions[0]).all():
+    if constant(versions):
         return [(int(versions[0]), len(versions))]
     starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
     ends = [*starts[1:], len(versions)]

@@ -144,6 +144,7 @@ class DataManager:
         for k, episode in enumerate(group.episodes):
             for r, row in enumerate(episode.rows):
                 sample_id = f"{ticket.ticket_id}.{ticket.attempt}/{k}.{r}"
+                version_min, version_max = row.version_span or (ticket.version, ticket.version)
                 entries[sample_id] = self._arrays(row)
                 metas.append(
                     SampleMeta(
@@ -154,8 +155,8 @@ class DataManager:
                         loss_tokens=row.loss_tokens,
                         reward=episode.reward,
                         truncated=episode.truncated,
-                        version_min=int(row.versions.min()) if row.loss_tokens else ticket.version,
-                        version_max=int(row.versions.max()) if row.loss_tokens else ticket.version,
+                        version_min=version_min,
+                        version_max=version_max,
                         owner=self._worker,
                         arrived=now,
                         training=ticket.training,

@@ -131,6 +131,7 @@ def test_an_evaluation_ticket_is_finished_with_its_answer_and_never_pushed():
         (RewardError("verifier math hung"), "RewardError: verifier math hung"),
         (GenerationError("no server"), "GenerationError: no server"),
         (ZeroDivisionError("a defect"), "ZeroDivisionError: a defect"),
+        (RewardError("file \udc80\nis gone"), "RewardError: file ? is gone"),
     ],
 )
 def test_a_failed_rollout_is_reported_as_failed_without_any_reward(error, expected):

@@ -12,7 +12,6 @@ from realsys.data.prompts import Prompt
 from realsys.errors import GenerationError
 from realsys.generation.client import Generated, SamplingSpec
 from realsys.rollout import partial
-from realsys.rollout.episodes import Limits
 from realsys.rollout.partial import PartialRolloutManager
 from realsys.rollout.rows import RowBuilder
 from realsys.rollout.sessions import GroupPlayer
@@ -76,7 +75,7 @@ def test_rows_of_random_conversations_are_what_the_engine_saw(monkeypatch):
     monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.0)
     rng = random.Random(5)
     engine, agent = Engine(rng), Wanderer(rng)
-    player = GroupPlayer(agent, PartialRolloutManager(engine, engine), SPEC, Limits(10**6))
+    player = GroupPlayer(agent, PartialRolloutManager(engine, engine), SPEC, 10**6)
 
     async def play(number):
         prompt = Prompt("", "", [rng.randrange(1000) for _ in range(rng.randint(1, 3))])

@@ -8,11 +8,11 @@ import pytest
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, GenerationError, RewardError, StuckError
 from realsys.generation.client import SamplingSpec
-from realsys.rollout.episodes import Limits
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.rows import RowBuilder
 from realsys.rollout.sessions import GroupPlayer
-from realsys.types import Episode, Ticket
+from realsys.stream.codec import decode_group, encode_group
+from realsys.types import Episode, Group, Ticket
 from tests.unit.rollout_fakes import FakeEngine
 
 PROMPT = Prompt("a1=", "1", [2, 10, 4])
@@ -36,7 +36,7 @@ class Script:
 
 
 def player(agent, engine, min_episodes=0):
-    return GroupPlayer(agent, engine, SPEC, Limits(1000), min_episodes=min_episodes)
+    return GroupPlayer(agent, engine, SPEC, 1000, min_episodes=min_episodes)
 
 
 def play(agent, engine, n=4, min_episodes=0):
@@ -250,6 +250,56 @@ def test_a_call_after_the_end_of_its_episode_is_refused():
             await agent.session.generate([1])
 
     asyncio.run(body())
+
+
+def test_a_call_left_behind_is_cancelled():
+    """``number`` of the call that run() does not wait for: the first one, or a later one."""
+
+    class Leaves(Script):
+        async def run(self, task, session):
+            episode = await super().run(task, session)
+            self.left = asyncio.create_task(session.generate(task.prompt.ids))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return episode
+
+    async def body(calls, name):
+        agent, engine = Leaves(calls=calls), FakeEngine(held={name})
+        async with asyncio.timeout(60):
+            await player(agent, engine).play(Ticket("1", 0, 0, n=1), PROMPT)
+            await asyncio.wait({agent.left})
+        assert agent.left.cancelled() and engine.cancelled == [name]
+
+    for calls, name in ((0, "0.0"), (1, "0.1")):
+        asyncio.run(body(calls, name))
+
+
+def test_a_first_call_left_behind_is_never_sent():
+    class Leaves:
+        async def run(self, task, session):
+            self.left = asyncio.ensure_future(session.generate(task.prompt.ids))
+            await asyncio.sleep(0)  # the call waits for its siblings now
+            return Episode([RowBuilder(task.prompt.ids).row()], 0.0)
+
+    async def body():
+        agent, engine = Leaves(), FakeEngine()
+        await player(agent, engine).play(Ticket("1", 0, 0, n=1), PROMPT)
+        await asyncio.wait({agent.left})
+        assert agent.left.cancelled() and len(engine.calls) == len(engine.cancelled)
+
+    asyncio.run(body())
+
+
+def test_an_agent_that_exits_fails_its_episode():
+    played = play(Script(errors={1: SystemExit(3)}), FakeEngine(), min_episodes=1)
+    assert len(played.episodes) == 3 and "AgentError: SystemExit: 3" in played.errors[0]
+
+
+def test_errors_of_episodes_can_always_be_sent():
+    played = play(Script(errors={1: RewardError("\udc80 " + "x\n" * 5000)}), FakeEngine(), min_episodes=1)
+    group = Group(Ticket("1", 0, 0), played.episodes, "rollout_worker/0", errors=played.errors)
+    (error,) = decode_group([bytes(frame) for frame in encode_group(group)]).errors
+    assert error.startswith("episode 1: RewardError: ? x x")
 
 
 @pytest.mark.parametrize("patient", [0, 1])

@@ -62,13 +62,18 @@ def verdict_of(result: object) -> Verdict:
     return Verdict(reward, correct, _metrics_of(result.metrics))
 
 
+def is_metric_name(name: object) -> bool:
+    """Return True for a text that a metric may be called by, in messages and in the step log."""
+    return isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_METRIC_NAME
+
+
 def _metrics_of(metrics: object) -> dict[str, float]:
     if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
         problem = f"must be a dict with at most {MAX_METRICS} names"
         raise TypeError(f"returned a Verdict with metrics={reprlib.repr(metrics)}: {problem}")
     checked = {}
     for name, value in metrics.items():
-        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_METRIC_NAME:
+        if not is_metric_name(name):
             problem = f"must have 1 to {MAX_METRIC_NAME} printable characters"
             raise TypeError(f"returned a Verdict with the metric name {reprlib.repr(name)}: {problem}")
         # A bool is fine here: its average is a share.
