@@ -15,7 +15,7 @@ from realsys.config.backend_rules import BackendRules, backend_rules
 from realsys.config.check_training import check_training
 from realsys.config.check_vocabulary import check_vocabulary
 from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
-from realsys.config.doors import AGENT, CALL_HANDLER, ENVIRONMENT, TRANSPORT, VERIFIER
+from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, TRANSPORT, VERIFIER
 from realsys.config.lengths import longest_sequence
 from realsys.config.machine import Machine
 from realsys.config.roles import role_field, role_settings
@@ -58,7 +58,8 @@ def check(config: Config, machine: Machine) -> Allocation:
 
 
 def _check_generation(config: Config, allocation: Allocation, backend: BackendRules) -> None:
-    backend.check(allocation)
+    with BACKEND.guard(config.generation.backend, "check raised"):
+        backend.check(allocation)
     running = config.rollout.workers * config.rollout.max_concurrent * config.rollout.group_size
     capacity = allocation.inference.data * backend.capacity()
     if running > capacity:
@@ -122,7 +123,8 @@ def _check_cluster(config: Config) -> None:
 def _check_transport(config: Config) -> None:
     transport = TRANSPORT.make(config.weights.transport, config, config.weights.transport_args)
     if check := getattr(transport, "check", None):
-        check()
+        with TRANSPORT.guard(config.weights.transport, "check raised"):
+            check()
 
 
 # ---- lengths and data

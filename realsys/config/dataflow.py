@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from realsys.config.doors import ALGORITHM, CALL_HANDLER, HOOK
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
-from realsys.errors import ConfigError, RealsysError
+from realsys.errors import ConfigError
 
 #: what a trajectory brings with it when it arrives at a DP head
 SOURCE_KEYS = frozenset({"tokens", "loss_mask", "behav_logprobs", "versions"})
@@ -128,16 +128,11 @@ def dataflow_of(config: Config) -> Dataflow:
 
 
 def _build(config: Config) -> Dataflow:
-    """Call the algorithm that the configuration names. It may be the user's, so it may raise anything."""
+    """Call the algorithm that the configuration names. Raises ConfigError."""
     name = config.train.ppo.algorithm
     algorithm = ALGORITHM.load(name)
-    try:
+    with ALGORITHM.guard(name, "raised"):
         flow = algorithm(config)
-    except RealsysError:
-        raise
-    except Exception as error:
-        problem = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        raise ConfigError(ALGORITHM.field, name, f"raised {problem}") from error
     if not isinstance(flow, Dataflow):
         raise ConfigError(ALGORITHM.field, name, f"must return a Dataflow, not {type(flow).__name__}")
     return flow

@@ -10,9 +10,10 @@ one line and exit code 2.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,32 +64,34 @@ class Door:
         """
         loaded = self.load(value)
         self._check_arguments(value, loaded, arguments)
-        try:
+        with self.guard(value, "cannot be built"):
             return loaded(first, **arguments)
+
+    @contextlib.contextmanager
+    def guard(self, value: str, problem: str) -> Iterator[None]:
+        """Turn whatever the body raises into a ConfigError of one line: the code that it calls may be the user's."""
+        try:
+            yield
         except RealsysError:
             raise
-        except Exception as error:  # the code may be the user's: it may raise anything
-            problem = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-            raise ConfigError(self.field, value, f"cannot be built: {problem}") from error
+        except (Exception, SystemExit) as error:
+            raised = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+            raise ConfigError(self.field, value, f"{problem}: {raised}") from error
 
     def _import(self, value: str, module: str, attribute: str) -> Any:
-        try:
-            found: Any = importlib.import_module(module)
-        except RealsysError:
-            raise
-        except ModuleNotFoundError as error:
-            if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-                problem = f"no module named {error.name!r}: set PYTHONPATH to the folder that holds it"
-                raise ConfigError(self.field, value, problem) from None
-            raise ConfigError(self.field, value, f"cannot be imported: {error}") from error
-        except (Exception, SystemExit) as error:  # the module is the user's: it may raise anything
-            problem = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-            raise ConfigError(self.field, value, f"cannot be imported: {problem}") from error
-        for name in attribute.split("."):
-            if not hasattr(found, name):
-                raise ConfigError(self.field, value, f"module {module} has no attribute {attribute!r}")
-            found = getattr(found, name)
-        return found
+        with self.guard(value, "cannot be imported"):
+            try:
+                found: Any = importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+                    problem = f"no module named {error.name!r}: set PYTHONPATH to the folder that holds it"
+                    raise ConfigError(self.field, value, problem) from None
+                raise
+            for name in attribute.split("."):
+                if not hasattr(found, name):
+                    raise ConfigError(self.field, value, f"module {module} has no attribute {attribute!r}")
+                found = getattr(found, name)
+            return found
 
     def _check_arguments(self, value: str, loaded: Any, arguments: Mapping[str, Any]) -> None:
         try:

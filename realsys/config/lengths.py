@@ -16,15 +16,11 @@ def longest_sequence(config: Config) -> int:
     longest_row = getattr(AGENT.load(agent), "longest_row", None)
     if longest_row is None:
         return config.data.max_prompt_tokens + config.generation.sampling.max_new_tokens
-    try:
-        longest = longest_row(config, **arguments)
-    except ConfigError:
-        raise
-    except TypeError as error:
-        raise ConfigError("rollout.agent_args", arguments, f"do not fit {agent}: {error}") from None
-    except Exception as error:  # the agent is the user's: it may raise anything
-        problem = f"longest_row raised {type(error).__name__}: {error}"
-        raise ConfigError("rollout.agent", agent, problem) from error
+    with AGENT.guard(agent, "longest_row raised"):
+        try:
+            longest = longest_row(config, **arguments)
+        except TypeError as error:
+            raise ConfigError("rollout.agent_args", arguments, f"do not fit {agent}: {error}") from None
     if type(longest) is not int or longest < 1:
         raise ConfigError("rollout.agent", agent, f"longest_row must return a number of tokens, not {longest!r}")
     return longest

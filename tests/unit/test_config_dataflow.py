@@ -127,7 +127,7 @@ def test_own_algorithm_is_found_by_import_string():
         (f"{HERE}:OWN", "is not an algorithm: it must be a function (config), not Dataflow"),
         (f"{HERE}:call", r"is not an algorithm: it must take (config), it takes (name"),
         (f"{HERE}:no_graph", "must return a Dataflow, not list"),
-        (f"{HERE}:misspells", "raised AttributeError: 'PPOConfig' object has no attribute 'no_such_field'"),
+        (f"{HERE}:misspells", "raised: AttributeError: 'PPOConfig' object has no attribute 'no_such_field'"),
     ],
 )
 def test_bad_algorithm_is_one_line(algorithm, problem):

@@ -78,7 +78,7 @@ BAD = [
     (["vllm"], "unknown generation backend: use one of embedded, sglang, or package.module:name"),
     ([":Mine"], "unknown generation backend"),
     (["nowhere:Mine"], "no module named 'nowhere'"),
-    (["broken_backend:Mine"], "cannot be imported: No module named 'no_such_module'"),
+    (["broken_backend:Mine"], "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
     (["own_backends:Yours"], "module own_backends has no attribute 'Yours'"),
     (["own_backends:function"], "it must be a class, not function"),
     (["own_backends:Other"], "it must derive from realsys.generation.backend.Backend"),

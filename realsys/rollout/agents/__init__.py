@@ -20,4 +20,5 @@ def check(config: Config, tokenizer: TextTokenizer) -> None:
     """Let the agent look at the model's tokenizer before anything starts. Raises ConfigError."""
     look = getattr(AGENT.load(config.rollout.agent), "check", None)
     if look is not None:
-        look(config, tokenizer, **config.rollout.agent_args)
+        with AGENT.guard(config.rollout.agent, "check raised"):
+            look(config, tokenizer, **config.rollout.agent_args)
