@@ -44,6 +44,7 @@ class Evaluation:
     done: set[int] = field(default_factory=set)
     failed: int = 0
     correct: int = 0
+    unjudged: int = 0  # answers to a problem that has no right or wrong
     length: int = 0
     version_min: int = -1
     version_max: int = -1
@@ -56,11 +57,12 @@ class Evaluation:
 
     def reply(self) -> EvaluationReply:
         answered = len(self.done) - self.failed
+        judged = answered - self.unjudged
         return EvaluationReply(
             done=answered,
             total=self.started.total,
             failed=self.failed,
-            accuracy=self.correct / answered if answered else 0.0,
+            accuracy=self.correct / judged if judged else None,
             length_mean=self.length / answered if answered else 0.0,
             version_min=self.version_min,
             version_max=self.version_max,
@@ -128,6 +130,7 @@ class Evaluations:
                 e.version_max,
                 e.first_attempt,
                 dict(e.metrics),
+                e.unjudged,
             )
             for e in self._all.values()
         ]
@@ -145,6 +148,7 @@ class Evaluations:
             evaluation.failed += 1
             return
         evaluation.correct += event.correct is True
+        evaluation.unjudged += event.correct is None
         evaluation.length += event.length
         for name, value in event.metrics.items():
             total, count = evaluation.metrics.get(name, (0.0, 0))
@@ -250,4 +254,5 @@ def _restored(state: EvaluationState) -> Evaluation:
         version_max=state.version_max,
         first_attempt=state.first_attempt,
         metrics=dict(state.metrics),
+        unjudged=state.unjudged,
     )

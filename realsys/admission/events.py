@@ -157,7 +157,10 @@ class EvalAnswered(msgspec.Struct, frozen=True, tag="eval_answered"):
 
 
 class EvaluationState(msgspec.Struct, frozen=True):
-    """An evaluation in a snapshot; without what runs, as after any restart. ``metrics``: name -> (sum, answers)."""
+    """An evaluation in a snapshot; without what runs, as after any restart.
+
+    ``metrics``: name -> (sum, answers). ``unjudged``: answers to a problem that has no right or wrong.
+    """
 
     started: EvalStarted
     done: list[int]  # prompt indices
@@ -168,6 +171,7 @@ class EvaluationState(msgspec.Struct, frozen=True):
     version_max: int
     first_attempt: int
     metrics: dict[str, tuple[float, int]] = {}
+    unjudged: int = 0
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):

@@ -210,14 +210,14 @@ class EvaluateReply(msgspec.Struct):
 class EvaluationReply(msgspec.Struct):
     """GET /evaluate/{eval_id}. Complete when ``done + failed == total``.
 
-    ``done`` problems were answered, and ``accuracy`` is over those: a failure is not a wrong answer. ``metrics``: mean
-    of each metric over the answers that have it.
+    ``done`` problems were answered. ``accuracy`` is over those of them whose answer is right or wrong, None without
+    any: a failure is not a wrong answer. ``metrics``: mean of each metric over the answers that have it.
     """
 
     done: int
     total: int
     failed: int
-    accuracy: float
+    accuracy: float | None
     length_mean: float
     version_min: int
     version_max: int

@@ -144,7 +144,19 @@ def test_evaluation_means_each_metric_over_its_answers() -> None:
         evaluation = each.evaluations.get("e")
         assert evaluation is not None
         reply = evaluation.reply()
-        assert (reply.done, reply.accuracy, reply.metrics) == (2, 0.5, {"turns": 1.5, "x": 5.0})
+        assert (reply.done, reply.accuracy, reply.metrics) == (2, 1.0, {"turns": 1.5, "x": 5.0})
+
+
+def test_evaluation_without_right_or_wrong_has_no_accuracy() -> None:
+    """An absent number is not 0 %."""
+    state = ready()
+    state.evaluate(EvaluateRequest("e", "eval", 1), 0.0)
+    (ticket,) = tickets(state, 1)
+    answer = msgspec.structs.replace(ANSWER, correct=None)
+    state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", "accepted", "", [answer]), 0.0)
+    evaluation = state.evaluations.get("e")
+    assert evaluation is not None and evaluation.reply().done == 1
+    assert evaluation.reply().accuracy is None
 
 
 def test_call_goes_back_to_the_server_of_the_call_before() -> None:
