@@ -40,7 +40,7 @@ def test_groups_arrive_in_order_and_whole() -> None:
         asyncio.run(run(puller))
         assert puller.wait_for(30) == names(30)
     assert puller.stats.received == 30
-    assert stored[7].trajectories[1].tokens.tolist() == make_group("t7").trajectories[1].tokens.tolist()
+    assert stored[7].episodes[1].rows[0].tokens.tolist() == make_group("t7").episodes[1].rows[0].tokens.tolist()
 
 
 def test_large_groups_reuse_their_memory_without_mixing() -> None:
@@ -53,9 +53,9 @@ def test_large_groups_reuse_their_memory_without_mixing() -> None:
             await asyncio.gather(*map(pusher.push, groups))
         await pusher.close()
 
-    with pulling(lambda group: sums.append(int(group.trajectories[0].tokens.sum(dtype=int)))) as puller:
+    with pulling(lambda group: sums.append(int(group.episodes[0].rows[0].tokens.sum(dtype=int)))) as puller:
         asyncio.run(run(puller))
-    expected = [make_group("", 1, length).trajectories[0].tokens.sum(dtype=int) for length in range(200_000, 200_012)]
+    expected = [make_group("", 1, length).episodes[0].rows[0].tokens.sum(dtype=int) for length in range(200_000, 200_012)]
     assert sums == expected
 
 
@@ -185,7 +185,7 @@ def test_a_group_that_does_not_decode_is_refused_not_hung() -> None:
     async def run(puller: PullerThread) -> None:
         pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0")
         bad = make_group("t0")
-        bad.trajectories[0].logprobs[0] = float("nan")
+        bad.episodes[0].rows[0].logprobs[0] = float("nan")
         with pytest.raises(StreamError, match=r"refused group t0: group t0: logprobs span \[nan"):
             await pusher.push(bad)
         await pusher.push(make_group("t1"))

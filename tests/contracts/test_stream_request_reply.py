@@ -116,7 +116,7 @@ def test_groups_pushed_to_a_worker_are_announced_to_the_master() -> None:
             stored.append(group.ticket.ticket_id)
             metas = [
                 SampleMeta(f"{group.ticket.ticket_id}/{k}", group.ticket.ticket_id, 0, 40, 10, 0.0, False, 3, 4, 2)
-                for k in range(len(group.trajectories))
+                for k in range(len(group.episodes))
             ]
             return SamplesArrived(metas)
 
