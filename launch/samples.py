@@ -254,6 +254,8 @@ def group_lines(group: Sequence[Sample]) -> Iterator[Text]:
     )
     yield Text("prompt  ").append(printable(first.prompt))
     for sample in group:
+        if sample.prompt != first.prompt:  # a row that begins with another history
+            yield Text("  from  ").append(printable(sample.prompt), style="dim")
         yield _facts(sample)
         yield _answer(sample)
 

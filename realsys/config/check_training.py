@@ -28,7 +28,7 @@ def _check_batch(config: Config, allocation: Allocation, flow: Dataflow) -> None
         minibatches = ppo.critic.minibatches if role == "critic" else ppo.minibatches
         if sequences < minibatches * data:
             problem = (
-                f"{config.train.batch_groups} groups x {config.rollout.group_size} answers are fewer than "
+                f"{config.train.batch_groups} groups x {config.rollout.group_size} episodes are fewer than "
                 f"{minibatches} minibatches x {data} data-parallel ranks of the {role}"
             )
             raise ConfigError("train.batch_groups", config.train.batch_groups, problem)
@@ -76,7 +76,7 @@ def _check_rewards(config: Config) -> None:
     if ppo.filter.min > ppo.filter.max:
         raise ConfigError("train.ppo.filter.min", ppo.filter.min, f"must not exceed filter.max ({ppo.filter.max})")
     if config.rollout.group_size == 1 and (ppo.filter.min > 0 or ppo.filter.max < 1):
-        problem = "a success rate needs at least 2 answers per prompt; set train.ppo.filter to 0 and 1"
+        problem = "a success rate needs at least 2 episodes per prompt; set train.ppo.filter to 0 and 1"
         raise ConfigError("rollout.group_size", 1, problem)
     longest = config.generation.sampling.max_new_tokens
     if ppo.overlong.buffer > longest:
@@ -116,7 +116,7 @@ def _check_advantages(config: Config) -> None:
     if ppo.advantage.leave_one_out and ppo.advantage.mean != "group":
         raise ConfigError("train.ppo.advantage.leave_one_out", True, "needs train.ppo.advantage.mean=group")
     if config.rollout.group_size == 1 and "group" in (ppo.advantage.mean, ppo.advantage.std):
-        raise ConfigError("rollout.group_size", 1, "group normalisation needs at least 2 answers per prompt")
+        raise ConfigError("rollout.group_size", 1, "group normalisation needs at least 2 episodes per prompt")
     if ppo.turn_gamma != 1.0 and not ppo.turn_rewards:
         problem = "discounts rewards of turns: set train.ppo.turn_rewards=true"
         raise ConfigError("train.ppo.turn_gamma", ppo.turn_gamma, problem)
@@ -129,5 +129,5 @@ def _check_advantages(config: Config) -> None:
         return
     for name, value in (("gamma", ppo.gamma), ("lam", ppo.lam)):
         if value != 1.0:
-            problem = "must be 1: without a critic (train.ppo.critic.enabled) a whole answer has one advantage"
+            problem = "must be 1: without a critic (train.ppo.critic.enabled) a whole episode has one advantage"
             raise ConfigError(f"train.ppo.{name}", value, problem)

@@ -7,7 +7,7 @@ A call is ready when every key it reads is there. Everything that the settings o
         ├──> ref_inf     -> ref_logprobs      KL to a reference
         ├──> critic_inf  -> values            critic
         ├──> reward_inf  -> scores            reward model
-        ├──> advantages  -> advantages, returns   where an answer's tokens differ: critic, or KL in the reward
+        ├──> advantages  -> advantages, returns   if tokens differ: critic, KL in the reward, rewards of turns
         ├──> actor_train
         └──> critic_train
 
@@ -27,9 +27,9 @@ from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
-#: what a trajectory brings with it when it arrives at a DP head
+#: arrays of every row that arrives at a DP head
 SOURCE_KEYS = frozenset({"tokens", "loss_mask", "behav_logprobs", "versions"})
-#: what it brings with it if the dataflow lists it in its source keys
+#: array of a row if the dataflow lists it in its source keys
 TOKEN_REWARDS = "token_rewards"
 
 
@@ -158,7 +158,7 @@ def with_offload(flow: Dataflow, config: Config) -> Dataflow:
 
 
 def token_level_advantages(config: Config) -> bool:
-    """Whether the tokens of an answer have advantages of their own, which takes a call of its own to compute."""
+    """Return True if the tokens of an episode have advantages of their own, which a call of its own computes."""
     ppo = config.train.ppo
     return ppo.critic.enabled or ppo.turn_rewards or (ppo.kl.coef > 0 and ppo.kl.place == "reward")
 

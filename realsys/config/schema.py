@@ -166,7 +166,7 @@ class RewardConfig(Section):
 
 class RolloutConfig(Section):
     workers: Positive = 2
-    group_size: Positive = Field(16, description="answers per prompt")
+    group_size: Positive = Field(16, description="episodes per prompt")
     min_episodes: NonNegative = Field(
         0, description="a group is trained if so many of its episodes succeeded; 0: all of group_size"
     )

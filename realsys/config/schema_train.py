@@ -55,7 +55,7 @@ class CriticConfig(Section):
 
 
 class RewardModelConfig(Section):
-    """A reward model (role reward) scores whole answers; weight * score is added to the verifier's reward."""
+    """A reward model (role reward) scores whole episodes; weight * score is added to the verifier's reward."""
 
     enabled: bool = False
     weight: float = 1.0

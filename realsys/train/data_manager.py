@@ -142,6 +142,7 @@ class DataManager:
         metas: list[SampleMeta] = []
         group_rows = sum(len(episode.rows) for episode in group.episodes)
         for k, episode in enumerate(group.episodes):
+            truncated, episode_tokens = episode.truncated, episode.loss_tokens  # both look at all its rows
             for r, row in enumerate(episode.rows):
                 sample_id = f"{ticket.ticket_id}.{ticket.attempt}/{k}.{r}"
                 version_min, version_max = row.version_span or (ticket.version, ticket.version)
@@ -154,7 +155,7 @@ class DataManager:
                         length=len(row.tokens),
                         loss_tokens=row.loss_tokens,
                         reward=episode.reward,
-                        truncated=episode.truncated,
+                        truncated=truncated,
                         version_min=version_min,
                         version_max=version_max,
                         owner=self._worker,
@@ -163,7 +164,7 @@ class DataManager:
                         episode=k,
                         row=r,
                         group_rows=group_rows,
-                        episode_tokens=episode.loss_tokens,
+                        episode_tokens=episode_tokens,
                         correct=episode.correct,
                         metrics=episode.metrics,
                     )

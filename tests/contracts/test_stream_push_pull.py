@@ -55,7 +55,9 @@ def test_large_groups_reuse_their_memory_without_mixing() -> None:
 
     with pulling(lambda group: sums.append(int(group.episodes[0].rows[0].tokens.sum(dtype=int)))) as puller:
         asyncio.run(run(puller))
-    expected = [make_group("", 1, length).episodes[0].rows[0].tokens.sum(dtype=int) for length in range(200_000, 200_012)]
+    expected = [
+        make_group("", 1, length).episodes[0].rows[0].tokens.sum(dtype=int) for length in range(200_000, 200_012)
+    ]
     assert sums == expected
 
 

@@ -45,7 +45,7 @@ WRONG = [
     (["generation.sampling.min_new_tokens=201"], "generation.sampling.min_new_tokens", "max_new_tokens (200)"),
     (["model.tiny.max_position_embeddings=100"], "generation.sampling.max_new_tokens", "100 positions"),
     (["rollout.max_concurrent=1000"], "rollout.max_concurrent", "generation.embedded.max_queued"),
-    (["rollout.group_size=1"], "rollout.group_size", "at least 2 answers"),
+    (["rollout.group_size=1"], "rollout.group_size", "at least 2 episodes"),
     (["train.ppo.c_clip=0.5"], "train.ppo.c_clip", "above 1"),
     (["train.ppo.advantage.leave_one_out=true", "train.ppo.advantage.mean=batch"], "leave_one_out", "mean=group"),
     (["rollout.reward.correct=0"], "rollout.reward.correct", "above rollout.reward.wrong"),

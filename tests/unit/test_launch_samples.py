@@ -89,6 +89,11 @@ def test_what_nobody_computed_is_said_to_be_unknown() -> None:
     assert "prox" not in text
 
 
+def test_a_row_with_another_history_shows_it() -> None:
+    text = shown(make_sample(), make_sample(row=1, prompt="a summary"))
+    assert text.count("from") == 1 and "from  a summary" in text
+
+
 def test_context_metrics_and_rewards_of_turns_are_shown() -> None:
     spans = [Span(2, 1, "2"), Span(None, 1, "?"), Span(3, 1, "3")]
     text = shown(make_sample(spans=spans, metrics={"turns": 2.0}, rewards=[(4, 0.5)], correct=None))

@@ -94,7 +94,7 @@ def test_training_side_that_dies_again_and_again_ends_with_its_first_death(trial
 
 
 def test_a_master_that_exits_0_before_it_has_finished_is_lost_like_any_other(trial: Trial) -> None:
-    """A plugin that calls sys.exit(): its run must not count as done."""
+    """Code of the user that calls sys.exit(): its run must not count as done."""
     trial.recover = True
     done = iter([False, True])
     outcome = trial.run(trial.spec("master_worker", 0, "raise SystemExit(0)"), finished=lambda: next(done))

@@ -112,7 +112,7 @@ def store_logprobs(role: Role, per_rank: Sequence[Sequence[SequenceRef]], key: s
 
 
 class CriticInference:
-    """Values of the state before each answer token and after the last, in units of the rewards.
+    """Values of the state before each loss token and after the last of each row, in units of the rewards.
 
     With value normalisation the model predicts in units of the running statistics; what is stored is not normalised.
     """
@@ -131,7 +131,7 @@ class CriticInference:
 
 
 class RewardInference:
-    """The score of each whole answer: what the value head says at its last token."""
+    """The score of each row: the output of the value head at its last token. That of the last row is the episode's."""
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
         batches = role.microbatches(sequences_per_rank(request))

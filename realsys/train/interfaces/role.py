@@ -1,4 +1,4 @@
-"""One model role on one rank: what its interfaces work with, and what of it outlives a call."""
+"""One model role on one rank: what its call handlers work with, and what of it outlives a call."""
 
 from __future__ import annotations
 
