@@ -19,7 +19,7 @@ from realsys.reward.pool import VerifierPool
 from realsys.rollout import agents, environments
 from realsys.rollout.manager_client import ManagerClient
 from realsys.rollout.partial import PartialRolloutManager
-from realsys.rollout.sessions import GroupPlayer, sampling_spec
+from realsys.rollout.sessions import GroupPlayer, group_rules, sampling_spec
 from realsys.rollout.worker_loop import LoopParts, RolloutLoop
 from realsys.stream.push_pull import Pusher
 from realsys.stream.security import keys_for
@@ -58,7 +58,7 @@ async def serve(ctx: WorkerContext) -> None:
         PartialRolloutManager(manager, generation),
         sampling_spec(config.generation.sampling, tokenizer.eos_token_ids),
         config.train.microbatch_tokens,
-        min_episodes=config.rollout.min_episodes,
+        group_rules(config),
     )
     loop = RolloutLoop(
         LoopParts(manager, player, prompts, pusher),

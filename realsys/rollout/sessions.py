@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from realsys.admission.order import sampling_seed
-from realsys.config.schema import SamplingConfig
+from realsys.config.schema import Config, SamplingConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, RealsysError, StuckError
 from realsys.generation.client import Generated, SamplingSpec
@@ -51,6 +51,17 @@ class Played:
     episodes: list[Episode]
     errors: list[str] = field(default_factory=list)
     extra: dict[str, float] = field(default_factory=dict)  # seconds, for the group's record
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRules:
+    """What makes a group. ``min_episodes``: how many must succeed; 0: all of them.
+
+    ``needs_correct``: its success rate is looked at (``train.ppo.filter``), so each episode must be right or wrong.
+    """
+
+    min_episodes: int = 0
+    needs_correct: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +204,14 @@ class GroupPlayer:
     """Plays all episodes of a ticket. One for a RolloutWorker."""
 
     def __init__(
-        self, agent: Agent, engine: Engine, spec: SamplingSpec, longest_row: int, *, min_episodes: int = 0
+        self, agent: Agent, engine: Engine, spec: SamplingSpec, longest_row: int, group: GroupRules | None = None
     ) -> None:
-        """``longest_row``: in tokens. ``min_episodes``: how many must succeed for a group; 0: all of them."""
+        """``longest_row``: in tokens."""
         self._agent = agent
         self._engine = engine
         self._spec = spec
         self._longest_row = longest_row
-        self._min_episodes = min_episodes
+        self._rules = group or GroupRules()
         self._defects = Defects()
 
     async def play(self, ticket: Ticket, prompt: Prompt) -> Played:
@@ -211,7 +222,7 @@ class GroupPlayer:
         """
         begin = time.perf_counter()
         calls = Calls(self._engine, ticket, self._spec)
-        group = _Playing(ticket, min(self._min_episodes or ticket.n, ticket.n))
+        group = _Playing(ticket, min(self._rules.min_episodes or ticket.n, ticket.n))
         sessions = [EpisodeSession(calls, episode) for episode in range(ticket.n)]
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -238,6 +249,8 @@ class GroupPlayer:
         try:
             episode = await self._agent.run(task, session)
             check_episode(episode, self._longest_row, session.sampled)
+            if self._rules.needs_correct and task.ticket.kind == "train" and episode.correct is None:
+                raise AgentError("correct is None, and train.ppo.filter needs to know it: set min to 0 and max to 1")
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if current is None or current.cancelling():
@@ -275,6 +288,12 @@ class _Playing:
     def errors(self) -> list[str]:
         """One line for each episode that failed."""
         return [one_line(f"episode {k}: {type(error).__name__}: {error}") for k, error in sorted(self.failed.items())]
+
+
+def group_rules(config: Config) -> GroupRules:
+    """The trial's settings of a group."""
+    success = config.train.ppo.filter
+    return GroupRules(config.rollout.min_episodes, needs_correct=success.min > 0 or success.max < 1)
 
 
 def sampling_spec(config: SamplingConfig, end_of_text: Sequence[int]) -> SamplingSpec:

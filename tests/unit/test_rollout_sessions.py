@@ -10,9 +10,10 @@ from realsys.errors import AgentError, GenerationError, RewardError, StuckError
 from realsys.generation.client import SamplingSpec
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.rows import RowBuilder
-from realsys.rollout.sessions import GroupPlayer
+from realsys.rollout.sessions import GroupPlayer, GroupRules, group_rules
 from realsys.stream.codec import decode_group, encode_group
 from realsys.types import Episode, Group, Ticket
+from tests.config_trees import changed
 from tests.unit.rollout_fakes import FakeEngine
 
 PROMPT = Prompt("a1=", "1", [2, 10, 4])
@@ -36,7 +37,7 @@ class Script:
 
 
 def player(agent, engine, min_episodes=0):
-    return GroupPlayer(agent, engine, SPEC, 1000, min_episodes=min_episodes)
+    return GroupPlayer(agent, engine, SPEC, 1000, GroupRules(min_episodes))
 
 
 def play(agent, engine, n=4, min_episodes=0):
@@ -325,3 +326,14 @@ def test_a_merged_call_ends_when_all_who_wait_have_given_up(patient):
     except RewardError:
         assert not patient
     assert cancelled[-1] == ([] if patient else ["0.0"])
+
+
+def test_unknown_correctness_is_refused_if_groups_are_filtered():
+    """The master would find out only when the group is there, and could not go on."""
+
+    rules = group_rules(changed("train.ppo.filter.min=0.1"))
+    assert rules == GroupRules(0, needs_correct=True) and group_rules(changed()) == GroupRules()
+    group = GroupPlayer(Script(), FakeEngine(), SPEC, 1000, rules)
+    with pytest.raises(AgentError, match="correct is None, and train.ppo.filter needs to know it"):
+        asyncio.run(group.play(Ticket("t", 0, 0, n=2), PROMPT))
+    asyncio.run(group.play(Ticket("t", 0, 0, kind="eval", n=2), PROMPT))
