@@ -100,7 +100,7 @@ class Episode:
 
     @property
     def truncated(self) -> bool:
-        """Whether a completion ran into its limit: a row did not end with a stop token."""
+        """True if a completion ran into its limit: a row did not end with a stop token."""
         return any(row.finish_reason != "stop" for row in self.rows)
 
 

@@ -318,7 +318,7 @@ def _check_row(what: str, row: RowHeader, servers: int) -> None:
 
 
 def _check_rewards(what: str, row: RowHeader) -> None:
-    """Rewards must be finite and stand on tokens of the loss, at rising positions."""
+    """Refuse rewards that are not finite, or not at rising positions of tokens in the loss."""
     if not row.rewards:
         return
     ends = np.cumsum(row.mask)
