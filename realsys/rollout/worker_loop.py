@@ -150,7 +150,7 @@ class RolloutLoop:
             log.info("ticket %s attempt %d: %s", ticket.ticket_id, ticket.attempt, error)
             return
         except RealsysError as error:
-            log.warning("ticket %s attempt %d failed: %s", ticket.ticket_id, ticket.attempt, error)
+            log.warning("ticket %s attempt %d failed: %s", ticket.ticket_id, ticket.attempt, one_line(str(error)))
             reason = f"{type(error).__name__}: {error}"
             stuck = error if isinstance(error, StuckError) else None
         except Exception as error:  # the request boundary: a defect fails its ticket, with the traceback here
