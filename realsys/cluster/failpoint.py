@@ -35,7 +35,7 @@ POINTS = {
     "rollout.running": "RolloutWorker: a ticket is about to be generated, others are",
     "rollout.push": "RolloutWorker: a finished group is about to be pushed",
     "rollout.finish": "RolloutWorker: the group is stored, the manager does not know",
-    "verifier.judge": "verifier process: an answer is about to be judged",
+    "verifier.judge": "verifier process: a completion is about to be judged",
     "verifier.reply": "verifier process: verdicts are about to be sent; garbage",
     "push.send": "RolloutWorker: one push message; the site can drop, duplicate, garbage",
     "push.ack": "RolloutWorker: an acknowledgement of a push has come; drop, duplicate, garbage",
