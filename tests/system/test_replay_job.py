@@ -71,7 +71,7 @@ def test_a_flipped_bit_that_no_checksum_tells_is_found_by_the_replay(copy):
     done = realsys("replay", copy.root, "--step", 4)
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"step 3, first difference: array prox_logprobs of sample {sample_id}: recorded" in done.stdout
-    assert "127/128" in done.stdout and "NOT EQUAL" in done.stdout
+    assert "159/160" in done.stdout and "NOT EQUAL" in done.stdout
     assert "\n 4 " not in done.stdout, "what follows would only show the consequences"
 
 
