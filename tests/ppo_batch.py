@@ -61,7 +61,7 @@ ROWS = [
 
 def make_batch() -> tuple[list[SequenceRef], dict[str, Arrays]]:
     """Nine rows of seven episodes at three prompts; one of a single token, two episodes cut off; rewards of turns."""
-    rng = np.random.default_rng(17)
+    rng = np.random.default_rng(18)
     refs, arrays = [], {}
     outcomes = rng.choice([5.0, -5.0, 2.0], 1 + ROWS[-1][1])
     sizes = [(episode, sum(runs[1::2])) for _, episode, _, runs in ROWS]

@@ -143,7 +143,7 @@ def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_p
     for dp, part in enumerate(parts):  # all samples came in at the first head
         ids = [ref.sample_id for ref in part]
         for worker in mesh.dp_members(dp):
-            keys = ["tokens", "behav_logprobs"] if worker in heads else ["tokens"]
+            keys = ["tokens", "loss_mask", "behav_logprobs"] if worker in heads else ["tokens", "loss_mask"]
             moves.append(Transfer(heads[0], worker, ids, keys))
     script: Script = [
         load("actor", models),
@@ -193,7 +193,7 @@ def test_roles_on_workers_of_their_own_get_their_data_from_outside_their_mesh(
     config = make_config()
     first, second = REFS[:5], REFS[5:]
     there = [
-        Transfer(source, target, [ref.sample_id for ref in part], ["tokens"])
+        Transfer(source, target, [ref.sample_id for ref in part], ["tokens", "loss_mask"])
         for source, part in ((0, first), (1, second))
         for target in (2, 3)
     ]

@@ -283,6 +283,8 @@ def serve(rank: int, address: str, groups: Mapping[str, dist.ProcessGroup], devi
 
 
 def value_of(sample_id: str, key: str) -> float:
+    if ARRAY_KEYS[key][0] == "bool":
+        return 1.0
     return float(sum(f"{sample_id}:{key}".encode()) % 997)
 
 
@@ -303,7 +305,7 @@ def compute(request: MfcRequest, rank: int, mesh: Mesh, group: dist.ProcessGroup
     for d in range(mesh.layout.data):
         for ref in (ref for minibatch in request.minibatches for ref in minibatch[d]):
             for key in request.args["inputs"]:
-                everywhere = ARRAY_KEYS[key][1] == "sequence"
+                everywhere = key == "tokens"
                 holders = mesh.layout.tensor * (mesh.layout.pipeline if everywhere else 1)
                 expected += holders * array_size(ref, key) * value_of(ref.sample_id, key)
                 if d == dp and (last or everywhere):
