@@ -94,7 +94,7 @@ def test_samples_shows_prompts_answers_versions_and_where_they_came_from(job):
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 32 and len({row["ticket_id"] for row in rows}) == 8
     assert [row["sample_id"] for row in rows] == [
-        f"{row['ticket_id']}.{row['attempt']}/{k % 4}" for k, row in enumerate(rows)
+        f"{row['ticket_id']}.{row['attempt']}/{k % 4}.0" for k, row in enumerate(rows)
     ]
     for row in rows:
         assert row["prompt"].endswith("=") and row["answer"] == "".join(span["text"] for span in row["spans"])
