@@ -134,7 +134,8 @@ def train_line(record: Record) -> str:
 
 def eval_line(record: Record) -> str:
     return (
-        f"evaluation {record.get('eval_id', '?')}: accuracy {fmt(number(record, 'accuracy'), '.1%')} "
+        f"evaluation {record.get('eval_id', '?')}: accuracy {fmt(number(record, 'accuracy'), '.1%')}, "
+        f"reward {fmt(number(record, 'reward_mean'), '+.3f')} "
         f"on {fmt(number(record, 'problems'), '.0f')} held-out problems"
         + "".join(f", {name} {fmt(value, '.3f')}" for name, value in sorted((record.get("metrics") or {}).items()))
     )

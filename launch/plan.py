@@ -17,6 +17,7 @@ from realsys.cluster.topology import ModelShardID, place
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.backend_rules import backend_rules
 from realsys.config.dataflow import dataflow_of
+from realsys.config.doors import BACKEND
 from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -142,7 +143,8 @@ class _Devices:
     def share(cls, config: Config, allocation: Allocation, machine: Machine) -> _Devices:
         world, width = allocation.workers, allocation.inference.tensor
         ranks = machine.trainer_gpus[:world]
-        visible = backend_rules(config).gpus(machine)
+        with BACKEND.guard(config.generation.backend, "gpus raised"):
+            visible = tuple(backend_rules(config).gpus(machine))
         free = tuple(gpu for gpu in visible if gpu not in ranks)
         servers = free if len(free) >= width else visible
         return cls(ranks, servers, width, bool(machine.gpus))

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 Summary = dict[str, Any]
 
 
+EVALUATION_KEYS = ("eval_id", "step", "problems", "accuracy", "reward_mean", "length_mean", "metrics")
+
+
 def summarise(
     config: Config,
     paths: TrialPaths,
@@ -55,10 +58,7 @@ def summarise(
             "train_first": mean(totals.first, "accuracy"),
             "train_last": mean(totals.last, "accuracy"),
         },
-        "evaluations": [
-            {key: record.get(key) for key in ("eval_id", "step", "problems", "accuracy", "length_mean", "metrics")}
-            for record in totals.evals.values()
-        ],
+        "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in totals.evals.values()],
         "seconds": {"total": ended - started, **seconds},
         "step_seconds": {part: found.value for part, found in totals.seconds.items()},
         "tokens": {

@@ -71,6 +71,11 @@ class Row:
         return len(self.logprobs)
 
     @property
+    def truncated(self) -> bool:
+        """True if the row did not end with a stop token."""
+        return self.finish_reason != "stop"
+
+    @property
     def version_span(self) -> tuple[int, int] | None:
         """The lowest and the highest version of its tokens; None if it has no token with loss_mask."""
         if not len(self.versions):
@@ -100,8 +105,8 @@ class Episode:
 
     @property
     def truncated(self) -> bool:
-        """True if a completion ran into its limit: a row did not end with a stop token."""
-        return any(row.finish_reason != "stop" for row in self.rows)
+        """True if one of its rows is."""
+        return any(row.truncated for row in self.rows)
 
 
 @dataclass(slots=True)
@@ -160,6 +165,7 @@ class SampleMeta(msgspec.Struct, omit_defaults=True):
     episode: int = 0  # number of the episode in its group
     row: int = 0  # number of the row in its episode
     group_rows: int = 1  # rows of the whole group: with all of them it is complete
+    row_truncated: bool = False  # this row did not end with a stop token
     episode_tokens: int = 0  # loss tokens of the whole episode; 0: as many as ``loss_tokens``
     correct: bool | None = None
     metrics: dict[str, float] = {}
@@ -179,6 +185,7 @@ class SequenceRef(msgspec.Struct, omit_defaults=True):
     episode: int
     episode_tokens: int
     last: bool = True  # the last row of its episode
+    row_truncated: bool = False  # this row did not end with a stop token
 
 
 class Transfer(msgspec.Struct):

@@ -45,14 +45,14 @@ def save_models(models: Mapping[str, PreTrainedModel], folder: Path) -> dict[str
     return {role: folder / role for role in models}
 
 
-#: group, episode, truncated, runs of context and sampled tokens in turn
+#: group, episode, whether this row was cut off, runs of context and sampled tokens in turn
 ROWS = [
     (0, 0, False, [3, 14]),
     (0, 1, False, [5, 3]),
     (0, 2, False, [2, 1]),
     (1, 3, False, [4, 4, 3, 5]),  # two turns
     (1, 4, True, [6, 21]),  # an episode of two rows
-    (1, 4, True, [2, 6]),
+    (1, 4, False, [2, 6]),
     (2, 5, False, [1, 5]),  # and another: the second row has three turns, and ends with feedback
     (2, 5, False, [3, 2, 2, 6, 1, 4, 2]),
     (2, 6, True, [7, 8]),
@@ -65,12 +65,14 @@ def make_batch() -> tuple[list[SequenceRef], dict[str, Arrays]]:
     refs, arrays = [], {}
     outcomes = rng.choice([5.0, -5.0, 2.0], 1 + ROWS[-1][1])
     sizes = [(episode, sum(runs[1::2])) for _, episode, _, runs in ROWS]
-    for i, (group, episode, truncated, runs) in enumerate(ROWS):
+    for i, (group, episode, row_truncated, runs) in enumerate(ROWS):
         name, length, loss_tokens = f"t{i // 3}/{i % 3}", sum(runs), sum(runs[1::2])
         whole = sum(size for other, size in sizes if other == episode)
+        truncated = any(cut for _, other, cut, _ in ROWS if other == episode)
         last = i + 1 == len(ROWS) or ROWS[i + 1][1] != episode
+        reward = float(outcomes[episode])
         refs.append(
-            SequenceRef(name, length, loss_tokens, float(outcomes[episode]), truncated, group, episode, whole, last)
+            SequenceRef(name, length, loss_tokens, reward, truncated, group, episode, whole, last, row_truncated)
         )
         turns = np.zeros(loss_tokens, np.float32)
         turns[np.cumsum(runs[1::2]) - 1] = rng.choice([0.0, 0.5, -1.0], len(runs[1::2]))

@@ -46,6 +46,7 @@ class Evaluation:
     correct: int = 0
     unjudged: int = 0  # answers to a problem that has no right or wrong
     length: int = 0
+    reward: float = 0.0  # sum over the answers
     version_min: int = -1
     version_max: int = -1
     first_attempt: int = 0
@@ -63,6 +64,7 @@ class Evaluation:
             total=self.started.total,
             failed=self.failed,
             accuracy=self.correct / judged if judged else None,
+            reward_mean=self.reward / answered if answered else None,
             length_mean=self.length / answered if answered else 0.0,
             version_min=self.version_min,
             version_max=self.version_max,
@@ -131,6 +133,7 @@ class Evaluations:
                 e.first_attempt,
                 dict(e.metrics),
                 e.unjudged,
+                e.reward,
             )
             for e in self._all.values()
         ]
@@ -150,6 +153,7 @@ class Evaluations:
         evaluation.correct += event.correct is True
         evaluation.unjudged += event.correct is None
         evaluation.length += event.length
+        evaluation.reward += event.reward
         for name, value in event.metrics.items():
             total, count = evaluation.metrics.get(name, (0.0, 0))
             evaluation.metrics[name] = (total + value, count + 1)
@@ -221,6 +225,7 @@ class Evaluations:
                 answer.version_min,
                 answer.version_max,
                 answer.metrics,
+                answer.reward,
             )
         self.apply(event)
         return True, False, event
@@ -255,4 +260,5 @@ def _restored(state: EvaluationState) -> Evaluation:
         first_attempt=state.first_attempt,
         metrics=dict(state.metrics),
         unjudged=state.unjudged,
+        reward=state.reward,
     )

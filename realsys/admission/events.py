@@ -154,6 +154,7 @@ class EvalAnswered(msgspec.Struct, frozen=True, tag="eval_answered"):
     version_min: int
     version_max: int
     metrics: dict[str, float] = {}
+    reward: float = 0.0
 
 
 class EvaluationState(msgspec.Struct, frozen=True):
@@ -172,6 +173,7 @@ class EvaluationState(msgspec.Struct, frozen=True):
     first_attempt: int
     metrics: dict[str, tuple[float, int]] = {}
     unjudged: int = 0
+    reward: float = 0.0  # sum over the answers
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):

@@ -210,14 +210,17 @@ class EvaluateReply(msgspec.Struct):
 class EvaluationReply(msgspec.Struct):
     """GET /evaluate/{eval_id}. Complete when ``done + failed == total``.
 
-    ``done`` problems were answered. ``accuracy`` is over those of them whose answer is right or wrong, None without
-    any: a failure is not a wrong answer. ``metrics``: mean of each metric over the answers that have it.
+    done         problems that were answered
+    accuracy     share of right completions among those that are right or wrong, None if there are none
+    reward_mean  over all completions, None if there are none; a failure is not a wrong completion
+    metrics      mean of each metric over the completions that have it
     """
 
     done: int
     total: int
     failed: int
     accuracy: float | None
+    reward_mean: float | None
     length_mean: float
     version_min: int
     version_max: int

@@ -189,6 +189,7 @@ def evaluations(state: ManagerState) -> dict[str, Any]:
             "failed": evaluation.failed,
             "running": len(evaluation.running),
             "accuracy": (reply := evaluation.reply()).accuracy,
+            "reward_mean": reply.reward_mean,
             "length_mean": reply.length_mean,
             "metrics": reply.metrics,
             "version_min": evaluation.version_min,

@@ -37,6 +37,7 @@ def sequence_refs(groups: Sequence[Sequence[SampleMeta]]) -> list[SequenceRef]:
                     episode=episodes.setdefault(key, len(episodes)),
                     episode_tokens=sample.episode_tokens or sample.loss_tokens,
                     last=sample.row == last[key],
+                    row_truncated=sample.row_truncated,
                 )
             )
     return refs

@@ -58,10 +58,10 @@ def check(config: Config, machine: Machine) -> Allocation:
 
 
 def _check_generation(config: Config, allocation: Allocation, backend: BackendRules) -> None:
-    with BACKEND.guard(config.generation.backend, "check raised"):
+    with BACKEND.guard(config.generation.backend, "check or capacity raised"):
         backend.check(allocation)
+        capacity = allocation.inference.data * int(backend.capacity())
     running = config.rollout.workers * config.rollout.max_concurrent * config.rollout.group_size
-    capacity = allocation.inference.data * backend.capacity()
     if running > capacity:
         remedy = f"lower it or raise {backend.capacity_field}" if backend.capacity_field else "lower it"
         problem = (
@@ -88,7 +88,8 @@ def _check_machine(config: Config, allocation: Allocation, machine: Machine, bac
     else:
         heavy = ranks + servers
         need = heavy * _TORCH_PROCESS_BYTES + (total - heavy) * _LIGHT_PROCESS_BYTES
-        need += servers * backend.memory_bytes(machine)
+        with BACKEND.guard(config.generation.backend, "memory_bytes raised"):
+            need += servers * int(backend.memory_bytes(machine))
         if need > machine.memory_bytes:
             problem = (
                 f"{total} processes need about {need / 2**30:.1f} GiB, {machine.memory_bytes / 2**30:.1f} GiB are free"

@@ -2,19 +2,16 @@
 
     HTTP handlers ──commands──> [mailbox] ──> engine thread: all commands, one completion, repeat
 
-The thread owns everything but the mailbox, so nothing needs a lock. It waits for a command, or for a request while it
-is not paused. A command runs between two completions, so each completion is of one weight version. An error of
-``complete`` or ``load_weights`` ends all open calls with that error and leaves the thread: the process is meant to die
-of it.
+It waits for a command, or for a request while it is not paused. A command runs between two completions, so each
+completion is of one weight version.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -26,12 +23,12 @@ import numpy as np
 
 from realsys.config.backend_rules import DEFAULT_CAPACITY
 from realsys.config.lengths import longest_sequence
-from realsys.errors import GenerationError, RealsysError, WaitTimeout
+from realsys.errors import GenerationError, RealsysError
 from realsys.generation.backend import Change, Completion, EngineParts
 from realsys.generation.limits import Limits
-from realsys.generation.mailbox import Mailbox
-from realsys.generation.protocol import UNSYNCED, PauseMode, SamplingParams, ServerInfo, UpdateResult
+from realsys.generation.protocol import UNSYNCED, SamplingParams, ServerInfo, UpdateResult
 from realsys.generation.stop_strings import find_stop, read_tokenizer, window
+from realsys.generation.threaded import ThreadedEngine
 from realsys.generation.uniforms import answer_seed
 from realsys.hf.config import read_model
 from realsys.types import FinishReason
@@ -56,13 +53,14 @@ class _Request:
         return self.params.n - len(self.results)
 
 
-class SimpleEngine(ABC):
+class SimpleEngine(ThreadedEngine):
     """A GenerationEngine to derive from: write ``complete``, and ``load_weights`` if it has weights.
 
     ``capacity``: completions that it queues; give what the backend's ``capacity`` returns.
     """
 
     def __init__(self, parts: EngineParts, *, capacity: int = DEFAULT_CAPACITY) -> None:
+        super().__init__()
         config = parts.config
         arch = read_model(parts.model_path)
         self.parts = parts
@@ -77,16 +75,13 @@ class SimpleEngine(ABC):
         )
         self._model_path = str(parts.model_path)
         self._version = UNSYNCED
-        self._mailbox = Mailbox()
         self._queue: deque[_Request] = deque()
         self._queued = 0  # completions
         self._running = 0
-        self._paused = False
         self._tokens = 0
         self._completions = 0
         self._updates = 0
         self._busy_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="generation-engine", daemon=True)
 
     # ---- to write
 
@@ -98,21 +93,14 @@ class SimpleEngine(ABC):
         stop string and at ``max_new_tokens``. Called in the engine's thread.
         """
 
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027  (an engine may have no weights)
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Take a verified version, by HF name; copy the tensors that are kept. Called in the engine's thread."""
 
     # ---- any thread
 
     def start(self) -> None:
-        self._thread.start()
+        super().start()
         self.parts.on_change(Change(0))
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Stop after the current completion; open calls fail with a retryable error."""
-        self._mailbox.stop()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise WaitTimeout(f"thread {self._thread.name} did not end within {timeout_s:g} s")
 
     @property
     def model_path(self) -> str:
@@ -121,10 +109,6 @@ class SimpleEngine(ABC):
     @property
     def version(self) -> int:
         return self._version
-
-    @property
-    def failure(self) -> str | None:
-        return self._mailbox.ended
 
     def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
         """Queue a request. Raises GenerationError for a bad one; the future raises one for a full queue."""
@@ -137,31 +121,6 @@ class SimpleEngine(ABC):
     def update(self, path: str, version: int, *, abort_all: bool = False) -> Future[UpdateResult]:
         """Verify and load a weight version between two completions."""
         return self._mailbox.call(lambda: self._update(path, version, abort_all))
-
-    def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop after the current completion; abort also ends the queued requests."""
-
-        def pause() -> None:
-            self._paused = True
-            if mode == "abort":
-                self._abort(None)
-
-        return self._mailbox.call(pause)
-
-    def resume(self) -> Future[None]:
-        def resume() -> None:
-            self._paused = False
-
-        return self._mailbox.call(resume)
-
-    def abort(self, rid: str) -> Future[bool]:
-        return self._mailbox.call(lambda: self._abort(rid))
-
-    def abort_all(self) -> Future[None]:
-        def abort_all() -> None:
-            self._abort(None)
-
-        return self._mailbox.call(abort_all)
 
     def info(self) -> ServerInfo:
         """A snapshot taken without stopping the engine; its numbers may be of two neighbouring completions."""
@@ -184,19 +143,12 @@ class SimpleEngine(ABC):
 
     # ---- engine thread
 
-    def _run(self) -> None:
-        try:
-            while self._mailbox.wait(self._has_work):
-                self._mailbox.run()
-                if self._has_work():
-                    self._complete_one(self._queue[0])
-        except BaseException as error:
-            self._mailbox.end(f"the engine failed: {type(error).__name__}: {error}")
-            raise
-        self._mailbox.end("the server is stopping")
-
     def _has_work(self) -> bool:
         return bool(self._queue) and not self._paused
+
+    def _turn(self) -> None:
+        if self._has_work():
+            self._complete_one(self._queue[0])
 
     def _submit(self, request: _Request) -> None:
         limit = self._limits.answers
@@ -262,7 +214,7 @@ class SimpleEngine(ABC):
                     return position + 1, "stop", text
         return limit, "length" if limit == params.max_new_tokens else "stop", None
 
-    def _abort(self, rid: str | None) -> bool:
+    def _end_requests(self, rid: str | None) -> bool:
         """End one request, or all, with the completions they have; the missing ones are empty."""
         ended = [request for request in self._queue if rid is None or request.rid == rid]
         for request in ended:
@@ -285,7 +237,7 @@ class SimpleEngine(ABC):
             return UpdateResult(False, reason, {"stage_s": time.perf_counter() - start})
         loading = time.perf_counter()
         if abort_all:
-            self._abort(None)
+            self._end_requests(None)
         self.load_weights(staged.tensors)
         now = time.perf_counter()
         self._version = version

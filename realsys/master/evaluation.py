@@ -101,6 +101,7 @@ def _record(eval_id: str, running: _Running, seconds: float, state: EvaluationRe
         "problems": state.done,
         "failed": state.failed,
         "accuracy": state.accuracy,
+        "reward_mean": state.reward_mean,
         "length_mean": state.length_mean,
         "version_min": state.version_min,
         "version_max": state.version_max,

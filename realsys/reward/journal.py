@@ -27,7 +27,9 @@ class JournalWriter:
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, MAX_REPLY)
-        os.close(descriptor)  # what a verifier starts has neither the file nor the memory
+        # A process that a verifier starts must not write outcomes: without these two lines, one that was forked would.
+        self._memory.madvise(mmap.MADV_DONTFORK)
+        os.close(descriptor)
         self._serial = 0
         self._end = _HEADER.size
 

@@ -164,6 +164,7 @@ class DataManager:
                         episode=k,
                         row=r,
                         group_rows=group_rows,
+                        row_truncated=row.truncated,
                         episode_tokens=episode_tokens,
                         correct=episode.correct,
                         metrics=episode.metrics,

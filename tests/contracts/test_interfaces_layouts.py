@@ -158,7 +158,7 @@ def naive_advantages(step: Step) -> None:
         # Behind the last token of a turn other tokens follow before the next one of the loss.
         discount = [GAMMA * (TURN_GAMMA if k + 1 < n and at[k + 1] - at[k] > 1 else 1.0) for k in range(n)]
         delta = rewards - values[:-1] + torch.tensor(discount) * values[1:]
-        if not (ref.truncated and ref.last):
+        if not (ref.row_truncated and ref.last):
             delta[-1] = rewards[-1] - values[n - 1]
         raw[ref.sample_id] = torch.stack(
             [

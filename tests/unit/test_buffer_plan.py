@@ -144,10 +144,11 @@ def test_refs_number_the_episodes_and_know_the_last_row() -> None:
     def meta(ticket: str, episode: int, row: int) -> SampleMeta:
         place = {"episode": episode, "row": row, "episode_tokens": 7}
         name = f"{ticket}/{episode}.{row}"
-        return SampleMeta(name, ticket, 0, 9, 5, 5.0, False, 3, 3, owner=2, **place)  # type: ignore[arg-type]
+        return SampleMeta(name, ticket, 0, 9, 5, 5.0, False, 3, 3, owner=2, row_truncated=row == 1, **place)  # type: ignore[arg-type]
 
     refs = sequence_refs([[meta("t7", 0, 0), meta("t7", 0, 1), meta("t7", 2, 0)], [meta("t9", 0, 0)]])
     assert [(r.group, r.episode, r.last) for r in refs] == [(0, 0, False), (0, 0, True), (0, 1, True), (1, 2, True)]
+    assert [r.row_truncated for r in refs] == [False, True, False, False]
     assert {r.episode_tokens for r in refs} == {7}
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.progress import TIME_PARTS, Record, mean, number
-from launch.report import summarise
+from launch.report import EVALUATION_KEYS, summarise
 from launch.totals import COURSE_STEPS, CURVE_POINTS, course
 from launch.verdict import Outcome
 from realsys.config.paths import TrialPaths
@@ -109,10 +109,7 @@ def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
             "train_first": mean(train[:COURSE_STEPS], "accuracy"),
             "train_last": mean(train[-COURSE_STEPS:], "accuracy"),
         },
-        "evaluations": [
-            {key: record.get(key) for key in ("eval_id", "step", "problems", "accuracy", "length_mean", "metrics")}
-            for record in evals.values()
-        ],
+        "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in evals.values()],
         "seconds": seconds,
         "step_seconds": {part: mean(train, "seconds", part) for part in (*TIME_PARTS, "total")},
         "tokens": {

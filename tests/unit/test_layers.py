@@ -32,7 +32,7 @@ WITHOUT_TORCH = (
     "realsys.generation.embedded.backend",
     "realsys.generation.embedded.scheduler",
     "realsys.generation.limits",
-    "realsys.generation.mailbox",
+    "realsys.generation.threaded",
     "realsys.generation.protocol",
     "realsys.generation.server",
     "realsys.generation.sglang",

@@ -123,8 +123,8 @@ def test_evaluation_needs_its_version_and_takes_newer_ones() -> None:
     evaluation = state.evaluations.get("e")
     assert evaluation is not None
     assert msgspec.to_builtins(evaluation.reply()) == {
-        "done": 1, "total": 3, "failed": 0, "accuracy": 1.0, "length_mean": 30.0, "version_min": 0, "version_max": 0,
-        "metrics": {},
+        "done": 1, "total": 3, "failed": 0, "accuracy": 1.0, "reward_mean": 5.0, "length_mean": 30.0, "version_min": 0,
+        "version_max": 0, "metrics": {},
     }  # fmt: skip
 
 

@@ -255,6 +255,27 @@ def test_a_verifier_that_forks_gives_its_verdict_once():
     with_pool(body)
 
 
+FORKED_WRITER = """
+import os
+from realsys.reward.journal import JournalReader, JournalWriter
+
+reader = JournalReader()
+writer = JournalWriter(os.dup(reader.descriptor))
+writer.begin(1)
+reader.begin(1)
+if os.fork() == 0:
+    writer.append(b"forged")
+    os._exit(0)
+_, status = os.wait()
+print(os.WIFSIGNALED(status), reader.read(0, 1))
+"""
+
+
+def test_forked_process_cannot_write_outcomes():
+    done = subprocess.run([sys.executable, "-c", FORKED_WRITER], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True []\n"
+
+
 def test_what_a_verifier_started_dies_with_its_process(tmp_path):
     async def body(pool):
         assert await correct(pool, "a") is True

@@ -274,6 +274,7 @@ def test_rows_of_an_episode_are_samples_of_their_own() -> None:
     assert [first.sample_id, second.sample_id] == ["t1.0/0.0", "t1.0/0.1"]
     assert (first.group_rows, first.episode_tokens, first.loss_tokens, second.loss_tokens) == (2, 5, 3, 2)
     assert first.truncated and second.truncated, "the episode was cut off, whichever row it was in"
+    assert (first.row_truncated, second.row_truncated) == (False, True)
     assert (first.reward, first.correct, first.metrics) == (second.reward, second.correct, second.metrics)
     assert data.get("t1.0/0.0", "token_rewards").tolist() == [0.5, 0.0, 1.0]
     assert data.get("t1.0/0.1", "token_rewards").tolist() == [0.0, 0.0]

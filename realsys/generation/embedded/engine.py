@@ -11,24 +11,23 @@ thread: the process is meant to die of it.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from realsys.cluster.failpoint import reach
-from realsys.errors import GenerationError, WaitTimeout
+from realsys.errors import GenerationError
 from realsys.generation.backend import Completion, Load
 from realsys.generation.embedded.core import EngineCore
 from realsys.generation.embedded.scheduler import Request
 from realsys.generation.embedded.staging import Stager, Update
 from realsys.generation.limits import Limits
-from realsys.generation.mailbox import Mailbox
-from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
+from realsys.generation.protocol import SamplingParams, ServerInfo, UpdateResult
+from realsys.generation.threaded import ThreadedEngine, join
 
 
-class Engine:
+class Engine(ThreadedEngine):
     """Thread-safe front of an EngineCore.
 
     ``interruptible``: weights are swapped in the middle of answers; otherwise running answers finish first while new
@@ -44,9 +43,11 @@ class Engine:
         interruptible: bool = True,
         on_step: Callable[[EngineCore], None] | None = None,
     ) -> None:
+        super().__init__()
         self.core = core
         self.model_path = model_path
-        self._interruptible, self._on_step = interruptible, on_step
+        self._interruptible = interruptible
+        self._on_step = on_step
         self._limits = Limits(
             vocabulary=core.arch.vocab,
             eos=core.arch.eos,
@@ -55,38 +56,27 @@ class Engine:
             tokenizer=core.tokenizer is not None,
             model_path=model_path,
         )
-        self._mailbox = Mailbox()
-        self._paused = False
         self._updates_done = 0
         self._ready: deque[Update] = deque()  # staged, waiting for their moment
         self._swapped: Update | None = None  # its call is answered with its first token
         self._stager = Stager(core.arch, load, core.dtype, core.staging_device, self._on_staged)
-        self._thread = threading.Thread(target=self._run, name="generation-engine", daemon=True)
 
     # ---- any thread
 
     def start(self) -> None:
-        self._thread.start()
+        super().start()
         self._stager.thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop after the current step; open calls fail with a retryable error."""
-        self._mailbox.stop()
         self._stager.stop()
-        for thread in (self._thread, self._stager.thread):
-            thread.join(timeout_s)
-            if thread.is_alive():
-                raise WaitTimeout(f"thread {thread.name} did not end within {timeout_s:g} s")
+        super().close(timeout_s)
+        join(self._stager.thread, timeout_s)
 
     @property
     def version(self) -> int:
         """Of the weights that sample now."""
         return self.core.version
-
-    @property
-    def failure(self) -> str | None:
-        """Why the engine serves no more; None while it does."""
-        return self._mailbox.ended
 
     def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
         """Queue a request; the future gives its n answers.
@@ -113,42 +103,6 @@ class Engine:
         self._stager.put(update)
         return update.done
 
-    def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop stepping; new requests are queued.
-
-        in_place keeps the cache of running answers, retract drops it (both go on at ``resume``), abort ends all
-        requests with the tokens they have.
-        """
-
-        def pause() -> None:
-            self._paused = True
-            if mode == "abort":
-                self._abort_all()
-            elif mode == "retract":
-                self.core.drop_cache()
-
-        return self._mailbox.call(pause)
-
-    def resume(self) -> Future[None]:
-        def resume() -> None:
-            self._paused = False
-
-        return self._mailbox.call(resume)
-
-    def abort(self, rid: str) -> Future[bool]:
-        """End one request now, with the tokens it has. False when there is none of that id."""
-
-        def abort() -> bool:
-            request = self.core.scheduler.find(rid)
-            if request is not None:
-                self.core.abort(request)
-            return request is not None
-
-        return self._mailbox.call(abort)
-
-    def abort_all(self) -> Future[None]:
-        return self._mailbox.call(self._abort_all)
-
     def info(self) -> ServerInfo:
         """A snapshot taken without stopping the engine; its numbers may be of two neighbouring steps."""
         core = self.core
@@ -174,23 +128,16 @@ class Engine:
 
     # ---- engine thread
 
-    def _run(self) -> None:
-        try:
-            while self._mailbox.wait(self._has_work):
-                self._mailbox.run()
-                self.core.hold_admission = bool(self._ready) and not self._interruptible
-                if self._swap_is_due:
-                    self._swap(self._ready.popleft())
-                elif not self._paused and not self.core.idle:
-                    self.core.step()
-                    self._report()
-                    if self._on_step is not None:
-                        self._on_step(self.core)
-                self._report()
-        except BaseException as error:
-            self._mailbox.end(f"the engine failed: {type(error).__name__}: {error}")
-            raise
-        self._mailbox.end("the server is stopping")
+    def _turn(self) -> None:
+        self.core.hold_admission = bool(self._ready) and not self._interruptible
+        if self._swap_is_due:
+            self._swap(self._ready.popleft())
+        elif not self._paused and not self.core.idle:
+            self.core.step()
+            self._report()
+            if self._on_step is not None:
+                self._on_step(self.core)
+        self._report()
 
     def _has_work(self) -> bool:
         return self._swap_is_due or not (self._paused or self.core.idle)
@@ -204,7 +151,7 @@ class Engine:
         assert update.weights is not None
         start = time.perf_counter()
         if update.abort_all:
-            self._abort_all()
+            self._end_requests(None)
         if self._swapped is not None:
             self._answer(self._swapped)  # it had no time to sample anything
         loading = time.perf_counter()
@@ -237,6 +184,15 @@ class Engine:
         message = f"serving version {update.version}"
         update.done.set_result(UpdateResult(True, message, update.timings, update.counts))
 
-    def _abort_all(self) -> None:
-        for request in self.core.scheduler.requests():
+    def _end_requests(self, rid: str | None) -> bool:
+        scheduler = self.core.scheduler
+        if rid is None:
+            requests = list(scheduler.requests())
+        else:
+            requests = [request for request in (scheduler.find(rid),) if request is not None]
+        for request in requests:
             self.core.abort(request)
+        return bool(requests)
+
+    def _drop_cache(self) -> None:
+        self.core.drop_cache()

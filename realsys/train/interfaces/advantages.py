@@ -45,7 +45,7 @@ class Advantages:
         ppo, own, call = role.config.train.ppo, role.own_sequences(request), role.call(request)
         outcomes = _outcomes(request, role.config)
         lengths = np.array([ref.loss_tokens for ref in own], np.int64)
-        truncated = np.array([ref.truncated and ref.last for ref in own], bool)
+        truncated = np.array([ref.row_truncated and ref.last for ref in own], bool)
         kl = self._divergence(role, own) if "ref_logprobs" in call.inputs else None
         kl_coef = call_argument(request, "kl_coef") if kl is not None else 0.0
         rewards = token_rewards([outcomes[ref.sample_id] for ref in own], lengths, kl, kl_coef)

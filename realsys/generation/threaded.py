@@ -1,0 +1,178 @@
+"""Engines that run in one thread of this process, and the calls into that thread. No torch.
+
+    any thread: generate, pause, abort, ... ──commands──> [mailbox] ──> engine thread: all commands, one turn, repeat
+
+The engine thread owns everything but the mailbox, so nothing needs a lock. It waits in ``Mailbox.wait`` only. An error
+in it ends all open calls with that error and leaves the thread: the process is meant to die of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from realsys.errors import GenerationError, WaitTimeout
+from realsys.generation.protocol import PauseMode
+
+T = TypeVar("T")
+
+
+class Mailbox:
+    """Commands for one engine thread, and the futures of all open calls.
+
+    Every future is resolved, by a command or by ``end``. ``ended``: why the mailbox takes no more calls.
+    """
+
+    def __init__(self) -> None:
+        self.ended: str | None = None
+        self._stopping = False
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._open: set[Future[Any]] = set()
+
+    # ---- any thread
+
+    def future(self) -> Future[Any]:
+        """Make the future of a call. Raises GenerationError after the end."""
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # a caller that goes away must abort, not cancel
+        with self._wake:
+            if self.ended is not None:
+                raise GenerationError(self.ended, retryable=True)
+            self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Have the engine's thread run ``command``."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def call(self, command: Callable[[], T]) -> Future[T]:
+        """Have the engine's thread run ``command``; the future gives its result."""
+        future: Future[T] = self.future()
+        self.post(lambda: future.set_result(command()))
+        return future
+
+    def stop(self) -> None:
+        """Have ``wait`` return False from now on."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
+    # ---- engine thread
+
+    def wait(self, ready: Callable[[], object]) -> bool:
+        """Block until there is a command, or ``ready()`` is true; return False when asked to stop."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._stopping or self._commands or ready())
+            return not self._stopping
+
+    def run(self) -> None:
+        """Run the commands that are there."""
+        while self._commands:
+            self._commands.popleft()()
+
+    def end(self, reason: str) -> None:
+        """Take no more calls, and fail those that wait with a retryable error."""
+        with self._wake:
+            self.ended = reason
+            waiting = list(self._open)
+        for future in waiting:
+            if not future.done():
+                future.set_exception(GenerationError(reason, retryable=True))
+
+
+class ThreadedEngine(ABC):
+    """The calls of a GenerationEngine that only tell the engine thread to do something."""
+
+    def __init__(self) -> None:
+        self._mailbox = Mailbox()
+        self._paused = False
+        self._thread = threading.Thread(target=self._run, name="generation-engine", daemon=True)
+
+    # ---- any thread
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine serves no more; None while it does."""
+        return self._mailbox.ended
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop after the current turn; open calls fail with a retryable error."""
+        self._mailbox.stop()
+        join(self._thread, timeout_s)
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop taking turns; new requests are queued.
+
+        in_place keeps the cache of running completions, retract drops it (both continue at ``resume``), abort ends all
+        requests with the tokens they have.
+        """
+
+        def pause() -> None:
+            self._paused = True
+            if mode == "abort":
+                self._end_requests(None)
+            elif mode == "retract":
+                self._drop_cache()
+
+        return self._mailbox.call(pause)
+
+    def resume(self) -> Future[None]:
+        def resume() -> None:
+            self._paused = False
+
+        return self._mailbox.call(resume)
+
+    def abort(self, rid: str) -> Future[bool]:
+        """End one request now, with the tokens it has. False if no request has that id."""
+        return self._mailbox.call(lambda: self._end_requests(rid))
+
+    def abort_all(self) -> Future[None]:
+        def abort_all() -> None:
+            self._end_requests(None)
+
+        return self._mailbox.call(abort_all)
+
+    # ---- engine thread
+
+    def _run(self) -> None:
+        try:
+            while self._mailbox.wait(self._has_work):
+                self._mailbox.run()
+                self._turn()
+        except BaseException as error:
+            self._mailbox.end(f"the engine failed: {type(error).__name__}: {error}")
+            raise
+        self._mailbox.end("the server is stopping")
+
+    @abstractmethod
+    def _has_work(self) -> bool:
+        """Return True if ``_turn`` has something to do without a command."""
+
+    @abstractmethod
+    def _turn(self) -> None:
+        """Do the work between two looks at the mailbox, if there is any."""
+
+    @abstractmethod
+    def _end_requests(self, rid: str | None) -> bool:
+        """End one request, or all, with the tokens they have. Return True if there was one."""
+
+    def _drop_cache(self) -> None:  # noqa: B027  (an engine may have no cache)
+        """Drop the cache of running completions."""
+
+
+def join(thread: threading.Thread, timeout_s: float) -> None:
+    """Wait for the end of ``thread``. Raises WaitTimeout."""
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise WaitTimeout(f"thread {thread.name} did not end within {timeout_s:g} s")
