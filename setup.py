@@ -8,13 +8,13 @@ setup(
     description="Asynchronous reinforcement learning for language models",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["realsys*", "workers*", "launch*", "configs*"]),
+    # realsys/configs, realsys/launch and realsys/workers are links to the folders at the top of the repository.
+    packages=find_packages(include=["realsys", "realsys.*"]),
     package_data={
-        "configs": ["**/*.yaml", "*.yaml"],
-        "realsys.admission": ["*.html"],
+        "realsys.configs": ["**/*.yaml", "*.yaml"],
+        "realsys.manager": ["*.html"],
         # a package of its own, for the interpreter that runs SGLang
         "realsys.generation.sglang": ["cpu_support/*", "cpu_support/realsys_sglang_cpu/*.py"],
-        "workers": ["*.html"],
     },
     install_requires=[
         "aiohttp>=3.10",  # HTTP client of masters, managers and rollout workers
@@ -56,5 +56,5 @@ setup(
             "types-psutil",
         ]
     },
-    entry_points={"console_scripts": ["realsys=launch.cli:main"]},
+    entry_points={"console_scripts": ["realsys=realsys.launch.cli:main"]},
 )

@@ -14,17 +14,9 @@ import xxhash
 
 from benchmarks._mutations import Spoiler, example, examples
 from benchmarks._targets import Target
-from launch.audit import audit_trial
-from launch.progress import Progress
-from realsys.admission import workers
-from realsys.admission.events import Event
-from realsys.admission.journal import Journal, read_journal
-from realsys.admission.manager import ManagerState
-from realsys.admission.settings import ManagerSettings
-from realsys.admission.tickets import ticket_name
 from realsys.cluster import heartbeat
 from realsys.cluster.failure import ErrorRecord, read_errors, record_of, write_error
-from realsys.cluster.file_store import FileNameStore
+from realsys.cluster.store.file_store import FileNameStore
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -39,16 +31,24 @@ from realsys.errors import (
     StreamError,
     WeightsError,
 )
+from realsys.launch.commands.audit import audit_trial
+from realsys.launch.screen.progress import Progress
+from realsys.manager.ledger.events import Event
+from realsys.manager.ledger.journal import Journal, read_journal
+from realsys.manager.ledger.tickets import ticket_name
+from realsys.manager.routing import rollout_workers as workers
+from realsys.manager.settings import ManagerSettings
+from realsys.manager.shell import decode_value
+from realsys.manager.state import ManagerState
 from realsys.stream.security import KEY_FILE, CurveKeys, ensure_keys, load_keys
 from realsys.telemetry.steps import read_steps
-from realsys.train import checkpoint_files as checkpoint
-from realsys.train import record_files as record
+from realsys.train.checkpoint import checkpoint_files as checkpoint
+from realsys.train.records import record_files as record
 from realsys.types import PublishedVersion, ServerAddress
 from realsys.weights.disk import delta, manifest
-from realsys.weights.disk.files import write_safetensors
 from realsys.weights.disk.reader import VersionReader
 from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
-from workers.manager_process import decode_value
+from realsys.weights.disk.tensor_files import write_safetensors
 
 Make = Callable[[Spoiler], bytes]
 

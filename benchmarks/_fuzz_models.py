@@ -19,18 +19,18 @@ from benchmarks._fuzz_files import spoilt, through
 from benchmarks._mutations import Spoiler, example
 from benchmarks._targets import Target
 from realsys.config.allocation import ParallelLayout, parse_allocation
-from realsys.config.checks import check_model
+from realsys.config.rules.checks import check_model
 from realsys.config.schema import Config, TinyModelConfig
 from realsys.data.char_model import make_tiny_model, write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, WeightsError
 from realsys.generation.sglang.update import check_shapes
 from realsys.hf.config import read_model, read_sizes
-from realsys.reward.child import Child
-from realsys.reward.journal import JournalReader
-from realsys.reward.messages import LENGTH, MAX_REPLY, Reply
+from realsys.reward.frames import LENGTH, MAX_REPLY, Reply
+from realsys.reward.outcomes import JournalReader
+from realsys.reward.verifier_process import Child
 from realsys.reward.verifiers.base import Verdict
-from realsys.train.checkpoint_files import FileInfo, Piece, RankIndex, data_file, rank_stem
+from realsys.train.checkpoint.checkpoint_files import FileInfo, Piece, RankIndex, data_file, rank_stem
 
 TINY = TinyModelConfig(
     hidden_size=8,
@@ -102,7 +102,7 @@ def tensors(folder: Path) -> Iterator[Target]:
     """What needs torch: weights of a model folder, and the pieces of a checkpoint."""
     from realsys.generation.embedded.forward.weights import read_tensors
     from realsys.hf.config import read_model
-    from realsys.train.hf_map import HFReader
+    from realsys.train.megatron.hf_map import HFReader
 
     make_tiny_model(TINY, folder, seed=1)
     model, file, config = read_model(folder), folder / "model.safetensors", folder / "config.json"
@@ -135,7 +135,7 @@ def _pieces(folder: Path) -> Iterator[Target]:
     """An index with a right checksum, as far as its reader knows, of pieces that make no sense."""
     import msgspec
 
-    from realsys.train.checkpoint_tensors import PieceReader, whole_shard
+    from realsys.train.checkpoint.tensors import PieceReader, whole_shard
 
     data, layout = np.arange(12, dtype="<f4").tobytes(), ParallelLayout()
     (folder / data_file(rank_stem("actor", 0, 1))).write_bytes(bytes(8) + data)
@@ -166,7 +166,7 @@ def _pieces(folder: Path) -> Iterator[Target]:
         return spoiler.encode(value)
 
     def read(raw: bytes) -> None:
-        from realsys.train.checkpoint_files import decode
+        from realsys.train.checkpoint.checkpoint_files import decode
 
         with PieceReader(folder, [decode(raw, RankIndex, folder / "actor.json")]) as reader:
             reader.read("param", whole_shard("w", (4, 3)))

@@ -16,20 +16,21 @@ from benchmarks._mutations import Spoiler, example, examples
 from benchmarks._records import group_of, single_turn
 from benchmarks._targets import Target
 from realsys import types
-from realsys.admission import messages as m
-from realsys.admission.journal import Journal
-from realsys.admission.manager import ManagerState
-from realsys.admission.servers import UpdateOrder
-from realsys.admission.settings import ManagerSettings
 from realsys.errors import DecodeError, GenerationError, StreamError
 from realsys.generation import client as generation_client
 from realsys.generation import protocol as p
 from realsys.generation.sglang import api as sglang_api
+from realsys.manager import messages as m
+from realsys.manager.http import ManagerApp
+from realsys.manager.ledger.journal import Journal
+from realsys.manager.routing.servers import UpdateOrder
+from realsys.manager.service import ManagerService
+from realsys.manager.settings import ManagerSettings
+from realsys.manager.state import ManagerState
 from realsys.rollout.manager_client import ManagerClient
-from realsys.stream import codec, protocol
+from realsys.stream import codec
+from realsys.stream import wire as protocol
 from realsys.types import PublishedVersion, ServerAddress, Ticket
-from workers.manager_http import ManagerApp
-from workers.manager_service import ManagerService
 
 KNOBS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 EXTREMES = (0.0, 1e-320, 1e-38, 1e-7, 1e-6, 1e-3, 1.0, 2.0, -2.0, 1e30, 1e308)

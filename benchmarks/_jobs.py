@@ -11,10 +11,12 @@ from typing import Any
 from realsys.config.paths import TrialPaths
 from realsys.telemetry.steps import read_steps
 
+REALSYS = (sys.executable, "-m", "realsys.launch.cli")
+
 
 def run_job(root: Path, trial: str, overrides: Sequence[str], *, timeout_s: float = 3600) -> Path:
     """The trial's folder. Exits with the job's last words when it fails."""
-    command = [sys.executable, "-m", "launch.cli", "run", "experiment=arith", f"fileroot={root}", f"trial={trial}"]
+    command = [*REALSYS, "run", "experiment=arith", f"fileroot={root}", f"trial={trial}"]
     result = subprocess.run(
         [*command, *overrides], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
     )

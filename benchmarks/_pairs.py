@@ -40,9 +40,14 @@ class Side:
     environment: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[TrialPaths], dict[str, Any]] = lambda paths: {}  # further figures of a run, before it is removed
 
+    @property
+    def realsys(self) -> tuple[str, ...]:
+        inside = (self.checkout / "realsys" / "launch").exists()  # older checkouts have a package ``launch``
+        return (sys.executable, "-m", "realsys.launch.cli" if inside else "launch.cli")
+
     def launch(self, root: Path, trial: str, overrides: list[str]) -> tuple[TrialPaths, float]:
         """Run the arith job to its end; returns where it is and the CPU seconds of all its processes."""
-        command = [sys.executable, "-m", "launch.cli", "run", "experiment=arith", f"fileroot={root}", f"trial={trial}"]
+        command = [*self.realsys, "run", "experiment=arith", f"fileroot={root}", f"trial={trial}"]
         before = os.times()
         result = subprocess.run(
             [*command, *overrides],

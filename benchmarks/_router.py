@@ -21,7 +21,11 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from realsys.admission.messages import (
+from realsys.cluster.store.file_store import FileNameStore
+from realsys.cluster.store.names import Names
+from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
+from realsys.config.schema_train import TrainConfig
+from realsys.manager.messages import (
     AllocateReply,
     AllocateRequest,
     FinishReply,
@@ -29,12 +33,8 @@ from realsys.admission.messages import (
     ScheduleReply,
     ScheduleRequest,
 )
-from realsys.cluster.file_store import FileNameStore
-from realsys.cluster.names import Names
-from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
-from realsys.config.schema_train import TrainConfig
+from realsys.manager.shell import Manager, ManagerParts
 from realsys.types import Ticket
-from workers.manager_process import Manager, ManagerParts
 
 TOKEN, ANSWERS, CALLS = "benchmark", 16, ("/allocate_rollout", "/schedule_request", "/finish_rollout")
 NAMES = Names("benchmark", "router", "trial")

@@ -32,16 +32,16 @@ import torch
 from benchmarks._records import group_of, single_turn
 from benchmarks._table import report
 from benchmarks._training import heavy_lengths
-from realsys.buffer.batch import plan_minibatches, sequence_refs
+from realsys.buffer.minibatches import plan_minibatches, sequence_refs
 from realsys.buffer.redistribute import plan_call
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.char_model import VOCAB_SIZE, make_tiny_model
+from realsys.train.call_service import ModelWorkerService
 from realsys.train.data_manager import DataManager
-from realsys.train.device import Device
-from realsys.train.service import ModelWorkerService
+from realsys.train.megatron.device import Device
 from realsys.types import (
     ClearRequest,
     Group,

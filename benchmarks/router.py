@@ -45,14 +45,14 @@ from benchmarks._router import (
     serve_manager,
 )
 from benchmarks._table import report
-from realsys.admission.messages import (
+from realsys.cluster.store.file_store import FileNameStore
+from realsys.manager.messages import (
     AllocateReply,
     AllocateRequest,
     Answer,
     FinishRequest,
     ScheduleRequest,
 )
-from realsys.cluster.file_store import FileNameStore
 from realsys.types import PublishedVersion, ServerAddress, Ticket
 
 

@@ -137,7 +137,7 @@ def processes(launcher: psutil.Process) -> Iterator[tuple[str, psutil.Process]]:
 def name_of(process: psutil.Process) -> str:
     words = process.cmdline()
     if "-m" in words and "--index" in words:
-        kind = words[words.index("-m") + 1].removeprefix("workers.")
+        kind = words[words.index("-m") + 1].removeprefix("realsys.workers.")
         return f"{kind}/{words[words.index('--index') + 1]}"
     return process.name()
 
@@ -284,7 +284,7 @@ def main() -> None:
     started = time.perf_counter()
     try:
         root = folder / "arith" / "soak"
-        command = [sys.executable, "-m", "launch.cli", "run", *JOB, f"fileroot={folder}", "trial=soak"]
+        command = [sys.executable, "-m", "realsys.launch.cli", "run", *JOB, f"fileroot={folder}", "trial=soak"]
         command += [f"train.total_steps={options.steps}", *options.override]
         watched = watch(root, command, options.steps, options.every, folder / "output")
         if watched.step < options.steps // 2:

@@ -47,8 +47,8 @@ from benchmarks._training import (
 )
 from realsys.config.schema import Config
 from realsys.config.schema_train import OptimizerConfig
-from realsys.train.device import Device, prepare_device
-from realsys.train.interfaces import Role, find_handler
+from realsys.train.calls import Role, find_handler
+from realsys.train.megatron.device import Device, prepare_device
 from realsys.types import SequenceRef
 
 PER_BATCH = 8

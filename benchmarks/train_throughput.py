@@ -56,8 +56,8 @@ from benchmarks.microbatch import fixed
 from realsys.buffer.microbatch import Packer, fewest_sequences, pack
 from realsys.config.schema import Config
 from realsys.hf.architecture import ModelSizes
-from realsys.train.device import Device, prepare_device
-from realsys.train.interfaces import Role, find_handler
+from realsys.train.calls import Role, find_handler
+from realsys.train.megatron.device import Device, prepare_device
 from realsys.train.packing import MicroBatch
 from realsys.types import SequenceRef
 

@@ -94,22 +94,22 @@ def _dispatch(args: argparse.Namespace) -> int:
 
     try:
         if args.command == "status":
-            from launch.status import show_status
+            from realsys.launch.commands.status import show_status
 
             return show_status(args.trial_dir)
         if args.command == "audit":
-            from launch.audit import show_audit
+            from realsys.launch.commands.audit import show_audit
 
             return show_audit(args.trial_dir, as_json=args.json)
         if args.command == "replay":
-            from launch.replay import replay
+            from realsys.launch.commands.replay import replay
 
             return replay(args.trial_dir, args.step)
         if args.command == "samples":
-            from launch.samples import show_samples
+            from realsys.launch.commands.samples import show_samples
 
             return show_samples(args.trial_dir, args.step, args.ticket, args.limit, args.json)
-        from launch.run import RunOptions, run
+        from realsys.launch.run import RunOptions, run
 
         options = RunOptions(args.trial, args.config_dir, args.dry_run, args.plain)
         return run(args.overrides, options)

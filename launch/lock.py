@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from realsys.cluster.file_store import boot_id
+from realsys.cluster.store.file_store import boot_id
 from realsys.errors import ConfigError
 
 _LOOK_AGAIN_S = 0.05

@@ -15,11 +15,11 @@ from typing import Literal
 
 from realsys.cluster.topology import ModelShardID, place
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
-from realsys.config.backend_rules import backend_rules
 from realsys.config.dataflow import dataflow_of
 from realsys.config.doors import BACKEND
-from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
+from realsys.config.rules.backend_rules import backend_rules
+from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 
 Kind = Literal["name_store", "gserver_manager", "generation_server", "model_worker", "rollout_worker", "master_worker"]
@@ -121,8 +121,9 @@ def _spec(
     }
     if devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = devices
-    # -P: a folder named `workers` where the user stands must not be imported in place of ours.
-    argv = (sys.executable, "-P", "-m", f"workers.{kind}", "--trial-dir", str(paths.root), "--index", str(index))
+    # -P: a folder named `realsys` in the user's directory must not be imported in place of ours.
+    module = f"realsys.workers.{kind}"
+    argv = (sys.executable, "-P", "-m", module, "--trial-dir", str(paths.root), "--index", str(index))
     log = paths.logs / f"{kind}-{index}.log"
     return ProcessSpec(kind, index, argv, log, on_death, holds, env)
 

@@ -21,18 +21,27 @@ from datetime import datetime
 from pathlib import Path
 from typing import Self, TypeVar
 
-from launch.lock import TrialLock, held_by, running_launcher
-from launch.recover import EarlierRun, changes, check_fixed, check_rest, earlier_run, newer_data, tidy, where_from
-from launch.resume import check_inputs, check_resume, resume_path, start_ledger
 from realsys.cluster.network import bind_tcp
 from realsys.config.allocation import parse_allocation
-from realsys.config.checks import check_made_model
 from realsys.config.dataflow import dataflow_of
 from realsys.config.dump import newest_dump, read_config, write_config
 from realsys.config.paths import TrialPaths
+from realsys.config.rules.checks import check_made_model
 from realsys.config.schema import Config
 from realsys.config.schema_train import RoleConfig, RolesConfig
 from realsys.errors import ConfigError, RealsysError
+from realsys.launch.lock import TrialLock, held_by, running_launcher
+from realsys.launch.recover import (
+    EarlierRun,
+    changes,
+    check_fixed,
+    check_rest,
+    earlier_run,
+    newer_data,
+    tidy,
+    where_from,
+)
+from realsys.launch.resume import check_inputs, check_resume, resume_path, start_ledger
 
 Role = TypeVar("Role", bound=RoleConfig)
 
@@ -311,7 +320,7 @@ def _clear_names(config: Config, paths: TrialPaths, say: Callable[[str], None]) 
     settings = config.cluster.name_store
     if settings.start or (settings.backend == "file" and not settings.root):
         return  # in the trial's folder
-    from realsys.cluster.name_store import make_name_store, trial_names
+    from realsys.cluster.store.name_store import make_name_store, trial_names
 
     names, lease_s = trial_names(config), config.cluster.lease_s
     deadline, said = time.monotonic() + 2 * lease_s, False

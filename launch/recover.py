@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.resume import check_checkpoint
-from realsys.admission.events import Opened, Snapshot
-from realsys.admission.journal import read_journal
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError, ConfigError, LedgerError
+from realsys.launch.resume import check_checkpoint
+from realsys.manager.ledger.events import Opened, Snapshot
+from realsys.manager.ledger.journal import read_journal
 from realsys.master.loop import planned_steps
 from realsys.master.recovery import Start, decide
 from realsys.telemetry.steps import surviving_steps
-from realsys.train.checkpoint_files import CheckpointState, check_sizes, complete_checkpoints, read_state
+from realsys.train.checkpoint.checkpoint_files import CheckpointState, check_sizes, complete_checkpoints, read_state
 
 #: what the trial's folder and its ledger were made with; everything else may change
 _FIXED = ("seed", "train.batch_groups", "rollout.group_size", "resume", "data.kind")

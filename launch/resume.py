@@ -13,15 +13,15 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from realsys.admission.events import Resumed
-from realsys.admission.journal import Journal
 from realsys.config.dataflow import dataflow_of, saved_roles
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_field, role_settings
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError, ConfigError
+from realsys.manager.ledger.events import Resumed
+from realsys.manager.ledger.journal import Journal
 from realsys.master.checkpoints import describe_role
-from realsys.train.checkpoint_files import CheckpointState, check_sizes, find_checkpoint, read_state
+from realsys.train.checkpoint.checkpoint_files import CheckpointState, check_sizes, find_checkpoint, read_state
 
 
 def resume_path(text: str) -> str:

@@ -19,28 +19,28 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launch.display import make_view, print_plan
-from launch.failures import FirstFailure, first_failure
-from launch.logs import keep_bounded
-from launch.monitor import Monitor
-from launch.own_etcd import etcd_answers
-from launch.plan import ProcessSpec, plan
-from launch.prepare import Ready, examine, find, prepare, refuse_taken_address, resolve
-from launch.progress import Progress
-from launch.recover import remove_half_written
-from launch.report import Summary, draw_curves, print_summary, summarise, write_summary
-from launch.resume import check_resume
-from launch.supervisor import Supervisor
-from launch.verdict import NO_CHECKPOINT, Outcome
 from realsys.cluster.failure import ErrorRecord, read_errors
-from realsys.config.checks import check
 from realsys.config.compose import compose
 from realsys.config.doors import LOSS
-from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
+from realsys.config.rules.checks import check
+from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
+from realsys.launch.plan import ProcessSpec, plan
+from realsys.launch.prepare import Ready, examine, find, prepare, refuse_taken_address, resolve
+from realsys.launch.processes.failures import FirstFailure, first_failure
+from realsys.launch.processes.logs import keep_bounded
+from realsys.launch.processes.own_etcd import etcd_answers
+from realsys.launch.processes.supervisor import Supervisor
+from realsys.launch.processes.verdict import NO_CHECKPOINT, Outcome
+from realsys.launch.recover import remove_half_written
+from realsys.launch.resume import check_resume
+from realsys.launch.screen.display import make_view, print_plan
+from realsys.launch.screen.monitor import Monitor
+from realsys.launch.screen.progress import Progress
+from realsys.launch.screen.report import Summary, draw_curves, print_summary, summarise, write_summary
 from realsys.telemetry.steps import StepTail
-from realsys.train.checkpoint_files import complete_checkpoints
+from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
 
 EXIT_BAD_INPUT = 2  # RealsysError.exit_code of ConfigError, DataError, ModelError
 

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from realsys.admission.messages import DataPosition
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
+from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
-from realsys.train.checkpoint import CheckpointWriter, load_checkpoint
-from realsys.train.checkpoint_files import CheckpointState, RoleState, rank_stem
-from realsys.train.device import Device
-from realsys.train.engine import Outputs, Stats
-from realsys.train.interfaces import Role
+from realsys.train.calls import Role
+from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
+from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
+from realsys.train.megatron.device import Device
+from realsys.train.megatron.train_engine import Outputs, Stats
 from realsys.train.packing import MicroBatch
 from tests.hf_models import VOCAB, make_model
 from tests.records import make_ref, mask_of

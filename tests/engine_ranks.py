@@ -17,8 +17,8 @@ from realsys.config.roles import RoleSettings
 from realsys.config.schema import Config
 from realsys.config.schema_train import OptimizerConfig
 from realsys.train.data_manager import DataManager
-from realsys.train.device import Device
-from realsys.train.engine import LossFunction, MegatronEngine, Stats
+from realsys.train.megatron.device import Device
+from realsys.train.megatron.train_engine import LossFunction, MegatronEngine, Stats
 from realsys.train.packing import MicroBatch, Packer
 from realsys.types import SequenceRef
 from tests.hf_models import VOCAB

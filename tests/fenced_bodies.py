@@ -47,9 +47,9 @@ def publishes(ctx: WorkerContext) -> None:
     from realsys.master.publish import Publisher, VersionKey
     from realsys.types import SaveWeightsReply, SaveWeightsRequest
     from realsys.weights.base import PublisherParts
-    from realsys.weights.disk.files import write_safetensors
     from realsys.weights.disk.publisher import DiskPublisher
     from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
+    from realsys.weights.disk.tensor_files import write_safetensors
 
     async def save(request: SaveWeightsRequest) -> list[SaveWeightsReply]:
         path = Path(request.plan.directory) / "model-00001-of-00001.safetensors"
@@ -109,7 +109,7 @@ def receives(ctx: WorkerContext) -> None:
 def manages(ctx: WorkerContext) -> None:
     """A GserverManager."""
     from realsys.cluster.aio import stop_event
-    from workers.manager_process import Manager, ManagerParts
+    from realsys.manager.shell import Manager, ManagerParts
 
     async def body() -> None:
         parts = ManagerParts(

@@ -16,7 +16,7 @@ from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.core import EngineCore
 from realsys.generation.server import HttpServer, build_app
 from realsys.weights.disk.stage import DiskReader
-from workers.generation_server import stop_serving
+from realsys.workers.generation_server import stop_serving
 
 
 def main() -> None:

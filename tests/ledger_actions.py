@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from realsys.admission.manager import OlderTraining
-from realsys.admission.messages import (
+from realsys.buffer.sequence_buffer import SequenceBuffer
+from realsys.manager.messages import (
     ClaimReply,
     ClaimRequest,
     FinishRequest,
@@ -14,8 +14,8 @@ from realsys.admission.messages import (
     TrainedReply,
     TrainedRequest,
 )
-from realsys.admission.servers import UpdateOrder
-from realsys.buffer.replay import SequenceBuffer
+from realsys.manager.routing.servers import UpdateOrder
+from realsys.manager.state import OlderTraining
 from realsys.types import PublishedVersion
 from tests.ledger_workers import Workers
 from tests.ledger_world import (

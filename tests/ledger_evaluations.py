@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from realsys.admission.evaluations import Evaluation
-from realsys.admission.manager import ManagerState
-from realsys.admission.messages import AllocateRequest, Answer, EvaluateRequest, FinishRequest
+from realsys.manager.evaluations import Evaluation
+from realsys.manager.messages import AllocateRequest, Answer, EvaluateRequest, FinishRequest
+from realsys.manager.state import ManagerState
 from realsys.types import Ticket
 from tests.ledger_actions import World
 from tests.ledger_world import LEASE_S, Act

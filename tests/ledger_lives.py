@@ -7,20 +7,20 @@ from pathlib import Path
 
 import msgspec
 
-from realsys.admission.events import (
+from realsys.config.paths import TrialPaths
+from realsys.manager.ledger.events import (
     Event,
 )
-from realsys.admission.journal import encode_records
-from realsys.admission.manager import ManagerState
-from realsys.admission.messages import (
+from realsys.manager.ledger.journal import encode_records
+from realsys.manager.ledger.tickets import ticket_ranges
+from realsys.manager.messages import (
     AllocateRequest,
     ClaimRequest,
     FinishRequest,
     RollBackRequest,
     TrainedRequest,
 )
-from realsys.admission.tickets import ticket_ranges
-from realsys.config.paths import TrialPaths
+from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion, Ticket
 from tests.manager_states import ANSWER, SETTINGS, address, update
 

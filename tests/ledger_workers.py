@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from realsys.admission.events import Outcome
-from realsys.admission.messages import AllocateRequest, FinishRequest, ScheduleReply, ScheduleRequest
+from realsys.manager.ledger.events import Outcome
+from realsys.manager.messages import AllocateRequest, FinishRequest, ScheduleReply, ScheduleRequest
 from realsys.types import SampleMeta, Ticket
 from tests.ledger_world import FILTERED, LEASE_S, LEDGER_KEY, Attempt, Truth, WorldState
 

@@ -16,17 +16,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from realsys.admission.audit import Auditor
-from realsys.admission.events import EvalAnswered, EvalStarted, Event, Resumed, Snapshot
-from realsys.admission.journal import decode_record, encode_record
-from realsys.admission.ledger import Ledger
-from realsys.admission.manager import ManagerState
-from realsys.admission.messages import TrainedRequest
-from realsys.admission.order import PromptOrder
-from realsys.admission.settings import ManagerSettings
-from realsys.admission.staleness import StalenessBound
-from realsys.admission.status import status
-from realsys.buffer.replay import SequenceBuffer, StalePolicy
+from realsys.buffer.sequence_buffer import SequenceBuffer, StalePolicy
+from realsys.manager.ledger.auditor import Auditor
+from realsys.manager.ledger.events import EvalAnswered, EvalStarted, Event, Resumed, Snapshot
+from realsys.manager.ledger.journal import decode_record, encode_record
+from realsys.manager.ledger.ledger import Ledger
+from realsys.manager.ledger.order import PromptOrder
+from realsys.manager.ledger.staleness import StalenessBound
+from realsys.manager.messages import TrainedRequest
+from realsys.manager.overview import status
+from realsys.manager.settings import ManagerSettings
+from realsys.manager.state import ManagerState
 from realsys.master.stuck import StuckCheck
 from realsys.types import PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.state_explorer import Canonical, Copier

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from realsys.admission.events import Event, Outcome
-from realsys.admission.manager import ManagerState
-from realsys.admission.messages import AllocateRequest, RollBackReply, RollBackRequest, TrainedReply, TrainedRequest
-from realsys.admission.refusals import OlderTraining
-from realsys.admission.servers import Pace
-from realsys.admission.settings import ManagerSettings
+from realsys.manager.ledger.events import Event, Outcome
+from realsys.manager.messages import AllocateRequest, RollBackReply, RollBackRequest, TrainedReply, TrainedRequest
+from realsys.manager.refusals import OlderTraining
+from realsys.manager.routing.servers import Pace
+from realsys.manager.settings import ManagerSettings
+from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion, ServerAddress
 
 B, ETA, LEASE_S, ATTEMPTS = 3, 1, 50.0, 3

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from realsys.admission.manager import ManagerState
-from realsys.admission.messages import (
+from realsys.manager.messages import (
     AllocateRequest,
     Answer,
     FinishRequest,
     ScheduleReply,
     ScheduleRequest,
 )
-from realsys.admission.refusals import NoServer, NotRunning
-from realsys.admission.servers import UpdateOrder
-from realsys.admission.settings import ManagerSettings
+from realsys.manager.refusals import NoServer, NotRunning
+from realsys.manager.routing.servers import UpdateOrder
+from realsys.manager.settings import ManagerSettings
+from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion, ServerAddress, Ticket
 
 SETTINGS = ManagerSettings(2, 1, 4, 2, 1, {"train": 10, "eval": 3})

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
+from realsys.train.calls import CallOutcome, Role, find_handler
 from realsys.train.data_manager import DataManager
-from realsys.train.device import Device
-from realsys.train.interfaces import CallOutcome, Role, find_handler
-from realsys.train.mesh import form_meshes
-from realsys.train.roles import make_role
+from realsys.train.megatron.device import Device
+from realsys.train.megatron.mesh import form_meshes
+from realsys.train.role_parts import make_role
 from realsys.types import MfcRequest, SequenceRef
 from tests.hf_models import VOCAB, make_model
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from realsys.config.rules.sglang import DEFAULT_VENV, interpreter
 from realsys.config.schema import Config
-from realsys.config.sglang import DEFAULT_VENV, interpreter
 from realsys.generation.backend import Materialised
 from realsys.generation.sglang.build import build_sglang_engine
 from realsys.generation.sglang.engine import SglangEngine

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from launch.plan import TRAINING, Kind, OnDeath, ProcessSpec
-from launch.supervisor import Supervisor
-from launch.verdict import NO_CHECKPOINT, Outcome
+from realsys.launch.plan import TRAINING, Kind, OnDeath, ProcessSpec
+from realsys.launch.processes.supervisor import Supervisor
+from realsys.launch.processes.verdict import NO_CHECKPOINT, Outcome
 
 READY = """
 import os, signal, socket, sys

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from realsys.cluster.name_store import NameStore, make_name_store, trial_names
+from realsys.cluster.store.name_store import NameStore, make_name_store, trial_names
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import ClusterConfig, Config, NameStoreConfig

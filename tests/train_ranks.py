@@ -20,11 +20,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
+from realsys.train.calls import Role
 from realsys.train.data_manager import DataManager
-from realsys.train.device import Device, prepare_device
-from realsys.train.interfaces import Role
-from realsys.train.mesh import MeshGroups, form_meshes, process_groups
-from realsys.train.roles import make_role
+from realsys.train.megatron.device import Device, prepare_device
+from realsys.train.megatron.mesh import MeshGroups, form_meshes, process_groups
+from realsys.train.role_parts import make_role
 
 Body = Callable[[int, Device], Any]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from realsys.admission.manager import ManagerState
-from realsys.admission.messages import (
+from realsys.manager.messages import (
     ClaimReply,
     ClaimRequest,
     RollBackReply,
@@ -11,6 +10,7 @@ from realsys.admission.messages import (
     TrainedReply,
     TrainedRequest,
 )
+from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion
 from tests.manager_states import SETTINGS, address, update
 

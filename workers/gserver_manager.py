@@ -7,7 +7,7 @@ import uvloop
 from realsys.cluster.aio import stop_event
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.data.prompts import split_sizes
-from workers.manager_process import Manager, ManagerParts
+from realsys.manager.shell import Manager, ManagerParts
 
 
 async def serve(ctx: WorkerContext) -> None:

@@ -21,40 +21,40 @@ from typing import Any
 import msgspec
 import uvloop
 
-from realsys.admission.messages import RollBackRequest
 from realsys.algorithm import dataflows
 from realsys.algorithm.group_filter import keep_group
 from realsys.cluster.aio import run_until_stopped, stop_event, unless
+from realsys.cluster.disk import on_disk
 from realsys.cluster.process import training_start
 from realsys.cluster.topology import place, routing_table
 from realsys.cluster.worker import EXIT_STOPPED, WorkerContext, worker_main
 from realsys.config.allocation import ACTOR, parse_allocation
 from realsys.config.dataflow import dataflow_of, saved_roles
 from realsys.config.roles import role_settings
+from realsys.data.dataset_files import dataset_files
 from realsys.data.demos import DemoDataset
-from realsys.data.files import dataset_files
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import StreamError
-from realsys.master.arguments import CallArguments
+from realsys.manager.messages import RollBackRequest
+from realsys.master.calls.call_arguments import CallArguments
+from realsys.master.calls.executor import GraphExecutor
+from realsys.master.calls.model_workers import ModelWorkers
+from realsys.master.calls.plans import cost_functions, plan_roles
 from realsys.master.checkpoints import Checkpoints
-from realsys.master.disk import on_disk
 from realsys.master.evaluation import Evaluations
-from realsys.master.executor import GraphExecutor
 from realsys.master.intake import Intake
 from realsys.master.loop import TrainLoop, planned_steps
-from realsys.master.plans import cost_functions, plan_roles
 from realsys.master.publish import Publisher, VersionKey, tell
-from realsys.master.recorder import Recorder
+from realsys.master.records.recorder import Recorder
 from realsys.master.recovery import Start, evaluated, find_start, has_trained, recovered_record, unanswered
 from realsys.master.statistics import episodes_of
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
 from realsys.master.warmup import Warmup
-from realsys.master.workers import ModelWorkers
 from realsys.rollout.manager_client import ManagerClient
+from realsys.stream.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream
-from realsys.stream.routing import RoutedStream
 from realsys.stream.security import keys_for
 from realsys.telemetry.steps import StepRecord, surviving_steps
 from realsys.types import InitializeRequest, Recorded, SampleMeta, SamplesArrived

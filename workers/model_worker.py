@@ -14,10 +14,10 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.stream.push_pull import Puller
     from realsys.stream.request_reply import WorkerEndpoint
     from realsys.stream.security import keys_for
+    from realsys.train.call_service import ModelWorkerService, load_calls
     from realsys.train.data_manager import DataManager
-    from realsys.train.device import prepare_device
-    from realsys.train.mesh import form_meshes, rendezvous
-    from realsys.train.service import ModelWorkerService, load_calls
+    from realsys.train.megatron.device import prepare_device
+    from realsys.train.megatron.mesh import form_meshes, rendezvous
     from realsys.weights.base import WriterParts
     from realsys.weights.build import build
 

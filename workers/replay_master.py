@@ -13,10 +13,10 @@ from realsys.cluster.process import training_start
 from realsys.cluster.topology import routing_table
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.config.allocation import parse_allocation
-from realsys.master.replay import Replay, ReplayJob, meshes_of
-from realsys.master.workers import ModelWorkers
+from realsys.master.calls.model_workers import ModelWorkers
+from realsys.master.records.replayer import Replay, ReplayJob, meshes_of
+from realsys.stream.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream
-from realsys.stream.routing import RoutedStream
 from realsys.types import Recorded
 
 

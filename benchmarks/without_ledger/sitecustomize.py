@@ -59,8 +59,8 @@ def _no_acknowledgement(module: Any) -> None:
 
 
 PATCHES: dict[str, Callable[[Any], None]] = {
-    "realsys.admission.journal": _no_journal,
-    "realsys.admission.ledger": _no_leases,
+    "realsys.manager.ledger.journal": _no_journal,
+    "realsys.manager.ledger.ledger": _no_leases,
     "realsys.stream.pusher": _no_waiting,
     "realsys.stream.puller": _no_acknowledgement,
 }

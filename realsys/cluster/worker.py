@@ -29,8 +29,8 @@ from realsys.errors import Fenced, RealsysError, WaitTimeout
 
 if TYPE_CHECKING:
     from realsys.cluster.heartbeat import Heartbeat
-    from realsys.cluster.name_store import Lease, NameStore
-    from realsys.cluster.names import Names
+    from realsys.cluster.store.name_store import Lease, NameStore
+    from realsys.cluster.store.names import Names
     from realsys.config.paths import TrialPaths
     from realsys.config.schema import Config
 
@@ -163,7 +163,7 @@ def worker_main(kind: str, body: Body, argv: Sequence[str] | None = None) -> NoR
 
 
 def _parse(kind: str, argv: Sequence[str] | None) -> tuple[Path, int]:
-    parser = argparse.ArgumentParser(prog=f"python -m workers.{kind}", description=f"One {kind} of a trial.")
+    parser = argparse.ArgumentParser(prog=f"python -m realsys.workers.{kind}", description=f"One {kind} of a trial.")
     parser.add_argument("--trial-dir", type=Path, required=True, help="folder that holds the trial's config.json")
     parser.add_argument("--index", type=int, required=True, help="number of this worker among its kind, from 0")
     arguments = parser.parse_args(argv)
@@ -177,7 +177,7 @@ def _parse(kind: str, argv: Sequence[str] | None) -> tuple[Path, int]:
 def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSignals, reporter: _FailureReporter) -> int:
     """Set up, run the body, take down. The exit code."""
     from realsys.cluster.heartbeat import Heartbeat, lease_clock
-    from realsys.cluster.name_store import make_name_store, trial_names
+    from realsys.cluster.store.name_store import make_name_store, trial_names
     from realsys.config.dump import read_config
 
     failpoint.arm(f"{kind}/{index}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from pydantic_core import ErrorDetails
 
-CONFIG_MODULE = "configs"
+CONFIG_MODULE = "realsys.configs"
 _ROOT = "config"
 _EXPERIMENT = "experiment"
 

@@ -38,7 +38,7 @@ class FunctionCall:
     """One model function call: which handler runs on which role, and which keys it reads and makes.
 
     ``handler``: a built-in name (``realsys.config.doors.CALL_HANDLER``) or ``package.module:Class`` of a class with
-    ``run(role, request)`` (``realsys.train.interfaces.CallHandler``). ``trains``: it changes the role's weights. Hooks
+    ``run(role, request)`` (``realsys.train.calls.CallHandler``). ``trains``: it changes the role's weights. Hooks
     are built-in names (``HOOK``) or ``package.module:function`` of a function of (role, request), run before and after
     the call on every rank of the role's mesh.
     """

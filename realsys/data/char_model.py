@@ -15,7 +15,7 @@ from safetensors.numpy import save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from realsys.config.schema import TinyModelConfig
-from realsys.data.files import write_atomically
+from realsys.data.dataset_files import write_atomically
 from realsys.errors import ModelError
 from realsys.types import F32
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from realsys.config.lengths import longest_sequence
 from realsys.config.paths import TrialPaths
+from realsys.config.rules.lengths import longest_sequence
 from realsys.config.schema import Config
+from realsys.data.dataset_files import dataset_files
 from realsys.data.demos import DemoDataset
-from realsys.data.files import dataset_files
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 

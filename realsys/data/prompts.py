@@ -15,7 +15,7 @@ import msgspec
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.data.files import DatasetFiles, dataset_files
+from realsys.data.dataset_files import DatasetFiles, dataset_files
 from realsys.data.lines import Lines, LinesBuilder, Problem, PromptText, RecordReader, index_file
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError

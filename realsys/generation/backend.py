@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from realsys.config.backend_rules import BackendRules, backend_rules
+from realsys.config.rules.backend_rules import BackendRules, backend_rules
 from realsys.config.schema import Config
 from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
 from realsys.types import F32, I32, FinishReason

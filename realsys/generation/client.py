@@ -16,7 +16,7 @@ import numpy as np
 
 from realsys.cluster.failpoint import reach
 from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http_client import open_session, read_reply
+from realsys.cluster.http.http_client import open_session, read_reply
 from realsys.errors import MALFORMED, GenerationError
 from realsys.generation.protocol import (
     Acknowledged,

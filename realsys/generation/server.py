@@ -22,7 +22,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp
 
 from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http_guard import BoundedRequest, Guard
+from realsys.cluster.http.http_guard import BoundedRequest, Guard
 from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of
 from realsys.errors import MALFORMED, GenerationError, WaitTimeout
 from realsys.generation import protocol as p

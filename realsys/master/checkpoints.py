@@ -7,7 +7,7 @@
 
 Consumes the end of a step; waits for the copies, and for files only when the next checkpoint is due or the run ends;
 produces `{trial}/checkpoints/step-00000010/`. At most one is being written. When one cannot be written the run ends
-with CheckpointError; what was complete stays. Layout of the folder: ``realsys.train.checkpoint_files``.
+with CheckpointError; what was complete stays. Layout of the folder: ``realsys.train.checkpoint.checkpoint_files``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import xxhash
 
-from realsys.admission.messages import DataPosition
+from realsys.cluster.disk import on_disk
 from realsys.cluster.failpoint import reach
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.topology import Mesh
@@ -33,9 +33,9 @@ from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError, RealsysError
 from realsys.hf.config import read_sizes
-from realsys.master.disk import on_disk
-from realsys.train import checkpoint_files as files
-from realsys.train.checkpoint_files import CheckpointState, FileInfo, RankIndex, RoleState
+from realsys.manager.messages import DataPosition
+from realsys.train.checkpoint import checkpoint_files as files
+from realsys.train.checkpoint.checkpoint_files import CheckpointState, FileInfo, RankIndex, RoleState
 from realsys.types import Empty, FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
 from realsys.weights.disk.manifest import fsync_directory, write_durably
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from realsys.admission.messages import EvaluateRequest, EvaluationReply
 from realsys.errors import StuckError, WaitTimeout
+from realsys.manager.messages import EvaluateRequest, EvaluationReply
 from realsys.rollout.manager_client import ManagerClient
 
 POLL_S = 0.2

@@ -16,13 +16,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from realsys.admission.messages import ClaimRequest, TrainedRequest
-from realsys.buffer.replay import Batch, Keep, SequenceBuffer
+from realsys.buffer.sequence_buffer import Batch, Keep, SequenceBuffer
 from realsys.config.schema import Config
 from realsys.errors import StuckError, WaitTimeout
+from realsys.manager.messages import ClaimRequest, TrainedRequest
+from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.evaluation import Mend
 from realsys.master.stuck import StuckCheck, filtered_out
-from realsys.master.workers import ModelWorkers
 from realsys.rollout.manager_client import ManagerClient
 from realsys.types import SampleMeta
 

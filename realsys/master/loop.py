@@ -20,15 +20,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from realsys.admission.messages import TrainedRequest
 from realsys.cluster.aio import run_beside, unless
 from realsys.cluster.failpoint import reach
 from realsys.config.schema import Config
-from realsys.master.agreement import AgreementMonitor
-from realsys.master.arguments import CallArguments
+from realsys.manager.messages import TrainedRequest
+from realsys.master.calls.call_arguments import CallArguments
 from realsys.master.evaluation import Evaluations
 from realsys.master.intake import Intake, Taken
 from realsys.master.publish import Publisher
+from realsys.master.records.agreement import AgreementMonitor
 from realsys.master.recovery import eval_id_of
 from realsys.master.statistics import batch_statistics, call_seconds, episodes_of, train_record
 from realsys.master.step import StepRunner

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from realsys.cluster.disk import on_disk
 from realsys.cluster.failpoint import reach
 from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.name_store import NameStore
+from realsys.cluster.store.name_store import NameStore
 from realsys.config.allocation import ACTOR
 from realsys.errors import NameStoreError, WeightsError
-from realsys.master.disk import on_disk
 from realsys.types import PublishedVersion, SaveWeightsReply, SaveWeightsRequest
 from realsys.weights.base import Committed, WeightPublisher
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from realsys.errors import CheckpointError
 from realsys.telemetry.steps import RECOVERED, StepRecord
-from realsys.train import checkpoint_files as files
-from realsys.train.checkpoint_files import CheckpointState
+from realsys.train.checkpoint import checkpoint_files as files
+from realsys.train.checkpoint.checkpoint_files import CheckpointState
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realsys.master.agreement import PREFIX as AGREEMENT
-from realsys.master.executor import CallResult
+from realsys.master.calls.executor import CallResult
+from realsys.master.records.agreement import PREFIX as AGREEMENT
 from realsys.types import SampleMeta
 
 

@@ -10,16 +10,16 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from realsys.buffer.batch import sequence_refs
-from realsys.buffer.replay import owners_of
+from realsys.buffer.minibatches import sequence_refs
+from realsys.buffer.sequence_buffer import owners_of
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import Dataflow
 from realsys.config.schema import Config
-from realsys.master.executor import CallResult, GraphExecutor, Minibatches
-from realsys.master.ownership import Ownership
-from realsys.master.recorder import Recorder
-from realsys.master.workers import ModelWorkers
+from realsys.master.calls.executor import CallResult, GraphExecutor, Minibatches
+from realsys.master.calls.model_workers import ModelWorkers
+from realsys.master.calls.ownership import Ownership
+from realsys.master.records.recorder import Recorder
 from realsys.types import SampleMeta, SequenceRef
 
 Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from realsys.admission.tickets import ticket_ranges
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import RealsysError
+from realsys.manager.ledger.tickets import ticket_ranges
 
 DIGITS = 7  # significant ones: what single precision has
 DECIMALS = 3  # at least: of a time, in unix seconds, the milliseconds

@@ -12,15 +12,15 @@ import numpy as np
 
 from realsys.algorithm.schedule import learning_rate
 from realsys.buffer.balance import CostFunction
-from realsys.buffer.batch import plan_minibatches, sequence_refs
-from realsys.buffer.replay import owners_of
+from realsys.buffer.minibatches import plan_minibatches, sequence_refs
+from realsys.buffer.sequence_buffer import owners_of
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
 from realsys.config.schema import WarmupConfig
-from realsys.master.executor import GraphExecutor
-from realsys.master.ownership import Ownership
+from realsys.master.calls.executor import GraphExecutor
+from realsys.master.calls.model_workers import ModelWorkers
+from realsys.master.calls.ownership import Ownership
 from realsys.master.step_log import StepLog
-from realsys.master.workers import ModelWorkers
 from realsys.types import SampleMeta
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import msgspec
 
 from realsys.errors import RewardError
-from realsys.reward.child import Child
-from realsys.reward.messages import MAX_ITEMS, Outcome, encode_item
+from realsys.reward.frames import MAX_ITEMS, Outcome, encode_item
+from realsys.reward.verifier_process import Child
 from realsys.reward.verifiers.base import Item, Verdict
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from realsys.admission.messages import MOST_METRICS
 from realsys.errors import AgentError
+from realsys.manager.messages import MOST_METRICS
 from realsys.reward.verifiers.base import MAX_METRIC_NAME, is_metric_name
 from realsys.stream.codec import BOOL, FINISH_REASONS, FLOAT, INT, LOGPROB_SLACK
 from realsys.types import Episode, Row

@@ -14,7 +14,11 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from realsys.admission.messages import (
+from realsys.cluster.failpoint import reach
+from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.http.http_client import open_session, read_reply
+from realsys.errors import MALFORMED, Fenced, GenerationError, RealsysError, StreamError, WaitTimeout
+from realsys.manager.messages import (
     AllocateReply,
     AllocateRequest,
     ClaimReply,
@@ -32,10 +36,6 @@ from realsys.admission.messages import (
     TrainedReply,
     TrainedRequest,
 )
-from realsys.cluster.failpoint import reach
-from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http_client import open_session, read_reply
-from realsys.errors import MALFORMED, Fenced, GenerationError, RealsysError, StreamError, WaitTimeout
 
 log = logging.getLogger(__name__)
 

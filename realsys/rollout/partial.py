@@ -25,11 +25,11 @@ from typing import Protocol
 
 import numpy as np
 
-from realsys.admission.messages import MOST_RELEASED, ScheduleReply, ScheduleRequest
-from realsys.admission.order import sampling_seed
-from realsys.admission.prefix import prefix_hashes
 from realsys.errors import GenerationError
 from realsys.generation.client import Generated, SamplingSpec
+from realsys.manager.ledger.order import sampling_seed
+from realsys.manager.messages import MOST_RELEASED, ScheduleReply, ScheduleRequest
+from realsys.manager.routing.prefix import prefix_hashes
 from realsys.types import FinishReason, Ticket
 
 log = logging.getLogger(__name__)

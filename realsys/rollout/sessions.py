@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from realsys.admission.order import sampling_seed
 from realsys.config.schema import Config, SamplingConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, RealsysError, StuckError
 from realsys.generation.client import Generated, SamplingSpec
+from realsys.manager.ledger.order import sampling_seed
 from realsys.rollout.agents.base import Agent
 from realsys.rollout.defects import Defects, explain, one_line
 from realsys.rollout.episodes import check_episode

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from realsys.admission.events import Outcome
-from realsys.admission.messages import AllocateReply, AllocateRequest, Answer, FinishReply, FinishRequest
 from realsys.cluster.failpoint import reach
 from realsys.data.prompts import Prompt
 from realsys.errors import RealsysError, StuckError
+from realsys.manager.ledger.events import Outcome
+from realsys.manager.messages import AllocateReply, AllocateRequest, Answer, FinishReply, FinishRequest
 from realsys.rollout.defects import one_line
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.sessions import Played

@@ -27,11 +27,12 @@ import zmq
 from realsys.cluster.failpoint import reach
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import DecodeError, Fenced, StreamError, WaitTimeout
-from realsys.stream import protocol, sockets
+from realsys.stream import sockets
+from realsys.stream import wire as protocol
 from realsys.stream.codec import Buffer, decode_message, decode_with, encode_message
-from realsys.stream.protocol import Ack, Failure, Hello, NoticeHeader, Refused, ReplyHeader, RequestHeader, Welcome
 from realsys.stream.puller import Puller, PullerStats
 from realsys.stream.security import CurveKeys
+from realsys.stream.wire import Ack, Failure, Hello, NoticeHeader, Refused, ReplyHeader, RequestHeader, Welcome
 from realsys.types import Group
 
 log = logging.getLogger(__name__)

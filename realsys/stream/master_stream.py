@@ -21,10 +21,11 @@ import zmq
 
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout, WorkerLost
-from realsys.stream import protocol, sockets
+from realsys.stream import sockets
+from realsys.stream import wire as protocol
 from realsys.stream.codec import decode_message, decode_with, encode_message
-from realsys.stream.protocol import Ack, Failure, Hello, NoticeHeader, Refused, ReplyHeader, RequestHeader, Welcome
 from realsys.stream.security import CurveKeys
+from realsys.stream.wire import Ack, Failure, Hello, NoticeHeader, Refused, ReplyHeader, RequestHeader, Welcome
 
 log = logging.getLogger(__name__)
 

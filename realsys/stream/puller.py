@@ -12,10 +12,11 @@ import zmq
 
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import DecodeError, StreamError
-from realsys.stream import protocol, sockets
+from realsys.stream import sockets
+from realsys.stream import wire as protocol
 from realsys.stream.codec import decode_group, decode_with
-from realsys.stream.protocol import PushAck, PushNack
 from realsys.stream.security import CurveKeys
+from realsys.stream.wire import PushAck, PushNack
 from realsys.types import Group
 
 log = logging.getLogger(__name__)

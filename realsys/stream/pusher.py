@@ -14,10 +14,11 @@ import zmq
 from realsys.cluster.failpoint import reach
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import DecodeError, RealsysError, StreamError, WaitTimeout
-from realsys.stream import protocol, sockets
+from realsys.stream import sockets
+from realsys.stream import wire as protocol
 from realsys.stream.codec import Buffer, Slabs, decode_with, encode_group
-from realsys.stream.protocol import Push, PushAck, PushNack
 from realsys.stream.security import CurveKeys
+from realsys.stream.wire import Push, PushAck, PushNack
 from realsys.types import Group
 
 log = logging.getLogger(__name__)

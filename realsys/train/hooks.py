@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 from realsys.config.doors import HOOK
-from realsys.train.interfaces import Role
+from realsys.train.calls import Role
 from realsys.types import MfcRequest
 
 #: Runs on every rank of the role's mesh, so it may be a collective. What it raises ends the worker.

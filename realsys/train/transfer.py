@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from realsys.errors import ModelError
 from realsys.train.data_manager import Array, DataManager, array_size
-from realsys.train.device import Device
+from realsys.train.megatron.device import Device
 from realsys.types import ARRAY_KEYS, SequenceRef, Transfer, TransferRequest
 
 Item = tuple[str, str]  # sample id, key

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from realsys.config.machine import Machine
+from realsys.config.rules.machine import Machine
 from realsys.generation.backend import Materialised
 from realsys.weights.base import WeightReader
 from realsys.weights.disk.manifest import auxiliary_files

@@ -12,17 +12,17 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from launch.audit import audit_trial
-from realsys.admission.events import RolledBack, Trained
-from realsys.admission.journal import read_journal
 from realsys.config.doors import VERIFIER
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RealsysError
+from realsys.launch.commands.audit import audit_trial
+from realsys.manager.ledger.events import RolledBack, Trained
+from realsys.manager.ledger.journal import read_journal
 from realsys.reward.verifiers.base import Item, verdict_of
-from realsys.train.record_files import read_arrays, read_record, recorded_steps
+from realsys.train.records.record_files import read_arrays, read_record, recorded_steps
 from tests.chaos.live import ChaosRun
 from tests.records import prompt_len
 from tests.system.jobs import Job, processes_of

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from realsys.cluster.failpoint import FAULTS, FOLDER, Fault
-from realsys.config.sglang import DEFAULT_VENV
+from realsys.config.rules.sglang import DEFAULT_VENV
 from tests.chaos import checks, outside
 from tests.chaos.live import ChaosRun, Ended, Interrupted
 from tests.chaos.rows import JOB, Case, Needs, Row

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 
 from realsys.cluster.failpoint import note_pid
-from realsys.cluster.name_store import NameStore, make_name_store, trial_names
-from realsys.cluster.names import Names
+from realsys.cluster.store.name_store import NameStore, make_name_store, trial_names
+from realsys.cluster.store.names import Names
 from realsys.config.dump import read_config
 from realsys.telemetry.steps import StepTail
 from tests.system.jobs import POLL_S, LiveJob, processes_of

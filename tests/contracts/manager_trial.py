@@ -14,13 +14,13 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from realsys.admission.manager import ManagerState
-from realsys.cluster.memory_store import MemoryNameStore
-from realsys.cluster.names import Names
+from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.cluster.store.names import Names
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
 from realsys.config.schema_train import TrainConfig
+from realsys.manager.shell import Manager, ManagerParts
+from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion, ServerAddress
-from workers.manager_process import Manager, ManagerParts
 
 TOKEN = "a token"
 BOUND_S = 60.0

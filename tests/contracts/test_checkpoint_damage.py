@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from realsys.errors import CheckpointError
-from realsys.train.checkpoint import CheckpointWriter, load_checkpoint
-from realsys.train.checkpoint_files import FileInfo, Piece
-from realsys.train.checkpoint_tensors import Snapshot, write_tensors
-from realsys.train.interfaces import Role
+from realsys.train.calls import Role
+from realsys.train.checkpoint.checkpoint_files import FileInfo, Piece
+from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
+from realsys.train.checkpoint.tensors import Snapshot, write_tensors
 from tests.checkpoint_ranks import SINGLE, Setup, checkpoint, complete, make_models, train
 
 

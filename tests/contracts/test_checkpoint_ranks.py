@@ -13,11 +13,11 @@ import torch
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import CheckpointError
-from realsys.train.checkpoint import CheckpointWriter, load_checkpoint
-from realsys.train.checkpoint_files import FileInfo, Piece
-from realsys.train.checkpoint_tensors import Snapshot, write_tensors
-from realsys.train.device import Device
-from realsys.train.interfaces import Role
+from realsys.train.calls import Role
+from realsys.train.checkpoint.checkpoint_files import FileInfo, Piece
+from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
+from realsys.train.checkpoint.tensors import Snapshot, write_tensors
+from realsys.train.megatron.device import Device
 from tests.checkpoint_ranks import (
     AFTER,
     BEFORE,

@@ -12,21 +12,21 @@ import msgspec
 import pytest
 from manager_trial import TOKEN, Trial, config, drive
 
-from launch.audit import audit_trial
-from launch.cli import main
-from launch.prepare import prepare, resolve
-from launch.resume import check_resume
-from realsys.admission.events import Resumed
-from realsys.admission.journal import Journal
-from realsys.admission.messages import DataPosition
-from realsys.admission.order import permutation
 from realsys.config.compose import compose
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError
+from realsys.launch.cli import main
+from realsys.launch.commands.audit import audit_trial
+from realsys.launch.prepare import prepare, resolve
+from realsys.launch.resume import check_resume
+from realsys.manager.ledger.events import Resumed
+from realsys.manager.ledger.journal import Journal
+from realsys.manager.ledger.order import permutation
+from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
 from realsys.rollout.manager_client import ManagerClient
-from realsys.train.checkpoint_files import CheckpointState, FileInfo, RoleState, encode_state
+from realsys.train.checkpoint.checkpoint_files import CheckpointState, FileInfo, RoleState, encode_state
 
 DATA = {"train_size": 20, "eval_size": 5, "demo_size": 0}
 SMALL = ["experiment=arith", *(f"data.arith.{k}={v}" for k, v in DATA.items()), "evaluation.problems=5"]

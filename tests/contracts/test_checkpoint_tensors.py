@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import CheckpointError
-from realsys.train.checkpoint_files import RankIndex
-from realsys.train.checkpoint_tensors import (
+from realsys.train.checkpoint.checkpoint_files import RankIndex
+from realsys.train.checkpoint.tensors import (
     Box,
     PieceReader,
     Shard,

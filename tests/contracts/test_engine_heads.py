@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from realsys.errors import ModelError
-from realsys.train.engine import LossFunction, Outputs, Stats
+from realsys.train.megatron.train_engine import LossFunction, Outputs, Stats
 from realsys.train.packing import MicroBatch, split_rows
 from tests.engine_ranks import (
     ANSWER_TOKENS,

@@ -12,7 +12,7 @@ from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.fields import Offload
 from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
-from realsys.train.engine import MegatronEngine
+from realsys.train.megatron.train_engine import MegatronEngine
 from tests.engine_ranks import NLL, Rank, make_config, make_settings, on_ranks
 from tests.hf_models import make_model
 from tests.train_ranks import FORMED, run_ranks

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
-from realsys.train.engine import Outputs, Stats
+from realsys.train.megatron.train_engine import Outputs, Stats
 from realsys.train.packing import MicroBatch
 from tests.engine_ranks import (
     ANSWER_TOKENS,

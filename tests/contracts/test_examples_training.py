@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from launch.cli import main
 from realsys.config.dataflow import dataflow_of
 from realsys.config.schema import Config
-from realsys.train.device import Device
+from realsys.launch.cli import main
+from realsys.train.megatron.device import Device
 from tests.ppo_batch import Worker, make_batch, make_models, save_models, whole
 from tests.train_ranks import run_ranks
 

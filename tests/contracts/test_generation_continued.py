@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from realsys.admission.messages import ScheduleReply, ScheduleRequest
 from realsys.generation.client import GenerationClient, SamplingSpec
+from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.rollout.partial import Call, PartialRolloutManager
 from realsys.types import Ticket
 from tests.contracts.generation_servers import PROMPT, ServerUnderTest, check, drive, publish

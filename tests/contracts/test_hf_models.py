@@ -20,9 +20,9 @@ from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.hf.config import read_model
-from realsys.train.device import Device
-from realsys.train.engine import MegatronEngine
-from realsys.train.hf_map import HFReader, ShardMap
+from realsys.train.megatron.device import Device
+from realsys.train.megatron.hf_map import HFReader, ShardMap
+from realsys.train.megatron.train_engine import MegatronEngine
 from realsys.train.packing import MicroBatch
 from tests.generation_models import chosen, make_core, make_request, reference_logprobs
 from tests.generation_models import run as generate

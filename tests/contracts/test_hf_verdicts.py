@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
-from realsys.config.checks import check_model
 from realsys.config.roles import role_settings
+from realsys.config.rules.checks import check_model
 from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.generation.embedded.build import build_engine
@@ -27,8 +27,8 @@ from realsys.generation.sglang.build import build_sglang_engine
 from realsys.hf.architecture import Head, Rope
 from realsys.hf.config import FAMILIES, read_model
 from realsys.hf.rope import inverse_frequencies
-from realsys.train.device import Device
-from realsys.train.engine import MegatronEngine
+from realsys.train.megatron.device import Device
+from realsys.train.megatron.train_engine import MegatronEngine
 from tests.config_trees import changed
 from tests.generation_models import make_tokenizer
 from tests.train_ranks import FORMED, run_ranks

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from realsys.cluster import http_client
+from realsys.cluster.http import http_client
 from realsys.errors import GenerationError, WaitTimeout
 from realsys.generation.client import GenerationClient
 from realsys.generation.server import HttpServer

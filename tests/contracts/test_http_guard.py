@@ -16,13 +16,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from realsys.cluster import http_guard
-from realsys.cluster.http_guard import MAX_HEAD, Guard
+from realsys.cluster.http import http_guard
+from realsys.cluster.http.http_guard import MAX_HEAD, Guard
 from realsys.errors import GenerationError
 from realsys.generation.client import GenerationClient
 from realsys.generation.server import HttpServer
 from realsys.generation.server import build_app as generation_app
-from workers.manager_http import ManagerApp
+from realsys.manager.http import ManagerApp
 
 BOUND_S = 60.0
 LIMIT = 1000

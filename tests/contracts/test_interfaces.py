@@ -16,9 +16,9 @@ from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.config.doors import CALL_HANDLER, HOOK
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError, NotFiniteError
-from realsys.train.device import Device
+from realsys.train.calls import CallOutcome, Role, find_handler
 from realsys.train.hooks import find_hook
-from realsys.train.interfaces import CallOutcome, Role, find_handler
+from realsys.train.megatron.device import Device
 from realsys.types import MfcRequest, SequenceRef
 from tests.ppo_batch import Worker, make_batch, make_models, save_models, whole
 from tests.train_ranks import run_ranks

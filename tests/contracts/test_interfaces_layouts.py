@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from realsys.cluster.topology import Mesh, place
 from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
-from realsys.train.device import Device
+from realsys.train.megatron.device import Device
 from realsys.types import SequenceRef
 from tests.ppo_batch import Arrays, Worker, make_batch, make_models, save_models
 from tests.train_ranks import cat_exports, run_ranks

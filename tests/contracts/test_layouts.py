@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.schema import Config
-from realsys.train.device import Device
-from realsys.train.interfaces import find_handler
+from realsys.train.calls import find_handler
+from realsys.train.megatron.device import Device
 from realsys.types import MfcRequest, SequenceRef
 from tests.hf_models import VOCAB, make_model, weights_of
 from tests.train_ranks import build_role, cat_exports, coordinates, run_ranks

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
-from realsys.train.device import Device
-from realsys.train.engine import MegatronEngine, Outputs, Stats
+from realsys.train.megatron.device import Device
+from realsys.train.megatron.train_engine import MegatronEngine, Outputs, Stats
 from realsys.train.packing import MicroBatch
 from tests.hf_models import SIZES, VOCAB, make_model
 from tests.records import make_ref

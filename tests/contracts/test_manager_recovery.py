@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from manager_trial import BOUND_S, TOKEN, WORKER, Trial, drive
 
-from launch.audit import audit_trial
-from realsys.admission.events import Opened, RolledBack, Snapshot
-from realsys.admission.journal import read_journal, twin_path
-from realsys.admission.messages import EvaluateRequest, RollBackRequest, TrainedRequest
 from realsys.config.paths import TrialPaths
 from realsys.errors import Fenced, StreamError
+from realsys.launch.commands.audit import audit_trial
+from realsys.manager.ledger.events import Opened, RolledBack, Snapshot
+from realsys.manager.ledger.journal import read_journal, twin_path
+from realsys.manager.messages import EvaluateRequest, RollBackRequest, TrainedRequest
 from realsys.rollout.manager_client import ManagerClient
 from realsys.types import PublishedVersion
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from realsys.admission.messages import AllocateRequest
-from realsys.admission.workers import incarnation_of
+from realsys.manager.messages import AllocateRequest
+from realsys.manager.routing.rollout_workers import incarnation_of
 from tests.contracts.manager_trial import BOUND_S, WORKER, Trial, drive
 
 

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import _dump_fr_trace_json
 
 from benchmarks.memory import run
 from realsys.config.schema import Config
-from realsys.train.device import Device
+from realsys.train.megatron.device import Device
 from tests.train_ranks import run_ranks
 
 STEPS = 12

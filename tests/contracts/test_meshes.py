@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realsys.cluster.name_store import make_name_store
+from realsys.cluster.store.name_store import make_name_store
 from realsys.cluster.topology import Mesh, place
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.train.device import Device
-from realsys.train.interfaces import Role, find_handler
-from realsys.train.megatron import parallel_state
-from realsys.train.mesh import form_meshes, rendezvous
+from realsys.train.calls import Role, find_handler
+from realsys.train.megatron.device import Device
+from realsys.train.megatron.megatron_core import parallel_state
+from realsys.train.megatron.mesh import form_meshes, rendezvous
 from realsys.types import MfcRequest
 from tests.ppo_batch import make_batch, make_models, save_models
 from tests.train_ranks import FORMED, build_role, run_ranks

@@ -15,19 +15,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realsys.admission.messages import DataPosition
 from realsys.cluster.topology import place, whole_mesh
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError
 from realsys.hf.config import read_model
+from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
-from realsys.train.checkpoint_files import CheckpointState, RoleState, rank_stem
+from realsys.train.call_service import ModelWorkerService
+from realsys.train.calls import CallOutcome, Role
+from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
 from realsys.train.data_manager import DataManager
-from realsys.train.device import Device
-from realsys.train.interfaces import CallOutcome, Role
-from realsys.train.service import ModelWorkerService
+from realsys.train.megatron.device import Device
 from realsys.types import (
     ClearRequest,
     Empty,

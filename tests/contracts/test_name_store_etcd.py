@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from realsys.cluster import etcd3_compat
-from realsys.cluster.etcd_store import EtcdNameStore
 from realsys.cluster.network import free_ports
+from realsys.cluster.store import etcd3_compat
+from realsys.cluster.store.etcd_store import EtcdNameStore
 from realsys.errors import NameStoreError, RealsysError
 
 BOUND_S = 60.0
@@ -57,7 +57,7 @@ def test_watch_delivers_from_a_server_that_lost_its_data(own_etcd, tmp_path):
     failed = threading.Event()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: failed.set()  # type: ignore[method-assign]
-    logger = logging.getLogger("realsys.cluster.etcd_store")
+    logger = logging.getLogger("realsys.cluster.store.etcd_store")
     logger.addHandler(handler)
     try:
         for n in range(20):
@@ -139,7 +139,7 @@ def test_every_call_without_a_server_ends_in_time_with_the_address():
 def test_etcd3_is_loaded_in_a_pool_of_its_own():
     """In a fresh interpreter: it works next to the installed protobuf, and leaves the default pool alone."""
     code = """
-from realsys.cluster.etcd3_compat import import_etcd3
+from realsys.cluster.store.etcd3_compat import import_etcd3
 etcd3 = import_etcd3()
 assert import_etcd3() is etcd3 and etcd3.etcdrpc.rpc_pb2.PutRequest is etcd3.etcdrpc.PutRequest
 request = etcd3.etcdrpc.PutRequest(key=b"k", value=b"v", lease=7)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-import configs
+from realsys import configs
 from realsys.config.compose import compose
 from realsys.config.dataflow import dataflow_of
 from realsys.config.schema import Config
-from realsys.train.device import Device
+from realsys.train.megatron.device import Device
 from tests.ppo_batch import Worker, make_batch, make_models, save_models, whole
 from tests.train_ranks import run_ranks
 

@@ -21,17 +21,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realsys.buffer.batch import plan_minibatches
+from realsys.buffer.minibatches import plan_minibatches
 from realsys.cluster.topology import Mesh, routing_table
 from realsys.config.allocation import ParallelLayout
 from realsys.config.dataflow import SOURCE_KEYS, Dataflow, FunctionCall
-from realsys.master.executor import CallResult, GraphExecutor
-from realsys.master.ownership import Ownership
-from realsys.master.workers import ModelWorkers
+from realsys.master.calls.executor import CallResult, GraphExecutor
+from realsys.master.calls.model_workers import ModelWorkers
+from realsys.master.calls.ownership import Ownership
+from realsys.stream.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
-from realsys.stream.routing import RoutedStream
 from realsys.train.data_manager import DataManager, array_size
-from realsys.train.device import Device
+from realsys.train.megatron.device import Device
 from realsys.train.transfer import execute
 from realsys.types import (
     ARRAY_KEYS,

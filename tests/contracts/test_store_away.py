@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from realsys.cluster.failure import read_errors
-from realsys.cluster.name_store import make_name_store
+from realsys.cluster.store.name_store import make_name_store
 from realsys.errors import NameStoreError
 from tests.tester_trial import Trial
 

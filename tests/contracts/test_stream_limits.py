@@ -14,9 +14,9 @@ from realsys.errors import DecodeError, Fenced
 from realsys.stream import endpoint as endpoints
 from realsys.stream import puller as pullers
 from realsys.stream.codec import decode_with, encode_group, encode_message
-from realsys.stream.protocol import TO_MASTER, Hello, Push, PushAck, PushNack, Welcome
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
+from realsys.stream.wire import TO_MASTER, Hello, Push, PushAck, PushNack, Welcome
 from realsys.types import Empty
 from tests.stream_parts import BOUND_S, make_group
 

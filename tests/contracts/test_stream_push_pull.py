@@ -14,8 +14,8 @@ from zmq.utils import garbage
 from realsys.cluster.topology import group_contiguously
 from realsys.errors import KeyMissing, StreamError, WaitTimeout
 from realsys.stream.codec import encode_group
-from realsys.stream.protocol import Push, PushAck, PushNack
 from realsys.stream.push_pull import Pusher
+from realsys.stream.wire import Push, PushAck, PushNack
 from realsys.types import Group
 from tests.stream_parts import BOUND_S, PullerThread, make_group, names, pulling, push_all
 

@@ -12,8 +12,8 @@ import zmq
 
 from realsys.errors import KeyMissing, StreamError
 from realsys.stream.codec import encode_group
-from realsys.stream.protocol import Push
 from realsys.stream.push_pull import Puller, Pusher
+from realsys.stream.wire import Push
 from realsys.types import Group
 from tests.stream_parts import BOUND_S, CuttableProxy, PullerCrash, PullerThread, make_group, names, pulling, push_all
 

@@ -10,8 +10,8 @@ import pytest
 from realsys.cluster.topology import routing_table, whole_mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import RemoteError, StreamError
+from realsys.stream.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
-from realsys.stream.routing import RoutedStream
 from realsys.types import Empty
 from tests.stream_parts import BOUND_S
 

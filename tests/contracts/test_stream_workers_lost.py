@@ -10,9 +10,9 @@ import zmq
 
 from realsys.errors import Fenced, StreamError, WorkerLost
 from realsys.stream.codec import encode_message
-from realsys.stream.protocol import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
+from realsys.stream.wire import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome
 from realsys.types import Group, SamplesArrived
 from tests.stream_parts import BOUND_S, CuttableProxy, make_group
 from tests.stream_workers import Answering, Number, happens, thread_errors, with_workers

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
 from realsys.data.char_model import make_tiny_model
-from realsys.train.device import Device
-from realsys.train.interfaces import Role, find_handler
+from realsys.train.calls import Role, find_handler
+from realsys.train.megatron.device import Device
 from realsys.types import MfcRequest, SequenceRef
 from tests.records import make_mask, make_ref
 from tests.train_ranks import build_role, run_ranks

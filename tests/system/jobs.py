@@ -76,7 +76,7 @@ class Job:
 
 
 def command(*overrides: str) -> list[str]:
-    return [sys.executable, "-m", "launch.cli", "run", *overrides]
+    return [sys.executable, "-m", "realsys.launch.cli", "run", *overrides]
 
 
 def arith(fileroot: Path, trial: str, *overrides: str) -> tuple[Path, list[str]]:
@@ -134,7 +134,7 @@ class LiveJob:
     def pid(self, worker: str) -> int | None:
         """Of the process that runs as ``kind/index`` now, and not of what it forked."""
         kind, index = worker.split("/")
-        ending = [f"workers.{kind}", "--trial-dir", str(self.root), "--index", index]
+        ending = [f"realsys.workers.{kind}", "--trial-dir", str(self.root), "--index", index]
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if child.cmdline()[-5:] == ending and child.status() != psutil.STATUS_ZOMBIE:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from launch.audit import audit_trial
-from realsys.admission.events import EvalAnswered, EvalStarted, Granted, Trained
-from realsys.admission.journal import read_journal
-from realsys.admission.ledger import Ledger
-from realsys.admission.order import PromptOrder
+from realsys.launch.commands.audit import audit_trial
+from realsys.manager.ledger.events import EvalAnswered, EvalStarted, Granted, Trained
+from realsys.manager.ledger.journal import read_journal
+from realsys.manager.ledger.ledger import Ledger
+from realsys.manager.ledger.order import PromptOrder
 from tests.system.jobs import Job
 
 

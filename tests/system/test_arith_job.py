@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from realsys.admission.events import EvalAnswered, EvalStarted
-from realsys.admission.journal import read_journal
+from realsys.manager.ledger.events import EvalAnswered, EvalStarted
+from realsys.manager.ledger.journal import read_journal
 from realsys.weights.disk import manifest
 from realsys.weights.disk.stage import stage
 from tests.system.checkpoints import load_checkpoint, weights_differ

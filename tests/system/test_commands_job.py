@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main
 from realsys.config.paths import TrialPaths
-from realsys.train.record_files import recorded_steps
+from realsys.launch.cli import main
+from realsys.train.records.record_files import recorded_steps
 from tests.system.jobs import arith, running
 
 pytestmark = pytest.mark.system
@@ -39,7 +39,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> LookedAt:
         live.until(lambda: len(recorded_steps(TrialPaths(root).records)) >= 3, "three recorded steps", timeout_s=180)
         seen = {
             command: subprocess.run(
-                [sys.executable, "-m", "launch.cli", command, str(root)],
+                [sys.executable, "-m", "realsys.launch.cli", command, str(root)],
                 capture_output=True,
                 text=True,
                 timeout=120,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from realsys.cluster.etcd_store import EtcdNameStore
-from realsys.cluster.name_store import trial_names
+from realsys.cluster.store.etcd_store import EtcdNameStore
+from realsys.cluster.store.name_store import trial_names
 from realsys.config.dump import read_config
 from tests.system.jobs import processes_of, run_arith
 from tests.system.ledgers import check_ledger, check_staleness

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main
-from realsys.admission.events import Granted, RolledBack, Trained
-from realsys.admission.journal import read_journal
+from realsys.launch.cli import main
+from realsys.manager.ledger.events import Granted, RolledBack, Trained
+from realsys.manager.ledger.journal import read_journal
 from realsys.telemetry.steps import StepTail
 from tests.system.jobs import arith, processes_of, running
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.train.record_files import read_arrays, read_record, recorded_steps
+from realsys.train.records.record_files import read_arrays, read_record, recorded_steps
 from tests.system.jobs import arith, running
 from tests.system.ledgers import check_ledger
 

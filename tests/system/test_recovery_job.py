@@ -8,10 +8,10 @@ import signal
 import psutil
 import pytest
 
-from launch.audit import audit_trial
 from realsys.cluster.failure import read_errors
+from realsys.launch.commands.audit import audit_trial
 from realsys.telemetry.steps import StepTail
-from realsys.train.checkpoint_files import complete_checkpoints
+from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
 from tests.ports import lasting_ports
 from tests.system.jobs import Hold, arith, command, processes_of, restarts_shown, running
 from tests.system.ledgers import check_staleness

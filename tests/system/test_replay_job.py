@@ -14,14 +14,14 @@ import pytest
 import xxhash
 
 from realsys.config.paths import TrialPaths
-from realsys.train import record_files as files
-from realsys.train.checkpoint_files import FileInfo, complete_checkpoints
+from realsys.train.checkpoint.checkpoint_files import FileInfo, complete_checkpoints
+from realsys.train.records import record_files as files
 
 pytestmark = pytest.mark.system
 
 
 def realsys(*arguments: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "launch.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "realsys.launch.cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
 
 

@@ -11,8 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realsys.admission.manager import ManagerState
-from realsys.admission.messages import (
+from realsys.algorithm.group_filter import keep_group
+from realsys.buffer.balance import token_costs
+from realsys.cluster.topology import place
+from realsys.config.allocation import parse_allocation
+from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
+from realsys.config.schema import Config
+from realsys.manager.messages import (
     AllocateRequest,
     Answer,
     ClaimReply,
@@ -21,18 +26,13 @@ from realsys.admission.messages import (
     TrainedReply,
     TrainedRequest,
 )
-from realsys.admission.settings import ManagerSettings
-from realsys.admission.status import status
-from realsys.algorithm.group_filter import keep_group
-from realsys.buffer.balance import token_costs
-from realsys.cluster.topology import place
-from realsys.config.allocation import parse_allocation
-from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
-from realsys.config.schema import Config
-from realsys.master.arguments import CallArguments
+from realsys.manager.overview import status
+from realsys.manager.settings import ManagerSettings
+from realsys.manager.state import ManagerState
+from realsys.master.calls.call_arguments import CallArguments
+from realsys.master.calls.plans import plan_roles
 from realsys.master.intake import Intake
 from realsys.master.loop import TrainLoop
-from realsys.master.plans import plan_roles
 from realsys.master.step import StepRunner
 from realsys.types import MfcRequest, PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.config_trees import changed

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from realsys.admission.messages import (
+from realsys.generation.client import Generated, SamplingSpec
+from realsys.manager.messages import (
     AllocateReply,
     AllocateRequest,
     FinishReply,
@@ -16,7 +17,6 @@ from realsys.admission.messages import (
     ScheduleReply,
     ScheduleRequest,
 )
-from realsys.generation.client import Generated, SamplingSpec
 from realsys.rollout.partial import Call, Deliver
 from realsys.types import FinishReason, Group, Ticket
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realsys.admission.staleness import StalenessBound
+from realsys.manager.ledger.staleness import StalenessBound
 
 bounds = st.builds(StalenessBound, st.integers(1, 600), st.integers(0, 20))
 versions = st.integers(0, 10_000)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from realsys.buffer.balance import cost_function, training_flops
-from realsys.buffer.batch import plan_minibatches
+from realsys.buffer.minibatches import plan_minibatches
 from realsys.config.schema import Config
 from realsys.hf.architecture import ModelSizes
 from realsys.types import SequenceRef

@@ -17,7 +17,7 @@ from realsys.buffer.balance import (
     lower_bound_of_sum,
     split_balanced,
 )
-from realsys.buffer.batch import plan_minibatches, row_units, sequence_refs
+from realsys.buffer.minibatches import plan_minibatches, row_units, sequence_refs
 from realsys.buffer.redistribute import holders_of_outputs, plan_call, plan_transfers
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ParallelLayout

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from realsys.buffer.replay import SequenceBuffer, lag_summary, owners_of
+from realsys.buffer.sequence_buffer import SequenceBuffer, lag_summary, owners_of
 from realsys.types import SampleMeta
 
 

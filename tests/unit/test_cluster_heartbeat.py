@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from realsys.cluster.heartbeat import Heartbeat
-from realsys.cluster.memory_store import MemoryNameStore
+from realsys.cluster.store.memory_store import MemoryNameStore
 from realsys.errors import Fenced, NameStoreError
 
 BOUND_S = 60.0

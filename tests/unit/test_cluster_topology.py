@@ -161,8 +161,8 @@ def test_grouping_is_contiguous_balanced_and_leaves_nobody_out(senders, receiver
 def test_cluster_package_is_light():
     """Every process imports it first: no torch, no grpc, no pydantic, no numpy."""
     code = (
-        "import sys, realsys.cluster.worker, realsys.cluster.name_store, realsys.cluster.file_store, "
-        "realsys.cluster.heartbeat, realsys.cluster.network, realsys.cluster.names\n"
+        "import sys, realsys.cluster.worker, realsys.cluster.store.name_store, realsys.cluster.store.file_store, "
+        "realsys.cluster.heartbeat, realsys.cluster.network, realsys.cluster.store.names\n"
         "print({m.partition('.')[0] for m in sys.modules} & {'torch', 'grpc', 'pydantic', 'numpy', 'etcd3', 'zmq'})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -21,7 +21,7 @@ from realsys.stream.codec import (
     encode_group,
     encode_message,
 )
-from realsys.stream.protocol import TO_MASTER, TO_PULLER, TO_PUSHER, TO_WORKER, PushAck
+from realsys.stream.wire import TO_MASTER, TO_PULLER, TO_PUSHER, TO_WORKER, PushAck
 from realsys.types import ClearRequest, Episode, Group, Row, SamplesArrived, Ticket
 from tests.records import make_mask, make_row
 from tests.stream_parts import make_group

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from configs import __file__ as configs_file
-from realsys.config.checks import check
 from realsys.config.compose import compose, fields
 from realsys.config.dataflow import dataflow_of
 from realsys.config.dump import read_config, write_config
-from realsys.config.machine import Machine
 from realsys.config.reference import rewrite
+from realsys.config.rules.checks import check
+from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
+from realsys.configs import __file__ as configs_file
 from realsys.errors import ConfigError
 from tests.config_trees import changed
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from launch.cli import main
+from realsys.launch.cli import main
 
 MODULES = {
     "door_raises": "raise RuntimeError('first line\\nsecond line')\n",

@@ -6,8 +6,8 @@ import pytest
 
 from realsys.config.schema import Config, DataConfig, EvalConfig, WarmupConfig
 from realsys.data.check import check_data
+from realsys.data.dataset_files import dataset_files
 from realsys.data.demos import DemoDataset
-from realsys.data.files import dataset_files
 from realsys.data.prompts import PromptDataset, check_file, split_sizes
 from realsys.errors import DataError
 from tests.unit.data_models import char_tokenizer, jsonl, jsonl_config, trial

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.cli import main
 from realsys.algorithm.loss import actor_loss
 from realsys.algorithm.segments import Segments
 from realsys.config.schema_train import PPOConfig
+from realsys.launch.cli import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 

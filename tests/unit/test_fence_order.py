@@ -14,32 +14,32 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from realsys.admission.journal import Journal
-from realsys.admission.manager import ManagerState
-from realsys.admission.messages import DataPosition
-from realsys.admission.settings import ManagerSettings
-from realsys.cluster.http_guard import Guard
-from realsys.cluster.memory_store import MemoryNameStore
+from realsys.cluster.http.http_guard import Guard
+from realsys.cluster.store.memory_store import MemoryNameStore
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError, Fenced, KeyMissing, StreamError
 from realsys.generation.client import GenerationClient
+from realsys.manager.ledger.journal import Journal
+from realsys.manager.messages import DataPosition
+from realsys.manager.service import ManagerService
+from realsys.manager.settings import ManagerSettings
+from realsys.manager.state import ManagerState
 from realsys.master.checkpoints import Checkpoints, commit, prepare
 from realsys.master.publish import Publisher, VersionKey
-from realsys.master.recorder import Recorder
+from realsys.master.records.recorder import Recorder
 from realsys.master.step_log import StepLog
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
-from realsys.train.checkpoint_files import CheckpointState
+from realsys.train.checkpoint.checkpoint_files import CheckpointState
 from realsys.types import Empty, PublishedVersion, SaveWeightsReply, SaveWeightsRequest
 from realsys.weights.base import PublisherParts
 from realsys.weights.disk import manifest
-from realsys.weights.disk.files import write_safetensors
 from realsys.weights.disk.publisher import DiskPublisher
 from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
+from realsys.weights.disk.tensor_files import write_safetensors
 from tests.stream_parts import BOUND_S, make_group, pulling
-from workers.manager_service import ManagerService
 
 
 class Lease:

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-import configs
-from launch.cli import main
-from launch.plan import plan
-from realsys.config.backend_rules import backend_rules
-from realsys.config.checks import check
+from realsys import configs
 from realsys.config.doors import BACKEND
-from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
+from realsys.config.rules.backend_rules import backend_rules
+from realsys.config.rules.checks import check
+from realsys.config.rules.machine import Machine
 from realsys.errors import ConfigError
+from realsys.launch.cli import main
+from realsys.launch.plan import plan
 from tests.config_trees import changed
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = Machine(cpus=8, memory_bytes=64 << 30)
 MINE = """
-from realsys.config.machine import Machine
+from realsys.config.rules.machine import Machine
 from realsys.errors import ConfigError
 from realsys.generation.backend import Backend
 
@@ -132,8 +132,8 @@ def test_preset_exists_for_each_builtin_backend() -> None:
 
 CHECK_WITHOUT_TORCH = """
 import sys
-from realsys.config.backend_rules import backend_rules
-from realsys.config.machine import Machine
+from realsys.config.rules.backend_rules import backend_rules
+from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 backend_rules(Config(generation={"backend": sys.argv[1]})).capacity()
 assert "torch" not in sys.modules

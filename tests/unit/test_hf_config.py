@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realsys.config.allocation import ParallelLayout, parse_allocation
-from realsys.config.checks import check_model
+from realsys.config.rules.checks import check_model
 from realsys.config.schema_train import TrainConfig
 from realsys.errors import ConfigError, ModelError
 from realsys.generation.embedded.build import build_engine
 from realsys.hf.architecture import ModelSizes
 from realsys.hf.config import read_end_of_text, read_model, read_sizes
 from realsys.hf.rope import inverse_frequencies
-from realsys.train.hf_config import transformer_config
+from realsys.train.megatron.hf_config import transformer_config
 from tests.config_trees import changed
 
 GOOD: dict[str, Any] = {

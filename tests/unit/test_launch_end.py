@@ -19,9 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.lock import TrialLock, running_launcher
 from realsys.cluster.network import bind_tcp
 from realsys.config.paths import TrialPaths
+from realsys.launch.lock import TrialLock, running_launcher
 from tests.ports import lasting_ports
 
 BOUND_S = 120.0
@@ -29,9 +29,9 @@ REPOSITORY = Path(__file__).parents[2]
 #: the command, with these scripts in the place of the workers, and the real name store if there is one of its own
 DRIVER = """
 import json, os, resource, sys
-import launch.run
-from launch.cli import main
-from launch.plan import ProcessSpec, plan
+import realsys.launch.run
+from realsys.launch.cli import main
+from realsys.launch.plan import ProcessSpec, plan
 
 given = json.loads(os.environ["GIVEN"])
 TRAINING = ("model_worker", "master_worker")
@@ -43,9 +43,9 @@ def scripts(config, paths, machine, run_id, python_path):
         specs.append(ProcessSpec(kind, 0, argv, paths.logs / f"{kind}-0.log", "end" if kind in TRAINING else "restart"))
     return specs
 
-launch.run.plan = scripts
+realsys.launch.run.plan = scripts
 if not given["draws"]:  # half of the time of a run here
-    launch.run.draw_curves = lambda *_: None
+    realsys.launch.run.draw_curves = lambda *_: None
 if given["largest_file"]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (given["largest_file"], given["largest_file"]))
 sys.exit(main(sys.argv[1:]))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.failures import first_failure, tail
-from launch.verdict import Death, Outcome
+from realsys.launch.processes.failures import first_failure, tail
+from realsys.launch.processes.verdict import Death, Outcome
 
 
 class Error:

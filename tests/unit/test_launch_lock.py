@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.lock import TrialLock, running_launcher
 from realsys.errors import ConfigError
+from realsys.launch.lock import TrialLock, running_launcher
 
 BOUND_S = 60.0
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.failures import tail
-from launch.logs import before, ending, keep_bounded, last_words, shorten
+from realsys.launch.processes.failures import tail
+from realsys.launch.processes.logs import before, ending, keep_bounded, last_words, shorten
 from tests.supervised import FOREVER, Trial
 
 INNER = "import sys\nfor line in sys.stdin: print('inner', line.strip(), flush=True)"

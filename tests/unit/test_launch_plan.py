@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from launch.cli import main
-from launch.plan import ProcessSpec, plan
-from launch.prepare import prepare, resolve
 from realsys.config.dump import read_config
-from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
+from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config, GenerationConfig, RolloutConfig
 from realsys.errors import ConfigError, RealsysError
+from realsys.launch.cli import main
+from realsys.launch.plan import ProcessSpec, plan
+from realsys.launch.prepare import prepare, resolve
 
 CPU = Machine(cpus=4, memory_bytes=32 << 30)
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +52,7 @@ def test_plan_of_one_server_and_one_rank_golden() -> None:
         sys.executable,
         "-P",
         "-m",
-        "workers.generation_server",
+        "realsys.workers.generation_server",
         "--trial-dir",
         "/runs/x/t",
         "--index",
@@ -195,7 +195,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
     """What makes them answer at once; a time limit would only measure the machine."""
     script = """
 import sys
-from launch.cli import main
+from realsys.launch.cli import main
 for argv in (["--version"], ["run", "--help"], ["--help"], []):
     try:
         main(argv)
@@ -215,7 +215,7 @@ def test_dry_run_prints_every_process_and_writes_nothing(tmp_path: Path, capsys:
     out = capsys.readouterr().out
     for name in ("generation_server/1", "model_worker/1", "master_worker/0", "gserver_manager/0", "rollout_worker/1"):
         assert name in out
-    assert "python -P -m workers.model_worker" in out and "7 processes" not in out and "8 processes" in out
+    assert "python -P -m realsys.workers.model_worker" in out and "7 processes" not in out and "8 processes" in out
     assert not (tmp_path / "runs").exists()
 
 

@@ -14,25 +14,25 @@ from pathlib import Path
 
 import pytest
 
-import launch.run
-from launch.cli import main
-from launch.lock import TrialLock, running_launcher
-from launch.plan import ProcessSpec
-from launch.recover import newer_data
-from launch.run import RunOptions, command_again
-from realsys.admission.events import Opened
-from realsys.admission.journal import Journal
-from realsys.admission.messages import DataPosition
+import realsys.launch.run
 from realsys.cluster.failure import ErrorRecord, read_errors, write_error
-from realsys.cluster.file_store import FileNameStore
-from realsys.cluster.name_store import trial_names
+from realsys.cluster.store.file_store import FileNameStore
+from realsys.cluster.store.name_store import trial_names
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.hf.config import read_sizes
+from realsys.launch.cli import main
+from realsys.launch.lock import TrialLock, running_launcher
+from realsys.launch.plan import ProcessSpec
+from realsys.launch.recover import newer_data
+from realsys.launch.run import RunOptions, command_again
+from realsys.manager.ledger.events import Opened
+from realsys.manager.ledger.journal import Journal
+from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
-from realsys.train.checkpoint_files import CheckpointState, RoleState
+from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState
 
 SMALL = ["train_size=20", "eval_size=5", "demo_size=0"]
 BASE = ["experiment=arith", *(f"data.arith.{field}" for field in SMALL), "evaluation.problems=5", "warmup.steps=0"]
@@ -56,7 +56,9 @@ class Runs:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.paths = TrialPaths(root / "runs" / "arith" / "t")
         self._monkeypatch = monkeypatch
-        monkeypatch.setattr(launch.run, "draw_curves", lambda *_: None)  # half of a run's time; test_launch_run looks
+        monkeypatch.setattr(
+            realsys.launch.run, "draw_curves", lambda *_: None
+        )  # half of a run's time; test_launch_run looks
 
     def __call__(
         self, *overrides: str, records: list[dict[str, object]] = DONE, end: str = "", trial: str = "t"
@@ -67,7 +69,7 @@ class Runs:
             log = self.paths.logs / "master_worker-0.log"
             return [ProcessSpec("master_worker", 0, argv, log, "end", env={"OMP_NUM_THREADS": "1"})]
 
-        self._monkeypatch.setattr(launch.run, "plan", scripts)
+        self._monkeypatch.setattr(realsys.launch.run, "plan", scripts)
         return main(["run", *RUN, *(["--trial", trial] if trial else []), *overrides])
 
     def contents(self) -> dict[str, tuple[int, bytes]]:
@@ -320,7 +322,7 @@ def test_address_of_the_own_name_store_must_be_free(run: Runs, refused: Callable
 HOLD = """
 import sys
 from pathlib import Path
-from launch.lock import TrialLock
+from realsys.launch.lock import TrialLock
 lock = TrialLock(Path(sys.argv[1]), "t", patience_s=0)
 lock.sign()
 if sys.argv[2:]:
@@ -339,7 +341,7 @@ def holder() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(path: Path, *worker: str) -> subprocess.Popen[str]:
         argv = [sys.executable, "-c", HOLD, str(path), *worker]
-        env = {**os.environ, "PYTHONPATH": str(Path(launch.run.__file__).parents[1])}
+        env = {**os.environ, "PYTHONPATH": str(Path(realsys.launch.run.__file__).parents[1])}
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         started.append(process)
         assert process.stdout is not None and process.stdout.readline() == "held\n"

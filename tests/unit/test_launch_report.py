@@ -12,18 +12,18 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from launch.display import LiveView, PlainView, make_view, sparkline
-from launch.failures import FirstFailure
-from launch.monitor import look_once
-from launch.progress import SHOWN_EVALS, WINDOW, Progress
-from launch.report import Summary, draw_curves, print_summary, summarise, write_summary
-from launch.status import newest_trial, show_status
-from launch.verdict import Death, Outcome
-from realsys.cluster.name_store import make_name_store, trial_names
+from realsys.cluster.store.name_store import make_name_store, trial_names
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
+from realsys.launch.commands.status import newest_trial, show_status
+from realsys.launch.processes.failures import FirstFailure
+from realsys.launch.processes.verdict import Death, Outcome
+from realsys.launch.screen.display import LiveView, PlainView, make_view, sparkline
+from realsys.launch.screen.monitor import look_once
+from realsys.launch.screen.progress import SHOWN_EVALS, WINDOW, Progress
+from realsys.launch.screen.report import Summary, draw_curves, print_summary, summarise, write_summary
 from realsys.telemetry.steps import StepTail, read_steps
 
 START = 1_700_000_000.0

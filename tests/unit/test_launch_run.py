@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import launch.run
-from launch.cli import main
-from launch.plan import ProcessSpec
+import realsys.launch.run
 from realsys.cluster.failure import ErrorRecord
 from realsys.config.paths import TrialPaths
+from realsys.launch.cli import main
+from realsys.launch.plan import ProcessSpec
 
 WAIT = "import signal; signal.pause()"
 MASTER = """
@@ -47,13 +47,13 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     def run(end: str, last: str = "train") -> tuple[int, TrialPaths]:
         def scripts(*_: object) -> list[ProcessSpec]:
             bodies = {"model_worker": WAIT, "master_worker": MASTER.format(path=str(paths.steps), end=end, last=last)}
-            env = {"PYTHONPATH": str(Path(launch.run.__file__).parents[1])}
+            env = {"PYTHONPATH": str(Path(realsys.launch.run.__file__).parents[1])}
             return [
                 ProcessSpec(kind, 0, (sys.executable, "-c", body), paths.logs / f"{kind}-0.log", "end", "", env)  # type: ignore[arg-type]
                 for kind, body in bodies.items()
             ]
 
-        monkeypatch.setattr(launch.run, "plan", scripts)
+        monkeypatch.setattr(realsys.launch.run, "plan", scripts)
         return main(["run", "experiment=arith", "--trial", "t", *SMALL]), paths
 
     return run

@@ -8,10 +8,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from launch.samples import CONTEXT, Sample, Span, group_lines, printable, token_versions, version_spans, wanted
 from realsys.data.char_model import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError
+from realsys.launch.commands.samples import (
+    CONTEXT,
+    Sample,
+    Span,
+    group_lines,
+    printable,
+    token_versions,
+    version_spans,
+    wanted,
+)
 from tests.unit.test_record_files import record
 
 

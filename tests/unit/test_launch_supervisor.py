@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.plan import Kind, ProcessSpec
-from launch.supervisor import Supervisor
 from realsys.errors import WaitTimeout
+from realsys.launch.plan import Kind, ProcessSpec
+from realsys.launch.processes.supervisor import Supervisor
 from tests.supervised import FOREVER, READY, STUBBORN, Trial, log, stop, waits_for
 
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.progress import TIME_PARTS, Record, mean, number
-from launch.report import EVALUATION_KEYS, summarise
-from launch.totals import COURSE_STEPS, CURVE_POINTS, course
-from launch.verdict import Outcome
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.launch.processes.verdict import Outcome
+from realsys.launch.screen.progress import TIME_PARTS, Record, mean, number
+from realsys.launch.screen.report import EVALUATION_KEYS, summarise
+from realsys.launch.screen.totals import COURSE_STEPS, CURVE_POINTS, course
 
 STARTED, ENDED = 1000.0, 9000.0
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.failures import first_failure
-from launch.supervisor import Supervisor
+from realsys.launch.processes.failures import first_failure
+from realsys.launch.processes.supervisor import Supervisor
 from tests.supervised import FOREVER, READY, STUBBORN, Trial, log, stop, waits_for
 
 

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from launch.verdict import HEALTHY_AFTER_S, LONGEST_BACKOFF_S, NO_CHECKPOINT, Death, End, Judge, Loss, Restart
+from realsys.launch.processes.verdict import (
+    HEALTHY_AFTER_S,
+    LONGEST_BACKOFF_S,
+    NO_CHECKPOINT,
+    Death,
+    End,
+    Judge,
+    Loss,
+    Restart,
+)
 
 SIDE = "the training side"
 

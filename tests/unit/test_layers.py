@@ -18,8 +18,8 @@ WITH_TORCH = (
     "realsys.hf.rope",
     "realsys.train",
     "realsys.weights",
-    "workers.generation_server",
-    "workers.model_worker",
+    "realsys.workers.generation_server",
+    "realsys.workers.model_worker",
 )
 #: Modules inside those that must do without: others import them.
 WITHOUT_TORCH = (
@@ -41,15 +41,15 @@ WITHOUT_TORCH = (
     "realsys.generation.sglang.guard",
     "realsys.generation.simple",
     "realsys.train",
-    "realsys.train.checkpoint_files",
+    "realsys.train.checkpoint.checkpoint_files",
     "realsys.train.data_manager",
-    "realsys.train.record_files",
+    "realsys.train.records.record_files",
     "realsys.weights",
     "realsys.weights.base",
     "realsys.weights.build",
     "realsys.weights.disk",
     "realsys.weights.disk.delta",
-    "realsys.weights.disk.files",
+    "realsys.weights.disk.tensor_files",
     "realsys.weights.disk.manifest",
     "realsys.weights.disk.publisher",
     "realsys.weights.disk.reader",
@@ -97,7 +97,9 @@ def imported(names: list[str], path: Path = ROOT) -> dict[str, str]:
 
 def test_modules_without_tensors_do_not_import_torch_and_start_nothing() -> None:
     names = [name for name in modules() if not may_import_torch(name)]
-    assert {"realsys.types", "realsys.config.schema", "launch.cli", "realsys.weights.disk.manifest"} <= set(names)
+    assert {"realsys.types", "realsys.config.schema", "realsys.launch.cli", "realsys.weights.disk.manifest"} <= set(
+        names
+    )
     assert imported(names) == {}
 
 

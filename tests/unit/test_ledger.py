@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.admission.events import Claimed, Dropped, Finished, Granted, Reissued, Resumed, RolledBack, Trained
-from realsys.admission.ledger import Ledger
-from realsys.admission.order import PromptOrder, permutation, sampling_seed
 from realsys.errors import LedgerError
+from realsys.manager.ledger.events import Claimed, Dropped, Finished, Granted, Reissued, Resumed, RolledBack, Trained
+from realsys.manager.ledger.ledger import Ledger
+from realsys.manager.ledger.order import PromptOrder, permutation, sampling_seed
 
 
 def make(*, size: int = 10, epochs: int = 0, max_attempts: int = 3) -> Ledger:

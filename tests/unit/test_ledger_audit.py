@@ -8,10 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.audit import audit_trial
-from launch.cli import main
-from realsys.admission.audit_report import CLAIMS
-from realsys.admission.events import (
+from realsys.config.paths import TrialPaths
+from realsys.launch.cli import main
+from realsys.launch.commands.audit import audit_trial
+from realsys.manager.ledger.audit_report import CLAIMS
+from realsys.manager.ledger.events import (
     Granted,
     Opened,
     Resumed,
@@ -19,10 +20,9 @@ from realsys.admission.events import (
     Snapshot,
     Trained,
 )
-from realsys.admission.journal import Journal
-from realsys.admission.manager import ManagerState
-from realsys.admission.order import permutation
-from realsys.config.paths import TrialPaths
+from realsys.manager.ledger.journal import Journal
+from realsys.manager.ledger.order import permutation
+from realsys.manager.state import ManagerState
 from tests.ledger_lives import B, index, life, write
 from tests.manager_states import SETTINGS
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from realsys.admission import compaction
-from realsys.admission.compaction import Compactor
-from realsys.admission.events import Event, Granted, Opened, Snapshot
-from realsys.admission.journal import Journal, encode_record, read_journal, twin_path
-from realsys.admission.ledger import Ledger
-from realsys.admission.manager import ManagerState
-from realsys.admission.messages import AllocateRequest, EvaluateRequest, RollBackRequest
-from realsys.admission.order import PromptOrder
 from realsys.errors import Fenced, LedgerError
+from realsys.manager.ledger import compaction
+from realsys.manager.ledger.compaction import Compactor
+from realsys.manager.ledger.events import Event, Granted, Opened, Snapshot
+from realsys.manager.ledger.journal import Journal, encode_record, read_journal, twin_path
+from realsys.manager.ledger.ledger import Ledger
+from realsys.manager.ledger.order import PromptOrder
+from realsys.manager.messages import AllocateRequest, EvaluateRequest, RollBackRequest
+from realsys.manager.state import ManagerState
 from tests.manager_states import SETTINGS, finish, ready, tickets, update, version
 
 

@@ -19,17 +19,17 @@ from typing import Any
 
 import pytest
 
-from realsys.admission.evaluations import Evaluations
-from realsys.admission.events import RolledBack
-from realsys.admission.ledger import Ledger
-from realsys.admission.ledger_state import LedgerState
-from realsys.admission.manager import ManagerState
-from realsys.admission.messages import AllocateRequest, FinishRequest
-from realsys.admission.routing import Reservations
-from realsys.admission.servers import ServerRegistry
-from realsys.admission.staleness import StalenessBound
-from realsys.admission.status import status
-from realsys.buffer.replay import SequenceBuffer
+from realsys.buffer.sequence_buffer import SequenceBuffer
+from realsys.manager.evaluations import Evaluations
+from realsys.manager.ledger.events import RolledBack
+from realsys.manager.ledger.ledger import Ledger
+from realsys.manager.ledger.ledger_state import LedgerState
+from realsys.manager.ledger.staleness import StalenessBound
+from realsys.manager.messages import AllocateRequest, FinishRequest
+from realsys.manager.overview import status
+from realsys.manager.routing.placement import Reservations
+from realsys.manager.routing.servers import ServerRegistry
+from realsys.manager.state import ManagerState
 from realsys.master.stuck import FEWEST_FAILURES, StuckCheck
 from tests.ledger_actions import World
 from tests.ledger_evaluations import Evaluated

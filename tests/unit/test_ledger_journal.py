@@ -7,9 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from realsys.admission.events import EvalAnswered, EvalStarted, Event, Finished, Granted, Reissued, RolledBack, Trained
-from realsys.admission.journal import Journal, decode_record, encode_record, read_journal
 from realsys.errors import LedgerError
+from realsys.manager.ledger.events import (
+    EvalAnswered,
+    EvalStarted,
+    Event,
+    Finished,
+    Granted,
+    Reissued,
+    RolledBack,
+    Trained,
+)
+from realsys.manager.ledger.journal import Journal, decode_record, encode_record, read_journal
 
 EVENTS: list[Event] = [
     Granted("0000000000", 0, 7, 0, "rollout_worker/0", "1", 0, 1.5),

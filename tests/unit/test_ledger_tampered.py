@@ -8,9 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.audit import audit_trial
-from launch.cli import main
-from realsys.admission.events import (
+from realsys.config.paths import TrialPaths
+from realsys.errors import LedgerError
+from realsys.launch.cli import main
+from realsys.launch.commands.audit import audit_trial
+from realsys.manager.ledger.events import (
     Claimed,
     Dropped,
     Event,
@@ -21,9 +23,7 @@ from realsys.admission.events import (
     RolledBack,
     Trained,
 )
-from realsys.admission.journal import Journal, encode_records
-from realsys.config.paths import TrialPaths
-from realsys.errors import LedgerError
+from realsys.manager.ledger.journal import Journal, encode_records
 from tests.ledger_lives import A, B, index, life, write
 
 Change = Callable[[list[Event]], None]

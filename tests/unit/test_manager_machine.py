@@ -20,10 +20,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from realsys.admission.evaluations import Evaluation
-from realsys.admission.events import Event, Outcome
-from realsys.admission.manager import ARRIVAL_GRACE_S, ManagerState
-from realsys.admission.messages import (
+from realsys.manager.evaluations import Evaluation
+from realsys.manager.ledger.events import Event, Outcome
+from realsys.manager.messages import (
     AllocateRequest,
     Answer,
     ClaimReply,
@@ -34,9 +33,10 @@ from realsys.admission.messages import (
     ScheduleRequest,
     TrainedRequest,
 )
-from realsys.admission.refusals import NoServer, NotRunning
-from realsys.admission.routing import STRATEGIES
-from realsys.admission.servers import Pace, UpdateOrder
+from realsys.manager.refusals import NoServer, NotRunning
+from realsys.manager.routing.placement import STRATEGIES
+from realsys.manager.routing.servers import Pace, UpdateOrder
+from realsys.manager.state import ARRIVAL_GRACE_S, ManagerState
 from realsys.types import ServerAddress, Ticket
 from tests.manager_model import (
     ATTEMPTS,

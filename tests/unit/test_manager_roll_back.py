@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from realsys.admission.events import Opened, RolledBack
-from realsys.admission.manager import ManagerState
-from realsys.admission.messages import (
+from realsys.errors import LedgerError
+from realsys.manager.ledger.events import Opened, RolledBack
+from realsys.manager.messages import (
     AllocateRequest,
     EvaluateRequest,
     FinishRequest,
@@ -17,10 +17,10 @@ from realsys.admission.messages import (
     RollBackRequest,
     ScheduleRequest,
 )
-from realsys.admission.refusals import NotRunning, OlderTraining
-from realsys.admission.servers import Idle
-from realsys.admission.status import status
-from realsys.errors import LedgerError
+from realsys.manager.overview import status
+from realsys.manager.refusals import NotRunning, OlderTraining
+from realsys.manager.routing.servers import Idle
+from realsys.manager.state import ManagerState
 from tests.manager_states import ANSWER, SETTINGS, address, finish, order, place, schedule, tickets, update
 from tests.training_sides import A, B, C, published, replayed, running, serve, start, trained
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from realsys.admission.manager import ManagerState
-from realsys.admission.refusals import NoServer
-from realsys.admission.servers import Idle, Pace, UpdateOrder
-from realsys.admission.status import status
+from realsys.manager.overview import status
+from realsys.manager.refusals import NoServer
+from realsys.manager.routing.servers import Idle, Pace, UpdateOrder
+from realsys.manager.state import ManagerState
 from tests.manager_states import SETTINGS, address, finish, order, place, ready, schedule, tickets, update, version
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from realsys.admission.journal import Journal
-from realsys.admission.messages import ClaimRequest, RollBackRequest, TrainedRequest
 from realsys.errors import LedgerError
+from realsys.manager.ledger.journal import Journal
+from realsys.manager.messages import ClaimRequest, RollBackRequest, TrainedRequest
+from realsys.manager.service import ManagerService, steady_clock
 from tests.manager_states import SETTINGS, ready, tickets
-from workers.manager_service import ManagerService, steady_clock
 
 
 @pytest.mark.parametrize("jump", [1e9, -1e9])

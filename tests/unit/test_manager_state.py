@@ -8,18 +8,18 @@ import json
 import msgspec
 import pytest
 
-from realsys.admission.events import Resumed
-from realsys.admission.manager import ManagerState
-from realsys.admission.messages import (
+from realsys.config.schema import Config
+from realsys.manager.ledger.events import Resumed
+from realsys.manager.messages import (
     AllocateRequest,
     EvaluateRequest,
     FinishRequest,
     TrainedRequest,
 )
-from realsys.admission.rates import RateWindow
-from realsys.admission.settings import ManagerSettings
-from realsys.admission.status import explain, status
-from realsys.config.schema import Config
+from realsys.manager.overview import explain, status
+from realsys.manager.routing.rates import RateWindow
+from realsys.manager.settings import ManagerSettings
+from realsys.manager.state import ManagerState
 from tests.manager_states import ANSWER, SETTINGS, address, finish, place, ready, tickets, update, version
 
 

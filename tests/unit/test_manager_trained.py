@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from realsys.admission.events import Claimed, Reissued, Trained
-from realsys.admission.manager import ARRIVAL_GRACE_S, ManagerState
-from realsys.admission.messages import (
+from realsys.manager.ledger.events import Claimed, Reissued, Trained
+from realsys.manager.messages import (
     ClaimReply,
     ClaimRequest,
     FinishRequest,
     TrainedReply,
     TrainedRequest,
 )
-from realsys.admission.refusals import NotRunning, OlderTraining
+from realsys.manager.refusals import NotRunning, OlderTraining
+from realsys.manager.state import ARRIVAL_GRACE_S, ManagerState
 from tests.manager_states import ANSWER, SETTINGS, finish, place, schedule, tickets
 from tests.training_sides import A, B, C, running, start, trained
 

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from realsys.config.schema import AgreementConfig
-from realsys.master.agreement import AgreementMonitor
+from realsys.master.records.agreement import AgreementMonitor
 
 CONFIG = AgreementConfig(max_difference=0.05, max_growth=4.0, window=3, floor=1e-4)
 

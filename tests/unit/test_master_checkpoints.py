@@ -13,16 +13,22 @@ import msgspec
 import pytest
 import xxhash
 
-from realsys.admission.messages import DataPosition
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError, RemoteError
+from realsys.manager.messages import DataPosition
 from realsys.master import checkpoints as module
 from realsys.master.checkpoints import Checkpoints
-from realsys.train import checkpoint_files as files
-from realsys.train.checkpoint_files import FileInfo, RankIndex, complete_checkpoints, find_checkpoint, read_state
+from realsys.train.checkpoint import checkpoint_files as files
+from realsys.train.checkpoint.checkpoint_files import (
+    FileInfo,
+    RankIndex,
+    complete_checkpoints,
+    find_checkpoint,
+    read_state,
+)
 from realsys.types import Empty, FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
 
 MESHES = {"actor": Mesh(ParallelLayout(data=2), (0, 1)), "critic": Mesh(ParallelLayout(), (2,))}

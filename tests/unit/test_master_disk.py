@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from realsys.cluster.disk import on_disk
 from realsys.errors import WaitTimeout
-from realsys.master.disk import on_disk
 
 
 def test_the_result_comes_back_and_what_is_raised_too() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from realsys.admission.manager import ManagerState
-from realsys.admission.messages import (
+from realsys.errors import Fenced, StreamError
+from realsys.manager.messages import (
     AllocateRequest,
     ClaimRequest,
     EvaluateRequest,
@@ -22,15 +22,15 @@ from realsys.admission.messages import (
     TrainedReply,
     TrainedRequest,
 )
-from realsys.admission.refusals import OlderTraining
-from realsys.admission.status import status
-from realsys.errors import Fenced, StreamError
+from realsys.manager.overview import status
+from realsys.manager.refusals import OlderTraining
+from realsys.manager.state import ManagerState
 from realsys.master import evaluation
 from realsys.master.evaluation import Evaluations
 from realsys.master.recovery import Start, eval_id_of, unanswered
 from realsys.types import PublishedVersion
+from realsys.workers.master_worker import Master
 from tests.manager_states import ANSWER, ready, update, version
-from workers.master_worker import Master
 
 BOUND_S = 60.0
 

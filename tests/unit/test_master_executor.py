@@ -15,8 +15,8 @@ from realsys.cluster.topology import Mesh, place, whole_mesh
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.errors import RemoteError, RewardError
-from realsys.master.executor import CallResult, GraphExecutor, Minibatches
-from realsys.master.ownership import Ownership
+from realsys.master.calls.executor import CallResult, GraphExecutor, Minibatches
+from realsys.master.calls.ownership import Ownership
 from realsys.types import ClearRequest, MfcReply, MfcRequest, SequenceRef, TransferRequest
 from tests.config_trees import changed
 from tests.records import make_ref

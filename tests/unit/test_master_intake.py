@@ -7,7 +7,9 @@ import asyncio
 import pytest
 from master_fakes import BOUND_S, Run, run
 
-from realsys.admission.messages import (
+from realsys.config.dataflow import SOURCE_KEYS
+from realsys.errors import Fenced
+from realsys.manager.messages import (
     AllocateRequest,
     ClaimReply,
     ClaimRequest,
@@ -15,8 +17,6 @@ from realsys.admission.messages import (
     TrainedReply,
     TrainedRequest,
 )
-from realsys.config.dataflow import SOURCE_KEYS
-from realsys.errors import Fenced
 from realsys.master import intake as intake_module
 
 

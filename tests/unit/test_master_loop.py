@@ -10,11 +10,11 @@ import asyncio
 import pytest
 from master_fakes import BOUND_S, Run, run
 
-from realsys.admission.messages import TrainedReply, TrainedRequest
 from realsys.config.dataflow import dataflow_of
 from realsys.errors import StuckError
-from realsys.master.arguments import CallArguments
-from realsys.master.executor import CallResult
+from realsys.manager.messages import TrainedReply, TrainedRequest
+from realsys.master.calls.call_arguments import CallArguments
+from realsys.master.calls.executor import CallResult
 from realsys.master.statistics import call_seconds
 from realsys.master.stuck import FEWEST_FILTERED
 from tests.config_trees import changed

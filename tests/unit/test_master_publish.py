@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realsys.cluster.memory_store import MemoryNameStore
-from realsys.cluster.name_store import Lease
+from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.cluster.store.name_store import Lease
 from realsys.errors import Fenced, NameStoreError, WeightsError
 from realsys.master import publish
 from realsys.master.publish import Publisher, VersionKey, tell

@@ -13,9 +13,9 @@ from realsys.cluster.topology import place
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.paths import TrialPaths
-from realsys.master.executor import CallResult, Minibatches
-from realsys.master.recorder import Recorder, array_holders
-from realsys.train import record_files as files
+from realsys.master.calls.executor import CallResult, Minibatches
+from realsys.master.records.recorder import Recorder, array_holders
+from realsys.train.records import record_files as files
 from realsys.types import Empty, HoldRequest, Recorded, RecordReply, RecordRequest, SampleMeta
 from tests.config_trees import changed
 from tests.records import make_ref

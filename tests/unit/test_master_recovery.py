@@ -8,15 +8,15 @@ import msgspec
 import pytest
 import xxhash
 
-from realsys.admission.messages import DataPosition
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import CheckpointError
+from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit, prepare
 from realsys.master.recovery import Start, decide, evaluated, find_start, has_trained, recovered_record
 from realsys.master.step_log import StepLog
 from realsys.telemetry.steps import StepTail, read_steps, surviving, undone
-from realsys.train import checkpoint_files as files
-from realsys.train.checkpoint_files import CheckpointState, FileInfo, RankIndex, read_state, verify
+from realsys.train.checkpoint import checkpoint_files as files
+from realsys.train.checkpoint.checkpoint_files import CheckpointState, FileInfo, RankIndex, read_state, verify
 
 STEM = files.rank_stem("actor", 0, 1)
 

@@ -11,10 +11,10 @@ import pytest
 import xxhash
 
 from realsys.errors import RecordError
-from realsys.master.compare import compare
-from realsys.train import record_files as files
-from realsys.train.checkpoint_files import FileInfo
-from realsys.train.record_files import Arrays, StepRecord
+from realsys.master.records.compare import compare
+from realsys.train.checkpoint.checkpoint_files import FileInfo
+from realsys.train.records import record_files as files
+from realsys.train.records.record_files import Arrays, StepRecord
 from realsys.types import GroupOrigin, RowOrigin, SampleMeta, Ticket
 
 ORIGIN = GroupOrigin(

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from realsys.errors import RewardError
-from realsys.reward.messages import MAX_ITEMS, Done, NotLoaded, frame
+from realsys.reward.frames import MAX_ITEMS, Done, NotLoaded, frame
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifiers.base import Item, Verdict
 
@@ -257,7 +257,7 @@ def test_a_verifier_that_forks_gives_its_verdict_once():
 
 FORKED_WRITER = """
 import os
-from realsys.reward.journal import JournalReader, JournalWriter
+from realsys.reward.outcomes import JournalReader, JournalWriter
 
 reader = JournalReader()
 writer = JournalWriter(os.dup(reader.descriptor))
@@ -475,8 +475,9 @@ def test_pool_works_on_the_event_loop_of_the_workers():
 
 def test_nothing_heavy_is_imported():
     code = (
-        "import sys, realsys.reward.pool, realsys.reward.process, realsys.data.check, realsys.rollout.worker_loop, "
-        "realsys.rollout.partial, realsys.rollout.manager_client, realsys.data.arith, realsys.data.char_model\n"
+        "import sys, realsys.reward.pool, realsys.reward.verifier_main, realsys.data.check, "
+        "realsys.rollout.worker_loop, realsys.rollout.partial, "
+        "realsys.rollout.manager_client, realsys.data.arith, realsys.data.char_model\n"
         "print([name for name in ('torch', 'transformers', 'sympy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

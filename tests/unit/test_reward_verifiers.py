@@ -7,9 +7,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from realsys.config.checks import check
 from realsys.config.doors import VERIFIER
-from realsys.config.machine import Machine
+from realsys.config.rules.checks import check
+from realsys.config.rules.machine import Machine
 from realsys.errors import ConfigError
 from realsys.reward.verifiers.base import MAX_METRICS, Item, Verdict, verdict_of
 from realsys.reward.verifiers.exact import exact

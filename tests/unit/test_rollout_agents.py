@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from realsys.config.checks import check
 from realsys.config.compose import compose
-from realsys.config.lengths import longest_sequence
-from realsys.config.machine import Machine
+from realsys.config.rules.checks import check
+from realsys.config.rules.lengths import longest_sequence
+from realsys.config.rules.machine import Machine
 from realsys.data.char_model import EOS_ID, write_char_tokenizer
 from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer

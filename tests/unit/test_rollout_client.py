@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from realsys.admission.messages import AllocateReply, AllocateRequest, FinishReply, FinishRequest, ScheduleRequest
 from realsys.errors import GenerationError, NameStoreError, StreamError, WaitTimeout
+from realsys.manager.messages import AllocateReply, AllocateRequest, FinishReply, FinishRequest, ScheduleRequest
 from realsys.rollout import manager_client
 from realsys.rollout.manager_client import ManagerClient, RolloutSuperseded
 from realsys.types import Ticket

@@ -7,10 +7,10 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from realsys.admission.messages import ScheduleReply
 from realsys.data.prompts import Prompt
 from realsys.errors import GenerationError
 from realsys.generation.client import Generated, SamplingSpec
+from realsys.manager.messages import ScheduleReply
 from realsys.rollout import partial
 from realsys.rollout.partial import PartialRolloutManager
 from realsys.rollout.rows import RowBuilder

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realsys.admission.prefix import BLOCK, MAX_BLOCKS, prefix_hashes
-from realsys.admission.routing import (
+from realsys.manager.routing.placement import (
     STRATEGIES,
     Gate,
     PrefixAware,
@@ -19,6 +18,7 @@ from realsys.admission.routing import (
     ServerLoad,
     make_strategy,
 )
+from realsys.manager.routing.prefix import BLOCK, MAX_BLOCKS, prefix_hashes
 
 REQUEST = RouteRequest("t", sequences=4, tokens=100)
 

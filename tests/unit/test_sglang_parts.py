@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from realsys.config.rules.sglang import interpreter, options
 from realsys.config.schema import SglangConfig
-from realsys.config.sglang import interpreter, options
 from realsys.errors import ConfigError, GenerationError
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.sglang.api import Reply
@@ -107,7 +107,7 @@ def test_interpreter_is_the_configured_one_or_that_of_the_checkout_or_this_one(t
 
 
 def test_missing_sglang_is_named_with_what_to_do(tmp_path):
-    from realsys.config.sglang import check_sglang
+    from realsys.config.rules.sglang import check_sglang
 
     with pytest.raises(ConfigError, match="make sglang-cpu"):
         check_sglang(SglangConfig(), tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realsys.admission.tickets import ticket_name, ticket_ranges, tickets_in
+from realsys.manager.ledger.tickets import ticket_name, ticket_ranges, tickets_in
 from realsys.master.step_log import StepLog, short
 from realsys.telemetry.steps import StepTail
 

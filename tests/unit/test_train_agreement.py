@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from realsys.config.schema import Config
-from realsys.train.device import Device
+from realsys.train.megatron.device import Device
 from tests.ppo_batch import Arrays, Worker, make_batch, make_models, save_models, whole
 from tests.train_ranks import run_ranks
 

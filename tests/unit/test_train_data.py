@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from realsys.buffer.replay import SequenceBuffer
+from realsys.buffer.sequence_buffer import SequenceBuffer
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError
 from realsys.train.data_manager import DataManager, array_size
-from realsys.train.demos import DemoSource
+from realsys.train.demonstrations import DemoSource
+from realsys.train.megatron.spec import make_buckets, pack_segments
 from realsys.train.packing import Packer, last_rows, loss_and_end_rows, split_rows
-from realsys.train.spec import make_buckets, pack_segments
 from realsys.types import ARRAY_KEYS, Episode, Group, SequenceRef, Ticket, register_key
 from tests.records import make_mask, make_ref, make_row
 
@@ -365,7 +365,7 @@ def test_demonstrations_are_loaded_as_samples_of_their_own(tmp_path: Path, monke
         def sequence(self, index: int) -> tuple[list[int], list[int]]:
             return [1, 2], [index, 9]
 
-    monkeypatch.setattr("realsys.train.demos.open_demonstrations", lambda _config, _paths: Fixed())
+    monkeypatch.setattr("realsys.train.demonstrations.open_demonstrations", lambda _config, _paths: Fixed())
     data = DataManager(2)
     source = DemoSource(Config(), TrialPaths(tmp_path), data, worker=2)
     once, twice = source.load([5]), source.load([5, 6])

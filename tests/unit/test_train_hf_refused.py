@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from realsys.config.allocation import ParallelLayout
-from realsys.config.checks import check
-from realsys.config.machine import Machine
+from realsys.config.rules.checks import check
+from realsys.config.rules.machine import Machine
 from realsys.errors import ConfigError, ModelError
 from realsys.hf.config import read_model
-from realsys.train.hf_config import check_layout
-from realsys.train.hf_map import HFReader
+from realsys.train.megatron.hf_config import check_layout
+from realsys.train.megatron.hf_map import HFReader
 from tests.config_trees import changed
 from tests.hf_models import make_model
 

@@ -15,9 +15,9 @@ from realsys.config.allocation import ParallelLayout
 from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel
 from realsys.hf.config import read_model
-from realsys.train.fused import pad_rows, rms_norm, rotate, select_rows, swiglu
-from realsys.train.hf_config import check_layout
-from realsys.train.hf_map import HFReader, ShardMap, assign_writers
+from realsys.train.megatron.fused import pad_rows, rms_norm, rotate, select_rows, swiglu
+from realsys.train.megatron.hf_config import check_layout
+from realsys.train.megatron.hf_map import HFReader, ShardMap, assign_writers
 
 QWEN2: dict[str, Any] = {
     "model_type": "qwen2",
@@ -98,7 +98,7 @@ def test_a_directory_without_safetensors_and_a_broken_file_are_refused(tmp_path:
 def test_splitting_a_shard_undoes_joining_it(tmp_path: Path, tensor_ranks: int) -> None:
     model = read(tmp_path)
     for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"):
-        from realsys.train.hf_map import mapping_of
+        from realsys.train.megatron.hf_map import mapping_of
 
         mapping = mapping_of(f"decoder.layers.0.{name}", 0, tied=False)
         shapes = [model.tensor_shapes()[n] for n in mapping.hf]

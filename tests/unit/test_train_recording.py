@@ -3,9 +3,9 @@
 import queue
 import threading
 
-from realsys.train import recording
 from realsys.train.data_manager import DataManager
-from realsys.train.recording import SampleRecorder
+from realsys.train.records import recording
+from realsys.train.records.recording import SampleRecorder
 from realsys.types import RecordRequest
 
 

@@ -12,7 +12,7 @@ from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.train.data_manager import DataManager
-from realsys.train.device import Device
+from realsys.train.megatron.device import Device
 from realsys.train.transfer import execute
 from realsys.types import Transfer, TransferRequest
 from tests.records import make_ref

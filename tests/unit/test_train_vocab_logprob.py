@@ -9,7 +9,7 @@ import torch
 
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
-from realsys.train.device import Device
+from realsys.train.megatron.device import Device
 from realsys.train.vocab_logprob import Scoring, projected_logprobs
 from tests.train_ranks import FORMED, run_ranks
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from realsys.errors import WeightsError
 from realsys.weights.disk import manifest as m
-from realsys.weights.disk.files import materialise
 from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
 from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.stage import HeldWeights, stage
+from realsys.weights.disk.tensor_files import materialise
 
 
 @pytest.fixture

@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.cli import main
-from realsys.cluster.memory_store import MemoryNameStore
-from realsys.config.checks import check
-from realsys.config.machine import Machine
+from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.config.rules.checks import check
+from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig
 from realsys.errors import ConfigError, Fenced, WeightsError
 from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.engine import Engine
 from realsys.generation.embedded.forward.weights import read_tensors
+from realsys.launch.cli import main
 from realsys.master.publish import Publisher, VersionKey
 from realsys.types import PublishedVersion, SaveWeightsReply, SaveWeightsRequest
 from realsys.weights.base import Committed, PublisherParts, ReaderParts, Share, Transport, WriterParts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from realsys.config.allocation import Allocation
-from realsys.config.lengths import longest_sequence
+from realsys.config.rules.lengths import longest_sequence
 from realsys.errors import ConfigError
 from realsys.generation.backend import Backend, Change, EngineParts
 

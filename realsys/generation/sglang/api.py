@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from realsys.cluster.http_client import read_reply
+from realsys.cluster.http.http_client import read_reply
 from realsys.errors import MALFORMED, GenerationError
 from realsys.generation.protocol import PauseMode
 from realsys.types import FinishReason

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realsys.config.sglang import flags
+from realsys.config.rules.sglang import flags
 
 CPU_SUPPORT = Path(__file__).with_name("cpu_support")
 LOOPBACK = "127.0.0.1"

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from realsys.config.allocation import Allocation, parse_allocation
-from realsys.config.lengths import longest_sequence
-from realsys.config.machine import Machine
+from realsys.config.rules.lengths import longest_sequence
+from realsys.config.rules.machine import Machine
+from realsys.config.rules.sglang import check_sglang, check_sglang_sampling, interpreter, options
 from realsys.config.schema import Config
-from realsys.config.sglang import check_sglang, check_sglang_sampling, interpreter, options
 from realsys.generation.backend import Backend, Change, EngineParts, Materialise
 from realsys.generation.limits import Limits
 from realsys.generation.sglang.arguments import Launch

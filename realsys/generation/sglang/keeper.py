@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import aiohttp
 
-from realsys.cluster.http_client import open_session
+from realsys.cluster.http.http_client import open_session
 from realsys.cluster.network import free_ports, join_host_port
 from realsys.errors import GenerationError
 from realsys.generation.sglang.api import Piece, SglangApi

@@ -9,7 +9,7 @@ Only the feedback is ever tokenised; sampled tokens stay as they are, with the e
 
 from __future__ import annotations
 
-from realsys.config.lengths import longest_sequence
+from realsys.config.rules.lengths import longest_sequence
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError, DataError

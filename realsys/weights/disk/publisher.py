@@ -12,8 +12,8 @@ import msgspec
 from realsys.errors import WeightsError
 from realsys.weights.base import Committed, PublisherParts, Removed
 from realsys.weights.disk import manifest
-from realsys.weights.disk.files import materialise, prove
 from realsys.weights.disk.records import DiskPlan, ShardInfo
+from realsys.weights.disk.tensor_files import materialise, prove
 
 
 class DiskPublisher:

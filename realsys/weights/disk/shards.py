@@ -18,9 +18,9 @@ import xxhash
 from realsys.weights.disk import delta
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.dtypes import as_bytes, dtype_name
-from realsys.weights.disk.files import write_safetensors
 from realsys.weights.disk.manifest import ITEM_BYTES
 from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
+from realsys.weights.disk.tensor_files import write_safetensors
 
 #: (version folder, file)
 _File = tuple[str, str]

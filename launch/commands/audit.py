@@ -1,0 +1,129 @@
+"""`realsys audit`: whether a trial lost a ticket or used one twice, from its files alone, also while it runs.
+
+step log, then ledger ──> Auditor ──> counts, checks, exit code. Reads only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from realsys.config.paths import TrialPaths
+from realsys.errors import ConfigError, LedgerError
+from realsys.manager.ledger.audit_report import AuditReport
+from realsys.manager.ledger.auditor import Auditor
+from realsys.manager.ledger.journal import read_journal
+from realsys.manager.ledger.tickets import tickets_in
+from realsys.telemetry.steps import RECOVERED, surviving_steps
+
+_SHOWN = 5  # problems per check; --json has all of them
+
+
+def show_audit(trial_dir: Path, *, as_json: bool = False) -> int:
+    """Print the audit of a trial; 1 if a check failed. Raises ConfigError if the folder is no trial's."""
+    report = audit_trial(TrialPaths(trial_dir.resolve()))
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+    else:
+        print_report(Console(), report)
+    return 0 if report.ok else 1
+
+
+def audit_trial(paths: TrialPaths) -> AuditReport:
+    """Raises ConfigError if there is no ledger, or nothing in it is a record."""
+    skipped: dict[str, str] = {}
+    logged = logged_tickets(paths.steps)  # first: what the trainer has logged, it had told the manager before
+    if logged is None:
+        skipped["steps"] = "no step log with tickets"
+    auditor, line, end = Auditor(), 0, 0
+    try:
+        before = paths.ledger.stat()
+        size = before.st_size
+        try:
+            for line, (event, end) in enumerate(read_journal(paths.ledger), 1):  # noqa: B007 (wanted after the loop)
+                auditor.observe(event, line)
+        except LedgerError as error:
+            auditor.problems["journal"].append(str(error))
+            skipped["steps"], size = f"nothing is read beyond line {line}", end
+        if paths.ledger.stat().st_ino != before.st_ino:  # compacted meanwhile: the size was that of another file
+            size = end
+    except OSError as error:
+        problem = f"{error.strerror}: not the folder of a trial, or its manager has not started yet"
+        raise ConfigError("TRIAL_DIR", str(paths.root), f"{paths.ledger.name}: {problem}") from None
+    if size and not line:
+        problem = f"{paths.ledger.name}: none of its {size} bytes is a record: restore it from a copy"
+        raise ConfigError("TRIAL_DIR", str(paths.root), problem)
+    if logged is not None and "steps" not in skipped:
+        auditor.compare_steps(logged, recovered_steps(paths.steps))
+    return auditor.report(torn_bytes=max(0, size - end), skipped=skipped)
+
+
+def logged_tickets(steps: Path) -> Mapping[int, list[str]] | None:
+    """Tickets by step as the trainer logged them; None if it has no log, or one from before it named them."""
+    if not steps.is_file():
+        return None
+    records = (record for record in surviving_steps(steps) if record["kind"] == "train")
+    logged = {step: record.get("tickets") for record in records if isinstance(step := record.get("step"), int)}
+    if logged and not any(isinstance(ranges, str) for ranges in logged.values()):
+        return None
+    return {step: list(tickets_in(str(ranges or ""))) for step, ranges in logged.items()}
+
+
+def recovered_steps(steps: Path) -> set[int]:
+    """Those that a recovery went back to. A compacted ledger knows the last one only."""
+    found = (record.get("step") for record in surviving_steps(steps) if record["kind"] == RECOVERED)
+    return {step for step in found if isinstance(step, int)}
+
+
+def print_report(console: Console, report: AuditReport) -> None:
+    """Counts, then the checks with the first problems of each."""
+    counts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    counts.add_column(style="bold")
+    counts.add_column(justify="right")
+    counts.add_column()
+    compacted = f"{report.compacted} of them compacted: their grants are not checked again" if report.compacted else ""
+    counts.add_row("records", str(report.records), compacted)
+    if report.torn_bytes:
+        counts.add_row("", "", f"{report.torn_bytes} bytes of a record that was not completed: cut off by a restart")
+    if report.inherited:
+        counts.add_row("inherited", str(report.inherited), "groups trained before the checkpoint that was resumed")
+    counts.add_row("tickets", str(report.granted), f"in {report.attempts} attempts")
+    for state, number in report.states.items():
+        text = f"in {report.steps} steps" if state == "trained" else ""
+        counts.add_row(f"  {state}", str(number), _listed(report.dropped_by_reason) if state == "dropped" else text)
+    again = sum(report.reissued_by_cause.values())
+    counts.add_row("re-issued", str(again), _listed(report.reissued_by_cause))
+    taken = [start for start in report.starts if start.reissued]
+    text = "; ".join(f"to version {start.version}: {start.reissued} re-issued" for start in taken)
+    counts.add_row("roll-backs", str(len(taken)), text)
+    counts.add_row(
+        "staleness", "", "  ".join(f"{lag}: {n}" for lag, n in report.histogram.items()) or "nothing trained"
+    )
+    console.print(counts)
+    console.print()
+    for check in report.checks:
+        verdict, style = ("ok", "green") if check.ok else ("FAILED", "bold red")
+        if check.ok and check.skipped:
+            verdict, style = "-", "dim"
+        line = Text.assemble((f"{verdict:<7}", style), f"{check.name:<11}{check.claim}")
+        if check.skipped:
+            line.append(f" (not checked: {check.skipped})", "dim")
+        console.print(line, soft_wrap=True)
+        for problem in check.problems[:_SHOWN]:
+            console.print(Text(f"         {problem}"), soft_wrap=True)
+        if len(check.problems) > _SHOWN:
+            console.print(Text(f"         and {len(check.problems) - _SHOWN} more"), soft_wrap=True)
+    failed = [check.name for check in report.checks if not check.ok]
+    skipped = [check.name for check in report.checks if check.ok and check.skipped]
+    end = Text(f"\nFAILED: {', '.join(failed)}", "bold red") if failed else Text("\nevery check holds", "green")
+    console.print(end.append(f" (not checked: {', '.join(skipped)})" if skipped else "", "dim"), soft_wrap=True)
+
+
+def _listed(numbers: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in sorted(numbers.items(), key=lambda item: -item[1]))

@@ -1,0 +1,172 @@
+"""`realsys replay`: a recorded step again, from the checkpoint before it, compared bit for bit.
+
+The ModelWorkers of the trial and a master for them run in a scratch folder: the trial is only read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from realsys.cluster.failure import read_errors
+from realsys.config.dump import read_config, write_config
+from realsys.config.paths import TrialPaths
+from realsys.config.rules.machine import Machine
+from realsys.config.schema import ClusterConfig, Config
+from realsys.errors import CheckpointError, RealsysError, RecordError
+from realsys.launch.plan import ProcessSpec, plan
+from realsys.launch.processes.failures import first_failure
+from realsys.launch.processes.supervisor import Supervisor
+from realsys.launch.recover import changes
+from realsys.master.records.replayer import ReplayJob, ReplayResult, replay_job
+from realsys.train.checkpoint.checkpoint_files import STATE, verify
+from realsys.train.records import record_files as files
+
+_NOT_EQUAL = 1  # exit code
+#: sections of the configuration that a train step depends on
+_TRAINED_WITH = ("allocation", "model", "train", "roles", "warmup", "rollout", "generation")
+_HEADS = {
+    "plan": "plan",
+    "call": "calls",
+    "score": "scores",
+    "array": "arrays",
+    "statistic": "stats",
+    "parameter": "params",
+}
+
+
+def replay(trial_dir: Path, step: int | None) -> int:
+    """Repeat ``step`` (the last recorded one by default), and those between it and the checkpoint before it.
+
+    Returns 0 if all is bit-equal, else 1. Raises RealsysError for bad input, for what is damaged, for a replay that
+    fails.
+    """
+    paths = TrialPaths(trial_dir.resolve())
+    read_config(paths.config)  # that of its last start: whether this is a trial at all
+    step = last_recorded(paths) if step is None else step
+    config = _recorded_config(paths, step)
+    job = _checked_job(config, paths, step)
+    console = Console()
+    origin = job.checkpoint or "the models as the trial was given them"
+    steps = f"step {step}" if len(job.steps) == 1 else f"steps {files.ranges(job.steps)}"
+    console.print(f"{config.experiment}/{config.trial}: {steps} again, from {origin}", highlight=False, soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="realsys-replay-") as scratch:
+        result = asyncio.run(_run(scratch_config(config, paths, job), TrialPaths(Path(scratch)), job))
+    _print(console, result)
+    return 0 if result.equal else _NOT_EQUAL
+
+
+def last_recorded(paths: TrialPaths) -> int:
+    """Raises RecordError when no step is."""
+    steps = files.recorded_steps(paths.records)
+    if not steps:
+        raise RecordError(f"{paths.records}: no step is recorded (record.samples)")
+    return max(steps)
+
+
+def _checked_job(config: Config, paths: TrialPaths, step: int) -> ReplayJob:
+    """How to come to ``step``. Every byte of what that takes is read before anything is started. Raises RecordError."""
+    try:
+        job = replay_job(config, paths, step)
+        if job.checkpoint:
+            verify(Path(job.checkpoint))
+    except CheckpointError as error:
+        raise RecordError(f"step {step} cannot be repeated: {error}") from None
+    for each in job.steps:
+        directory = files.record_of_step(paths.records, each)
+        record = files.read_record(directory)
+        files.read_arrays(directory, record)
+        _check_same(config, files.config_of(directory, record), each, job)
+    return job
+
+
+def _recorded_config(paths: TrialPaths, step: int) -> Config:
+    """What ``step`` was trained with; the trial may have been started again with other settings since."""
+    directory = files.record_of_step(paths.records, step)
+    return files.config_of(directory, files.read_record(directory))
+
+
+def _check_same(config: Config, other: Config, step: int, job: ReplayJob) -> None:
+    """Raises RecordError when ``step`` was trained with other settings than the last one of ``job``."""
+    ours, theirs = (c.model_dump(include=set(_TRAINED_WITH)) for c in (config, other))
+    if found := [f"{field}={old!r} ({new!r})" for field, old, new in changes(theirs, ours)]:
+        problem = f"was trained with other settings than step {job.step}, and no checkpoint lies between them"
+        raise RecordError(f"step {step} {problem}: {', '.join(found[:3])}")
+
+
+def scratch_config(config: Config, paths: TrialPaths, job: ReplayJob) -> Config:
+    """The trial's configuration, for processes of this machine in another folder."""
+    here = ClusterConfig()
+    cluster = config.cluster.model_copy(update={"name_store": here.name_store, "host": here.host})
+    model = config.model.model_copy(update={"path": config.model.path or str(paths.model)})
+    record = config.record.model_copy(update={"keep_steps": len(job.steps)})
+    update = {"cluster": cluster, "model": model, "record": record, "recover": "off"}
+    return config.model_copy(update=update)
+
+
+async def _run(config: Config, paths: TrialPaths, job: ReplayJob) -> ReplayResult:
+    for folder in (paths.logs, paths.errors):
+        folder.mkdir()
+    write_config(config, paths.config)
+    (paths.root / "replay.json").write_bytes(msgspec.json.encode(job))
+    run_id = f"replay-{uuid.uuid4().hex[:8]}"
+    specs = processes(plan(config, paths, Machine.here(), run_id, os.environ.get("PYTHONPATH", "")))
+    cluster = config.cluster
+    supervisor = Supervisor(
+        specs, stop_timeout_s=cluster.stop_timeout_s, master_stop_s=0.0, max_restarts=0, say=lambda text: None
+    )
+    outcome = await supervisor.run()
+    if outcome.status == "interrupted":
+        interrupted = RealsysError(f"the replay was {outcome.reason}")
+        interrupted.exit_code = 128 + (outcome.signal or 0)
+        raise interrupted
+    if outcome.status == "failed":
+        failure = first_failure(outcome, read_errors(paths.errors), paths.logs)
+        if failure is None:
+            raise RealsysError(f"the replay failed: {outcome.reason}")
+        if job.checkpoint and not (Path(job.checkpoint) / STATE).exists():
+            raise RecordError(f"{job.checkpoint} was removed meanwhile, by the trial that runs (checkpoint.keep)")
+        what = f"the replay failed: {failure.process} (pid {failure.pid}): {failure.problem}"
+        if failure.exit_code == RecordError.exit_code:  # bad input: the line says it all
+            raise RecordError(what)
+        raise RealsysError(what + "".join(f"\n  | {line}" for line in failure.log_tail))
+    return msgspec.json.decode((paths.root / "result.json").read_bytes(), type=ReplayResult)
+
+
+def processes(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
+    """Of a trial's processes those of the training side, under a replay's master."""
+    side = [spec for spec in specs if spec.on_training_side]
+    return [_master(spec) if spec.kind == "master_worker" else spec for spec in side]
+
+
+def _master(spec: ProcessSpec) -> ProcessSpec:
+    master, replay_master = "realsys.workers.master_worker", "realsys.workers.replay_master"
+    argv = tuple(replay_master if part == master else part for part in spec.argv)
+    return replace(spec, argv=argv, log=spec.log.with_name("replay_master-0.log"))
+
+
+def _print(console: Console, result: ReplayResult) -> None:
+    kinds = list(dict.fromkeys(kind for step in result.steps for kind in step.compared))
+    table = Table("step", "answers", *(_HEADS[kind] for kind in kinds), "seconds", "", box=None)
+    for step in result.steps:
+        cells = [_cell(step.compared.get(kind, 0), step.unequal.get(kind, 0)) for kind in kinds]
+        verdict = "[green]bit-equal[/]" if step.equal else "[red]NOT EQUAL[/]"
+        table.add_row(str(step.step), str(step.sequences), *cells, f"{step.seconds:.2f}", verdict)
+    console.print(table)
+    for step in result.steps:
+        for number, difference in enumerate(step.first):
+            text = f"step {step.step}, {'first difference' if number == 0 else 'then'}: {difference}"
+            console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _cell(compared: int, unequal: int) -> str:
+    return f"{compared - unequal}/{compared}" if unequal else str(compared)

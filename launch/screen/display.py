@@ -1,0 +1,351 @@
+"""What a run looks like while it runs: a live display on a terminal, one line per step anywhere else."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.launch.plan import ProcessSpec, as_rows
+from realsys.launch.screen.progress import TIME_PARTS, Progress, Record, mean, number
+
+T = TypeVar("T")
+
+_RECENT_STEPS = 8
+_RECENT_NOTES = 4
+#: shown when the algorithm has a critic or a reference
+_OF_OTHER_MODELS = (
+    ("explained variance", "critic_train/explained_variance"),
+    ("KL to reference", "kl_ref_mean"),
+    ("KL to reference", "advantages/kl_ref_mean"),
+)
+#: why the manager grants nothing, in words
+_CLOSED = {
+    "staleness": "waits for the trainer (eta)",
+    "exhausted": "all groups of this run granted",
+    "no_server": "waits for a server with weights",
+    "paused": "paused",
+}
+
+
+class View(Protocol):
+    """Shows the progress of a run. A context manager: it owns the terminal while it is open."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def note(self, text: str) -> None: ...
+    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
+        """``new``: records that ``progress`` has and that were not shown yet."""
+        ...
+
+
+def make_view(console: Console, config: Config, paths: TrialPaths, *, plain: bool) -> View:
+    """Live on a terminal, plain where the output goes to a file or a pipe, or on request."""
+    if plain or not console.is_terminal:
+        return PlainView(console)
+    return LiveView(console, config, paths)
+
+
+# ---- plain
+
+
+class PlainView:
+    """One line per record."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._address: str | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def note(self, text: str) -> None:
+        self._print(f"! {text}")
+
+    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
+        if progress.address and progress.address != self._address:
+            self._address = progress.address
+            self._print(f"status page: {self._address}/")
+        for record in new:
+            if line := _line(record):
+                self._print(line)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _line(record: Record) -> str:
+    """Empty for what is not shown."""
+    match record.get("kind"):
+        case "phase":
+            return f"phase {record.get('phase', '?')}"
+        case "warmup":
+            step, total = int(number(record, "step") or 0), int(number(record, "total") or 0)
+            return warmup_line(record) if step % 20 == 0 or step in (1, total) else ""
+        case "train":
+            return train_line(record)
+        case "eval":
+            return eval_line(record)
+        case "recovered":
+            return recovered_line(record)
+    return ""
+
+
+def recovered_line(record: Record) -> str:
+    step = number(record, "step")
+    where = "from the beginning" if step is None or step < 0 else f"after step {step:.0f}"
+    return f"training goes on {where}"
+
+
+def warmup_line(record: Record) -> str:
+    return (
+        f"warm-up {_count(record)}  loss {fmt(number(record, 'loss'), '.3f')}  "
+        f"{fmt(_rate(record, 'tokens', 'seconds'), ',.0f')} tok/s"
+    )
+
+
+def train_line(record: Record) -> str:
+    return (
+        f"step {_count(record)}  v{fmt(number(record, 'version'), '.0f')}  "
+        f"reward {fmt(number(record, 'reward_mean'), '+.3f')}  accuracy {fmt(number(record, 'accuracy'), '.1%')}  "
+        f"length {fmt(number(record, 'length_mean'), '.0f')}  "
+        f"lag {fmt(number(record, 'staleness', 'mean'), '.1f')}/{fmt(number(record, 'staleness', 'max'), '.0f')}  "
+        f"{fmt(number(record, 'consumed_tokens_per_s'), ',.0f')} tok/s  "
+        f"{fmt(number(record, 'seconds', 'total'), '.1f')} s (waited {fmt(number(record, 'seconds', 'wait'), '.1f')})"
+    )
+
+
+def eval_line(record: Record) -> str:
+    return (
+        f"evaluation {record.get('eval_id', '?')}: accuracy {fmt(number(record, 'accuracy'), '.1%')}, "
+        f"reward {fmt(number(record, 'reward_mean'), '+.3f')} "
+        f"on {fmt(number(record, 'problems'), '.0f')} held-out problems"
+        + "".join(f", {name} {fmt(value, '.3f')}" for name, value in sorted((record.get("metrics") or {}).items()))
+    )
+
+
+def _count(record: Record) -> str:
+    step, total = fmt(number(record, "step"), ".0f"), fmt(number(record, "total"), ".0f")
+    return f"{step:>{len(total)}}/{total}"
+
+
+def _rate(record: Record, amount: str, seconds: str) -> float | None:
+    top, bottom = number(record, amount), number(record, seconds)
+    return top / bottom if top is not None and bottom else None
+
+
+def fmt(value: float | None, spec: str) -> str:
+    """A number in a format, or a dash where there is none."""
+    return "-" if value is None else format(value, spec)
+
+
+# ---- live
+
+
+class LiveView:
+    """A panel that is redrawn once a second."""
+
+    def __init__(self, console: Console, config: Config, paths: TrialPaths) -> None:
+        self._config, self._paths = config, paths
+        self._started = time.monotonic()
+        self._progress = Progress()
+        self._notes: deque[str] = deque(maxlen=_RECENT_NOTES)
+        self._live = Live(console=console, auto_refresh=False, get_renderable=self.render, transient=False)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.refresh()
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        self._notes.append(f"{time.strftime('%H:%M:%S')} {text}")
+        self._live.refresh()
+
+    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
+        self._progress = progress
+        self._live.refresh()
+
+    def render(self) -> RenderableType:
+        progress = self._progress
+        parts: list[RenderableType] = [self._headline(progress)]
+        body = Table.grid(padding=(0, 4))
+        body.add_row(_training(progress), _asynchrony(progress, self._config))
+        parts += [Text(), body]
+        if progress.train:
+            parts += [Text(), Text.assemble(("step time  ", "dim"), time_split(_recent(progress.train)))]
+        servers = _servers(progress.status)
+        if servers is not None:
+            parts += [Text(), servers]
+        parts += [Text(note, style="yellow", overflow="ellipsis", no_wrap=True) for note in self._notes]
+        title = f"realsys  {self._config.experiment}/{self._config.trial}"
+        footer = f"{progress.address}/" if progress.address else str(self._paths.root)
+        return Panel(Group(*parts), title=title, subtitle=footer, border_style="cyan", padding=(1, 2))
+
+    def _headline(self, progress: Progress) -> RenderableType:
+        done, total = progress.step
+        grid = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=max(total, 1), completed=done, width=40)
+        elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - self._started))
+        label = f"{done}/{total}" if total else ""
+        grid.add_row(Text(progress.phase, style="bold"), bar, label, elapsed, _remaining(progress))
+        return grid
+
+
+def _remaining(progress: Progress) -> str:
+    """Time left in this phase, from the last steps."""
+    records = progress.train or progress.warmup
+    path = ("seconds", "total") if progress.train else ("seconds",)
+    pace = mean(_recent(records), *path)
+    done, total = progress.step
+    if pace is None or done >= total:
+        return ""
+    return f"{time.strftime('%H:%M:%S', time.gmtime(pace * (total - done)))} left"
+
+
+def _recent(records: Sequence[Record]) -> list[Record]:
+    return list(itertools.islice(reversed(records), _RECENT_STEPS))
+
+
+def _fields(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_row(Text(title, style="bold cyan"), "")
+    for name, value in rows:
+        table.add_row(Text(name, style="dim"), value)
+    return table
+
+
+def _training(progress: Progress) -> Table:
+    if not progress.train:
+        last: Record = progress.warmup[-1] if progress.warmup else {}
+        rate = _rate(last, "tokens", "seconds")
+        return _fields("warm-up", [("loss", fmt(number(last, "loss"), ".3f")), ("tokens/s", fmt(rate, ",.0f"))])
+    last = progress.train[-1]
+    recent = _recent(progress.train)
+    rows = [
+        ("reward", f"{fmt(number(last, 'reward_mean'), '+.3f')}  {sparkline(progress.train, 'reward_mean')}"),
+        ("accuracy", f"{fmt(number(last, 'accuracy'), '.1%')}  {sparkline(progress.train, 'accuracy')}"),
+        ("answer length", fmt(number(last, "length_mean"), ".0f")),
+        ("tokens/s trained", fmt(mean(recent, "train_tokens_per_s"), ",.0f")),
+        ("tokens/s end to end", fmt(mean(recent, "consumed_tokens_per_s"), ",.0f")),
+        ("gradient norm", fmt(number(last, "stats", "grad_norm"), ".3f")),
+    ]
+    for label, path in _OF_OTHER_MODELS:
+        if (value := number(last, "stats", path)) is not None:
+            rows.append((label, fmt(value, ".3f")))
+    for name, record in progress.evals.items():
+        rows.append((f"held out, {name}", fmt(number(record, "accuracy"), ".1%")))
+    return _fields("training", rows)
+
+
+def _asynchrony(progress: Progress, config: Config) -> Table:
+    status = progress.status
+    last: Record = progress.train[-1] if progress.train else {}
+    lag = f"{fmt(number(last, 'staleness', 'mean'), '.1f')} mean, {fmt(number(last, 'staleness', 'max'), '.0f')} max"
+    rows = [
+        ("version", fmt(_published(status, last), ".0f")),
+        ("staleness", f"{lag if last else '-'}  (eta {config.asynchronous.max_head_offpolicyness})"),
+        ("dropped stale", fmt(number(last, "dropped_stale"), ".0f")),
+    ]
+    if filtered := number(last, "dropped_filtered"):
+        rows.append(("dropped by filter", fmt(filtered, ".0f")))
+    ledger = status.get("ledger")
+    if isinstance(ledger, Mapping):
+        counts = [(state, number(ledger, state)) for state in ("running", "finished", "trained", "dropped")]
+        rows += [(f"groups {state}", fmt(count, ",.0f")) for state, count in counts if count is not None]
+    rows.append(("tokens/s generated", fmt(number(status, "throughput", "generated_tokens_per_s"), ",.0f")))
+    admission = status.get("admission")
+    if isinstance(admission, Mapping):
+        reason = str(admission.get("reason"))
+        headroom = f"{fmt(number(admission, 'headroom'), ',.0f')} groups free"
+        rows.append(("admission", headroom if admission.get("admits") else _CLOSED.get(reason, reason)))
+    return _fields("asynchrony", rows)
+
+
+def _published(status: Record, last: Record) -> float | None:
+    """The newest version that either source knows of; none before the first."""
+    known = [v for v in (number(status, "version"), number(last, "version")) if v is not None and v >= 0]
+    return max(known, default=None)
+
+
+def _servers(status: Record) -> Table | None:
+    """The rows of the manager's status, or nothing while no server is registered."""
+    entries = status.get("servers")
+    if not isinstance(entries, Sequence) or not entries:
+        return None
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
+    for column in ("server", "state", "version", "running", "tokens/s", "address"):
+        table.add_column(column, justify="right" if column in ("version", "running", "tokens/s") else "left")
+    for entry in entries:
+        if isinstance(entry, Mapping):
+            table.add_row(
+                str(entry.get("name", "?")),
+                str(entry.get("state", "-")),
+                fmt(number(entry, "version"), ".0f"),
+                fmt(number(entry, "running"), ".0f"),
+                fmt(number(entry, "tokens_per_s"), ",.0f"),
+                str(entry.get("url", "-")),
+            )
+    return table
+
+
+def time_split(records: Sequence[Record]) -> str:
+    """`0.52 s: wait 10%, train 80%, ...`: mean time of a step and the share of its parts."""
+    total = mean(records, "seconds", "total")
+    if not total:
+        return "-"
+    parts = [(part, mean(records, "seconds", part)) for part in TIME_PARTS]
+    shares = ", ".join(f"{part} {seconds / total:.0%}" for part, seconds in parts if seconds is not None)
+    return f"{total:.2f} s: {shares}" if shares else f"{total:.2f} s"
+
+
+def sparkline(records: Sequence[Record], field: str, width: int = 24) -> str:
+    """The course of a field over ``records`` as block characters."""
+    values = [v for v in (number(r, field) for r in records) if v is not None]
+    if len(values) < 2:
+        return ""
+    if len(values) > width:  # mean of equal stretches
+        bounds = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+    low, high = min(values), max(values)
+    blocks = "▁▂▃▄▅▆▇█"
+    return "".join(blocks[round((v - low) / (high - low) * 7) if high > low else 0] for v in values)
+
+
+# ---- dry run
+
+
+def print_plan(
+    console: Console, config: Config, paths: TrialPaths, specs: Sequence[ProcessSpec], notes: Sequence[str] = ()
+) -> None:
+    """The processes as a table, for --dry-run. ``notes``: what else would happen."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("process", "holds", "threads", "device", "when it dies", "command"):
+        table.add_column(column, no_wrap=True, justify="right" if column == "threads" else "left")
+    for row in as_rows(specs):
+        table.add_row(*row)
+    wide = console if console.is_terminal else Console(file=console.file, width=300)
+    console.print(f"{config.experiment}/{config.trial}: {len(specs)} processes, folder {paths.root}", soft_wrap=True)
+    wide.print(table)
+    for note in notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+    console.print("dry run: nothing was written or started")

@@ -1,0 +1,100 @@
+"""Keeps a Progress up to date while a trial runs: follows the step log, asks the manager for its status."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Protocol
+
+import aiohttp
+
+from realsys.cluster.store.name_store import NameStore, make_name_store, trial_names
+from realsys.cluster.store.names import Names
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import NameStoreError
+from realsys.launch.screen.progress import Progress, Record
+from realsys.telemetry.steps import StepTail
+
+_REFRESH_S = 1.0
+_STATUS_TIMEOUT_S = 2.0
+
+
+class Screen(Protocol):
+    """What the monitor shows the progress on."""
+
+    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None: ...
+
+
+class Monitor:
+    """Refreshes ``progress`` and the screen about once a second until it is cancelled.
+
+    The manager is looked up in the name store, again whenever it does not answer: a restarted one has a new address.
+    """
+
+    def __init__(self, config: Config, paths: TrialPaths, progress: Progress, screen: Screen, tail: StepTail) -> None:
+        self._config, self._paths = config, paths
+        self._progress, self._screen, self._tail = progress, screen, tail
+
+    def read_steps(self) -> None:
+        """Take in what the MasterWorker wrote since the last time."""
+        new = self._tail.read()
+        self._progress.add(new)
+        self._screen.refresh(self._progress, new)
+
+    async def run(self) -> None:
+        store = await asyncio.to_thread(make_name_store, self._config, self._paths)
+        try:
+            timeout = aiohttp.ClientTimeout(total=_STATUS_TIMEOUT_S)
+            async with aiohttp.ClientSession(timeout=timeout) as session:
+                while True:
+                    await self.ask_manager(session, store)
+                    self.read_steps()
+                    await asyncio.sleep(_REFRESH_S)
+        finally:
+            store.close()
+
+    async def ask_manager(self, session: aiohttp.ClientSession, store: NameStore) -> None:
+        """One look at the manager's status; without an answer the last one stays."""
+        progress = self._progress
+        if progress.address is None:
+            progress.address = await asyncio.to_thread(_lookup, store, trial_names(self._config))
+            if progress.address is None:
+                return
+        try:
+            async with session.get(f"{progress.address}/status") as response:
+                response.raise_for_status()
+                status = await response.json()
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            progress.address = None
+            return
+        if isinstance(status, dict):
+            progress.status = status
+
+
+async def look_once(config: Config, paths: TrialPaths, progress: Progress) -> None:
+    """Fill ``progress`` from the step log and, if it answers, from the manager."""
+    tail = StepTail(paths.steps)
+    progress.add(tail.records())
+    monitor = Monitor(config, paths, progress, _NoScreen(), tail)
+    try:
+        store = await asyncio.to_thread(make_name_store, config, paths)
+    except NameStoreError:  # a folder that one can only read
+        return
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_STATUS_TIMEOUT_S)) as session:
+            await monitor.ask_manager(session, store)
+    finally:
+        store.close()
+
+
+class _NoScreen:
+    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
+        return None
+
+
+def _lookup(store: NameStore, names: Names) -> str | None:
+    try:
+        return store.get(names.gserver_manager)
+    except NameStoreError:
+        return None

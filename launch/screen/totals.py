@@ -1,0 +1,137 @@
+"""What a whole run comes to, from its step log: sums, means and extremes over the records that hold.
+
+step log ──surviving_steps──> Totals (for the summary) ──> course (for the curves)
+
+Both read the log record by record, so that a run of any length can be reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Self
+
+from realsys.launch.screen.progress import TIME_PARTS, Record, mean, number
+from realsys.telemetry.steps import RECOVERED
+
+#: the course of training is told by the means of so many first and last steps: one batch is noise
+COURSE_STEPS = 5
+CURVE_POINTS = 2000  # a curve has at most so many
+
+
+@dataclass(slots=True)
+class Mean:
+    """Of the numbers that there were; None without any."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float | None) -> None:
+        if value is not None:
+            self.total += value
+            self.count += 1
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+@dataclass(slots=True)
+class Totals:
+    """``since``: unix seconds; what came before belongs to earlier starts of the trial, whose seconds do not count."""
+
+    since: float = 0.0
+    steps: int = 0  # trained
+    first: list[Record] = field(default_factory=list)
+    last: deque[Record] = field(default_factory=lambda: deque(maxlen=COURSE_STEPS))
+    evals: dict[str, Record] = field(default_factory=dict)
+    recoveries: int = 0
+    phases: list[tuple[str, float]] = field(default_factory=list)  # (phase, unix seconds it began)
+    answer_tokens: float = 0.0
+    answer_tokens_now: float = 0.0  # since ``since``
+    seconds: dict[str, Mean] = field(default_factory=lambda: {part: Mean() for part in (*TIME_PARTS, "total")})
+    tokens_per_s: Mean = field(default_factory=Mean)
+    lag: Mean = field(default_factory=Mean)
+    longest_lag: float | None = None
+    lags: Counter[int] = field(default_factory=Counter)  # sequences per lag
+    dropped_stale: float = 0.0
+    dropped_filtered: float = 0.0
+    without_signal: int = 0  # steps
+
+    @classmethod
+    def of(cls, records: Iterable[Record], since: float = 0.0) -> Self:
+        """Of ``records`` that hold: nothing undoes them."""
+        totals = cls(since)
+        for record in records:
+            totals.add(record)
+        return totals
+
+    def add(self, record: Record) -> None:
+        match record.get("kind"):
+            case "phase":
+                began = number(record, "time")
+                if began is not None and began >= self.since:
+                    self.phases.append((str(record.get("phase", "?")), began))
+            case "train":
+                self._add_step(record)
+            case "eval":
+                self.evals[str(record.get("eval_id", "?"))] = record
+            case kind if kind == RECOVERED:
+                self.recoveries += 1
+
+    def _add_step(self, record: Record) -> None:
+        self.steps += 1
+        if len(self.first) < COURSE_STEPS:
+            self.first.append(record)
+        self.last.append(record)
+        tokens = number(record, "answer_tokens") or 0.0
+        self.answer_tokens += tokens
+        if (number(record, "time") or 0.0) >= self.since:
+            self.answer_tokens_now += tokens
+        for part, seconds in self.seconds.items():
+            seconds.add(number(record, "seconds", part))
+        self.tokens_per_s.add(number(record, "train_tokens_per_s"))
+        self.lag.add(number(record, "staleness", "mean"))
+        self.longest_lag = max(self.longest_lag or 0.0, number(record, "staleness", "max") or 0.0)
+        staleness = record.get("staleness")
+        counts = staleness.get("histogram") if isinstance(staleness, Mapping) else None
+        for lag, count in (counts or {}).items():
+            self.lags[int(lag)] += int(count)
+        self.dropped_stale += number(record, "dropped_stale") or 0.0
+        self.dropped_filtered += number(record, "dropped_filtered") or 0.0
+        self.without_signal += number(record, "stats", "grad_norm_max") == 0.0
+
+    def phase_seconds(self, end: float) -> dict[str, float]:
+        """Wall seconds spent in each phase since ``since``; a phase entered twice is summed."""
+        seconds: dict[str, float] = {}
+        stops = [*(began for _, began in self.phases[1:]), end]
+        for (name, start), stop in zip(self.phases, stops, strict=False):  # without any phase `end` stands alone
+            if name != "done":
+                seconds[name] = seconds.get(name, 0.0) + max(0.0, stop - start)
+        return seconds
+
+
+def course(records: Iterable[Record], steps: int) -> Iterator[dict[str, float]]:
+    """The numbers that the curves are drawn of, by name, of each of ``steps`` train steps; ``step`` is always there.
+
+    Of more than CURVE_POINTS, each point is of several steps: their means, but of the lag the extremes.
+    """
+    trained = (record for record in records if record.get("kind") == "train" and number(record, "step") is not None)
+    width = max(1, math.ceil(steps / CURVE_POINTS))
+    while some := list(islice(trained, width)):
+        yield {name: value for name, value in _point(some).items() if value is not None}
+
+
+def _point(some: list[Record]) -> dict[str, float | None]:
+    lows, highs = ([number(r, "staleness", end) for r in some] for end in ("min", "max"))
+    known: dict[str, Any] = {
+        name: mean(some, name)
+        for name in ("step", "reward_mean", "accuracy", "length_mean", "length_correct", "length_wrong")
+    }
+    known["lag_mean"] = mean(some, "staleness", "mean")
+    known["lag_min"] = min((low for low in lows if low is not None), default=None)
+    known["lag_max"] = max((high for high in highs if high is not None), default=None)
+    return known

@@ -1,0 +1,354 @@
+"""The name store in a shared directory.
+
+    {root}/keys/realsys/user/.../gserver_manager@value   one file per value: line 1 the lease or nothing, then the value
+    {root}/leases/{id}                                   JSON; renewed by atomic rename
+    {root}/staging/                                      files being written
+    {root}/lock                                          flock of everything that changes the store
+
+Readers take no lock: a value or a lease appears whole, by rename or link. Writers hold the lock for a few system
+calls, since taking over a lapsed key is read-then-write, and so is renewing a lease that others may be about to
+declare dead.
+
+Clock: a lease written on this boot of this host is judged by CLOCK_MONOTONIC, which all its processes share, which no
+step of the wall clock moves, and which stands still while the machine is suspended (all its processes do too). A
+lease written by another host is judged by observation: dead when its counter has not moved for a full TTL of the
+reader's own clock. So no two hosts' clocks are ever compared; the price is that a fresh reader on another host takes
+up to one TTL to see a death.
+
+A directory that is out of reach is an error, not an empty store: whatever seems not to be there is believed only as
+long as the directory around it is.
+
+Across hosts the directory must be on a file system with flock and without cached lookups (NFS: ``lookupcache=none``).
+Where that is in doubt use etcd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from urllib.parse import unquote
+
+import msgspec
+
+from realsys.cluster.store.name_store import (
+    Lease,
+    NameStore,
+    Tree,
+    Watch,
+    WatchCallback,
+    WatchThread,
+    check_key,
+    escape,
+)
+from realsys.errors import MALFORMED, Fenced, KeyExists, NameStoreError
+
+POLL_S = 0.05
+LOCK_TIMEOUT_S = 5.0
+_LEASE_ID = re.compile(rb"[0-9a-f]{32}")  # becomes a file name
+VALUE = "@value"  # '@' is escaped in components, so no component ends like this
+
+
+@functools.cache
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@dataclass(frozen=True, slots=True)
+class _LeaseRecord:
+    boot: str
+    deadline: float  # CLOCK_MONOTONIC of that boot
+    ttl_s: float
+    count: int  # renewals so far
+
+
+class FileNameStore(NameStore):
+    """A client of the directory ``root``; any number of clients in any processes may share it."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+        self._keys, self._leases, self._staging = root / "keys", root / "leases", root / "staging"
+        self._observed: dict[str, tuple[int, float]] = {}  # lease of another host -> (counter, first seen)
+        self._observed_lock = threading.Lock()
+        with self._reported("create"):
+            for directory in (self._keys, self._leases, self._staging):
+                directory.mkdir(parents=True, exist_ok=True)
+
+    # ---- keys
+
+    def add(self, key: str, value: str, *, lease: Lease | None = None, replace: bool = False) -> None:
+        self._check_open()
+        path = self._path(key)
+        lease_id = self._lease_id(lease, key)
+        with self._reported(f"add {key}"), self._staged(_encode(lease_id, value)) as staged, self._locked():
+            if lease_id and not self._lease_alive(lease_id):
+                raise Fenced(f"name store: cannot add {key}: its lease lapsed; its owner must stop")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if replace or self._lapsed(path):
+                os.replace(staged, path)
+                return
+            try:
+                # link, not rename: fails if the key is there, even where the file system's locks do not work
+                os.link(staged, path)
+            except FileExistsError:
+                raise KeyExists(f"name store: key {key} is there already; another process owns it") from None
+
+    def get(self, key: str) -> str:
+        self._check_open()
+        with self._reported(f"read {key}"):
+            value = self._read_live(self._path(key))
+            if value is None:
+                os.stat(self._keys)
+        if value is None:
+            raise self._missing(key)
+        return value
+
+    def get_subtree(self, root: str) -> Tree:
+        self._check_open()
+        check_key(root)
+        return self._listing(root, self._path(root), self._directory(root))
+
+    def delete(self, key: str) -> None:
+        self._check_open()
+        path = self._path(key)
+        with self._reported(f"delete {key}"), self._locked():
+            lapsed = self._lapsed(path)
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                raise self._missing(key) from None
+        if lapsed:
+            raise self._missing(key)
+
+    def clear_subtree(self, root: str) -> None:
+        self._check_open()
+        own = self._path(root)
+        with self._reported(f"clear {root}"), self._locked():
+            own.unlink(missing_ok=True)
+            for directory, _, files in os.walk(self._directory(root), topdown=False):
+                for name in files:
+                    os.unlink(os.path.join(directory, name))
+                os.rmdir(directory)
+
+    # ---- leases
+
+    def lease(self, ttl_s: float) -> Lease:
+        self._check_open()
+        lease_id = uuid.uuid4().hex
+        record = _LeaseRecord(boot_id(), time.monotonic() + ttl_s, ttl_s, 0)
+        with self._reported("grant a lease"), self._locked():
+            self._sweep()
+            self._write_lease(lease_id, record)
+        return Lease(self, lease_id, ttl_s)
+
+    def renew_lease(self, lease: Lease) -> None:
+        self._check_open()
+        lease_id = lease.lease_id
+        with self._reported("renew a lease"), self._locked():
+            record = self._read_lease(lease_id)
+            if record is None or not self._record_alive(lease_id, record):
+                raise Fenced(f"name store: lease {lease_id[:8]} in {self.root} lapsed; its owner must stop")
+            self._write_lease(
+                lease_id,
+                replace(record, boot=boot_id(), deadline=time.monotonic() + record.ttl_s, count=record.count + 1),
+            )
+
+    def revoke_lease(self, lease: Lease) -> None:
+        self._check_open()
+        with self._reported("revoke a lease"), self._locked():
+            # From here on its keys are gone for every reader; the sweep only tidies up.
+            (self._leases / lease.lease_id).unlink(missing_ok=True)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove lapsed leases and the files of their keys. Needs the lock."""
+        for path in list(self._leases.iterdir()):
+            if not self._lease_alive(path.name):
+                path.unlink(missing_ok=True)
+        for directory, _, files in os.walk(self._keys):
+            for name in files:
+                path = Path(directory, name)
+                if self._lapsed(path):
+                    path.unlink(missing_ok=True)
+
+    def _read_lease(self, lease_id: str) -> _LeaseRecord | None:
+        path = os.path.join(self._leases, lease_id)
+        try:
+            return msgspec.json.decode(_content(path), type=_LeaseRecord)
+        except FileNotFoundError:
+            os.stat(self._leases)
+            with self._observed_lock:
+                self._observed.pop(lease_id, None)
+            return None
+        except MALFORMED:
+            raise NameStoreError(f"name store: {path} is no lease; delete it") from None
+
+    def _write_lease(self, lease_id: str, record: _LeaseRecord) -> None:
+        with self._staged(json.dumps(asdict(record)).encode()) as staged:
+            os.replace(staged, self._leases / lease_id)
+
+    def _lease_alive(self, lease_id: str) -> bool:
+        record = self._read_lease(lease_id)
+        return record is not None and self._record_alive(lease_id, record)
+
+    def _record_alive(self, lease_id: str, record: _LeaseRecord) -> bool:
+        now = time.monotonic()
+        if record.boot == boot_id():
+            return now < record.deadline
+        with self._observed_lock:
+            count, since = self._observed.get(lease_id, (-1, now))
+            if count != record.count:
+                self._observed[lease_id] = (record.count, now)
+                return True
+            return now < since + record.ttl_s
+
+    # ---- values
+
+    def _read_live(self, path: Path | str) -> str | None:
+        """The value, or None if there is none or its lease has lapsed."""
+        content = _read(path)
+        while content is not None:
+            lease_id, value = _decode(content, path)
+            if not lease_id or self._lease_alive(lease_id):
+                return value
+            # The key may have passed to a new owner since it was read: only an unchanged record is a lapsed one.
+            again = _read(path)
+            if again == content:
+                return None
+            content = again
+        return None
+
+    def _lapsed(self, path: Path) -> bool:
+        """Whether a value is there whose lease is not. Final while the lock is held."""
+        content = _read(path)
+        if content is None:
+            return False
+        lease_id, _ = _decode(content, path)
+        return bool(lease_id) and not self._lease_alive(lease_id)
+
+    def _listing(self, root: str, path: Path, directory: Path) -> Tree:
+        tree: Tree = {}
+        with self._reported(f"list {root}"):
+            value = self._read_live(path)
+            if value is not None:
+                tree[root] = value
+            self._collect(str(directory), root, tree)
+            os.stat(self._keys)
+        return dict(sorted(tree.items()))
+
+    def _collect(self, directory: str, key: str, tree: Tree) -> None:
+        # Plain strings: this is what polls, and a Path for each file would cost more than to read it.
+        try:
+            names = os.listdir(directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for name in names:
+            if not name.endswith(VALUE):
+                self._collect(os.path.join(directory, name), f"{key}/{_unescape(name)}", tree)
+                continue
+            value = self._read_live(os.path.join(directory, name))
+            if value is not None:
+                tree[f"{key}/{_unescape(name.removesuffix(VALUE))}"] = value
+
+    def _start_watch(self, root: str, callback: WatchCallback) -> Watch:
+        path, directory = self._path(root), self._directory(root)
+        listing = functools.partial(self._listing, root, path, directory)
+        return WatchThread(self, root, callback, listing=listing, pause=_pause)
+
+    # ---- files
+
+    def _directory(self, key: str) -> Path:
+        return self._keys.joinpath(*map(escape, check_key(key).split("/")))
+
+    def _path(self, key: str) -> Path:
+        directory = self._directory(key)
+        return directory.with_name(directory.name + VALUE)
+
+    @contextlib.contextmanager
+    def _staged(self, content: bytes) -> Iterator[Path]:
+        """A complete file under a private name, to be renamed or linked into place."""
+        path = self._staging / uuid.uuid4().hex
+        try:
+            path.write_bytes(content)
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Exclusive among threads and processes; the kernel releases it when its holder dies."""
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        # A fresh open file description each time: flock excludes threads of one process from each other only so.
+        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            delay = 0.0005
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise NameStoreError(
+                            f"name store: {self.root}/lock was held for {LOCK_TIMEOUT_S:g} s by another process; "
+                            "is one of the trial's processes stopped (SIGSTOP)? kill it"
+                        ) from None
+                    time.sleep(delay)  # flock has no timeout
+                    delay = min(delay * 2, 0.01)
+            yield
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _reported(self, action: str) -> Iterator[None]:
+        """The file system's errors as NameStoreError."""
+        try:
+            yield
+        except OSError as exc:
+            raise NameStoreError(
+                f"name store: cannot {action} in {self.root}: {exc.strerror or exc}; "
+                "check that the directory exists and is writable (cluster.name_store.root)"
+            ) from exc
+
+
+def _pause(closed: threading.Event) -> None:
+    closed.wait(POLL_S)
+
+
+def _content(path: Path | str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _read(path: Path | str) -> bytes | None:
+    try:
+        return _content(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _encode(lease_id: str, value: str) -> bytes:
+    return f"{lease_id}\n".encode() + value.encode("utf-8", "surrogatepass")
+
+
+def _decode(content: bytes, path: Path | str) -> tuple[str, str]:
+    lease_id, newline, value = content.partition(b"\n")
+    try:
+        if not newline or (lease_id and not _LEASE_ID.fullmatch(lease_id)):
+            raise ValueError
+        return lease_id.decode("ascii"), value.decode("utf-8", "surrogatepass")
+    except ValueError:
+        raise NameStoreError(f"name store: {path} is no value of ours; delete it") from None
+
+
+def _unescape(name: str) -> str:
+    return unquote(name, encoding="utf-8", errors="surrogatepass")

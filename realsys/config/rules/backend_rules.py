@@ -1,0 +1,57 @@
+"""Rules of a generation backend that are needed before a server starts, and outside of it.
+
+    launcher ──────> check, capacity, memory_bytes, gpus
+    RolloutWorker ─> start_timeout_s
+
+A backend (``realsys.generation.backend.Backend``) derives from BackendRules and adds ``build``. Launcher and
+RolloutWorkers import the module of the backend: it must import torch inside ``build``, not at its top.
+"""
+
+from __future__ import annotations
+
+from realsys.config.allocation import Allocation
+from realsys.config.doors import BACKEND
+from realsys.config.rules.machine import Machine
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+
+#: Completions that a server runs and queues if its backend sets no limit.
+DEFAULT_CAPACITY = 8192
+
+
+class BackendRules:
+    """Rules with their defaults: an engine inside the GenerationServer process, with this interpreter's torch."""
+
+    #: Field that raises ``capacity``, for the error message; may be empty.
+    capacity_field: str = ""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def check(self, allocation: Allocation) -> None:
+        """Refuse what the engine cannot serve, before anything starts. Raises ConfigError."""
+        if allocation.inference.tensor > 1:
+            problem = f"the {self.config.generation.backend} engine serves with m1; add servers with d"
+            raise ConfigError("allocation", self.config.allocation, problem)
+
+    def capacity(self) -> int:
+        """Return how many completions one server runs and queues."""
+        return DEFAULT_CAPACITY
+
+    def start_timeout_s(self) -> float:
+        """Return the bound on the start of one server, with loading the model."""
+        return 600.0
+
+    def gpus(self, machine: Machine) -> tuple[str, ...]:
+        """Return the GPUs that servers may use."""
+        return machine.trainer_gpus
+
+    def memory_bytes(self, machine: Machine) -> int:
+        """Return the host memory of one server on top of a process that has imported torch."""
+        return 0
+
+
+def backend_rules(config: Config) -> BackendRules:
+    """Make the backend that ``generation.backend`` names. Raises ConfigError."""
+    rules: BackendRules = BACKEND.make(config.generation.backend, config, config.generation.backend_args)
+    return rules

@@ -1,0 +1,299 @@
+"""Rules that span several fields, and those that need the file system or the machine. Types and bounds: schema.py.
+
+``check`` runs before anything is written or started; ``check_made_model`` once there is the tiny model, which is made
+at start. Each rule is a small function that raises ConfigError for the field to change.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from realsys.config.allocation import ACTOR, Allocation, parse_allocation
+from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
+from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, TRANSPORT, VERIFIER
+from realsys.config.roles import role_field, role_settings
+from realsys.config.rules.backend_rules import BackendRules, backend_rules
+from realsys.config.rules.lengths import longest_sequence
+from realsys.config.rules.machine import Machine
+from realsys.config.rules.training_rules import check_training
+from realsys.config.rules.vocabulary_rules import check_vocabulary
+from realsys.config.schema import Config
+from realsys.errors import ConfigError, ModelError
+from realsys.hf.architecture import Head
+from realsys.hf.config import read_model
+
+_TORCH_PROCESS_BYTES = (
+    600 << 20
+)  # resident memory of a process that has imported torch and Megatron, with a small model
+_LIGHT_PROCESS_BYTES = 120 << 20
+
+
+def check(config: Config, machine: Machine) -> Allocation:
+    """Check everything that can be known before the trial folder exists. Returns the parsed allocation.
+
+    Raises ConfigError or ModelError.
+    """
+    allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
+    check_calls(flow)
+    allocation.check_roles(flow.roles, config.allocation)
+    backend = backend_rules(config)
+    _check_generation(config, allocation, backend)
+    _check_machine(config, allocation, machine, backend)
+    _check_rollout(config)
+    _check_lengths(config)
+    check_training(config, allocation, flow)
+    _check_data(config)
+    _check_doors(config)
+    _check_cluster(config)
+    _check_transport(config)
+    if not config.model.path:
+        _check_tiny(config, allocation, flow)
+    check_models(config, allocation, flow)
+    return allocation
+
+
+# ---- processes and machine
+
+
+def _check_generation(config: Config, allocation: Allocation, backend: BackendRules) -> None:
+    with BACKEND.guard(config.generation.backend, "check or capacity raised"):
+        backend.check(allocation)
+        capacity = allocation.inference.data * int(backend.capacity())
+    running = config.rollout.workers * config.rollout.max_concurrent * config.rollout.group_size
+    if running > capacity:
+        remedy = f"lower it or raise {backend.capacity_field}" if backend.capacity_field else "lower it"
+        problem = (
+            f"{running} completions (rollout.workers x max_concurrent x group_size) "
+            f"are more than the servers run and queue ({capacity}): {remedy}"
+        )
+        raise ConfigError("rollout.max_concurrent", config.rollout.max_concurrent, problem)
+
+
+def _check_machine(config: Config, allocation: Allocation, machine: Machine, backend: BackendRules) -> None:
+    ranks, servers = allocation.workers, allocation.inference.data
+    total = ranks + servers + config.rollout.workers + 2
+    bound = max(32, 8 * machine.cpus)
+    if total > bound:
+        raise ConfigError(
+            "allocation",
+            config.allocation,
+            f"{total} processes are too many for {machine.cpus} CPU cores; at most {bound} on this machine",
+        )
+    if machine.trainer_gpus:
+        if ranks > len(machine.trainer_gpus):
+            problem = f"{ranks} training ranks need a device each, and there are {len(machine.trainer_gpus)}"
+            raise ConfigError("allocation", config.allocation, problem)
+    else:
+        heavy = ranks + servers
+        need = heavy * _TORCH_PROCESS_BYTES + (total - heavy) * _LIGHT_PROCESS_BYTES
+        with BACKEND.guard(config.generation.backend, "memory_bytes raised"):
+            need += servers * int(backend.memory_bytes(machine))
+        if need > machine.memory_bytes:
+            problem = (
+                f"{total} processes need about {need / 2**30:.1f} GiB, {machine.memory_bytes / 2**30:.1f} GiB are free"
+            )
+            raise ConfigError("allocation", config.allocation, problem)
+
+
+def _check_cluster(config: Config) -> None:
+    cluster = config.cluster
+    if cluster.lease_s < 2 * cluster.heartbeat_s:
+        problem = (
+            f"must be at least twice cluster.heartbeat_s ({cluster.heartbeat_s}), or one late heartbeat kills a worker"
+        )
+        raise ConfigError("cluster.lease_s", cluster.lease_s, problem)
+    if cluster.name_store.backend == "etcd":
+        host, _, port = cluster.name_store.address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError("cluster.name_store.address", cluster.name_store.address, "write host:port")
+    if cluster.name_store.start:
+        if cluster.name_store.backend != "etcd":
+            raise ConfigError(
+                "cluster.name_store.start", True, "only etcd is a process: cluster.name_store.backend=etcd"
+            )
+        if shutil.which("etcd") is None:
+            raise ConfigError("cluster.name_store.start", True, "there is no program named etcd; install etcd-server")
+    root = Path(config.fileroot).resolve()
+    existing = next(p for p in (root, *root.parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError("fileroot", config.fileroot, f"cannot write into {existing}")
+
+
+def _check_transport(config: Config) -> None:
+    transport = TRANSPORT.make(config.weights.transport, config, config.weights.transport_args)
+    if check := getattr(transport, "check", None):
+        with TRANSPORT.guard(config.weights.transport, "check raised"):
+            check()
+
+
+# ---- lengths and data
+
+
+def _check_rollout(config: Config) -> None:
+    rollout, advantage = config.rollout, config.train.ppo.advantage
+    AGENT.check(rollout.agent, rollout.agent_args)
+    if rollout.min_episodes > rollout.group_size:
+        problem = f"must not exceed rollout.group_size ({rollout.group_size})"
+        raise ConfigError("rollout.min_episodes", rollout.min_episodes, problem)
+    if rollout.min_episodes == 1 and "group" in (advantage.mean, advantage.std):
+        raise ConfigError("rollout.min_episodes", 1, "must be at least 2: advantages are normalised per group")
+
+
+def _check_lengths(config: Config) -> None:
+    sampling, longest = config.generation.sampling, longest_sequence(config)
+    parts = f"data.max_prompt_tokens {config.data.max_prompt_tokens} + max_new_tokens {sampling.max_new_tokens}"
+    if longest != config.data.max_prompt_tokens + sampling.max_new_tokens:
+        parts = f"the longest row of rollout.agent {config.rollout.agent}"
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        problem = f"must not exceed max_new_tokens ({sampling.max_new_tokens})"
+        raise ConfigError("generation.sampling.min_new_tokens", sampling.min_new_tokens, problem)
+    if config.train.microbatch_tokens < longest:
+        problem = f"one answer may have more tokens than that: {parts} = {longest}"
+        raise ConfigError("train.microbatch_tokens", config.train.microbatch_tokens, problem)
+
+
+def _check_data(config: Config) -> None:
+    data, evaluation = config.data, config.evaluation
+    if data.kind == "arith":
+        arith = data.arith
+        if arith.max_operands < arith.min_operands:
+            problem = f"must be at least min_operands ({arith.min_operands})"
+            raise ConfigError("data.arith.max_operands", arith.max_operands, problem)
+        wanted = max(evaluation.problems, evaluation.every_problems if evaluation.every_steps else 0)
+        if wanted > arith.eval_size:
+            raise ConfigError(
+                "evaluation.problems", wanted, f"only data.arith.eval_size={arith.eval_size} are held out"
+            )
+        if config.warmup.steps and arith.demo_size < config.warmup.batch:
+            raise ConfigError("data.arith.demo_size", arith.demo_size, f"warmup.batch needs {config.warmup.batch}")
+        if arith.second_tries and not arith.feedback:
+            raise ConfigError("data.arith.feedback", "", "must be set: second_tries demonstrates it")
+        if config.train.total_epochs * arith.train_size < config.train.batch_groups and config.train.total_epochs:
+            raise ConfigError("data.arith.train_size", arith.train_size, "is less than one batch (train.batch_groups)")
+        return
+    if not data.train:
+        raise ConfigError("data.train", "", "name a JSONL file with prompt and answer on every line")
+    for field, path in (("data.train", data.train), ("data.eval", data.eval), ("data.demos", data.demos)):
+        if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
+            raise ConfigError(field, path, "is no readable file")
+    if config.warmup.steps and not data.demos:
+        raise ConfigError("data.demos", "", "the supervised warm-up (warmup.steps) needs demonstrations")
+    if evaluation.problems and not data.eval and not data.eval_fraction:
+        raise ConfigError("data.eval_fraction", 0.0, "nothing is held out; name data.eval or set evaluation.problems=0")
+
+
+def _check_doors(config: Config) -> None:
+    VERIFIER.check(config.data.verifier)
+    ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)
+
+
+# ---- model
+
+
+def check_models(config: Config, allocation: Allocation, flow: Dataflow) -> None:
+    """Check the model of every role that has a directory already, against where the role sits."""
+    for role in flow.roles:
+        settings = role_settings(config, role)
+        if not settings.path:
+            continue
+        own = settings.path != config.model.path
+        field = f"{role_field(role)}.path" if own else "model.path"
+        scored = check_model(Path(settings.path), config, allocation, role=role, head=settings.head, field=field)
+        if settings.head == "value" and not scored and role not in flow.trained_roles:
+            problem = "is a language model without score.weight, and the role is not trained: all its values would be 0"
+            raise ConfigError(f"{role_field(role)}.path", settings.path, problem)
+    if config.model.path:
+        _check_vocabularies(Path(config.model.path), config, flow)
+
+
+def check_made_model(path: Path, config: Config, allocation: Allocation, flow: Dataflow) -> None:
+    """Check the model that was made on the spot for every role that uses it. Raises ConfigError or ModelError."""
+    for role in _roles_of_made_model(config, flow):
+        check_model(path, config, allocation, role=role)
+    _check_vocabularies(path, config, flow)
+
+
+def _check_vocabularies(actor: Path, config: Config, flow: Dataflow) -> None:
+    """Check every role that a built-in handler runs: it reads the token ids of the actor."""
+    builtin = (call.role for call in flow.calls if call.handler in CALL_HANDLER.builtin and call.role != ACTOR)
+    for role in dict.fromkeys(builtin):
+        own = role_settings(config, role).path
+        if own and own != config.model.path:
+            check_vocabulary(f"{role_field(role)}.path", Path(own), actor)
+
+
+def check_model(
+    path: Path,
+    config: Config,
+    allocation: Allocation,
+    *,
+    role: str = ACTOR,
+    head: Head = "lm",
+    field: str = "model.path",
+) -> bool:
+    """Check an HF model directory against what ``role`` needs, the layouts and the lengths.
+
+    ``field`` is where the configuration names it. Returns whether it has a score.weight.
+    Raises ConfigError or ModelError.
+    """
+    if not path.is_dir():
+        raise ConfigError(field, str(path), "is no directory; only local paths are read")
+    model = read_model(path, head)
+    for pattern in ("tokenizer.json", "*.safetensors"):
+        if not any(file.is_file() for file in path.glob(pattern)):
+            raise ModelError(f"{field}={str(path)!r}: no {pattern} in it")
+    _check_layers(model.layers, config, allocation, role, str(path))
+    _check_sizes(model.split_sizes, config, allocation, role, str(path))
+    _check_positions(model.positions, config, str(path))
+    return model.has_score
+
+
+def _check_tiny(config: Config, allocation: Allocation, flow: Dataflow) -> None:
+    if config.data.kind != "arith":
+        raise ConfigError("model.path", "", "name a HF model directory; only data.kind=arith makes a model of its own")
+    tiny = config.model.tiny
+    if tiny.num_attention_heads % tiny.num_key_value_heads:
+        problem = f"must divide model.tiny.num_attention_heads ({tiny.num_attention_heads})"
+        raise ConfigError("model.tiny.num_key_value_heads", tiny.num_key_value_heads, problem)
+    if tiny.head_dim % 2:
+        raise ConfigError("model.tiny.head_dim", tiny.head_dim, "must be even")
+    sizes = {name: getattr(tiny, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
+    for role in _roles_of_made_model(config, flow):
+        _check_layers(tiny.num_hidden_layers, config, allocation, role, "the tiny model")
+        _check_sizes(sizes, config, allocation, role, "the tiny model")
+    _check_positions(tiny.max_position_embeddings, config, "the tiny model")
+
+
+def _roles_of_made_model(config: Config, flow: Dataflow) -> list[str]:
+    """The actor, whom the warm-up trains whatever the dataflow calls, first."""
+    return [role for role in dict.fromkeys([ACTOR, *flow.roles]) if not role_settings(config, role).path]
+
+
+def _check_sizes(sizes: dict[str, int], config: Config, allocation: Allocation, role: str, model: str) -> None:
+    """Check that tensor parallelism divides each of ``sizes``, for the role and for the inference part."""
+    training, inference = allocation.placement(role).layout.tensor, allocation.inference.tensor
+    for part, tensor in ((_part(role), training), ("the inference part", inference)):
+        for name, size in sizes.items():
+            if size % tensor:
+                problem = f"{name} {size} of {model} does not divide by m{tensor} of {part}"
+                raise ConfigError("allocation", config.allocation, problem)
+
+
+def _check_layers(layers: int, config: Config, allocation: Allocation, role: str, model: str) -> None:
+    stages = allocation.placement(role).layout.pipeline
+    if layers % stages:
+        problem = f"{layers} layers of {model} do not divide by p{stages} of {_part(role)}"
+        raise ConfigError("allocation", config.allocation, problem)
+
+
+def _part(role: str) -> str:
+    return "the training part" if role == ACTOR else f"role {role}"
+
+
+def _check_positions(positions: int, config: Config, model: str) -> None:
+    longest = longest_sequence(config)
+    if longest > positions:
+        problem = f"{model} has {positions} positions, prompt + answer may have {longest} tokens"
+        raise ConfigError("generation.sampling.max_new_tokens", config.generation.sampling.max_new_tokens, problem)

@@ -1,0 +1,229 @@
+"""What the journal records. The state of ledger and evaluations is a function of these, in order.
+
+    Granted ──> Finished(accepted) ──> Claimed ──> Trained
+       │  ^        ├─(failed, retry) ─┐
+       │  └────────┴── Reissued <─────┘        the same ticket_id, attempt + 1
+       └──> Finished(rejected | failed) / Dropped
+
+    RolledBack: every running, finished or later trained ticket waits for its next attempt, in one record
+
+Times are unix seconds of the manager's clock.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from realsys.manager.ledger.tickets import OpenTicket, ticket_name
+
+_I16, _I32, _I64 = (1 << 15) - 1, (1 << 31) - 1, (1 << 63) - 1  # what the columns of a ledger hold
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=_I32)]  # of an attempt, of a version
+OrNone = Annotated[int, msgspec.Meta(ge=-1, le=_I32)]  # -1: there is none
+Index = Annotated[int, msgspec.Meta(ge=0, le=_I64)]  # of a prompt, of a position in the order of prompts
+MOST_PROBLEMS = 1 << 24  # of an evaluation: each is kept track of
+Outcome = Literal["accepted", "rejected", "failed"]
+
+
+class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
+    """First record of a trial that continues from a checkpoint of another one.
+
+    ``groups`` count for admission like groups trained here. ``pending``: prompts that had been granted and were not
+    trained at the checkpoint; they come before the new ones from ``cursor`` on.
+    """
+
+    checkpoint: str  # for people: its folder
+    step: Number
+    groups: Index
+    cursor: Index
+    pending: list[Index]
+    time: float
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """What the decisions after it were bound by: the audit needs no other file. Again whenever any of it changes."""
+
+    prompts: Positive
+    seed: Annotated[int, msgspec.Meta(ge=0)]
+    batch_groups: Positive  # B
+    eta: Annotated[int, msgspec.Meta(ge=0)]
+    stale_policy: str  # "drop": nothing older than eta is trained
+    group_size: int
+    time: float
+
+
+class RolledBack(msgspec.Struct, frozen=True, tag="rolled_back"):
+    """The training side, now ``incarnation``, goes on from what ``version`` was; -1: from the start.
+
+    Every ticket that is not in the weights of ``version`` or an older one, and has not been dropped, is re-issued.
+    """
+
+    version: OrNone
+    step: int
+    incarnation: str
+    checkpoint: str  # for people: its folder; "" when it starts from the beginning
+    time: float
+
+
+class Granted(msgspec.Struct, frozen=True, tag="granted"):
+    """A train ticket went to a worker. ``position`` of the prompt in the order; -1 if it is not a new one."""
+
+    ticket_id: str
+    attempt: Number
+    prompt_index: Index
+    position: Annotated[int, msgspec.Meta(ge=-1, le=_I64)]
+    worker: str
+    incarnation: str  # of the worker; "" when it had no heartbeat yet
+    version: OrNone
+    time: float
+    request: str = ""  # id of the allocation it answered
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """The worker reported the end of an attempt. ``retry``: the attempt failed and there will be another."""
+
+    ticket_id: str
+    attempt: Number
+    outcome: Outcome
+    reason: str
+    retry: bool
+    time: float
+    version_min: OrNone = -1  # of the answers' tokens
+    version_max: OrNone = -1
+
+
+class Reissued(msgspec.Struct, frozen=True, tag="reissued"):
+    """The attempt is lost (lease lapsed, worker died, never arrived); the ticket waits for its next one."""
+
+    ticket_id: str
+    attempt: Number  # the one that was lost
+    cause: str
+    time: float
+
+
+class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
+    """The trainer gave the group back. ``requeue``: its prompt gets a fresh ticket (it was too stale, not bad)."""
+
+    ticket_id: str
+    reason: str
+    requeue: bool
+    time: float
+
+
+class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
+    """The trainer is about to train these: the tickets do not end by what becomes of attempts that still run."""
+
+    version: Number  # that they are to be in
+    tickets: list[str]
+    time: float
+    incarnation: str = ""  # of the training side
+
+
+class Trained(msgspec.Struct, frozen=True, tag="trained"):
+    """These tickets are in the weights of ``version``. ``oldest``: of each, the version of its oldest token."""
+
+    version: Number
+    step: int
+    tickets: list[str]
+    time: float
+    oldest: list[OrNone] = []
+    incarnation: str = ""  # of the training side
+
+
+class EvalStarted(msgspec.Struct, frozen=True, tag="eval_started"):
+    """An evaluation of ``total`` problems; only servers at ``version`` or newer may answer."""
+
+    eval_id: str
+    split: str
+    total: Annotated[int, msgspec.Meta(ge=0, le=MOST_PROBLEMS)]
+    seed: int
+    version: int
+    time: float
+
+
+class EvalAnswered(msgspec.Struct, frozen=True, tag="eval_answered"):
+    """One problem of an evaluation is done. ``failed``: every attempt failed, so there is no answer."""
+
+    eval_id: str
+    prompt_index: int
+    failed: bool
+    correct: bool | None  # None: the task has no right or wrong
+    length: int
+    version_min: int
+    version_max: int
+    metrics: dict[str, float] = {}
+    reward: float = 0.0
+
+
+class EvaluationState(msgspec.Struct, frozen=True):
+    """An evaluation in a snapshot; without what runs, as after any restart.
+
+    ``metrics``: name -> (sum, answers). ``unjudged``: answers to a problem that has no right or wrong.
+    """
+
+    started: EvalStarted
+    done: list[int]  # prompt indices
+    failed: int
+    correct: int
+    length: int
+    version_min: int
+    version_max: int
+    first_attempt: int
+    metrics: dict[str, tuple[float, int]] = {}
+    unjudged: int = 0
+    reward: float = 0.0  # sum over the answers
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
+    """First record of a compacted journal: the state that the ``records`` before it led to.
+
+    ``outcome``, ``attempt``, ``prompt`` and ``lag`` have one entry per ticket, by number. outcome: -1 open, k >= 0
+    trained at version k, -2 - i dropped for ``reasons[i]``. lag: versions that its oldest token was behind when it was
+    trained, -1 if not trained or not known. ``prompts``: given back and not granted again yet, in order.
+    """
+
+    records: int
+    opened: Opened | None
+    rolled_back: RolledBack | None
+    reissued: int  # by that roll-back
+    starts: int
+    inherited: int
+    first_cursor: int  # where the order of prompts began: 0, or the cursor of the checkpoint that was resumed
+    base: int  # version before which nothing can be rolled back: -1, or the step of that checkpoint
+    newest: int  # newest version that a batch has been trained for
+    cursor: int
+    outcome: list[int]
+    attempt: list[int]
+    prompt: list[int]
+    lag: list[int]
+    reasons: list[str]
+    open: list[OpenTicket]
+    prompts: list[int]
+    reissued_by_cause: dict[str, int]
+    evaluations: list[EvaluationState]
+    forgotten: dict[str, int]  # evaluations that a roll-back undid, how often
+    time: float
+    chain: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0  # checksum of the last of those records
+
+    def problem(self) -> str | None:
+        """Why no ledger can have been in this state; None if one can."""
+        columns = (self.outcome, self.attempt, self.prompt, self.lag)
+        open_ = [ticket_name(number) for number, code in enumerate(self.outcome) if code == -1]
+        if len({len(column) for column in columns}) > 1 or open_ != sorted(ticket.ticket_id for ticket in self.open):
+            return f"a snapshot of {self.records} records that does not add up"
+        bounds = (
+            (self.outcome, -1 - len(self.reasons), _I32),
+            (self.attempt, 0, _I32),
+            (self.prompt, 0, _I64),
+            (self.lag, -1, _I16),
+        )
+        if any(column and (min(column) < low or max(column) > high) for column, low, high in bounds):
+            return f"a snapshot of {self.records} records with numbers out of bounds"
+        return None
+
+
+TicketEvent = Snapshot | Opened | Resumed | RolledBack | Granted | Finished | Reissued | Dropped | Claimed | Trained
+EvalEvent = EvalStarted | EvalAnswered
+Event = TicketEvent | EvalEvent

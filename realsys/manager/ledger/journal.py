@@ -1,0 +1,276 @@
+"""The ledger on disk: append-only, one record per line, each with its checksum.
+
+    {crc32 of the JSON, begun with that of the record before, 8 hex digits} {JSON}\\n
+
+So a record that is missing, comes twice or stands in another's place is noticed like one that was changed. A record is
+written (to the page cache: it survives the death of the process) before the call that caused it is answered; ``sync``
+makes it survive the death of the machine. A torn last record is cut off when the file is opened; any other damage is
+an error, because what follows it cannot be trusted.
+
+A compaction (``compaction``) replaces the file by a snapshot record and what was appended since that was taken:
+
+    snapshot ──write (thread)──> .tmp, synced ──copy_tail──> appends go to both ──sync it (thread)──> switch: rename
+
+At every moment the file of that name is whole and locked, and what ``sync`` has promised is in it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from realsys.cluster.failpoint import reach
+from realsys.errors import MALFORMED, LedgerError
+from realsys.manager.ledger.events import Event, Snapshot
+
+log = logging.getLogger(__name__)
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+
+
+def encode_record(event: Event, before: int = 0) -> bytes:
+    """One line of the journal. ``before``: checksum of the record before it."""
+    body = _encoder.encode(event)
+    return b"%08x %b\n" % (zlib.crc32(body, before), body)
+
+
+def encode_records(events: Iterable[Event], before: int = 0) -> tuple[bytes, int]:
+    """Lines that follow one another, and what the next one is to follow."""
+    lines = []
+    for event in events:
+        lines.append(encode_record(event, before))
+        before = _chain(lines[-1], event)
+    return b"".join(lines), before
+
+
+def decode_record(line: bytes, before: int = 0) -> Event | None:
+    """The event of a line with its newline; None if the line is torn or damaged, or follows another record."""
+    event = _content(line)
+    return event if event is not None and _checksum(line) == zlib.crc32(line[9:-1], before) else None
+
+
+def read_journal(path: Path) -> Iterator[tuple[Event, int]]:
+    """Events with the offset after each. Ends before a torn tail; raises LedgerError on any other damage."""
+    return ((event, end) for event, end, _ in _read(path))
+
+
+def _read(path: Path) -> Iterator[tuple[Event, int, int]]:
+    """``read_journal``, and what the next record is to follow."""
+    offset, bad, before = 0, 0, 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            event = decode_record(line, before)
+            if event is not None and not bad:
+                before = _chain(line, event)
+                offset += len(line)
+                yield event, offset, before
+                continue
+            if event is not None:
+                why = f"line {bad} is damaged and line {number} after it is not: not a torn tail"
+            elif not bad and _content(line) is not None:
+                why = f"line {number} was changed, or records before it are missing, or are not where they were written"
+            else:
+                bad, before = bad or number, _checksum(line)
+                continue
+            raise LedgerError(f"ledger {path}: {why}; restore the file from a copy or start a new trial")
+
+
+def _content(line: bytes) -> Event | None:
+    """What a line says, whether or not its checksum agrees; None if it is not whole."""
+    if len(line) < 11 or not line.endswith(b"\n") or line[8:9] != b" ":
+        return None
+    try:
+        return _decoder.decode(line[9:-1])
+    except (ValueError, *MALFORMED):
+        return None
+
+
+def _checksum(line: bytes) -> int:
+    """As it stands there; 0 if nothing of that form does."""
+    try:
+        return int(line[:8], 16)
+    except ValueError:
+        return 0
+
+
+def _chain(line: bytes, event: Event) -> int:
+    """What the record after ``line`` follows: after a snapshot, that which was the last before it."""
+    return event.chain if isinstance(event, Snapshot) else _checksum(line)
+
+
+def twin_path(path: Path) -> Path:
+    """Where a compaction writes."""
+    return path.with_name(path.name + ".tmp")
+
+
+def open_locked(path: Path) -> int:
+    """Open the ledger for appending and lock it; a compaction may rename another file to its name in between.
+
+    Raises LedgerError when another manager has it.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            lock(fd, path)
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def lock(fd: int, path: Path) -> None:
+    """Raises LedgerError when another process holds it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LedgerError(f"ledger {path}: another gserver_manager has it open; stop that one first") from None
+    except OSError as error:  # some network file systems have no locks; the worker's lease still fences
+        log.warning("ledger %s: cannot lock: %s", path, error.strerror)
+
+
+class Journal:
+    """The one writer of a ledger file. Opening repairs the tail and locks the file against a second manager.
+
+    ``size``: of the file, bytes; ``base``: of the snapshot it begins with, 0 if there is none; ``chain``: what the next
+    record is to follow.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.size, self.base, self.chain = path, 0, 0, 0
+        self._broken: LedgerError | None = None  # why nothing more is written
+        self._fd = open_locked(path)
+        self._twin = -1  # the file that a compaction is about to put in the place of this one
+        self._swap = threading.Lock()  # between ``sync`` in a thread and the exchange of the two
+        self._switches = self._synced_switches = 0  # how often the file was exchanged; how often surely on the disk
+        try:
+            twin_path(path).unlink(missing_ok=True)  # of a compaction that a death ended
+            self._events = self._repair()
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.records = len(self._events)
+
+    def replay(self) -> list[Event]:
+        """What was in the file when it was opened. Once: the list is handed over."""
+        events, self._events = self._events, []
+        return events
+
+    def append(self, events: Iterable[Event]) -> None:
+        """Write a batch with one system call. Raises LedgerError (a full disk above all), and from then on always: what
+        comes later must neither follow what is missing nor stand behind a half-written line.
+        """
+        events = list(events)
+        if not events:
+            return
+        if self._broken is not None:
+            raise self._broken
+        data, chain = encode_records(events, self.chain)
+        try:
+            self._write(self._fd, data)
+        except LedgerError as error:
+            self._broken = error
+            raise
+        if self._twin >= 0:
+            try:
+                self._write(self._twin, data)
+            except LedgerError as error:  # the journal itself is whole, so only the compaction ends
+                log.warning("%s; compaction given up", error)
+                self.drop_twin()
+        self.size, self.chain = self.size + len(data), chain
+        self.records += len(events)
+
+    def sync(self) -> None:
+        """fsync; slow, call it off the event loop. Raises LedgerError; then nothing more is written."""
+        with self._swap:
+            copies = [os.dup(fd) for fd in (self._fd, self._twin) if fd >= 0]
+            switches = self._switches
+        try:
+            reach("manager.sync")
+            if switches > self._synced_switches:  # what is in the new file is lost as long as the name may be the old's
+                copies.append(os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            for fd in copies:
+                os.fsync(fd)
+            self._synced_switches = max(switches, self._synced_switches)
+        except OSError as error:
+            self._broken = LedgerError(f"ledger {self.path}: cannot sync: {error.strerror}")
+            raise self._broken from error
+        finally:
+            for fd in copies:
+                os.close(fd)
+
+    def copy_tail(self, start: int, twin: int) -> None:
+        """Append what follows offset ``start`` to the open file ``twin``; from here on that gets every record, too."""
+        self._twin = twin
+        data = os.pread(self._fd, self.size - start, start)
+        if len(data) != self.size - start:
+            raise LedgerError(f"ledger {self.path}: read {len(data)} of {self.size - start} bytes: cut by someone else")
+        if data:
+            self._write(twin, data)
+
+    def switch(self, base: int) -> bool:
+        """Put the twin, which begins with a snapshot of ``base`` bytes, in this file's place. False: it was dropped."""
+        if self._twin < 0:
+            return False
+        twin_path(self.path).rename(self.path)
+        with self._swap:
+            old, self._fd, self._twin = self._fd, self._twin, -1
+            self._switches += 1
+        os.close(old)
+        self.size, self.base = os.fstat(self._fd).st_size, base
+        return True
+
+    def drop_twin(self) -> None:
+        """Give a compaction up; the file stays as it is."""
+        with self._swap:
+            twin, self._twin = self._twin, -1
+        if twin >= 0:
+            os.close(twin)
+        twin_path(self.path).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self.drop_twin()
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, fd: int, data: bytes) -> None:
+        try:
+            reach("manager.journal")
+            written = os.write(fd, data)
+        except OSError as error:
+            raise LedgerError(f"ledger {self.path}: cannot write {len(data)} bytes: {error.strerror}") from error
+        if written != len(data):
+            raise LedgerError(f"ledger {self.path}: wrote {written} of {len(data)} bytes: disk full?")
+
+    def _repair(self) -> list[Event]:
+        events, end, chain = [], 0, 0
+        for event, end, chain in _read(self.path):  # noqa: B007 (wanted after the loop)
+            events.append(event)
+            if len(events) == 1 and isinstance(event, Snapshot):
+                self.base = end
+        self.size, self.chain = end, chain
+        torn = os.fstat(self._fd).st_size - end
+        if torn:
+            log.warning("ledger %s: cut a torn tail of %d bytes after %d records", self.path, torn, len(events))
+            os.ftruncate(self._fd, end)
+        return events

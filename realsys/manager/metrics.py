@@ -1,0 +1,114 @@
+"""GET /metrics: the manager's state in Prometheus' text format. Read at scrape time; no ids of requests as labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from realsys.manager.overview import admission, servers
+from realsys.manager.state import ManagerState
+
+
+class StateCollector(Collector):
+    """One scrape of the state at ``now``."""
+
+    def __init__(self, state: ManagerState, now: float) -> None:
+        self._state, self._now = state, now
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._admission()
+        yield from self._ledger()
+        yield from self._servers()
+        yield from self._updates()
+        yield from self._agreement()
+        state = self._state
+        yield gauge("realsys_workers", "workers with a heartbeat", len(state.workers))
+        yield gauge(
+            "realsys_generated_tokens_per_second", "tokens of finished answers", state.generated.rate(self._now)
+        )
+        yield CounterMetricFamily("realsys_generated_tokens", "tokens of finished answers", state.generated.total)
+        refused = CounterMetricFamily(
+            "realsys_refused", "peers, requests and messages refused, by cause", labels=["worker", "cause"]
+        )
+        for name, beat in state.workers.items():
+            for cause, count in beat.counters.items():
+                refused.add_metric([name, cause], count)
+        yield refused
+
+    def _admission(self) -> Iterator[Metric]:
+        view = admission(self._state)
+        yield gauge("realsys_model_version", "published version", self._state.version)
+        yield gauge("realsys_admission_counted", "N of the staleness inequality, groups", view["counted"])
+        yield gauge("realsys_admission_capacity", "largest N that is admitted, groups", view["capacity"])
+        refused = GaugeMetricFamily(
+            "realsys_admission_refused", "1 for the reason nothing is granted", labels=["reason"]
+        )
+        for reason in ("staleness", "exhausted", "no_server", "paused"):
+            refused.add_metric([reason], float(view["reason"] == reason))
+        yield refused
+
+    def _ledger(self) -> Iterator[Metric]:
+        counts = self._state.ledger.counts
+        tickets = GaugeMetricFamily("realsys_tickets", "tickets by state", labels=["state"])
+        for name, number in counts.by_state().items():
+            tickets.add_metric([name], number)
+        yield tickets
+        yield CounterMetricFamily("realsys_attempts", "granted attempts", counts.attempts)
+        yield CounterMetricFamily("realsys_training_starts", "starts of the training side", counts.starts)
+        dropped = GaugeMetricFamily("realsys_tickets_dropped", "dropped tickets by reason", labels=["reason"])
+        for reason, number in counts.dropped_by_reason.items():
+            dropped.add_metric([reason], number)
+        yield dropped
+        reissued = CounterMetricFamily("realsys_reissues", "attempts that were lost", labels=["cause"])
+        for cause, number in counts.reissued_by_cause.items():
+            reissued.add_metric([cause], number)
+        yield reissued
+
+    def _updates(self) -> Iterator[Metric]:
+        updates = self._state.servers.updates
+        took = HistogramMetricFamily(
+            "realsys_weight_update_seconds", "weight updates of all servers, by stage", labels=["stage"]
+        )
+        for stage, histogram in updates.histograms.items():
+            took.add_metric([stage.removesuffix("_s")], histogram.cumulative(), histogram.total)
+        yield took
+        yield CounterMetricFamily("realsys_weight_update_failures", "weight updates that failed", updates.failures)
+
+    def _agreement(self) -> Iterator[Metric]:
+        """Of the last train step; absent when it had no token of the version that it trained."""
+        view = self._state.master.get("agreement")
+        if not isinstance(view, dict):
+            return
+        for key in ("tokens", "difference_mean", "difference_max", "ratio"):
+            if isinstance(view.get(key), int | float):
+                yield gauge(f"realsys_agreement_{key}", f"log-probs of trainer against engine: {key}", view[key])
+        yield gauge("realsys_agreement_warning", "1 while they drift apart", float(bool(view.get("warning"))))
+
+    def _servers(self) -> Iterator[Metric]:
+        families = {
+            "version": GaugeMetricFamily("realsys_server_version", "verified version", labels=["server"]),
+            "running": GaugeMetricFamily("realsys_server_running", "reserved sequences", labels=["server"]),
+            "tokens_per_s": GaugeMetricFamily("realsys_server_tokens_per_second", "finished tokens", labels=["server"]),
+            "update_s": GaugeMetricFamily("realsys_server_update_seconds", "last weight update", labels=["server"]),
+        }
+        up = GaugeMetricFamily("realsys_server_up", "1 for the state the server is in", labels=["server", "state"])
+        for row in servers(self._state, self._now):
+            up.add_metric([row["name"], row["state"]], 1)
+            for key, family in families.items():
+                family.add_metric([row["name"]], -1 if row[key] is None else row[key])
+        yield up
+        yield from families.values()
+
+
+def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value)
+
+
+def render_metrics(state: ManagerState, now: float) -> tuple[bytes, str]:
+    """Body and content type of one scrape."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StateCollector(state, now))
+    return generate_latest(registry), CONTENT_TYPE_LATEST

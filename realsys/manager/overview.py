@@ -1,0 +1,199 @@
+"""GET /status: the state of the manager as plain data for JSON, the page and the metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from realsys.manager.routing.update_times import STAGES
+from realsys.manager.state import NO_VERSION, ManagerState
+
+MASTER_KEYS = ("phase", "step", "total_steps", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy")
+
+
+def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
+    """Everything a person asks of a running trial. Times in seconds, rates per second."""
+    published = state.servers.published
+    return {
+        "time": now,
+        "uptime_s": now - started,
+        "phase": state.master.get("phase"),
+        "step": state.master.get("step", published.step if published else 0),
+        "total_steps": state.settings.total_steps,
+        "version": state.version,
+        "eta": state.bound.eta,
+        "master": state.master,
+        "admission": admission(state),
+        "servers": servers(state, now),
+        "rollout": rollout(state),
+        "workers": workers(state, now),
+        "ledger": ledger(state),
+        "staleness": staleness(state),
+        "throughput": {
+            "generated_tokens_per_s": state.generated.rate(now),
+            "generated_tokens": state.generated.total,
+            "finished_groups_per_s": state.finished_groups.rate(now),
+            "answers": dict(state.answers),
+            "train_tokens_per_s": state.master.get("train_tokens_per_s"),
+            "consumed_tokens_per_s": state.master.get("consumed_tokens_per_s"),
+        },
+        "time_split": state.master.get("seconds"),
+        "agreement": state.master.get("agreement"),
+        "evaluations": evaluations(state),
+    }
+
+
+def admission(state: ManagerState) -> dict[str, Any]:
+    """Head-room of the staleness bound, and why nothing is granted if nothing is."""
+    counted, version = state.ledger.counted, state.version
+    capacity = state.bound.capacity(version) if version > NO_VERSION else 0
+    reason = state.refusal()
+    return {
+        "batch_groups": state.bound.batch_groups,
+        "counted": counted,
+        "capacity": capacity,
+        "headroom": max(0, capacity - counted),
+        "admits": reason is None,
+        "reason": reason,
+        "explanation": explain(state),
+    }
+
+
+def explain(state: ManagerState) -> str:
+    """One line for a person who wonders why no rollout is granted."""
+    match state.refusal():
+        case None:
+            return "granting"
+        case "staleness":
+            return (
+                f"{state.ledger.counted} groups are granted and not given back; at version {state.version} and eta "
+                f"{state.bound.eta} the bound is {state.bound.capacity(state.version)}: waiting for the next version"
+            )
+        case "exhausted":
+            open_ = state.ledger.counts.open
+            return f"every group that is needed is granted; {open_['running']} running, {open_['finished']} finished"
+        case "paused":
+            return "the master says the trial is done"
+        case "no_server":
+            return state.explain_no_server()
+
+
+def servers(state: ManagerState, now: float) -> list[dict[str, Any]]:
+    """One row per registered server."""
+    rows = []
+    for server in state.servers.all():
+        sequences, tokens = state.reservations.load(server.name)
+        rate = state.generated_by_server.get(server.name)
+        rows.append(
+            {
+                "name": server.name,
+                "url": server.address.url,
+                "host": server.address.host,
+                "pid": server.address.pid,
+                "incarnation": server.address.incarnation,
+                "state": server.state,
+                "version": server.verified.version if server.verified else None,
+                "target": server.target.version if server.target else None,
+                "updating_s": now - server.began if server.began is not None else None,
+                "running": sequences,
+                "reserved_tokens": tokens,
+                "tokens_per_s": rate.rate(now) if rate else 0.0,
+                "updates": server.updates,
+                "update_s": server.update_s,
+                "timings": server.timings,
+                "load": server.load or None,
+                "failures": server.failures,
+                "error": server.error,
+            }
+        )
+    return rows
+
+
+def rollout(state: ManagerState) -> dict[str, Any]:
+    """Weight updates: how they are paced, how far the newest version is, and what the last ones took, newest first."""
+    pace, published = state.settings.pace, state.servers.published
+    return {
+        "mode": "rolling" if pace.fraction < 1 else "all_at_once",
+        "fraction": pace.fraction,
+        "at_newest": sum(server.verified == published for server in state.servers.all()) if published else 0,
+        "servers": len(state.servers.all()),
+        "failures": state.servers.updates.failures,
+        "updates": [
+            {
+                "server": record.server,
+                "version": record.version,
+                "began": record.began,
+                "error": record.error,
+                **{stage: record.timings.get(stage) for stage in STAGES},
+            }
+            for record in reversed(state.servers.updates.recent)
+        ],
+    }
+
+
+def workers(state: ManagerState, now: float) -> list[dict[str, Any]]:
+    """One row per heartbeat key."""
+    running = Counter(ticket.worker for ticket in state.ledger.running())
+    return [
+        {
+            "name": name,
+            "kind": beat.kind,
+            "index": beat.index,
+            "host": beat.host,
+            "pid": beat.pid,
+            "incarnation": beat.incarnation,
+            "state": beat.state,
+            "up_s": now - beat.since,
+            "age_s": max(0.0, now - (beat.time or beat.changed)),
+            "running": running.get(name, 0),
+            "refused": {what: count for what, count in beat.counters.items() if count},
+        }
+        for name, beat in sorted(state.workers.items())
+    ]
+
+
+def ledger(state: ManagerState) -> dict[str, Any]:
+    """Tickets by state, drops by reason, re-issues by cause."""
+    counts = state.ledger.counts
+    return {
+        "inherited": counts.inherited,
+        "granted": counts.granted,
+        "attempts": counts.attempts,
+        **counts.by_state(),
+        "dropped_by_reason": {reason: n for reason, n in counts.dropped_by_reason.items() if n},
+        "reissued_by_cause": dict(counts.reissued_by_cause),
+        "epoch": state.ledger.epoch,
+        "starts": counts.starts,
+        "training": state.training,
+    }
+
+
+def staleness(state: ManagerState) -> dict[str, Any]:
+    """Lag of trained sequences, summed over the last steps and step by step."""
+    total: Counter[str] = Counter()
+    for step in state.staleness:
+        total.update(step.histogram)
+    return {
+        "histogram": dict(sorted(total.items(), key=lambda item: (len(item[0]), item[0]))),
+        "steps": [{"step": s.step, "version": s.version, "histogram": s.histogram} for s in state.staleness],
+    }
+
+
+def evaluations(state: ManagerState) -> dict[str, Any]:
+    """Progress and result of each evaluation."""
+    return {
+        eval_id: {
+            "split": evaluation.started.split,
+            "done": len(evaluation.done) - evaluation.failed,
+            "total": evaluation.started.total,
+            "failed": evaluation.failed,
+            "running": len(evaluation.running),
+            "accuracy": (reply := evaluation.reply()).accuracy,
+            "reward_mean": reply.reward_mean,
+            "length_mean": reply.length_mean,
+            "metrics": reply.metrics,
+            "version_min": evaluation.version_min,
+            "version_max": evaluation.version_max,
+        }
+        for eval_id, evaluation in state.evaluations.all().items()
+    }

@@ -1,0 +1,73 @@
+"""Where a request may go, and a place for it there: the registry, the reservations and a strategy put together.
+
+every server ──verified, trusted, fresh, not drained──> routes ──strategy──> one, with a reservation on it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from realsys.manager.messages import ScheduleReply, ScheduleRequest
+from realsys.manager.routing.placement import Reservation, Reservations, RouteRequest, ServerLoad, Strategy
+from realsys.manager.routing.servers import Server, ServerRegistry
+
+
+class Router:
+    """Pure. ``minimum`` below: the oldest version an evaluation accepts; None for training, where the bound decides."""
+
+    def __init__(self, servers: ServerRegistry, reservations: Reservations, strategy: Strategy) -> None:
+        self._servers, self._reservations, self._strategy = servers, reservations, strategy
+        self._revision = -1  # of the registry, that the routes are of
+        self._routes: dict[int | None, list[ServerLoad]] = {}
+
+    def routes(self, minimum: int | None) -> Sequence[ServerLoad]:
+        """Servers that take new tickets. Worked out once per change in the registry, because every request asks."""
+        if self._revision != self._servers.revision:
+            self._revision = self._servers.revision
+            self._routes.clear()
+        if minimum not in self._routes:
+            self._routes[minimum] = [
+                self._reservations.live(server.name, server.verified.version)
+                for server in self._servers.all()
+                if server.verified is not None and not server.draining and self._fresh(server, minimum)
+            ]
+        return self._routes[minimum]
+
+    def serves(self, minimum: int) -> bool:
+        """Whether a server takes new problems of an evaluation of version ``minimum``."""
+        return bool(self.routes(minimum))
+
+    def place(self, request: ScheduleRequest, minimum: int | None, held: Reservation | None) -> ScheduleReply | None:
+        """Choose a server and reserve a place on it, instead of the place ``held`` of the same call.
+
+        Returns None if there is no server.
+        """
+        candidates = self._candidates(minimum, held)
+        if not candidates:
+            return None
+        tokens = request.n * (request.prompt_len + request.max_new_tokens)
+        self._reservations.release_call(request.ticket_id, request.call)  # its own place must not count against it
+        previous, version = (held.server, held.version) if held else request.previous or (None, None)
+        wanted = RouteRequest(request.ticket_id, request.n, tokens, previous, version, request.prefix)
+        name = self._strategy.choose(wanted, candidates)
+        server = self._servers.get(name)
+        assert server is not None and server.verified is not None, f"strategy chose {name}, not a candidate"
+        serves = server.verified.version
+        place = Reservation(name, request.n, tokens, serves, server.epoch)
+        self._reservations.reserve(request.ticket_id, place, request.call)
+        return ScheduleReply(name, server.address.url, serves)
+
+    def _candidates(self, minimum: int | None, held: Reservation | None) -> Sequence[ServerLoad]:
+        """A server that is drained takes no new ticket, but those that are on it may stay."""
+        routes = self.routes(minimum)
+        server = self._servers.get(held.server) if held else None
+        if server is None or not server.draining or server.verified is None or not self._fresh(server, minimum):
+            return routes
+        return [*routes, self._reservations.live(server.name, server.verified.version)]
+
+    def _fresh(self, server: Server, minimum: int | None) -> bool:
+        """Verified, trusted and fresh: within the bound for training, at ``minimum`` or newer for an evaluation."""
+        if minimum is None:
+            return self._servers.trusts(server)
+        served, published = self._servers.current(server), self._servers.published
+        return served is not None and published is not None and minimum <= served.version <= published.version

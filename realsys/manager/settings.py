@@ -1,0 +1,47 @@
+"""What of the configuration the manager decides by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from realsys.config.schema import Config
+from realsys.manager.routing.servers import Pace
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSettings:
+    """The part of the configuration that decides."""
+
+    batch_groups: int
+    eta: int
+    group_size: int
+    max_attempts: int
+    seed: int
+    split_sizes: dict[str, int]  # prompts per split; "train" must be there
+    total_epochs: int = 0
+    total_steps: int = 0  # no more than total_steps * batch_groups are ever needed; 0: no limit
+    lease_s: float = 3600.0
+    routing: str = "sticky"
+    interruptible: bool = True
+    pace: Pace = field(default_factory=Pace)
+    stale_policy: str = "drop"
+
+    @classmethod
+    def of(cls, config: Config, split_sizes: dict[str, int]) -> ManagerSettings:
+        manager = config.manager
+        rolling = manager.rollout_mode == "rolling"
+        return cls(
+            batch_groups=config.train.batch_groups,
+            eta=config.asynchronous.max_head_offpolicyness,
+            group_size=config.rollout.group_size,
+            max_attempts=config.rollout.max_attempts,
+            seed=config.seed,
+            split_sizes=split_sizes,
+            total_epochs=config.train.total_epochs,
+            total_steps=config.train.total_steps,
+            stale_policy=config.asynchronous.stale_policy,
+            lease_s=manager.rollout_lease_s,
+            routing=manager.routing,
+            interruptible=config.asynchronous.interruptible,
+            pace=Pace(manager.rolling_fraction, manager.rolling_patience_s) if rolling else Pace(),
+        )

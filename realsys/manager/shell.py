@@ -1,0 +1,273 @@
+"""The manager as a long-lived service: admission, routing, ledger and weight roll-out over HTTP.
+
+    name store (versions, servers, heartbeats, status) ──watch──> Manager ──> WeightRollout ──> GenerationServers
+    RolloutWorkers, MasterWorker, browser ──HTTP──> ManagerApp ──> ManagerService ──> ManagerState, Journal
+
+Stateless to the launcher: killed and restarted, it replays the ledger and finds the rest in the name store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import uvicorn
+
+from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.http.http_guard import BoundedRequest
+from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of
+from realsys.cluster.store.name_store import NameStore, Watch
+from realsys.cluster.store.names import Names
+from realsys.config.schema import Config
+from realsys.errors import MALFORMED, KeyMissing
+from realsys.generation.client import GenerationClient
+from realsys.manager.http import ManagerApp
+from realsys.manager.ledger.journal import Journal
+from realsys.manager.service import ManagerService
+from realsys.manager.settings import ManagerSettings
+from realsys.manager.state import ManagerState
+from realsys.manager.weight_updates import WeightRollout
+from realsys.types import PublishedVersion, ServerAddress
+
+log = logging.getLogger(__name__)
+
+Tree = dict[str, str]
+T = TypeVar("T")
+LOAD_PERIOD_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerParts:
+    """What the manager is built from. ``register`` is called with the address once requests are accepted; ``count``
+    with what tells how much was refused so far, by cause.
+    """
+
+    config: Config
+    names: Names
+    store: NameStore
+    token: str
+    ledger: Path
+    split_sizes: dict[str, int]
+    register: Callable[[str], None]
+    check_alive: CheckAlive = unleased
+    count: Callable[[Callable[[], Mapping[str, int]]], None] = lambda _: None
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers (the worker has its own), telling when it accepts requests."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+
+class Manager:
+    """Startup, main loop, shutdown."""
+
+    def __init__(self, parts: ManagerParts) -> None:
+        self._parts = parts
+        self._watches: list[Watch] = []
+        self._unreadable: Counter[str] = Counter()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop``. Raises what must end the process: a journal that cannot be written, a bug in a task."""
+        config = self._parts.config
+        settings = ManagerSettings.of(config, self._parts.split_sizes)
+        with Journal(self._parts.ledger) as journal:
+            state = ManagerState(settings)
+            state.restore_from(journal.replay())
+            if journal.records:
+                log.info("ledger: %d records replayed, N=%d", journal.records, state.ledger.counted)
+            self.service = ManagerService(
+                state,
+                journal,
+                check_alive=self._parts.check_alive,
+                compact_above=int(config.manager.ledger_compact_mb * 2**20),
+            )
+            state.open(self.service.clock())
+            self.service.commit()
+            client = GenerationClient(
+                config.manager.update_timeout_s, token=self._parts.token, check_alive=self._parts.check_alive
+            )
+            try:
+                async with asyncio.TaskGroup() as updates:
+                    self._rollout = WeightRollout(self.service, client, updates, config.manager.update_timeout_s)
+                    await self._serve(stop)
+                    self._rollout.close()
+            except BaseExceptionGroup as group:
+                raise first_of(group) from None  # one cause, so that the report of the failure names it
+            finally:
+                await asyncio.to_thread(self._close_watches)
+                await client.close()
+
+    async def _serve(self, stop: asyncio.Event) -> None:
+        """HTTP, watches and the lease clock, until ``stop`` or an error that must end the process."""
+        config, service = self._parts.config, self.service
+        bound = bind_tcp(config.cluster.host, config.manager.port)
+        address = f"http://{join_host_port(advertised_host(config.cluster.host), port_of(bound))}"
+        app = ManagerApp(service, self._parts.token, self._refresh_version, self._parts.check_alive).build()
+        self._parts.count(lambda: app.refused + self._unreadable)
+        listening = asyncio.Event()
+        server = HttpServer(
+            uvicorn.Config(
+                app,
+                http=BoundedRequest,
+                ws="none",
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=75,  # longer than any client's, so that no request meets a closing connection
+                timeout_graceful_shutdown=2,
+            ),
+            listening.set,
+        )
+        http = asyncio.create_task(server.serve(sockets=[bound]), name="http")
+        helpers: list[asyncio.Task[Any]] = [
+            asyncio.create_task(stop.wait(), name="stop"),
+            asyncio.create_task(self._start(listening, address), name="start"),
+            asyncio.create_task(self._lease_clock(), name="leases"),
+            asyncio.create_task(self._load_clock(), name="loads"),
+            asyncio.create_task(service.keep_compact(), name="compaction"),
+        ]
+        waiting: set[asyncio.Future[Any]] = {http, service.fatal, *helpers}
+        try:
+            while not stop.is_set():
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()  # raises what ended it
+                if http.done():
+                    raise RuntimeError("gserver_manager: the HTTP server ended by itself")
+        finally:
+            service.close()
+            server.should_exit = True
+            for task in helpers:
+                task.cancel()
+            await asyncio.gather(http, *helpers, return_exceptions=True)
+            bound.close()
+
+    async def _start(self, listening: asyncio.Event, address: str) -> None:
+        """Watch the name store; register when requests are accepted and the present servers and version are known."""
+        await asyncio.to_thread(self._open_watches, asyncio.get_running_loop())
+        await listening.wait()
+        await asyncio.to_thread(self._parts.register, address)
+        log.info("gserver_manager at %s", address)
+
+    async def _lease_clock(self) -> None:
+        """Re-issues what has lapsed. A clock by nature: there is no event when nothing happens."""
+        lease = self._parts.config.manager.rollout_lease_s
+        while True:
+            await asyncio.sleep(min(1.0, lease / 4))
+            if lost := self.service.expire():
+                log.warning("lease of %g s lapsed, re-issued: %s", lease, ", ".join(lost[:20]))
+
+    async def _load_clock(self) -> None:
+        """Samples the servers' own load for the status page."""
+        while True:
+            await self._rollout.poll_load(LOAD_PERIOD_S)
+
+    # -- name store ---------------------------------------------------------------------------------------------------
+
+    def _open_watches(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Each callback runs in a thread of the name store and hands the tree to the loop."""
+        names, store = self._parts.names, self._parts.store
+
+        def forward(handle: Callable[[Tree], None]) -> Callable[[Tree], None]:
+            def callback(tree: Tree) -> None:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(self._guarded, handle, tree)
+
+            return callback
+
+        self._watches.append(store.watch(names.model_version(), forward(self._on_version)))
+        self._watches.append(store.watch(names.generation_servers, forward(self._on_servers)))
+        self._watches.append(store.watch(names.heartbeats, forward(self._on_heartbeats)))
+        self._watches.append(store.watch(names.status, forward(self._on_status)))
+
+    def _close_watches(self) -> None:
+        for watch in self._watches:
+            watch.close()
+
+    def _guarded(self, handle: Callable[[Tree], None], tree: Tree) -> None:
+        """An error in a handler must end the process, not vanish in the loop's exception handler."""
+        if self.service.closing:
+            return
+        try:
+            handle(tree)
+        except Exception as error:
+            log.exception("gserver_manager: a change in the name store could not be handled")
+            if not self.service.fatal.done():
+                self.service.fatal.set_exception(error)
+
+    def _on_version(self, tree: Tree) -> None:
+        for key, value in tree.items():
+            published = self._decoded(key, value, PublishedVersion)
+            if published is None:
+                continue
+            known = self.service.state.servers.published
+            if self.service.publish(published):
+                log.info("version %d published: %s", published.version, published.locator)
+            elif published != known:
+                log.error("%s: version %d does not follow %s; ignored", key, published.version, known)
+
+    def _on_servers(self, tree: Tree) -> None:
+        addresses = (self._decoded(key, value, ServerAddress) for key, value in tree.items())
+        self._rollout.observe([address for address in addresses if address is not None])
+
+    def _on_heartbeats(self, tree: Tree) -> None:
+        start = len(self._parts.names.heartbeats) + 1
+        if lost := self.service.observe_workers({key[start:]: value for key, value in tree.items()}):
+            log.warning("worker lost, re-issued: %s", ", ".join(lost[:20]))
+
+    def _on_status(self, tree: Tree) -> None:
+        for key, value in tree.items():
+            self.service.state.master = self._decoded(key, value, dict[str, object]) or {}
+            self.service.changed.fire()
+
+    async def _refresh_version(self) -> None:
+        """What is published right now, for a caller that published just before it called."""
+        try:
+            value = await asyncio.to_thread(self._parts.store.get, self._parts.names.model_version())
+        except KeyMissing:
+            return
+        published = self._decoded(self._parts.names.model_version(), value, PublishedVersion)
+        if published is not None:
+            self.service.publish(published)
+
+    def _decoded(self, key: str, value: str, kind: type[T]) -> T | None:
+        """The value of a key; None if it is something else: whoever wrote it must not end the manager."""
+        try:
+            return decode_value(key, value, kind)
+        except ValueError as error:
+            self._unreadable["unreadable_value"] += 1
+            log.error("name store: %s; ignored", error)
+            return None
+
+
+def decode_value(key: str, value: str, kind: type[T]) -> T:
+    """What ``value`` of ``key`` is. Raises ValueError that says what it should be."""
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except MALFORMED as error:
+        raise ValueError(f"{key} holds {value[:80]!r}, which is no {kind.__name__}: {error}") from None
+
+
+def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of a group, however deep."""
+    error = group.exceptions[0]
+    return first_of(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,95 @@
+"""The MasterWorker's view of its ModelWorkers: typed calls over the request-reply stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from realsys.cluster.topology import Mesh
+from realsys.stream.head_routing import RoutedStream
+from realsys.types import (
+    ClearRequest,
+    Empty,
+    FinishCheckpointRequest,
+    HoldRequest,
+    InitializeRequest,
+    LoadCheckpointRequest,
+    LoadDemosRequest,
+    LoadRecordRequest,
+    MfcReply,
+    MfcRequest,
+    RecordReply,
+    RecordRequest,
+    SamplesArrived,
+    SaveCheckpointRequest,
+    SaveWeightsReply,
+    SaveWeightsRequest,
+    TransferReply,
+    TransferRequest,
+)
+
+Reply = TypeVar("Reply", bound=msgspec.Struct)
+
+
+class ModelWorkers:
+    """Sends each call to all ranks it concerns before it returns; the future is their replies.
+
+    So all workers see all calls in one order, that in which they were made here.
+    """
+
+    def __init__(self, stream: RoutedStream, meshes: Mapping[str, Mesh], timeout_s: float) -> None:
+        self._stream, self._meshes, self._timeout_s = stream, meshes, timeout_s
+
+    def initialize(self, payload: InitializeRequest) -> asyncio.Future[list[Empty]]:
+        return self._to_role(payload.role, "initialize", payload, Empty)
+
+    def transfer(self, workers: Iterable[int], payload: TransferRequest) -> asyncio.Future[list[TransferReply]]:
+        return self._stream.broadcast(workers, "transfer", payload, TransferReply, timeout_s=self._timeout_s)
+
+    def run_mfc(self, workers: Sequence[int], payload: MfcRequest) -> asyncio.Future[list[MfcReply]]:
+        return self._stream.broadcast(workers, "mfc", payload, MfcReply, timeout_s=self._timeout_s)
+
+    def save_weights(self, payload: SaveWeightsRequest) -> asyncio.Future[list[SaveWeightsReply]]:
+        return self._to_role(payload.role, "save_weights", payload, SaveWeightsReply)
+
+    def save_checkpoint(self, payload: SaveCheckpointRequest) -> asyncio.Future[list[Empty]]:
+        return self._to_role(payload.role, "save_checkpoint", payload, Empty)
+
+    def finish_checkpoint(self, payload: FinishCheckpointRequest) -> asyncio.Future[list[Empty]]:
+        return self._to_role(payload.role, "finish_checkpoint", payload, Empty)
+
+    def load_checkpoint(self, payload: LoadCheckpointRequest) -> asyncio.Future[list[Empty]]:
+        return self._to_role(payload.role, "load_checkpoint", payload, Empty)
+
+    def hold(self, payload: HoldRequest) -> asyncio.Future[list[Empty]]:
+        return self._stream.broadcast(self._everybody(), "hold", payload, Empty, timeout_s=self._timeout_s)
+
+    def record(self, payload: RecordRequest) -> asyncio.Future[list[RecordReply]]:
+        return self._stream.broadcast(self._everybody(), "record", payload, RecordReply, timeout_s=self._timeout_s)
+
+    def load_record(self, payload: LoadRecordRequest) -> asyncio.Future[list[Empty]]:
+        return self._stream.broadcast(self._everybody(), "load_record", payload, Empty, timeout_s=self._timeout_s)
+
+    def load_demos(self, head: int, indices: list[int]) -> asyncio.Future[SamplesArrived]:
+        request = LoadDemosRequest(indices)
+        return self._stream.request(head, "load_demos", request, SamplesArrived, timeout_s=self._timeout_s)
+
+    def clear(
+        self, workers: Iterable[int], sample_ids: list[str], keys: Sequence[str] = ()
+    ) -> asyncio.Future[list[Empty]]:
+        """Forget samples; with ``keys`` only these arrays of them. What a worker does not hold is no error."""
+        request = ClearRequest(sample_ids, list(keys))
+        return self._stream.broadcast(workers, "clear", request, Empty, timeout_s=self._timeout_s)
+
+    def _everybody(self) -> list[int]:
+        return sorted({worker for mesh in self._meshes.values() for worker in mesh.workers})
+
+    def _to_role(
+        self, role: str, handler: str, payload: msgspec.Struct, reply_type: type[Reply]
+    ) -> asyncio.Future[list[Reply]]:
+        """To the whole mesh of ``role``."""
+        workers = self._meshes[role].workers
+        return self._stream.broadcast(workers, handler, payload, reply_type, timeout_s=self._timeout_s)

@@ -1,0 +1,38 @@
+"""Who works on what in a step: the same minibatches for every role, spread over the data ranks of its own mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from realsys.buffer.balance import CostFunction, cost_function
+from realsys.buffer.minibatches import plan_minibatches
+from realsys.cluster.topology import Mesh
+from realsys.config.paths import TrialPaths
+from realsys.config.roles import role_settings
+from realsys.config.schema import Config
+from realsys.hf.config import read_sizes
+from realsys.master.calls.executor import Minibatches
+from realsys.types import SequenceRef
+
+
+def cost_functions(config: Config, paths: TrialPaths, roles: Sequence[str]) -> dict[str, CostFunction]:
+    """For each role what its sequences cost. Raises ModelError for a model directory without its sizes."""
+    settings = {role: role_settings(config, role) for role in roles}
+    return {role: cost_function(config, read_sizes(own.model_dir(paths), own.head)) for role, own in settings.items()}
+
+
+def plan_roles(
+    config: Config, meshes: Mapping[str, Mesh], costs: Mapping[str, CostFunction], refs: Sequence[SequenceRef]
+) -> dict[str, Minibatches]:
+    """role -> ``plan[minibatch][data rank]``. A call that only infers runs over its role's plan in one pass."""
+    ppo = config.train.ppo
+    return {
+        role: plan_minibatches(
+            refs,
+            ppo.critic.minibatches if role == "critic" else ppo.minibatches,
+            mesh.layout.data,
+            costs[role],
+            capacity=config.train.microbatch_tokens,
+        )
+        for role, mesh in meshes.items()
+    }

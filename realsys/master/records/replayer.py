@@ -1,0 +1,138 @@
+"""Repeats recorded train steps from the checkpoint before them: the same ModelWorkers, graph and plans, no servers.
+
+    checkpoint ──load──> roles
+    for each step: record ──load──> the samples' owners ──> the calls, recorded again ──> compared, bit for bit
+
+The decisions of the run are taken from its records: what is in a batch and in which order, owners, rewards, arguments.
+Ends with the first step that is not equal: those after it would only show its consequences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from realsys.cluster.topology import Mesh, place
+from realsys.config.allocation import ACTOR, parse_allocation
+from realsys.config.dataflow import dataflow_of, saved_roles
+from realsys.config.paths import TrialPaths
+from realsys.config.roles import role_settings
+from realsys.config.schema import Config
+from realsys.errors import RecordError
+from realsys.master.calls.model_workers import ModelWorkers
+from realsys.master.calls.plans import cost_functions, plan_roles
+from realsys.master.records.compare import Comparison, compare
+from realsys.master.records.recorder import Recorder
+from realsys.master.step import StepRunner
+from realsys.train.checkpoint.checkpoint_files import complete_checkpoints, find_checkpoint, read_state
+from realsys.train.records import record_files as files
+from realsys.types import InitializeRequest, LoadCheckpointRequest, LoadRecordRequest
+
+log = logging.getLogger(__name__)
+
+
+class ReplayJob(msgspec.Struct, frozen=True):
+    """``checkpoint``: of step ``start``; empty: the models as the trial was given them."""
+
+    trial: str  # its folder
+    checkpoint: str
+    start: int
+    step: int  # the last one to repeat
+
+    @property
+    def steps(self) -> range:
+        return range(self.start + 1, self.step + 1)
+
+
+class ReplayResult(msgspec.Struct, frozen=True):
+    steps: list[Comparison]
+
+    @property
+    def equal(self) -> bool:
+        return all(step.equal for step in self.steps)
+
+
+def replay_job(config: Config, paths: TrialPaths, step: int) -> ReplayJob:
+    """How to come to ``step`` of a trial. Raises RecordError naming what is missing, and what is there."""
+    files.record_of_step(paths.records, step)
+    starts = {found: str(path) for found, path in complete_checkpoints(paths.checkpoints)}
+    if config.resume and (begun := find_checkpoint(Path(config.resume))).exists():
+        starts.setdefault(read_state(begun).step, str(begun))
+    if not config.resume and not config.warmup.steps:
+        starts.setdefault(0, "")
+    before = [found for found in starts if found < step]
+    if not before:
+        there = ", ".join(map(str, sorted(starts))) or "none at all"
+        problem = f"no complete checkpoint of a step before {step}; there is: {there}"
+        raise RecordError(f"{paths.checkpoints}: {problem} (checkpoint.keep, checkpoint.every_steps)")
+    start = max(before)
+    recorded = files.recorded_steps(paths.records)
+    if missing := [s for s in range(start + 1, step + 1) if s not in recorded]:
+        problem = f"step {missing[0]}, between the checkpoint of step {start} and step {step}, is not recorded"
+        raise RecordError(f"{paths.records}: {problem}; there is {files.ranges(recorded)}")
+    return ReplayJob(str(paths.root), starts[start], start, step)
+
+
+class Replay:
+    """One replay. ``paths``: of the scratch folder, in which everything is written; the trial is only read."""
+
+    def __init__(self, config: Config, paths: TrialPaths, job: ReplayJob, workers: ModelWorkers) -> None:
+        self._config, self._paths, self._job, self._workers = config, paths, job, workers
+        self._trial = TrialPaths(Path(job.trial))
+        self._flow = dataflow_of(config)
+        self._meshes = meshes_of(config)
+        self.recorder = Recorder(config, paths, self._meshes, workers, "replay")
+        plan = functools.partial(plan_roles, config, self._meshes, cost_functions(config, paths, list(self._meshes)))
+        self._runner = StepRunner(config, self._flow, self._meshes, plan, workers, self.recorder)
+
+    async def run(self) -> ReplayResult:
+        """Raises RecordError for a record that is damaged, CheckpointError, ModelError."""
+        await self._load()
+        comparisons: list[Comparison] = []
+        for step in self._job.steps:
+            comparisons.append(await self._repeat(step))
+            if not comparisons[-1].equal:
+                break
+        return ReplayResult(comparisons)
+
+    async def _load(self) -> None:
+        config = self._config
+        trained = {*self._flow.trained_roles, *([ACTOR] if config.warmup.steps else [])}
+        requests = [
+            InitializeRequest(role, str(role_settings(config, role).model_dir(self._paths)), role in trained)
+            for role in self._meshes
+        ]
+        await asyncio.gather(*(self._workers.initialize(request) for request in requests))
+        if self._job.checkpoint:
+            roles = saved_roles(config, self._flow)
+            loads = [LoadCheckpointRequest(role, self._job.checkpoint) for role in roles]
+            await asyncio.gather(*(self._workers.load_checkpoint(load) for load in loads))
+        log.info("loaded %s", self._job.checkpoint or "the models as they were given")
+
+    async def _repeat(self, step: int) -> Comparison:
+        began = time.perf_counter()
+        directory = files.record_of_step(self._trial.records, step)
+        recorded = await asyncio.to_thread(files.read_record, directory)
+        arrays, _ = await asyncio.to_thread(files.read_arrays, directory, recorded)
+        await self._workers.load_record(LoadRecordRequest(str(directory)))
+        await self._runner.run(step, recorded.groups, recorded.args)
+        await self.recorder.finish()
+        again = files.record_of_step(self._paths.records, step)
+        replayed = await asyncio.to_thread(files.read_record, again)
+        replayed_arrays, _ = await asyncio.to_thread(files.read_arrays, again, replayed)
+        found = compare(recorded, replayed, arrays, replayed_arrays)
+        for difference in found.first:
+            log.error("step %d is not equal: %s", step, difference)
+        return msgspec.structs.replace(found, seconds=time.perf_counter() - began)
+
+
+def meshes_of(config: Config) -> dict[str, Mesh]:
+    """That of every role, as the run had them."""
+    roles: Mapping[str, None] = dict.fromkeys([ACTOR, *dataflow_of(config).roles])
+    return place(parse_allocation(config.allocation), roles)

@@ -1,0 +1,157 @@
+"""The inside of a verifier process: ``python -m realsys.reward.verifier_main SOCKET JOURNAL PARENT MEMORY``.
+
+Consumes batches from SOCKET; waits for the next one; ends when the other side is closed, or with its parent. Adds the
+outcome of each item to the shared memory JOURNAL before it begins the next item; reports the count of them on SOCKET.
+It leads a session of its own: a verifier that signals its group, or leaves processes behind, meets nobody else's.
+Nothing is imported here that is not needed: the process is to be small and to start fast.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from realsys.cluster import failpoint
+from realsys.config.doors import VERIFIER
+from realsys.reward.frames import LENGTH, Batch, Done, NotLoaded, decode_item, frame
+from realsys.reward.outcomes import JournalWriter
+from realsys.reward.verifiers.base import Verifier, verdict_of
+
+_PR_SET_PDEATHSIG = 1
+_MESSAGE_LIMIT = 500  # characters of an exception
+_FILE_BYTES = 256 << 20  # of one file that a verifier writes; what it prints goes into one
+_OPEN_FILES = 1024
+#: the system's refusals that a process may go on meeting
+_SPENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EFBIG, errno.EBADF}
+
+
+def main(argv: list[str]) -> None:
+    descriptor, outcomes, parent, memory = (int(argument) for argument in argv)
+    _end_with(parent)
+    failpoint.arm("verifier/0")
+    _limit(memory)
+    journal = JournalWriter(outcomes)
+    with socket.socket(fileno=descriptor) as channel:
+        channel.set_inheritable(False)  # what a verifier starts must not speak in its name
+        os.register_at_fork(after_in_child=channel.close)
+        serve(channel, journal)
+
+
+def _limit(memory: int) -> None:
+    if memory:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    for limit, wanted in (
+        (resource.RLIMIT_FSIZE, _FILE_BYTES),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, most = resource.getrlimit(limit)
+        value = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        resource.setrlimit(limit, (value, value))
+
+
+def serve(channel: socket.socket, journal: JournalWriter) -> None:
+    """Answer batches until the channel closes. A batch without items loads its verifier."""
+    verifiers: dict[str, Verifier] = {}
+    channel.sendall(frame(Done(0, 0)))
+    while (batch := _receive(channel)) is not None:
+        try:
+            if batch.name not in verifiers:
+                verifiers[batch.name] = VERIFIER.load(batch.name)
+        except Exception as error:  # the module is the user's: reported
+            spent = _is_spent(error) or _is_spent(error.__cause__)
+            channel.sendall(frame(NotLoaded(batch.serial, describe(error), spent)))
+            continue
+        verify_batch(verifiers[batch.name], batch, journal, lambda message: _answer(channel, message))
+
+
+def _answer(channel: socket.socket, message: msgspec.Struct) -> None:
+    data = frame(message)
+    if failpoint.reach("verifier.reply") == "garbage":
+        data = LENGTH.pack(1) + b"\xc1"
+    channel.sendall(data)
+
+
+def verify_batch(
+    verifier: Verifier, batch: Batch, journal: JournalWriter, send: Callable[[msgspec.Struct], None]
+) -> None:
+    """Verify the items in order. Send one message for all of them, unless they take long."""
+    process, reported = os.getpid(), time.monotonic()
+    journal.begin(batch.serial)
+    count, told, spent = 0, 0, False
+    for item in batch.items:
+        if count > told and time.monotonic() - reported > batch.report_s:
+            send(Done(batch.serial, count))
+            told, reported = count, time.monotonic()
+        outcome, spent = _judge(verifier, item)
+        if os.getpid() != process:  # the verifier has forked, and come back twice
+            os._exit(0)
+        journal.append(outcome)
+        count += 1
+        if spent:
+            break
+    send(Done(batch.serial, count, spent))
+
+
+def _judge(verifier: Verifier, item: bytes) -> tuple[bytes, bool]:
+    """Return the framed outcome, and True if the process lacks something of the system's."""
+    try:
+        failpoint.reach("verifier.judge")
+        return frame(verdict_of(verifier(decode_item(item)))), False
+    except Exception as error:  # the request boundary: reported, never a verdict
+        spent = _is_spent(error)
+        return frame(describe(error) + "; the process is replaced" * spent), spent
+
+
+def _is_spent(error: BaseException | None) -> bool:
+    """Return True if the process lacks something that it may go on lacking: memory, files, processes."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SPENT)
+
+
+def describe(error: Exception) -> str:
+    """One line; an exception may carry something huge or fail to print."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "its message cannot be printed"
+    shown = text[:_MESSAGE_LIMIT].encode("utf-8", "backslashreplace").decode()
+    return f"{type(error).__name__}: {' '.join(shown.split())}"
+
+
+def _receive(channel: socket.socket) -> Batch | None:
+    header = _read(channel, LENGTH.size)
+    if header is None:
+        return None
+    body = _read(channel, LENGTH.unpack(header)[0])
+    return None if body is None else msgspec.msgpack.decode(body, type=Batch)
+
+
+def _read(channel: socket.socket, size: int) -> bytes | None:
+    """Exactly ``size`` bytes; None when the other side has closed."""
+    data = bytearray()
+    while len(data) < size:
+        chunk = channel.recv(min(size - len(data), 1 << 20))
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)
+
+
+def _end_with(parent: int) -> None:
+    """SIGKILL when the parent ends, also while a verifier hangs and nobody reads the channel."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

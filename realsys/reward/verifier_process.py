@@ -1,0 +1,219 @@
+"""Child: one verifier process as its pool sees it, with the socket, the journal of outcomes and the printed output.
+
+The process leads a session of its own, which is killed with it. Its output goes to a file of its own, and the end of
+that to our log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from realsys.errors import MALFORMED, RewardError
+from realsys.reward.frames import LENGTH, MAX_REPLY, Batch, Done, NotLoaded, Outcome, Reply, frame
+from realsys.reward.outcomes import JournalReader
+
+log = logging.getLogger(__name__)
+
+REPORT_FRACTION = 0.1  # the process reports at least once in this part of the time limit
+_KILL_S = 1.0  # bound on the wait for a killed process, which takes milliseconds unless the kernel itself hangs
+_LAST_S = 0.2  # a process that has closed its socket exits within this time
+_SHOWN = 300  # characters of what a verifier printed
+_REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+class Child:
+    """A verifier process. After a RewardError of ``open``, ``load`` or ``judge`` it must be killed."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self._loaded: set[str] = set()
+        self._batches = 0  # given to the process
+        self._talks = 0  # times that it had printed something
+        self._writer: asyncio.StreamWriter | None = None
+        # Not our log, which it could fill; a file has an end (process.py).
+        self._printed = tempfile.TemporaryFile("a+b", buffering=0, prefix="realsys-verifier-")  # noqa: SIM115
+        self._journal = JournalReader()
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        descriptors = [theirs.fileno(), self._journal.descriptor]
+        arguments = [str(number) for number in (*descriptors, os.getpid(), memory_bytes)]
+        try:
+            with theirs:
+                self._popen = subprocess.Popen(
+                    [sys.executable, "-m", "realsys.reward.verifier_main", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._printed,
+                    stderr=self._printed,
+                    pass_fds=descriptors,
+                    env=_environment(),
+                    start_new_session=True,
+                )
+        except OSError:
+            self._close()
+            raise
+
+    async def open(self, timeout_s: float) -> None:
+        """Wait until the process is up. Raises RewardError."""
+        self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
+        await self._reply(timeout_s, "to start")
+
+    def has_ended(self) -> bool:
+        """Return True if the process ended since its last batch; then no item is to blame."""
+        return self._reader.at_eof()
+
+    async def load(self, name: str, timeout_s: float) -> NotLoaded | None:
+        """Have the verifier loaded. Returns the refusal, or None. Raises RewardError."""
+        if name in self._loaded:
+            return None
+        self._send(name, [], 0.0)
+        reply = await self._reply(timeout_s, f"to load verifier {name}")
+        if isinstance(reply, NotLoaded):
+            return reply
+        self._loaded.add(name)
+        return None
+
+    async def judge(
+        self, name: str, items: Sequence[bytes], timeout_s: float, deliver: Callable[[list[Outcome]], None]
+    ) -> bool:
+        """Hand the outcomes of the items to ``deliver``, in order. Returns False if the process is spent.
+
+        Raises RewardError. Then the first item without an outcome is to blame.
+        """
+        report_s = timeout_s * REPORT_FRACTION
+        self._send(name, items, report_s)
+        told, spent = 0, False
+        try:
+            while told < len(items) and not spent:
+                reply = await self._reply(timeout_s + report_s, f"verifier {name}")
+                if not isinstance(reply, Done) or not told < reply.count <= len(items):
+                    problem = f"said {reply} after {told} of {len(items)} outcomes"
+                    raise RewardError(f"verifier process {self._popen.pid} {problem} (verifier {name})")
+                told, spent = reply.count, reply.spent
+                deliver(self._journal.read(told, len(items)))
+        except RewardError:
+            await self._end()  # after this the journal does not change
+            with contextlib.suppress(RewardError):  # none that can be read: the first error is the one to raise
+                deliver(self._journal.read(told, len(items)))
+            raise
+        self._log_printed()
+        return not spent
+
+    def _send(self, name: str, items: Sequence[bytes], report_s: float) -> None:
+        assert self._writer is not None, "open() comes first"
+        self._batches += 1
+        self._journal.begin(self._batches)
+        self._writer.write(frame(Batch(self._batches, name, list(items), report_s)))
+
+    async def _reply(self, timeout_s: float, doing: str) -> Reply:
+        pid = self._popen.pid
+        try:
+            async with asyncio.timeout(timeout_s):
+                (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+                if size > MAX_REPLY:
+                    raise RewardError(f"verifier process {pid} sent a message of {size} bytes ({doing})")
+                reply = _REPLY.decode(await self._reader.readexactly(size))
+        except TimeoutError:
+            problem = f"verifier process {pid} killed: no result within {timeout_s:.3g} s ({doing})"
+            raise RewardError(self._with_last_words(problem)) from None
+        except (asyncio.IncompleteReadError, OSError):
+            problem = f"verifier process {pid} died: {await self._how_it_ended()} ({doing})"
+            raise RewardError(self._with_last_words(problem)) from None
+        except MALFORMED as error:
+            raise RewardError(f"verifier process {pid}: reply cannot be read: {error} ({doing})") from error
+        if reply.serial != self._batches:
+            raise RewardError(f"verifier process {pid} replied to batch {reply.serial}, not {self._batches} ({doing})")
+        return reply
+
+    async def _how_it_ended(self) -> str:
+        if not await self._exits_within(_LAST_S):
+            return "it closed its end of the socket"
+        await self._end()
+        code = self._popen.returncode
+        if code is None:
+            return "it cannot be collected"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    async def _exits_within(self, timeout_s: float) -> bool:
+        """Return True if the process exits within ``timeout_s``. It stays a zombie, so its pid stays its own."""
+        if self._popen.returncode is not None:
+            return True
+        loop, exited = asyncio.get_running_loop(), asyncio.Event()
+        descriptor = os.pidfd_open(self._popen.pid)
+        loop.add_reader(descriptor, exited.set)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await exited.wait()
+        except TimeoutError:
+            return False
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+        return True
+
+    def _said(self) -> str:
+        """Return the end of the output since the last call, in one line."""
+        if self._printed.closed or not (size := os.fstat(self._printed.fileno()).st_size):
+            return ""
+        text = os.pread(self._printed.fileno(), 4 * _SHOWN, max(0, size - 4 * _SHOWN)).decode("utf-8", "replace")
+        self._printed.truncate(0)
+        return " ".join(text.split())[-_SHOWN:]
+
+    def _log_printed(self) -> None:
+        if said := self._said():
+            self._talks += 1
+            if self._talks <= 10 or self._talks & (self._talks - 1) == 0:
+                log.info("verifier process %d printed: %s", self._popen.pid, said)
+
+    def _with_last_words(self, problem: str) -> str:
+        return f"{problem}; it printed: {said}" if (said := self._said()) else problem
+
+    async def kill(self) -> None:
+        """Kill the process and its group, collect it, and close its socket and files."""
+        await self._end()
+        self._close()
+
+    def signal(self) -> None:
+        """Send SIGKILL to the process and its group."""
+        if self._popen.returncode is not None:  # its pid may be another's by now
+            return
+        with contextlib.suppress(ProcessLookupError):  # it leads its group no longer
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.kill()
+
+    async def _end(self) -> None:
+        """Kill the process and collect it."""
+        if self._popen.returncode is not None:
+            return
+        self.signal()
+        if await self._exits_within(_KILL_S):
+            self._popen.poll()
+        else:
+            log.error("verifier process %d was killed and is still there after %g s", self._popen.pid, _KILL_S)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                self._writer.close()
+        self._socket.close()
+        self._printed.close()
+        self._journal.close()
+
+
+def _environment() -> dict[str, str]:
+    """One thread each, and this very realsys wherever the parent was started."""
+    root = str(Path(__file__).resolve().parents[2])
+    inherited = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([root, inherited] if inherited else [root])
+    own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {**os.environ, **own}

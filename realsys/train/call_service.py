@@ -1,0 +1,233 @@
+"""The ModelWorker's request loop.
+
+Consumes requests of the MasterWorker, one at a time and in order, on the main thread; groups from rollout arrive
+beside it on the endpoint's I/O thread and go straight into the DataManager. Waits for the next request only. Produces
+replies, and the notice ``samples_arrived``.
+
+    request             to                              what it does
+    initialize          ranks of the role's mesh        loads the role's shard
+    load_demos          an actor's DP head              tokenises demonstrations
+    transfer            sources and destinations        moves arrays between workers
+    mfc                 ranks of the role's mesh        pre_hooks, handler, post_hooks
+    save_weights        ranks of the role's mesh        writes its share in HF names
+    save_checkpoint     ranks of the role's mesh        takes a snapshot; it is written beside what follows
+    finish_checkpoint   ranks of the role's mesh        waits until it is on disk
+    load_checkpoint     ranks of the role's mesh        replaces the training state
+    hold, record        everybody                       keeps the arrays of a step; writes its share of the record
+    load_record         everybody                       holds the samples of a recorded step (replay)
+    clear               holders of the samples          frees arrays
+
+An error is answered with its traceback and then ends the process: the other ranks of the mesh may be waiting in a
+collective, and a rank that gave up half-way cannot rejoin them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from realsys.algorithm.losses import load_loss
+from realsys.config.allocation import ACTOR
+from realsys.config.dataflow import TOKEN_REWARDS, Dataflow, check_calls, dataflow_of
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ModelError
+from realsys.train.calls import Role, find_handler
+from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
+from realsys.train.data_manager import DataManager
+from realsys.train.demonstrations import DemoSource
+from realsys.train.hooks import find_hook, onloaded
+from realsys.train.megatron.device import Device
+from realsys.train.megatron.mesh import MeshGroups
+from realsys.train.records.recording import SampleRecorder
+from realsys.train.role_parts import make_role
+from realsys.train.transfer import execute
+from realsys.types import (
+    ClearRequest,
+    Empty,
+    FinishCheckpointRequest,
+    HoldRequest,
+    InitializeRequest,
+    LoadCheckpointRequest,
+    LoadDemosRequest,
+    LoadRecordRequest,
+    MfcReply,
+    MfcRequest,
+    RecordRequest,
+    SamplesArrived,
+    SaveCheckpointRequest,
+    SaveWeightsReply,
+    SaveWeightsRequest,
+    TransferReply,
+    TransferRequest,
+)
+from realsys.weights.base import Share, WeightWriter
+
+#: How long the loop waits for a request before it looks at ``stop`` again.
+_POLL_S = 0.5
+
+
+class Request(Protocol):
+    """What the service uses of ``realsys.stream.request_reply.Request``."""
+
+    @property
+    def handler(self) -> str: ...
+    def decode(self, type: Any) -> Any: ...
+
+
+class Endpoint(Protocol):
+    """What the service uses of ``realsys.stream.request_reply.WorkerEndpoint``."""
+
+    def next_request(self, timeout_s: float) -> Any: ...
+    def reply(self, request: Any, payload: msgspec.Struct) -> None: ...
+    def reply_error(self, request: Any, exc: BaseException) -> None: ...
+    def notify(self, handler: str, payload: msgspec.Struct) -> None: ...
+
+
+def load_calls(flow: Dataflow) -> None:
+    """Import the handler and the hooks of every call at the start, not hours later. Raises ConfigError."""
+    check_calls(flow)
+    for call in flow.calls:
+        find_handler(call.handler)
+        for name in (*call.pre_hooks, *call.post_hooks):
+            find_hook(name)
+
+
+class ModelWorkerService:
+    """One ModelWorker: its shards of one or more roles, its samples, and the handlers of the master's requests.
+
+    ``worker`` is its index and its rank in torch.distributed; ``groups`` are its meshes by role (``form_meshes``).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        paths: TrialPaths,
+        groups: Mapping[str, MeshGroups],
+        worker: int,
+        endpoint: Endpoint,
+        data: DataManager,
+        device: Device,
+        writer: WeightWriter,
+    ) -> None:
+        self._config, self._groups, self._worker = config, groups, worker
+        self._endpoint, self._data, self._device = endpoint, data, device
+        self._writer = writer
+        self._demos = DemoSource(config, paths, data, worker)
+        self._roles: dict[str, Role] = {}
+        recorder = SampleRecorder(worker, data, self._roles, lambda written: endpoint.notify("recorded", written))
+        self._checkpoints: dict[str, CheckpointWriter] = {}
+        self._handlers: dict[str, tuple[type[msgspec.Struct], Callable[[Any], msgspec.Struct]]] = {
+            "initialize": (InitializeRequest, self._initialize),
+            "load_demos": (LoadDemosRequest, self._load_demos),
+            "transfer": (TransferRequest, self._transfer),
+            "mfc": (MfcRequest, self._mfc),
+            "save_weights": (SaveWeightsRequest, self._save_weights),
+            "save_checkpoint": (SaveCheckpointRequest, self._save_checkpoint),
+            "finish_checkpoint": (FinishCheckpointRequest, self._finish_checkpoint),
+            "load_checkpoint": (LoadCheckpointRequest, self._load_checkpoint),
+            "hold": (HoldRequest, recorder.hold),
+            "record": (RecordRequest, recorder.record),
+            "load_record": (LoadRecordRequest, recorder.load),
+            "clear": (ClearRequest, self._clear),
+        }
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until ``stop`` is set. Raises what a handler raised, after answering it."""
+        while not stop.is_set():
+            request = self._endpoint.next_request(_POLL_S)
+            if request is not None:
+                self.handle(request)
+
+    def handle(self, request: Request) -> None:
+        """Answer one request."""
+        try:
+            if request.handler not in self._handlers:
+                raise ModelError(f"unknown request {request.handler!r}; known: {', '.join(self._handlers)}")
+            payload_type, handler = self._handlers[request.handler]
+            reply = handler(request.decode(payload_type))
+        except BaseException as error:
+            self._endpoint.reply_error(request, error)
+            raise
+        self._endpoint.reply(request, reply)
+
+    def _initialize(self, request: InitializeRequest) -> Empty:
+        name = request.role
+        if name not in self._groups:
+            here = ", ".join(self._groups) or "none"
+            raise ModelError(f"model_worker/{self._worker} is on no mesh of role {name!r}; the roles here: {here}")
+        self._data.training = request.training
+        model, groups = Path(request.model_path), self._groups[name]
+        role = make_role(self._config, name, model, groups, self._data, self._device, trainable=request.trainable)
+        self._roles[name], self._checkpoints[name] = role, CheckpointWriter(role)
+        if name == ACTOR and role.engine.module is not None:
+            self._data.vocabulary = role.engine.module.vocab_size
+            self._data.row_limit = self._config.train.microbatch_tokens
+            whole_episodes = load_loss(self._config.train.ppo).episode_level
+            self._data.episode_limit = self._config.train.microbatch_tokens if whole_episodes else 0
+            self._data.token_rewards = TOKEN_REWARDS in dataflow_of(self._config).source_keys
+        return Empty()
+
+    def _load_demos(self, request: LoadDemosRequest) -> SamplesArrived:
+        return SamplesArrived(self._demos.load(request.indices))
+
+    def _transfer(self, request: TransferRequest) -> TransferReply:
+        start = time.perf_counter()
+        received = execute(request, self._data, self._worker, self._device)
+        return TransferReply(received, time.perf_counter() - start)
+
+    def _mfc(self, request: MfcRequest) -> MfcReply:
+        start = time.perf_counter()
+        role, handler = self._role(request.role), find_handler(request.handler)
+        before = [find_hook(name) for name in request.pre_hooks]
+        after = [find_hook(name) for name in request.post_hooks]
+        for hook in before:
+            hook(role, request)
+        outcome = handler.run(role, request)
+        for hook in after:
+            hook(role, request)
+        reply = MfcReply(self._worker)
+        if self._worker in role.groups.mesh.dp_heads():
+            reply.stats, reply.scores = outcome.stats, outcome.scores
+            reply.tokens = sum(ref.length for ref in role.own_sequences(request))
+        reply.seconds = time.perf_counter() - start
+        return reply
+
+    def _save_weights(self, request: SaveWeightsRequest) -> SaveWeightsReply:
+        start = time.perf_counter()
+        role = self._role(request.role)
+        share = Share(request.role, request.version, role.groups.rank, role.groups.mesh.layout.world_size, request.plan)
+        with onloaded(role):
+            report = self._writer.write(share, dict(role.engine.export()))
+        return SaveWeightsReply(report, time.perf_counter() - start)
+
+    def _save_checkpoint(self, request: SaveCheckpointRequest) -> Empty:
+        role = self._role(request.role)
+        self._checkpoints[role.name].begin(Path(request.directory), request.step)
+        return Empty()
+
+    def _finish_checkpoint(self, request: FinishCheckpointRequest) -> Empty:
+        role = self._role(request.role)
+        self._checkpoints[role.name].finish()
+        return Empty()
+
+    def _load_checkpoint(self, request: LoadCheckpointRequest) -> Empty:
+        load_checkpoint(self._role(request.role), Path(request.directory))
+        return Empty()
+
+    def _clear(self, request: ClearRequest) -> Empty:
+        self._data.clear(request.sample_ids, request.keys)
+        return Empty()
+
+    def _role(self, name: str) -> Role:
+        if name not in self._roles:
+            here = ", ".join(self._roles) or "none"
+            raise ModelError(
+                f"model_worker/{self._worker} has no role {name!r}; initialised here: {here} ('initialize' comes first)"
+            )
+        return self._roles[name]

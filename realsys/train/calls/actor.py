@@ -1,0 +1,101 @@
+"""Policy optimisation: one optimizer step per minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from realsys.algorithm.loss import actor_loss, counts_in_loss, loss_denominator, should_stop
+from realsys.algorithm.losses import ConfiguredLoss, load_loss
+from realsys.algorithm.segments import Segments
+from realsys.train.calls.handlers import CallOutcome
+from realsys.train.calls.role import Role
+from realsys.train.calls.token_advantages import episode_advantages, left_out
+from realsys.train.calls.train_steps import OptimizerSteps, call_argument
+from realsys.train.megatron.train_engine import LossFunction, Outputs, Stats
+from realsys.train.packing import MicroBatch
+from realsys.types import MfcRequest, SequenceRef
+
+#: arrays of the loss; which of them there are is the dataflow's to say
+_READ = ("behav_logprobs", "prox_logprobs", "advantages", "ref_logprobs")
+
+
+class ActorTrain:
+    """The policy loss that the settings choose. Where the call reads ``advantages``, those of tokens, they are stored
+    arrays; else each episode has one, of the whole batch, from the metadata.
+    """
+
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        config, ppo = role.config, role.config.train.ppo
+        role.engine.use_optimizer("train", role.settings.optimizer)
+        policy_loss = load_loss(ppo)
+        steps = OptimizerSteps(role, call_argument(request, "lr"))
+        inputs = role.call(request).inputs
+        keys = [key for key in _READ if key in inputs]
+        of_episodes = episode_advantages(request, config) if "advantages" not in inputs else None
+        kl_coef = call_argument(request, "kl_coef") if "ref_logprobs" in inputs else 0.0
+        skipped = left_out(request, config)
+        may_stop = ppo.early_stop_ratio > 0 or ppo.early_stop_kl > 0
+        stop = partial(should_stop, cfg=ppo) if may_stop else None
+        for minibatch in request.minibatches:
+            refs = [ref for part in minibatch for ref in part]
+            denominator = loss_denominator(refs, ppo, config.generation.sampling.max_new_tokens)
+            computed = [
+                [r for r in part if counts_in_loss(r, ppo) and r.sample_id not in skipped] for part in minibatch
+            ]
+            batches = role.microbatches(computed, keys)
+            loss = self._loss(role, policy_loss, of_episodes, denominator, kl_coef)
+            steps.take(minibatch, batches, loss, denominator, stop)
+            if steps.stopped:
+                break
+        return CallOutcome({**steps.finish(), "early_stopped": float(steps.stopped)})
+
+    def _loss(
+        self,
+        role: Role,
+        policy_loss: ConfiguredLoss,
+        of_episodes: Mapping[str, float] | None,
+        denominator: float,
+        kl_coef: float,
+    ) -> LossFunction:
+        ppo = role.config.train.ppo
+
+        def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
+            theta = outputs.logprobs
+            assert theta is not None
+            behav = batch.arrays["behav_logprobs"]
+            if of_episodes is None:
+                advantages = batch.arrays["advantages"]
+            else:
+                advantages = role.packer.per_loss_token(batch, [of_episodes[ref.sample_id] for ref in batch.refs])
+            return actor_loss(
+                theta,
+                batch.arrays.get("prox_logprobs", behav),
+                behav,
+                advantages,
+                torch.ones_like(theta, dtype=torch.bool),
+                denominator,
+                ppo,
+                loss=policy_loss,
+                segments=segments_of(batch.refs),
+                entropy=outputs.entropy,
+                ref=batch.arrays.get("ref_logprobs"),
+                kl_coef=kl_coef,
+            )
+
+        return loss
+
+
+def segments_of(refs: Sequence[SequenceRef]) -> Segments:
+    """The rows of a micro-batch and the episodes that they belong to."""
+    lengths = torch.tensor([ref.loss_tokens for ref in refs], dtype=torch.int64)
+    episodes = [ref.episode for ref in refs]
+    # Without this shortcut every micro-batch of single-turn samples would sort its episodes for nothing.
+    several = len(set(episodes)) < len(episodes)
+    return Segments(
+        lengths,
+        torch.tensor(episodes, dtype=torch.int64) if several else None,
+        torch.tensor([ref.episode_tokens for ref in refs], dtype=torch.float64),
+    )

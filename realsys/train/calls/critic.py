@@ -1,0 +1,86 @@
+"""Value regression: one optimizer step per minibatch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from realsys.algorithm.advantages import moments
+from realsys.algorithm.value import critic_loss, explained_variance
+from realsys.algorithm.value_norm import RunningMoments
+from realsys.train.calls.handlers import CallOutcome
+from realsys.train.calls.reductions import all_reduce
+from realsys.train.calls.role import Role
+from realsys.train.calls.train_steps import OptimizerSteps, call_argument, count_loss_tokens
+from realsys.train.megatron.train_engine import Outputs, Stats
+from realsys.train.packing import MicroBatch
+from realsys.types import F32, MfcRequest, SequenceRef
+
+#: means that only the explained variance is made of
+_MOMENTS = ("return_square_mean", "error_mean", "error_square_mean")
+
+
+class CriticTrain:
+    """Clipped value loss towards the stored returns, in the units that the critic predicts.
+
+    The returns of the whole batch enter the running statistics first, once. The old predictions are in the units they
+    were made in, so that the clip is around what the model said: value and old value agree before the first update.
+    """
+
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        role.engine.use_optimizer("train", role.settings.optimizer)
+        steps = OptimizerSteps(role, call_argument(request, "lr"))
+        before = copy.copy(role.running_values)
+        self._update_moments(role, request)
+        for minibatch in request.minibatches:
+            denominator = float(max(1, count_loss_tokens(minibatch)))
+
+            def loss(
+                batch: MicroBatch, outputs: Outputs, denominator: float = denominator
+            ) -> tuple[torch.Tensor, Stats]:
+                assert outputs.values is not None
+                everything = torch.ones_like(outputs.values, dtype=torch.bool)
+                old, returns = batch.arrays["values"], batch.arrays["returns"]
+                return critic_loss(outputs.values, old, returns, everything, denominator, role.config.train.ppo.critic)
+
+            steps.take(minibatch, self._pack(role, minibatch, before), loss, denominator)
+        return CallOutcome(self._report(role, steps))
+
+    def _update_moments(self, role: Role, request: MfcRequest) -> None:
+        """With the returns of all ranks, on all ranks: a checkpoint may be written by any of them."""
+        sums = [0.0, 0.0, 0.0]
+        if role.groups.last_stage and role.groups.tensor_rank == 0:
+            own = _concatenate([role.data.get(ref.sample_id, "returns") for ref in role.own_sequences(request)])
+            sums = [*moments(own)]
+        count, total, squares = all_reduce(sums, role.groups.whole, role)
+        # NaN would stay in them for good; the step it comes from is skipped.
+        if math.isfinite(total) and math.isfinite(squares):
+            role.running_values.update(count, total, squares)
+
+    def _pack(self, role: Role, per_rank: Sequence[Sequence[SequenceRef]], before: RunningMoments) -> list[MicroBatch]:
+        """Micro-batches with old values and returns, [a] each in the critic's units."""
+        batches = role.microbatches(per_rank)
+        for batch in batches if role.groups.last_stage else ():
+            old = _concatenate([role.data.get(ref.sample_id, "values")[:-1] for ref in batch.refs])
+            returns = _concatenate([role.data.get(ref.sample_id, "returns") for ref in batch.refs])
+            for key, array in (("values", before.normalise(old)), ("returns", role.running_values.normalise(returns))):
+                batch.arrays[key] = torch.from_numpy(array).to(role.device.device)
+        return batches
+
+    def _report(self, role: Role, steps: OptimizerSteps) -> dict[str, float]:
+        """Values and returns in units of the reward."""
+        stats = steps.finish()
+        if "tokens" not in stats:
+            return stats
+        stats["explained_variance"] = explained_variance(stats)
+        for name in ("value_mean", "return_mean"):
+            stats[name] = float(role.running_values.denormalise(stats[name]))
+        return {name: value for name, value in stats.items() if name not in _MOMENTS}
+
+
+def _concatenate(arrays: Sequence[F32]) -> F32:
+    return np.concatenate([np.zeros(0, np.float32), *arrays])

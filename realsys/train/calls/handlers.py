@@ -1,0 +1,41 @@
+"""The contract of call handlers. Their names are in ``realsys.config.doors.CALL_HANDLER``."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from realsys.config.doors import CALL_HANDLER
+from realsys.train.calls.role import Role
+from realsys.types import MfcRequest
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutcome:
+    """Result of a call on this rank, apart from the arrays that it stored.
+
+    stats   reduced over the mesh on ranks of the last pipeline stage; on the others they may be partial
+    scores  sample id -> reward of a reward model, for this rank's own sequences; last pipeline stage only
+    """
+
+    stats: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
+
+
+class CallHandler(Protocol):
+    """The work of a model function call on a role. Every rank of the role's mesh runs the same call.
+
+    A handler is a class without constructor arguments; a process makes one instance of it. ``run`` reads and stores
+    arrays in ``role.data`` (ranks of the last stage hold those of the answers); the request lists the sequences of all
+    ranks. It may raise if all ranks raise, or if no other rank waits in a collective.
+    """
+
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome: ...
+
+
+@functools.cache
+def find_handler(name: str) -> CallHandler:
+    """Return the handler of this name or import string, one per process. Raises ConfigError."""
+    handler: CallHandler = CALL_HANDLER.load(name)()
+    return handler

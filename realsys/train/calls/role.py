@@ -1,0 +1,92 @@
+"""One model role on one rank: what its call handlers work with, and what of it outlives a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from realsys.algorithm.value_norm import RunningMoments
+from realsys.buffer.microbatch import pack_equal
+from realsys.buffer.minibatches import row_units
+from realsys.config.dataflow import FunctionCall, dataflow_of
+from realsys.config.roles import RoleSettings
+from realsys.config.schema import Config
+from realsys.errors import ModelError
+from realsys.train.data_manager import DataManager
+from realsys.train.megatron.device import Device
+from realsys.train.megatron.mesh import MeshGroups
+from realsys.train.megatron.train_engine import MegatronEngine
+from realsys.train.packing import MicroBatch, Packer
+from realsys.types import MfcRequest, SequenceRef
+
+#: names in the state of a role
+_COUNTERS = ("skipped_steps", "skipped_in_a_row")
+_RUNNING_VALUES = "running_values."
+
+
+@dataclass(slots=True)
+class Role:
+    """One model role on this rank. ``data`` is the worker's and shared by its roles; the rest is the role's own."""
+
+    name: str
+    config: Config
+    settings: RoleSettings
+    engine: MegatronEngine
+    data: DataManager
+    packer: Packer
+    device: Device
+    #: optimizer steps not taken because loss or gradient was not finite: since the start, and since the last one taken
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    #: in whose units a critic predicts
+    running_values: RunningMoments = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.running_values = RunningMoments(self.config.train.ppo.critic)
+
+    @property
+    def groups(self) -> MeshGroups:
+        return self.engine.groups
+
+    def own_sequences(self, request: MfcRequest) -> list[SequenceRef]:
+        """The sequences of this data rank, over all minibatches."""
+        return sequences_per_rank(request)[self.groups.data_rank]
+
+    def call(self, request: MfcRequest) -> FunctionCall:
+        """The request's call in the dataflow, for the keys it reads and makes. Raises ModelError for an unknown one."""
+        for call in dataflow_of(self.config).calls:
+            if call.name == request.mfc:
+                return call
+        algorithm = self.config.train.ppo.algorithm
+        raise ModelError(f"{request.mfc}: train.ppo.algorithm={algorithm} has no call of this name")
+
+    def microbatches(self, per_rank: Sequence[Sequence[SequenceRef]], keys: Sequence[str] = ()) -> list[MicroBatch]:
+        """This rank's micro-batches of ``per_rank`` (all data ranks' sequences): as many as every other rank has.
+
+        Never none: the collectives of a step are run also when no rank has anything to compute.
+        """
+        train = self.config.train
+        units = [row_units(refs, train.microbatch_tokens) for refs in per_rank]
+        lengths = [[sum(ref.length for ref in unit) for unit in own] for own in units]
+        plan = pack_equal(lengths, train.microbatch_tokens, train.min_microbatches)[self.groups.data_rank]
+        own = units[self.groups.data_rank]
+        return [self.packer.pack([ref for i in batch for ref in own[i]], keys) for batch in plan or [[]]]
+
+    def state_dict(self) -> dict[str, float | list[float]]:
+        """What a checkpoint keeps of the role beside model and optimizer; the same on every rank of the mesh."""
+        own = {name: float(getattr(self, name)) for name in _COUNTERS}
+        return {**own, **{_RUNNING_VALUES + name: x for name, x in self.running_values.state_dict().items()}}
+
+    def load_state_dict(self, state: Mapping[str, float | list[float]]) -> None:
+        """Raises KeyError for a state that lacks an entry."""
+        numbers = {name: x for name, x in state.items() if isinstance(x, float)}
+        for name in _COUNTERS:
+            setattr(self, name, int(numbers[name]))
+        running = {name: x for name, x in numbers.items() if name.startswith(_RUNNING_VALUES)}
+        self.running_values.load_state_dict({name.removeprefix(_RUNNING_VALUES): x for name, x in running.items()})
+
+
+def sequences_per_rank(request: MfcRequest) -> list[list[SequenceRef]]:
+    """For each data rank of the role's mesh its sequences of all minibatches, in their order."""
+    data_ranks = range(len(request.minibatches[0]))
+    return [[ref for minibatch in request.minibatches for ref in minibatch[d]] for d in data_ranks]

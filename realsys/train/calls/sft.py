@@ -1,0 +1,34 @@
+"""Supervised warm-up of the actor."""
+
+from __future__ import annotations
+
+import torch
+
+from realsys.algorithm.loss import sft_loss
+from realsys.train.calls.handlers import CallOutcome
+from realsys.train.calls.role import Role
+from realsys.train.calls.train_steps import OptimizerSteps, call_argument, count_loss_tokens
+from realsys.train.megatron.train_engine import Outputs, Stats
+from realsys.train.packing import MicroBatch
+from realsys.types import MfcRequest
+
+
+class Sft:
+    """Negative log-likelihood of the demonstrated answers, with the warm-up's optimizer."""
+
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        role.engine.use_optimizer("warmup", role.config.warmup.optimizer)
+        steps = OptimizerSteps(role, call_argument(request, "lr"))
+        for minibatch in request.minibatches:
+            denominator = float(max(1, count_loss_tokens(minibatch)))
+
+            def loss(
+                batch: MicroBatch, outputs: Outputs, denominator: float = denominator
+            ) -> tuple[torch.Tensor, Stats]:
+                theta, entropy = outputs.logprobs, outputs.entropy
+                assert theta is not None and entropy is not None
+                share, stats = sft_loss(theta, torch.ones_like(theta, dtype=torch.bool), denominator)
+                return share, stats | {"entropy_sum": entropy.detach().sum()}
+
+            steps.take(minibatch, role.microbatches(minibatch), loss, denominator)
+        return CallOutcome(steps.finish())

@@ -1,0 +1,140 @@
+"""The optimizer steps of one training call, and what of it every rank must decide alike.
+
+    gradient -> loss finite on all ranks? -> moved too far? -> step, if the gradient is finite
+                     no: skip, count             yes: leave out this minibatch and those after it
+
+Statistics live on the last pipeline stage, so each decision is a flag reduced over the whole mesh.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from realsys.algorithm.loss import finish_stats, merge_stats
+from realsys.errors import ModelError, NotFiniteError
+from realsys.train.calls.reductions import all_reduce, reduce_stats
+from realsys.train.calls.role import Role
+from realsys.train.data_manager import Array
+from realsys.train.megatron.train_engine import LossFunction, Stats
+from realsys.train.packing import MicroBatch, split_rows
+from realsys.types import MfcRequest, SequenceRef
+
+logger = logging.getLogger(__name__)
+
+#: a minibatch's means over all ranks (``finish_stats``) -> why it and those after it are left out, or None
+StopRule = Callable[[Mapping[str, float]], str | None]
+
+
+@dataclass(slots=True)
+class OptimizerSteps:
+    """The optimizer steps of one call: their statistics, and what became of them."""
+
+    role: Role
+    lr: float
+    merged: Stats = field(default_factory=dict)
+    answer_tokens: int = 0
+    denominator: float = 0.0
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+    stopped: bool = False
+
+    def take(
+        self,
+        minibatch: Sequence[Sequence[SequenceRef]],
+        batches: Sequence[MicroBatch],
+        loss: LossFunction,
+        denominator: float,
+        stop: StopRule | None = None,
+    ) -> None:
+        """Gradient and step of ``minibatch``, of all data ranks; this one has packed ``batches`` of it.
+
+        ``denominator``: what the loss is divided by, over all ranks; ``loss`` gives its share of the quotient.
+        Raises NotFiniteError when this was the last of ``train.max_skipped_steps`` skipped in a row.
+        """
+        role = self.role
+        found = merge_stats(role.engine.accumulate(batches, loss))
+        bad_loss = role.groups.any_rank(
+            "loss_sum" in found and not math.isfinite(found["loss_sum"].item()), role.device
+        )
+        if not bad_loss and stop is not None and self._moved_too_far(found, stop):
+            self.stopped = True
+            return
+        outcome = role.engine.step(self.lr, skip=bad_loss)
+        if not outcome.applied:
+            # Its NaN would hide what the other minibatches did.
+            self.skipped += 1
+            role.skipped_steps += 1
+            role.skipped_in_a_row += 1
+            if role.skipped_in_a_row >= role.config.train.max_skipped_steps:
+                raise NotFiniteError(role.name, role.skipped_in_a_row, offenders(role, minibatch, batches))
+            return
+        role.skipped_in_a_row = 0
+        self.grad_norms.append(outcome.grad_norm)
+        self.answer_tokens += count_loss_tokens(minibatch)
+        self.denominator += denominator
+        self.merged = merge_stats([self.merged, found])
+
+    def finish(self) -> dict[str, float]:
+        """Means are over the answer tokens that were computed (``tokens``), ``loss`` over the denominators."""
+        norms = self.grad_norms
+        stats = {
+            "lr": self.lr,
+            "optimizer_steps": float(len(norms)),
+            "skipped_steps": float(self.skipped),
+            "skipped_steps_total": float(self.role.skipped_steps),
+            "answer_tokens": float(self.answer_tokens),
+            "grad_norm": sum(norms) / len(norms) if norms else math.nan,
+            "grad_norm_max": max(norms) if norms else math.nan,
+        }
+        if self.role.groups.last_stage and self.merged:
+            totals = reduce_stats(self.merged, self.role)
+            stats |= finish_stats(totals)
+            stats["loss"] = totals["loss_sum"] / max(1.0, self.denominator)
+        elif not norms:
+            stats["loss"] = math.nan
+        return stats
+
+    def _moved_too_far(self, found: Stats, stop: StopRule) -> bool:
+        groups = self.role.groups
+        reason = stop(finish_stats(reduce_stats(found, self.role))) if groups.last_stage else None
+        if reason is not None and groups.tensor_rank == groups.data_rank == 0:
+            logger.info("%s: the remaining minibatches are left out: %s", self.role.name, reason)
+        return groups.any_rank(reason is not None, self.role.device)
+
+
+def offenders(role: Role, minibatch: Sequence[Sequence[SequenceRef]], batches: Sequence[MicroBatch]) -> list[str]:
+    """The samples of a minibatch with a number that is not finite, on every rank; all of them if none has one.
+
+    Looked at are its reward, the arrays that the loss reads, and what the model makes of its tokens: computed again,
+    with the parameters that the skipped step had.
+    """
+    refs = [ref for part in minibatch for ref in part]
+    own = {ref.sample_id for ref in refs if not math.isfinite(ref.reward)}
+    value = role.settings.head == "value"
+    outputs = role.engine.values(batches) if value else role.engine.logprobs(batches)
+    for batch, output in zip(batches, outputs, strict=role.groups.last_stage):
+        own |= _not_finite(split_rows(batch, output, end=value))
+        for array in batch.arrays.values():
+            own |= _not_finite(split_rows(batch, array))
+    flags = all_reduce([float(ref.sample_id in own) for ref in refs], role.groups.whole, role, maximum=True)
+    return [ref.sample_id for ref, flag in zip(refs, flags, strict=True) if flag or not any(flags)]
+
+
+def _not_finite(arrays: Mapping[str, Array]) -> set[str]:
+    return {sample_id for sample_id, array in arrays.items() if not np.isfinite(array).all()}
+
+
+def count_loss_tokens(minibatch: Iterable[Iterable[SequenceRef]]) -> int:
+    return sum(ref.loss_tokens for part in minibatch for ref in part)
+
+
+def call_argument(request: MfcRequest, name: str) -> float:
+    """Raises ModelError when the master did not send it."""
+    if name not in request.args:
+        raise ModelError(f"{request.mfc}: args lack {name!r}; the master decides it for every call")
+    return float(request.args[name])

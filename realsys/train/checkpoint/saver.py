@@ -1,0 +1,261 @@
+"""The training state of one role on one rank: to disk beside training, and back into any layout.
+
+    begin()   copies what this rank has to write to host memory            training waits
+    a thread  writes the tensors, syncs, then writes the index of them     training goes on
+    finish()  waits for the thread, raises what went wrong
+
+Saving and loading communicate with nobody: every rank writes its own two files, and reads what it needs from all
+files. So the thread can never meet a collective of training. What is written of a parameter is its fp32 master copy
+where there is one; the model's own copy is rounded from it, as the optimizer does after each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from realsys.cluster.failpoint import reach
+from realsys.errors import CheckpointError
+from realsys.train.calls.role import Role
+from realsys.train.checkpoint import checkpoint_files as files
+from realsys.train.checkpoint.checkpoint_files import CheckpointState, FileInfo, Piece, RankIndex
+from realsys.train.checkpoint.slots import Slot, slots_of
+from realsys.train.checkpoint.tensors import PieceReader, Snapshot, snapshot, whole_shard, write_bytes, write_tensors
+from realsys.train.hooks import onloaded
+from realsys.train.megatron.megatron_core import megatron_random
+
+log = logging.getLogger(__name__)
+
+# Kinds of tensors in a file. Every other kind is the name of an optimizer state of the parameter's shape.
+PARAMETER = "param"
+NUMBER = "number/"  # and the name of an optimizer state: one number per parameter, above all its step count
+GENERATOR = "generator"  # state of a random generator, which belongs to a process and not to the model
+
+_SHARE = 0.8  # of the master's bound on a call
+
+Write = Callable[[Path, Sequence[Snapshot]], tuple[FileInfo, list[Piece]]]
+
+
+class CheckpointWriter:
+    """Writes one role's share of checkpoints, one at a time. ``write`` puts the tensors on disk.
+
+    ``timeout_s``: how long ``finish`` waits; by default for less than the master waits for it, so that the file is
+    named that is waited for.
+    """
+
+    def __init__(self, role: Role, write: Write = write_tensors, timeout_s: float = 0.0) -> None:
+        self._role, self._write = role, write
+        self._timeout_s = timeout_s or _SHARE * role.config.cluster.request_timeout_s
+        self._path = Path()  # of the file that is being written
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, directory: Path, step: int) -> None:
+        """Copy the state as it is now and start to write it into the existing ``directory``.
+
+        Raises CheckpointError if the last one has not been finished.
+        """
+        if self._thread is not None:
+            raise CheckpointError(f"checkpoint {directory}: the one before it has not been finished")
+        start = time.perf_counter()
+        role, layout = self._role, self._role.groups.mesh.layout
+        with onloaded(role):
+            snapshots = list(_snapshots(role))
+        stem = files.rank_stem(role.name, role.groups.rank, layout.world_size)
+        phase = role.engine.phase
+        index = RankIndex(
+            role.name,
+            step,
+            layout,
+            role.groups.rank,
+            model_sizes(role),
+            phase[0] if phase else None,
+            role.state_dict(),
+            FileInfo(0, ""),
+            [],
+        )
+        size = sum(entry.data.nbytes for entry in snapshots)
+        log.info("checkpoint of step %d: copied %.1f MB in %.3f s", step, size / 1e6, time.perf_counter() - start)
+        self._error = None
+        # A daemon: a worker that is told to stop does not wait for a checkpoint that nobody will complete.
+        self._thread = threading.Thread(
+            target=self._run, args=(directory, stem, index, snapshots), name=f"checkpoint-{role.name}", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Return when both files are on disk and synced. Raises CheckpointError naming the file that is not."""
+        if self._thread is None:
+            raise CheckpointError(f"{self._role.name}: no checkpoint was begun")
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"checkpoint {self._path}: not on disk after {self._timeout_s:g} s more; the disk hangs, or is too "
+                "slow for cluster.request_timeout_s"
+            )
+        self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, directory: Path, stem: str, index: RankIndex, snapshots: list[Snapshot]) -> None:
+        path = self._path = directory / files.data_file(stem)
+        try:
+            reach("checkpoint.write")
+            info, pieces = self._write(path, snapshots)
+            path = self._path = directory / files.index_file(stem)
+            write_bytes(path, msgspec.json.encode(msgspec.structs.replace(index, file=info, pieces=pieces)))
+        except BaseException as error:  # raised by finish(), in the thread that can answer for it
+            problem = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            self._error = CheckpointError(f"checkpoint {path}: cannot be written: {problem}")
+            log.error("%s", self._error)
+            with contextlib.suppress(OSError):  # it may well be the disk that is the matter
+                (directory / files.failure_file(stem)).touch()
+
+
+@torch.no_grad()
+def load_checkpoint(role: Role, directory: Path) -> None:
+    """Replace the training state of ``role`` by the one in ``directory``, whatever layout wrote it.
+
+    Raises CheckpointError for a checkpoint that is not complete, is damaged where this rank reads it, or is of another
+    model; the state of the role is then not to be used.
+    """
+    state = files.read_state(directory)
+    indexes = [files.read_index(directory, state, stem) for stem in files.role_stems(state, role.name)]
+    if not indexes:
+        raise CheckpointError(f"checkpoint {directory} has no role {role.name!r}; it has: {', '.join(state.roles)}")
+    _check_sizes(directory, state, role, indexes[0])
+    with onloaded(role), PieceReader(directory, indexes) as reader:
+        _start_phase(role, indexes[0].phase)
+        for slot in slots_of(role):
+            _load_slot(directory, reader, slot)
+        own = _own_index(role, indexes)
+        if own is not None:
+            with PieceReader(directory, [own]) as own_reader:
+                _load_generators(own_reader, own)
+    role.load_state_dict(indexes[0].state)  # the same on every rank
+
+
+def model_sizes(role: Role) -> dict[str, int]:
+    """What a checkpoint and the model that loads it must have in common, as Megatron built it."""
+    module = role.engine.module
+    assert module is not None, "'initialize' comes first"
+    megatron, lora = module.config, role.settings.lora
+    return {
+        "num_layers": megatron.num_layers,
+        "hidden_size": megatron.hidden_size,
+        "num_attention_heads": megatron.num_attention_heads,
+        "num_query_groups": megatron.num_query_groups,
+        "head_dim": megatron.kv_channels,
+        "intermediate_size": megatron.ffn_hidden_size,
+        "vocab_size": module.vocab_size,
+        "tied_embeddings": int(module.share_embeddings_and_output_weights),
+        "qkv_bias": int(megatron.add_qkv_bias),
+        "qk_norm": int(megatron.qk_layernorm),
+        "value_head": int(role.settings.head == "value"),
+        "lora_rank": lora.rank,
+        **({f"lora_{target}": 1 for target in sorted(lora.targets)} if lora.rank else {}),
+    }
+
+
+# ---- save
+
+
+def _snapshots(role: Role) -> Iterator[Snapshot]:
+    for slot in slots_of(role):
+        if not slot.writes:
+            continue
+        yield from snapshot(PARAMETER, slot.shard, slot.master(), slot.start)
+        for kind, value in slot.held.tensors().items() if slot.held else ():
+            if value.dim():
+                yield from snapshot(kind, slot.shard, value.flatten(), slot.start)
+            elif slot.is_first:  # the ranks that hold the other parts have the same number
+                yield from snapshot(NUMBER + kind, whole_shard(slot.shard.name, (1,)), value.reshape(1))
+    for name, value in _generators(role).items():
+        yield from snapshot(GENERATOR, whole_shard(name, tuple(value.shape)), value)
+
+
+def _generators(role: Role) -> dict[str, torch.Tensor]:
+    """States of the random generators of this process, uint8 [n] each."""
+    found = {"cpu": torch.get_rng_state()}
+    if role.device.is_cuda:
+        found["cuda"] = torch.cuda.get_rng_state(role.device.device)
+        tracked = megatron_random.get_cuda_rng_tracker().get_states()
+        found |= {f"tracker/{name}": value for name, value in tracked.items()}
+    return found
+
+
+# ---- load
+
+
+def _load_slot(directory: Path, reader: PieceReader, slot: Slot) -> None:
+    """One parameter: the model's copy, the master copy, the optimizer's state of it."""
+    shard, held = slot.shard, slot.held
+    kinds = reader.kinds(shard.name)
+    if kinds.get(PARAMETER) != shard.whole:
+        found = f"has shape {list(kinds[PARAMETER])}" if kinds else "is not there"
+        raise CheckpointError(f"checkpoint {directory}: {shard.name} {found}, this model's has {list(shard.whole)}")
+    value = reader.read(PARAMETER, shard)
+    slot.parameter.copy_(value.view(slot.parameter.shape))
+    if held is None:
+        return
+    stop = held.start + held.key.numel()
+    slot.master().copy_(value[held.start : stop])
+    state = {}
+    for kind in kinds.keys() - {PARAMETER}:
+        if kind.startswith(NUMBER):  # torch keeps them on the CPU
+            state[kind.removeprefix(NUMBER)] = reader.read(kind, whole_shard(shard.name, (1,))).reshape(())
+        else:
+            flat = reader.read(kind, shard, held.start, stop)
+            state[kind] = flat.to(held.key.device).view(held.key.shape)
+    held.optimizer.state.pop(held.key, None)
+    if state:
+        held.optimizer.state[held.key] = state
+
+
+def _load_generators(reader: PieceReader, index: RankIndex) -> None:
+    states = {
+        piece.name: reader.read(GENERATOR, whole_shard(piece.name, piece.whole))
+        for piece in index.pieces
+        if piece.kind == GENERATOR
+    }
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+        tracker = megatron_random.get_cuda_rng_tracker()
+        tracked = {name.removeprefix("tracker/"): s for name, s in states.items() if name.startswith("tracker/")}
+        tracker.set_states(tracked)
+
+
+def _start_phase(role: Role, phase: str | None) -> None:
+    """An optimizer to load into, with the settings of this trial: another learning rate does not lose its state."""
+    if phase is None:
+        return
+    settings = role.config.warmup.optimizer if phase == "warmup" else role.settings.optimizer
+    role.engine.use_optimizer(phase, settings)
+
+
+def _check_sizes(directory: Path, state: CheckpointState, role: Role, index: RankIndex) -> None:
+    own = model_sizes(role)
+    for name in [*own, *(name for name in index.sizes if name not in own)]:
+        theirs, ours = index.sizes.get(name, 0), own.get(name, 0)
+        if theirs != ours:
+            problem = f"is of another model: {name} {theirs}, this role's has {ours}"
+            raise CheckpointError(f"checkpoint {directory}: {role.name} {problem}")
+    stems = files.role_stems(state, role.name)
+    if len(stems) != index.layout.world_size:
+        raise CheckpointError(f"checkpoint {directory}: {role.name} has files of {len(stems)} ranks of {index.layout}")
+    for stem in stems:
+        files.check_size(directory / files.data_file(stem), state.files[files.data_file(stem)])
+
+
+def _own_index(role: Role, indexes: Sequence[RankIndex]) -> RankIndex | None:
+    """What this very rank wrote; None in another layout, where there is no such rank."""
+    same = indexes[0].layout == role.groups.mesh.layout
+    return next((index for index in indexes if same and index.rank == role.groups.rank), None)

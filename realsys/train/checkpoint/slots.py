@@ -1,0 +1,129 @@
+"""Where the training state of a role lies on this rank: one slot per parameter.
+
+Megatron keeps it in four ways: fp32 parameters stepped in place, bf16 parameters with fp32 master copies, and each of
+them with the optimizer's part cut into a range per data rank (distributed optimizer).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from realsys.train.calls.role import Role
+from realsys.train.checkpoint.tensors import Shard, split_shard, whole_shard
+from realsys.train.megatron.megatron_core import DistributedOptimizer
+from realsys.train.megatron.mesh import MeshGroups
+
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_GATE_UP = ".linear_fc1."  # gate and up one below the other, in each tensor rank's shard
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How the optimizer of this rank holds a parameter: from ``start`` of the flattened shard on, under ``key``."""
+
+    optimizer: torch.optim.Optimizer
+    key: torch.Tensor
+    start: int
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What the optimizer keeps beside the parameter; nothing before its first step."""
+        state = self.optimizer.state.get(self.key, {})
+        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter on this rank. ``held`` None: it is not trained. ``writes``: of several equal copies one writes."""
+
+    shard: Shard
+    parameter: torch.Tensor  # the model's copy of the shard
+    held: Held | None
+    writes: bool
+
+    @property
+    def start(self) -> int:
+        return self.held.start if self.held else 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the part of the whole tensor that has its first element."""
+        return self.start == 0 and not any(self.shard.boxes[0].offset)
+
+    def master(self) -> torch.Tensor:
+        """The most exact copy [n], of the flattened shard from ``start`` on."""
+        return (self.held.key if self.held else self.parameter).detach().view(-1)
+
+
+def slots_of(role: Role) -> list[Slot]:
+    """The parameters of this rank in a fixed order, the same on all tensor and data ranks of a stage."""
+    module, groups, optimizer = role.engine.module, role.groups, role.engine.optimizer
+    assert module is not None, "'initialize' comes first"
+    parameters = dict(module.named_parameters())
+    held = _held_parameters(optimizer, parameters.values())
+    divided = optimizer is not None and role.config.train.distributed_optimizer  # each data rank holds another part
+    slots = []
+    for number, (name, parameter) in enumerate(parameters.items()):
+        if divided and parameter.requires_grad:
+            writes = parameter in held
+        else:
+            writes = number % groups.mesh.layout.data == groups.data_rank
+        if not _is_split(parameter):
+            writes = writes and groups.tensor_rank == 0
+        if _is_tied_head(module, name):
+            writes = False  # the first stage writes the embedding
+        slots.append(Slot(_shard_of(module, name, parameter, groups), parameter, held.get(parameter), writes))
+    return slots
+
+
+def _is_split(parameter: torch.Tensor) -> bool:
+    """Over the tensor ranks; Megatron's own mark."""
+    return getattr(parameter, "tensor_model_parallel", False)
+
+
+def _is_tied_head(module: Any, name: str) -> bool:
+    """A later stage's copy of the embedding."""
+    return bool(module.share_embeddings_and_output_weights) and name == _HEAD
+
+
+def _shard_of(module: Any, local: str, parameter: Any, groups: MeshGroups) -> Shard:
+    name = _EMBEDDING if _is_tied_head(module, local) else _global_name(module, local)
+    shape = tuple(parameter.shape)
+    if not _is_split(parameter):
+        return whole_shard(name, shape)
+    dim: int = parameter.partition_dim
+    stacked = 2 if _GATE_UP in local and dim == 0 else 1
+    return split_shard(name, shape, dim, groups.tensor_rank, groups.mesh.layout.tensor, stacked)
+
+
+def _held_parameters(optimizer: Any, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, Held]:
+    """Model's parameter -> how it is held; empty without an optimizer."""
+    found: dict[torch.Tensor, Held] = {}
+    for part in optimizer.chained_optimizers if optimizer is not None else ():
+        if part.optimizer is None:  # nothing to train on this stage
+            continue
+        groups = part.optimizer.param_groups
+        if isinstance(part, DistributedOptimizer):
+            for parameter, (group, order) in part.model_param_group_index_map.items():
+                start = part._get_model_param_range_map(parameter)["param"].start
+                found[parameter] = Held(part.optimizer, groups[group]["params"][order], start)
+            continue
+        stepped = {id(key) for group in groups for key in group["params"]}
+        for parameter in parameters:
+            key = parameter if id(parameter) in stepped else getattr(parameter, "main_param", None)
+            if key is not None and id(key) in stepped:
+                found[parameter] = Held(part.optimizer, key, 0)
+    return found
+
+
+def _global_name(module: Any, local: str) -> str:
+    """Layers counted over the whole model."""
+    match = re.match(r"decoder\.layers\.(\d+)\.", local)
+    if match is None:
+        return local
+    layer = module.decoder.layers[int(match[1])].layer_number - 1
+    return f"decoder.layers.{layer}.{local[match.end() :]}"

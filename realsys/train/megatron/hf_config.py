@@ -1,0 +1,81 @@
+"""A Hugging Face model -> Megatron's TransformerConfig, for the layout that it is trained with."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from realsys.config.allocation import ParallelLayout
+from realsys.config.schema_train import TrainConfig
+from realsys.errors import ModelError
+from realsys.hf.architecture import HfModel
+from realsys.train.megatron.megatron_core import TransformerConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def check_layout(model: HfModel, layout: ParallelLayout) -> None:
+    """Raise ModelError with the numbers when the model does not divide by the layout."""
+    for name, size in model.split_sizes.items():
+        if size % layout.tensor:
+            raise ModelError(f"{name}={size} does not divide by m{layout.tensor} of the training layout {layout}")
+    if model.layers % layout.pipeline:
+        raise ModelError(
+            f"num_hidden_layers={model.layers} does not divide by p{layout.pipeline} of the training layout {layout}"
+        )
+
+
+def transformer_config(model: HfModel, layout: ParallelLayout, train: TrainConfig, dtype: str) -> TransformerConfig:
+    """Megatron's description of the model; raises ModelError when it does not fit the layout."""
+    check_layout(model, layout)
+    recompute: dict[str, Any] = {}
+    if train.recompute:
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    parameters = DTYPES[dtype]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="full scope is deprecated")  # of Megatron's own default
+        return _megatron_config(model, layout, train, parameters, recompute)
+
+
+def _megatron_config(
+    model: HfModel, layout: ParallelLayout, train: TrainConfig, parameters: torch.dtype, recompute: dict[str, Any]
+) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        qk_layernorm=model.qk_norm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=parameters,
+        pipeline_dtype=parameters,
+        bf16=parameters is torch.bfloat16,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        # Sequence parallelism splits over the tensor ranks: with one there is nothing to split.
+        sequence_parallel=train.sequence_parallel and layout.tensor > 1,
+        # Every parameter is read from the checkpoint; drawing random ones first would be waste. (Megatron's own
+        # switch for that also drops the attributes that make the grad norm right under tensor parallelism.)
+        init_method=_keep,
+        output_layer_init_method=_keep,
+        embedding_init_method=_keep,
+        gradient_accumulation_fusion=False,  # needs Apex
+        variable_seq_lengths=layout.pipeline > 1,
+        moe_token_dispatcher_type="alltoall",  # the default is refused together with variable lengths
+        **recompute,
+    )
+
+
+def _keep(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

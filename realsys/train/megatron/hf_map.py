@@ -1,0 +1,273 @@
+"""HF checkpoints <-> Megatron shards, over tensor and pipeline ranks.
+
+    q, k, v       -> linear_qkv   interleaved by query group
+    gate, up      -> linear_fc1   one below the other, within each tensor rank's shard
+    the rest      one to one
+
+A rank reads only its own slice of every tensor: the files are mapped, and no page is touched that holds nothing of the
+slice. For export the tensors of a stage are dealt out over its data and tensor ranks, so all of them write at the same
+time and each tensor is written once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+from realsys.errors import ModelError
+from realsys.hf.architecture import HfModel
+from realsys.train.megatron.lora import is_adapter, merged
+
+Shape = tuple[int, ...]
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_SCORE = "score.weight"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_NAME_BYTES = 255  # of a file, at most
+_DTYPES = ("F32", "BF16", "F16", "F64")
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterMap:
+    """One Megatron parameter: the HF tensors it is made of, and along which dimension tensor ranks split them."""
+
+    hf: tuple[str, ...]
+    dim: int | None
+    form: Literal["plain", "qkv", "gate_up"] = "plain"
+
+
+def mapping_of(name: str, layer: int | None, tied: bool) -> ParameterMap:
+    """``name`` of a parameter of Megatron's GPTModel, ``layer`` counted from 0 over the whole model."""
+    if name == "embedding.word_embeddings.weight":
+        return ParameterMap((_EMBEDDING,), 0)
+    if name == "output_layer.weight":
+        return ParameterMap((_EMBEDDING if tied else _HEAD,), 0)
+    if name == "value_head.weight":
+        return ParameterMap((_SCORE,), None)
+    if name == "decoder.final_layernorm.weight":
+        return ParameterMap(("model.norm.weight",), None)
+    prefix = f"model.layers.{layer}."
+    projections = tuple(f"{prefix}self_attn.{x}_proj" for x in "qkv")
+    inside = {
+        "input_layernorm.weight": ParameterMap((f"{prefix}input_layernorm.weight",), None),
+        "pre_mlp_layernorm.weight": ParameterMap((f"{prefix}post_attention_layernorm.weight",), None),
+        "self_attention.linear_qkv.weight": ParameterMap(tuple(f"{p}.weight" for p in projections), 0, "qkv"),
+        "self_attention.linear_qkv.bias": ParameterMap(tuple(f"{p}.bias" for p in projections), 0, "qkv"),
+        "self_attention.linear_proj.weight": ParameterMap((f"{prefix}self_attn.o_proj.weight",), 1),
+        "self_attention.q_layernorm.weight": ParameterMap((f"{prefix}self_attn.q_norm.weight",), None),
+        "self_attention.k_layernorm.weight": ParameterMap((f"{prefix}self_attn.k_norm.weight",), None),
+        "mlp.linear_fc1.weight": ParameterMap(
+            (f"{prefix}mlp.gate_proj.weight", f"{prefix}mlp.up_proj.weight"), 0, "gate_up"
+        ),
+        "mlp.linear_fc2.weight": ParameterMap((f"{prefix}mlp.down_proj.weight",), 1),
+    }
+    return inside[name.split(".", 3)[3]]
+
+
+class HFReader:
+    """Slices of the tensors of a HF directory, one file or several with an index. Closing it unmaps the files."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open: dict[str, Any] = {}
+        self._listing = directory / _INDEX  # what says which tensors there are
+        if self._listing.exists():
+            self._files = self._read_index()
+            return
+        self._listing = directory / _SINGLE
+        if not self._listing.exists():
+            raise ModelError(f"{directory}: neither {_SINGLE} nor {_INDEX} is there; only safetensors are read")
+        self._files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+
+    def __enter__(self) -> HFReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._open.clear()
+
+    def check(self, model: HfModel) -> None:
+        """Raises ModelError naming file and tensor, when one is missing, too many, or of another shape or kind."""
+        shapes = model.tensor_shapes()
+        # A tied head may be stored all the same; a value role has no use for the head of a language model.
+        ignored = {_HEAD} if model.tied or model.head == "value" else set()
+        extra = [n for n in self._files.keys() - shapes.keys() - ignored if not n.endswith("rotary_emb.inv_freq")]
+        if extra:
+            raise ModelError(
+                f"{self._listing}: tensor {min(extra)} is not part of the model that config.json describes"
+            )
+        for name, shape in shapes.items():
+            if name not in self._files:
+                raise ModelError(
+                    f"{self._listing}: tensor {name} is missing; config.json asks for one of shape {shape}"
+                )
+            view = self._view(name)
+            path, found = self._directory / self._files[name], tuple(view.get_shape())
+            if found != shape:
+                raise ModelError(f"{path}: tensor {name} has shape {found}, config.json says {shape}")
+            if view.get_dtype() not in _DTYPES:
+                raise ModelError(f"{path}: tensor {name} is {view.get_dtype()}; known: {', '.join(_DTYPES)}")
+
+    def read(self, name: str, dim: int | None, part: int, parts: int) -> torch.Tensor:
+        """Part ``part`` of ``parts`` along ``dim``: a view of the mapped file, in the file's dtype."""
+        view = self._view(name)
+        if dim is None or parts == 1:
+            whole: torch.Tensor = view[:]
+            return whole
+        step = view.get_shape()[dim] // parts
+        window = slice(part * step, (part + 1) * step)
+        piece: torch.Tensor = view[window] if dim == 0 else view[:, window]
+        return piece
+
+    def _read_index(self) -> dict[str, str]:
+        try:
+            files: dict[str, str] = json.loads(self._listing.read_text())["weight_map"]
+            names = set(files.values())
+            if strange := [name for name in names if Path(name).name != name or len(name.encode()) > _NAME_BYTES]:
+                raise ValueError(f"{strange[0][:80]!r} is no file of the folder")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ModelError(f"{self._listing}: no index of safetensors with a weight_map ({error!r})") from error
+        for file in sorted(names):
+            if not (self._directory / file).is_file():
+                owned = [tensor for tensor, owner in files.items() if owner == file]
+                problem = f"names {file} for {len(owned)} tensors, {min(owned)} among them, and it is not there"
+                raise ModelError(f"{self._listing}: {problem}")
+        return files
+
+    def _view(self, name: str) -> Any:
+        file = self._file(self._files[name])
+        try:
+            return file.get_slice(name)
+        except SafetensorError as error:
+            raise ModelError(f"{self._directory / self._files[name]}: tensor {name}: {error}") from error
+
+    def _file(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self._directory / file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{self._directory / file}: cannot be read: {error}") from error
+        return self._open[file]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMap:
+    """The mapping for one rank: which of ``tensor_ranks`` shards it holds."""
+
+    model: HfModel
+    tensor_rank: int
+    tensor_ranks: int
+
+    def parameters(self, module: torch.nn.Module) -> Iterator[tuple[str, ParameterMap, torch.nn.Parameter]]:
+        """The parameters of a GPTModel by name, in a fixed order, the same on all tensor and data ranks of a stage.
+
+        Adapters are left out: no HF tensor is made of one alone.
+        """
+        decoder: Any = module.decoder
+        for name, parameter in module.named_parameters():
+            if is_adapter(name):
+                continue
+            match = re.match(r"decoder\.layers\.(\d+)\.", name)
+            layer = decoder.layers[int(match[1])].layer_number - 1 if match else None
+            yield name, mapping_of(name, layer, self.model.tied), parameter
+
+    def load(self, module: torch.nn.Module, directory: Path) -> None:
+        """Fill the module from a HF directory. Raises ModelError when the directory is not this model."""
+        with HFReader(directory) as reader:
+            reader.check(self.model)
+            self.fill(module, reader)
+
+    @torch.no_grad()
+    def fill(self, module: torch.nn.Module, reader: HFReader) -> None:
+        """One parameter at a time: beside the module there is never more than one parameter in memory."""
+        for _, mapping, parameter in self.parameters(module):
+            if mapping.hf == (_SCORE,) and not self.model.has_score:
+                parameter.zero_()
+                continue
+            parts = [reader.read(name, mapping.dim, self.tensor_rank, self.tensor_ranks) for name in mapping.hf]
+            parameter.copy_(self._join(mapping, parts))
+
+    @torch.no_grad()
+    def export(
+        self,
+        module: torch.nn.Module,
+        *,
+        data_rank: int,
+        data_ranks: int,
+        group: dist.ProcessGroup,
+        skip_head: bool,
+        gradients: bool = False,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The HF tensors that this rank writes, whole, adapters merged in. Every rank of ``group`` (tensor) must run it
+        to its end.
+
+        ``skip_head``: the head of a tied model on a later stage is a copy of the first stage's embedding.
+        ``gradients``: of the parameters that are trained; none under adapters.
+        """
+        items = [item for item in self.parameters(module) if not gradients or item[2].requires_grad]
+        writers = assign_writers([parameter.numel() for _, _, parameter in items], data_ranks * self.tensor_ranks)
+        for (name, mapping, parameter), writer in zip(items, writers, strict=True):
+            if skip_head and mapping.hf == (_EMBEDDING,):
+                continue
+            owner, tensor_owner = divmod(writer, self.tensor_ranks)
+            if owner != data_rank:
+                continue
+            if gradients:
+                source = parameter.main_grad  # type: ignore[attr-defined]
+            else:
+                source = merged(module, name, parameter)
+            for tensor, part in zip(mapping.hf, self._split(mapping, source), strict=True):
+                whole = self._gather(part, mapping.dim, tensor_owner, group)
+                if whole is not None:
+                    yield tensor, whole
+
+    def _gather(self, part: torch.Tensor, dim: int | None, owner: int, group: dist.ProcessGroup) -> torch.Tensor | None:
+        if dim is None or self.tensor_ranks == 1:
+            return part if self.tensor_rank == owner else None
+        part = part.contiguous()
+        mine = self.tensor_rank == owner
+        parts = [torch.empty_like(part) for _ in range(self.tensor_ranks)] if mine else None
+        dist.gather(part, parts, group_dst=owner, group=group)
+        return None if parts is None else torch.cat(parts, dim)
+
+    def _join(self, mapping: ParameterMap, parts: list[torch.Tensor]) -> torch.Tensor:
+        """This rank's slices of the HF tensors -> its Megatron shard."""
+        if mapping.form == "plain":
+            return parts[0]
+        if mapping.form == "gate_up":
+            return torch.cat(parts)
+        groups = self.model.kv_heads // self.tensor_ranks
+        return torch.cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).reshape(-1, *parts[0].shape[1:])
+
+    def _split(self, mapping: ParameterMap, shard: torch.Tensor) -> list[torch.Tensor]:
+        """The inverse of ``_join``."""
+        if mapping.form == "plain":
+            return [shard]
+        if mapping.form == "gate_up":
+            return list(shard.chunk(2))
+        groups, rest = self.model.kv_heads // self.tensor_ranks, shard.shape[1:]
+        per_group = self.model.heads // self.model.kv_heads * self.model.head_dim
+        sizes = [per_group, self.model.head_dim, self.model.head_dim]
+        pieces = torch.split(shard.reshape(groups, sum(sizes), *rest), sizes, 1)
+        return [piece.reshape(-1, *rest) for piece in pieces]
+
+
+def assign_writers(sizes: list[int], writers: int) -> list[int]:
+    """Item -> writer: largest first to the one with the least so far. The same answer on every rank."""
+    loads = [0] * writers
+    owner = [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        writer = loads.index(min(loads))
+        owner[item] = writer
+        loads[writer] += sizes[item]
+    return owner

@@ -1,0 +1,159 @@
+"""Low-rank adapters (Hu et al., 2021) on the linear layers of Megatron's transformer layers.
+
+    y = W x + (alpha / rank) B A x        W frozen, A [rank, in], B [out, rank] trained; B = 0 at first
+
+An adapter belongs to one of Megatron's *fused* matrices: q, k and v of a layer share one A, and so do gate and up. Over
+tensor ranks it is split like the matrix, and what is communicated has ``rank`` columns, never ``in`` or ``out``:
+
+    linear_qkv, linear_fc1     A whole on every rank, B split by rows     the gradient of A x is summed over the ranks
+    linear_proj, linear_fc2    A split by columns, B whole                A x is summed over the ranks
+
+So every gradient comes out complete, except, under sequence parallelism, that of the matrix that is whole on every
+rank: each saw its part of the tokens only. It is marked for Megatron to sum up, as the norms' weights are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.functional import linear
+
+from realsys.config.schema_train import LoraConfig
+from realsys.train.megatron.megatron_core import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from realsys.train.megatron.mesh import MeshGroups
+
+#: what ``LoraConfig.targets`` calls them -> the module of a layer, and whether tensor ranks split its input
+_TARGETS = {
+    "qkv": ("self_attention.linear_qkv", False),
+    "proj": ("self_attention.linear_proj", True),
+    "gate_up": ("mlp.linear_fc1", False),
+    "down": ("mlp.linear_fc2", True),
+}
+_CHILD = "adapter"
+
+
+class Adapter(torch.nn.Module):
+    """The adapter of one linear layer on one tensor rank: ``a`` [rank, in], ``b`` [out, rank], or this rank's slices.
+
+    ``whole_a``: A over all tensor ranks. ``weight``: the frozen weight on this rank, for shape, dtype and device.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        whole_a: torch.Tensor,
+        scale: float,
+        group: dist.ProcessGroup,
+        *,
+        split_input: bool,
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__()
+        self.scale = scale
+        self._group, self._split_input, self._sequence_parallel = group, split_input, sequence_parallel
+        a = whole_a.chunk(group.size(), 1)[group.rank()] if split_input else whole_a
+        # A copy: a slice would keep the whole alive.
+        self.a = torch.nn.Parameter(a.to(weight.device, weight.dtype, copy=True).contiguous())
+        self.b = torch.nn.Parameter(weight.new_zeros(weight.shape[0], whole_a.shape[0]))
+        split, whole = (self.a, self.b) if split_input else (self.b, self.a)
+        set_tensor_model_parallel_attributes(split, True, 1 if split_input else 0, 1)
+        set_tensor_model_parallel_attributes(whole, False, -1, 1)
+        whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, the input of the linear layer -> what is to be added to its output."""
+        low = linear(x, self.a) * self.scale
+        if self._group.size() > 1:
+            low = self._exchange(low)
+        return linear(low, self.b)
+
+    def delta(self) -> torch.Tensor:
+        """What the adapter adds to the weight on this rank, fp32 in the weight's shape."""
+        return (self.b.float() @ self.a.float()) * self.scale
+
+    def _exchange(self, low: torch.Tensor) -> torch.Tensor:
+        """The step over the tensor ranks, of activations [t, 1, rank] (under sequence parallelism also [t / tp])."""
+        exchanged: torch.Tensor
+        if self._split_input:
+            if self._sequence_parallel:
+                exchanged = reduce_scatter_to_sequence_parallel_region(low, group=self._group)
+            else:
+                exchanged = reduce_from_tensor_model_parallel_region(low, group=self._group)
+        elif self._sequence_parallel:
+            exchanged = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self._group)
+        else:
+            exchanged = copy_to_tensor_model_parallel_region(low, group=self._group)
+        return exchanged
+
+
+def attach(module: torch.nn.Module, lora: LoraConfig, groups: MeshGroups, seed: int) -> None:
+    """Freeze a GPTModel and put adapters on the layers that ``lora.targets`` names; its outputs do not change.
+
+    To be called when the weights are there and gradient buffers are not, so that frozen weights get none. ``seed``
+    draws every A, the same on any layout.
+    """
+    module.requires_grad_(False)
+    decoder: Any = module.decoder
+    config = decoder.config
+    for layer in decoder.layers:
+        for number, (target, (path, split_input)) in enumerate(_TARGETS.items()):
+            if target not in lora.targets:
+                continue
+            owner = layer.get_submodule(path)
+            columns = owner.weight.shape[1] * (groups.tensor.size() if split_input else 1)
+            adapter = Adapter(
+                owner.weight,
+                _draw(lora.rank, columns, (seed, layer.layer_number, number)),
+                lora.alpha / lora.rank,
+                groups.tensor,
+                split_input=split_input,
+                sequence_parallel=config.sequence_parallel,
+            )
+            owner.add_module(_CHILD, adapter)
+            owner.register_forward_hook(_add)
+    if groups.first_stage and config.recompute_granularity is not None:
+        # Recomputation drops the gradients of a layer whose input has none, as that of a frozen embedding.
+        module.get_submodule("embedding").register_forward_hook(_require_grad)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of the module, by its name, is one of an adapter."""
+    return f".{_CHILD}." in name
+
+
+def merged(module: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter ``name`` of ``module`` with its adapter added, if it has one; in its own dtype."""
+    owner, _, kind = name.rpartition(".")
+    adapter = dict(module.get_submodule(owner).named_children()).get(_CHILD) if kind == "weight" else None
+    if not isinstance(adapter, Adapter):
+        return parameter.detach()
+    return (parameter.float() + adapter.delta()).to(parameter.dtype).detach()
+
+
+def _draw(rank: int, columns: int, key: tuple[int, ...]) -> torch.Tensor:
+    """A whole A, fp32 on the host: uniform with variance 1 / (3 in), as in the reference implementation."""
+    generator = torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+    bound = 1.0 / math.sqrt(columns)
+    return torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
+
+
+def _add(
+    owner: torch.nn.Module, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, torch.Tensor | None]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Forward hook of a Megatron linear layer, which returns (product, bias not added yet)."""
+    product, bias = output
+    return product + owner.get_submodule(_CHILD)(inputs[0]), bias
+
+
+def _require_grad(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_()

@@ -1,0 +1,80 @@
+"""Megatron's optimizer over one role's gradients: fp32 master weights, global norm, clipping, skipped steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from realsys.config.schema_train import OptimizerConfig
+from realsys.errors import ModelError
+from realsys.train.megatron.megatron_core import (
+    MegatronOptimizerConfig,
+    clip_grad_by_total_norm_fp32,
+    get_megatron_optimizer,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """``applied`` is False when the step was skipped because loss or gradient was not finite."""
+
+    grad_norm: float
+    applied: bool
+
+
+def make_optimizer(model: Any, settings: OptimizerConfig, dtype: torch.dtype) -> Any:
+    """A MegatronOptimizer over the trainable parameters of ``model`` (DistributedDataParallel), with fresh state."""
+    distributed: bool = model.ddp_config.use_distributed_optimizer
+    if distributed and (settings.name != "adam" or not settings.decoupled_weight_decay):
+        raise ModelError(
+            "train.distributed_optimizer works with AdamW alone; set name=adam and decoupled_weight_decay=true"
+        )
+    config = MegatronOptimizerConfig(
+        optimizer=settings.name,
+        lr=settings.lr,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        sgd_momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        decoupled_weight_decay=settings.decoupled_weight_decay,
+        clip_grad=settings.clip_grad,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+    )
+    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        # Norms and biases have a multiplier of 0, which only Megatron's own scheduler would apply.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    return optimizer
+
+
+def take_step(optimizer: Any, lr: float, clip_grad: float, *, skip: bool) -> StepOutcome:
+    """One step with the reduced gradients; not taken when ``skip`` or when their global norm is not finite."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if skip or not math.isfinite(norm):
+        return StepOutcome(norm, applied=False)
+    if 0 < clip_grad < norm:
+        for part in optimizer.chained_optimizers:
+            parameters = part.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, clip_grad, norm, False)
+    optimizer.step_with_ready_grads()
+    return StepOutcome(norm, applied=True)
+
+
+def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Momenta and what the optimizer steps: master weights, or the parameters themselves where they are fp32."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for part in optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
