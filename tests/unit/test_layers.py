@@ -76,7 +76,7 @@ print(json.dumps(found))
 def modules() -> list[str]:
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
     names = (".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files)
-    return sorted(name.removesuffix(".__init__") for name in names)
+    return sorted(f"realsys.{name}".replace("realsys.realsys", "realsys").removesuffix(".__init__") for name in names)
 
 
 def may_import_torch(name: str) -> bool:
