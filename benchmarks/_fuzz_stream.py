@@ -234,12 +234,12 @@ def _name(value: Any, tickets: list[str], state: ManagerState, rng: Any) -> None
     if "eval_id" in value:
         value |= {"eval_id": f"e{rng.randrange(50)}", "split": "eval", "n": rng.randrange(1, 8)}
     if "step" in value and "incarnation" in value and "trained" not in value:
-        newest = state.training or f"{1:019d}"
+        newest = state.trainer_incarnation or f"{1:019d}"
         later = f"{int(newest) + rng.choice((-1, 1, 1)):019d}" if newest.isdigit() else newest
         value["incarnation"] = rng.choice((newest, later, later))
         value |= {"version": -1, "step": -1} if rng.random() < 0.5 else {"version": 0, "step": 0}
     elif "incarnation" in value and "worker" not in value and rng.random() < 0.7:
-        value["incarnation"] = state.training
+        value["incarnation"] = state.trainer_incarnation
     if value.get("tickets"):
         value["tickets"] = [rng.choice(tickets)]
     if value.get("trained"):

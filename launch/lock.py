@@ -54,9 +54,9 @@ class TrialLock:
     """Holds ``path`` until it is closed. ``fd`` is for children to inherit."""
 
     def __init__(
-        self, path: Path, trial: str, *, patience_s: float, say: Callable[[str], None] = lambda text: None
+        self, path: Path, trial: str, *, retry_timeout_s: float, say: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Raises ConfigError naming the holder; workers that a dead launcher left have ``patience_s`` to end.
+        """Raises ConfigError naming the holder; workers that a dead launcher left have ``retry_timeout_s`` to end.
 
         ``say`` gets a line when they are waited for.
         """
@@ -66,7 +66,7 @@ class TrialLock:
         except OSError as exc:
             raise self._unusable("opened for writing", exc) from None
         try:
-            self._take(patience_s, say)
+            self._take(retry_timeout_s, say)
         except OSError as exc:
             os.close(self.fd)
             raise self._unusable("locked", exc) from None
@@ -74,8 +74,8 @@ class TrialLock:
             os.close(self.fd)
             raise
 
-    def _take(self, patience_s: float, say: Callable[[str], None]) -> None:
-        deadline, looks = time.monotonic() + patience_s, 0
+    def _take(self, retry_timeout_s: float, say: Callable[[str], None]) -> None:
+        deadline, looks = time.monotonic() + retry_timeout_s, 0
         while not self._taken():
             if (pid := _live_holder(self._path)) is not None:
                 raise held_by(pid, self._trial)
@@ -84,7 +84,7 @@ class TrialLock:
                 raise ConfigError("trial", self._trial, problem)
             looks += 1
             if looks == 2:  # the first may have met one that only looked whether the lock is free
-                say(f"waiting up to {patience_s:g} s for {_holders(self._path)}")
+                say(f"waiting up to {retry_timeout_s:g} s for {_holders(self._path)}")
             threading.Event().wait(_LOOK_AGAIN_S)  # a lock of the kernel sends no event to wait for with a bound
         self._still_there()
 

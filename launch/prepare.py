@@ -175,7 +175,7 @@ def prepare(config: Config, say: Callable[[str], None]) -> Ready:
         except OSError as exc:
             raise ConfigError("fileroot", config.fileroot, f"cannot make {paths.root}: {exc.strerror}") from None
     try:
-        lock = TrialLock(paths.lock, config.trial, patience_s=config.cluster.stop_timeout_s + _KILLED_WITHIN_S, say=say)
+        lock = TrialLock(paths.lock, config.trial, retry_timeout_s=config.cluster.stop_timeout_s + _KILLED_WITHIN_S, say=say)
     except ConfigError:
         if found is None:
             with contextlib.suppress(OSError):  # it may be another's by now

@@ -40,7 +40,7 @@ class Ticket(msgspec.Struct, frozen=True):
     n: int = 1  # episodes to play
     seed: int = 0  # base seed of the group's sampling
     version: int = 0  # version published when granted
-    training: str = ""  # incarnation of the training side it was granted under
+    trainer_incarnation: str = ""  # incarnation of the training side it was granted under
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ class SampleMeta(msgspec.Struct, omit_defaults=True):
     version_max: int
     owner: int  # index of the ModelWorker that holds the tensors
     arrived: float = 0.0  # unix seconds
-    training: str = ""  # as the ticket says
+    trainer_incarnation: str = ""  # as the ticket says
     episode: int = 0  # number of the episode in its group
     row: int = 0  # number of the row in its episode
     group_rows: int = 1  # rows of the whole group: with all of them it is complete
@@ -259,7 +259,7 @@ class InitializeRequest(msgspec.Struct):
     role: str
     model_path: str
     trainable: bool = True
-    training: str = ""
+    trainer_incarnation: str = ""
 
 
 class SaveCheckpointRequest(msgspec.Struct):

@@ -175,7 +175,7 @@ class World(Workers):
     def _put_version(self) -> None:
         self.published = PublishedVersion(self.version, self._incarnation(), "", self.version)
         assert self.manager.publish(self.published)
-        for version, training in ((self.version, self.training), (self.version - 1, self.training), (99, 0)):
+        for version, training in ((self.version, self.trainer_incarnation), (self.version - 1, self.trainer_incarnation), (99, 0)):
             older = PublishedVersion(version, f"{training:04d}", "", version)
             assert not self.manager.publish(older), f"after {self.published} comes {older}"
 
@@ -330,7 +330,7 @@ class World(Workers):
 
     def _master_starts(self) -> None:
         """From its checkpoint: what is not in there must be rolled out again, whatever became of it."""
-        self.training += 1
+        self.trainer_incarnation += 1
         self.version = max(self.checkpoint, 0)
         self.weights = self.weights[: self.version]
         request = RollBackRequest(self.checkpoint, self.checkpoint, self._incarnation())

@@ -57,7 +57,7 @@ class Workers(WorldState):
             assert (len(self.journal), LEDGER_KEY.of(self.manager.ledger)) == before, "a repetition changed the ledger"
 
     def _deliver(self, group: SampleMeta) -> None:
-        if group.training != self._incarnation() or self.phase in ("down", "rolled back"):
+        if group.trainer_incarnation != self._incarnation() or self.phase in ("down", "rolled back"):
             return  # the DP heads and the master refuse it, or are not there
         added = self.buffer.add([group])
         self.drops += [(ticket_id, group.attempt, reason) for ticket_id, reason in added.dropped]

@@ -100,7 +100,7 @@ _STATISTICS = {
     "Ledger": {"_order", "_max_attempts", "_reissue", "_records", "_first_cursor", "reissued", "_lag", "opened"},
     "LedgerCounts": {"attempts", "starts", "reissued_by_cause"},
     "OpenTicket": {"news_at"},
-    "ServerRegistry": {"_bound", "_pace", "updates", "revision", "training"},
+    "ServerRegistry": {"_bound", "_pace", "updates", "revision", "trainer_incarnation"},
     "RolledBack": {"time", "checkpoint", "step"},
     "PublishedVersion": {"locator", "step", "transport"},
     "Ticket": {"ticket_id", "attempt", "prompt_index", "kind", "split", "n", "seed", "version"},
@@ -143,7 +143,7 @@ class WorldState:
     # the master
     phase: Literal["down", "rolled back", "idle", "asking", "training", "published", "done", "stuck"] = "down"
     version: int = 0  # in its weights
-    training: int = 0  # its incarnation
+    trainer_incarnation: int = 0
     checkpoint: int = -1  # version of the newest
     published: PublishedVersion | None = None  # in the name store
     batch: list[SampleMeta] = field(default_factory=list)
@@ -269,7 +269,7 @@ class WorldState:
         return self.manager.workers[worker].incarnation != str(self.births[worker])
 
     def _incarnation(self) -> str:
-        return f"{self.training:04d}"
+        return f"{self.trainer_incarnation:04d}"
 
     def _held(self) -> list[tuple[str, int]]:
         return [*self.buffer.held().items(), *((ticket_id, attempt) for ticket_id, attempt, _ in self.drops)]
@@ -296,7 +296,7 @@ class WorldState:
             attempt.oldest,
             attempt.oldest,
             0,
-            training=ticket.training,
+            trainer_incarnation=ticket.trainer_incarnation,
         )
 
     def _request(self, **fields: Any) -> TrainedRequest:
@@ -311,7 +311,7 @@ class WorldState:
         self.manager.restore_from(self._events())
         self.manager.open(0.0)
         if self.published is not None:
-            current = self.published.incarnation == self.manager.training
+            current = self.published.incarnation == self.manager.trainer_incarnation
             assert self.manager.publish(self.published) == current, "weights of a training side that is gone"
         self._observe_server()
         lost = self._observe_workers()

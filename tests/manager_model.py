@@ -77,7 +77,7 @@ class ManagerModel(RuleBasedStateMachine):
         return f"{self.trainings:019d}"
 
     def published(self, version: int) -> PublishedVersion:
-        return PublishedVersion(version, self.training, f"/v{version}.{self.training}", version)
+        return PublishedVersion(version, self.trainer_incarnation, f"/v{version}.{self.trainer_incarnation}", version)
 
     def counted(self) -> int:
         return sum(known.state in ("running", "finished", "claimed", "trained") for known in self.model.values())
@@ -113,7 +113,7 @@ class ManagerModel(RuleBasedStateMachine):
         lost = self.model.keys() - kept
         evals = self.state.evaluations.all().items()
         kept = {i for i, e in evals if len(e.done) == e.started.total and e.started.version <= version}
-        request = RollBackRequest(version, version, self.training)
+        request = RollBackRequest(version, version, self.trainer_incarnation)
         for _ in range(1 + repeat):
             reply = self.state.roll_back(request, self.now)
             assert isinstance(reply, RollBackReply) and reply.reissued == len(lost)

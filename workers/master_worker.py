@@ -100,7 +100,7 @@ class Master:
         )
         self._evaluations = Evaluations(
             manager,
-            training=ctx.incarnation,
+            trainer_incarnation=ctx.incarnation,
             seed=config.seed,
             timeout_s=config.cluster.request_timeout_s,
             mend=self._publisher.mend,
@@ -242,7 +242,7 @@ class Master:
 
         intake = Intake(
             config,
-            training=self._ctx.incarnation,
+            trainer_incarnation=self._ctx.incarnation,
             keep=keep,
             workers=self._workers,
             manager=self._manager,

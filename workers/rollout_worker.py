@@ -34,9 +34,9 @@ async def serve(ctx: WorkerContext) -> None:
     manager = ManagerClient(
         lambda: ctx.store.wait(names.gserver_manager, cluster.connect_timeout_s, "the address of the gserver_manager"),
         ctx.token,
-        patience_s=cluster.connect_timeout_s,
+        retry_timeout_s=cluster.connect_timeout_s,
         # A server that is started again, and then given its weights.
-        no_server_patience_s=backend_rules(config).start_timeout_s() + config.manager.update_timeout_s,
+        no_server_retry_timeout_s=backend_rules(config).start_timeout_s() + config.manager.update_timeout_s,
         check_alive=ctx.check_alive,
     )
     heads = parse_allocation(config.allocation).actor.data

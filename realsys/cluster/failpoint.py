@@ -3,7 +3,7 @@
     REALSYS_FAILPOINTS        a JSON list of ``Fault``s; every process of the run inherits it
     REALSYS_FAILPOINT_FOLDER  where markers, gates and pids are kept, outside the trial
 
-    reach("rollout.push")     the site: does nothing, does the fault, or returns what the site itself is to do
+    failpoint("rollout.push")     the site: does nothing, does the fault, or returns what the site itself is to do
 
 A fault fires once per run, however often its process is restarted: whoever creates its marker file first has it. Its
 ``gate`` is a file that the test creates when the moment has come, so that nothing depends on how fast a process is.
@@ -29,7 +29,7 @@ from realsys.errors import ConfigError, WaitTimeout
 
 FAULTS, FOLDER = "REALSYS_FAILPOINTS", "REALSYS_FAILPOINT_FOLDER"
 
-#: every point, and when it is reached; ``reach`` knows no other
+#: every point, and when it is reached; ``failpoint`` knows no other
 POINTS = {
     "worker.start": "any worker: before its heartbeat",
     "rollout.running": "RolloutWorker: a ticket is about to be generated, others are",
@@ -112,7 +112,7 @@ class _Plan:
         self._lock = threading.Lock()
         self._hoard: list[bytearray] = []
 
-    def reach(self, point: str, path: Path | None, at: int) -> str:
+    def failpoint(self, point: str, path: Path | None, at: int) -> str:
         assert point in POINTS, f"no such failpoint: {point!r}"
         for fault in self._faults:
             if fault.point == point and at >= fault.at and self._is_due(fault):
@@ -191,14 +191,14 @@ def arm(worker: str) -> None:
     note_pid(folder, worker, os.getpid())
 
 
-def reach(point: str, path: Path | None = None, at: int = 0) -> str:
+def failpoint(point: str, path: Path | None = None, at: int = 0) -> str:
     """This process is at ``point``. Returns "drop", "duplicate" or "garbage" if the site is to do that, else "".
 
     Raises what a fault says: OSError, MemoryError. ``at``: of a step or version, for faults of one.
     """
     if _Process.plan is None:
         return ""
-    return _Process.plan.reach(point, path, at)
+    return _Process.plan.hit(point, path, at)
 
 
 def parse(text: str) -> list[Fault]:

@@ -181,7 +181,7 @@ def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSign
     from realsys.config.dump import read_config
 
     failpoint.arm(f"{kind}/{index}")
-    failpoint.reach("worker.start")
+    failpoint.failpoint("worker.start")
     config = read_config(paths.config)
     signals.orphan_grace_s = config.cluster.stop_timeout_s
     names = trial_names(config)

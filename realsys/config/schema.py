@@ -203,13 +203,13 @@ class AgreementConfig(Section):
 class ManagerConfig(Section):
     port: NonNegative = Field(0, description="0: any free port")
     routing: Literal["round_robin", "least_requests", "least_tokens", "sticky", "prefix"] = "sticky"
-    rollout_mode: Literal["all_at_once", "rolling"] = Field(
+    weight_update_mode: Literal["all_at_once", "rolling"] = Field(
         "all_at_once", description="new weights go to every server at once, or to some at a time"
     )
     rolling_fraction: OpenProbability = Field(
         0.5, description="of the serving servers, at least one: how many update at a time in the rolling mode"
     )
-    rolling_patience_s: PositiveFloat = Field(
+    rolling_retry_timeout_s: PositiveFloat = Field(
         30.0, description="a server that updates for longer no longer holds the others up"
     )
     update_timeout_s: PositiveFloat = 600.0

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.http.http_client import open_session, read_reply
 from realsys.errors import MALFORMED, GenerationError
@@ -151,7 +151,7 @@ class GenerationClient:
         total = self._timeout_s if timeout_s is None else timeout_s
         timeout = aiohttp.ClientTimeout(total=total, sock_connect=self._connect_timeout_s)
         data = None if body is None else msgspec.json.encode(body)
-        fault = reach("server.call")
+        fault = failpoint("server.call")
         self._check_alive()
         if fault == "garbage":
             data = b"{\xff"
@@ -161,7 +161,7 @@ class GenerationClient:
             for _ in range(1 + (fault == "duplicate")):
                 async with self._session.request(method, url + path, data=data, timeout=timeout) as response:
                     status, payload = response.status, await read_reply(response)
-            match reach("server.reply"):
+            match failpoint("server.reply"):
                 case "drop":
                     raise ConnectionResetError("the reply was lost")
                 case "garbage":

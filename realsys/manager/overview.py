@@ -164,7 +164,7 @@ def ledger(state: ManagerState) -> dict[str, Any]:
         "reissued_by_cause": dict(counts.reissued_by_cause),
         "epoch": state.ledger.epoch,
         "starts": counts.starts,
-        "training": state.training,
+        "trainer_incarnation": state.trainer_incarnation,
     }
 
 

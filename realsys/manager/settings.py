@@ -29,7 +29,7 @@ class ManagerSettings:
     @classmethod
     def of(cls, config: Config, split_sizes: dict[str, int]) -> ManagerSettings:
         manager = config.manager
-        rolling = manager.rollout_mode == "rolling"
+        rolling = manager.weight_update_mode == "rolling"
         return cls(
             batch_groups=config.train.batch_groups,
             eta=config.asynchronous.max_head_offpolicyness,
@@ -43,5 +43,5 @@ class ManagerSettings:
             lease_s=manager.rollout_lease_s,
             routing=manager.routing,
             interruptible=config.asynchronous.interruptible,
-            pace=Pace(manager.rolling_fraction, manager.rolling_patience_s) if rolling else Pace(),
+            pace=Pace(manager.rolling_fraction, manager.rolling_retry_timeout_s) if rolling else Pace(),
         )

@@ -99,8 +99,8 @@ class ManagerState:
                 self.ledger.apply(event)
             if isinstance(event, EvalStarted | EvalAnswered | RolledBack | Snapshot):
                 self.evaluations.apply(event)
-        if self.training:
-            self.servers.roll_back(self.training)
+        if self.trainer_incarnation:
+            self.servers.roll_back(self.trainer_incarnation)
         for ticket in sorted(self.ledger.running(), key=lambda ticket: ticket.news_at):
             self._unseen.append((ticket.ticket_id, ticket.attempt))
             self._repeats.remember(ticket.worker, ticket.request, self._ticket(ticket))
@@ -180,7 +180,7 @@ class ManagerState:
             n=self.settings.group_size,
             seed=sampling_seed(self.settings.seed, number, granted.attempt),
             version=granted.version,
-            training=self.training,
+            trainer_incarnation=self.trainer_incarnation,
         )
 
     # -- routing -----------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class ManagerState:
 
         Nothing is granted until it has published. Raises ValueError for a version that cannot be gone back to.
         """
-        if request.incarnation < self.training:
+        if request.incarnation < self.trainer_incarnation:
             return self._older(request.incarnation)
         known = self.ledger.rolled_back
         if known is not None and request.incarnation == known.incarnation:
@@ -318,15 +318,15 @@ class ManagerState:
 
     def _replaced(self, incarnation: str) -> OlderTraining | None:
         """None if the training side that speaks is the current one. Raises ValueError if it has not rolled back."""
-        if incarnation < self.training:
+        if incarnation < self.trainer_incarnation:
             return self._older(incarnation)
-        if self.training and incarnation > self.training:
-            raise ValueError(f"training side {incarnation} has not called /roll_back; {self.training} has")
+        if self.trainer_incarnation and incarnation > self.trainer_incarnation:
+            raise ValueError(f"training side {incarnation} has not called /roll_back; {self.trainer_incarnation} has")
         return None
 
     def _older(self, incarnation: str) -> OlderTraining:
         name = f"training side {incarnation or 'without incarnation'}"
-        return OlderTraining(f"{name} must end: {self.training} has started since")
+        return OlderTraining(f"{name} must end: {self.trainer_incarnation} has started since")
 
     def evaluate(self, request: EvaluateRequest, now: float) -> Evaluation | OlderTraining:
         """Start an evaluation, or find the one with this id. Raises ValueError for an unknown split, and for a training

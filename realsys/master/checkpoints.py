@@ -25,7 +25,7 @@ import msgspec
 import xxhash
 
 from realsys.cluster.disk import on_disk
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.topology import Mesh
 from realsys.config.paths import TrialPaths
@@ -249,7 +249,7 @@ def commit(tmp: Path, state: CheckpointState, stems: Sequence[str], check_alive:
         found[path.name] = FileInfo(len(raw), xxhash.xxh3_64_hexdigest(raw))
     final = tmp.with_name(files.directory_name(state.step))
     try:
-        reach("checkpoint.commit")
+        failpoint("checkpoint.commit")
         check_alive()
         write_durably(tmp / files.STATE, files.encode_state(msgspec.structs.replace(state, files=found)))
         fsync_directory(tmp)
@@ -258,7 +258,7 @@ def commit(tmp: Path, state: CheckpointState, stems: Sequence[str], check_alive:
         fsync_directory(final.parent)
     except OSError as error:
         raise CheckpointError(f"{tmp}: {files.STATE} cannot be written: {error.strerror}") from error
-    reach("checkpoint.complete", final)
+    failpoint("checkpoint.complete", final)
     return final
 
 

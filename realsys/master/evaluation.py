@@ -30,18 +30,18 @@ class _Running:
 class Evaluations:
     """Asks the manager for evaluations and waits for them, in the foreground or beside training.
 
-    ``training``: incarnation of this training side; one that was replaced gets Fenced for asking.
+    ``trainer_incarnation``: incarnation of this training side; one that was replaced gets Fenced for asking.
     """
 
-    def __init__(self, manager: ManagerClient, *, training: str, seed: int, timeout_s: float, mend: Mend) -> None:
+    def __init__(self, manager: ManagerClient, *, trainer_incarnation: str, seed: int, timeout_s: float, mend: Mend) -> None:
         """``mend``: called with the manager's status now and then while one is waited for."""
-        self._manager, self._training, self._seed, self._timeout_s = manager, training, seed, timeout_s
+        self._manager, self._trainer_incarnation, self._seed, self._timeout_s = manager, trainer_incarnation, seed, timeout_s
         self._mend, self._looked = mend, time.monotonic()
         self._running: dict[str, _Running] = {}  # by eval_id
 
     async def start(self, eval_id: str, problems: int, step: int, asked_at: int | None = None) -> None:
         """``asked_at``: the step done, where the evaluation was due at an earlier ``step`` and is asked for again."""
-        await self._manager.evaluate(EvaluateRequest(eval_id, "eval", problems, self._seed, self._training))
+        await self._manager.evaluate(EvaluateRequest(eval_id, "eval", problems, self._seed, self._trainer_incarnation))
         self._running[eval_id] = _Running(step, step if asked_at is None else asked_at, time.monotonic())
 
     async def run(self, eval_id: str, problems: int, step: int) -> dict[str, Any]:

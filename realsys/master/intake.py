@@ -69,7 +69,7 @@ class Intake:
         self,
         config: Config,
         *,
-        training: str,
+        trainer_incarnation: str,
         keep: Keep,
         workers: ModelWorkers,
         manager: ManagerClient,
@@ -77,7 +77,7 @@ class Intake:
     ) -> None:
         """``mend``: called with the manager's status while no group arrives."""
         self._mend = mend
-        self._config, self.training, self._workers, self._manager = config, training, workers, manager
+        self._config, self.trainer_incarnation, self._workers, self._manager = config, trainer_incarnation, workers, manager
         self._buffer = SequenceBuffer(keep)
         self._version = 0
         self._filtered = self._refused = 0  # groups, and samples, since the last batch
@@ -103,12 +103,12 @@ class Intake:
 
     def _own(self, samples: Sequence[SampleMeta]) -> list[SampleMeta]:
         """Those granted under this training side; the DP heads let no others in."""
-        own = [sample for sample in samples if sample.training == self.training]
-        if others := [sample for sample in samples if sample.training != self.training]:
+        own = [sample for sample in samples if sample.trainer_incarnation == self.trainer_incarnation]
+        if others := [sample for sample in samples if sample.trainer_incarnation != self.trainer_incarnation]:
             self._refused += len(others)
             self._unwanted.extend(others)
             first = others[0]
-            log.warning("refused %d samples of training side %r, of %s", len(others), first.training, first.ticket_id)
+            log.warning("refused %d samples of training side %r, of %s", len(others), first.trainer_incarnation, first.ticket_id)
         return own
 
     def held(self) -> list[tuple[str, int]]:
@@ -157,7 +157,7 @@ class Intake:
         count as failed, though one of them arrived.
         """
         tickets = sorted(group[0].ticket_id for group in batch.groups)
-        gone = (await self._manager.claim(ClaimRequest(self._version + 1, tickets, self.training))).gone
+        gone = (await self._manager.claim(ClaimRequest(self._version + 1, tickets, self.trainer_incarnation))).gone
         if gone:
             log.warning("%d groups arrived after their tickets had been given up: %s", len(gone), ", ".join(gone[:20]))
             await self._free(self._buffer.release(gone))
@@ -199,14 +199,14 @@ class Intake:
         return f"admission {status.get('admission')}, ledger {status.get('ledger')}"
 
     async def _tell_held(self) -> None:
-        request = TrainedRequest(self._version, self._version, incarnation=self.training, held=self.held())
+        request = TrainedRequest(self._version, self._version, incarnation=self.trainer_incarnation, held=self.held())
         if lost := (await self._manager.trained(request)).lost:
             log.warning("%d groups never arrived and are rolled out again: %s", len(lost), ", ".join(lost[:20]))
 
     async def _drop(self, dropped: list[tuple[str, str]]) -> None:
         """Tell the manager of groups that will not be trained."""
         if dropped:
-            request = TrainedRequest(self._version, self._version, dropped=dropped, incarnation=self.training)
+            request = TrainedRequest(self._version, self._version, dropped=dropped, incarnation=self.trainer_incarnation)
             await self._manager.trained(request)
             for ticket_id, _ in dropped:
                 self._leaving.pop(ticket_id, None)

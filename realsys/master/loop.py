@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from realsys.cluster.aio import run_beside, unless
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.config.schema import Config
 from realsys.manager.messages import TrainedRequest
 from realsys.master.calls.call_arguments import CallArguments
@@ -118,14 +118,14 @@ class TrainLoop:
         if taken is None:
             return False
         seconds = {"wait": watch.lap()}
-        reach("master.batch", at=step)
+        failpoint("master.batch", at=step)
         args = self._arguments.of_step(step)
         results = await self._runner.run(step, taken.groups, args)
         self._arguments.observe(results, len(episodes_of(taken.samples)))
         seconds |= call_seconds(results, [call.name for call in self._runner.flow.calls if call.trains])
         times = await self._publisher.publish(step, step)
         watch.lap()
-        reach("master.trained", at=step)
+        failpoint("master.trained", at=step)
         statistics = await self._tell_manager(step, taken)
         seconds |= {"save": times["save"], "publish": times["publish"] + watch.lap()}
         await self._keep(step)
@@ -158,7 +158,7 @@ class TrainLoop:
                 trained=taken.tickets,
                 oldest=taken.oldest,
                 staleness=statistics["staleness"]["histogram"],
-                incarnation=self._intake.training,
+                incarnation=self._intake.trainer_incarnation,
                 held=self._intake.held(),
             )
         )

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from realsys.cluster.disk import on_disk
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.store.name_store import NameStore
 from realsys.config.allocation import ACTOR
@@ -34,12 +34,12 @@ RETRY_S = 0.5  # between two tries to reach the name store
 SaveEverywhere = Callable[[SaveWeightsRequest], Awaitable[list[SaveWeightsReply]]]
 
 
-async def tell(store: NameStore, key: str, value: str, patience_s: float, check_alive: CheckAlive = unleased) -> None:
-    """Set ``key``; while the name store is away, try again for ``patience_s``: no longer than this process outlives it.
+async def tell(store: NameStore, key: str, value: str, retry_timeout_s: float, check_alive: CheckAlive = unleased) -> None:
+    """Set ``key``; while the name store is away, try again for ``retry_timeout_s``: no longer than this process outlives it.
 
     Raises NameStoreError, and what ``check_alive`` raises.
     """
-    deadline, away = time.monotonic() + patience_s, False
+    deadline, away = time.monotonic() + retry_timeout_s, False
     while True:
         check_alive()
         try:
@@ -48,7 +48,7 @@ async def tell(store: NameStore, key: str, value: str, patience_s: float, check_
             if time.monotonic() > deadline:
                 raise
             if not away:
-                log.warning("%s; trying again for %g s", error, patience_s)
+                log.warning("%s; trying again for %g s", error, retry_timeout_s)
             away = True
         await asyncio.sleep(RETRY_S)  # nothing tells when it is back
 
@@ -57,18 +57,18 @@ async def tell(store: NameStore, key: str, value: str, patience_s: float, check_
 class VersionKey:
     """The name-store key that says which version is the newest.
 
-    ``patience_s``: how long the name store may be away. ``check_alive``: called before each visible
+    ``retry_timeout_s``: how long the name store may be away. ``check_alive``: called before each visible
     act.
     """
 
     store: NameStore
     key: str
-    patience_s: float = 0.0
+    retry_timeout_s: float = 0.0
     check_alive: CheckAlive = unleased
 
     async def set(self, published: PublishedVersion) -> None:
         value = msgspec.json.encode(published).decode()
-        await tell(self.store, self.key, value, self.patience_s, self.check_alive)
+        await tell(self.store, self.key, value, self.retry_timeout_s, self.check_alive)
 
 
 class Publisher:
@@ -107,7 +107,7 @@ class Publisher:
         base = await self._on_disk(version, self._base)
         committed, saved = await self._write(version, step, base)
         locator = committed.locator
-        reach("weights.publish", Path(locator))
+        failpoint("weights.publish", Path(locator))
         if problem := await self._on_disk(version, lambda: _problem(lambda: self._weights.check(locator))):
             log.error("%s was damaged as it was written: %s; it is written again", locator, problem)
             committed, saved = await self._write(version, step, "", replace=locator)
@@ -137,7 +137,7 @@ class Publisher:
         replies = await self._save(SaveWeightsRequest(ACTOR, version, plan))
         saved = time.perf_counter()
         reports = [reply.report for reply in replies]
-        reach("weights.manifest")
+        failpoint("weights.manifest")
         self._version_key.check_alive()
         committed = await self._on_disk(
             version, lambda: self._weights.commit(version, step, plan, reports, replace=bool(replace))

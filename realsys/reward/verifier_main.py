@@ -76,7 +76,7 @@ def serve(channel: socket.socket, journal: JournalWriter) -> None:
 
 def _answer(channel: socket.socket, message: msgspec.Struct) -> None:
     data = frame(message)
-    if failpoint.reach("verifier.reply") == "garbage":
+    if failpoint.failpoint("verifier.reply") == "garbage":
         data = LENGTH.pack(1) + b"\xc1"
     channel.sendall(data)
 
@@ -105,7 +105,7 @@ def verify_batch(
 def _judge(verifier: Verifier, item: bytes) -> tuple[bytes, bool]:
     """Return the framed outcome, and True if the process lacks something of the system's."""
     try:
-        failpoint.reach("verifier.judge")
+        failpoint.failpoint("verifier.judge")
         return frame(verdict_of(verifier(decode_item(item)))), False
     except Exception as error:  # the request boundary: reported, never a verdict
         spent = _is_spent(error)

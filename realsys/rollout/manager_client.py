@@ -1,6 +1,6 @@
 """The RolloutWorker's calls to the GserverManager. Survives a manager that is restarted at another address.
 
-A call that does not get through is made again, with the address looked up anew, for ``patience_s``. All three calls
+A call that does not get through is made again, with the address looked up anew, for ``retry_timeout_s``. All three calls
 may be repeated: finish and schedule by their nature; of an allocation whose reply was lost, the tickets' lease ends.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.http.http_client import open_session, read_reply
 from realsys.errors import MALFORMED, Fenced, GenerationError, RealsysError, StreamError, WaitTimeout
@@ -68,17 +68,17 @@ class ManagerClient:
         resolve: Callable[[], str],
         token: str,
         *,
-        patience_s: float = 120.0,
-        no_server_patience_s: float = 600.0,
+        retry_timeout_s: float = 120.0,
+        no_server_retry_timeout_s: float = 600.0,
         timeout_s: float = 30.0,
         check_alive: CheckAlive = unleased,
     ) -> None:
-        """``no_server_patience_s`` bounds the wait for a generation server; ``timeout_s`` one exchange, without the
+        """``no_server_retry_timeout_s`` bounds the wait for a generation server; ``timeout_s`` one exchange, without the
         time that the manager holds an allocation. ``check_alive`` is asked before every exchange.
         """
         self._resolve, self._check_alive = resolve, check_alive
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        self._patience_s, self._no_server_patience_s, self._timeout_s = patience_s, no_server_patience_s, timeout_s
+        self._retry_timeout_s, self._no_server_retry_timeout_s, self._timeout_s = retry_timeout_s, no_server_retry_timeout_s, timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._url: str | None = None
 
@@ -154,16 +154,16 @@ class ManagerClient:
             now = clock()
             if status == NO_SERVER and path == SCHEDULE:
                 away_since, no_server_since = None, no_server_since or now
-                if now - no_server_since > self._no_server_patience_s:
-                    waited = f"waited {self._no_server_patience_s:g} s for a generation server"
+                if now - no_server_since > self._no_server_retry_timeout_s:
+                    waited = f"waited {self._no_server_retry_timeout_s:g} s for a generation server"
                     raise GenerationError(f"{waited}: {_reason(payload)}")
             elif status == 0 or status >= 500:
                 problem = problem or f"status {status}: {_reason(payload)}"
                 if away_since is None:  # once per call, not per try
                     log.warning("gserver_manager %s: %s; trying again", path, problem)
                     away_since = now
-                if now - away_since > self._patience_s:
-                    waited = f"waited {self._patience_s:g} s for the gserver_manager to answer {path}"
+                if now - away_since > self._retry_timeout_s:
+                    waited = f"waited {self._retry_timeout_s:g} s for the gserver_manager to answer {path}"
                     raise WaitTimeout(f"{waited}: {problem}; see its log")
             elif status == SUPERSEDED and path in OF_MASTER:
                 raise Fenced(f"gserver_manager {path}: {_reason(payload)}")
@@ -181,7 +181,7 @@ class ManagerClient:
             self._session = open_session(self._headers)
         timeout = aiohttp.ClientTimeout(total=self._timeout_s + held_s, sock_connect=self._timeout_s)
         method, body = ("GET", None) if request is None else ("POST", msgspec.json.encode(request))
-        fault = reach("manager.call")
+        fault = failpoint("manager.call")
         self._check_alive()
         if fault == "drop":
             raise ConnectionResetError("the request was lost")
@@ -190,7 +190,7 @@ class ManagerClient:
         for _ in range(1 + (fault == "duplicate")):
             async with self._session.request(method, self._url + path, data=body, timeout=timeout) as response:
                 status, payload = response.status, await read_reply(response)
-        match reach("manager.reply"):
+        match failpoint("manager.reply"):
             case "drop":
                 raise ConnectionResetError("the reply was lost")
             case "garbage":

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.data.prompts import Prompt
 from realsys.errors import RealsysError, StuckError
 from realsys.manager.ledger.events import Outcome
@@ -158,7 +158,7 @@ class RolloutLoop:
             reason = f"{type(error).__name__}: {error}"
         else:
             self.accepted += 1
-            reach("rollout.finish")
+            failpoint("rollout.finish")
             await self._finish(ticket, "accepted", "", episodes)
             return
         self.failed += 1
@@ -169,7 +169,7 @@ class RolloutLoop:
     async def _produce(self, ticket: Ticket) -> list[Episode]:
         """Play the episodes; a group to train on is with its DP head when this returns."""
         started = time.time()
-        reach("rollout.running")
+        failpoint("rollout.running")
         prompt = self._parts.prompts.prompt(ticket.split, ticket.prompt_index)
         played = await self._parts.player.play(ticket, prompt)
         if played.errors:
@@ -187,7 +187,7 @@ class RolloutLoop:
                 extra=played.extra,
                 errors=played.errors,
             )
-            reach("rollout.push")
+            failpoint("rollout.push")
             await self._parts.pusher.push(group)
         return played.episodes
 

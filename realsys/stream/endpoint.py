@@ -24,7 +24,7 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import DecodeError, Fenced, StreamError, WaitTimeout
 from realsys.stream import sockets
@@ -296,7 +296,7 @@ class WorkerEndpoint:
             case RequestHeader(number, handler):
                 if not self._welcomed:
                     return  # of a connection that is gone: it comes again after the welcome, in its order
-                fault = reach("request.receive")
+                fault = failpoint("request.receive")
                 if fault == "drop":
                     self._reconnect()
                     return
@@ -326,7 +326,7 @@ class WorkerEndpoint:
             self._unacked[self._next_number] = frames
             self._next_number += 1
             if self._welcomed:  # else it goes out with the welcome
-                match reach("notice.send") if outgoing.handler else reach("reply.send"):
+                match failpoint("notice.send") if outgoing.handler else failpoint("reply.send"):
                     case "drop":
                         self._reconnect()
                         continue

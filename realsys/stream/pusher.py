@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import DecodeError, RealsysError, StreamError, WaitTimeout
 from realsys.stream import sockets
@@ -204,7 +204,7 @@ class _Link:
     def _send(self, session: _Session, sequence: int) -> None:
         header = Push(self._identity, sequence, next(iter(self._pending)))
         frames = [msgspec.msgpack.encode(header), *self._pending[sequence].frames]
-        fault = reach("push.send")
+        fault = failpoint("push.send")
         self._check_alive()
         match fault:
             case "drop":
@@ -217,7 +217,7 @@ class _Link:
         session.send(frames)
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
-        fault = reach("push.ack")
+        fault = failpoint("push.ack")
         try:
             data: Buffer = b"\xc1" if fault == "garbage" else frames[0]
             answer = decode_with(protocol.TO_PUSHER, data, "acknowledgement")

@@ -161,7 +161,7 @@ class ModelWorkerService:
         if name not in self._groups:
             here = ", ".join(self._groups) or "none"
             raise ModelError(f"model_worker/{self._worker} is on no mesh of role {name!r}; the roles here: {here}")
-        self._data.training = request.training
+        self._data.trainer_incarnation = request.trainer_incarnation
         model, groups = Path(request.model_path), self._groups[name]
         role = make_role(self._config, name, model, groups, self._data, self._device, trainable=request.trainable)
         self._roles[name], self._checkpoints[name] = role, CheckpointWriter(role)

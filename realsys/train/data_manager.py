@@ -45,7 +45,7 @@ class DataManager:
         self._origins: dict[str, GroupOrigin] = {}  # by the id of any sample of the group
         self._held: dict[tuple[str, str], Array | None] = {}  # (sample id, key)
         #: incarnation of the training side whose tickets are trained here; set before the first of them is granted
-        self.training = ""
+        self.trainer_incarnation = ""
         self.refused = 0  # groups of another one, since the start
         self.vocabulary = 0  # tokens that the actor knows; 0: not known yet
         self.row_limit = 0  # tokens of the longest row that can be trained; 0: not known yet
@@ -127,14 +127,14 @@ class DataManager:
         """
         now = time.time()
         ticket = group.ticket
-        if ticket.training != self.training:
+        if ticket.trainer_incarnation != self.trainer_incarnation:
             self.refused += 1
             log.info(
                 "refused ticket %s attempt %d of training side %r, this is %r",
                 ticket.ticket_id,
                 ticket.attempt,
-                ticket.training,
-                self.training,
+                ticket.trainer_incarnation,
+                self.trainer_incarnation,
             )
             return None
         self._check_group(group)
@@ -160,7 +160,7 @@ class DataManager:
                         version_max=version_max,
                         owner=self._worker,
                         arrived=now,
-                        training=ticket.training,
+                        trainer_incarnation=ticket.trainer_incarnation,
                         episode=k,
                         row=r,
                         group_rows=group_rows,

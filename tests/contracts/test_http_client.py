@@ -80,7 +80,7 @@ async def ask_sglang(url: str) -> None:
 
 
 async def ask_manager(url: str) -> None:
-    client = ManagerClient(lambda: url, "token", patience_s=0.0)
+    client = ManagerClient(lambda: url, "token", retry_timeout_s=0.0)
     try:
         await client.status()
     finally:

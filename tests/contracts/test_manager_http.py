@@ -157,7 +157,7 @@ def test_rolling_mode_updates_one_after_the_other_and_a_hanging_server_delays_th
         await t.until("server 2 serves 1", t.serves(2, 1))
         assert first.loaded == [0]
 
-    drive(tmp_path, scenario, rollout_mode="rolling", rolling_fraction=0.4, rolling_patience_s=2.0)
+    drive(tmp_path, scenario, weight_update_mode="rolling", rolling_fraction=0.4, rolling_retry_timeout_s=2.0)
 
 
 @pytest.mark.parametrize(

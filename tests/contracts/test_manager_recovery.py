@@ -48,7 +48,7 @@ def test_training_starts_again_from_a_checkpoint_and_the_old_side_is_refused(tmp
         assert await start(t, -1, A) == {"reissued": 0, "evaluations": []}
         await serve(t, 0, A)
         first, second, third = (await t.allocate(3))["tickets"]
-        assert first["training"] == A
+        assert first["trainer_incarnation"] == A
         await t.finish(first)
         await t.finish(second)
         body = {"step": 1, "version": 1, "incarnation": A}
@@ -72,7 +72,7 @@ def test_training_starts_again_from_a_checkpoint_and_the_old_side_is_refused(tmp
         assert (await t.schedule(third))[0] == 409
         await serve(t, 0, B)
         again = (await t.allocate(3))["tickets"]
-        assert [(x["ticket_id"], x["attempt"], x["training"]) for x in again] == [
+        assert [(x["ticket_id"], x["attempt"], x["trainer_incarnation"]) for x in again] == [
             (x["ticket_id"], 1, B) for x in (first, second, third)
         ]
         kinds = [type(event) for event in events(t)]
@@ -111,10 +111,10 @@ def test_a_manager_that_restarts_still_knows_who_trains(tmp_path: Path) -> None:
         await start(t, 0, B)
         await t.halt()
         await t.start()
-        assert t.state.training == B and (await t.get("/get_model_version"))["version"] == -1
+        assert t.state.trainer_incarnation == B and (await t.get("/get_model_version"))["version"] == -1
         assert (await t.call("/trained", {"step": 1, "version": 1, "incarnation": A}))[0] == 409
         await serve(t, 0, B)
-        assert (await t.allocate())["tickets"][0]["training"] == B
+        assert (await t.allocate())["tickets"][0]["trainer_incarnation"] == B
         assert sum(isinstance(event, Opened) for event in events(t)) == 1, "nothing that binds has changed"
 
     drive(tmp_path, scenario)
@@ -122,7 +122,7 @@ def test_a_manager_that_restarts_still_knows_who_trains(tmp_path: Path) -> None:
 
 def test_the_client_fences_an_older_training_side(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
-        client = ManagerClient(lambda: t.url, TOKEN, patience_s=BOUND_S)
+        client = ManagerClient(lambda: t.url, TOKEN, retry_timeout_s=BOUND_S)
         try:
             assert (await client.roll_back(RollBackRequest(-1, -1, B))).reissued == 0
             with pytest.raises(Fenced, match=f"{A} must end"):

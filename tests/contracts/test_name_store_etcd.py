@@ -97,7 +97,7 @@ def test_call_during_a_short_absence_succeeds_when_the_server_is_back(own_etcd):
 
 @pytest.mark.needs("etcd")
 def test_server_that_hangs_is_waited_for_but_not_by_the_renewal_of_a_lease(own_etcd):
-    store = EtcdNameStore(own_etcd.address, call_timeout_s=0.5, patience_s=BOUND_S)
+    store = EtcdNameStore(own_etcd.address, call_timeout_s=0.5, retry_timeout_s=BOUND_S)
     try:
         lease = store.lease(BOUND_S)
         own_etcd.send(signal.SIGSTOP)
@@ -116,7 +116,7 @@ def test_server_that_hangs_is_waited_for_but_not_by_the_renewal_of_a_lease(own_e
 
 def test_every_call_without_a_server_ends_in_time_with_the_address():
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    store = EtcdNameStore(address, call_timeout_s=0.15, patience_s=BOUND_S)
+    store = EtcdNameStore(address, call_timeout_s=0.15, retry_timeout_s=BOUND_S)
     try:
         calls = [
             lambda: store.add("k", "v"),

@@ -143,7 +143,7 @@ class Run:
         self.disk, self.stop, manager = Disk(self.manager), asyncio.Event(), self.manager
         self.intake = Intake(
             config,
-            training="",
+            trainer_incarnation="",
             keep=lambda group: keep_group([s.correct for s in group], config.train.ppo.filter),
             workers=self.workers,
             manager=manager,  # type: ignore[arg-type]

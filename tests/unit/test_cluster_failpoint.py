@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from realsys.cluster import failpoint
-from realsys.cluster.failpoint import FAULTS, FOLDER, POINTS, arm, parse, reach
+from realsys.cluster.failpoint import FAULTS, FOLDER, POINTS, arm, parse, failpoint
 from realsys.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def test_nothing_is_armed_without_the_variable(monkeypatch):
     monkeypatch.delenv(FAULTS, raising=False)
     monkeypatch.setattr(failpoint._Process, "plan", None)
     arm("a/0")
-    assert failpoint._Process.plan is None and reach("rollout.push") == ""
+    assert failpoint._Process.plan is None and failpoint("rollout.push") == ""
 
 
 @pytest.mark.parametrize(
@@ -73,39 +73,39 @@ def test_markers_need_a_folder(monkeypatch):
 
 def test_a_fault_fires_at_its_pass_and_once_in_the_whole_run(armed, tmp_path):
     armed(fault(hit=2))
-    assert [reach("rollout.push") for _ in range(4)] == ["", "drop", "", ""]
-    assert reach("rollout.finish") == ""
+    assert [failpoint("rollout.push") for _ in range(4)] == ["", "drop", "", ""]
+    assert failpoint("rollout.finish") == ""
     armed(fault(hit=1))  # the process was restarted
-    assert reach("rollout.push") == ""
+    assert failpoint("rollout.push") == ""
     assert (tmp_path / "fired-0").exists()
 
 
 def test_it_is_meant_for_its_worker_only(armed):
     armed(fault(worker="b/*"), fault(action="garbage"))
-    assert reach("rollout.push") == "garbage"
+    assert failpoint("rollout.push") == "garbage"
     armed(fault(worker="b/*"), worker="b/7")
-    assert reach("rollout.push") == "drop"
+    assert failpoint("rollout.push") == "drop"
 
 
 def test_a_gate_and_a_step_hold_it_back(armed, tmp_path):
     armed(fault(point="master.batch", gate="open", at=3))
-    assert reach("master.batch", at=3) == ""
+    assert failpoint("master.batch", at=3) == ""
     (tmp_path / "open").touch()
-    assert [reach("master.batch", at=step) for step in (2, 3)] == ["", "drop"]
+    assert [failpoint("master.batch", at=step) for step in (2, 3)] == ["", "drop"]
 
 
 def test_a_full_disk_stays_full(armed):
     armed(fault(action="error", every=True))
     for _ in range(2):
         with pytest.raises(OSError) as caught:
-            reach("rollout.push", Path("/some/file"))
+            failpoint("rollout.push", Path("/some/file"))
         assert caught.value.errno == errno.ENOSPC and "/some/file" in str(caught.value)
 
 
 def test_hold_waits_for_its_file_and_then_lets_other_faults_have_their_turn(armed, tmp_path):
     armed(fault(action="hold", until="go"), fault())
     passed = []
-    waiting = threading.Thread(target=lambda: passed.append(reach("rollout.push")))
+    waiting = threading.Thread(target=lambda: passed.append(failpoint("rollout.push")))
     waiting.start()
     assert not passed
     (tmp_path / "go").touch()
@@ -120,7 +120,7 @@ def test_damage_changes_a_file_in_its_middle(armed, tmp_path, how):
     (folder / "a.bin").write_bytes(bytes(8))
     (folder / "b.json").write_bytes(bytes(9))
     armed(fault(action=how, file="*.json"))
-    reach("rollout.push", folder)
+    failpoint("rollout.push", folder)
     assert (folder / "a.bin").read_bytes() == bytes(8)
     expected = bytes(4) if how == "truncate" else bytes(4) + b"\x10" + bytes(4)
     assert (folder / "b.json").read_bytes() == expected
@@ -131,7 +131,7 @@ def test_the_wall_clock_jumps_and_the_monotonic_one_does_not(armed, monkeypatch)
         monkeypatch.setattr(time, name, getattr(time, name))  # put back afterwards
     armed(fault(action="jump", seconds=-3600))
     wall, wall_ns, monotonic = time.time(), time.time_ns(), time.monotonic()
-    reach("rollout.push")
+    failpoint("rollout.push")
     assert wall - time.time() > 3000 and wall_ns - time.time_ns() > 3000e9
     assert time.monotonic() >= monotonic
 
@@ -141,7 +141,7 @@ def test_another_worker_can_be_the_victim(armed, tmp_path):
     try:
         (tmp_path / "pid-b-0").write_text(str(victim.pid))
         armed(fault(action="kill", victim="b/0"))
-        reach("rollout.push")
+        failpoint("rollout.push")
         assert victim.wait(60) == -signal.SIGKILL
     finally:
         victim.kill()
@@ -151,10 +151,10 @@ def test_another_worker_can_be_the_victim(armed, tmp_path):
 SUSPENDED = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from realsys.cluster.failpoint import arm, reach
+from realsys.cluster.failpoint import arm, failpoint
 arm("a/0")
 began = time.monotonic()
-reach("rollout.push")
+failpoint("rollout.push")
 print(time.monotonic() - began)
 """
 

@@ -300,7 +300,7 @@ def test_single_turn_header_is_not_larger_than_before(episodes: int, before: int
         np.full(100, 7, np.int32),
         route=(("generation_server/0", 100),),
     )
-    ticket = Ticket("00000123", 0, 4567, n=episodes, seed=123456789, version=7, training="a1b2c3d4e5f6")
+    ticket = Ticket("00000123", 0, 4567, n=episodes, seed=123456789, version=7, trainer_incarnation="a1b2c3d4e5f6")
     made = [Episode([row], 1.0, correct=True) for _ in range(episodes)]
     group = Group(ticket, made, "rollout_worker/0", 1.7e9, 1.7e9, {"generate_s": 0.5, "reward_s": 0.1})
     size = len(encode_group(group)[0])

@@ -155,7 +155,7 @@ def test_ctrl_c_says_all_before_it_draws_and_a_second_one_ends_the_drawing(start
     command.until("stopped by SIGINT; to go on: realsys run experiment=arith", of_errors=True)
     assert json.loads(command.paths.summary.read_text())["status"] == "interrupted"
     command.until("drawing", of_errors=True)
-    TrialLock(command.paths.lock, "t", patience_s=0.0).close()  # what it said can be done at once
+    TrialLock(command.paths.lock, "t", retry_timeout_s=0.0).close()  # what it said can be done at once
     command.process.send_signal(signal.SIGINT)
     assert command.end() == (130, "realsys: curves.png is not drawn\n")
 
@@ -273,7 +273,7 @@ def test_launcher_that_is_killed_leaves_no_process_no_lock_and_no_name_store(sta
     command.process.wait(BOUND_S)
     _, left = psutil.wait_procs(children, timeout=BOUND_S)
     assert not left
-    TrialLock(command.paths.lock, "t", patience_s=0.0).close()
+    TrialLock(command.paths.lock, "t", retry_timeout_s=0.0).close()
     host, _, port = address.rpartition(":")
     bind_tcp(host, int(port)).close()
     again = start(*own)

@@ -19,9 +19,9 @@ from realsys.launch.lock import TrialLock, running_launcher
 BOUND_S = 60.0
 
 
-def refusal(path: Path, patience_s: float = 0.0) -> str:
+def refusal(path: Path, retry_timeout_s: float = 0.0) -> str:
     with pytest.raises(ConfigError) as caught:
-        TrialLock(path, "t", patience_s=patience_s)
+        TrialLock(path, "t", retry_timeout_s=retry_timeout_s)
     text = str(caught.value)
     assert caught.value.exit_code == 2 and "\n" not in text and text.startswith("config: trial='t': ")
     return text
@@ -31,12 +31,12 @@ def refusal(path: Path, patience_s: float = 0.0) -> str:
 def held(tmp_path: Path) -> Iterator[Path]:
     """A lock that another process has inherited, and nobody has signed."""
     path = tmp_path / "lock"
-    lock = TrialLock(path, "t", patience_s=0.0)
+    lock = TrialLock(path, "t", retry_timeout_s=0.0)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock.fd])
     lock.close()
     yield path
     process.communicate(b"\n", BOUND_S)
-    TrialLock(path, "t", patience_s=BOUND_S).close()
+    TrialLock(path, "t", retry_timeout_s=BOUND_S).close()
 
 
 def signature_of(pid: int, shift: int = 0) -> str:
@@ -47,7 +47,7 @@ def signature_of(pid: int, shift: int = 0) -> str:
 
 
 def test_who_signed_is_named(tmp_path: Path) -> None:
-    lock = TrialLock(tmp_path / "lock", "t", patience_s=0.0)
+    lock = TrialLock(tmp_path / "lock", "t", retry_timeout_s=0.0)
     assert running_launcher(tmp_path / "lock") is None, "not before it has signed"
     lock.sign()
     assert (tmp_path / "lock").read_text() == signature_of(os.getpid()).replace("here", os.uname().nodename)
@@ -55,7 +55,7 @@ def test_who_signed_is_named(tmp_path: Path) -> None:
     assert f"is run by another launcher, pid {os.getpid()}" in refusal(tmp_path / "lock")
     lock.close()
     assert running_launcher(tmp_path / "lock") is None, "the signature stays, the lock does not"
-    TrialLock(tmp_path / "lock", "t", patience_s=0.0).close()
+    TrialLock(tmp_path / "lock", "t", retry_timeout_s=0.0).close()
 
 
 @pytest.mark.parametrize("shift", [1, -500, None])
@@ -88,17 +88,17 @@ def test_processes_that_hold_it_are_named_and_those_that_wait_for_it_are_not(hel
 def test_what_is_waited_for_is_said(held: Path) -> None:
     said: list[str] = []
     with pytest.raises(ConfigError):
-        TrialLock(held, "t", patience_s=0.2, say=said.append)
+        TrialLock(held, "t", retry_timeout_s=0.2, say=said.append)
     assert len(said) == 1 and said[0].startswith("waiting up to 0.2 s for processes of its last run")
 
 
 def test_the_wait_ends_when_the_last_holder_has(tmp_path: Path) -> None:
-    first = TrialLock(tmp_path / "lock", "t", patience_s=0.0)
+    first = TrialLock(tmp_path / "lock", "t", retry_timeout_s=0.0)
 
     def let_go(text: str) -> None:
         threading.Thread(target=first.close).start()
 
-    TrialLock(tmp_path / "lock", "t", patience_s=BOUND_S, say=let_go).close()
+    TrialLock(tmp_path / "lock", "t", retry_timeout_s=BOUND_S, say=let_go).close()
 
 
 def test_a_folder_that_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_file_system_without_locks_is_named_with_what_to_do(tmp_path: Path, mo
 
 
 def test_a_full_disk_is_named_when_the_lock_is_signed() -> None:
-    lock = TrialLock(Path("/dev/full"), "t", patience_s=0.0)
+    lock = TrialLock(Path("/dev/full"), "t", retry_timeout_s=0.0)
     with pytest.raises(ConfigError, match="trial='t': /dev/full cannot be written: ") as caught:
         lock.sign()
     lock.close()

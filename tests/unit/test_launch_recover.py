@@ -323,7 +323,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from realsys.launch.lock import TrialLock
-lock = TrialLock(Path(sys.argv[1]), "t", patience_s=0)
+lock = TrialLock(Path(sys.argv[1]), "t", retry_timeout_s=0)
 lock.sign()
 if sys.argv[2:]:
     import subprocess
@@ -373,9 +373,9 @@ def test_worker_that_a_dead_launcher_left_is_waited_for(
     process = holder(tmp_path / "lock", "--trial-dir", str(tmp_path))
     process.wait(60)
     with pytest.raises(ConfigError, match=r"is still held by processes of its last run, or .* \(pid \d+\)"):
-        TrialLock(tmp_path / "lock", "t", patience_s=0.0)
+        TrialLock(tmp_path / "lock", "t", retry_timeout_s=0.0)
     process.stdin.close()  # type: ignore[union-attr]  # its worker reads from it, too, and ends
-    TrialLock(tmp_path / "lock", "t", patience_s=60.0).close()
+    TrialLock(tmp_path / "lock", "t", retry_timeout_s=60.0).close()
 
 
 # ---- the command that goes on

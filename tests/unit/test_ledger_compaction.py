@@ -280,6 +280,6 @@ def test_a_snapshot_holds_evaluations_and_running_tickets() -> None:
     evaluation = again.evaluations.get("e")
     assert evaluation is not None and (evaluation.done, list(evaluation.waiting)) == ({0, 1}, [2])
     assert again.allocate(AllocateRequest("w", 3, request_id="lost"), 0.0).tickets == held
-    assert [ticket.training for ticket in held] == ["m"] * 2 and again.training == "m"
+    assert [ticket.trainer_incarnation for ticket in held] == ["m"] * 2 and again.trainer_incarnation == "m"
     assert again.ledger.position() == state.ledger.position() and again.ledger.opened == state.ledger.opened
     assert again.evaluations.snapshot() == state.evaluations.snapshot(), "and that it was forgotten once"

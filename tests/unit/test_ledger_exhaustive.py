@@ -193,7 +193,7 @@ def never_synced(commit: Any, world: WorldState, before: bytes) -> None:
 
 
 def any_side(publish: Any, servers: ServerRegistry, published: Any) -> Any:
-    servers.training = ""
+    servers.trainer_incarnation = ""
     return publish(servers, published)
 
 

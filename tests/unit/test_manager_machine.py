@@ -142,7 +142,7 @@ class ManagerMachine(ManagerModel):
             assert self.state.servers.failed(order, "disk on fire", self.now) == current
         if truth is not None and current:
             truth.draining, truth.began = False, None
-            if order.target.incarnation != self.training:  # it began before training started again: proves nothing
+            if order.target.incarnation != self.trainer_incarnation:  # it began before training started again: proves nothing
                 truth.version = None if success else truth.version
             elif success:
                 truth.version = order.target.version
@@ -317,7 +317,7 @@ class ManagerMachine(ManagerModel):
         ids = sorted(self.model)
         batch = data.draw(st.lists(st.sampled_from(ids), max_size=B, unique=True)) if ids else []
         gone = [ticket_id for ticket_id in batch if self.model[ticket_id].state in ("dropped", "trained")]
-        request = ClaimRequest(self.version + 1, batch, self.training)
+        request = ClaimRequest(self.version + 1, batch, self.trainer_incarnation)
         for _ in range(1 + repeat):
             assert self.state.claim(request, self.now) == ClaimReply(gone)
         self.commit()
@@ -330,7 +330,7 @@ class ManagerMachine(ManagerModel):
         ready = sorted(ticket_id for ticket_id, known in self.model.items() if known.state == "claimed")
         batch = data.draw(st.lists(st.sampled_from(ready), max_size=B, unique=True)) if ready else []
         request = TrainedRequest(
-            self.version + 1, self.version + 1, batch, oldest=[self.version] * len(batch), incarnation=self.training
+            self.version + 1, self.version + 1, batch, oldest=[self.version] * len(batch), incarnation=self.trainer_incarnation
         )
         assert self.trained(request).trained == len(batch)
         if repeat:
@@ -345,7 +345,7 @@ class ManagerMachine(ManagerModel):
         ready = sorted(ticket_id for ticket_id, known in self.model.items() if known.state == "finished")
         if ready:
             ticket_id = data.draw(st.sampled_from(ready))
-            request = TrainedRequest(1, 1, dropped=[(ticket_id, reason)], incarnation=self.training)
+            request = TrainedRequest(1, 1, dropped=[(ticket_id, reason)], incarnation=self.trainer_incarnation)
             assert self.trained(request).dropped == 1
             self.model[ticket_id].state = "dropped"
 
@@ -356,7 +356,7 @@ class ManagerMachine(ManagerModel):
         kept = data.draw(st.sets(st.sampled_from(finished))) if finished else set()
         held = [(ticket_id, self.model[ticket_id].attempt) for ticket_id in kept]
         missed = {i for i in finished if i not in kept and self.model[i].news < self.now - ARRIVAL_GRACE_S}
-        request = TrainedRequest(0, 0, incarnation=self.training, held=held)
+        request = TrainedRequest(0, 0, incarnation=self.trainer_incarnation, held=held)
         assert set(self.trained(request).lost) == missed
         assert self.trained(request).lost == []
         for ticket_id in missed:
@@ -366,7 +366,7 @@ class ManagerMachine(ManagerModel):
     def evaluate(self) -> None:
         if self.evals < 2:
             self.evals += 1
-            request = EvaluateRequest(f"e{self.evals}", "eval", 9, incarnation=self.training)
+            request = EvaluateRequest(f"e{self.evals}", "eval", 9, incarnation=self.trainer_incarnation)
             evaluation = self.state.evaluate(request, self.now)
             assert isinstance(evaluation, Evaluation)
             self.eval_total += evaluation.started.total

@@ -62,7 +62,7 @@ def test_roll_back_is_one_record_and_replays_to_the_same_state() -> None:
     assert start(state, 0, B, now=5.0) == 4
     assert state.outbox[before:] == [RolledBack(0, 0, B, "/c/0", 5.0)]
     again = replayed(state)
-    assert again.training == B and again.ledger.counts == state.ledger.counts
+    assert again.trainer_incarnation == B and again.ledger.counts == state.ledger.counts
     state.outbox.clear()
     again.outbox.clear()
     assert again.snapshot(9.0) == state.snapshot(9.0)
@@ -83,7 +83,7 @@ def test_nothing_is_granted_until_the_new_training_side_has_published_and_a_serv
     assert state.publish(published(1, B)) and state.refusal() == "no_server"
     update(state, 0)
     [ticket] = tickets(state)
-    assert ticket.training == B and ticket.version == 1
+    assert ticket.trainer_incarnation == B and ticket.version == 1
     assert not state.publish(published(0, B)), "inside an incarnation versions never go back"
 
 
@@ -149,17 +149,17 @@ def test_a_checkpoint_that_the_ledger_knows_nothing_of_is_refused() -> None:
     state = running()
     with pytest.raises(ValueError, match="version 5: the ledger ends at 0: it is older than the checkpoint /c/5"):
         start(state, 5, B)
-    assert state.training == A
+    assert state.trainer_incarnation == A
 
 
 def test_the_first_start_is_remembered_by_a_manager_that_restarts_before_any_ticket() -> None:
     state = running()
     again = replayed(state)
-    assert again.training == A and again.ledger.counts.starts == 1
+    assert again.trainer_incarnation == A and again.ledger.counts.starts == 1
     again.observe_servers([address(0)])
     assert not again.publish(published(4, "0")), "what an earlier run left in the name store"
     serve(again, 0, A)
-    assert tickets(again)[0].training == A
+    assert tickets(again)[0].trainer_incarnation == A
 
 
 def test_evaluations_of_undone_versions_and_unfinished_ones_are_forgotten_and_may_be_asked_again() -> None:
@@ -249,5 +249,5 @@ def test_status_shows_the_training_side() -> None:
     state = running()
     start(state, 0, B)
     shown = status(state, 1.0, 0.0)
-    assert (shown["ledger"]["training"], shown["ledger"]["starts"]) == (B, 2)
+    assert (shown["ledger"]["trainer_incarnation"], shown["ledger"]["starts"]) == (B, 2)
     json.dumps(shown, allow_nan=False)

@@ -70,21 +70,21 @@ class Answering:
         return reply.evaluations
 
     def publishes(self, step: int) -> None:
-        self.state.publish(PublishedVersion(step, self.state.training, f"/v{step}", step))
+        self.state.publish(PublishedVersion(step, self.state.trainer_incarnation, f"/v{step}", step))
         update(self.state, 0)
 
     def trains(self, step: int) -> None:
         """One ticket becomes version ``step``."""
         ticket = self.state.ledger.grant("w", "", self.state.version, 0.0)  # not the problem of an evaluation
         assert ticket is not None
-        self.state.claim(ClaimRequest(step, [ticket.ticket_id], self.state.training), 0.0)
-        told = TrainedRequest(step, step, [ticket.ticket_id], incarnation=self.state.training)
+        self.state.claim(ClaimRequest(step, [ticket.ticket_id], self.state.trainer_incarnation), 0.0)
+        told = TrainedRequest(step, step, [ticket.ticket_id], incarnation=self.state.trainer_incarnation)
         assert isinstance(self.state.trained(told, 0.0), TrainedReply)
         self.publishes(step)
 
 
 def evaluations(manager: Answering) -> Evaluations:
-    return Evaluations(manager, training=manager.state.training, seed=1, timeout_s=BOUND_S, mend=manager.mend)  # type: ignore[arg-type]
+    return Evaluations(manager, trainer_incarnation=manager.state.trainer_incarnation, seed=1, timeout_s=BOUND_S, mend=manager.mend)  # type: ignore[arg-type]
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:

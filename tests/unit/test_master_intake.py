@@ -37,11 +37,11 @@ def test_a_step_tells_who_trained_what_and_how_old_it_is_and_what_waits() -> Non
 def test_groups_of_another_training_side_are_freed_and_neither_trained_nor_given_back() -> None:
     async def body() -> Run:
         job = Run("train.total_steps=1")
-        job.intake.training = "0002"
+        job.intake.trainer_incarnation = "0002"
         arrived = job.manager.rollouts(job.config, *[(5.0, -5.0)] * 3)
         for (_, samples), training in zip(arrived, ("0001", "0002", "0002"), strict=True):
             for sample in samples:
-                sample.training = training
+                sample.trainer_incarnation = training
                 job.workers.held[0] |= {(k, sample.sample_id) for k in SOURCE_KEYS}
             job.intake.on_samples(samples)
         assert job.intake.held() == [("0000000001", 0), ("0000000002", 0)]

@@ -193,7 +193,7 @@ def test_a_name_store_that_is_away_for_a_while_costs_the_training_side_nothing(m
 def test_what_is_damaged_before_anybody_is_told_is_written_again(
     trial: Trial, file: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reach(point: str, path: Path | None = None, **_: object) -> None:
+    def failpoint(point: str, path: Path | None = None, **_: object) -> None:
         if point == "weights.publish" and path == trial.folder(1):
             half(next(path.glob(file)))  # version 1 refers to version 0, so its shard is a part
 

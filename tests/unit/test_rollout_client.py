@@ -104,7 +104,7 @@ def test_a_manager_that_stays_away_is_named_after_a_bounded_wait():
         with pytest.raises(WaitTimeout, match=r"waited 0.1 s for the gserver_manager .*gserver_manager is not there"):
             await client.allocate(AllocateRequest("w", 1))
 
-    with_client(body, resolve, patience_s=0.1)
+    with_client(body, resolve, retry_timeout_s=0.1)
 
 
 def test_a_manager_that_is_unavailable_is_not_taken_for_a_lack_of_servers():
@@ -115,7 +115,7 @@ def test_a_manager_that_is_unavailable_is_not_taken_for_a_lack_of_servers():
             await client.finish(FinishRequest("7", 0, "rollout_worker/0", "accepted"))
         await server.stop()
 
-    with_client(body, resolve, patience_s=0.1)
+    with_client(body, resolve, retry_timeout_s=0.1)
 
 
 def test_scheduling_waits_for_a_server():
@@ -136,7 +136,7 @@ def test_scheduling_does_not_wait_for_a_server_for_ever():
             await client.schedule(SCHEDULE)
         await server.stop()
 
-    with_client(body, resolve, no_server_patience_s=0.1)
+    with_client(body, resolve, no_server_retry_timeout_s=0.1)
 
 
 @pytest.mark.parametrize(

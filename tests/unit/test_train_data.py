@@ -66,13 +66,13 @@ def test_a_token_that_the_actor_does_not_know_is_refused_not_trained() -> None:
 def test_a_group_of_another_training_side_is_not_stored_and_does_not_stand_in_the_way() -> None:
     """Its ticket is issued again."""
     data = DataManager(0)
-    data.training = "0002"
+    data.trainer_incarnation = "0002"
     early, again = make_group("t1", [2, 2]), make_group("t1", [5, 5], attempt=1)
-    early.ticket = msgspec.structs.replace(early.ticket, training="0001")
-    again.ticket = msgspec.structs.replace(again.ticket, training="0002")
+    early.ticket = msgspec.structs.replace(early.ticket, trainer_incarnation="0001")
+    again.ticket = msgspec.structs.replace(again.ticket, trainer_incarnation="0002")
     assert data.add_group(early) is None and len(data) == 0 and data.refused == 1
     arrived = data.add_group(again)
-    assert arrived is not None and {sample.training for sample in arrived.samples} == {"0002"}
+    assert arrived is not None and {sample.trainer_incarnation for sample in arrived.samples} == {"0002"}
     assert data.add_group(early) is None and len(data.get("t1.1/0.0", "tokens")) == 8
 
 

@@ -47,14 +47,14 @@ CHANNEL_OPTIONS = [
 class EtcdNameStore(NameStore):
     """``address`` is host:port of one member. etcd's leases have whole seconds, two at least: a grant may be longer.
 
-    ``patience_s``: how long a call that can be repeated waits for a member that has answered before and is away now; no
+    ``retry_timeout_s``: how long a call that can be repeated waits for a member that has answered before and is away now; no
     less than ``call_timeout_s``, which bounds one try, and the renewal of a lease.
     """
 
-    def __init__(self, address: str, call_timeout_s: float = 5.0, patience_s: float = 0.0) -> None:
+    def __init__(self, address: str, call_timeout_s: float = 5.0, retry_timeout_s: float = 0.0) -> None:
         super().__init__()
         self.address = address
-        self._timeout_s, self._patience_s = call_timeout_s, max(patience_s, call_timeout_s)
+        self._timeout_s, self._retry_timeout_s = call_timeout_s, max(retry_timeout_s, call_timeout_s)
         self._reached = False  # one that never was there is a wrong address: better told soon
         self._rpc = import_etcd3().etcdrpc
         host, _, port = address.rpartition(":")
@@ -159,7 +159,7 @@ class EtcdNameStore(NameStore):
     def _call(self, method: Any, request: Any, action: str, *, repeatable: bool, patient: bool = True) -> Any:
         self._check_open()
         began = time.monotonic()
-        limit = self._patience_s if repeatable and patient and self._reached else self._timeout_s
+        limit = self._retry_timeout_s if repeatable and patient and self._reached else self._timeout_s
         while True:
             left = began + limit - time.monotonic()
             try:

@@ -294,7 +294,7 @@ def make_name_store(config: Config, paths: TrialPaths) -> NameStore:
 
     # A call that hangs must end well before the lease it may be renewing; others may wait for as long as that lasts.
     lease_s = config.cluster.lease_s
-    return EtcdNameStore(settings.address, call_timeout_s=min(5.0, lease_s / 3), patience_s=lease_s)
+    return EtcdNameStore(settings.address, call_timeout_s=min(5.0, lease_s / 3), retry_timeout_s=lease_s)
 
 
 def trial_names(config: Config) -> Names:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.errors import GenerationError
 from realsys.generation.backend import Completion, Load
 from realsys.generation.embedded.core import EngineCore
@@ -155,7 +155,7 @@ class Engine(ThreadedEngine):
         if self._swapped is not None:
             self._answer(self._swapped)  # it had no time to sample anything
         loading = time.perf_counter()
-        reach("server.load")
+        failpoint("server.load")
         self.core.swap(update.weights, update.version)
         self.model_path = update.path
         update.swapped_at, update.tokens_before = time.perf_counter(), self.core.counters.tokens

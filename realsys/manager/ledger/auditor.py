@@ -61,7 +61,7 @@ class Auditor:
     opened: Opened | None = None
     order: PromptOrder | None = None
     starts: list[RollBackRow] = field(default_factory=list)
-    training: str = ""
+    trainer_incarnation: str = ""
     records: int = 0
     compacted: int = 0
     inherited: int = 0
@@ -232,8 +232,8 @@ class Auditor:
                 self._move(seen, "claimed")
 
     def _by_whom(self, what: str, version: int, incarnation: str, line: int) -> None:
-        if self.starts and incarnation != self.training:
-            ours = f"{incarnation or 'unknown'}, while {self.training} had started"
+        if self.starts and incarnation != self.trainer_incarnation:
+            ours = f"{incarnation or 'unknown'}, while {self.trainer_incarnation} had started"
             self._note("versions", line, f"{what} version {version} by training side {ours}")
 
     def _trained(self, event: Trained, line: int) -> None:
@@ -273,8 +273,8 @@ class Auditor:
             self._move(seen, "trained")
 
     def _rolled_back(self, event: RolledBack, line: int) -> None:
-        if event.incarnation <= self.training:
-            self._note("versions", line, f"training side {event.incarnation} started after {self.training}")
+        if event.incarnation <= self.trainer_incarnation:
+            self._note("versions", line, f"training side {event.incarnation} started after {self.trainer_incarnation}")
         reissued = 0
         for seen in self.tickets.values():
             if seen.state in _COUNTED or (seen.state == "trained" and seen.version > event.version):
@@ -283,7 +283,7 @@ class Auditor:
                 reissued += 1
         if reissued:
             self.causes["rolled back"] += reissued
-        self.training, self.newest, self.granted_at = event.incarnation, max(0, event.version), -1
+        self.trainer_incarnation, self.newest, self.granted_at = event.incarnation, max(0, event.version), -1
         self.lost_steps.add(event.version)
         self.starts.append(RollBackRow(event.version, event.incarnation, reissued, event.time))
 
@@ -297,7 +297,7 @@ class Auditor:
             self.opened, self.order = event.opened, PromptOrder(event.opened.seed, event.opened.prompts)
         if event.rolled_back is not None:
             last = event.rolled_back
-            self.training = last.incarnation
+            self.trainer_incarnation = last.incarnation
             self.lost_steps.add(last.version)
             self.starts.append(RollBackRow(last.version, last.incarnation, event.reissued, last.time))
         open_ = {ticket.ticket_id: ticket for ticket in event.open}

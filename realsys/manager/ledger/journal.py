@@ -27,7 +27,7 @@ from typing import Self
 
 import msgspec
 
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.errors import MALFORMED, LedgerError
 from realsys.manager.ledger.events import Event, Snapshot
 
@@ -199,7 +199,7 @@ class Journal:
             copies = [os.dup(fd) for fd in (self._fd, self._twin) if fd >= 0]
             switches = self._switches
         try:
-            reach("manager.sync")
+            failpoint("manager.sync")
             if switches > self._synced_switches:  # what is in the new file is lost as long as the name may be the old's
                 copies.append(os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             for fd in copies:
@@ -255,7 +255,7 @@ class Journal:
 
     def _write(self, fd: int, data: bytes) -> None:
         try:
-            reach("manager.journal")
+            failpoint("manager.journal")
             written = os.write(fd, data)
         except OSError as error:
             raise LedgerError(f"ledger {self.path}: cannot write {len(data)} bytes: {error.strerror}") from error

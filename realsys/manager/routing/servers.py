@@ -64,12 +64,12 @@ class Server:
 class Pace:
     """How many of the serving servers may update at a time: ``fraction`` of them, but at least one; 1: all.
 
-    A server that holds its slot for longer than ``patience_s`` no longer counts, so that a slow one holds the others
+    A server that holds its slot for longer than ``retry_timeout_s`` no longer counts, so that a slow one holds the others
     up once, for that long, and a hanging one no longer than that.
     """
 
     fraction: float = 1.0
-    patience_s: float = 30.0
+    retry_timeout_s: float = 30.0
 
     def slots(self, serving: int) -> int:
         return max(1, int(self.fraction * serving))
@@ -103,7 +103,7 @@ class ServerRegistry:
         self._backoff_s, self._backoff_max_s = backoff_s, backoff_max_s
         self._servers: dict[str, Server] = {}  # in the order of their names
         self.published: PublishedVersion | None = None
-        self.training = ""  # incarnation of the training side; publications of older ones are refused
+        self.trainer_incarnation = ""  # incarnation of the training side; publications of older ones are refused
         self.updates = UpdateLog()
         self.revision = 0  # grows with every change to what can be routed where
 
@@ -134,7 +134,7 @@ class ServerRegistry:
         """A new version; False (and nothing happens) if it is not newer: within an incarnation versions never go back,
         and what an older incarnation publishes is never served again.
         """
-        if published.incarnation < self.training:
+        if published.incarnation < self.trainer_incarnation:
             return False
         if self.published is not None and _age(published) <= _age(self.published):
             return False
@@ -146,7 +146,7 @@ class ServerRegistry:
 
     def roll_back(self, incarnation: str) -> None:
         """The training side ``incarnation`` starts: no server is trusted before it has verified what that publishes."""
-        self.training, self.published = incarnation, None
+        self.trainer_incarnation, self.published = incarnation, None
         self.revision += 1
         for server in self._servers.values():
             server.verified, server.draining, server.retry_at = None, False, 0.0
@@ -189,7 +189,7 @@ class ServerRegistry:
         if self._pace.fraction >= 1 or server.began is not None or not self.trusts(server):
             return now
         serving = [s for s in self._servers.values() if self.trusts(s)]
-        ends = [s.began + self._pace.patience_s for s in serving if s.began is not None]
+        ends = [s.began + self._pace.retry_timeout_s for s in serving if s.began is not None]
         holding = [end for end in ends if end > now]
         waiting = [s for s in serving if s.began is None and s.verified is not None and s.verified != self.published]
         waiting.sort(key=lambda s: (s.verified.version if s.verified else 0, s.name))
@@ -197,7 +197,7 @@ class ServerRegistry:
         if any(s is server for s in waiting[: max(0, free)]):
             return now
         # With a free slot it is another's turn, who may hang from now on.
-        return min(holding) if free <= 0 else now + self._pace.patience_s
+        return min(holding) if free <= 0 else now + self._pace.retry_timeout_s
 
     def started(self, order: UpdateOrder, now: float) -> None:
         if server := self.incarnation(order.server, order.incarnation):
@@ -223,7 +223,7 @@ class ServerRegistry:
             server.update_s, server.timings = seconds, dict(timings)
             server.updates += 1
         server.target, server.began, server.draining = None, None, False
-        server.verified = None if order.target.incarnation < self.training else order.target  # began before a roll-back
+        server.verified = None if order.target.incarnation < self.trainer_incarnation else order.target  # began before a roll-back
         self.revision += 1
         if self.published == order.target:
             server.epoch += server.quarantined
@@ -237,7 +237,7 @@ class ServerRegistry:
             return False
         self.updates.add_failure(order.server, order.target.version, server.began or now, error[:500])
         server.target, server.began, server.draining = None, None, False
-        if order.target.incarnation < self.training:
+        if order.target.incarnation < self.trainer_incarnation:
             return True  # of weights that nobody wants any more
         self._quarantine(server, error, now)
         if self.published != order.target:

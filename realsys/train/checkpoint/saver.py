@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.errors import CheckpointError
 from realsys.train.calls.role import Role
 from realsys.train.checkpoint import checkpoint_files as files
@@ -107,7 +107,7 @@ class CheckpointWriter:
     def _run(self, directory: Path, stem: str, index: RankIndex, snapshots: list[Snapshot]) -> None:
         path = self._path = directory / files.data_file(stem)
         try:
-            reach("checkpoint.write")
+            failpoint("checkpoint.write")
             info, pieces = self._write(path, snapshots)
             path = self._path = directory / files.index_file(stem)
             write_bytes(path, msgspec.json.encode(msgspec.structs.replace(index, file=info, pieces=pieces)))

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.config.roles import RoleSettings
 from realsys.config.schema import Config
 from realsys.config.schema_train import OptimizerConfig
@@ -195,7 +195,7 @@ class MegatronEngine:
         """
         self._require_training()
         assert self.phase is not None, "use_optimizer comes before step"
-        reach("train.step")
+        failpoint("train.step")
         with self._active():
             return take_step(self.optimizer, lr, self.phase[1].clip_grad, skip=skip)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.errors import WeightsError
 from realsys.weights.base import StagedWeights
 from realsys.weights.disk import manifest as manifests
@@ -42,7 +42,7 @@ def stage(directory: Path, expected_version: int, held: HeldWeights | None = Non
     Raises WeightsError naming the file and what is wrong; nothing half-read is returned. With ``held``, tensors that an
     earlier call returned for it are overwritten: be done with them first.
     """
-    reach("server.stage")
+    failpoint("server.stage")
     manifest = manifests.load_manifest(directory)
     manifests.check_version(manifest, directory, expected_version)
     age = (manifest.incarnation, manifest.version)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.errors import WeightsError
 from realsys.weights.disk import manifest as manifests
 from realsys.weights.disk.delta import Bytes
@@ -49,7 +49,7 @@ def write_safetensors(
     size = 0
     starts: dict[str, int] = {}
     try:
-        reach("weights.write")
+        failpoint("weights.write")
         with path.open("wb") as file:
             for data in (len(text).to_bytes(8, "little"), text):
                 file.write(data)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from realsys.cluster.failpoint import reach
+from realsys.cluster.failpoint import failpoint
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.weights.base import Share
 from realsys.weights.disk.records import DiskPlan, ShardInfo
@@ -31,5 +31,5 @@ class DiskWriter:
         file = Path(plan.directory) / f"model-{share.rank + 1:05d}-of-{share.ranks:05d}.safetensors"
         self._check_alive()
         shards = [self._files.write(file, tensors, plan.base)] if tensors else []
-        reach("weights.shard", file)
+        failpoint("weights.shard", file)
         return shards
