@@ -4,7 +4,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
-SGLANG_TESTS := tests/unit/test_sglang_parts.py tests/unit/test_sglang_engine.py tests/unit/test_sglang_lifecycle.py \
+SGLANG_TESTS := tests/unit/generation/test_sglang_parts.py tests/unit/generation/test_sglang_engine.py tests/unit/generation/test_sglang_lifecycle.py \
 	tests/contracts/test_generation_http.py tests/contracts/test_generation_updates.py tests/system/test_sglang_job.py
 SGLANG_CPU  := realsys/generation/sglang/cpu_support
 # Several at a time, one process per core; whole jobs, which are several processes each, one after the other.

@@ -53,7 +53,7 @@ from realsys.types import (
 )
 from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.writer import DiskWriter
-from tests.train_ranks import FORMED, run_ranks
+from tests.support.training.train_ranks import FORMED, run_ranks
 
 LAYOUT = ParallelLayout(data=2)
 GROUPS, ANSWERS, LIMIT, PROMPT = 4, 4, 256, 8

@@ -175,7 +175,9 @@ def prepare(config: Config, say: Callable[[str], None]) -> Ready:
         except OSError as exc:
             raise ConfigError("fileroot", config.fileroot, f"cannot make {paths.root}: {exc.strerror}") from None
     try:
-        lock = TrialLock(paths.lock, config.trial, retry_timeout_s=config.cluster.stop_timeout_s + _KILLED_WITHIN_S, say=say)
+        lock = TrialLock(
+            paths.lock, config.trial, retry_timeout_s=config.cluster.stop_timeout_s + _KILLED_WITHIN_S, say=say
+        )
     except ConfigError:
         if found is None:
             with contextlib.suppress(OSError):  # it may be another's by now
@@ -320,7 +322,7 @@ def _clear_names(config: Config, paths: TrialPaths, say: Callable[[str], None]) 
     settings = config.cluster.name_store
     if settings.start or (settings.backend == "file" and not settings.root):
         return  # in the trial's folder
-    from realsys.cluster.store.name_store import make_name_store, trial_names
+    from realsys.cluster.store.base import make_name_store, trial_names
 
     names, lease_s = trial_names(config), config.cluster.lease_s
     deadline, said = time.monotonic() + 2 * lease_s, False

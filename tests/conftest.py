@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from realsys.errors import NameStoreError
-from tests.ports import lasting_ports
+from tests.support.processes.ports import lasting_ports
 
 SETTLE_S = 10.0  # what ends by itself within this is no leftover
 SESSION_MARK = "REALSYS_TEST_SESSION"

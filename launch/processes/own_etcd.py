@@ -1,4 +1,4 @@
-"""The etcd that a run starts for itself, seen from the launcher. The process: ``realsys.workers.etcd``."""
+"""The etcd that a run starts for itself, seen from the launcher. The process: ``realsys.workers.name_store``."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class _Plan:
         self._lock = threading.Lock()
         self._hoard: list[bytearray] = []
 
-    def failpoint(self, point: str, path: Path | None, at: int) -> str:
+    def hit(self, point: str, path: Path | None, at: int) -> str:
         assert point in POINTS, f"no such failpoint: {point!r}"
         for fault in self._faults:
             if fault.point == point and at >= fault.at and self._is_due(fault):

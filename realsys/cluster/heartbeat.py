@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from realsys.cluster.store.name_store import NameStore
+from realsys.cluster.store.base import NameStore
 from realsys.errors import Fenced, KeyMissing, NameStoreError
 
 log = logging.getLogger(__name__)

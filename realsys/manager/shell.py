@@ -24,7 +24,7 @@ import uvicorn
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.http.http_guard import BoundedRequest
 from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of
-from realsys.cluster.store.name_store import NameStore, Watch
+from realsys.cluster.store.base import NameStore, Watch
 from realsys.cluster.store.names import Names
 from realsys.config.schema import Config
 from realsys.errors import MALFORMED, KeyMissing

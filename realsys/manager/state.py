@@ -88,7 +88,7 @@ class ManagerState:
         return self.servers.published.version if self.servers.published else NO_VERSION
 
     @property
-    def training(self) -> str:
+    def trainer_incarnation(self) -> str:
         """Incarnation of the training side; "" before the first has started."""
         return self.ledger.rolled_back.incarnation if self.ledger.rolled_back else ""
 

@@ -33,9 +33,16 @@ class Evaluations:
     ``trainer_incarnation``: incarnation of this training side; one that was replaced gets Fenced for asking.
     """
 
-    def __init__(self, manager: ManagerClient, *, trainer_incarnation: str, seed: int, timeout_s: float, mend: Mend) -> None:
+    def __init__(
+        self, manager: ManagerClient, *, trainer_incarnation: str, seed: int, timeout_s: float, mend: Mend
+    ) -> None:
         """``mend``: called with the manager's status now and then while one is waited for."""
-        self._manager, self._trainer_incarnation, self._seed, self._timeout_s = manager, trainer_incarnation, seed, timeout_s
+        self._manager, self._trainer_incarnation, self._seed, self._timeout_s = (
+            manager,
+            trainer_incarnation,
+            seed,
+            timeout_s,
+        )
         self._mend, self._looked = mend, time.monotonic()
         self._running: dict[str, _Running] = {}  # by eval_id
 

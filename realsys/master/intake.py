@@ -77,7 +77,12 @@ class Intake:
     ) -> None:
         """``mend``: called with the manager's status while no group arrives."""
         self._mend = mend
-        self._config, self.trainer_incarnation, self._workers, self._manager = config, trainer_incarnation, workers, manager
+        self._config, self.trainer_incarnation, self._workers, self._manager = (
+            config,
+            trainer_incarnation,
+            workers,
+            manager,
+        )
         self._buffer = SequenceBuffer(keep)
         self._version = 0
         self._filtered = self._refused = 0  # groups, and samples, since the last batch
@@ -108,7 +113,9 @@ class Intake:
             self._refused += len(others)
             self._unwanted.extend(others)
             first = others[0]
-            log.warning("refused %d samples of training side %r, of %s", len(others), first.trainer_incarnation, first.ticket_id)
+            log.warning(
+                "refused %d samples of training side %r, of %s", len(others), first.trainer_incarnation, first.ticket_id
+            )
         return own
 
     def held(self) -> list[tuple[str, int]]:
@@ -206,7 +213,9 @@ class Intake:
     async def _drop(self, dropped: list[tuple[str, str]]) -> None:
         """Tell the manager of groups that will not be trained."""
         if dropped:
-            request = TrainedRequest(self._version, self._version, dropped=dropped, incarnation=self.trainer_incarnation)
+            request = TrainedRequest(
+                self._version, self._version, dropped=dropped, incarnation=self.trainer_incarnation
+            )
             await self._manager.trained(request)
             for ticket_id, _ in dropped:
                 self._leaving.pop(ticket_id, None)

@@ -19,7 +19,7 @@ import msgspec
 from realsys.cluster.disk import on_disk
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.store.name_store import NameStore
+from realsys.cluster.store.base import NameStore
 from realsys.config.allocation import ACTOR
 from realsys.errors import NameStoreError, WeightsError
 from realsys.types import PublishedVersion, SaveWeightsReply, SaveWeightsRequest
@@ -34,8 +34,10 @@ RETRY_S = 0.5  # between two tries to reach the name store
 SaveEverywhere = Callable[[SaveWeightsRequest], Awaitable[list[SaveWeightsReply]]]
 
 
-async def tell(store: NameStore, key: str, value: str, retry_timeout_s: float, check_alive: CheckAlive = unleased) -> None:
-    """Set ``key``; while the name store is away, try again for ``retry_timeout_s``: no longer than this process outlives it.
+async def tell(
+    store: NameStore, key: str, value: str, retry_timeout_s: float, check_alive: CheckAlive = unleased
+) -> None:
+    """Set ``key``. While the name store is away, try again for ``retry_timeout_s``.
 
     Raises NameStoreError, and what ``check_alive`` raises.
     """

@@ -1,7 +1,8 @@
 """The RolloutWorker's calls to the GserverManager. Survives a manager that is restarted at another address.
 
-A call that does not get through is made again, with the address looked up anew, for ``retry_timeout_s``. All three calls
-may be repeated: finish and schedule by their nature; of an allocation whose reply was lost, the tickets' lease ends.
+A call that does not get through is made again, with the address looked up anew, for ``retry_timeout_s``. All three
+calls may be repeated: finish and schedule by their nature; when the reply of an allocation is lost, the
+lease of its tickets ends.
 """
 
 from __future__ import annotations
@@ -73,12 +74,16 @@ class ManagerClient:
         timeout_s: float = 30.0,
         check_alive: CheckAlive = unleased,
     ) -> None:
-        """``no_server_retry_timeout_s`` bounds the wait for a generation server; ``timeout_s`` one exchange, without the
+        """``no_server_retry_timeout_s`` bounds the wait for a generation server, ``timeout_s`` one exchange without the
         time that the manager holds an allocation. ``check_alive`` is asked before every exchange.
         """
         self._resolve, self._check_alive = resolve, check_alive
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        self._retry_timeout_s, self._no_server_retry_timeout_s, self._timeout_s = retry_timeout_s, no_server_retry_timeout_s, timeout_s
+        self._retry_timeout_s, self._no_server_retry_timeout_s, self._timeout_s = (
+            retry_timeout_s,
+            no_server_retry_timeout_s,
+            timeout_s,
+        )
         self._session: aiohttp.ClientSession | None = None
         self._url: str | None = None
 

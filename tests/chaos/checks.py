@@ -24,8 +24,8 @@ from realsys.manager.ledger.journal import read_journal
 from realsys.reward.verifiers.base import Item, verdict_of
 from realsys.train.records.record_files import read_arrays, read_record, recorded_steps
 from tests.chaos.live import ChaosRun
-from tests.records import prompt_len
-from tests.system.jobs import Job, processes_of
+from tests.support.jobs.jobs import Job, processes_of
+from tests.support.training.records import prompt_len
 
 _SETTLE_S = 3.0  # what ends by itself within this is no leftover
 _CAUSE = re.compile(r"^realsys: the run failed: (\S+ \(pid \d+\): .+)$", re.MULTILINE)

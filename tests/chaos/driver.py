@@ -26,8 +26,8 @@ from realsys.config.rules.sglang import DEFAULT_VENV
 from tests.chaos import checks, outside
 from tests.chaos.live import ChaosRun, Ended, Interrupted
 from tests.chaos.rows import JOB, Case, Needs, Row
-from tests.ports import lasting_ports
-from tests.system.jobs import command, running
+from tests.support.jobs.jobs import command, running
+from tests.support.processes.ports import lasting_ports
 
 STEPS = 6  # train steps that a row has
 #: steps after which whatever was hit must be back: eta is 1, so two batches at most were there before

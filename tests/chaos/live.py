@@ -17,11 +17,11 @@ from typing import Any
 import psutil
 
 from realsys.cluster.failpoint import note_pid
-from realsys.cluster.store.name_store import NameStore, make_name_store, trial_names
+from realsys.cluster.store.base import NameStore, make_name_store, trial_names
 from realsys.cluster.store.names import Names
 from realsys.config.dump import read_config
 from realsys.telemetry.steps import StepTail
-from tests.system.jobs import POLL_S, LiveJob, processes_of
+from tests.support.jobs.jobs import POLL_S, LiveJob, processes_of
 
 _ASK_AGAIN_S = 0.2  # between two signals to a launcher that is to hurry
 _HURRY_S = 5.0  # then it gets SIGKILL

@@ -8,7 +8,7 @@ from typing import Literal
 
 from realsys.cluster.failpoint import Fault
 from tests.chaos.live import ChaosRun
-from tests.system.jobs import SMALL
+from tests.support.jobs.jobs import SMALL
 
 LEASE_S, BEAT_S = 3.0, 0.5
 SUSPENDED_S = 1.25 * LEASE_S  # a suspended worker's lease has lapsed when it wakes up

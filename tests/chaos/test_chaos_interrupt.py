@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.jobs import poll
+from tests.support.jobs.jobs import poll
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 BEFORE_ANY_STOP_TIMEOUT_S = 30.0  # on a machine with other work; the runs themselves would go on for minutes

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.contracts.generation_servers import Running, ServerUnderTest, Versions
+    from tests.support.serving.generation_servers import Running, ServerUnderTest, Versions
 
 
 @pytest.fixture(scope="session")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
-    from tests.contracts.generation_servers import make_versions
+    from tests.support.serving.generation_servers import make_versions
 
     return make_versions(tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture(scope="session")
 def sglang(versions: Versions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    from tests.contracts.generation_servers import sglang_server
-    from tests.sglang_server import needs_sglang
+    from tests.support.serving.generation_servers import sglang_server
+    from tests.support.serving.sglang_server import needs_sglang
 
     needs_sglang()
     with sglang_server(versions, tmp_path_factory.mktemp("staged") / "overflow") as running:
@@ -34,7 +34,7 @@ def sglang(versions: Versions, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture(scope="module", params=["embedded", "sglang", "sglang-derived", "example"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Running | str]:
     """A name: an engine for each test. sglang-derived: SGLang taken for one that tells no version per token."""
-    from tests.contracts.generation_servers import reporting
+    from tests.support.serving.generation_servers import reporting
 
     if not request.param.startswith("sglang"):
         yield request.param
@@ -46,7 +46,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Running | str]:
 
 @pytest.fixture
 def server(backend: Running | str, versions: Versions) -> Iterator[ServerUnderTest]:
-    from tests.contracts.generation_servers import embedded_server, example_server, fresh
+    from tests.support.serving.generation_servers import embedded_server, example_server, fresh
 
     if not isinstance(backend, str):
         yield fresh(backend, versions)

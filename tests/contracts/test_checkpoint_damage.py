@@ -15,7 +15,7 @@ from realsys.train.calls import Role
 from realsys.train.checkpoint.checkpoint_files import FileInfo, Piece
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
 from realsys.train.checkpoint.tensors import Snapshot, write_tensors
-from tests.checkpoint_ranks import SINGLE, Setup, checkpoint, complete, make_models, train
+from tests.support.training.checkpoint_ranks import SINGLE, Setup, checkpoint, complete, make_models, train
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from realsys.train.checkpoint.checkpoint_files import FileInfo, Piece
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
 from realsys.train.checkpoint.tensors import Snapshot, write_tensors
 from realsys.train.megatron.device import Device
-from tests.checkpoint_ranks import (
+from tests.support.training.checkpoint_ranks import (
     AFTER,
     BEFORE,
     LR,
@@ -34,7 +34,7 @@ from tests.checkpoint_ranks import (
     save,
     train,
 )
-from tests.train_ranks import build_role, cat_exports, run_ranks
+from tests.support.training.train_ranks import build_role, cat_exports, run_ranks
 
 BOUND_S = 60.0
 

@@ -20,8 +20,8 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
 from realsys.train.hooks import onloaded
 from realsys.train.megatron.device import Device
-from tests.ppo_batch import Worker, make_batch, make_models, save_models
-from tests.train_ranks import cat_exports, run_ranks
+from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models
+from tests.support.training.train_ranks import cat_exports, run_ranks
 
 REFS, ARRAYS = make_batch()
 MINIBATCHES = [REFS[:4], REFS[4:]]

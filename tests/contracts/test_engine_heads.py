@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from realsys.errors import ModelError
 from realsys.train.megatron.train_engine import LossFunction, Outputs, Stats
 from realsys.train.packing import MicroBatch, split_rows
-from tests.engine_ranks import (
+from tests.support.serving.hf_models import make_model
+from tests.support.training.engine_ranks import (
     ANSWER_TOKENS,
     NLL,
     REFS,
@@ -26,8 +27,7 @@ from tests.engine_ranks import (
     plain_answers,
     plain_gradients,
 )
-from tests.hf_models import make_model
-from tests.records import prompt_len
+from tests.support.training.records import prompt_len
 
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 CHUNKS = {"head_chunk_tokens": 5}

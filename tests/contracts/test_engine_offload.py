@@ -13,9 +13,9 @@ from realsys.config.fields import Offload
 from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
 from realsys.train.megatron.train_engine import MegatronEngine
-from tests.engine_ranks import NLL, Rank, make_config, make_settings, on_ranks
-from tests.hf_models import make_model
-from tests.train_ranks import FORMED, run_ranks
+from tests.support.serving.hf_models import make_model
+from tests.support.training.engine_ranks import NLL, Rank, make_config, make_settings, on_ranks
+from tests.support.training.train_ranks import FORMED, run_ranks
 
 ADAM = OptimizerConfig()
 

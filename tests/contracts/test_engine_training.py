@@ -14,7 +14,8 @@ from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
 from realsys.train.megatron.train_engine import Outputs, Stats
 from realsys.train.packing import MicroBatch
-from tests.engine_ranks import (
+from tests.support.serving.hf_models import make_model
+from tests.support.training.engine_ranks import (
     ANSWER_TOKENS,
     NLL,
     REFS,
@@ -26,8 +27,7 @@ from tests.engine_ranks import (
     on_ranks,
     plain_answers,
 )
-from tests.hf_models import make_model
-from tests.train_ranks import cat_exports
+from tests.support.training.train_ranks import cat_exports
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from realsys.config.dataflow import dataflow_of
 from realsys.config.schema import Config
 from realsys.launch.cli import main
 from realsys.train.megatron.device import Device
-from tests.ppo_batch import Worker, make_batch, make_models, save_models, whole
-from tests.train_ranks import run_ranks
+from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models, whole
+from tests.support.training.train_ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 REFS, ARRAYS = make_batch()

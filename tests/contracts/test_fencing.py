@@ -23,9 +23,9 @@ from realsys.errors import StreamError
 from realsys.stream.push_pull import Pusher
 from realsys.stream.request_reply import MasterStream
 from realsys.weights.disk import manifest
-from tests.fenced_bodies import DONE
-from tests.stream_parts import make_group, pulling
-from tests.tester_trial import BOUND_S, Trial
+from tests.support.processes.fenced_bodies import DONE
+from tests.support.processes.tester_trial import BOUND_S, Trial
+from tests.support.streams.stream_parts import make_group, pulling
 
 LEASE_S = 5.0  # whoever is suspended waits for its end, and until then it must outlive the start on a slow machine
 
@@ -38,7 +38,7 @@ def trial(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trial]:
 
 
 def start(trial: Trial, body: str) -> subprocess.Popen[str]:
-    return trial.run(f"from tests.fenced_bodies import run; run({body!r})")
+    return trial.run(f"from tests.support.processes.fenced_bodies import run; run({body!r})")
 
 
 def say_go(process: subprocess.Popen[str]) -> None:

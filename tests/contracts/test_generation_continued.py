@@ -14,8 +14,8 @@ from realsys.generation.client import GenerationClient, SamplingSpec
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.rollout.partial import Call, PartialRolloutManager
 from realsys.types import Ticket
-from tests.contracts.generation_servers import PROMPT, ServerUnderTest, check, drive, publish
-from tests.generation_models import make_model
+from tests.support.serving.generation_models import make_model
+from tests.support.serving.generation_servers import PROMPT, ServerUnderTest, check, drive, publish
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND_S = 60.0
@@ -28,7 +28,7 @@ class Process:
     """A server that pauses by itself in the middle of answers, if told to."""
 
     def __init__(self, model_path: Path, pause_after: int = 0) -> None:
-        command = [sys.executable, "-m", "tests.generation_process", str(model_path), str(pause_after)]
+        command = [sys.executable, "-m", "tests.support.serving.generation_process", str(model_path), str(pause_after)]
         self._popen = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     @property

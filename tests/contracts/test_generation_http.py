@@ -15,7 +15,8 @@ import torch
 
 from realsys.errors import GenerationError
 from realsys.generation.client import SamplingSpec
-from tests.contracts.generation_servers import (
+from tests.support.serving.generation_models import VOCAB, chosen, reference_logprobs
+from tests.support.serving.generation_servers import (
     BOUND_S,
     BUSY,
     CONTEXT,
@@ -29,7 +30,6 @@ from tests.contracts.generation_servers import (
     samples,
     until_decoding,
 )
-from tests.generation_models import VOCAB, chosen, reference_logprobs
 
 
 def test_an_idle_server_is_healthy_and_tells_its_version(server):

@@ -14,7 +14,7 @@ import torch
 
 from realsys.generation.client import SamplingSpec
 from realsys.weights.disk.shards import ShardWriter
-from tests.contracts.generation_servers import (
+from tests.support.serving.generation_servers import (
     BOUND_S,
     PROMPT,
     Crowd,

@@ -24,11 +24,11 @@ from realsys.train.megatron.device import Device
 from realsys.train.megatron.hf_map import HFReader, ShardMap
 from realsys.train.megatron.train_engine import MegatronEngine
 from realsys.train.packing import MicroBatch
-from tests.generation_models import chosen, make_core, make_request, reference_logprobs
-from tests.generation_models import run as generate
-from tests.hf_models import FAMILIES, SIZES, VOCAB, make_model, weights_of
-from tests.records import make_ref, mask_of
-from tests.train_ranks import FORMED, cat_exports, run_ranks
+from tests.support.serving.generation_models import chosen, make_core, make_request, reference_logprobs
+from tests.support.serving.generation_models import run as generate
+from tests.support.serving.hf_models import FAMILIES, SIZES, VOCAB, make_model, weights_of
+from tests.support.training.records import make_ref, mask_of
+from tests.support.training.train_ranks import FORMED, cat_exports, run_ranks
 
 LENGTHS = [9, 5, 1]
 TOKENS = torch.randint(0, VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))

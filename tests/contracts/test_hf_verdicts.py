@@ -29,9 +29,9 @@ from realsys.hf.config import FAMILIES, read_model
 from realsys.hf.rope import inverse_frequencies
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.train_engine import MegatronEngine
-from tests.config_trees import changed
-from tests.generation_models import make_tokenizer
-from tests.train_ranks import FORMED, run_ranks
+from tests.support.processes.config_trees import changed
+from tests.support.serving.generation_models import make_tokenizer
+from tests.support.training.train_ranks import FORMED, run_ranks
 
 MISSING = "<the key is not in the file>"
 BASE: dict[str, Any] = {

@@ -20,8 +20,8 @@ from realsys.train.calls import CallOutcome, Role, find_handler
 from realsys.train.hooks import find_hook
 from realsys.train.megatron.device import Device
 from realsys.types import MfcRequest, SequenceRef
-from tests.ppo_batch import Worker, make_batch, make_models, save_models, whole
-from tests.train_ranks import run_ranks
+from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models, whole
+from tests.support.training.train_ranks import run_ranks
 
 REFS, ARRAYS = make_batch()
 

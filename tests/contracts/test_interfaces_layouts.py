@@ -21,8 +21,8 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
 from realsys.train.megatron.device import Device
 from realsys.types import SequenceRef
-from tests.ppo_batch import Arrays, Worker, make_batch, make_models, save_models
-from tests.train_ranks import cat_exports, run_ranks
+from tests.support.training.ppo_batch import Arrays, Worker, make_batch, make_models, save_models
+from tests.support.training.train_ranks import cat_exports, run_ranks
 
 TEMPERATURE, GAMMA, LAM, KL_COEF, ENTROPY_COEF, EPS_CLIP, VALUE_CLIP, CAP = 0.7, 0.97, 0.9, 0.2, 0.05, 0.2, 0.1, 4.0
 TURN_GAMMA = 0.6

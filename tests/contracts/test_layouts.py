@@ -22,8 +22,8 @@ from realsys.config.schema import Config
 from realsys.train.calls import find_handler
 from realsys.train.megatron.device import Device
 from realsys.types import MfcRequest, SequenceRef
-from tests.hf_models import VOCAB, make_model, weights_of
-from tests.train_ranks import build_role, cat_exports, coordinates, run_ranks
+from tests.support.serving.hf_models import VOCAB, make_model, weights_of
+from tests.support.training.train_ranks import build_role, cat_exports, coordinates, run_ranks
 
 TEMPERATURE = 0.7
 

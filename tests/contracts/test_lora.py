@@ -22,9 +22,9 @@ from realsys.config.schema import Config
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.train_engine import MegatronEngine, Outputs, Stats
 from realsys.train.packing import MicroBatch
-from tests.hf_models import SIZES, VOCAB, make_model
-from tests.records import make_ref
-from tests.train_ranks import FORMED, cat_exports, coordinates, run_ranks
+from tests.support.serving.hf_models import SIZES, VOCAB, make_model
+from tests.support.training.records import make_ref
+from tests.support.training.train_ranks import FORMED, cat_exports, coordinates, run_ranks
 
 RANK, ALPHA = 3, 6.0
 SCALE = 2.0  # alpha / rank

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from realsys.manager.messages import AllocateRequest
 from realsys.manager.routing.rollout_workers import incarnation_of
-from tests.contracts.manager_trial import BOUND_S, WORKER, Trial, drive
+from tests.support.ledger.manager_trial import BOUND_S, WORKER, Trial, drive
 
 
 async def _never() -> bool:

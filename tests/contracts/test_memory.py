@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import _dump_fr_trace_json
 from benchmarks.memory import run
 from realsys.config.schema import Config
 from realsys.train.megatron.device import Device
-from tests.train_ranks import run_ranks
+from tests.support.training.train_ranks import run_ranks
 
 STEPS = 12
 SETTLED = 2  # Adam's state comes with the first step

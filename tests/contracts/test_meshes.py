@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realsys.cluster.store.name_store import make_name_store
+from realsys.cluster.store.base import make_name_store
 from realsys.cluster.topology import Mesh, place
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.paths import TrialPaths
@@ -21,8 +21,8 @@ from realsys.train.megatron.device import Device
 from realsys.train.megatron.megatron_core import parallel_state
 from realsys.train.megatron.mesh import form_meshes, rendezvous
 from realsys.types import MfcRequest
-from tests.ppo_batch import make_batch, make_models, save_models
-from tests.train_ranks import FORMED, build_role, run_ranks
+from tests.support.training.ppo_batch import make_batch, make_models, save_models
+from tests.support.training.train_ranks import FORMED, build_role, run_ranks
 
 Workers = list[int]
 

@@ -46,8 +46,8 @@ from realsys.types import (
 from realsys.weights.disk.records import DiskPlan
 from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.writer import DiskWriter
-from tests.ppo_batch import make_batch, make_models, save_models
-from tests.train_ranks import FORMED, run_ranks
+from tests.support.training.ppo_batch import make_batch, make_models, save_models
+from tests.support.training.train_ranks import FORMED, run_ranks
 
 D1 = ParallelLayout()
 REFS, ARRAYS = make_batch()

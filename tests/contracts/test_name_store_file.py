@@ -239,7 +239,7 @@ def test_watch_says_that_it_cannot_list_and_goes_on_when_it_can(tmp_path):
     warned, recovered = threading.Event(), threading.Event()
     handler = logging.Handler()
     handler.emit = lambda record: warned.set()  # type: ignore[method-assign]
-    logger = logging.getLogger("realsys.cluster.store.name_store")
+    logger = logging.getLogger("realsys.cluster.store.base")
     logger.addHandler(handler)
     try:
         with store.watch("k", lambda tree: recovered.set() if tree == {"k": "2"} else None):

@@ -17,8 +17,8 @@ from realsys.config.compose import compose
 from realsys.config.dataflow import dataflow_of
 from realsys.config.schema import Config
 from realsys.train.megatron.device import Device
-from tests.ppo_batch import Worker, make_batch, make_models, save_models, whole
-from tests.train_ranks import run_ranks
+from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models, whole
+from tests.support.training.train_ranks import run_ranks
 
 PRESETS = sorted(path.stem for path in (Path(configs.__file__).parent / "algorithm").glob("*.yaml"))
 REFS, ARRAYS = make_batch()

@@ -44,10 +44,10 @@ from realsys.types import (
     TransferReply,
     TransferRequest,
 )
-from tests.config_trees import changed
-from tests.records import make_ref
-from tests.simulated_workers import Deadlock, Sent, SimulatedWorkers
-from tests.train_ranks import run_ranks
+from tests.support.processes.config_trees import changed
+from tests.support.streams.simulated_workers import Deadlock, Sent, SimulatedWorkers
+from tests.support.training.records import make_ref
+from tests.support.training.train_ranks import run_ranks
 
 BOUND_S = 60.0
 MADE_KEYS = ("prox_logprobs", "ref_logprobs", "values", "advantages", "returns", "scores")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from realsys.cluster.failure import read_errors
-from realsys.cluster.store.name_store import make_name_store
+from realsys.cluster.store.base import make_name_store
 from realsys.errors import NameStoreError
-from tests.tester_trial import Trial
+from tests.support.processes.tester_trial import Trial
 
 LONG_S = 120.0  # a lease that no slow machine outlives
 #: shows in the key "seen" what its watch on "asked" was told last

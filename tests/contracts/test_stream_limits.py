@@ -18,7 +18,7 @@ from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.stream.wire import TO_MASTER, Hello, Push, PushAck, PushNack, Welcome
 from realsys.types import Empty
-from tests.stream_parts import BOUND_S, make_group
+from tests.support.streams.stream_parts import BOUND_S, make_group
 
 
 def test_an_io_thread_that_hangs_does_not_hold_up_who_closes(

@@ -17,7 +17,7 @@ from realsys.stream.codec import encode_group
 from realsys.stream.push_pull import Pusher
 from realsys.stream.wire import Push, PushAck, PushNack
 from realsys.types import Group
-from tests.stream_parts import BOUND_S, PullerThread, make_group, names, pulling, push_all
+from tests.support.streams.stream_parts import BOUND_S, PullerThread, make_group, names, pulling, push_all
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,8 +12,8 @@ from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout, W
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.types import ClearRequest, Group, SampleMeta, SamplesArrived
-from tests.stream_parts import BOUND_S, make_group
-from tests.stream_workers import Answering, Number, with_workers
+from tests.support.streams.stream_parts import BOUND_S, make_group
+from tests.support.streams.stream_workers import Answering, Number, with_workers
 
 
 def test_requests_reach_each_worker_in_the_order_they_were_made() -> None:

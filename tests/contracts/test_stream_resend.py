@@ -15,7 +15,16 @@ from realsys.stream.codec import encode_group
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.wire import Push
 from realsys.types import Group
-from tests.stream_parts import BOUND_S, CuttableProxy, PullerCrash, PullerThread, make_group, names, pulling, push_all
+from tests.support.streams.stream_parts import (
+    BOUND_S,
+    CuttableProxy,
+    PullerCrash,
+    PullerThread,
+    make_group,
+    names,
+    pulling,
+    push_all,
+)
 
 
 def test_a_closing_sender_loses_nothing_that_was_acknowledged() -> None:

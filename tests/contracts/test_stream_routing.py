@@ -13,7 +13,7 @@ from realsys.errors import RemoteError, StreamError
 from realsys.stream.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.types import Empty
-from tests.stream_parts import BOUND_S
+from tests.support.streams.stream_parts import BOUND_S
 
 LAYOUT = ParallelLayout(data=2, pipeline=2, tensor=2)
 

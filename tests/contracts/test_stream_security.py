@@ -19,7 +19,7 @@ from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.stream.security import KEY_FILE, CurveKeys, ensure_keys, keys_for, load_keys
 from realsys.types import Empty
-from tests.stream_parts import BOUND_S, PullerThread, make_group, pulling
+from tests.support.streams.stream_parts import BOUND_S, PullerThread, make_group, pulling
 
 
 @pytest.fixture(scope="module")

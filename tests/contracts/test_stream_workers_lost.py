@@ -14,8 +14,8 @@ from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.stream.wire import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome
 from realsys.types import Group, SamplesArrived
-from tests.stream_parts import BOUND_S, CuttableProxy, make_group
-from tests.stream_workers import Answering, Number, happens, thread_errors, with_workers
+from tests.support.streams.stream_parts import BOUND_S, CuttableProxy, make_group
+from tests.support.streams.stream_workers import Answering, Number, happens, thread_errors, with_workers
 
 
 def test_a_new_incarnation_fails_the_calls_of_the_old_and_takes_over() -> None:

@@ -18,8 +18,8 @@ from realsys.data.char_model import make_tiny_model
 from realsys.train.calls import Role, find_handler
 from realsys.train.megatron.device import Device
 from realsys.types import MfcRequest, SequenceRef
-from tests.records import make_mask, make_ref
-from tests.train_ranks import build_role, run_ranks
+from tests.support.training.records import make_mask, make_ref
+from tests.support.training.train_ranks import build_role, run_ranks
 
 D1 = ParallelLayout()
 

@@ -3,7 +3,7 @@
 import pytest
 from transformers.utils import logging
 
-from tests.system.jobs import Job, run_arith
+from tests.support.jobs.jobs import Job, run_arith
 
 STEPS = 5
 

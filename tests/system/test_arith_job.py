@@ -8,10 +8,10 @@ from realsys.manager.ledger.events import EvalAnswered, EvalStarted
 from realsys.manager.ledger.journal import read_journal
 from realsys.weights.disk import manifest
 from realsys.weights.disk.stage import stage
-from tests.system.checkpoints import load_checkpoint, weights_differ
+from tests.support.jobs.checkpoints import load_checkpoint, weights_differ
+from tests.support.jobs.jobs import processes_of
+from tests.support.jobs.ledgers import check_ledger, check_staleness
 from tests.system.conftest import STEPS
-from tests.system.jobs import processes_of
-from tests.system.ledgers import check_ledger, check_staleness
 
 pytestmark = pytest.mark.system
 

@@ -15,7 +15,7 @@ import pytest
 from realsys.config.paths import TrialPaths
 from realsys.launch.cli import main
 from realsys.train.records.record_files import recorded_steps
-from tests.system.jobs import arith, running
+from tests.support.jobs.jobs import arith, running
 
 pytestmark = pytest.mark.system
 

@@ -2,11 +2,11 @@
 
 import pytest
 
+from realsys.cluster.store.base import trial_names
 from realsys.cluster.store.etcd_store import EtcdNameStore
-from realsys.cluster.store.name_store import trial_names
 from realsys.config.dump import read_config
-from tests.system.jobs import processes_of, run_arith
-from tests.system.ledgers import check_ledger, check_staleness
+from tests.support.jobs.jobs import processes_of, run_arith
+from tests.support.jobs.ledgers import check_ledger, check_staleness
 
 pytestmark = [pytest.mark.system, pytest.mark.needs("etcd")]
 

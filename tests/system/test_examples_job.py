@@ -14,9 +14,9 @@ import pytest
 
 from realsys.weights.disk import manifest
 from realsys.weights.disk.stage import stage
-from tests.system.jobs import Job, arith, command, processes_of, running
-from tests.system.ledgers import check_ledger, check_staleness
-from tests.system.models import make_qwen3
+from tests.support.jobs.job_models import make_qwen3
+from tests.support.jobs.jobs import Job, arith, command, processes_of, running
+from tests.support.jobs.ledgers import check_ledger, check_staleness
 from tests.system.test_math_job import SMALL
 
 pytestmark = pytest.mark.system

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.system.jobs import arith, poll, processes_of, running
+from tests.support.jobs.jobs import arith, poll, processes_of, running
 
 pytestmark = pytest.mark.system
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.system.jobs import processes_of, run_arith
-from tests.system.ledgers import check_ledger, check_staleness
+from tests.support.jobs.jobs import processes_of, run_arith
+from tests.support.jobs.ledgers import check_ledger, check_staleness
 
 pytestmark = pytest.mark.system
 

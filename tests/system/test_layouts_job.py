@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.system.jobs import run_arith
+from tests.support.jobs.jobs import run_arith
 
 pytestmark = pytest.mark.system
 

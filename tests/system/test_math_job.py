@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.checkpoints import load_checkpoint, weights_differ
-from tests.system.jobs import Job, command, processes_of, run
-from tests.system.ledgers import check_ledger, check_staleness
-from tests.system.models import make_llama, make_qwen3
+from tests.support.jobs.checkpoints import load_checkpoint, weights_differ
+from tests.support.jobs.job_models import make_llama, make_qwen3
+from tests.support.jobs.jobs import Job, command, processes_of, run
+from tests.support.jobs.ledgers import check_ledger, check_staleness
 
 pytestmark = pytest.mark.system
 

@@ -11,7 +11,7 @@ from realsys.launch.cli import main
 from realsys.manager.ledger.events import Granted, RolledBack, Trained
 from realsys.manager.ledger.journal import read_journal
 from realsys.telemetry.steps import StepTail
-from tests.system.jobs import arith, processes_of, running
+from tests.support.jobs.jobs import arith, processes_of, running
 
 pytestmark = pytest.mark.system
 

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from realsys.master.stuck import FEWEST_FILTERED
-from tests.system.jobs import Job, processes_of, run_arith
-from tests.system.ledgers import check_ledger
+from tests.support.jobs.jobs import Job, processes_of, run_arith
+from tests.support.jobs.ledgers import check_ledger
 
 pytestmark = pytest.mark.system
 

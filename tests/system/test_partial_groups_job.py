@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from realsys.train.records.record_files import read_arrays, read_record, recorded_steps
-from tests.system.jobs import arith, running
-from tests.system.ledgers import check_ledger
+from tests.support.jobs.jobs import arith, running
+from tests.support.jobs.ledgers import check_ledger
 
 pytestmark = pytest.mark.system
 

@@ -12,9 +12,9 @@ from realsys.cluster.failure import read_errors
 from realsys.launch.commands.audit import audit_trial
 from realsys.telemetry.steps import StepTail
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
-from tests.ports import lasting_ports
-from tests.system.jobs import Hold, arith, command, processes_of, restarts_shown, running
-from tests.system.ledgers import check_staleness
+from tests.support.jobs.jobs import Hold, arith, command, processes_of, restarts_shown, running
+from tests.support.jobs.ledgers import check_staleness
+from tests.support.processes.ports import lasting_ports
 
 pytestmark = pytest.mark.system
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.sglang_server import needs_sglang
-from tests.system.jobs import Job, processes_of, run_arith
-from tests.system.ledgers import check_ledger, check_staleness
+from tests.support.jobs.jobs import Job, processes_of, run_arith
+from tests.support.jobs.ledgers import check_ledger, check_staleness
+from tests.support.serving.sglang_server import needs_sglang
 
 pytestmark = pytest.mark.system
 STEPS = 3

@@ -12,9 +12,9 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from realsys.config.schema import TinyModelConfig
 from realsys.data.char_model import make_tiny_model, write_char_tokenizer
-from tests.system.checkpoints import load_checkpoint, weights_differ
-from tests.system.jobs import Job, arith, run, run_arith
-from tests.system.ledgers import check_ledger, check_staleness
+from tests.support.jobs.checkpoints import load_checkpoint, weights_differ
+from tests.support.jobs.jobs import Job, arith, run, run_arith
+from tests.support.jobs.ledgers import check_ledger, check_staleness
 
 pytestmark = pytest.mark.system
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import grpc
 
-from realsys.cluster.store.etcd3_compat import import_etcd3
-from realsys.cluster.store.name_store import (
+from realsys.cluster.store.base import (
     Lease,
     NameStore,
     Tree,
@@ -28,6 +27,7 @@ from realsys.cluster.store.name_store import (
     check_key,
     join_watch,
 )
+from realsys.cluster.store.etcd3_compat import import_etcd3
 from realsys.errors import Fenced, KeyExists, NameStoreError
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ CHANNEL_OPTIONS = [
 class EtcdNameStore(NameStore):
     """``address`` is host:port of one member. etcd's leases have whole seconds, two at least: a grant may be longer.
 
-    ``retry_timeout_s``: how long a call that can be repeated waits for a member that has answered before and is away now; no
-    less than ``call_timeout_s``, which bounds one try, and the renewal of a lease.
+    ``retry_timeout_s``: how long a repeatable call waits for a member that answered before and is away now; at least
+    ``call_timeout_s``, which bounds one try, and the renewal of a lease.
     """
 
     def __init__(self, address: str, call_timeout_s: float = 5.0, retry_timeout_s: float = 0.0) -> None:

@@ -40,7 +40,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from realsys.cluster.store.name_store import (
+from realsys.cluster.store.base import (
     Lease,
     NameStore,
     Tree,

@@ -7,7 +7,7 @@ import time
 import uuid
 from dataclasses import dataclass
 
-from realsys.cluster.store.name_store import (
+from realsys.cluster.store.base import (
     Lease,
     NameStore,
     Tree,

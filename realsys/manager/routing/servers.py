@@ -64,8 +64,8 @@ class Server:
 class Pace:
     """How many of the serving servers may update at a time: ``fraction`` of them, but at least one; 1: all.
 
-    A server that holds its slot for longer than ``retry_timeout_s`` no longer counts, so that a slow one holds the others
-    up once, for that long, and a hanging one no longer than that.
+    A server that holds its slot for longer than ``retry_timeout_s`` no longer counts. So a slow or hanging server
+    delays the others once, and no longer than that.
     """
 
     fraction: float = 1.0
@@ -223,7 +223,9 @@ class ServerRegistry:
             server.update_s, server.timings = seconds, dict(timings)
             server.updates += 1
         server.target, server.began, server.draining = None, None, False
-        server.verified = None if order.target.incarnation < self.trainer_incarnation else order.target  # began before a roll-back
+        server.verified = (
+            None if order.target.incarnation < self.trainer_incarnation else order.target
+        )  # began before a roll-back
         self.revision += 1
         if self.published == order.target:
             server.epoch += server.quarantined

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from realsys.cluster.network import advertised_host, join_host_port
-from realsys.cluster.store.name_store import NameStore
+from realsys.cluster.store.base import NameStore
 from realsys.cluster.topology import Mesh
 from realsys.config.schema import ClusterConfig
 from realsys.train.megatron.device import Device, bind_gloo_to

@@ -1,0 +1,359 @@
+"""What can happen in the small trial of ``ledger_world``: each action and fault, with what the model makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from realsys.buffer.sequence_buffer import SequenceBuffer
+from realsys.manager.messages import (
+    ClaimReply,
+    ClaimRequest,
+    FinishRequest,
+    RollBackRequest,
+    TrainedReply,
+    TrainedRequest,
+)
+from realsys.manager.routing.servers import UpdateOrder
+from realsys.manager.state import OlderTraining
+from realsys.types import PublishedVersion
+from tests.support.ledger.ledger_workers import Workers
+from tests.support.ledger.ledger_world import (
+    COPIER,
+    IN_GENERATION,
+    LATE,
+    SERVER,
+    Act,
+    Truth,
+    WorldState,
+    keep,
+)
+
+
+@dataclass
+class World(Workers):
+    """A method for each action, by its name."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for action in ("manager_restarts", "master_starts", "publishes_again", "server_updates", "checkpoints"):
+            self.apply(Act(action))
+
+    # -- what can happen -----------------------------------------------------------------------------------------------
+
+    def enabled(self) -> list[Act]:
+        acts = self._workers_act() + self._master_acts()
+        order = self.manager.servers.next_order(SERVER, str(self.births[SERVER]), 0.0)
+        if isinstance(order, UpdateOrder):
+            acts.append(Act("server_updates"))
+        acts += [Act("stray_arrives", (number,)) for number in range(len(self.strays))]
+        acts += [Act("echo", (number,)) for number in range(len(self.echoes))]
+        return acts + [act for act in self._faults() if self._may(act.name)]
+
+    def _may(self, fault: str) -> bool:
+        return self.faults > 0 and (not self.bounds.kinds or fault in self.bounds.kinds)
+
+    def _workers_act(self) -> list[Act]:
+        acts = []
+        for worker in self._workers():
+            if worker in self.unanswered:
+                acts.append(Act("asks_again", (worker,)))
+            elif self.manager.refusal() is None:
+                acts.append(Act("allocate", (worker,)))
+            if self._is_unnoticed(worker):
+                acts.append(Act("death_noticed", (worker,)))
+        acts += [Act("finish" if a.pushed else "arrive", key) for key, a in self.attempts.items()]
+        alive = {(a.ticket.ticket_id, a.ticket.attempt) for a in self.attempts.values()}
+        for ticket in self._running():  # a lease lasts longer than it takes to notice that a worker died
+            if (ticket.ticket_id, ticket.attempt) not in alive and not self._is_unnoticed(ticket.worker):
+                acts.append(Act("lapse", (ticket.ticket_id,)))
+        return acts
+
+    def _master_acts(self) -> list[Act]:
+        acts = [Act("tell_drops")] if self.drops else []
+        if self.phase == "asking":
+            acts.append(Act("claim"))
+        elif self.phase == "training":
+            acts.append(Act("publish"))
+        elif self.phase == "published":
+            acts.append(Act("tell_trained"))
+        elif self.phase == "down":
+            acts.append(Act("master_starts"))
+        elif self.phase == "rolled back":
+            acts.append(Act("publishes_again"))
+        elif self.phase == "idle":
+            ends = ("master_crashes", "machine_fails", "manager_loses_its_tail")
+            if self.checkpoint < self.version and any(map(self._may, ends)):
+                acts.append(Act("checkpoints"))
+            if "finished" in self.truth.values():
+                acts.append(Act("tells_what_it_holds"))
+            if self.buffer.ready_groups >= self.bounds.batch or self._stale():
+                acts.append(Act("take"))
+            elif self._can_never_fill():
+                acts.append(Act("give_up"))
+        return acts
+
+    def _faults(self) -> list[Act]:
+        acts = [Act("manager_restarts", (), 1), Act("server_dies", (), 1)]
+        for kept in range(self.synced, len(self.journal) + 1):
+            acts += [Act("machine_fails", (kept,), 1), Act("manager_loses_its_tail", (kept,), 1)]
+        for key, attempt in self.attempts.items():
+            names = IN_GENERATION if not attempt.pushed else ["finishes_twice"]
+            acts += [Act(name, key, 1) for name in names]
+            if self.manager.ledger.is_running(*key):
+                acts.append(Act("lapses_though_alive", (key[0],), 1))
+        for worker in self._workers():
+            if any(attempt.worker == worker for attempt in self.attempts.values()):
+                acts += [Act("dies", (worker,), 1), Act("dies_in_push", (worker,), 1)]
+            if worker not in self.unanswered and self.manager.refusal() is None:
+                acts.append(Act("reply_lost", (worker,), 1))
+        if self.phase == "asking":
+            acts.append(Act("claims_twice", (), 1))
+        if self.phase == "published":
+            acts.append(Act("told_twice", (), 1))
+        if self.phase in ("idle", "asking", "training", "published"):
+            acts.append(Act("master_crashes", (), 1))
+        return acts
+
+    def apply(self, action: Act) -> None:
+        """Raises AssertionError when the real parts answer what the model says they must not."""
+        before = COPIER.dump(self.manager.ledger)
+        self.faults -= action.cost
+        getattr(self, "_" + action.name)(*action.args)
+        if action.name in ("machine_fails", "manager_loses_its_tail"):
+            before = COPIER.dump(self._replayed())
+        self._commit(before)
+        self._deliver_what_cannot_matter()
+
+    def _deliver_what_cannot_matter(self) -> None:
+        """Calls for tickets that have ended change nothing, now or ever: none of them needs an order of its own."""
+        ended = {ticket_id for ticket_id, state in self.truth.items() if state in ("trained", "dropped")}
+        late = [key for key, a in self.attempts.items() if a.pushed and key[0] in ended]
+        calls = [FinishRequest(*key, self.attempts.pop(key).worker, "accepted") for key in late]
+        for call in [*calls, *self.echoes]:
+            if isinstance(call, FinishRequest) and call.ticket_id in ended:
+                self._finish_call(call)
+                self.echoes = [echo for echo in self.echoes if echo is not call]
+        assert not self.manager.outbox, "a ticket that has ended can be finished"
+
+    # -- servers and the manager ---------------------------------------------------------------------------------------
+
+    _manager_restarts = WorldState._start_manager
+
+    def _machine_fails(self, kept: int) -> None:
+        """With all that ran on it; of the journal only ``kept`` records are on the disk."""
+        self.births = {name: born + 1 for name, born in self.births.items()}
+        self.attempts, self.unanswered, self.strays, self.echoes = {}, {}, [], []
+        self._master_crashes()
+        self.echoes, self.published = [], None
+        self._loses_records(kept)
+
+    def _manager_loses_its_tail(self, kept: int) -> None:
+        """Its machine fails, and no other. Of an attempt whose grant it has forgotten the group may arrive, or not."""
+        self._loses_records(kept)
+        known = self.manager.ledger.open
+        for key, attempt in list(self.attempts.items()):
+            ticket = known.get(key[0])
+            if self.truth.get(key[0]) in ("trained", "dropped") or (ticket and ticket.attempt >= key[1]):
+                continue
+            del self.attempts[key]
+            if not attempt.pushed:
+                self.strays.append(self._group(attempt))
+
+    def _loses_records(self, kept: int) -> None:
+        """What is left is the truth from here on, as far as the ledger itself says: the checks are of the prompts."""
+        self.journal = self.journal[:kept]
+        self._start_manager()
+        ledger, known = self.manager.ledger, dict[str, Truth]()
+        for ticket_id in self.truth:
+            if ticket := ledger.open.get(ticket_id):
+                known[ticket_id] = ticket.state
+            elif end := ledger.ended(ticket_id):
+                known[ticket_id] = "trained" if end.startswith("trained") else "dropped"
+        self.truth = known
+
+    def _put_version(self) -> None:
+        self.published = PublishedVersion(self.version, self._incarnation(), "", self.version)
+        assert self.manager.publish(self.published)
+        for version, training in (
+            (self.version, self.trainer_incarnation),
+            (self.version - 1, self.trainer_incarnation),
+            (99, 0),
+        ):
+            older = PublishedVersion(version, f"{training:04d}", "", version)
+            assert not self.manager.publish(older), f"after {self.published} comes {older}"
+
+    def _server_updates(self) -> None:
+        servers = self.manager.servers
+        order = servers.next_order(SERVER, str(self.births[SERVER]), 0.0)
+        assert isinstance(order, UpdateOrder) and order.target == self.published
+        assert self.manager.begin_update(order, 0.0) and servers.succeeded(order, 0.0, {})
+
+    def _server_dies(self) -> None:
+        self.births[SERVER] += 1
+        self._observe_server()
+        assert self.manager.refusal() in ("no_server", "paused")
+
+    # -- the master ----------------------------------------------------------------------------------------------------
+
+    def _echo(self, number: int) -> None:
+        request = self.echoes.pop(number)
+        if isinstance(request, FinishRequest):
+            self._finish_call(request)
+        elif isinstance(request, UpdateOrder):
+            self.manager.servers.succeeded(request, 0.0, {})
+        elif request.incarnation < self._incarnation():
+            answer = self.manager.claim if isinstance(request, ClaimRequest) else self.manager.trained
+            assert isinstance(answer(request, LATE), OlderTraining)
+        elif isinstance(request, ClaimRequest):
+            self._claim_again(request)
+        elif self.phase == "down" and any(self.truth.get(name) != "claimed" for name in request.trained):
+            pass  # refused, and nobody reads that
+        else:
+            request.held = None  # what it said is said again by every later call
+            reply = self._trained_call(request)
+            if self.phase != "down":  # else it is the last call of the master that crashed
+                assert (reply.trained, reply.dropped) == (0, 0), "a repeated /trained changed something"
+            elif reply.trained:
+                self.truth |= dict.fromkeys(request.trained, "trained")
+
+    def _claim_again(self, request: ClaimRequest) -> None:
+        """Its reply is read by nobody any more. From a master that crashed it may be the only one that arrives."""
+        if not self.truth.keys() >= set(request.tickets):
+            return
+        reply = self.manager.claim(request, LATE)
+        assert isinstance(reply, ClaimReply)
+        if self.phase == "down" and not reply.gone:
+            self.truth |= dict.fromkeys(request.tickets, "claimed")
+        else:
+            assert not self.manager.outbox, "a repeated /claim changed something"
+
+    def _take(self) -> None:
+        taken = self.buffer.take(self.bounds.batch, self.version, self.bounds.eta, self.bounds.policy)
+        attempts = {sample.ticket_id: sample.attempt for sample in taken.clear}
+        self.drops += [(ticket_id, attempts[ticket_id], reason) for ticket_id, reason in taken.dropped]
+        self.batch = [sample for group in taken.groups for sample in group]
+        for sample in self.batch:
+            lag = self.version - sample.version_min
+            assert 0 <= lag <= (self.bounds.eta if self.bounds.policy == "drop" else lag), f"{sample} is too old"
+            before = [k for k, tickets in enumerate(self.weights, 1) if sample.ticket_id in tickets]
+            assert not before, f"{sample.ticket_id} is trained again, after version {before}"
+        if self.batch:
+            assert len({sample.ticket_id for sample in self.batch}) == self.bounds.batch
+            self.phase = "asking"
+
+    def _claim(self, twice: bool = False) -> None:
+        """What has ended meanwhile must not be trained."""
+        tickets = [sample.ticket_id for sample in self.batch]
+        request = ClaimRequest(self.version + 1, tickets, self._incarnation())
+        if not self.truth.keys() >= set(tickets):
+            self._refused(lambda: self.manager.claim(request, 0.0))
+            return
+        ended = [ticket_id for ticket_id in tickets if self.truth[ticket_id] in ("dropped", "trained")]
+        assert self.manager.claim(request, 0.0) == ClaimReply(ended)
+        if twice:
+            self.echoes.append(request)
+        if ended:
+            self.buffer.release(ended)
+            self.batch, self.phase = [], "idle"
+        else:
+            self.truth |= dict.fromkeys(tickets, "claimed")
+            self.phase = "training"
+
+    def _claims_twice(self) -> None:
+        self._claim(twice=True)
+
+    def _publish(self) -> None:
+        self.version += 1
+        self.weights.append([sample.ticket_id for sample in self.batch])
+        self._put_version()
+        self.phase = "published"
+
+    def _tell_trained(self, twice: bool = False) -> None:
+        request = self._request(trained=[s.ticket_id for s in self.batch], oldest=[s.version_min for s in self.batch])
+        if any(self.truth.get(ticket_id) != "claimed" for ticket_id in request.trained):
+            self._refused(lambda: self._trained_call(request))
+            return
+        if twice:
+            self.echoes.append(request)
+        reply = self._trained_call(request)
+        assert (reply.trained, reply.dropped) == (len(self.batch), 0)
+        self.truth |= dict.fromkeys(request.trained, "trained")
+        self.batch = []
+        self.phase = "done" if self.version == self.bounds.steps else "idle"
+
+    def _told_twice(self) -> None:
+        self._tell_trained(twice=True)
+
+    def _tell_drops(self) -> None:
+        drops, self.drops = self.drops, []
+        if any(ticket_id not in self.truth for ticket_id, _, _ in drops):
+            self._refused(lambda: self._trained_call(self._request(dropped=[drop[::2] for drop in drops])))
+            return
+        self._trained_call(self._request(dropped=[(ticket_id, reason) for ticket_id, _, reason in drops], held=None))
+        for ticket_id, _, _ in drops:
+            if self.truth[ticket_id] != "trained":
+                self.truth[ticket_id] = "dropped"
+
+    def _trained_call(self, request: TrainedRequest) -> TrainedReply:
+        reply = self.manager.trained(request, LATE)
+        assert isinstance(reply, TrainedReply)
+        self.syncs = bool(request.trained or request.dropped)
+        for ticket_id in reply.lost:
+            assert self.truth[ticket_id] == "finished" and ticket_id not in request.trained
+            self.truth[ticket_id] = "waiting"
+        return reply
+
+    def _tells_what_it_holds(self) -> None:
+        self._trained_call(self._request())
+
+    def _refused(self, call: Callable[[], object]) -> None:
+        """The manager does not know what it is told of: the training side ends, and starts from its checkpoint."""
+        try:
+            call()
+        except ValueError:
+            self._master_crashes()
+        else:
+            raise AssertionError("what the ledger has never heard of is passed over")
+
+    def _checkpoints(self) -> None:
+        self.checkpoint, self.syncs = self.version, True
+
+    def _master_crashes(self) -> None:
+        """With the whole training side: what it held is gone. A server may be updating, a call may be on its way."""
+        order = self.manager.servers.next_order(SERVER, str(self.births[SERVER]), 0.0)
+        if isinstance(order, UpdateOrder) and self.manager.begin_update(order, 0.0):
+            self.echoes.append(order)
+        if self.phase == "asking":
+            tickets = [sample.ticket_id for sample in self.batch]
+            self.echoes.append(ClaimRequest(self.version + 1, tickets, self._incarnation()))
+        if self.phase == "published":
+            self.echoes.append(self._request(trained=[sample.ticket_id for sample in self.batch]))
+        self.buffer, self.batch, self.drops = SequenceBuffer(keep), [], []
+        self.phase = "down"
+
+    def _master_starts(self) -> None:
+        """From its checkpoint: what is not in there must be rolled out again, whatever became of it."""
+        self.trainer_incarnation += 1
+        self.version = max(self.checkpoint, 0)
+        self.weights = self.weights[: self.version]
+        request = RollBackRequest(self.checkpoint, self.checkpoint, self._incarnation())
+        assert not isinstance(self.manager.roll_back(request, 0.0), OlderTraining)
+        self.syncs = True
+        before = len(self.manager.outbox)
+        assert not isinstance(self.manager.roll_back(request, 0.0), OlderTraining)
+        assert len(self.manager.outbox) == before, "a repeated /roll_back changed something"
+        if self.published is not None:  # seen late, or by a manager that has just started
+            assert not self.manager.publish(self.published), "a publication of the side before"
+        kept = {ticket_id for tickets in self.weights for ticket_id in tickets}
+        for ticket_id, state in self.truth.items():
+            if state != "dropped" and ticket_id not in kept:
+                self.truth[ticket_id] = "waiting"
+        self.phase = "rolled back"
+
+    def _publishes_again(self) -> None:
+        self._put_version()
+        self.phase = "idle"
+
+    def _give_up(self) -> None:
+        self.phase = "stuck"

@@ -1,0 +1,339 @@
+"""A trial in the small: the real ManagerState, SequenceBuffer and StuckCheck, and a model of everything around them.
+
+    allocate ──> attempt at a worker ──> group arrives ──> finish       faults: failed, rejected, filtered, lapsed,
+                                            │                           died, repeated, late, restarted, crashed
+           take a batch ──> publish ──> tell the manager
+
+What the model knows (``truth``, ``weights``) is kept by hand, action by action, and compared with the real parts after
+each. Time stands still; what needs it to pass (a lease, the grace of a finish) happens at any moment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import msgspec
+
+from realsys.buffer.sequence_buffer import SequenceBuffer, StalePolicy
+from realsys.manager.ledger.auditor import Auditor
+from realsys.manager.ledger.events import EvalAnswered, EvalStarted, Event, Resumed, Snapshot
+from realsys.manager.ledger.journal import decode_record, encode_record
+from realsys.manager.ledger.ledger import Ledger
+from realsys.manager.ledger.order import PromptOrder
+from realsys.manager.ledger.staleness import StalenessBound
+from realsys.manager.messages import TrainedRequest
+from realsys.manager.overview import status
+from realsys.manager.settings import ManagerSettings
+from realsys.manager.state import ManagerState
+from realsys.master.stuck import StuckCheck
+from realsys.types import PublishedVersion, SampleMeta, ServerAddress, Ticket
+from tests.support.ledger.state_explorer import Canonical, Copier
+
+Truth = Literal["running", "finished", "waiting", "claimed", "dropped", "trained"]
+LEASE_S = 100.0
+LATE = 1000.0  # every grace of a finish is over
+SERVER = "generation_server/0"
+#: Faults of a rollout that generates.
+IN_GENERATION = ["fails", "fails_though_stored", "rejected", "filtered"]
+IN_GENERATION += ["arrives_twice", "arrives_late", "never_arrives"]
+FILTERED = 0.5  # the reward of a group that the master does not want
+
+
+@dataclass(frozen=True)
+class Act:
+    """One thing that happens. ``cost`` 1: a fault."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    cost: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.args if self.args else ''}"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How small the trial is. ``faults``: how many in one history, of the kinds named (all if empty)."""
+
+    batch: int = 1
+    eta: int = 0
+    prompts: int = 2
+    workers: int = 1
+    steps: int = 2
+    faults: int = 1
+    epochs: int = 1
+    attempts: int = 2
+    policy: StalePolicy = "drop"
+    resumed: bool = False  # from another trial's checkpoint of version 1, with one prompt pending
+    kinds: frozenset[str] = frozenset()
+
+    def settings(self) -> ManagerSettings:
+        sizes = {"train": self.prompts, "eval": 1}
+        made = ManagerSettings(self.batch, self.eta, 1, self.attempts, 1, sizes, self.epochs, self.steps, LEASE_S)
+        return replace(made, stale_policy=self.policy)
+
+    def order(self) -> PromptOrder:
+        return PromptOrder(1, self.prompts, self.epochs)
+
+
+@dataclass
+class Attempt:
+    """A rollout at its worker. ``oldest``: version of its first token. ``pushed``: acknowledged, so finish comes."""
+
+    ticket: Ticket
+    worker: str
+    oldest: int
+    pushed: bool = False
+
+
+def keep(group: Any) -> bool:
+    return all(sample.reward != FILTERED for sample in group)
+
+
+_BOOKKEEPING = {"bounds", "journal", "synced", "syncs", "prompts"}
+# Statistics and times: they decide nothing that is explored here.
+_STATISTICS = {
+    "ManagerState": {"settings", "bound", "router", "outbox", "staleness", "generated", "generated_by_server"}
+    | {"finished_groups", "answers", "evaluations", "master"},
+    "Ledger": {"_order", "_max_attempts", "_reissue", "_records", "_first_cursor", "reissued", "_lag", "opened"},
+    "LedgerCounts": {"attempts", "starts", "reissued_by_cause"},
+    "OpenTicket": {"news_at"},
+    "ServerRegistry": {"_bound", "_pace", "updates", "revision", "trainer_incarnation"},
+    "RolledBack": {"time", "checkpoint", "step"},
+    "PublishedVersion": {"locator", "step", "transport"},
+    "Ticket": {"ticket_id", "attempt", "prompt_index", "kind", "split", "n", "seed", "version"},
+    "ServerAddress": {"name", "url", "pid", "host"},
+    "Server": {"failures", "retry_at", "updates", "update_s", "timings", "began", "error"},
+    "Heartbeat": {"time", "since", "changed"},
+    "SequenceBuffer": {"rejected", "filtered_in_a_row", "_keep"},
+    "SampleMeta": {
+        *("arrived", "length", "loss_tokens", "sample_id", "truncated", "version_max", "owner"),
+        *("episode", "row", "group_rows", "episode_tokens", "correct", "metrics"),
+    },
+    "Reservations": {"_loads"},
+    "World": _BOOKKEEPING,
+    "Evaluated": {*_BOOKKEEPING, "problems"},
+}
+_KEY = Canonical(_STATISTICS)
+LEDGER_KEY = Canonical({"Ledger": {"_order", "_reissue"}, "OpenTicket": {"news_at"}})
+COPIER = Copier(PromptOrder, ManagerSettings, StalenessBound, Bounds)
+
+
+@dataclass
+class WorldState:
+    """The state of the trial, and what must hold of it. ``World`` adds what can happen."""
+
+    bounds: Bounds
+    manager: ManagerState = field(init=False)
+    buffer: SequenceBuffer = field(init=False)
+    faults: int = 0
+    truth: dict[str, Truth] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=dict)  # of each ticket that ever was, though its record be lost
+    journal: list[bytes] = field(default_factory=list)
+    synced: int = 0  # records that survive the machine
+    syncs: bool = False  # the action under way is answered after an fsync
+    # workers and the network
+    births: dict[str, int] = field(default_factory=dict)  # incarnation of each worker and of the server
+    attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict)
+    unanswered: dict[str, str] = field(default_factory=dict)  # worker -> request whose reply was lost
+    strays: list[SampleMeta] = field(default_factory=list)  # groups that arrive some time, or never
+    echoes: list[Any] = field(default_factory=list)  # calls that reach the manager once more, some time
+    # the master
+    phase: Literal["down", "rolled back", "idle", "asking", "training", "published", "done", "stuck"] = "down"
+    version: int = 0  # in its weights
+    trainer_incarnation: int = 0
+    checkpoint: int = -1  # version of the newest
+    published: PublishedVersion | None = None  # in the name store
+    batch: list[SampleMeta] = field(default_factory=list)
+    drops: list[tuple[str, int, str]] = field(default_factory=list)  # to be told: ticket, attempt, reason
+    weights: list[list[str]] = field(default_factory=list)  # tickets that each version trained
+
+    def __post_init__(self) -> None:
+        self.births = {SERVER: 1, **dict.fromkeys(self._workers(), 1)}
+        self.buffer = SequenceBuffer(keep)
+        self.faults = self.bounds.faults
+        self.manager = ManagerState(self.bounds.settings())
+        if self.bounds.resumed:
+            batch, at = self.bounds.batch, self.bounds.order().at
+            pending = at(batch)
+            assert pending is not None
+            self.journal = [encode_record(Resumed("/c", 1, batch, batch + 1, [pending], 0.0))]
+            self.weights, self.checkpoint = [[]], 1
+            self._start_manager()
+            self.journal += map(encode_record, self.manager.outbox)
+            self.manager.outbox.clear()
+
+    # -- what must always hold -----------------------------------------------------------------------------------------
+
+    def key(self) -> bytes:
+        """What may be lost yet tells two states apart for as long as it may."""
+        loses = self.faults and self.bounds.kinds & {"machine_fails", "manager_loses_its_tail"}
+        return _KEY.digest((self, self.journal[self.synced :] if loses else []))
+
+    def check(self) -> None:
+        ledger = self.manager.ledger
+        counts, truth = ledger.counts, Counter(self.truth.values())
+        states = counts.by_state()
+        assert states == {state: truth[state] for state in states}, f"{states}, but in truth {dict(truth)}"
+        assert sum(states.values()) == counts.granted == len(self.truth) and min(states.values()) >= 0
+        assert ledger.counted == self._counted(), "N is not what the states add up to"
+        assert sum(counts.dropped_by_reason.values()) == counts.dropped
+        assert min([*counts.dropped_by_reason.values(), *counts.reissued_by_cause.values(), 0]) >= 0
+        for ticket_id, state in self.truth.items():
+            end = ledger.ended(ticket_id)
+            assert (end is None) == (state not in ("dropped", "trained")), f"{ticket_id}: {end}, {state}"
+            told = [k for k, tickets in enumerate(self.weights, 1) if ticket_id in tickets]
+            if state == "trained":
+                assert [end] == [f"trained@{k}" for k in told], f"{ticket_id}: {end}, in the weights of {told}"
+        self._check_prompts()
+        self._check_reservations()
+        self._check_snapshot()
+        self._check_audit()
+
+    def _check_prompts(self) -> None:
+        """Each prompt of the epoch is to come, pending, or has had its one end."""
+        ledger = self.manager.ledger
+        position = ledger.position()
+        order, before = self.bounds.order(), self.bounds.batch if self.bounds.resumed else 0
+        ahead = [order.at(p) for p in range(position.cursor, self.bounds.prompts * self.bounds.epochs)]
+        ended = [
+            ledger._prompt[int(t)]
+            for t, state in self.truth.items()
+            if state == "trained" or (state == "dropped" and not str(ledger.ended(t)).endswith(": stale"))
+        ]
+        found = sorted([*ahead, *position.pending, *ended, *map(order.at, range(before))])  # type: ignore[type-var]
+        assert found == sorted([*range(self.bounds.prompts)] * self.bounds.epochs), f"prompts {found}"
+
+    def _check_reservations(self) -> None:
+        reservations = self.manager.reservations
+        held = [t for t in self.truth if reservations.calls(t)]
+        assert sum(len(reservations.calls(t)) for t in held) == len(reservations)
+        assert reservations.load(SERVER) == reservations.recount().get(SERVER, (0, 0))
+        assert all(self.truth[t] == "running" for t in held), f"places of {held} are not given back"
+
+    def _check_snapshot(self) -> None:
+        """A compacted journal leads to the same ledger."""
+        ledger = self.manager.ledger
+        line = encode_record(ledger.snapshot(0.0, [], {}))
+        snapshot = decode_record(line)
+        assert isinstance(snapshot, Snapshot)
+        compacted = Ledger(ledger._order, self.bounds.attempts)
+        compacted.apply(snapshot)
+        assert LEDGER_KEY.of(compacted) == LEDGER_KEY.of(ledger), "the snapshot leads elsewhere"
+
+    def _check_audit(self) -> None:
+        """`realsys audit` finds nothing, whatever happened."""
+        auditor = Auditor()
+        for number, event in enumerate(self._events(), 1):
+            auditor.observe(event, number)
+        told = {k: t for k, t in enumerate(self.weights, 1) if t and self.truth.get(t[0]) == "trained"}
+        auditor.compare_steps(told)
+        failed = {check.name: check.problems for check in auditor.report().checks if not check.ok}
+        assert not failed, f"the audit says {failed}"
+
+    def _commit(self, before: bytes) -> None:
+        """The journal must say all that happened: what it adds turns the ledger before into the ledger now."""
+        events, self.manager.outbox = self.manager.outbox, []
+        if self.syncs:
+            self.syncs, self.synced = False, len(self.journal) + len(events)
+        if not events and COPIER.dump(self.manager.ledger) == before:
+            return
+        ledger: Ledger = COPIER.load(before)
+        for event in events:
+            record = encode_record(event)
+            self.journal.append(record)
+            copy = decode_record(record)
+            assert copy == event, f"the journal reads {copy} for {event}"
+            if not isinstance(copy, EvalStarted | EvalAnswered):
+                ledger.apply(copy)  # type: ignore[arg-type]
+        assert LEDGER_KEY.of(ledger) == LEDGER_KEY.of(self.manager.ledger), f"not what the journal says: {events}"
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    def is_final(self) -> bool:
+        return self.phase in ("done", "stuck")
+
+    def _counted(self) -> int:
+        inherited = self.bounds.batch if self.bounds.resumed else 0
+        return inherited + sum(state not in ("waiting", "dropped") for state in self.truth.values())
+
+    def _workers(self) -> list[str]:
+        return [f"rollout_worker/{i}" for i in range(self.bounds.workers)]
+
+    def _running(self) -> list[Any]:
+        return list(self.manager.ledger.running())
+
+    def _is_unnoticed(self, worker: str) -> bool:
+        return self.manager.workers[worker].incarnation != str(self.births[worker])
+
+    def _incarnation(self) -> str:
+        return f"{self.trainer_incarnation:04d}"
+
+    def _held(self) -> list[tuple[str, int]]:
+        return [*self.buffer.held().items(), *((ticket_id, attempt) for ticket_id, attempt, _ in self.drops)]
+
+    def _stale(self) -> bool:
+        fresh = self.buffer.fresh_groups(self.version, self.bounds.eta)
+        return self.bounds.policy == "drop" and self.buffer.ready_groups > fresh
+
+    def _can_never_fill(self) -> bool:
+        """The rule of a running master: two looks at the status of the manager."""
+        check, seen = StuckCheck(self.bounds.batch), status(self.manager, 0.0, 0.0)
+        return check.look(seen, self.buffer.ready_groups) is None and bool(check.look(seen, self.buffer.ready_groups))
+
+    def _group(self, attempt: Attempt, reward: float = 1.0) -> SampleMeta:
+        ticket = attempt.ticket
+        return SampleMeta(
+            f"{ticket.ticket_id}.{ticket.attempt}/0.0",
+            ticket.ticket_id,
+            ticket.attempt,
+            2,
+            1,
+            reward,
+            False,
+            attempt.oldest,
+            attempt.oldest,
+            0,
+            trainer_incarnation=ticket.trainer_incarnation,
+        )
+
+    def _request(self, **fields: Any) -> TrainedRequest:
+        request = TrainedRequest(self.version, self.version, incarnation=self._incarnation(), held=self._held())
+        return msgspec.structs.replace(request, **fields)
+
+    # -- the manager ---------------------------------------------------------------------------------------------------
+
+    def _start_manager(self) -> None:
+        """First start, or a restart: everything from the journal and the name store."""
+        self.manager = ManagerState(self.bounds.settings())
+        self.manager.restore_from(self._events())
+        self.manager.open(0.0)
+        if self.published is not None:
+            current = self.published.incarnation == self.manager.trainer_incarnation
+            assert self.manager.publish(self.published) == current, "weights of a training side that is gone"
+        self._observe_server()
+        lost = self._observe_workers()
+        self.truth |= dict.fromkeys(lost, "waiting")
+
+    def _events(self) -> list[Event]:
+        events = [decode_record(line) for line in self.journal]
+        assert None not in events
+        return events  # type: ignore[return-value]
+
+    def _replayed(self) -> Ledger:
+        """The ledger that the journal leads to."""
+        ledger = Ledger(self.bounds.order(), self.bounds.attempts)
+        for event in self._events():
+            if not isinstance(event, EvalStarted | EvalAnswered):
+                ledger.apply(event)
+        return ledger
+
+    def _observe_workers(self) -> list[str]:
+        beats = {w: f'{{"kind": "rollout_worker", "incarnation": "{self.births[w]}"}}' for w in self._workers()}
+        return self.manager.observe_workers(beats, 0.0)
+
+    def _observe_server(self) -> None:
+        born = str(self.births[SERVER])
+        self.manager.observe_servers([ServerAddress(SERVER, "http://h:1", 1, "h", born)])

@@ -1,0 +1,45 @@
+"""An embedded engine behind HTTP in a process of its own, to be killed: ``python -m MODULE MODEL N``.
+
+Prints its URL. After N sampled tokens it pauses by itself, in the middle of answers; 0: never. When its standard input
+ends it stops as a GenerationServer does.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from realsys.config.schema import EmbeddedConfig, GenerationConfig
+from realsys.generation.embedded.build import build_engine
+from realsys.generation.embedded.core import EngineCore
+from realsys.generation.server import HttpServer, build_app
+from realsys.weights.disk.stage import DiskReader
+from realsys.workers.generation_server import stop_serving
+
+
+def main() -> None:
+    model_path, pause_after = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+
+    def on_step(core: EngineCore) -> None:
+        if core.counters.tokens >= pause_after > 0:
+            engine.pause("in_place")
+
+    engine = build_engine(
+        model_path,
+        GenerationConfig(embedded=EmbeddedConfig(max_running=4, max_queued=4, context_length=128)),
+        DiskReader().stage,
+        on_step=on_step,
+    )
+    engine.start()
+    http = HttpServer(build_app(engine))
+    http.start()
+    print(http.url, flush=True)
+    sys.stdin.read()
+    stop_serving(engine, http)
+
+
+if __name__ == "__main__":
+    main()

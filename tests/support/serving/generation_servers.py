@@ -1,0 +1,284 @@
+"""What the contract suite of generation servers knows of a server, and how it talks to one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig
+from realsys.generation.backend import EngineParts, GenerationEngine, Materialised, make_backend
+from realsys.generation.client import Generated, GenerationClient, SamplingSpec
+from realsys.generation.embedded.build import build_engine
+from realsys.generation.embedded.forward.weights import read_tensors
+from realsys.generation.server import HttpServer, build_app
+from realsys.generation.sglang.engine import SglangEngine
+from realsys.weights.disk import manifest
+from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk.stage import DiskReader
+from tests.support.processes.config_trees import changed
+from tests.support.serving.generation_models import VOCAB, chosen, make_model, reference_logprobs
+from tests.support.serving.sglang_server import sglang_engine
+
+PROMPT = [3, 1, 4, 1, 5]
+EOS = VOCAB - 1
+CONTEXT = 512
+LONG = SamplingSpec(max_new_tokens=480)
+BUSY = 8  # requests of a crowd: more than an embedded server's rows
+EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"
+#: For tests that look at the model behind the server; docs/examples/backend.py has none.
+samples = pytest.mark.parametrize("backend", ["embedded", "sglang", "sglang-derived"], indirect=True, scope="module")
+BOUND_S = 120.0  # no wait of a test is longer
+
+
+@dataclass
+class ServerUnderTest:
+    """A running server. ``models[v]`` is what transformers says about version v; no models: it echoes its prompt.
+
+    ``start``: the version that it serves when a test begins. ``seeded``: a seed decides an answer whatever else runs;
+    SGLang needs its deterministic inference for that, which it has not on a CPU.
+    """
+
+    url: str
+    models: dict[int, object]
+    paths: dict[int, Path]
+    max_answers: int  # that it runs and queues
+    start: int = -1
+    seeded: bool = True
+
+
+@dataclass(frozen=True)
+class Versions:
+    """A base model, -1, which is also published as version 0, and two more versions of its architecture."""
+
+    models: dict[int, object]
+    paths: dict[int, Path]
+
+
+@dataclass(frozen=True)
+class Running:
+    """One SGLang for many tests."""
+
+    engine: SglangEngine
+    url: str
+
+
+def make_versions(root: Path) -> Versions:
+    models, paths = {}, {}
+    for version in (-1, 1, 2):
+        path = root / f"hf{version}"
+        models[version] = make_model("qwen2", path, seed=version + 10, eos=EOS)
+        paths[version] = path if version < 0 else publish(root, version, path)
+    models[0], paths[0] = models[-1], publish(root, 0, paths[-1])
+    return Versions(models, paths)
+
+
+@contextmanager
+def sglang_server(versions: Versions, overflow: Path) -> Iterator[Running]:
+    settings = ["generation.sglang.max_answers=16", "rollout.max_concurrent=1"]
+    engine = sglang_engine(versions.paths[-1], overflow, *settings)
+    engine.start()
+    try:
+        # Its staging thread is there from now on.
+        assert engine.update(str(versions.paths[0]), 0).result(BOUND_S).success
+        http = HttpServer(build_app(engine))
+        http.start()
+        try:
+            yield Running(engine, http.url)
+        finally:
+            http.close()
+    finally:
+        engine.close()
+
+
+@contextmanager
+def reporting(running: Running, reports: bool) -> Iterator[None]:
+    """SGLang as one that tells the version of every token, or one that does not."""
+    traffic = running.engine._traffic
+    run = traffic.run
+    assert run is not None
+    traffic.run = dataclasses.replace(run, reports=reports)
+    yield
+    traffic.run = run
+
+
+def fresh(running: Running, versions: Versions) -> ServerUnderTest:
+    """SGLang with nothing left of the test before, back at version 0."""
+    engine = running.engine
+    for call in (engine.abort_all(), engine.resume()):
+        call.result(BOUND_S)
+    back = engine.update(str(versions.paths[0]), 0).result(BOUND_S)
+    assert back.success, back.message
+    return ServerUnderTest(running.url, versions.models, versions.paths, 16, start=0, seeded=False)
+
+
+@contextmanager
+def embedded_server(versions: Versions) -> Iterator[ServerUnderTest]:
+    config = GenerationConfig(embedded=EmbeddedConfig(max_running=4, max_queued=12, context_length=CONTEXT))
+    engine = build_engine(versions.paths[-1], config, DiskReader(everything=True).stage)
+    with serving(engine) as url:
+        yield ServerUnderTest(url, versions.models, versions.paths, 16)
+
+
+@contextmanager
+def example_server(versions: Versions) -> Iterator[ServerUnderTest]:
+    """The example of docs/examples/backend.py, built as a GenerationServer builds it."""
+    settings = ["data.max_prompt_tokens=32", f"generation.sampling.max_new_tokens={CONTEXT - 32}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        config = changed("generation.backend=backend:Echo", *settings)
+        backend = make_backend(config)
+        with serving(backend.build(engine_parts(config, versions.paths[-1]))) as url:
+            yield ServerUnderTest(url, {}, versions.paths, backend.capacity())
+
+
+def engine_parts(config: Config, model_path: Path) -> EngineParts:
+    """Parts of an engine outside of a GenerationServer process; versions are verified as in one."""
+
+    def materialise(source: str, version: int, target: Path) -> Materialised:
+        raise AssertionError("this engine loads from memory")
+
+    load = DiskReader(everything=True).stage
+    return EngineParts(config, model_path, 0, load, materialise, lambda change: None, lambda callback: None)
+
+
+@contextmanager
+def serving(engine: GenerationEngine) -> Iterator[str]:
+    """Start an engine behind HTTP; gives the URL."""
+    http = HttpServer(build_app(engine))
+    engine.start()
+    http.start()
+    try:
+        yield http.url
+    finally:
+        engine.close()
+        http.close()
+
+
+def publish(
+    root: Path,
+    version: int,
+    model_dir: Path,
+    *,
+    tensors: dict[str, torch.Tensor] | None = None,
+    writer: ShardWriter | None = None,
+    base: str = "",
+) -> Path:
+    """A version of ``tensors``, or else of those in ``model_dir``. ``base``: folder of the version before."""
+    tmp = manifest.prepare(root, version, "test")
+    file = tmp / "model-00001-of-00001.safetensors"
+    shard = (writer or ShardWriter()).write(file, tensors or read_tensors(model_dir), base)
+    return manifest.commit(tmp, version=version, incarnation="test", step=version, shards=[shard], model_dir=model_dir)
+
+
+def drive(test):
+    """Run ``test(client)`` with a client of the product."""
+
+    async def body():
+        client = GenerationClient(timeout_s=BOUND_S)
+        try:
+            return await test(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(body())
+
+
+class Crowd:
+    """``BUSY`` requests at a time that run for long: whenever one ends the next begins, until ``finish``.
+
+    So some run whatever the machine does and wherever the model ends an answer. Every one of a slot has the slot's id.
+    """
+
+    def __init__(self, client: GenerationClient, url: str) -> None:
+        self.answers: list[Generated] = []
+        self._client, self._url = client, url
+        self._last = False
+        self._slots = [asyncio.create_task(self._keep(slot)) for slot in range(BUSY)]
+
+    def dismiss(self) -> None:
+        """No further request begins."""
+        self._last = True
+
+    async def finish(self) -> list[Generated]:
+        """All answers, once those under way have ended."""
+        self.dismiss()
+        await asyncio.gather(*self._slots)
+        return self.answers
+
+    async def _keep(self, slot: int) -> None:
+        for seed in itertools.count(slot, BUSY):
+            self.answers += await self._client.generate(self._url, PROMPT, LONG, rid=str(slot), seed=seed)
+            if self._last:
+                return
+
+
+async def until_decoding(client: GenerationClient, url: str) -> None:
+    """Return when more than the prompts of those that run is in the KV cache. Every look is a round trip."""
+    async with asyncio.timeout(BOUND_S):
+        while (await client.server_info(url)).kv_tokens < 4 * len(PROMPT) + 10:
+            pass
+
+
+def check(server: ServerUnderTest, answer, prompt=PROMPT) -> None:
+    """Every log-prob is that of the version the token is attributed to; of an echo, 0."""
+    tokens = answer.tokens.tolist()
+    if not server.models:
+        assert tokens == prompt and answer.logprobs.tolist() == [0.0] * len(tokens)
+        return
+    for version in set(answer.versions.tolist()):
+        expected = chosen(reference_logprobs(server.models[version], prompt, tokens), tokens)
+        mine = answer.versions == version
+        assert np.abs(expected - answer.logprobs)[mine].max() <= 1e-4
+
+
+def flip(path: Path, offset: int = -1) -> None:
+    """Change one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+async def raw(server: ServerUnderTest, path: str, body: object) -> tuple[int, dict]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with aiohttp.ClientSession() as session, session.post(server.url + path, data=data) as response:
+        return response.status, await response.json()
+
+
+# ---- what can be wrong with a version
+
+
+def no_weights(version: Path) -> None:
+    shard_of(version).unlink()
+
+
+def no_manifest(version: Path) -> None:
+    (version / "MANIFEST.json").unlink()
+
+
+def corrupt_shard(version: Path) -> None:
+    flip(shard_of(version))
+
+
+def short_shard(version: Path) -> None:
+    os.truncate(shard_of(version), 100)
+
+
+def other_manifest(version: Path) -> None:
+    manifest = json.loads((version / "MANIFEST.json").read_text())
+    (version / "MANIFEST.json").write_text(json.dumps({**manifest, "version": 8}))
+
+
+def shard_of(version: Path) -> Path:
+    return next(version.glob("model-*"))

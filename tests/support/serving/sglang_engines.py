@@ -1,0 +1,111 @@
+"""The engine over SGLang with ``sglang_stand_in`` in its place, for tests of what starts, watches and updates one."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from realsys.errors import WeightsError
+from realsys.generation.backend import Change, Completion, Materialised
+from realsys.generation.limits import Limits
+from realsys.generation.protocol import SamplingParams
+from realsys.generation.sglang.engine import Settings, SglangEngine
+from tests.support.serving import sglang_stand_in
+
+SHAPES = {"a": (2, 3), "b": (4,)}
+STALLING = SamplingParams(max_new_tokens=10, temperature=0.5)
+WAIT_S = 60.0
+Changes = queue.SimpleQueue[Change]
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """In place of arguments.Launch."""
+
+    flags: tuple[str, ...] = ()
+    model_path: Path = Path("/models/base")
+
+    def command(self, port: int) -> list[str]:
+        return [sys.executable, sglang_stand_in.__file__, *self.flags, "--port", str(port)]
+
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+
+def materialise(source: str, version: int, target: Path) -> Materialised:
+    """What the worker does, without manifests: the folder's name says what is wrong with it."""
+    name = Path(source).name
+    if name == "corrupt":
+        raise WeightsError(f"{source} is corrupt")
+    target.mkdir(parents=True)
+    tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+    if name == "partial":
+        del tensors["b"]
+    save_file(tensors, target / "model.safetensors")
+    if name == "broken":
+        (target / "broken").touch()
+    return Materialised(target, {"verify_s": 0.25})
+
+
+class Engines:
+    """Makes engines; those that it started are closed with it."""
+
+    def __init__(self) -> None:
+        self._started: list[SglangEngine] = []
+
+    def __call__(self, *flags: str, start: bool = True, **settings: object) -> tuple[SglangEngine, Changes]:
+        """An engine over a stand-in with these flags, and what it tells of itself."""
+        changes: Changes = queue.SimpleQueue()
+        limits = Limits(vocabulary=97, eos=(96,), context=64, answers=8, tokenizer=False, model_path="/models/base")
+        bounds = ("start_timeout_s", "request_timeout_s", "load_timeout_s", "silence_timeout_s")
+        values = {**dict.fromkeys(bounds, WAIT_S), "max_restarts": 2, "first_backoff_s": 0.01, **settings}
+        engine = SglangEngine(StandIn(flags), limits, SHAPES, materialise, Settings(**values), changes.put)
+        if start:
+            engine.start()
+            self._started.append(engine)
+            assert changes.get(timeout=WAIT_S) == Change(0)
+        return engine, changes
+
+    def close(self) -> None:
+        for engine in self._started:
+            engine.close()
+
+
+@contextmanager
+def engines() -> Iterator[Engines]:
+    made = Engines()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def ended(pid: int) -> bool:
+    """Wait for the end of a process that is not our child."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([pidfd], [], [], WAIT_S)[0])
+    finally:
+        os.close(pidfd)
+
+
+def helper_of(text: str) -> int:
+    """The pid that the stand-in printed of its helper."""
+    return int(text.partition("helper ")[2].split()[0])
+
+
+def generate(engine: SglangEngine, prompt: list[int], rid: str = "", **params: object) -> Future[list[Completion]]:
+    return engine.generate(rid, prompt, SamplingParams(**{"max_new_tokens": 4, **params}))

@@ -1,0 +1,44 @@
+"""The real SGLang for tests: where it is installed, and an engine over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from realsys.config.rules.sglang import DEFAULT_VENV, interpreter
+from realsys.config.schema import Config
+from realsys.generation.backend import Materialised
+from realsys.generation.sglang.build import build_sglang_engine
+from realsys.generation.sglang.engine import SglangEngine
+from realsys.weights.disk.stage import DiskReader
+from realsys.weights.folder import FolderWriter
+from tests.support.processes.config_trees import changed
+
+
+def needs_sglang() -> None:
+    """Skip the test where SGLang is not installed; fail it where it is meant to be (`make sglang-test`)."""
+    if (DEFAULT_VENV / "bin" / "python").exists():
+        return
+    reason = "needs .venv-sglang: run `make sglang-cpu`"
+    if os.environ.get("REALSYS_SGLANG") == "1":
+        pytest.fail(f"{reason} (REALSYS_SGLANG=1)", pytrace=False)
+    pytest.skip(reason)
+
+
+def sglang_config(*overrides: str) -> Config:
+    return changed("generation.backend=sglang", "generation.sglang.args={'context-length': 512}", *overrides)
+
+
+def sglang_engine(model: Path, overflow: Path, *overrides: str, on_change: Callable = print) -> SglangEngine:
+    """Not started. Weights are verified and staged as in a run."""
+
+    def write(locator: str, version: int, target: Path) -> Materialised:
+        """Forget what was staged before: tests share a server, and each begins with version 0."""
+        return FolderWriter(DiskReader(), model, overflow).write(locator, version, target)
+
+    config = sglang_config(*overrides)
+    assert Path(interpreter(config.generation.sglang)).exists()
+    return build_sglang_engine(model, config, write, on_change)

@@ -1,0 +1,190 @@
+"""A step loop over simulated workers and the manager's real state machine, for tests of the master.
+
+What writes to disk is a hand-written fake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from realsys.algorithm.group_filter import keep_group
+from realsys.buffer.balance import token_costs
+from realsys.cluster.topology import place
+from realsys.config.allocation import parse_allocation
+from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
+from realsys.config.schema import Config
+from realsys.manager.messages import (
+    AllocateRequest,
+    Answer,
+    ClaimReply,
+    ClaimRequest,
+    FinishRequest,
+    TrainedReply,
+    TrainedRequest,
+)
+from realsys.manager.overview import status
+from realsys.manager.settings import ManagerSettings
+from realsys.manager.state import ManagerState
+from realsys.master.calls.call_arguments import CallArguments
+from realsys.master.calls.plans import plan_roles
+from realsys.master.intake import Intake
+from realsys.master.loop import TrainLoop
+from realsys.master.step import StepRunner
+from realsys.types import MfcRequest, PublishedVersion, SampleMeta, ServerAddress, Ticket
+from tests.support.processes.config_trees import changed
+from tests.support.streams.simulated_workers import SimulatedWorkers
+
+BOUND_S = 60.0
+SMALL = (
+    "rollout.group_size=2",
+    "train.batch_groups=2",
+    "train.ppo.minibatches=2",
+    "asynchronous.max_head_offpolicyness=1",
+)
+
+
+class Manager:
+    """The manager's state behind the client's calls, with one server that serves what is published."""
+
+    def __init__(self, config: Config, prompts: int, epochs: int = 0) -> None:
+        group, batch = config.rollout.group_size, config.train.batch_groups
+        eta = config.asynchronous.max_head_offpolicyness
+        settings = ManagerSettings(batch, eta, 0, group, 1, {"train": prompts, "eval": 1}, total_epochs=epochs)
+        self.state, self.told = ManagerState(settings), list[TrainedRequest]()
+        self.state.observe_servers([ServerAddress("generation_server/0", "http://h:0", 1, "h", "1")])
+        self.changed = asyncio.Event()
+        self.publish(0)
+
+    def publish(self, version: int) -> None:
+        self.state.publish(PublishedVersion(version, "m", f"/v{version}", version))
+        order: Any = self.state.servers.next_order("generation_server/0", "1", 0.0)
+        assert self.state.begin_update(order, 0.0) and self.state.servers.succeeded(order, 0.1, {"pause_s": 0.0})
+
+    async def claim(self, request: ClaimRequest) -> ClaimReply:
+        reply = self.state.claim(request, 0.0)
+        assert isinstance(reply, ClaimReply)
+        return reply
+
+    async def trained(self, request: TrainedRequest) -> TrainedReply:
+        self.told.append(request)
+        reply = self.state.trained(request, 0.0)
+        self.changed.set()
+        return reply
+
+    async def status(self) -> dict[str, Any]:
+        return status(self.state, 0.0, 0.0)
+
+    def rollouts(self, config: Config, *rewards: Sequence[float]) -> list[tuple[Ticket, list[SampleMeta]]]:
+        """As many groups as there are rewards, as far as admission lets them through: generated and accepted."""
+        groups = []
+        for number, ticket in enumerate(self.state.allocate(AllocateRequest("w", len(rewards)), 0.0).tickets):
+            answers = [Answer(r, r > 0, 3, "stop", ticket.version, ticket.version) for r in rewards[number]]
+            self.state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", "accepted", "", answers), 0.0)
+            groups.append(
+                (
+                    ticket,
+                    [
+                        SampleMeta(
+                            f"{ticket.ticket_id}/{k}", ticket.ticket_id, 0, 8, 3, r, False, ticket.version,
+                            ticket.version, 0, episode=k, group_rows=len(rewards[number]), correct=r > 0,
+                        )
+                        for k, r in enumerate(rewards[number])
+                    ],
+                )
+            )  # fmt: skip
+        return groups
+
+
+class Disk:
+    """Publisher and checkpoints: what was written, in order."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self.wrote: list[str] = []
+        self.looks: list[int] = []  # at whether the newest version can be served, by the version that was
+
+    async def publish(self, version: int, step: int) -> dict[str, float]:
+        self._manager.publish(version)
+        self.wrote.append(f"v{version}")
+        return {"save": 0.25, "publish": 0.5}
+
+    async def mend(self, status: Mapping[str, Any]) -> None:
+        self.looks.append(status["version"])
+
+    async def export(self, target: Path) -> None:
+        self.wrote.append(str(target))
+
+    async def after_step(self, step: int) -> None:
+        assert self._manager.told[-1].version == step, "the ledger must know before a checkpoint says so"
+        self.wrote.append(f"checkpoint {step}")
+
+    async def finish(self, *, stopped: bool) -> None:
+        self.wrote.append("stopped" if stopped else "finish")
+
+
+class NoEvaluations:
+    async def finished(self) -> list[dict[str, Any]]:
+        return []
+
+
+class Run:
+    """A loop over simulated workers, and the groups that are to arrive."""
+
+    def __init__(self, *settings: str, allocation: str = "sglang.d1+d2", prompts: int = 100, epochs: int = 0) -> None:
+        self.config = config = changed(*SMALL, *settings)
+        flow = dataflow_of(config)
+        meshes = place(parse_allocation(allocation), dict.fromkeys(["actor", *flow.roles]))
+        self.manager, self.records = Manager(config, prompts, epochs), list[dict[str, Any]]()
+        self.workers: Any = SimulatedWorkers(flow, meshes, 1 + max(w for m in meshes.values() for w in m.workers))
+        self.disk, self.stop, manager = Disk(self.manager), asyncio.Event(), self.manager
+        self.intake = Intake(
+            config,
+            trainer_incarnation="",
+            keep=lambda group: keep_group([s.correct for s in group], config.train.ppo.filter),
+            workers=self.workers,
+            manager=manager,  # type: ignore[arg-type]
+            mend=self.disk.mend,
+        )
+        self.arguments = CallArguments(config, flow, config.train.total_steps)
+        parts: Any = {"publisher": self.disk, "manager": manager, "checkpoints": self.disk, "step_log": self.records}
+        plan = functools.partial(plan_roles, config, meshes, dict.fromkeys(meshes, token_costs))
+        self.loop = TrainLoop(
+            config,
+            runner=StepRunner(config, flow, meshes, plan, self.workers),
+            intake=self.intake,
+            arguments=self.arguments,
+            evaluations=NoEvaluations(),  # type: ignore[arg-type]
+            show=self._show,
+            hf_folder=Path("hf"),
+            total_steps=config.train.total_steps,
+            stop=self.stop,
+            **parts,
+        )
+
+    async def _show(self, fields: dict[str, Any]) -> None:
+        assert fields["step"] == self.records[-1]["step"]
+
+    def arrive(self, *rewards: Sequence[float]) -> list[Ticket]:
+        """Groups come in at worker 0."""
+        tickets = []
+        for ticket, samples in self.manager.rollouts(self.config, *rewards):
+            for sample in samples:
+                self.workers.held[0] |= {(k, sample.sample_id) for k in SOURCE_KEYS}
+            self.intake.on_samples(samples)
+            tickets.append(ticket)
+        return tickets
+
+    async def serve(self, work: Any) -> Any:
+        async with asyncio.timeout(BOUND_S), self.workers.serving():
+            return await work
+
+    def calls(self) -> list[MfcRequest]:
+        return [sent.payload for sent in self.workers.sent if isinstance(sent.payload, MfcRequest)]
+
+
+def run(body: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(body(), 2 * BOUND_S))

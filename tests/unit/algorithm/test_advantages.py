@@ -1,0 +1,232 @@
+"""Reward shaping, the normaliser and its settings, and GAE against a plain loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realsys.algorithm.advantages import gae, normalise, outcome_advantages, shape_rewards
+from realsys.config.schema_train import NormalisationConfig, PPOConfig
+from realsys.errors import ConfigError
+from realsys.types import SequenceRef
+from tests.support.training.records import make_ref
+
+GRPO = NormalisationConfig(mean="group", std="group")
+DR_GRPO = NormalisationConfig(mean="group", std="none")
+RLOO = NormalisationConfig(mean="group", std="none", leave_one_out=True)
+PAPER = NormalisationConfig(mean="batch", std="batch")
+RAW = NormalisationConfig(mean="none", std="none")
+
+
+def ref(reward: float, *, group: int = 0, answer: int = 1, truncated: bool = False) -> SequenceRef:
+    return make_ref(f"{group}/0", answer + 5, 5, reward, truncated, group)
+
+
+def ppo(advantage: NormalisationConfig, **fields: object) -> PPOConfig:
+    return PPOConfig.model_validate({"advantage": advantage, **fields})
+
+
+def outcome(refs: list[SequenceRef], cfg: PPOConfig) -> np.ndarray:
+    return outcome_advantages(refs, cfg, max_new_tokens=100)
+
+
+def test_batch_norm_counts_an_answer_as_often_as_it_has_tokens() -> None:
+    # +5 on 1 token, -5 on 3: mean -2.5, variance (7.5^2 + 3 * 2.5^2) / 4 = 18.75
+    found = outcome([ref(5.0, answer=1), ref(-5.0, answer=3)], ppo(PAPER))
+    assert found.dtype == np.float32
+    assert found.tolist() == pytest.approx([1.7320508, -0.5773503], rel=1e-5)
+
+
+def test_batch_norm_ignores_groups() -> None:
+    together = [ref(5.0), ref(-5.0), ref(5.0)]
+    apart = [ref(5.0, group=0), ref(-5.0, group=1), ref(5.0, group=2)]
+    assert outcome(together, ppo(PAPER)).tolist() == outcome(apart, ppo(PAPER)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        # group 0: 1 0 0 0, mean 1/4, std sqrt(3)/4; group 1: 4 2, mean 3, std 1
+        (GRPO, [1.7320508, -0.5773503, -0.5773503, -0.5773503, 1.0, -1.0]),
+        (DR_GRPO, [0.75, -0.25, -0.25, -0.25, 1.0, -1.0]),
+        # others' mean: 0, 1/3, 1/3, 1/3; 2, 4
+        (RLOO, [1.0, -0.3333333, -0.3333333, -0.3333333, 2.0, -2.0]),
+        (RAW, [1.0, 0.0, 0.0, 0.0, 4.0, 2.0]),
+    ],
+)
+def test_group_settings(advantage: NormalisationConfig, expected: list[float]) -> None:
+    # answer lengths must not matter within a group
+    refs = [ref(r, answer=a) for r, a in zip([1.0, 0.0, 0.0, 0.0], [9, 1, 1, 2], strict=True)]
+    refs += [ref(4.0, group=1, answer=7), ref(2.0, group=1)]
+    assert outcome(refs, ppo(advantage)).tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_groups_need_not_be_contiguous() -> None:
+    refs = [ref(1.0, group=3), ref(4.0, group=1), ref(0.0, group=3), ref(2.0, group=1)]
+    assert outcome(refs, ppo(DR_GRPO)).tolist() == [0.5, 1.0, -0.5, -1.0]
+
+
+def test_group_mean_with_batch_std() -> None:
+    # rewards 1 0 | 1 1: group means 1/2 and 1; batch std of the rewards sqrt(3)/4
+    refs = [ref(1.0), ref(0.0), ref(1.0, group=1), ref(1.0, group=1)]
+    found = outcome(refs, ppo(NormalisationConfig(mean="group", std="batch")))
+    assert found.tolist() == pytest.approx([1.1547005, -1.1547005, 0.0, 0.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("advantage", [GRPO, DR_GRPO, RLOO, PAPER])
+@pytest.mark.parametrize("reward", [0.1, 5.0, -1 / 3])
+def test_equal_rewards_give_exactly_zero(advantage: NormalisationConfig, reward: float) -> None:
+    """skip_zero_advantage relies on it: rounding noise divided by eps would look like an advantage."""
+    refs = [ref(reward, answer=a) for a in (3, 7, 11, 13, 17, 19)]
+    assert outcome(refs, ppo(advantage)).tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("advantage", [GRPO, DR_GRPO, RLOO])
+def test_a_group_of_one_has_no_advantage(advantage: NormalisationConfig) -> None:
+    assert outcome([ref(5.0, group=0), ref(-5.0, group=1)], ppo(advantage)).tolist() == [0.0, 0.0]
+
+
+def test_rewards_are_scaled_then_shifted_then_clipped() -> None:
+    cfg = ppo(RAW, reward_scale=2.0, reward_bias=-1.0, reward_clip=4.0)
+    assert shape_rewards([ref(1.0), ref(3.0), ref(-5.0)], cfg, 100).tolist() == [1.0, 4.0, -4.0]
+
+
+def test_truncated_answers_get_zero_only_when_asked() -> None:
+    refs = [ref(-5.0, truncated=True), ref(-5.0)]
+    assert outcome(refs, ppo(RAW)).tolist() == [-5.0, -5.0]
+    masked = ppo(RAW, truncated_answers="zero_reward", reward_bias=1.0)
+    assert outcome(refs, masked).tolist() == [0.0, -4.0], "zero after bias, not bias"
+
+
+def test_overlong_punishment_grows_over_the_buffer() -> None:
+    # DAPO's numbers in small: 100 tokens at most, the last 20 punished
+    cfg = ppo(RAW, overlong={"buffer": 20, "penalty": 2.0})
+    refs = [ref(1.0, answer=a) for a in (5, 80, 85, 95, 100)] + [ref(-1.0, answer=90)]
+    assert shape_rewards(refs, cfg, 100).tolist() == pytest.approx([1.0, 1.0, 0.5, -0.5, -1.0, -2.0])
+
+
+def test_overlong_punishment_falls_on_truncated_answers_too() -> None:
+    """Otherwise running into the limit would beat ending just before it."""
+    cfg = ppo(RAW, overlong={"buffer": 20, "penalty": 2.0}, truncated_answers="zero_reward", reward_clip=1.5)
+    refs = [ref(-5.0, answer=100, truncated=True), ref(-5.0, answer=100)]
+    assert shape_rewards(refs, cfg, 100).tolist() == [-2.0, -3.5], "the clip bounds the reward, not the punishment"
+
+
+def test_masked_answers_stay_in_the_statistics() -> None:
+    refs = [ref(1.0), ref(0.0, truncated=True), ref(0.0, group=1), ref(0.0, group=1)]
+    for advantage in (PAPER, GRPO, RLOO):
+        masked = outcome(refs, ppo(advantage, truncated_answers="mask"))
+        assert masked.tolist() == outcome(refs, ppo(advantage)).tolist()
+        assert masked[0] > 0
+
+
+@pytest.mark.parametrize("field", ["gamma", "lam"])
+def test_discounting_without_a_critic_is_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.ppo\.{field}=0\.9"):
+        outcome([ref(1.0)], ppo(RAW, **{field: 0.9}))
+
+
+def test_empty_batch() -> None:
+    assert outcome([], ppo(PAPER)).tolist() == []
+
+
+rewards_of_groups = st.lists(
+    st.tuples(st.integers(-8, 8), st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=30
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rewards_of_groups)
+def test_batch_norm_has_weighted_mean_zero_and_std_one(rows: list[tuple[int, int, int]]) -> None:
+    values, groups, weights = (np.array(column, np.float64) for column in zip(*rows, strict=True))
+    found = normalise(values, groups.astype(int), weights, NormalisationConfig(eps=1e-12))
+    repeated = np.repeat(found, weights.astype(int))
+    assert abs(repeated.mean()) < 1e-9
+    assert np.isclose(repeated.std(), 0.0 if len(set(values)) == 1 else 1.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rewards_of_groups)
+def test_leave_one_out_is_the_group_mean_stretched(rows: list[tuple[int, int, int]]) -> None:
+    """r - mean of the others = (r - mean of all) * n / (n - 1)."""
+    values, groups, weights = (np.array(column, np.float64) for column in zip(*rows, strict=True))
+    plain = normalise(values, groups, weights, DR_GRPO)
+    sizes = np.array([(groups == g).sum() for g in groups])
+    stretched = np.where(sizes > 1, plain * sizes / np.maximum(sizes - 1, 1), 0.0)
+    assert np.allclose(normalise(values, groups, weights, RLOO), stretched)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rewards_of_groups, st.integers(-5, 5))
+def test_a_shift_of_all_rewards_changes_nothing(rows: list[tuple[int, int, int]], shift: int) -> None:
+    values, groups, weights = (np.array(column, np.float64) for column in zip(*rows, strict=True))
+    for cfg in (PAPER, GRPO, DR_GRPO, RLOO):
+        whole = normalise(values, groups, weights, cfg)
+        assert np.allclose(normalise(values + shift, groups, weights, cfg), whole, atol=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rewards_of_groups, st.randoms(use_true_random=False))
+def test_normalisation_does_not_depend_on_the_order(rows: list[tuple[int, int, int]], random: object) -> None:
+    order = list(range(len(rows)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    values, groups, weights = (np.array(column, np.float64) for column in zip(*rows, strict=True))
+    for cfg in (PAPER, GRPO, RLOO):
+        whole = normalise(values, groups, weights, cfg)
+        assert np.allclose(normalise(values[order], groups[order], weights[order], cfg), whole[order], atol=1e-9)
+
+
+def naive_gae(
+    rewards: list[float], values: list[float], bootstrap: float, gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
+    """The definition as a double sum: A_k = sum_j (gamma*lam)^j delta_{k+j}."""
+    following = [*values, bootstrap][1:]
+    deltas = [r + gamma * nxt - v for r, v, nxt in zip(rewards, values, following, strict=True)]
+    advantages = [sum((gamma * lam) ** (j - k) * deltas[j] for j in range(k, len(deltas))) for k in range(len(deltas))]
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+finite = st.floats(-5, 5, width=32)
+sequences = st.lists(
+    st.tuples(st.lists(st.tuples(finite, finite), max_size=8), finite), max_size=6
+)  # per sequence: (reward, value) of each token, bootstrap
+
+
+@settings(max_examples=80, deadline=None)
+@given(sequences, st.sampled_from([1.0, 0.9, 0.0]), st.sampled_from([1.0, 0.95, 0.0]))
+def test_gae_agrees_with_the_definition(
+    rows: list[tuple[list[tuple[float, float]], float]], gamma: float, lam: float
+) -> None:
+    rewards = [r for tokens, _ in rows for r, _ in tokens]
+    values = [v for tokens, _ in rows for _, v in tokens]
+    found, targets = gae(rewards, values, [len(t) for t, _ in rows], [b for _, b in rows], gamma, lam)
+    expected: list[float] = []
+    expected_targets: list[float] = []
+    for tokens, bootstrap in rows:
+        a, t = naive_gae([r for r, _ in tokens], [v for _, v in tokens], bootstrap, gamma, lam)
+        expected += a
+        expected_targets += t
+    assert found.dtype == targets.dtype == np.float32
+    assert np.allclose(found, expected, atol=1e-4)
+    assert np.allclose(targets, expected_targets, atol=1e-4)
+
+
+def test_gae_bootstraps_a_truncated_end() -> None:
+    # one token, r = 1, V = 2: ended -> 1 - 2; truncated with V' = 10 -> 1 + 0.5 * 10 - 2
+    found, targets = gae([1.0, 1.0], [2.0, 2.0], [1, 1], [0.0, 10.0], 0.5, 1.0)
+    assert found.tolist() == [-1.0, 4.0]
+    assert targets.tolist() == [1.0, 6.0]
+
+
+def test_gae_without_discount_and_values_is_the_outcome_on_every_token() -> None:
+    """The paper's setting: gamma = lam = 1 and no critic."""
+    found, _ = gae([0, 0, 5, 0, -5], [0.0] * 5, [3, 2], [0.0, 0.0], 1.0, 1.0)
+    assert found.tolist() == [5, 5, 5, -5, -5]
+
+
+@pytest.mark.parametrize("lengths", [[2, 2], [1, 1, 1], [4, -1]])
+def test_gae_refuses_sizes_that_do_not_agree(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="gae: 3 rewards"):
+        gae([0.0] * 3, [0.0] * 3, lengths, [0.0, 0.0], 1.0, 1.0)

@@ -1,0 +1,308 @@
+"""Balance, minibatches and transfers: pure plans, checked by executing them on simulated state."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realsys.buffer.balance import (
+    flop_costs,
+    heaviest_sum,
+    karmarkar_karp,
+    largest_first,
+    lower_bound_of_sum,
+    split_balanced,
+)
+from realsys.buffer.minibatches import plan_minibatches, row_units, sequence_refs
+from realsys.buffer.redistribute import holders_of_outputs, plan_call, plan_transfers
+from realsys.cluster.topology import Mesh, whole_mesh
+from realsys.config.allocation import ParallelLayout
+from realsys.errors import StuckError
+from realsys.types import SampleMeta, SequenceRef
+from tests.support.training.records import make_ref
+
+costs_strategy = st.lists(st.integers(0, 100), max_size=30)
+
+
+def make_refs(lengths: list[int]) -> list[SequenceRef]:
+    return [make_ref(f"{i:04d}/0", length, 1, 1.0, False, i) for i, length in enumerate(lengths)]
+
+
+def totals(split: list[list[int]], costs: list[int]) -> list[int]:
+    return [sum(costs[i] for i in part) for part in split]
+
+
+def test_differencing_beats_greedy_where_greedy_is_known_to_be_bad() -> None:
+    costs = [8, 7, 6, 5, 4]
+    assert sorted(totals(largest_first(costs, 2), costs)) == [13, 17]
+    assert sorted(totals(karmarkar_karp(costs, 2), costs)) == [14, 16]
+    assert heaviest_sum(split_balanced(costs, 2), costs) == 16
+
+
+def test_greedy_is_kept_where_it_is_better() -> None:
+    costs = [20, 17, 16, 7, 5, 4, 3, 2]
+    assert heaviest_sum(karmarkar_karp(costs, 3), costs) == 26
+    assert heaviest_sum(split_balanced(costs, 3), costs) == heaviest_sum(largest_first(costs, 3), costs) == 25
+
+
+@settings(max_examples=120, deadline=None)
+@given(costs_strategy, st.integers(1, 6))
+def test_every_split_is_a_partition_in_ascending_order(costs: list[int], parts: int) -> None:
+    for split in (largest_first(costs, parts), karmarkar_karp(costs, parts), split_balanced(costs, parts)):
+        assert len(split) == parts
+        assert sorted(i for part in split for i in part) == list(range(len(costs)))
+        assert all(part == sorted(part) for part in split)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
+def test_split_is_within_four_thirds_of_the_optimum(costs: list[int], parts: int) -> None:
+    """Graham's bound for largest-first, against all assignments."""
+    optimum = min(
+        max(sum(c for c, p in zip(costs, choice, strict=True) if p == part) for part in range(parts))
+        for choice in itertools.product(range(parts), repeat=len(costs))
+    )
+    found = heaviest_sum(split_balanced(costs, parts), costs)
+    assert found <= heaviest_sum(largest_first(costs, parts), costs)
+    assert lower_bound_of_sum(costs, parts) <= optimum <= found <= optimum * (4 / 3) + 1e-9
+
+
+def test_split_of_many_costs_is_nearly_even() -> None:
+    costs = [(i * 7919) % 997 + 1 for i in range(5000)]
+    assert heaviest_sum(split_balanced(costs, 8), costs) <= lower_bound_of_sum(costs, 8) * 1.001
+
+
+@pytest.mark.parametrize(("costs", "parts", "message"), [([1], 0, "0 parts"), ([1, -1], 2, "negative")])
+def test_impossible_splits_are_refused(costs: list[int], parts: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_balanced(costs, parts)
+    with pytest.raises(ValueError, match="negative or not a number"):
+        split_balanced([float("nan")], 1)
+
+
+def test_flop_cost_is_linear_plus_quadratic() -> None:
+    assert flop_costs([1, 10], 2.0, 0.5).tolist() == [2.5, 70.0]
+
+
+# ---- minibatches
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(2, 200), max_size=40), st.integers(1, 5), st.integers(1, 4))
+def test_every_sequence_is_in_one_minibatch_on_one_rank(lengths: list[int], n: int, dp: int) -> None:
+    refs = make_refs(lengths)
+    plan = plan_minibatches(refs, n, dp)
+    assert sorted(r.sample_id for ranks in plan for rank in ranks for r in rank) == [r.sample_id for r in refs]
+    assert len(plan) == min(n, len(refs))
+    assert all(len(ranks) == dp and any(ranks) for ranks in plan)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(2, 200), min_size=1, max_size=40), st.integers(1, 5))
+def test_composition_of_minibatches_does_not_depend_on_the_layout(lengths: list[int], n: int) -> None:
+    refs = make_refs(lengths)
+    composed = {
+        dp: [sorted(r.sample_id for rank in ranks for r in rank) for ranks in plan_minibatches(refs, n, dp)]
+        for dp in (1, 2, 3, 8)
+    }
+    assert composed[1] == composed[2] == composed[3] == composed[8]
+
+
+def test_minibatches_and_ranks_are_balanced_in_tokens() -> None:
+    lengths = [20 + (i * 37) % 170 for i in range(512)]
+    plan = plan_minibatches(make_refs(lengths), 4, 2)
+    minibatches = [sum(r.length for rank in ranks for r in rank) for ranks in plan]
+    assert max(minibatches) <= 1.01 * min(minibatches)
+    for ranks in plan:
+        tokens = [sum(r.length for r in rank) for rank in ranks]
+        assert max(tokens) <= 1.01 * min(tokens)
+
+
+def test_plan_of_nothing_and_of_no_ranks() -> None:
+    assert plan_minibatches([], 4, 2) == []
+    with pytest.raises(ValueError, match="0 ranks"):
+        plan_minibatches(make_refs([3]), 4, 0)
+
+
+def test_refs_number_the_groups_of_the_batch() -> None:
+    def meta(ticket: str, k: int) -> SampleMeta:
+        return SampleMeta(f"{ticket}/{k}", ticket, 0, 9 + k, 5 + k, 5.0, k == 1, 3, 3, owner=2, episode=k)
+
+    refs = sequence_refs([[meta("t7", 0), meta("t7", 1)], [meta("t9", 0)]])
+    assert [(r.sample_id, r.group, r.length, r.loss_tokens, r.truncated) for r in refs] == [
+        ("t7/0", 0, 9, 5, False),
+        ("t7/1", 0, 10, 6, True),
+        ("t9/0", 1, 9, 5, False),
+    ]
+
+
+def test_refs_number_the_episodes_and_know_the_last_row() -> None:
+    def meta(ticket: str, episode: int, row: int) -> SampleMeta:
+        place = {"episode": episode, "row": row, "episode_tokens": 7}
+        name = f"{ticket}/{episode}.{row}"
+        return SampleMeta(name, ticket, 0, 9, 5, 5.0, False, 3, 3, owner=2, row_truncated=row == 1, **place)  # type: ignore[arg-type]
+
+    refs = sequence_refs([[meta("t7", 0, 0), meta("t7", 0, 1), meta("t7", 2, 0)], [meta("t9", 0, 0)]])
+    assert [(r.group, r.episode, r.last) for r in refs] == [(0, 0, False), (0, 0, True), (0, 1, True), (1, 2, True)]
+    assert [r.row_truncated for r in refs] == [False, True, False, False]
+    assert {r.episode_tokens for r in refs} == {7}
+
+
+def episode_refs(rows: list[list[int]]) -> list[SequenceRef]:
+    """Rows of these lengths, by episode."""
+    return [
+        SequenceRef(f"{k:03d}.{r}", length, length - 1, 1.0, False, k, k, sum(lengths) - len(lengths))
+        for k, lengths in enumerate(rows)
+        for r, length in enumerate(lengths)
+    ]
+
+
+def test_units_hold_neighbouring_rows_up_to_the_capacity() -> None:
+    refs = episode_refs([[4, 4, 4], [10], [6, 5, 1]])
+    assert [[ref.length for ref in unit] for unit in row_units(refs, 10)] == [[4, 4], [4], [10], [6], [5, 1]]
+    assert [[ref.length for ref in unit] for unit in row_units(refs, 0)] == [[4, 4, 4], [10], [6, 5, 1]]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(2, 60), min_size=1, max_size=5), min_size=1, max_size=20),
+    st.integers(1, 5),
+    st.integers(1, 4),
+)
+def test_rows_of_an_episode_share_minibatch_and_rank(rows: list[list[int]], n: int, dp: int) -> None:
+    refs, capacity = episode_refs(rows), 100
+    plan = plan_minibatches(refs, n, dp, capacity=capacity)
+    assert sorted(r.sample_id for ranks in plan for rank in ranks for r in rank) == [r.sample_id for r in refs]
+    minibatches: dict[int, set[int]] = {}
+    ranks_of: dict[int, set[int]] = {}
+    for m, ranks in enumerate(plan):
+        for d, rank in enumerate(ranks):
+            for ref in rank:
+                minibatches.setdefault(ref.episode, set()).add(m)
+                ranks_of.setdefault(ref.episode, set()).add(d)
+    assert all(len(found) == 1 for found in minibatches.values())
+    whole = [k for k, lengths in enumerate(rows) if sum(lengths) <= capacity]
+    assert all(len(ranks_of[k]) == 1 for k in whole)
+
+
+# ---- transfers
+
+sample_ids = [f"s{i}" for i in range(8)]
+ownership = st.fixed_dictionaries({s: st.sets(st.integers(0, 4), min_size=1) for s in sample_ids})
+need_lists = st.dictionaries(st.integers(0, 5), st.lists(st.sampled_from(sample_ids), max_size=12), max_size=6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(need_lists, ownership)
+def test_executed_plan_satisfies_every_need_and_moves_nothing_twice(
+    needs: dict[int, list[str]], owners: dict[str, set[int]]
+) -> None:
+    plan = plan_transfers(needs, ["tokens"], owners)
+    held = {worker: {s for s in sample_ids if worker in owners[s]} for worker in range(6)}
+    before = {worker: set(samples) for worker, samples in held.items()}
+    for transfer in plan:
+        assert transfer.src != transfer.dst
+        for sample in transfer.sample_ids:
+            assert sample in before[transfer.src], "sources send only what they held at the start: no order needed"
+            assert sample not in held[transfer.dst], "moved twice, or to where it was"
+            held[transfer.dst].add(sample)
+    for worker, wanted in needs.items():
+        assert set(wanted) <= held[worker]
+    moved = sum(len(t.sample_ids) for t in plan)
+    assert moved == sum(len(set(wanted) - before[worker]) for worker, wanted in needs.items()), "nothing superfluous"
+    pairs = [(t.src, t.dst) for t in plan]
+    assert pairs == sorted(set(pairs)), "merged and ordered"
+
+
+@settings(max_examples=40, deadline=None)
+@given(need_lists, ownership, st.randoms(use_true_random=False))
+def test_plan_does_not_depend_on_the_order_of_mappings(
+    needs: dict[int, list[str]], owners: dict[str, set[int]], random: object
+) -> None:
+    workers, samples = list(needs), list(owners)
+    random.shuffle(workers)  # type: ignore[attr-defined]
+    random.shuffle(samples)  # type: ignore[attr-defined]
+    shuffled = plan_transfers({w: needs[w] for w in workers}, ["tokens"], {s: owners[s] for s in samples})
+    assert shuffled == plan_transfers(needs, ["tokens"], owners)
+
+
+def test_sources_share_the_load_by_size() -> None:
+    owners = {f"s{i}": {0, 1, 2} for i in range(9)}
+    sizes = {f"s{i}": size for i, size in enumerate([80, 10, 10, 10, 10, 10, 40, 40, 30])}
+    sent: Counter[int] = Counter()
+    for transfer in plan_transfers({3: list(owners)}, ["tokens"], owners, sizes):
+        sent[transfer.src] += sum(sizes[s] for s in transfer.sample_ids)
+    assert dict(sent) == {0: 80, 1: 80, 2: 80}
+
+
+def test_a_sole_owner_is_counted_before_the_free_choices() -> None:
+    owners = {"a-free": {0, 1}, "b-bound": {0}}  # by name alone the free one would come first, and take worker 0
+    plan = plan_transfers({2: ["a-free", "b-bound"]}, ["tokens"], owners)
+    assert [(t.src, t.sample_ids) for t in plan] == [(0, ["b-bound"]), (1, ["a-free"])]
+
+
+def test_sample_that_nobody_holds_is_named() -> None:
+    with pytest.raises(StuckError, match="worker 3 needs sample s9, and no worker holds it"):
+        plan_transfers({3: ["s9"]}, ["tokens"], {"s9": set()})
+
+
+# ---- what a call reads
+
+
+def moves(
+    mesh: Mesh, plan: list[list[list[SequenceRef]]], keys: str, owners: dict[str, dict[str, set[int]]]
+) -> set[str]:
+    """Transfers as `source>destination: keys: samples`."""
+    return {
+        f"{t.src}>{t.dst}: {' '.join(t.keys)}: {' '.join(t.sample_ids)}"
+        for t in plan_call(mesh, plan, keys.split(), owners)
+    }
+
+
+A, B, C = (make_ref(name, 10, 4, 1.0, False, 0) for name in "abc")
+
+
+def test_sequences_go_to_every_stage_and_answers_to_the_last() -> None:
+    mesh = whole_mesh(ParallelLayout(data=2, pipeline=2))  # workers 0, 1: first stage of data rank 0, 1; 2, 3: last
+    owners = {
+        "tokens": {"a": {2}, "b": {3}, "c": {3}},
+        "values": {"a": {2}, "b": {3}, "c": {3}},
+    }
+    plan = [[[A], [B]], [[C], []]]
+    assert moves(mesh, plan, "tokens values", owners) == {
+        "2>0: tokens: a",
+        "3>0: tokens: c",
+        "3>1: tokens: b",
+        "3>2: tokens values: c",
+    }
+    assert holders_of_outputs(mesh, plan) == {"a": [2], "b": [3], "c": [2]}
+
+
+def test_another_role_on_other_workers_gathers_scatters_and_broadcasts() -> None:
+    tensor = Mesh(ParallelLayout(tensor=2), (4, 5))  # one data rank: all samples on both of its workers
+    owners = {"tokens": {"a": {0}, "b": {1}, "c": {1, 4}}}
+    assert moves(tensor, [[[A, B, C]]], "tokens", owners) == {
+        "0>4: tokens: a",
+        "0>5: tokens: a",
+        "1>4: tokens: b",
+        "1>5: tokens: b",
+        "4>5: tokens: c",  # both workers have it; the one that sends less does
+    }
+    assert holders_of_outputs(tensor, [[[A, B, C]]]) == {"a": [4, 5], "b": [4, 5], "c": [4, 5]}
+    data = Mesh(ParallelLayout(data=3), (1, 2, 3))
+    assert moves(data, [[[A], [B], [C]]], "values", {"values": {"a": {5}, "b": {5}, "c": {5}}}) == {
+        "5>1: values: a",
+        "5>2: values: b",
+        "5>3: values: c",
+    }
+
+
+def test_scores_are_no_arrays_and_what_is_in_place_stays() -> None:
+    mesh = whole_mesh(ParallelLayout())
+    assert moves(mesh, [[[A]]], "tokens scores", {"tokens": {"a": {0}}}) == set()
+    with pytest.raises(StuckError, match="worker 0 needs sample a, and no worker holds it"):
+        plan_call(mesh, [[[A]]], ["values"], {})

@@ -1,0 +1,315 @@
+"""Rules over several fields, the file system and the machine: each bad case names the field to change."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realsys.algorithm import dataflows
+from realsys.config.allocation import parse_allocation
+from realsys.config.dataflow import Dataflow, FunctionCall, dataflow_of
+from realsys.config.rules.checks import check, check_made_model, check_models
+from realsys.config.rules.machine import Machine
+from realsys.config.schema import Config
+from realsys.errors import ConfigError, ModelError
+from tests.support.processes.config_trees import changed
+
+CPU = Machine(cpus=8, memory_bytes=64 << 30)
+GPU1 = Machine(cpus=16, memory_bytes=64 << 30, gpus=("0",), torch_has_cuda=True)
+GPU8 = Machine(cpus=64, memory_bytes=512 << 30, gpus=tuple("01234567"), torch_has_cuda=True)
+CRITIC = ["train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false"]
+SGLANG = ["generation.backend=sglang", "generation.sglang.python=/bin/true"]
+
+WRONG = [
+    (["allocation=d1"], "allocation", "joined by '+'"),
+    (["allocation=sglang.d1+d1q2"], "allocation", "cannot read"),
+    (["allocation=sglang.d1p2+d1"], "allocation", "must have p1"),
+    (["allocation=sglang.d1m2+d1"], "allocation", "embedded engine serves with m1"),
+    (["data.kind=arith", "data.arith.second_tries=0.5"], "data.arith.feedback", "must be set"),
+    (["allocation=sglang.d60+d8"], "allocation", "too many for 8 CPU cores"),
+    (["allocation=sglang.d1+m4"], "allocation", "num_key_value_heads 2 of the tiny model does not divide by m4"),
+    (["allocation=sglang.d1+p4"], "allocation", "2 layers of the tiny model do not divide by p4"),
+    (["model.tiny.num_key_value_heads=3"], "model.tiny.num_key_value_heads", "must divide"),
+    (["model.tiny.head_dim=33"], "model.tiny.head_dim", "must be even"),
+    (["train.batch_groups=1", "train.ppo.minibatches=16"], "train.batch_groups", "fewer than 16 minibatches"),
+    (["warmup.batch=1", "allocation=sglang.d1+d2"], "warmup.batch", "2 data-parallel ranks"),
+    (["train.sequence_parallel=true"], "train.sequence_parallel", "needs tensor parallelism"),
+    (["generation.embedded.context_length=247"], "generation.embedded.context_length", "= 248"),
+    (["train.microbatch_tokens=100"], "train.microbatch_tokens", "= 248"),
+    (["generation.sampling.min_new_tokens=201"], "generation.sampling.min_new_tokens", "max_new_tokens (200)"),
+    (["model.tiny.max_position_embeddings=100"], "generation.sampling.max_new_tokens", "100 positions"),
+    (["rollout.max_concurrent=1000"], "rollout.max_concurrent", "generation.embedded.max_queued"),
+    (["rollout.group_size=1"], "rollout.group_size", "at least 2 episodes"),
+    (["train.ppo.c_clip=0.5"], "train.ppo.c_clip", "above 1"),
+    (["train.ppo.advantage.leave_one_out=true", "train.ppo.advantage.mean=batch"], "leave_one_out", "mean=group"),
+    (["rollout.reward.correct=0"], "rollout.reward.correct", "above rollout.reward.wrong"),
+    (["data.arith.max_operands=3", "data.arith.min_operands=5"], "data.arith.max_operands", "min_operands (5)"),
+    (["evaluation.problems=2000"], "evaluation.problems", "eval_size=1024"),
+    (["data.arith.demo_size=10"], "data.arith.demo_size", "warmup.batch needs 64"),
+    (["train.total_epochs=1", "data.arith.train_size=10"], "data.arith.train_size", "less than one batch"),
+    (["cluster.lease_s=3"], "cluster.lease_s", "twice cluster.heartbeat_s"),
+    (["cluster.name_store.backend=etcd", "cluster.name_store.address=here"], "cluster.name_store.address", "host:port"),
+    (["fileroot=/dev/null/runs"], "fileroot", "cannot write"),
+    (["data.kind=jsonl"], "data.train", "JSONL"),
+    (["data.kind=jsonl", "data.train=/no/such.jsonl"], "data.train", "no readable file"),
+    (["model.path=/no/such/model"], "model.path", "no directory"),
+    ([*SGLANG, "generation.sglang.python=/no/python"], "generation.sglang.python", "no interpreter"),
+    ([*SGLANG, "generation.sglang.args={host: 0.0.0.0}"], "generation.sglang.args.host", "set by realsys"),
+    ([*SGLANG, "generation.sglang.args={model_path: /m}"], "generation.sglang.args.model_path", "set by realsys"),
+    ([*SGLANG, "generation.sglang.args={tp-size: 1, tp_size: 2}"], "args.tp_size", "the same option as tp-size"),
+    ([*SGLANG, "generation.sglang.args={lora-paths: {a: b}}"], "args.lora-paths", "must be a number"),
+    ([*SGLANG, "generation.sampling.presence_penalty=0.5"], "presence_penalty", "the log-probs to train on"),
+    ([*SGLANG, "generation.sampling.min_new_tokens=5"], "min_new_tokens", "the log-probs to train on"),
+    ([*SGLANG, "generation.sglang.max_answers=10"], "rollout.max_concurrent", "generation.sglang.max_answers"),
+    # roles and where they sit
+    (["allocation=sglang.d1+d1+judge.d1"], "allocation", "role 'judge', which the dataflow does not call"),
+    (["allocation=sglang.d1+d1,d2"], "allocation", "'actor' stands twice"),
+    (["allocation=sglang.d1+critic.d1"], "allocation", "no part is the actor's"),
+    ([*CRITIC, "train.batch_groups=1", "allocation=sglang.d1+d1+critic.d4"], "train.batch_groups", "of the critic"),
+    ([*CRITIC, "allocation=sglang.d1+d1+critic.m4"], "allocation", "does not divide by m4 of role critic"),
+    (["train.ppo.kl.coef=0.1", "allocation=sglang.d1+d1,ref.p4"], "allocation", "do not divide by p4 of role ref"),
+    (["train.ppo.early_stop_ratio=1.0"], "train.ppo.early_stop_ratio", "must be above 1"),
+    (["train.ppo.kl.coef=0.1", "roles.ref.offload=optimizer"], "roles.ref.offload", "write all"),
+    (["train.ppo.reward_model.enabled=true"], "roles.reward.path", "ForSequenceClassification"),
+    # settings of the algorithm that exclude each other
+    (["train.ppo.algorithm=my_ppo"], "train.ppo.algorithm", "unknown algorithm: use one of ppo, or package.module:"),
+    (["train.ppo.algorithm=no_such_module:f"], "train.ppo.algorithm", "no module named 'no_such_module'"),
+    (["train.ppo.loss=pppo"], "train.ppo.loss", "unknown loss: use one of cispo, gspo, ppo, reinforce, or package"),
+    (["train.ppo.loss=no_such_module:f"], "train.ppo.loss", "no module named 'no_such_module'"),
+    ([f"train.ppo.loss={__name__}:CPU"], "train.ppo.loss", "must be a function (inputs, **arguments), not Machine"),
+    ([f"train.ppo.loss={__name__}:own_loss"], "train.ppo.loss_args", "missing a required argument: 'scale'"),
+    (["train.ppo.loss_args={eps: 0.2}"], "train.ppo.loss_args", "for a loss of your own"),
+    (["train.ppo.loss=gspo", "train.ppo.c_clip=3"], "train.ppo.c_clip", "loss=gspo"),
+    (["train.ppo.behav_imp_weight_mode=truncate"], "train.ppo.behav_imp_weight_mode", "behav_imp_weight_cap"),
+    (
+        ["train.ppo.use_decoupled_loss=false", "train.ppo.behav_imp_weight_cap=2"],
+        "behav_imp_weight_cap",
+        "no behaviour",
+    ),
+    (["train.ppo.kl.adaptive=true"], "train.ppo.kl.coef", "start above 0"),
+    (["train.ppo.filter.min=0.9", "train.ppo.filter.max=0.1"], "train.ppo.filter.min", "filter.max (0.1)"),
+    (["train.ppo.overlong.buffer=1000"], "train.ppo.overlong.buffer", "max_new_tokens (200)"),
+    (["train.ppo.critic.enabled=true"], "train.ppo.skip_zero_advantage", "each token has its own advantage"),
+    (["train.ppo.lam=0.9"], "train.ppo.lam", "without a critic"),
+    (["train.distributed_optimizer=true", "train.optimizer.name=sgd"], "train.optimizer.name", "only adam"),
+    (
+        ["train.distributed_optimizer=true", "warmup.optimizer.decoupled_weight_decay=false"],
+        "warmup.optimizer.decoupled_weight_decay",
+        "AdamW only",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "field", "problem"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_combination_names_the_field_to_change(overrides: list[str], field: str, problem: str) -> None:
+    config = changed(*overrides)
+    with pytest.raises(ConfigError) as caught:
+        check(config, CPU)
+    assert caught.value.field.endswith(field)
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "allocation",
+    ["serve.d1+d2p2m2", "d1p2m1+serve.d4", "sglang.d2p1m1+d4", "embedded.d1+actor.d2p2,ref.m2", "d2+ref.d1+serve.d1"],
+)
+def test_layouts_that_fit(allocation: str) -> None:
+    assert check(changed(f"allocation={allocation}", "train.ppo.kl.coef=0.1"), CPU) == parse_allocation(allocation)
+
+
+HERE = "tests.unit.config.test_checks"
+
+
+def misspelt_hook(config: Config) -> Dataflow:
+    return Dataflow([replace(call, pre_hooks=("onlaod",)) for call in dataflows.ppo(config).calls])
+
+
+def judged(config: Config) -> Dataflow:
+    """PPO, and a call of role judge whose handler the test chooses by the seed."""
+    handler = (f"{HERE}:Judge", "ref_inf")[config.seed]
+    call = FunctionCall("judge_inf", "judge", handler, frozenset({"tokens"}), frozenset({"ref_logprobs"}))
+    return Dataflow([*dataflows.ppo(config).calls, call])
+
+
+class Judge:
+    def run(self, role: object, request: object) -> None: ...
+
+
+def own_loss(inputs: object, scale: float) -> None: ...
+
+
+OWN_LOSS = ["train.ppo.loss_args={scale: 2.0}", f"train.ppo.loss={HERE}:own_loss"]
+
+
+def test_own_loss_may_read_every_setting() -> None:
+    check(changed(*OWN_LOSS, "train.ppo.c_clip=3"), CPU)
+
+
+def test_misspelt_hook_is_found_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"config: dataflow\.actor_inf\.pre_hooks='onlaod': unknown hook: use one of"):
+        check(changed(f"train.ppo.algorithm={HERE}:misspelt_hook"), CPU)
+
+
+def test_too_little_memory_is_said_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"need about \d+\.\d GiB, 1\.0 GiB are free"):
+        check(changed("allocation=sglang.d2+d4"), Machine(cpus=8, memory_bytes=1 << 30))
+
+
+def test_sglang_on_a_cpu_needs_memory_of_its_own() -> None:
+    small = Machine(cpus=8, memory_bytes=4 << 30)
+    check(changed("allocation=sglang.d1+d1"), small)
+    with pytest.raises(ConfigError, match=r"need about 4\.\d GiB, 4\.0 GiB are free"):
+        check(changed("allocation=sglang.d1+d1", *SGLANG), small)
+
+
+def test_one_gpu_is_enough_for_a_run_but_not_for_two_ranks() -> None:
+    check(changed("allocation=sglang.d1+d1"), GPU1)
+    with pytest.raises(ConfigError, match="2 training ranks need a device each, and there are 1"):
+        check(changed("allocation=sglang.d1+d2"), GPU1)
+
+
+def test_data_files_of_a_jsonl_experiment(tmp_path: Path) -> None:
+    train = tmp_path / "train.jsonl"
+    train.write_text('{"prompt": "1+1", "answer": "2"}\n')
+    base = ["allocation=sglang.d1+d1", f"data.train={train}", f"model.path={hf_model(tmp_path)}"]
+    check(changed(*base, experiment="math"), CPU)
+    with pytest.raises(ConfigError, match=r"data\.demos"):
+        check(changed(*base, "warmup.steps=1", experiment="math"), CPU)
+    with pytest.raises(ConfigError, match=r"data\.eval_fraction"):
+        check(changed(*base, "data.eval_fraction=0", experiment="math"), CPU)
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check(changed(*base, "model.path=''", experiment="math"), CPU)
+
+
+def hf_model(folder: Path, **changes: Any) -> Path:
+    model = folder / "hf"
+    model.mkdir(exist_ok=True)
+    hf = {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 6,
+        "intermediate_size": 96,
+        "vocab_size": 152,
+        "max_position_embeddings": 32768,
+    }
+    (model / "config.json").write_text(json.dumps({**hf, **changes}))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (model / name).touch()
+    return model
+
+
+MODELS: list[tuple[Callable[[Path], object], str]] = [
+    (lambda p: hf_model(p, vocab_size=151), "vocab_size 151 .* does not divide by m2"),
+    (lambda p: hf_model(p, num_key_value_heads=1), "num_key_value_heads 1 .* does not divide by m2"),
+    (lambda p: hf_model(p, num_hidden_layers=7), "7 layers .* do not divide by p2"),
+    (lambda p: hf_model(p, num_hidden_layers="x"), "num_hidden_layers='x' must be a positive integer"),
+    (
+        lambda p: hf_model(p, architectures=["GPT2LMHeadModel"]),
+        "'GPT2LMHeadModel'. is not supported for qwen2",
+    ),
+    (lambda p: hf_model(p, max_position_embeddings=128), "128 positions"),
+    (lambda p: (hf_model(p) / "tokenizer.json").unlink(), "no tokenizer.json"),
+    (lambda p: (hf_model(p) / "model.safetensors").unlink(), "no \\*.safetensors"),
+    (lambda p: (hf_model(p) / "config.json").unlink(), "config.json: not found"),
+    (lambda p: (hf_model(p) / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
+    (lambda p: (hf_model(p) / "config.json").write_text("[]"), "config.json: must contain a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "problem"), MODELS, ids=[problem[:30] for _, problem in MODELS])
+def test_model_directory_that_does_not_fit(tmp_path: Path, spoil: Callable[[Path], object], problem: str) -> None:
+    overrides = [f"model.path={tmp_path / 'hf'}", "allocation=sglang.d1+p2m2"]
+    hf_model(tmp_path)
+    check(changed(*overrides), CPU)
+    spoil(tmp_path)
+    with pytest.raises((ConfigError, ModelError), match=problem) as caught:
+        check(changed(*overrides), CPU)
+    assert caught.value.exit_code == 2
+
+
+TOKENS = {"a": 0, "b": 1, "<end>": 2}
+
+
+def tokenizer(vocab: object = TOKENS, added: object = ()) -> str:
+    return json.dumps({"model": {"vocab": vocab}, "added_tokens": list(added)})  # type: ignore[call-overload]
+
+
+OTHERS: list[tuple[str, dict[str, Any], str]] = [
+    (tokenizer(), {}, ""),
+    (tokenizer({**TOKENS, "<pad>": 3}), {"vocab_size": 160}, ""),  # may know more
+    (tokenizer({"b": 1, "a": 0}, [{"id": 2, "content": "<end>"}]), {}, ""),
+    (tokenizer([["a", -1.0], ["b", -2.0], ["<end>", 0.0]]), {}, ""),  # a unigram model's
+    (tokenizer({"a": 1, "b": 0, "<end>": 2}), {}, "has another tokenizer .* token 0, 'a', is 'b' there"),
+    (tokenizer({"a": 0, "b": 1}), {}, "token 2, '<end>', is not there"),
+    (tokenizer(), {"vocab_size": 148}, "vocab_size 148 is less than the actor's 152"),
+    ("{}", {}, "no vocabulary in it that can be read: KeyError"),
+    ("[]", {}, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("other", "sizes", "problem"), OTHERS, ids=[str(i) for i in range(len(OTHERS))])
+@pytest.mark.parametrize("made", [False, True])
+def test_a_model_beside_the_actor_must_read_its_tokens(
+    tmp_path: Path, other: str, sizes: dict[str, Any], problem: str, made: bool
+) -> None:
+    """``made``: the actor's model is made at the start, after the check of everything else."""
+    (tmp_path / "beside").mkdir()
+    actor, ref = hf_model(tmp_path), hf_model(tmp_path / "beside", **sizes)
+    (actor / "tokenizer.json").write_text(tokenizer())
+    (ref / "tokenizer.json").write_text(other)
+    own = [] if made else [f"model.path={actor}"]
+    config = changed(*own, f"roles.ref.path={ref}", "train.ppo.kl.coef=0.1", "allocation=sglang.d1+d1")
+
+    def whole() -> None:
+        allocation = check(config, CPU)
+        if made:
+            check_made_model(actor, config, allocation, dataflow_of(config))
+
+    if not problem:
+        whole()
+        return
+    with pytest.raises((ConfigError, ModelError), match=problem) as caught:
+        whole()
+    assert str(ref) in str(caught.value) and "\n" not in str(caught.value)
+    if isinstance(caught.value, ConfigError):
+        assert caught.value.field == "roles.ref.path"
+
+
+@pytest.mark.parametrize(("seed", "refused"), [(0, False), (1, True)])
+def test_only_own_handlers_read_other_tokens(tmp_path: Path, seed: int, refused: bool) -> None:
+    """A handler of the user knows what it does; a built-in one feeds the actor's token ids to every role."""
+    (tmp_path / "beside").mkdir()
+    actor, other = hf_model(tmp_path), hf_model(tmp_path / "beside", vocab_size=148)
+    settings = [f"model.path={actor}", f"roles.custom.judge={{path: {other}}}", f"train.ppo.algorithm={HERE}:judged"]
+    config = changed(*settings, "allocation=sglang.d1+d1", f"seed={seed}")
+    allocation = parse_allocation(config.allocation)
+    with pytest.raises(ConfigError, match="roles.custom.judge.path") if refused else contextlib.nullcontext():
+        check_models(config, allocation, dataflow_of(config))
+
+
+def test_linear_scaling_adds_positions_llama3_does_not(tmp_path: Path) -> None:
+    """A file with llama3 states the positions after stretching."""
+    linear = {"type": "linear", "factor": 4.0}
+    llama3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3["original_max_position_embeddings"] = 64
+    config = changed(f"model.path={tmp_path / 'hf'}")
+    hf_model(tmp_path, max_position_embeddings=128, rope_scaling=linear)
+    check(config, CPU)
+    hf_model(tmp_path, max_position_embeddings=128, rope_scaling=llama3)
+    with pytest.raises(ConfigError, match="128 positions"):
+        check(config, CPU)
+
+
+def test_machine_describes_this_one() -> None:
+    here = Machine.here({"CUDA_VISIBLE_DEVICES": ""})
+    assert here.cpus >= 1 and here.memory_bytes > 1 << 20
+    assert here.gpus == ()

@@ -1,0 +1,218 @@
+"""Composition of the shipped files, and every kind of wrong input: one line that names the field."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from realsys.config.compose import compose, fields
+from realsys.config.dataflow import dataflow_of
+from realsys.config.dump import read_config, write_config
+from realsys.config.reference import rewrite
+from realsys.config.rules.checks import check
+from realsys.config.rules.machine import Machine
+from realsys.config.schema import Config
+from realsys.configs import __file__ as configs_file
+from realsys.errors import ConfigError
+from tests.support.processes.config_trees import changed
+
+SHIPPED = sorted(path.stem for path in (Path(configs_file).parent / "experiment").glob("*.yaml"))
+ALGORITHMS = sorted(path.stem for path in (Path(configs_file).parent / "algorithm").glob("*.yaml"))
+MACHINE = Machine(cpus=8, memory_bytes=64 << 30)
+
+
+@pytest.mark.parametrize("experiment", SHIPPED)
+def test_every_shipped_experiment_is_valid(experiment: str, tmp_path: Path) -> None:
+    config = compose([f"experiment={experiment}"])
+    assert config.experiment == experiment
+    write_config(config, tmp_path / "config.json")
+    assert read_config(tmp_path / "config.json") == config
+
+
+def test_experiments_are_shipped() -> None:
+    assert {"arith", "math"} <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_shipped_algorithm_is_valid(algorithm: str) -> None:
+    config = compose(["experiment=arith", f"algorithm={algorithm}"])
+    check(config, MACHINE)
+    assert "actor_train" in [call.name for call in dataflow_of(config).calls]
+
+
+def test_an_algorithm_stands_over_its_experiment_and_a_field_over_both() -> None:
+    config = compose(["experiment=arith", "algorithm=dapo", "train.ppo.eps_clip_higher=0.5"])
+    assert (config.train.ppo.filter.max, config.train.ppo.eps_clip_higher) == (0.999, 0.5)
+    assert config.train.optimizer.lr == 1e-4  # the experiment's
+
+
+def test_a_comma_in_text_is_a_comma_and_elsewhere_a_mistake() -> None:
+    config = compose(["experiment=arith", "allocation=sglang.d1+actor.d2,ref.d1"])
+    assert config.allocation == "sglang.d1+actor.d2,ref.d1"
+    with pytest.raises(ConfigError, match="one value only"):
+        compose(["experiment=arith", "seed=1,2"])
+
+
+def test_arith_runs_on_a_small_cpu_machine_as_it_is() -> None:
+    allocation = check(compose(["experiment=arith"]), Machine(cpus=2, memory_bytes=4 << 30))
+    assert allocation.actor.world_size == 2
+
+
+def test_math_has_the_settings_of_the_paper() -> None:
+    config = compose(["experiment=math"])
+    assert (config.train.batch_groups, config.rollout.group_size, config.train.ppo.minibatches) == (512, 16, 4)
+    assert (config.train.optimizer.lr, config.train.optimizer.beta2, config.train.optimizer.eps) == (2e-5, 0.95, 1e-5)
+    assert (config.data.max_prompt_tokens, config.generation.sampling.max_new_tokens) == (1024, 27648)
+    assert config.asynchronous.max_head_offpolicyness == 8
+    assert (config.rollout.reward.correct, config.rollout.reward.wrong) == (5.0, -5.0)
+
+
+def test_overrides_reach_every_depth_and_groups_switch() -> None:
+    config = compose(
+        [
+            "experiment=arith",
+            "generation=sglang",
+            "name_store=etcd",
+            "train.optimizer.lr=3",
+            "generation.sglang.args.dtype=float32",
+            "generation.sglang.args.max-total-tokens=4096",
+            "seed=${train.total_steps}",
+            "trial='7'",
+        ]
+    )
+    assert config.generation.backend == "sglang" and config.cluster.name_store.backend == "etcd"
+    assert config.train.optimizer.lr == 3.0
+    assert config.generation.sglang.args == {"dtype": "float32", "max-total-tokens": 4096}
+    assert config.seed == config.train.total_steps and config.trial == "7"
+
+
+def test_experiment_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults:\n  - arith\nexperiment: mine\ntrain:\n  total_steps: 3\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    config = compose(["experiment=mine"], config_dir=tmp_path)
+    assert (config.experiment, config.train.total_steps, config.train.batch_groups) == ("mine", 3, 64)
+
+
+def test_composition_leaves_no_state_behind() -> None:
+    handlers = list(logging.getLogger().handlers)
+    compose(["experiment=arith", "seed=3"])
+    assert compose(["experiment=arith"]).seed == Config().seed
+    assert not GlobalHydra.instance().is_initialized()
+    assert logging.getLogger().handlers == handlers
+
+
+WRONG_VALUES = [
+    ("train.bach_groups=1", "did you mean train.batch_groups?"),
+    ("batch_groups=1", "did you mean train.batch_groups?"),
+    ("asynchronous.eta=1", "did you mean asynchronous.max_head_offpolicyness?"),
+    ("train.quite_something_else=1", "unknown field"),
+    ("train.batch_groups=many", "valid integer"),
+    ("train.batch_groups=1.5", "valid integer"),
+    ("train.batch_groups=true", "valid integer"),
+    ("train.batch_groups=null", "valid integer"),
+    ("train.batch_groups=0", "greater than 0"),
+    ("train.ppo.gamma=1.5", "less than or equal to 1"),
+    ("train.optimizer.lr=-0.1", "greater than 0"),
+    ("rollout.reward.correct=.nan", "finite number"),
+    ("train.ppo.reward_model.weight=.inf", "finite number"),
+    ("manager.routing=stiky", "did you mean sticky?"),
+    ("trial=7", "must be text"),
+    ("trial=a/b", "letters, digits"),
+    ("trial=''", "letters, digits"),
+    ("train=3", "is a section"),
+    ("cluster.name_store=etcd", "e.g. cluster.name_store.backend"),
+]
+
+
+@pytest.mark.parametrize(("text", "problem"), WRONG_VALUES)
+def test_wrong_value_is_one_line_that_names_the_field(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        changed(text)
+    assert caught.value.field == text.partition("=")[0]
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_several_wrong_values_are_counted_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"config: seed='x': .*also wrong: train.total_steps, warmup.steps\)$"):
+        changed("seed=x", "train.total_steps=y", "warmup.steps=z")
+
+
+WRONG_OVERRIDES = [
+    # overrides, the field named, a part of the problem
+    ([], "experiment", "experiment=arith|arith_multi_turn|math"),
+    (["experiment=aritth"], "experiment", "did you mean arith?"),
+    (["experiment=nothing"], "experiment", "known: arith, arith_multi_turn, math"),
+    (["experiment=3"], "experiment", "known: arith, arith_multi_turn, math"),
+    (["generation=vllm"], "generation", "known: embedded, sglang"),
+    (["train.bach_groups=1"], "train.bach_groups", "did you mean train.batch_groups?"),
+    (["+train.extra=1"], "train.extra", "unknown field"),
+    (["train"], "train", "write field=value"),
+    (["=3"], "override", "names no field"),
+    (["seed=1,2"], "seed", "one value only"),
+    (["seed={1"], "seed", "cannot be read"),
+    (["seed=${no.such}"], "seed", "not found"),
+    (["train.total_steps=???"], "train.total_steps", "issing"),
+    (["~train.batch_groups"], "train.batch_groups", "cannot be deleted"),
+    (["~generation"], "generation", "cannot be left out"),
+    (["hydra.verbose=true"], "hydra.verbose", "hydra's own"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "field", "problem"), WRONG_OVERRIDES, ids=lambda value: str(value)[:40])
+def test_wrong_override_is_one_line_that_names_the_field(overrides: list[str], field: str, problem: str) -> None:
+    chosen = any(text.startswith("experiment=") for text in overrides) or not overrides
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides if chosen else ["experiment=arith", *overrides])
+    assert caught.value.field == field
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_config_dir_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no directory"):
+        compose(["experiment=arith"], config_dir=tmp_path / "none")
+
+
+def test_broken_file_of_ones_own_is_named(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("train: [1, 2\n")
+    with pytest.raises(ConfigError) as caught:
+        compose(["experiment=mine"], config_dir=tmp_path)
+    assert "mine" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"seed": "x"}', '{"sed": 1}'])
+def test_dump_that_is_not_ours_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_config(tmp_path / "config.json")
+
+
+def test_dump_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not there: not the folder of a trial"):
+        read_config(tmp_path / "config.json")
+
+
+def test_dump_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    write_config(Config(), path)
+    write_config(Config(seed=9), path)
+    assert read_config(path).seed == 9
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_fields_are_the_leaves_of_the_schema() -> None:
+    paths = list(fields())
+    assert "train.ppo.advantage.leave_one_out" in paths and "train" not in paths
+    assert len(paths) == len(set(paths))
+
+
+def test_documented_fields_are_those_of_the_schema() -> None:
+    page = (Path(configs_file).resolve().parents[1] / "docs" / "configuration.md").read_text("utf-8")
+    assert page == rewrite(page), "run `make docs`"
+    assert all(f"`{path}`" in page for path in fields())

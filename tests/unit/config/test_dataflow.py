@@ -1,0 +1,209 @@
+"""The dataflow graph: what is refused, what is ready when, and what the settings of PPO make of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from realsys.algorithm import dataflows
+from realsys.config.dataflow import Dataflow, FunctionCall, check_calls, dataflow_of, saved_roles
+from realsys.errors import ConfigError
+from tests.support.processes.config_trees import changed
+
+CRITIC = ("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false")
+
+
+def call(name: str, inputs: str, outputs: str = "") -> FunctionCall:
+    return FunctionCall(name, "actor", name, frozenset(inputs.split()), frozenset(outputs.split()))
+
+
+def shape(flow: Dataflow) -> dict[str, tuple[str, str, str]]:
+    """call -> (role, inputs, outputs)"""
+    return {c.name: (c.role, " ".join(sorted(c.inputs)), " ".join(sorted(c.outputs))) for c in flow.calls}
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ([call("a", "tokens"), call("a", "tokens")], "two calls have this name"),
+        ([call("a", "tokens x")], "reads key 'x', which nothing makes"),
+        ([call("a", "tokens", "x"), call("b", "tokens", "x")], "makes key 'x', which a makes already"),
+        ([call("a", "tokens", "tokens")], "which the stream makes already"),
+        ([call("a", "y", "x"), call("b", "x", "y")], "a, b.*wait for one another"),
+    ],
+)
+def test_bad_graph_is_refused_by_name(calls, message):
+    with pytest.raises(ConfigError, match=message):
+        Dataflow(calls)
+
+
+def test_train_is_ready_only_after_inference():
+    flow = dataflows.ppo(changed())
+    assert [c.name for c in flow.ready(flow.source_keys, [])] == ["actor_inf"]
+    assert flow.ready(flow.source_keys, ["actor_inf"]) == []
+    assert [c.name for c in flow.ready(flow.source_keys | {"prox_logprobs"}, ["actor_inf"])] == ["actor_train"]
+    assert flow.last_consumers()["tokens"] == {"actor_inf", "actor_train"}
+
+
+def test_plain_ppo_needs_no_inference_and_independent_calls_are_ready_together():
+    flow = dataflows.ppo(changed("train.ppo.use_decoupled_loss=false"))
+    assert shape(flow) == {"actor_train": ("actor", "behav_logprobs loss_mask tokens", "")}
+    assert [c.name for c in dataflows.sft(changed()).ready(["tokens", "loss_mask"], [])] == ["sft"]
+    diamond = Dataflow([call("inf", "tokens", "p"), call("ref", "loss_mask tokens", "r"), call("train", "p r")])
+    assert [c.name for c in diamond.ready(["tokens", "loss_mask"], [])] == ["inf", "ref"]
+
+
+def test_rewards_of_turns_need_advantages_of_tokens():
+    flow = dataflows.ppo(changed("train.ppo.turn_rewards=true", "train.ppo.skip_zero_advantage=false"))
+    assert "token_rewards" in flow.source_keys and "token_rewards" not in dataflows.ppo(changed()).source_keys
+    assert shape(flow)["advantages"][1] == "behav_logprobs loss_mask prox_logprobs token_rewards"
+
+
+def test_a_kl_in_the_loss_adds_the_reference_to_what_training_reads():
+    assert shape(dataflows.ppo(changed("train.ppo.kl.coef=0.1"))) == {
+        "actor_inf": ("actor", "behav_logprobs loss_mask tokens versions", "prox_logprobs"),
+        "ref_inf": ("ref", "loss_mask tokens", "ref_logprobs"),
+        "actor_train": ("actor", "behav_logprobs loss_mask prox_logprobs ref_logprobs tokens", ""),
+    }
+
+
+def test_everything_at_once():
+    flow = dataflows.ppo(
+        changed(*CRITIC, "train.ppo.kl.coef=0.1", "train.ppo.kl.place=reward", "train.ppo.reward_model.enabled=true")
+    )
+    assert shape(flow) == {
+        "reward_inf": ("reward", "loss_mask tokens", "scores"),
+        "actor_inf": ("actor", "behav_logprobs loss_mask tokens versions", "prox_logprobs"),
+        "ref_inf": ("ref", "loss_mask tokens", "ref_logprobs"),
+        "critic_inf": ("critic", "loss_mask tokens", "values"),
+        "advantages": (
+            "actor",
+            "behav_logprobs prox_logprobs ref_logprobs scores values",
+            "advantages returns",
+        ),
+        "actor_train": ("actor", "advantages behav_logprobs loss_mask prox_logprobs scores tokens", ""),
+        "critic_train": ("critic", "loss_mask returns tokens values", ""),
+    }
+    assert flow.roles == ["reward", "actor", "ref", "critic"]
+    assert flow.trained_roles == ["actor", "critic"]
+    first = flow.ready(flow.source_keys, [])
+    assert [c.name for c in first] == ["reward_inf", "actor_inf", "ref_inf", "critic_inf"]
+    assert flow.last_consumers()["ref_logprobs"] == {"advantages"}
+
+
+def test_offloaded_roles_are_brought_in_for_their_calls():
+    config = changed("train.ppo.kl.coef=0.1", "roles.ref.offload=all")
+    hooks = {c.name: (c.pre_hooks, c.post_hooks) for c in dataflow_of(config).calls}
+    assert hooks == {"actor_inf": ((), ()), "ref_inf": (("onload",), ("offload",)), "actor_train": ((), ())}
+
+
+OWN = Dataflow([FunctionCall("actor_train", "actor", "actor_train", frozenset({"tokens"}), trains=True)])
+
+
+def own(config):
+    return OWN
+
+
+def no_graph(config):
+    return [OWN]
+
+
+def misspells(config):
+    return config.train.ppo.no_such_field
+
+
+HERE = "tests.unit.config.test_dataflow"
+
+
+def test_own_algorithm_is_found_by_import_string():
+    assert shape(dataflow_of(changed(f"train.ppo.algorithm={HERE}:own"))) == shape(OWN)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "problem"),
+    [
+        ("other", "unknown algorithm: use one of ppo, or package.module:name"),
+        ("no_such_module_:f", "no module named 'no_such_module_': set PYTHONPATH to the folder that holds it"),
+        (f"{HERE}:absent", f"module {HERE} has no attribute 'absent'"),
+        (f"{HERE}:OWN", "is not an algorithm: it must be a function (config), not Dataflow"),
+        (f"{HERE}:call", r"is not an algorithm: it must take (config), it takes (name"),
+        (f"{HERE}:no_graph", "must return a Dataflow, not list"),
+        (f"{HERE}:misspells", "raised: AttributeError: 'PPOConfig' object has no attribute 'no_such_field'"),
+    ],
+)
+def test_bad_algorithm_is_one_line(algorithm, problem):
+    with pytest.raises(ConfigError) as caught:
+        dataflow_of(changed(f"train.ppo.algorithm={algorithm}"))
+    assert str(caught.value).startswith(f"config: train.ppo.algorithm='{algorithm}': {problem}")
+    assert "\n" not in str(caught.value)
+
+
+BROKEN = [
+    ("def f(:", "SyntaxError: "),
+    ("1 / 0", "ZeroDivisionError: "),
+    ("exit('not today')", "SystemExit: not today"),
+]
+
+
+@pytest.mark.parametrize(("text", "problem"), BROKEN)
+def test_algorithm_module_that_fails_is_one_line(text, problem, tmp_path, monkeypatch):
+    (tmp_path / "broken_algorithm.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"algorithm='broken_algorithm:f': cannot be imported: {problem}"):
+        dataflow_of(changed("train.ppo.algorithm=broken_algorithm:f"))
+
+
+def test_dataflow_is_built_once_per_config():
+    first, second = changed(), changed("train.ppo.use_decoupled_loss=false")
+    assert dataflow_of(first) is dataflow_of(first)
+    assert shape(dataflow_of(second)) != shape(dataflow_of(first))
+    copied = first.model_copy(update={"train": second.train})
+    assert shape(dataflow_of(copied)) == shape(dataflow_of(second)), "a copy is another configuration"
+
+
+class NeedsScale:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def run(self, role, request):
+        return None
+
+
+class RunsNothing:
+    pass
+
+
+class RunsWithoutRole:
+    def run(self, request):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"handler": "actor_infe"}, "handler='actor_infe': unknown call handler: use one of actor_inf, actor_train, "),
+        ({"handler": "no_such_module_:A"}, "handler='no_such_module_:A': no module named 'no_such_module_'"),
+        ({"handler": f"{HERE}:own"}, "is not a call handler: it must be a class with run(role, request), not function"),
+        ({"handler": f"{HERE}:RunsNothing"}, "is not a call handler: the class lacks run"),
+        ({"handler": f"{HERE}:NeedsScale"}, "is not a call handler: its constructor: it must take (), it takes"),
+        ({"handler": f"{HERE}:RunsWithoutRole"}, "it must take (self, role, request), it takes (self, request)"),
+        ({"pre_hooks": ("onlaod",)}, "pre_hooks='onlaod': unknown hook: use one of offload, onload, or"),
+        ({"post_hooks": (f"{HERE}:own",)}, "is not a hook: it must take (role, request), it takes (config)"),
+    ],
+)
+def test_bad_handler_or_hook_names_its_call(change, problem):
+    good = FunctionCall("first", "actor", "actor_inf", frozenset({"tokens"}), pre_hooks=("onload",))
+    check_calls(Dataflow([good]))
+    with pytest.raises(ConfigError) as caught:
+        check_calls(Dataflow([good, replace(good, name="second", **change)]))
+    assert str(caught.value).startswith("config: dataflow.second.")
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_has_what_no_directory_has():
+    def saved(*overrides):
+        config = changed(*CRITIC, "train.ppo.kl.coef=0.1", *overrides)
+        return saved_roles(config, dataflow_of(config))
+
+    assert saved("warmup.steps=0") == ["actor", "critic"]
+    assert saved("warmup.steps=1") == ["actor", "critic", "ref"], "the reference is the warmed-up actor"
+    assert saved("warmup.steps=1", "roles.ref.path=/models/ref") == ["actor", "critic"]

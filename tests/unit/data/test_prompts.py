@@ -1,0 +1,203 @@
+"""Datasets from files: splits, bad lines, limits."""
+
+import json
+
+import pytest
+
+from realsys.config.schema import Config, DataConfig, EvalConfig, WarmupConfig
+from realsys.data.check import check_data
+from realsys.data.dataset_files import dataset_files
+from realsys.data.demos import DemoDataset
+from realsys.data.prompts import PromptDataset, check_file, split_sizes
+from realsys.errors import DataError
+from tests.support.training.data_models import char_tokenizer, jsonl, jsonl_config, trial
+
+
+def problems(count, start=0):
+    return [{"prompt": f"q{i}=", "answer": str(i)} for i in range(start, start + count)]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("not json", "malformed"),
+        ('{"prompt": "a"}', "missing required field `answer`"),
+        ('{"prompt": "a", "answer": 5}', "Expected `str`, got `int`"),
+        ('{"prompt": 5, "answer": "5"}', "Expected `str | array`, got `int`"),
+        ('{"prompt": " ", "answer": "5"}', "prompt is empty"),
+        ('{"prompt": "a", "answer": ""}', "answer is empty"),
+        ('{"prompt": [], "answer": "5"}', "prompt has no messages"),
+        ('{"prompt": [{"role": "robot", "content": "a"}], "answer": "5"}', "Invalid enum value 'robot'"),
+        ('{"prompt": [{"role": "assistant", "content": "a"}], "answer": "5"}', "it must be 'user'"),
+        ('["a", "5"]', "Expected `object`, got `array`"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_line(tmp_path, line, expected):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1"}\n\n' + line + '\n{"prompt": "b", "answer": "2"}\n')
+    with pytest.raises(DataError) as caught:
+        check_file(path)
+    assert str(caught.value).startswith(f"{path}:3: ") and expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_utf8_and_files_that_are_not_there_are_data_errors(tmp_path):
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff", "answer": "2"}\n')
+    with pytest.raises(DataError, match=":2: .*utf-8"):
+        check_file(path)
+    with pytest.raises(DataError, match="No such file"):
+        check_file(tmp_path / "none.jsonl")
+
+
+def test_blank_lines_a_byte_order_mark_and_unknown_keys_are_fine(tmp_path):
+    path = tmp_path / "odd.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": "1", "source": "x"}\r\n\n  \n{"prompt":"b","answer":"2"}')
+    assert check_file(path) == 2
+
+
+def test_other_keys_arrive_with_their_prompt(tmp_path):
+    rows = [
+        {
+            "prompt": "a1=",
+            "answer": "1",
+            "level": 3,
+            "extra": {"prompt": "b"},
+            "tests": [{"in": None}, 1.0, True, "\u00e9\x00"],
+        },
+        {"big": 2**100, "answer": "2", "prompt": "a2=", "source": ""},
+        {"prompt": "a3=", "answer": "3"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + "".join(json.dumps(row) + "\n" for row in rows).encode())
+    config = jsonl_config(path, eval_fraction=0.0, problems=0)
+    dataset = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
+    for index, row in enumerate(rows):
+        prompt = dataset.prompt("train", index)
+        others = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
+        assert (prompt.text, prompt.answer, prompt.extra) == (row["prompt"], row["answer"], others)
+        assert list(map(type, prompt.extra.values())) == list(map(type, others.values()))
+
+
+def test_bad_other_keys_are_named_by_line(tmp_path):
+    """Bytes are checked when the file is opened; a number that no float holds is found by its prompt."""
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes(b'{"prompt": "a1=", "answer": "1", "source": "\xff"}\n')
+    with pytest.raises(DataError, match=f"{latin}:1: .*utf-8"):
+        check_file(latin)
+    huge = tmp_path / "huge.jsonl"
+    huge.write_text('{"prompt": "a1=", "answer": "1", "level": 1e999}\n')
+    dataset = PromptDataset(
+        jsonl_config(huge, eval_fraction=0.0, problems=0), trial(tmp_path), char_tokenizer(tmp_path / "model")
+    )
+    with pytest.raises(DataError, match=f"{huge}:1: Number out of range"):
+        dataset.prompt("train", 0)
+
+
+def test_every_prompt_is_in_one_split_and_can_be_read_at_its_index(tmp_path):
+    tokenizer = char_tokenizer(tmp_path / "model")
+    train = jsonl(tmp_path / "train.jsonl", problems(300))
+    dataset = PromptDataset(jsonl_config(train, eval_fraction=0.2), trial(tmp_path), tokenizer)
+    seen = [dataset.prompt(split, i) for split in ("train", "eval") for i in range(dataset.size(split))]
+    assert sorted(int(p.answer) for p in seen) == list(range(300))
+    assert all(p.text == f"q{p.answer}=" and p.ids == tokenizer.encode_prompt(p.text) for p in seen)
+    assert 30 <= dataset.size("eval") <= 90
+    assert split_sizes(jsonl_config(train, eval_fraction=0.2), trial(tmp_path)) == {
+        "train": dataset.size("train"),
+        "eval": dataset.size("eval"),
+    }
+
+
+def test_the_hold_out_depends_on_the_prompt_alone(tmp_path):
+    tokenizer = char_tokenizer(tmp_path / "model")
+
+    def held_out(name, records):
+        config = jsonl_config(jsonl(tmp_path / name, records), eval_fraction=0.2)
+        dataset = PromptDataset(config, trial(tmp_path), tokenizer)
+        return {dataset.prompt("eval", i).text for i in range(dataset.size("eval"))}
+
+    few, more = held_out("few", problems(100)), held_out("more", problems(50, 200) + problems(100) + problems(100))
+    assert few == {text for text in more if int(text[1:-1]) < 100}
+
+
+def test_a_file_for_evaluation_leaves_all_of_train_to_train_on(tmp_path):
+    train, held = jsonl(tmp_path / "t", problems(10)), jsonl(tmp_path / "e", problems(3, 100))
+    config = jsonl_config(train, evaluate=held)
+    dataset = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
+    assert (dataset.size("train"), dataset.size("eval")) == (10, 3)
+    assert dataset.prompt("eval", 2).answer == "102"
+    assert dataset_files(config, trial(tmp_path)).demos is None
+
+
+def test_an_empty_split_that_is_needed_is_an_error(tmp_path):
+    one = jsonl(tmp_path / "one", problems(1))
+    with pytest.raises(DataError, match="held out at data.eval_fraction=0.0"):
+        split_sizes(jsonl_config(one, eval_fraction=0.0), trial(tmp_path))
+    assert split_sizes(jsonl_config(one, eval_fraction=0.0, problems=0), trial(tmp_path)) == {"train": 1, "eval": 0}
+    with pytest.raises(DataError, match="no prompts to train on"):
+        split_sizes(jsonl_config(jsonl(tmp_path / "none", [])), trial(tmp_path))
+    with pytest.raises(DataError, match="no problems to evaluate on"):
+        split_sizes(jsonl_config(one, evaluate=jsonl(tmp_path / "none", [])), trial(tmp_path))
+
+
+def test_a_prompt_that_is_too_long_is_named_by_check_and_by_prompt(tmp_path):
+    tokenizer = char_tokenizer(tmp_path / "model")
+    train = jsonl(tmp_path / "t", [{"prompt": "a1=", "answer": "1"}, {"prompt": "a1" * 20, "answer": "1"}])
+    config = jsonl_config(train, eval_fraction=0.0, problems=0, max_prompt_tokens=16)
+    dataset = PromptDataset(config, trial(tmp_path), tokenizer)
+    for call in (dataset.check, lambda: dataset.prompt("train", 1)):
+        with pytest.raises(DataError, match=f"{train}:2: the prompt has 41 tokens, data.max_prompt_tokens is 16"):
+            call()
+    assert len(dataset.prompt("train", 0).ids) == 4
+
+
+def test_an_index_or_split_that_is_not_there_is_an_error(tmp_path):
+    config = jsonl_config(jsonl(tmp_path / "t", problems(4)), eval_fraction=0.0, problems=0)
+    dataset = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
+    for index in (4, -1):
+        with pytest.raises(DataError, match="it has 4"):
+            dataset.prompt("train", index)
+    with pytest.raises(DataError, match="no split 'test'"):
+        dataset.prompt("test", 0)
+
+
+def test_messages_need_a_chat_template(tmp_path):
+    record = {"prompt": [{"role": "user", "content": "a"}], "answer": "1"}
+    config = jsonl_config(jsonl(tmp_path / "t", [*problems(1), record]), eval_fraction=0.0, problems=0)
+    dataset = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
+    with pytest.raises(DataError, match=":2: the prompt is a list of messages, but the model has no chat template"):
+        dataset.check()
+
+
+def test_demonstrations_end_with_the_end_of_text_token(tmp_path):
+    tokenizer = char_tokenizer(tmp_path / "model")
+    path = jsonl(tmp_path / "d", [{"prompt": "a1b2=", "response": "a0+1=1;b1+2=3;#3"}])
+    demos = DemoDataset(path, tokenizer)
+    prompt, response = demos.sequence(0)
+    assert len(demos) == 1 and prompt == tokenizer.encode_prompt("a1b2=")
+    assert response[-1] == tokenizer.eos_token_id and tokenizer.answer_text(response) == "a0+1=1;b1+2=3;#3"
+    demos.check(6, 17)
+    with pytest.raises(DataError, match=f"{path}:1: the response has 17 tokens"):
+        demos.check(6, 16)
+    with pytest.raises(DataError, match="missing required field `response`"):
+        DemoDataset(jsonl(tmp_path / "p", problems(1)), tokenizer)
+
+
+def test_check_data_reads_what_the_trial_will_read(tmp_path):
+    tokenizer = char_tokenizer(tmp_path / "model")
+    train = jsonl(tmp_path / "t", problems(20))
+    demos = jsonl(tmp_path / "d", [{"prompt": "a1=", "response": "#1"}, {"prompt": "a1=", "response": ""}])
+    data = DataConfig(train=str(train), demos=str(demos), eval_fraction=0.0)
+    config = Config(data=data, evaluation=EvalConfig(problems=0))
+    assert check_data(config, trial(tmp_path), tokenizer) == {"train": 20, "eval": 0}
+    with pytest.raises(DataError, match=f"{demos}:2: response is empty"):
+        check_data(config.model_copy(update={"warmup": WarmupConfig(steps=1)}), trial(tmp_path), tokenizer)
+
+
+def test_a_file_that_changed_under_a_running_trial_is_an_error_not_another_prompt(tmp_path):
+    train = jsonl(tmp_path / "t", problems(5))
+    config = jsonl_config(train, eval_fraction=0.0, problems=0)
+    dataset = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
+    train.write_text("x" + json.dumps(problems(1)[0]) + "\n")
+    with pytest.raises(DataError, match=":4: "):
+        dataset.prompt("train", 3)

@@ -1,0 +1,103 @@
+"""Character tokenizer, special tokens, chat templates."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realsys.data.char_model import ALPHABET, BOS_ID, EOS_ID, VOCAB_SIZE, write_char_tokenizer
+from realsys.data.lines import Message
+from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import DataError, ModelError
+from tests.support.training.data_models import TEMPLATE, char_tokenizer
+
+
+@pytest.fixture(scope="module")
+def chars(tmp_path_factory):
+    return char_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(ALPHABET, min_size=1))
+def test_text_of_the_alphabet_comes_back_one_token_per_character(chars, text):
+    ids = chars.encode_prompt(text)
+    assert ids[0] == BOS_ID and len(ids) == len(text) + 1
+    assert chars.decode(ids[1:]) == text and ids[1:] == chars.encode_text(text)
+
+
+def test_vocabulary_divides_by_four(chars):
+    assert chars.vocab_size == VOCAB_SIZE == 44
+    assert chars.eos_token_ids == (EOS_ID,) and chars.eos_token_id == EOS_ID
+
+
+def test_answer_text_drops_only_the_final_end_of_text(chars):
+    fifteen = chars.encode_text("#15")
+    assert chars.answer_text([*fifteen, EOS_ID]) == "#15"
+    assert chars.answer_text(fifteen) == "#15"
+    assert chars.answer_text([*fifteen, EOS_ID, EOS_ID]) == "#15<eos>"
+    assert chars.answer_text([*fifteen[:2], BOS_ID, *fifteen[2:]]) == "#1<bos>5"  # would read #15 if it were skipped
+    assert chars.answer_text([]) == ""
+
+
+def test_many_prompts_are_encoded_as_one_by_one(chars):
+    texts = ["a1b2=", "c3=", "a1b2c3d4e5="]
+    assert chars.encode_prompts(texts) == [chars.encode_prompt(text) for text in texts]
+    assert chars.encode_prompts([]) == []
+
+
+def test_a_text_prompt_is_wrapped_in_the_template_unless_told_otherwise(tmp_path):
+    tokenizer = char_tokenizer(tmp_path, TEMPLATE)
+    ids = tokenizer.encode_prompt("a1=")
+    assert tokenizer.decode(ids) == "<bos>user a1=<eos>assistant "
+    assert tokenizer.decode(tokenizer.encode_prompt("a1=", chat=False)) == "<bos>a1="
+    chat = [Message("user", "a1="), Message("assistant", "#1"), Message("user", "b2=")]
+    expected = "<bos>user a1=<eos>assistant #1<eos>user b2=<eos>assistant "
+    assert tokenizer.decode(tokenizer.encode_prompt(chat)) == expected
+    assert tokenizer.encode_prompts(["a1=", chat]) == [ids, tokenizer.encode_prompt(chat)]
+    with pytest.raises(DataError, match="chat_template is false"):
+        tokenizer.encode_prompt(chat, chat=False)
+
+
+def test_a_template_that_refuses_the_messages_is_a_data_error(tmp_path):
+    tokenizer = char_tokenizer(tmp_path, TEMPLATE)
+    with pytest.raises(DataError, match="no system"):
+        tokenizer.encode_prompt([Message("system", "a"), Message("user", "b")])
+
+
+def test_a_template_cannot_reach_outside_its_sandbox(tmp_path):
+    tokenizer = char_tokenizer(tmp_path, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(DataError, match="unsafe"):
+        tokenizer.encode_prompt("a")
+
+
+def test_templates_that_use_what_transformers_offers_can_be_rendered(tmp_path):
+    source = (
+        "{%- for m in messages -%}{%- if loop.index > 1 -%}{%- break -%}{%- endif -%}"
+        "{% generation %}{{ m.content | tojson }}{% endgeneration %}{%- endfor -%}{{ strftime_now('%%') }}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(source.replace('"', "'"))
+    tokenizer = char_tokenizer(tmp_path)
+    assert tokenizer.has_chat_template
+    assert tokenizer.decode(tokenizer.encode_prompt([Message("user", "ab"), Message("user", "c")])) == "ab"
+
+
+def test_models_without_an_end_of_text_or_with_broken_files_are_refused(tmp_path):
+    write_char_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="no end-of-text token"):
+        TextTokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    assert TextTokenizer(tmp_path).eos_token_ids == (7, 1)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
+    assert TextTokenizer(tmp_path).eos_token_ids == (1, 7)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    with pytest.raises(ModelError, match="eos_token '<end>' is not in tokenizer.json"):
+        TextTokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": "{% for"}))
+    with pytest.raises(ModelError, match="chat template cannot be read"):
+        TextTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        TextTokenizer(tmp_path)

@@ -1,0 +1,34 @@
+"""The code on docs/extending.md is the code of docs/examples, and every example has its section."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from realsys.config import doors
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = (DOCS / "extending.md").read_text()
+EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+
+
+def test_code_of_the_page_stands_in_an_example() -> None:
+    shown = {line.strip() for example in EXAMPLES for line in example.read_text().splitlines()} | {"", "..."}
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 6
+    assert [line for block in blocks for line in block.splitlines() if line.strip() not in shown] == []
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_is_short_and_linked(example: Path) -> None:
+    assert 15 <= len(example.read_text().splitlines()) <= 40
+    assert f"(examples/{example.name})" in PAGE
+
+
+def test_page_names_every_built_in_part() -> None:
+    found = {name: door for name, door in vars(doors).items() if isinstance(door, doors.Door)}
+    assert len(found) == 9
+    for door in found.values():
+        assert all(f"`{name}`" in PAGE for name in door.builtin), door.field

@@ -1,0 +1,147 @@
+"""The engine over SGLang, with a program in its place that answers like it: answers, versions, updates, pauses."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from realsys.errors import GenerationError, WeightsError
+from realsys.generation.sglang.update import check_shapes
+from tests.support.serving.sglang_engines import SHAPES, STALLING, WAIT_S, Engines, engines, generate
+
+
+@pytest.fixture
+def make() -> Iterator[Engines]:
+    with engines() as made:
+        yield made
+
+
+def test_answers_come_back_and_output_is_passed_on(make, caplog):
+    with caplog.at_level(logging.INFO, logger="sglang"):
+        engine, _ = make()
+        [one, two] = generate(engine, [5], n=2).result(WAIT_S)
+    assert one.tokens.tolist() == two.tokens.tolist() == [6, 7, 8, 9]
+    assert np.allclose(one.logprobs, -1.0)
+    assert (one.segments, one.finish_reason) == ([(-1, 4)], "length")
+    lines = [record.getMessage() for record in caplog.records if record.name == "sglang"]
+    assert lines[0].startswith("serving on ")
+    assert lines[1].startswith("helper ")
+
+
+def test_versions_are_derived_where_they_are_not_reported(make):
+    """Half of the answer is of the first weights; it is given back for the update, and goes on from there."""
+    engine, _ = make()
+    running = engine.generate("a", [5], STALLING)
+    result = engine.update("/weights/v7", 7).result(WAIT_S)
+    assert result.success
+    assert {"stage_s", "verify_s", "drain_s", "pause_s", "load_s", "first_token_s"} <= result.timings.keys()
+    [answer] = running.result(WAIT_S)
+    assert answer.tokens.tolist() == list(range(6, 16))
+    assert answer.segments == [(-1, 5), (7, 5)]
+    assert np.allclose(answer.logprobs, [-1.0] * 5 + [-1.07] * 5)
+    assert answer.finish_reason == "length"
+
+
+def test_pause_gives_back_what_runs_and_resume_goes_on(make):
+    engine, _ = make()
+    running = engine.generate("a", [5], STALLING)
+    engine.pause("retract").result(WAIT_S)
+    info = engine.info().result(WAIT_S)
+    assert (info.paused, info.running, info.queued) == (True, 0, 1)
+    assert engine.update("/weights/v7", 7).result(WAIT_S).success
+    assert not running.done()
+    engine.resume().result(WAIT_S)
+    [answer] = running.result(WAIT_S)
+    assert answer.segments == [(-1, 5), (7, 5)]
+
+
+def test_a_pause_does_not_wait_for_the_first_token_of_an_update(make):
+    engine, _ = make()
+    running = engine.generate("a", [5], STALLING)
+    update = engine.update("/weights/v13", 13)
+    while engine._updater._probe is None:
+        assert not update.done()
+    engine.pause("in_place").result(WAIT_S)
+    result = update.result(WAIT_S)
+    assert result.success and "first_token_s" not in result.timings
+    engine.resume().result(WAIT_S)
+    assert running.result(WAIT_S)[0].segments == [(-1, 5), (13, 5)]
+
+
+def test_reported_versions_are_taken_and_sglang_holds_the_requests_itself(make):
+    engine, _ = make("--reports")
+    update = engine.update("/weights/v7", 7).result(WAIT_S)
+    assert update.success and "first_token_s" not in update.timings  # nobody waits for one
+    [answer] = generate(engine, [5]).result(WAIT_S)
+    assert answer.segments == [(7, 4)]
+
+
+def test_drain_waits_for_running_answers(make):
+    engine, _ = make(drain=True)
+    running = engine.generate("a", [5], STALLING)
+    update = engine.update("/weights/v7", 7)
+    assert engine.abort("a").result(WAIT_S)
+    [answer] = running.result(WAIT_S)
+    assert (answer.segments, answer.finish_reason) == ([(-1, 5)], "abort")
+    assert update.result(WAIT_S).success
+
+
+def test_abort_ends_with_what_there_is(make):
+    engine, _ = make()
+    running = engine.generate("a", [5], STALLING)
+    assert engine.abort("a").result(WAIT_S)
+    [answer] = running.result(WAIT_S)
+    assert (answer.tokens.tolist(), answer.finish_reason) == ([6, 7, 8, 9, 10], "abort")
+    assert not engine.abort("a").result(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("/weights/corrupt", "is corrupt"), ("/weights/partial", r"tensor b has shape missing.*has \(4,\)")],
+)
+def test_wrong_version_is_refused_before_it_is_loaded(make, path, message):
+    engine, _ = make()
+    result = engine.update(path, 7).result(WAIT_S)
+    assert not result.success
+    assert re.search(message, result.message)
+    assert engine.version == -1
+    assert list(engine._traffic.run.scratch.glob("v*")) == []  # nothing that was staged
+    [answer] = generate(engine, [5]).result(WAIT_S)
+    assert answer.segments == [(-1, 4)]
+
+
+def test_full_queue_is_refused_as_retryable(make):
+    engine, _ = make()
+    engine.pause("in_place").result(WAIT_S)
+    held = generate(engine, [5], n=8)
+    with pytest.raises(GenerationError, match="queue full: 8 answers are open") as refused:
+        generate(engine, [5]).result(WAIT_S)
+    assert refused.value.retryable
+    engine.resume().result(WAIT_S)
+    assert len(held.result(WAIT_S)) == 8
+
+
+def test_two_requests_cannot_share_an_id(make):
+    engine, _ = make()
+    engine.pause("in_place").result(WAIT_S)
+    held = generate(engine, [5], rid="a")
+    with pytest.raises(GenerationError, match="rid='a' is the id of a request in progress"):
+        generate(engine, [6], rid="a").result(WAIT_S)
+    engine.resume().result(WAIT_S)
+    assert held.result(WAIT_S)[0].tokens.tolist() == [6, 7, 8, 9]
+
+
+def test_shapes_are_compared_by_name(tmp_path):
+    save_file({"a": torch.zeros(3, 2), "b": torch.zeros(4), "c": torch.zeros(1)}, tmp_path / "m.safetensors")
+    with pytest.raises(WeightsError, match=r"tensor a has shape \(3, 2\), the model that is served has \(2, 3\); 2 "):
+        check_shapes(tmp_path, SHAPES)
+    for damaged in (b"\xff" * 4, b"\xff" * 16, bytes([2]) + bytes(7) + b"[]", bytes([3]) + bytes(7) + b"[[["):
+        (tmp_path / "m.safetensors").write_bytes(damaged)
+        with pytest.raises(WeightsError, match="no safetensors file"):
+            check_shapes(tmp_path, SHAPES)

@@ -1,0 +1,244 @@
+"""SGLang's command line and environment, and the bookkeeping of requests: pure parts."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from realsys.config.rules.sglang import interpreter, options
+from realsys.config.schema import SglangConfig
+from realsys.errors import ConfigError, GenerationError
+from realsys.generation.protocol import SamplingParams
+from realsys.generation.sglang.api import Reply
+from realsys.generation.sglang.arguments import CPU_SUPPORT, Launch
+from realsys.generation.sglang.requests import Request
+from realsys.generation.stop_strings import read_tokenizer
+from realsys.generation.uniforms import answer_seed
+from tests.support.serving.generation_models import make_tokenizer
+
+GPU = Launch(
+    python="/venv/bin/python",
+    model_path=Path("/models/m"),
+    dtype="bfloat16",
+    context=1000,
+    tensor=2,
+    seed=7,
+    threads=1,
+    gpus=True,
+    options={},
+)
+
+
+def flags_of(launch: Launch) -> dict[str, str | None]:
+    """Option -> value; None for a flag alone."""
+    words = launch.command(1234)[3:]
+    pairs = itertools.zip_longest(words, words[1:])
+    return {a: b if b and not b.startswith("--") else None for a, b in pairs if a.startswith("--")}
+
+
+def test_command_on_a_gpu():
+    assert GPU.command(1234)[:3] == ["/venv/bin/python", "-m", "sglang.launch_server"]
+    assert flags_of(GPU) == {
+        "--dtype": "bfloat16",
+        "--context-length": "1016",  # sixteen more than ours, so that only our own check refuses
+        "--tp-size": "2",
+        "--random-seed": "7",
+        "--log-level": "warning",
+        "--skip-tokenizer-init": None,  # there is no tokenizer.json in /models/m
+        "--model-path": "/models/m",
+        "--host": "127.0.0.1",
+        "--port": "1234",
+    }
+
+
+def test_command_on_a_cpu():
+    cpu = replace(GPU, gpus=False)
+    assert cpu.command(1)[2] == "realsys_sglang_cpu.server"
+    flags = flags_of(cpu)
+    assert (flags["--device"], flags["--attention-backend"]) == ("cpu", "torch_native")
+    assert flags["--max-total-tokens"] == "65536"
+    assert flags_of(replace(cpu, context=40_000))["--max-total-tokens"] == str(2 * 40_016)
+
+
+def test_a_model_with_a_tokenizer_is_served_with_it(tmp_path):
+    (tmp_path / "tokenizer.json").touch()
+    assert "--skip-tokenizer-init" not in flags_of(replace(GPU, model_path=tmp_path))
+
+
+def test_options_of_the_user_win_and_are_written_as_on_a_command_line():
+    given = {"tp-size": 4, "enable-metrics": True, "log-level": False, "random-seed": None, "cuda-graph-bs": [1, 2]}
+    command = replace(GPU, options=given).command(1)
+    text = " ".join(command)
+    assert "--tp-size 4" in text and "--tp-size 2" not in text
+    assert "--enable-metrics --cuda-graph-bs 1 2" in text
+    assert "--log-level" not in text and "--random-seed" not in text
+
+
+def test_options_may_be_written_with_underscores_or_dashes():
+    settings = SglangConfig(args={"max_total_tokens": 5, "--mem-fraction-static": 0.7})
+    assert options(settings) == {"max-total-tokens": 5, "mem-fraction-static": 0.7}
+
+
+def test_environment_is_that_of_another_interpreter():
+    inherited = {"PATH": "/bin", "PYTHONPATH": "/realsys", "VIRTUAL_ENV": "/venv", "CUDA_VISIBLE_DEVICES": "1,2"}
+    env = GPU.environment(inherited)
+    assert (env["PATH"], env["CUDA_VISIBLE_DEVICES"], env["HF_HUB_OFFLINE"]) == ("/bin", "1,2", "1")
+    assert "PYTHONPATH" not in env and "VIRTUAL_ENV" not in env
+    assert env["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    cpu = replace(GPU, gpus=False).environment(inherited)
+    assert (cpu["PYTHONPATH"], cpu["CUDA_VISIBLE_DEVICES"]) == (str(CPU_SUPPORT), "")
+    assert (CPU_SUPPORT / "realsys_sglang_cpu" / "server.py").is_file()
+
+
+def test_interpreter_is_the_configured_one_or_that_of_the_checkout_or_this_one(tmp_path):
+    assert interpreter(SglangConfig(python="/other/python"), tmp_path) == "/other/python"
+    assert interpreter(SglangConfig(), tmp_path) == sys.executable
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(os.path.realpath(sys.executable))
+    assert interpreter(SglangConfig(), tmp_path) == str(python)
+
+
+def test_missing_sglang_is_named_with_what_to_do(tmp_path):
+    from realsys.config.rules.sglang import check_sglang
+
+    with pytest.raises(ConfigError, match="make sglang-cpu"):
+        check_sglang(SglangConfig(), tmp_path)
+
+
+# ---- requests
+
+
+def request(**params: object) -> Request:
+    sampling = SamplingParams(**{"max_new_tokens": 6, **params})
+    return Request.of("r", np.asarray([1, 2], np.int32), sampling, (96,), 5)
+
+
+def reply(tokens: list[int], kind: str = "length", spans: list[tuple[str, int, int]] | None = None) -> Reply:
+    """As JSON gives it."""
+    meta = {
+        "id": "x",
+        "finish_reason": {"type": kind, "matched": tokens[-1] if kind == "stop" else None, "length": 1},
+        "output_token_logprobs": [[-0.5, token, None] for token in tokens],
+        "e2e_latency": 0.1,
+    }
+    if spans is not None:
+        meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
+    return msgspec.json.decode(msgspec.json.encode({"output_ids": tokens, "meta_info": meta}), type=Reply)
+
+
+def test_pieces_say_what_is_wanted_in_sglangs_words():
+    one = request(n=2, top_p=0.5, min_new_tokens=3, stop=("x",))
+    first, second = one.pieces(itertools.count())
+    assert first.input_ids == [1, 2]
+    seeds = [piece.sampling_params.pop("sampling_seed") for piece in (first, second)]
+    assert seeds == [answer_seed(5, 0), answer_seed(5, 1)]
+    assert first.sampling_params == {
+        "top_p": 0.5,
+        "max_new_tokens": 6,
+        "min_new_tokens": 3,
+        "stop": ["x"],
+        "stop_token_ids": [96],
+        "no_stop_trim": True,
+    }
+    assert first.rid != second.rid and len(first.rid) == len(second.rid)
+
+
+def test_seeds_of_answers_differ_and_fit_sglang():
+    seeds = {answer_seed(seed, answer) for seed in (0, 1, 2**63 - 1) for answer in range(100)}
+    assert len(seeds) == 300
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_spans_become_segments():
+    one = request()
+    one.take([reply([3, 4, 96], "stop", [("default", 0, 2), ("7", 2, 3)])], None)
+    [result] = one.results()
+    assert result.segments == [(-1, 2), (7, 1)]
+    assert (result.finish_reason, result.matched) == ("stop", 96)
+    assert result.tokens.tolist() == [3, 4, 96]
+    assert not one.open
+
+
+def test_an_interrupted_answer_goes_on_from_its_tokens():
+    one = request(min_new_tokens=3)
+    one.recalled = True
+    one.take([reply([3, 4], "abort")], 1)
+    [piece] = one.pieces(itertools.count())
+    assert piece.input_ids == [1, 2, 3, 4]
+    assert (piece.sampling_params["max_new_tokens"], piece.sampling_params["min_new_tokens"]) == (4, 1)
+    one.recalled = True
+    one.take([reply([5], "abort")], 1)
+    one.take([reply([6, 7, 8], "length")], 2)
+    [result] = one.results()
+    assert result.segments == [(1, 3), (2, 3)]
+    assert result.finish_reason == "length"
+
+
+def test_an_answer_interrupted_at_its_last_token_is_at_its_length():
+    one = request()
+    one.recalled = True
+    one.take([reply([3, 4, 5, 6, 7, 8], "abort")], 1)
+    assert one.results()[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(("aborted", "recalled"), [(True, True), (False, False)])
+def test_an_abort_of_the_caller_or_of_sglang_itself_ends_the_answer(aborted, recalled):
+    one = request()
+    one.aborted, one.recalled = aborted, recalled
+    one.take([reply([3], "abort")], 1)
+    assert one.results()[0].finish_reason == "abort"
+    assert not one.open
+
+
+@pytest.mark.parametrize(
+    ("prefix", "earlier", "later", "kept", "matched"),
+    [
+        (0, "ab", "cxyz", "abc", "bc"),  # began in an earlier piece
+        (2, "", "cxyz", "c", "bc"),  # began before this request
+        (0, "", "cxyz", "cxyz", None),  # the prompt is no part of the answer
+        (0, "a", "xyz", "axyz", None),
+    ],
+)
+def test_a_stop_string_across_pieces_ends_the_answer(tmp_path, prefix, earlier, later, kept, matched):
+    def ids(text: str) -> list[int]:
+        return [ord(letter) - ord("0") for letter in text]
+
+    make_tokenizer(tmp_path)
+    sampling = SamplingParams(max_new_tokens=8, stop=("bc",), answer_prefix=prefix)
+    one = Request.of("r", np.asarray(ids("ab"), np.int32), sampling, (), 5, read_tokenizer(tmp_path))
+    if earlier:
+        one.recalled = True
+        one.take([reply(ids(earlier), "abort")], 1)
+        one.recalled = False
+    one.take([reply(ids(later), "length")], 2)
+    [result] = one.results()
+    assert result.tokens.tolist() == ids(kept)
+    assert len(result.logprobs) == len(kept) == sum(count for _, count in result.segments)
+    assert (result.finish_reason, result.matched) == (("stop", matched) if matched else ("length", None))
+
+
+def test_a_stop_string_across_pieces_waits_for_min_new_tokens(tmp_path):
+    make_tokenizer(tmp_path)
+    sampling = SamplingParams(max_new_tokens=30, min_new_tokens=12, stop=("bc",))
+    one = Request.of("r", np.asarray([1], np.int32), sampling, (), 5, read_tokenizer(tmp_path))
+    b, c, x = (ord(letter) - ord("0") for letter in "bcx")
+    one.recalled = True
+    one.take([reply([b], "abort")], 1)
+    one.take([reply([c] + [x] * 20, "length")], 1)
+    assert len(one.results()[0].tokens) == 22
+
+
+def test_tokens_without_their_versions_are_an_error():
+    with pytest.raises(GenerationError, match="without weight_versions") as error:
+        request().take([reply([3, 4])], None)
+    assert error.value.retryable
+    with pytest.raises(GenerationError, match=r"2 tokens with 2 log-probs and versions \[\(1, 1\)\]"):
+        request().take([reply([3, 4], "length", [("1", 0, 1)])], None)

@@ -1,0 +1,263 @@
+"""The process plan, and what the command does before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realsys.config.dump import read_config
+from realsys.config.paths import TrialPaths
+from realsys.config.rules.machine import Machine
+from realsys.config.schema import Config, GenerationConfig, RolloutConfig
+from realsys.errors import ConfigError, RealsysError
+from realsys.launch.cli import main
+from realsys.launch.plan import ProcessSpec, plan
+from realsys.launch.prepare import prepare, resolve
+
+CPU = Machine(cpus=4, memory_bytes=32 << 30)
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def planned(machine: Machine = CPU, **fields: object) -> list[ProcessSpec]:
+    config = Config.model_validate({"trial": "t", **fields})
+    return plan(config, TrialPaths(Path("/runs/x/t")), machine, "run-1")
+
+
+def devices(specs: list[ProcessSpec]) -> dict[str, str | None]:
+    return {spec.name: spec.env.get("CUDA_VISIBLE_DEVICES") for spec in specs}
+
+
+def gpus(count: int) -> Machine:
+    return Machine(cpus=16, memory_bytes=64 << 30, gpus=tuple(map(str, range(count))), torch_has_cuda=True)
+
+
+def test_plan_of_one_server_and_one_rank_golden() -> None:
+    specs = planned()
+    assert [spec.name for spec in specs] == [
+        "gserver_manager/0",
+        "generation_server/0",
+        "model_worker/0",
+        "rollout_worker/0",
+        "rollout_worker/1",
+        "master_worker/0",
+    ]
+    server = specs[1]
+    assert server.argv == (
+        sys.executable,
+        "-P",
+        "-m",
+        "realsys.workers.generation_server",
+        "--trial-dir",
+        "/runs/x/t",
+        "--index",
+        "0",
+    )
+    assert server.log == Path("/runs/x/t/logs/generation_server-0.log")
+    assert server.env == {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "REALSYS_RUN_ID": "run-1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def test_every_kind_has_its_number_and_its_restart_rule() -> None:
+    specs = planned(allocation="sglang.d3+d2p2m2", rollout=RolloutConfig(workers=4))
+    kinds = [spec.kind for spec in specs]
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {
+        "gserver_manager": 1,
+        "generation_server": 3,
+        "model_worker": 8,
+        "rollout_worker": 4,
+        "master_worker": 1,
+    }
+    assert {spec.kind for spec in specs if spec.on_death == "restart_training"} == {"model_worker", "master_worker"}
+    assert {spec.on_death for spec in specs if spec.kind not in ("model_worker", "master_worker")} == {"restart"}
+    assert len({spec.log for spec in specs}) == len(specs)
+
+
+def test_threads_are_those_of_the_kind() -> None:
+    specs = planned(generation=GenerationConfig(threads=3))
+    assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["generation_server/0"] == "3"
+    assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["model_worker/0"] == "1"
+
+
+def test_every_rank_has_a_gpu_of_its_own_and_servers_the_rest() -> None:
+    placed = devices(planned(gpus(4), allocation="sglang.d2+d2"))
+    assert [placed[f"model_worker/{i}"] for i in range(2)] == ["0", "1"]
+    assert [placed[f"generation_server/{i}"] for i in range(2)] == ["2", "3"]
+    assert placed["rollout_worker/0"] == placed["master_worker/0"] == placed["gserver_manager/0"] == ""
+
+
+def test_one_gpu_is_shared_by_rank_and_server() -> None:
+    placed = devices(planned(gpus(1)))
+    assert placed["model_worker/0"] == placed["generation_server/0"] == "0"
+
+
+def test_more_servers_than_gpus_left_share_them_in_turn() -> None:
+    placed = devices(planned(gpus(3), allocation="sglang.d3+d1"))
+    assert [placed[f"generation_server/{i}"] for i in range(3)] == ["1", "2", "1"]
+
+
+def test_tensor_parallel_server_gets_as_many_gpus() -> None:
+    generation = GenerationConfig(backend="sglang")
+    placed = devices(planned(gpus(6), allocation="sglang.d2m2+d2", generation=generation))
+    assert [placed[f"generation_server/{i}"] for i in range(2)] == ["2,3", "4,5"]
+
+
+def test_torch_without_cuda_leaves_the_gpus_to_sglang() -> None:
+    machine = Machine(cpus=16, memory_bytes=64 << 30, gpus=("0", "1"), torch_has_cuda=False)
+    placed = devices(planned(machine, generation=GenerationConfig(backend="sglang")))
+    assert placed["model_worker/0"] == "" and placed["generation_server/0"] == "0"
+
+
+# ---- names and folders
+
+
+def test_trial_without_a_name_is_called_by_its_start(tmp_path: Path) -> None:
+    now = datetime(2026, 1, 2, 3, 4, 5)
+    first = resolve(Config(fileroot=str(tmp_path)), now=now)
+    assert first.trial == "20260102-030405"
+    TrialPaths.of(first).root.mkdir(parents=True)
+    assert resolve(Config(fileroot=str(tmp_path)), now=now).trial == "20260102-030405-2"
+
+
+def test_paths_are_absolute_in_the_resolved_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = resolve(Config.model_validate({"data": {"train": "t.jsonl"}, "model": {"path": "m"}}), now=datetime.now())
+    assert config.data.train == str(tmp_path / "t.jsonl") and config.data.eval == ""
+    assert config.model.path == str(tmp_path / "m") and config.fileroot == str(tmp_path / "runs")
+
+
+def test_trial_that_exists_is_refused_and_untouched(tmp_path: Path) -> None:
+    config = Config(fileroot=str(tmp_path), trial="mine")
+    TrialPaths.of(config).root.mkdir(parents=True)
+    for recover, problem in (("off", "exists already"), ("auto", "is no trial"), ("resume", "is no trial")):
+        with pytest.raises(ConfigError, match=problem) as caught:
+            prepare(config.model_copy(update={"recover": recover}), print)
+        assert caught.value.field == "trial"
+    assert not list(TrialPaths.of(config).root.iterdir())
+
+
+def arith(tmp_path: Path, **sections: dict[str, Any]) -> Config:
+    small = {"kind": "arith", "chat_template": False, "max_prompt_tokens": 48, "verifier": "exact"}
+    data = {**small, "arith": {"train_size": 50, "eval_size": 20, "demo_size": 70}, **sections.pop("data", {})}
+    values = {"warmup": {"steps": 1}, "evaluation": {"problems": 20}, **sections}
+    lengths = {"sampling": {"max_new_tokens": 200}}
+    tree = {"fileroot": str(tmp_path), "trial": "mine", "data": data, "generation": lengths, **values}
+    return resolve(Config.model_validate(tree), now=datetime.now())
+
+
+def test_prepared_folder_has_all_that_workers_read(tmp_path: Path) -> None:
+    said: list[str] = []
+    config = arith(tmp_path)
+    with prepare(config, said.append) as ready:
+        paths = ready.paths
+    assert paths.root == tmp_path / "math" / "mine"
+    assert read_config(paths.config) == config
+    assert paths.token.stat().st_mode & 0o777 == 0o600 and len(paths.token.read_text()) >= 32
+    assert (paths.model / "model.safetensors").is_file() and (paths.data / "eval.jsonl").is_file()
+    assert said == ["data: 50 train, 20 eval, 70 demos"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"evaluation": {"problems": 21}}, "evaluation.problems=21: only 20 problems are held out"),
+        ({"evaluation": {"problems": 0, "every_steps": 1}}, "evaluation.every_problems=256: only 20"),
+        ({"warmup": {"steps": 1, "batch": 71}}, "warmup.batch=71: there are only 70 demonstrations"),
+        ({"train": {"total_epochs": 1, "batch_groups": 51}}, "train.batch_groups=51: 1 epochs of 50 prompts"),
+        ({"data": {"max_prompt_tokens": 5}}, "data.max_prompt_tokens"),
+        ({"data": {"kind": "jsonl", "train": __file__, "max_prompt_tokens": 48}}, f"{__file__}:1"),
+    ],
+)
+def test_folder_of_a_trial_that_cannot_start_is_gone_again(
+    sections: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RealsysError) as caught:
+        prepare(arith(tmp_path, **sections), print)
+    assert problem in str(caught.value) and caught.value.exit_code == 2
+    assert not (tmp_path / "math" / "mine").exists()
+
+
+# ---- the command
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    """What makes them answer at once; a time limit would only measure the machine."""
+    script = """
+import sys
+from realsys.launch.cli import main
+for argv in (["--version"], ["run", "--help"], ["--help"], []):
+    try:
+        main(argv)
+    except SystemExit as stop:
+        assert stop.code == 0, (argv, stop.code)
+heavy = set("torch hydra omegaconf pydantic rich numpy aiohttp matplotlib asyncio".split()) & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "realsys 0." in done.stdout and "experiment=arith" in done.stdout
+
+
+def test_dry_run_prints_every_process_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["run", "experiment=arith", "--dry-run", "allocation=sglang.d2+p2", f"fileroot={tmp_path / 'runs'}"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    for name in ("generation_server/1", "model_worker/1", "master_worker/0", "gserver_manager/0", "rollout_worker/1"):
+        assert name in out
+    assert "python -P -m realsys.workers.model_worker" in out and "7 processes" not in out and "8 processes" in out
+    assert not (tmp_path / "runs").exists()
+
+
+BAD = [
+    (["run"], "experiment"),
+    (["run", "experiment=arith", "train.bach_groups=1"], "train.bach_groups"),
+    (["run", "experiment=arith", "--trial", "a/b"], "trial"),
+    (["run", "experiment=arith", "--trial", "it's"], "trial"),
+    (["run", "experiment=arith", "allocation=sglang.d1"], "allocation"),
+    (["run", "experiment=math", "allocation=sglang.d1+d1"], "data.train"),
+    (["run", "experiment=arith", "model.path=/no/such"], "model.path"),
+    (["run", "experiment=arith", "fileroot=/dev/null/x"], "fileroot"),
+    (["run", "experiment=arith", "train.ppo.loss=no_such_module:f"], "train.ppo.loss"),
+    (["run", "experiment=arith", "train.ppo.loss=tests.unit.algorithm.test_losses:mean"], "train.ppo.loss"),
+    (["run", "experiment=arith", "train.ppo.loss_args.eps=1"], "train.ppo.loss_args"),
+    (["run", "experiment=arith", "train.ppo.algorithm=json:no_such"], "train.ppo.algorithm"),
+    (["run", "experiment=arith", "train.ppo.algorithm=tests.unit.config.test_checks:misspelt_hook"], "dataflow"),
+    (["run", "experiment=arith", "plugins.train=[mine]"], "plugins"),
+    (["status", "/no/such/trial"], "config.json"),
+]
+
+
+@pytest.mark.parametrize(("argv", "field"), BAD, ids=[" ".join(argv)[:50] for argv, _ in BAD])
+def test_bad_input_is_one_line_and_exit_code_two(
+    argv: list[str], field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    printed = capsys.readouterr()
+    assert len(printed.err.splitlines()) == 1 and field in printed.err
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("argv", [["run", "--no-such-option"], ["fly"], ["status", "a", "b"]])
+def test_unknown_argument_is_exit_code_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+    assert "usage: realsys" in capsys.readouterr().err
+
+
+def test_overrides_may_stand_on_either_side_of_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["run", "experiment=arith", "--trial", "x", "rollout.workers=3", "--dry-run", f"fileroot={tmp_path}"]
+    assert main(argv) == 0
+    assert "rollout_worker/2" in capsys.readouterr().out

@@ -1,0 +1,413 @@
+"""`realsys run` of a trial that exists: what goes on, what is refused and left alone. Scripts stand in for workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import realsys.launch.run
+from realsys.cluster.failure import ErrorRecord, read_errors, write_error
+from realsys.cluster.store.base import trial_names
+from realsys.cluster.store.file_store import FileNameStore
+from realsys.config.dump import read_config
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+from realsys.hf.config import read_sizes
+from realsys.launch.cli import main
+from realsys.launch.lock import TrialLock, running_launcher
+from realsys.launch.plan import ProcessSpec
+from realsys.launch.recover import newer_data
+from realsys.launch.run import RunOptions, command_again
+from realsys.manager.ledger.events import Opened
+from realsys.manager.ledger.journal import Journal
+from realsys.manager.messages import DataPosition
+from realsys.master.checkpoints import commit
+from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState
+
+SMALL = ["train_size=20", "eval_size=5", "demo_size=0"]
+BASE = ["experiment=arith", *(f"data.arith.{field}" for field in SMALL), "evaluation.problems=5", "warmup.steps=0"]
+RUN = [*BASE, "train.batch_groups=4", "train.total_steps=3"]
+MASTER = """
+import json, os, signal, time
+with open({path!r}, "a") as log:
+    for record in {records!r}:
+        log.write(json.dumps({{**record, "time": time.time()}}) + "\\n")
+{end}
+"""
+DONE = [{"kind": "phase", "phase": "train"}, *({"kind": "train", "step": n, "total": 3} for n in (1, 2, 3))]
+DONE.append({"kind": "phase", "phase": "done"})
+STOPPED = DONE[:3]
+CTRL_C = f"os.kill(os.getppid(), {int(signal.SIGINT)}); signal.pause()"
+
+
+class Runs:
+    """Runs the command, with a MasterWorker that writes these records and ends like this."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.paths = TrialPaths(root / "runs" / "arith" / "t")
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(
+            realsys.launch.run, "draw_curves", lambda *_: None
+        )  # half of a run's time; test_launch_run looks
+
+    def __call__(
+        self, *overrides: str, records: list[dict[str, object]] = DONE, end: str = "", trial: str = "t"
+    ) -> int:
+        def scripts(*_: object) -> list[ProcessSpec]:
+            body = MASTER.format(path=str(self.paths.steps), records=records, end=end)
+            argv = (sys.executable, "-c", body)
+            log = self.paths.logs / "master_worker-0.log"
+            return [ProcessSpec("master_worker", 0, argv, log, "end", env={"OMP_NUM_THREADS": "1"})]
+
+        self._monkeypatch.setattr(realsys.launch.run, "plan", scripts)
+        return main(["run", *RUN, *(["--trial", trial] if trial else []), *overrides])
+
+    def contents(self) -> dict[str, tuple[int, bytes]]:
+        """Every file with its time and content: what a refusal must not change."""
+        files = [path for path in sorted(self.paths.root.rglob("*")) if path.is_file()]
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    def checkpoint(self, step: int) -> Path:
+        """A complete checkpoint of the model that the trial has, with one file of 10 bytes."""
+        sizes = asdict(read_sizes(self.paths.model, "lm")) | {"lora_rank": 0}
+        roles = {"actor": RoleState(sizes, "adam", "d1p1m1")}
+        state = CheckpointState(step, step, 1, 4, DataPosition(step * 4, [], 20, 1), roles, {}, "", 0.0)
+        self.paths.ledger.touch()
+        tmp = self.paths.checkpoints / f"step-{step:08d}.tmp"
+        tmp.mkdir(parents=True)
+        return commit(tmp, state, [])
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    monkeypatch.chdir(tmp_path)
+    return Runs(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def refused(run: Runs, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The one line with which the command refuses; the trial's folder is as it was."""
+
+    def call(*overrides: str, **kwargs: str) -> str:
+        before = run.contents()
+        capsys.readouterr()
+        assert run(*overrides, **kwargs) == 2  # type: ignore[arg-type]
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and "Traceback" not in err
+        assert run.contents() == before
+        return err
+
+    return call
+
+
+# ---- going on
+
+
+def test_the_message_of_ctrl_c_is_a_command_that_goes_on(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(records=STOPPED, end=CTRL_C) == 130
+    token = run.paths.token.read_text()
+    err = capsys.readouterr().err
+    assert err.startswith("realsys: stopped by SIGINT; to go on: realsys run experiment=arith ")
+    words = shlex.split(err.split("to go on: ")[1])
+    assert words[-2:] == ["--trial", "t"]
+    argv, words = words, []
+    assert run(*argv[2:], records=[{"kind": "recovered", "step": 1}, *DONE[2:]], trial="") == 0
+    out = capsys.readouterr().out
+    assert "going on from the beginning: there is no complete checkpoint yet" in out
+    assert out.count("step 1/3") == 0 and out.count("step 2/3") == out.count("step 3/3") == 1
+    summary = json.loads(run.paths.summary.read_text())
+    assert (summary["status"], summary["steps"], summary["recoveries"]) == ("done", 3, 1)
+    assert run.paths.token.read_text() == token
+
+
+def test_what_goes_on_says_from_where_and_what_has_changed(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    run.checkpoint(1), run.checkpoint(2)
+    capsys.readouterr()
+    assert run("train.optimizer.lr=0.5", "train.total_steps=4") == 0
+    out = capsys.readouterr().out
+    assert "going on from step-00000002; 2 steps had been trained" in out
+    assert "changed: train.optimizer.lr=0.5 (was 0.0001)" in out and "changed: train.total_steps=4 (was 3)" in out
+    assert out.count("changed:") == 2
+    assert read_config(run.paths.config).train.optimizer.lr == 0.5
+
+
+def test_what_the_dead_run_left_is_put_away(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    paths = run.paths
+    for _ in range(2):  # a pid that comes again
+        write_error(paths.errors, ErrorRecord(1.0, "model_worker", 0, 77, "here", "ModelError", "old", "", 2, True))
+        (paths.weights() / "v00000007.1.tmp").mkdir(parents=True)
+        (paths.root / "warmed_up.tmp").mkdir()
+        (paths.root / "config.json.1.tmp").write_text("{")
+        (stale := paths.name_store / "stale").touch()
+        kept = paths.weights() / "v00000006.1"
+        kept.mkdir(exist_ok=True)
+        assert run(records=STOPPED, end="os._exit(1)") == 1
+        err = capsys.readouterr().err
+        assert "the run failed: master_worker/0" in err and "old" not in err  # what happened now is the cause
+        assert "  to go on: realsys run experiment=arith" in err
+        assert kept.is_dir() and not list(paths.root.rglob("*.tmp")) and not stale.exists()
+    assert len(list((paths.errors / "old").glob("model_worker-0-77*.json"))) == 2
+    assert not list(paths.errors.glob("*.json"))
+
+
+def test_of_the_error_files_of_earlier_starts_the_newest_stay(run: Runs) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    old = run.paths.errors / "old"
+    for pid in range(120):
+        path = write_error(old, ErrorRecord(1.0, "model_worker", 0, pid, "here", "ModelError", "old", ""))
+        os.utime(path, (pid, pid))
+    write_error(run.paths.errors, ErrorRecord(1.0, "model_worker", 0, 500, "here", "ModelError", "new", ""))
+    assert run() == 0
+    kept = {error.pid for error in read_errors(old)}
+    assert kept == {*range(71, 120), 500}
+
+
+def test_preparation_that_was_cut_short_is_done_again(run: Runs) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    run.paths.config.unlink()
+    run.paths.steps.unlink()
+    (run.paths.model / "model.safetensors").write_bytes(b"half")
+    assert run() == 0
+    assert len((run.paths.model / "model.safetensors").read_bytes()) > 4
+
+
+def test_resume_without_a_name_means_the_newest_trial(run: Runs, refused: Callable[..., str]) -> None:
+    assert "recover='resume': there is no trial of experiment 'arith'" in refused("recover=resume", trial="")
+    assert "trial='t': there is no such trial" in refused("recover=resume")
+    run(records=STOPPED, end=CTRL_C)
+    assert run("recover=resume", trial="") == 0
+    assert json.loads(run.paths.summary.read_text())["trial"] == "t"
+
+
+def test_dry_run_says_where_it_would_go_on_and_changes_nothing(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    run.checkpoint(2)
+    before = run.contents()
+    capsys.readouterr()
+    assert run("--dry-run", "train.optimizer.lr=0.5") == 0
+    out = capsys.readouterr().out
+    assert "going on from step-00000002" in out and "changed: train.optimizer.lr=0.5" in out
+    assert run.contents() == before
+
+
+def test_damaged_checkpoint_is_named_and_the_one_before_it_taken(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    run.checkpoint(1)
+    (run.checkpoint(2) / "state.json").write_text("{}")
+    capsys.readouterr()
+    assert run("--dry-run") == 0
+    out = capsys.readouterr().out
+    assert "damaged: " in out and "step-00000002/state.json is corrupt" in out
+    assert "going on from step-00000001" in out
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("seed=2", "seed=2: trial 't' was begun with 1; keep that"),
+        ("train.batch_groups=5", "train.batch_groups=5: trial 't' was begun with 4"),
+        ("rollout.group_size=9", "rollout.group_size=9: trial 't' was begun with 8"),
+        ("model.tiny.hidden_size=64", "model.tiny.hidden_size=64: trial 't' was begun with 128"),
+        ("data.arith.train_size=30", "data.arith.train_size=30: trial 't' was begun with 20"),
+        ("train.lora.rank=4", "trial='t': is of another model: role 'actor' has lora_rank 0 there, 4 here"),
+        ("train.optimizer.name=sgd", "role 'actor' has the state of adam, not of sgd"),
+        ("recover=off", "trial='t': exists already"),
+    ],
+)
+def test_what_the_trial_was_made_with_cannot_change(
+    override: str, problem: str, run: Runs, refused: Callable[..., str]
+) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    run.checkpoint(2)
+    assert problem in refused(override)
+
+
+def test_role_that_the_checkpoint_lacks_is_refused(run: Runs, refused: Callable[..., str]) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    run.checkpoint(2)
+    critic = refused("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false")
+    assert "has no role 'critic', which this run trains; it has: actor" in critic
+
+
+def test_finished_trial_has_nothing_left_until_the_limit_is_raised(run: Runs, refused: Callable[..., str]) -> None:
+    assert run() == 0
+    err = refused()
+    assert "train.total_steps=3: trial 't' has trained its 3 steps: nothing is left; raise that" in err
+
+    assert run("train.total_steps=4") == 0
+
+
+def test_no_good_checkpoint_is_refused_by_name(run: Runs, refused: Callable[..., str]) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    (run.checkpoint(2) / "state.json").write_text("{}")
+    assert "no checkpoint of this trial can be used" in refused()
+
+
+def test_trial_whose_configuration_is_gone_is_not_made_anew(run: Runs, refused: Callable[..., str]) -> None:
+    """With what was trained in it: that would be removed."""
+    run(records=STOPPED, end=CTRL_C)
+    run.checkpoint(2)
+    run.paths.config.unlink()
+    assert "t has checkpoints, steps.jsonl and no config.json: restore that, or remove all" in refused()
+    run.paths.steps.unlink()
+    assert "t has checkpoints and no config.json" in refused()
+
+
+def test_trial_whose_ledger_is_gone_or_damaged_is_refused(run: Runs, refused: Callable[..., str]) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    run.checkpoint(2)
+    with Journal(run.paths.ledger) as journal:
+        journal.append([Opened(20, 1, 4, 4, "drop", 8, 1.0)] * 3)
+    damaged = bytearray(run.paths.ledger.read_bytes())
+    damaged[20] ^= 1
+    run.paths.ledger.write_bytes(damaged)
+    assert "ledger.jsonl: line 1 is damaged and line 2 after it is not" in refused()
+    run.paths.ledger.unlink()
+    assert "ledger.jsonl is gone, and with it what has become of the prompts" in refused()
+
+
+def test_trial_that_runs_in_another_folder_keeps_its_names(
+    run: Runs, refused: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of a trial's folder, and a name store outside of both."""
+    store = FileNameStore(tmp_path / "names")
+    outside = [f"cluster.name_store.root={tmp_path / 'names'}", "cluster.lease_s=0.2", "cluster.heartbeat_s=0.1"]
+    key = trial_names(Config(experiment="arith", trial="t")).heartbeat("master_worker/0")
+    lease = store.lease(600.0)
+    store.add(key, "beat", lease=lease)
+    assert "trial='t': runs in another folder, with the same name store (realsys/" in refused(*outside)
+    assert store.get(key) == "beat" and not run.paths.root.exists()
+    lease.revoke()
+    assert run(*outside, records=STOPPED, end=CTRL_C) == 130
+    store.add(key, "of a worker that was killed", lease=store.lease(1.0))
+    assert run(*outside[:1]) == 0  # with leases of twenty seconds: it waits for this one
+    assert "leases of its last run to lapse" in capsys.readouterr().out
+    store.close()
+
+
+def test_folder_that_is_no_trial_is_refused(run: Runs, refused: Callable[..., str]) -> None:
+    run.paths.root.mkdir(parents=True)
+    (run.paths.root / "thesis.txt").write_text("mine")
+    assert "exists and is no trial" in refused()
+
+
+def test_address_of_the_own_name_store_must_be_free(run: Runs, refused: Callable[..., str]) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        own = ["name_store=etcd", "cluster.name_store.start=true", f"cluster.name_store.address={address}"]
+        assert f"cluster.name_store.address='{address}': cannot be bound" in refused(*own)
+    assert not run.paths.root.exists()
+    assert "cluster.name_store.start=True: only etcd" in refused("cluster.name_store.start=true")
+
+
+# ---- the lock
+
+HOLD = """
+import sys
+from pathlib import Path
+from realsys.launch.lock import TrialLock
+lock = TrialLock(Path(sys.argv[1]), "t", retry_timeout_s=0)
+lock.sign()
+if sys.argv[2:]:
+    import subprocess
+    subprocess.Popen([sys.executable, "-c", "input()", *sys.argv[2:]], pass_fds=[lock.fd])
+print("held", flush=True)
+if not sys.argv[2:]:
+    input()
+"""
+
+
+@pytest.fixture
+def holder() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a launcher that holds the lock; with further arguments it leaves a worker that inherited it, and dies."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(path: Path, *worker: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-c", HOLD, str(path), *worker]
+        env = {**os.environ, "PYTHONPATH": str(Path(realsys.launch.run.__file__).parents[2])}
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        process.stdin.close()  # type: ignore[union-attr]
+        process.stdout.close()  # type: ignore[union-attr]
+        process.wait(60)
+
+
+def test_trial_of_a_live_launcher_is_refused_with_its_pid(
+    run: Runs, refused: Callable[..., str], holder: Callable[..., subprocess.Popen[str]]
+) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    process = holder(run.paths.lock)
+    assert f"is run by another launcher, pid {process.pid}" in refused()
+    assert f"is run by another launcher, pid {process.pid}" in refused("--dry-run")
+    process.kill()
+    process.wait(60)
+    assert running_launcher(run.paths.lock) is None  # the kernel gave it back
+    assert run() == 0
+
+
+def test_worker_that_a_dead_launcher_left_is_waited_for(
+    tmp_path: Path, holder: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = holder(tmp_path / "lock", "--trial-dir", str(tmp_path))
+    process.wait(60)
+    with pytest.raises(ConfigError, match=r"is still held by processes of its last run, or .* \(pid \d+\)"):
+        TrialLock(tmp_path / "lock", "t", retry_timeout_s=0.0)
+    process.stdin.close()  # type: ignore[union-attr]  # its worker reads from it, too, and ends
+    TrialLock(tmp_path / "lock", "t", retry_timeout_s=60.0).close()
+
+
+# ---- the command that goes on
+
+
+def test_command_again_can_be_pasted_into_a_shell() -> None:
+    overrides = ["experiment=arith", "trial=x", "recover=off", "allocation='sglang.d1+d2'", "data.train=a b.jsonl"]
+    text = command_again(overrides, "20250101-000000", RunOptions(config_dir=Path("my configs"), plain=True))
+    assert shlex.split(text) == [
+        "realsys",
+        "run",
+        "experiment=arith",
+        "allocation='sglang.d1+d2'",
+        "data.train=a b.jsonl",
+        "--trial",
+        "20250101-000000",
+        "--config-dir",
+        "my configs",
+        "--plain",
+    ]
+
+
+def test_prompts_that_were_written_after_the_last_start_are_named(tmp_path: Path) -> None:
+    """As many as before, in another order perhaps: the ledger would take them for the old ones."""
+    paths, train = TrialPaths(tmp_path), tmp_path / "train.jsonl"
+    data = {"kind": "jsonl", "train": str(train), "eval": str(tmp_path / "none.jsonl")}
+    config = Config.model_validate({"data": data})
+    for path in (train, paths.config):
+        path.touch()
+    os.utime(train, (1.0, 1.0))
+    assert list(newer_data(config, paths)) == []
+    os.utime(paths.config, (0.5, 0.5))
+    [line] = newer_data(config, paths)
+    assert line.startswith("data.train was written after the last start") and str(train) in line
+    assert list(newer_data(config.model_copy(update={"data": Config().data}), paths)) == []

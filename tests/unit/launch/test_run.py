@@ -1,0 +1,111 @@
+"""A whole `realsys run` with small scripts in the place of the workers: exit codes, messages, what is left."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import realsys.launch.run
+from realsys.cluster.failure import ErrorRecord
+from realsys.config.paths import TrialPaths
+from realsys.launch.cli import main
+from realsys.launch.plan import ProcessSpec
+
+WAIT = "import signal; signal.pause()"
+MASTER = """
+import json, sys, time
+with open({path!r}, "w") as log:
+    train = {{"kind": "train", "step": 1, "total": 1, "accuracy": 0.5}}
+    for record in ({{"kind": "phase", "phase": "train"}}, train, {{"kind": "phase", "phase": {last!r}}}):
+        log.write(json.dumps({{**record, "time": time.time()}}) + "\\n")
+{end}
+"""
+SIZES = {"train_size": 20, "eval_size": 5, "demo_size": 0}
+SMALL = [*(f"data.arith.{k}={v}" for k, v in SIZES.items()), "evaluation.problems=5", "warmup.steps=0"]
+
+
+def failing(paths: Path, exit_code: int) -> str:
+    """The end of a MasterWorker that fails because a ModelWorker had failed before it."""
+    record = ErrorRecord(1.0, "model_worker", 0, 4242, "here", "ModelError", "no such tensor", "", exit_code)
+    return (
+        "from pathlib import Path; from realsys.cluster.failure import ErrorRecord, write_error\n"
+        f"write_error(Path({str(paths)!r}), {record!r}); sys.exit(1)"
+    )
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[int, TrialPaths]]:
+    """Runs `realsys run` with a MasterWorker that ends as given, and a ModelWorker that waits."""
+    monkeypatch.chdir(tmp_path)
+    paths = TrialPaths(tmp_path / "runs" / "arith" / "t")
+
+    def run(end: str, last: str = "train") -> tuple[int, TrialPaths]:
+        def scripts(*_: object) -> list[ProcessSpec]:
+            bodies = {"model_worker": WAIT, "master_worker": MASTER.format(path=str(paths.steps), end=end, last=last)}
+            env = {"PYTHONPATH": str(Path(realsys.launch.run.__file__).parents[2])}
+            return [
+                ProcessSpec(kind, 0, (sys.executable, "-c", body), paths.logs / f"{kind}-0.log", "end", "", env)  # type: ignore[arg-type]
+                for kind, body in bodies.items()
+            ]
+
+        monkeypatch.setattr(realsys.launch.run, "plan", scripts)
+        return main(["run", "experiment=arith", "--trial", "t", *SMALL]), paths
+
+    return run
+
+
+def test_run_that_is_done_reports_and_returns_zero(
+    command: Callable[..., tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, paths = command("", last="done")
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "step 1/1" in out and "arith/t: done" in out
+    summary = json.loads(paths.summary.read_text())
+    assert (summary["status"], summary["steps"]) == ("done", 1)
+    assert paths.curves.is_file()
+
+
+def test_master_that_exits_0_before_it_has_finished_is_a_failed_run(
+    command: Callable[..., tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, paths = command("")
+    assert code == 1 and json.loads(paths.summary.read_text())["status"] == "failed"
+    err = capsys.readouterr().err
+    assert "the run failed: master_worker/0 (pid " in err and "exited with code 0, before its work was done" in err
+
+
+def test_failed_run_names_the_first_failure_and_returns_one(
+    command: Callable[[str], tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, paths = command(failing(tmp_path / "runs" / "arith" / "t" / "errors", 1))
+    err = capsys.readouterr().err.splitlines()
+    assert code == 1
+    assert err[0] == "realsys: the run failed: model_worker/0 (pid 4242): ModelError: no such tensor"
+    assert "the run ended when master_worker/0 exited with code 1" in err[1]
+    assert json.loads(paths.summary.read_text())["failure"]["process"] == "model_worker/0"
+
+
+def test_failure_that_is_bad_input_returns_two(
+    command: Callable[[str], tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _ = command(failing(tmp_path / "runs" / "arith" / "t" / "errors", 2))
+    assert code == 2 and "no such tensor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_stops_the_run_and_is_the_exit_code(
+    signum: signal.Signals,
+    expected: int,
+    command: Callable[[str], tuple[int, TrialPaths]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, paths = command(f"import os, signal; os.kill(os.getppid(), {int(signum)}); signal.pause()")
+    assert code == expected
+    assert f"stopped by {signum.name}" in capsys.readouterr().err
+    assert json.loads(paths.summary.read_text())["status"] == "interrupted"

@@ -1,0 +1,367 @@
+"""The supervisor with real child processes: one by one, and the order of stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from realsys.errors import WaitTimeout
+from realsys.launch.plan import Kind, ProcessSpec
+from realsys.launch.processes.supervisor import Supervisor
+from tests.support.processes.supervised import FOREVER, READY, STUBBORN, Trial, log, stop, waits_for
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Trial:
+    return Trial(tmp_path)
+
+
+def test_run_is_done_when_the_master_exits_zero(trial: Trial) -> None:
+    others = [trial.spec("model_worker", 0, FOREVER), trial.spec("rollout_worker", 0, FOREVER)]
+    master = READY + "ready(); signal.sigwait({signal.SIGUSR1})"
+    master = master.replace("import os", "import signal; signal.pthread_sigmask(0, {signal.SIGUSR1})\nimport os", 1)
+    outcome = trial.run(
+        *others,
+        trial.spec("master_worker", 0, master),
+        until=["model_worker/0", "rollout_worker/0", "master_worker/0"],
+        then=lambda s: os.kill(s.running()["master_worker/0"], signal.SIGUSR1),
+    )
+    assert outcome.status == "done"
+    assert not outcome.deaths and not outcome.killed
+
+
+@pytest.mark.parametrize(
+    ("kind", "script", "how"),
+    [
+        ("model_worker", "raise SystemExit(3)", "exited with code 3"),
+        ("model_worker", "raise SystemExit(0)", "exited with code 0"),
+        ("master_worker", "raise SystemExit(1)", "exited with code 1"),
+        ("model_worker", "import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+    ],
+)
+def test_death_of_the_training_side_ends_a_run_without_recovery(
+    trial: Trial, kind: Kind, script: str, how: str
+) -> None:
+    outcome = trial.run(trial.spec("rollout_worker", 0, FOREVER), trial.spec(kind, 0, script))
+    assert outcome.status == "failed"
+    assert how in outcome.reason and f"{kind}/0" in outcome.reason
+    assert [death.name for death in outcome.deaths] == [f"{kind}/0"]
+
+
+def test_stateless_worker_is_restarted_until_its_budget_is_spent(trial: Trial) -> None:
+    crash = "print('hello'); raise SystemExit(4)"
+    outcome = trial.run(trial.spec("master_worker", 0, FOREVER), trial.spec("rollout_worker", 0, crash))
+    assert outcome.status == "failed"
+    assert "rollout_worker/0 exited with code 4, after 2 restarts (cluster.max_restarts)" in outcome.reason
+    assert len(outcome.restarted) == 2 and len(trial.notes) == 2
+    assert (trial.folder / "rollout_worker-0.log").read_text().count("hello") == 3
+
+
+def test_worker_that_met_bad_input_is_not_restarted(trial: Trial) -> None:
+    specs = [trial.spec("generation_server", 0, "raise SystemExit(1)"), trial.spec("master_worker", 0, FOREVER)]
+    outcome = trial.run(*specs, permanent=lambda pids: True)
+    assert outcome.status == "failed" and not outcome.restarted
+    assert outcome.reason == "generation_server/0 exited with code 1"
+
+
+def test_restarted_worker_that_recovers_does_not_end_the_run(trial: Trial) -> None:
+    once = READY + "path = sys.argv[1] + '.again'\n"
+    once += f"os.chdir({str(trial.folder)!r})\n"
+    once += "if not os.path.exists(path): open(path, 'w').close(); sys.exit(1)\nready(); signal.pause()"
+    outcome = trial.run(
+        trial.spec("generation_server", 0, once),
+        trial.spec("master_worker", 0, FOREVER),
+        until=["generation_server/0", "master_worker/0"],
+        then=stop,
+    )
+    assert outcome.status == "interrupted"
+    assert [death.name for death in outcome.restarted] == ["generation_server/0"]
+    assert not outcome.deaths
+
+
+def test_child_that_ignores_sigterm_is_killed_after_the_bound(trial: Trial) -> None:
+    began = time.monotonic()
+    outcome = trial.run(
+        trial.spec("model_worker", 0, STUBBORN),
+        trial.spec("rollout_worker", 0, FOREVER),
+        until=["model_worker/0", "rollout_worker/0"],
+        then=stop,
+        stop_timeout_s=0.5,
+    )
+    assert outcome.killed == ["model_worker/0"]
+    assert outcome.signal == signal.SIGINT
+    assert time.monotonic() - began < 10  # the promise for a whole run
+    assert any("model_worker/0" in note for note in trial.notes)
+
+
+def test_second_signal_does_not_wait_for_an_orderly_stop(trial: Trial) -> None:
+    outcome = trial.run(
+        trial.spec("model_worker", 0, STUBBORN),
+        until=["model_worker/0"],
+        then=lambda s: (stop(s), stop(s))[0],
+        stop_timeout_s=600,
+    )
+    assert outcome.killed == ["model_worker/0"]
+
+
+def test_grandchild_in_a_session_of_its_own_does_not_outlive_the_run(trial: Trial) -> None:
+    """What SGLang or a double fork does: neither the group's SIGKILL nor the parent's death reaches it."""
+    marker = trial.folder / "grandchild.pid"
+    child = READY + "import subprocess\n"
+    child += "p = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'], start_new_session=True)\n"
+    child += f"open({str(marker)!r}, 'w').write(str(p.pid)); ready(); signal.pause()"
+    outcome = trial.run(trial.spec("generation_server", 0, child), until=["generation_server/0"], then=stop)
+    assert len(outcome.killed) == 1 and marker.read_text() in outcome.killed[0]
+    assert not psutil.pid_exists(int(marker.read_text()))
+
+
+def test_children_of_a_restarted_worker_do_not_outlive_it(trial: Trial) -> None:
+    """A verifier process of a crashed RolloutWorker must be gone before the next one starts."""
+    marker = trial.folder / "pids"
+    child = READY + "import subprocess\n"
+    child += f"old = open({str(marker)!r}).read() if os.path.exists({str(marker)!r}) else ''\n"
+    child += "if old: print('alive' if os.path.exists('/proc/' + old + '/exe') else 'gone', flush=True)\n"
+    child += "if old: ready(); signal.pause()\n"
+    child += "p = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+    child += f"open({str(marker)!r}, 'w').write(str(p.pid)); os._exit(1)"
+    trial.run(trial.spec("rollout_worker", 0, child), until=["rollout_worker/0"], then=stop)
+    assert (trial.folder / "rollout_worker-0.log").read_text() == "gone\n"
+
+
+def test_real_signal_reaches_the_supervisor(trial: Trial) -> None:
+    outcome = trial.run(
+        trial.spec("master_worker", 0, FOREVER),
+        until=["master_worker/0"],
+        then=lambda _: os.kill(os.getpid(), signal.SIGTERM),
+    )
+    assert outcome.status == "interrupted" and outcome.signal == signal.SIGTERM
+
+
+def test_ctrl_c_stops_a_run_that_a_shell_started_in_the_background(trial: Trial) -> None:
+    """Such a shell has its commands ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        outcome = trial.run(
+            trial.spec("master_worker", 0, FOREVER),
+            until=["master_worker/0"],
+            then=lambda _: os.kill(os.getpid(), signal.SIGINT),
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert outcome.status == "interrupted" and outcome.signal == signal.SIGINT
+
+
+def test_hang_up_that_is_ignored_at_the_start_stays_so(trial: Trial) -> None:
+    """nohup: the terminal goes, the run stays."""
+
+    def hang_up(supervisor: Supervisor) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        outcome = trial.run(trial.spec("master_worker", 0, FOREVER), until=["master_worker/0"], then=hang_up)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert outcome.status == "interrupted" and outcome.signal == signal.SIGTERM
+
+
+def test_program_that_cannot_be_started_fails_the_run(trial: Trial) -> None:
+    spec = ProcessSpec("model_worker", 0, ("/no/such/program",), trial.folder / "x.log", "end")
+    outcome = trial.run(trial.spec("master_worker", 0, FOREVER), spec)
+    assert outcome.status == "failed"
+    assert "model_worker/0 cannot be started" in outcome.reason
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_stateless_worker_that_ends_is_restarted_whatever_its_exit_code(trial: Trial, code: int) -> None:
+    once = READY + f"path = {str(trial.folder / 'again')!r}\n"
+    once += f"if not os.path.exists(path): open(path, 'w').close(); sys.exit({code})\nready(); signal.pause()"
+    outcome = trial.run(
+        trial.spec("rollout_worker", 0, once),
+        trial.spec("master_worker", 0, FOREVER),
+        until=["rollout_worker/0", "master_worker/0"],
+        then=stop,
+    )
+    assert outcome.status == "interrupted" and [death.returncode for death in outcome.restarted] == [code]
+    early = ", before its work was done" if code == 0 else ""
+    assert trial.notes[0].startswith(f"rollout_worker/0 exited with code {code}{early}; restart 1/2 ")
+
+
+def test_a_process_whose_end_could_not_be_heard_of_is_not_left_behind(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_many(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", too_many)
+    outcome = trial.run(trial.spec("master_worker", 0, FOREVER), stop_timeout_s=600)
+    assert outcome.status == "failed" and not outcome.killed
+    assert outcome.reason == "master_worker/0 cannot be started: [Errno 24] Too many open files"
+
+
+# ---- the launcher itself fails
+
+
+def no_space(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_display_that_fails_at_a_restart_ends_the_run_and_does_not_hang_it(trial: Trial) -> None:
+    class Full(list[str]):
+        append = no_space  # type: ignore[assignment]
+
+    trial.notes = Full()
+    outcome = trial.run(trial.spec("rollout_worker", 0, "raise SystemExit(1)"), trial.spec("master_worker", 0, FOREVER))
+    assert outcome.status == "failed"
+    assert outcome.reason == "the launcher failed: OSError: [Errno 28] No space left on device"
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_ends_the_run_and_does_not_hang_it(trial: Trial) -> None:
+    trial.recover = True
+    outcome = trial.run(
+        trial.spec("rollout_worker", 0, FOREVER),
+        trial.spec("model_worker", 0, "raise SystemExit(1)"),
+        trial.spec("master_worker", 0, FOREVER),
+        checkpoint=no_space,
+    )
+    assert outcome.status == "failed" and "the launcher failed: OSError" in outcome.reason
+
+
+def test_an_exception_at_the_start_ends_the_run_and_stops_what_was_started(trial: Trial) -> None:
+    async def broken(spec: ProcessSpec) -> None:
+        raise ValueError("no such thing")
+
+    outcome = trial.run(trial.spec("name_store", 0, FOREVER), name_store_ready=broken)
+    assert (outcome.status, outcome.reason) == ("failed", "the launcher failed: ValueError: no such thing")
+
+
+# ---- others
+
+
+def test_processes_of_others_are_left_alone(trial: Trial) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        outcome = trial.run(trial.spec("model_worker", 0, "raise SystemExit(1)"))
+        assert other.poll() is None
+        assert not outcome.killed
+    finally:
+        other.communicate(b"\n")
+    assert other.returncode == 0
+
+
+def test_nothing_is_left_behind_but_the_logs(trial: Trial) -> None:
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    trial.run(trial.spec("rollout_worker", 0, FOREVER), trial.spec("master_worker", 0, "pass"))
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert {p.name for p in trial.folder.iterdir()} == {"rollout_worker-0.log", "master_worker-0.log"}
+
+
+# ---- the order of stopping
+
+
+def test_master_is_stopped_first_and_finds_the_others_alive(trial: Trial) -> None:
+    """It takes its last checkpoint with them."""
+    asked = trial.folder / "asked"
+    rank = waits_for("SIGTERM") + f"open({str(asked)!r}, 'w').close()"
+    master = waits_for("SIGTERM") + f"print('asked' if os.path.exists({str(asked)!r}) else 'first')"
+    outcome = trial.run(
+        trial.spec("model_worker", 0, rank),
+        trial.spec("master_worker", 0, master),
+        until=["model_worker/0", "master_worker/0"],
+        then=stop,
+        stop_timeout_s=60.0,
+    )
+    assert outcome.status == "interrupted" and not outcome.killed
+    assert log(trial, "master_worker/0") == ["first"] and asked.exists()
+
+
+def test_master_that_does_not_stop_leaves_the_others_their_time(trial: Trial) -> None:
+    outcome = trial.run(
+        trial.spec("model_worker", 0, FOREVER),
+        trial.spec("master_worker", 0, STUBBORN),
+        until=["model_worker/0", "master_worker/0"],
+        then=stop,
+        stop_timeout_s=2.0,
+    )
+    assert outcome.killed == ["master_worker/0"]
+
+
+def test_name_store_is_waited_for_at_the_start_and_stopped_last(trial: Trial) -> None:
+    order = trial.folder / "order"
+    script = READY + f"out = open({str(order)!r}, 'a', buffering=1)\n"
+    script += "def ended(*_):\n    out.write('end ' + sys.argv[2] + chr(10)); os._exit(0)\n"
+    script += (
+        "signal.signal(signal.SIGTERM, ended); out.write('start ' + sys.argv[2] + chr(10)); ready(); signal.pause()"
+    )
+
+    async def answers(spec: ProcessSpec) -> None:
+        assert spec.name == "name_store/0" and not (trial.folder / "gserver_manager-0.log").exists()
+        while not order.exists() or "start name_store/0" not in order.read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    trial.run(
+        trial.spec("name_store", 0, script),
+        trial.spec("gserver_manager", 0, script),
+        until=["name_store/0", "gserver_manager/0"],
+        then=stop,
+        name_store_ready=answers,
+    )
+    assert order.read_text().splitlines() == [
+        "start name_store/0",
+        "start gserver_manager/0",
+        "end gserver_manager/0",
+        "end name_store/0",
+    ]
+
+
+def test_name_store_that_does_not_answer_ends_the_run_by_name(trial: Trial) -> None:
+    async def silent(spec: ProcessSpec) -> None:
+        raise WaitTimeout("etcd at 127.0.0.1:1 did not answer within 1 s")
+
+    specs = [trial.spec("name_store", 0, FOREVER), trial.spec("master_worker", 0, FOREVER)]
+    outcome = trial.run(*specs, name_store_ready=silent)
+    assert outcome.status == "failed"
+    assert outcome.reason == "name_store/0: etcd at 127.0.0.1:1 did not answer within 1 s"
+    assert not (trial.folder / "master_worker-0.log").exists()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_while_the_name_store_is_waited_for_ends_the_run(trial: Trial, signum: signal.Signals) -> None:
+    async def interrupted(spec: ProcessSpec) -> None:
+        os.kill(os.getpid(), signum)
+        await asyncio.Event().wait()
+
+    specs = [trial.spec("name_store", 0, FOREVER), trial.spec("master_worker", 0, FOREVER)]
+    outcome = trial.run(*specs, name_store_ready=interrupted)
+    assert outcome.status == "interrupted" and outcome.signal == signum
+    assert not (trial.folder / "master_worker-0.log").exists(), "nothing more is started"
+
+
+def test_second_signal_while_the_name_store_is_waited_for_waits_for_nothing(trial: Trial) -> None:
+    waiting = asyncio.Event()
+
+    async def silent(spec: ProcessSpec) -> None:
+        waiting.set()
+        await asyncio.Event().wait()
+
+    outcome = trial.run(
+        trial.spec("name_store", 0, STUBBORN),
+        until=["name_store/0"],
+        then=lambda s: (stop(s), stop(s))[0],
+        name_store_ready=silent,
+        stop_timeout_s=600,
+    )
+    assert outcome.status == "interrupted" and outcome.killed == ["name_store/0"] and waiting.is_set()

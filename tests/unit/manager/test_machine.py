@@ -1,0 +1,417 @@
+"""Random histories of arrivals, finishes, deaths, updates, restarts and roll-backs against a model of the rules.
+
+In both roll-out modes, with updates in the middle of answers and with draining, and with every routing strategy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    consumes,
+    initialize,
+    multiple,
+    precondition,
+    rule,
+)
+
+from realsys.manager.evaluations import Evaluation
+from realsys.manager.ledger.events import Event, Outcome
+from realsys.manager.messages import (
+    AllocateRequest,
+    Answer,
+    ClaimReply,
+    ClaimRequest,
+    EvaluateRequest,
+    FinishRequest,
+    ScheduleReply,
+    ScheduleRequest,
+    TrainedRequest,
+)
+from realsys.manager.refusals import NoServer, NotRunning
+from realsys.manager.routing.placement import STRATEGIES
+from realsys.manager.routing.servers import Pace, UpdateOrder
+from realsys.manager.state import ARRIVAL_GRACE_S, ManagerState
+from realsys.types import ServerAddress, Ticket
+from tests.support.ledger.manager_model import (
+    ATTEMPTS,
+    CALLS,
+    ETA,
+    LEASE_S,
+    OUTCOMES,
+    PACES,
+    SERVERS,
+    SETTINGS,
+    WORKERS,
+    B,
+    Known,
+    ManagerModel,
+    Truth,
+)
+
+
+class ManagerMachine(ManagerModel):
+    orders: Bundle[UpdateOrder] = Bundle("orders")
+    tickets: Bundle[Ticket] = Bundle("tickets")
+
+    # -- servers and versions ------------------------------------------------------------------------------------------
+
+    @initialize(pace=PACES, interruptible=st.booleans(), routing=st.sampled_from(sorted(STRATEGIES)))
+    def begin(self, pace: Pace, interruptible: bool, routing: str) -> None:
+        self.settings = dataclasses.replace(SETTINGS, pace=pace, interruptible=interruptible, routing=routing)
+        self.state = ManagerState(self.settings)
+        self.state.open(self.now)
+        self.training_starts(-1)
+        self.worker_starts(0)
+        for index in range(3):
+            self.server_joins(index)
+        self.all_servers_update()
+
+    @rule(index=SERVERS)
+    def server_joins(self, index: int) -> None:
+        """New, or restarted before anyone noticed that it had died."""
+        self.births += 1
+        name = f"generation_server/{index}"
+        self.servers[name] = Truth(ServerAddress(name, f"http://h:{self.births}", 1, "h", str(self.births)))
+        self.register()
+        assert self.state.reservations.load(name) == (0, 0)
+
+    @precondition(lambda self: len(self.servers) > 1)
+    @rule(index=SERVERS)
+    def server_leaves(self, index: int) -> None:
+        self.servers.pop(f"generation_server/{index}", None)
+        self.register()
+
+    @precondition(lambda self: self.version * B <= 6 + self.counted())
+    @rule()
+    def publish(self) -> None:
+        self.version += 1
+        assert self.state.publish(self.published(self.version))
+        assert not self.state.publish(self.published(self.version - 1)), "versions never go back"
+
+    @rule(target=orders, index=SERVERS)
+    def order(self, index: int) -> UpdateOrder | object:
+        truth = self.servers.get(f"generation_server/{index}")
+        if truth is None:
+            return multiple()
+        order = self.state.servers.next_order(truth.address.name, truth.address.incarnation, self.now)
+        if not isinstance(order, UpdateOrder):
+            return multiple()
+        assert order.target.version == self.version and order.url == truth.address.url
+        if self.settings.pace.fraction < 1 and self.serves(truth, self.version - ETA) and truth.began is None:
+            serving = [other for other in self.servers.values() if self.serves(other, self.version - ETA)]
+            slots = max(1, int(self.settings.pace.fraction * len(serving)))
+            assert sum(self.holds_slot(other) for other in serving) < slots, "more servers update than may at a time"
+        began = self.state.begin_update(order, self.now)
+        truth.began = self.now if truth.began is None else truth.began
+        if not began:
+            assert not self.settings.interruptible
+            truth.draining = True
+            return multiple()
+        if not self.settings.interruptible:
+            assert self.state.reservations.load(order.server) == (0, 0), "an update in the middle of an answer"
+            assert not any(self.runs_unseen(*attempt) for attempt in self.unplaced), "an answer whose place is unknown"
+        return order
+
+    def runs_unseen(self, ticket_id: str, attempt: int) -> bool:
+        known = self.model[ticket_id]
+        running = known.state == "running" and known.attempt == attempt
+        return running and not self.state.reservations.calls(ticket_id)
+
+    @precondition(lambda self: self.version * B <= 6 + self.counted())
+    @rule(target=orders)
+    def rollout_begins(self) -> object:
+        """A version comes out and every server that may begins with it, or drains for it; some never end."""
+        self.publish()
+        orders = [self.order(int(name[-1])) for name in list(self.servers)]
+        return multiple(*(order for order in orders if isinstance(order, UpdateOrder)))
+
+    @rule(order=consumes(orders), success=st.booleans())
+    def update_ends(self, order: UpdateOrder, success: bool) -> None:
+        """Possibly long after a newer version was published, or after the server was replaced."""
+        truth = self.servers.get(order.server)
+        current = truth is not None and truth.address.incarnation == order.incarnation
+        if success:
+            assert self.state.servers.succeeded(order, 0.1, {}) == current
+        else:
+            assert self.state.servers.failed(order, "disk on fire", self.now) == current
+        if truth is not None and current:
+            truth.draining, truth.began = False, None
+            if (
+                order.target.incarnation != self.trainer_incarnation
+            ):  # it began before training started again: proves nothing
+                truth.version = None if success else truth.version
+            elif success:
+                truth.version = order.target.version
+                truth.trusted = truth.trusted or order.target.version == self.version
+            else:
+                truth.trusted = False
+
+    @rule()
+    def all_servers_update(self) -> None:
+        """However they are paced: if none of them hangs, every server that serves gets there without the clock."""
+        hanging = any(self.holds_slot(truth) for truth in self.servers.values())
+        for _ in range(len(self.servers)):
+            for name in list(self.servers):
+                order = self.order(int(name[-1]))
+                if isinstance(order, UpdateOrder):
+                    self.update_ends(order, True)
+        if self.settings.interruptible and not hanging:
+            assert all(t.version == self.version for t in self.servers.values() if t.trusted)
+
+    # -- workers and the clock -----------------------------------------------------------------------------------------
+
+    @rule(index=WORKERS)
+    def worker_starts(self, index: int) -> None:
+        """Also a restart, seen only as a new incarnation."""
+        self.births += 1
+        self.lose_worker(f"rollout_worker/{index}", str(self.births))
+
+    @precondition(lambda self: len(self.workers) > 1)
+    @rule(index=WORKERS)
+    def worker_dies(self, index: int) -> None:
+        self.lose_worker(f"rollout_worker/{index}", None)
+
+    def lose_worker(self, name: str, incarnation: str | None) -> None:
+        held = {i for i, known in self.model.items() if known.state == "running" and known.worker == name}
+        self.workers.pop(name, None)
+        if incarnation is not None:
+            self.workers[name] = incarnation
+        self.observe_workers()
+        assert all(self.model[ticket_id].state == "waiting" for ticket_id in held)
+
+    @rule(seconds=st.sampled_from([1.0, 20.0, 60.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        lapsed = {i for i, k in self.model.items() if k.state == "running" and self.now - k.news > LEASE_S}
+        lost = self.state.expire(self.now)
+        assert {ticket_id for ticket_id in lost if not ticket_id.startswith("eval-")} == lapsed
+        self.mark_lost(lost)
+        self.commit()
+
+    # -- rollouts ------------------------------------------------------------------------------------------------------
+
+    @rule(target=tickets, index=WORKERS, count=st.integers(1, 5))
+    def allocate(self, index: int, count: int) -> object:
+        worker = sorted(self.workers)[index % len(self.workers)]
+        routable = self.takes_new(self.version - ETA)
+        reply = self.state.allocate(AllocateRequest(worker, count), self.now)
+        self.commit()
+        for ticket in reply.tickets:
+            if ticket.kind == "train":
+                assert routable, "granted without a server that may answer"
+                self.granted(ticket, worker)
+        if not reply.tickets:
+            assert reply.reason == ("staleness" if routable else "no_server")
+        return multiple(*reply.tickets)
+
+    @rule(target=tickets, index=WORKERS, count=st.integers(2, 5))
+    def rollouts_begin(self, index: int, count: int) -> object:
+        """Granted and sent to their servers, where they stay for now."""
+        reply = self.allocate(index, count)
+        for ticket in reply.values if isinstance(reply, MultipleResults) else [reply]:
+            self.schedule(ticket, "0.0", False, None)
+        return reply
+
+    def granted(self, ticket: Ticket, worker: str) -> None:
+        assert self.counted() // B <= self.version + ETA, "floor((N - 1) / B) <= v + eta, N with the candidate"
+        old = self.model.get(ticket.ticket_id)
+        waiting = [ticket_id for ticket_id, known in self.model.items() if known.state == "waiting"]
+        if old is None:
+            assert not waiting and ticket.attempt == 0, "a waiting ticket goes before a new one"
+            assert all(ticket.ticket_id > ticket_id for ticket_id in self.model)
+        else:
+            assert ticket.ticket_id == min(waiting) and ticket.attempt == old.attempt + 1
+            assert ticket.prompt_index == old.prompt
+        failures = old.failures if old else 0
+        self.model[ticket.ticket_id] = Known(
+            "running", ticket.attempt, ticket.prompt_index, worker, self.now, self.now, failures
+        )
+
+    def running(self, ticket: Ticket) -> bool:
+        if ticket.kind == "eval":
+            return self.state.evaluations.running(ticket.ticket_id, ticket.attempt) is not None
+        known = self.model[ticket.ticket_id]
+        return known.state == "running" and known.attempt == ticket.attempt
+
+    @rule(target=tickets, outcome=OUTCOMES, count=st.integers(1, 5))
+    def whole_rollouts(self, outcome: Outcome, count: int) -> object:
+        """The usual life: granted, sent to a server, finished."""
+        reply = self.allocate(0, count)
+        for ticket in reply.values if isinstance(reply, MultipleResults) else [reply]:
+            self.schedule(ticket, "0.0", False, None)
+            self.finish(ticket, outcome)
+        return reply
+
+    @rule(ticket=tickets, call=CALLS, failed=st.booleans(), ended=st.none() | st.tuples(tickets, CALLS))
+    def schedule(self, ticket: Ticket, call: str, failed: bool, ended: tuple[Ticket, str] | None) -> None:
+        """A call of an agent. ``ended``: it also releases this call, possibly of an attempt that is long over."""
+        reservations = self.state.reservations
+        request = ScheduleRequest(ticket.ticket_id, ticket.attempt, 10, 20, ticket.n, call=call)
+        expected: dict[str, set[str]] = {ticket.ticket_id: set(reservations.calls(ticket.ticket_id))}
+        if ended is not None:
+            other, name = ended
+            request.released = [(other.ticket_id, other.attempt, name)]
+            ends = {name} if self.running(other) else set()
+            expected[other.ticket_id] = set(reservations.calls(other.ticket_id)) - ends
+        held = reservations.get(ticket.ticket_id, call) if call in expected[ticket.ticket_id] else None
+        running = self.running(ticket)
+        if failed and held is not None:
+            request.failed_server = held.server
+        reply = self.state.schedule(request, self.now)
+        self.commit()
+        mine = {call} if isinstance(reply, ScheduleReply) else set()
+        for ticket_id, calls in expected.items():
+            found = set(reservations.calls(ticket_id))
+            assert mine <= found or ticket_id != ticket.ticket_id
+            assert found - {call} == calls - {call}, "a call that nothing was said of has moved"
+        if not running:
+            assert isinstance(reply, NotRunning)
+            return
+        if failed and held is not None and self.state.servers.get(held.server).quarantined:  # type: ignore[union-attr]
+            self.servers[held.server].trusted = False
+        if ticket.kind == "train":
+            self.model[ticket.ticket_id].news = self.now
+        if isinstance(reply, ScheduleReply):
+            truth = self.servers[reply.server]
+            minimum = self.version - ETA if ticket.kind == "train" else 0
+            assert self.serves(truth, minimum), "sent to a dead, untrusted or stale server"
+            stays = held is not None and not failed and held.server == reply.server
+            assert not truth.draining or stays, "a new ticket on a server that is drained"
+            assert (reply.url, reply.version) == (truth.address.url, truth.version)
+            place = reservations.get(ticket.ticket_id, call)
+            assert place is not None and place.server == reply.server
+        else:
+            assert isinstance(reply, NoServer)
+            if ticket.kind == "train":
+                assert not self.takes_new(self.version - ETA)
+
+    @rule(ticket=tickets, outcome=OUTCOMES)
+    def finish(self, ticket: Ticket, outcome: Outcome) -> None:
+        answers = [] if outcome == "failed" else [Answer(5.0, True, 20, "stop", 0, 0)] * ticket.n
+        request = FinishRequest(ticket.ticket_id, ticket.attempt, "w", outcome, "why", answers)
+        running = self.running(ticket)
+        reply = self.state.finish(request, self.now)
+        self.commit()
+        if not running:
+            return
+        assert reply.known and not self.state.reservations.calls(ticket.ticket_id)
+        if ticket.kind == "eval":
+            return
+        known = self.model[ticket.ticket_id]
+        if outcome == "accepted":
+            known.news = known.granted = self.now  # from here on it has time to arrive
+        known.failures += outcome == "failed"
+        retry = outcome == "failed" and known.failures < ATTEMPTS
+        assert reply.retry == retry
+        known.state = {"accepted": "finished", "rejected": "dropped", "failed": "waiting" if retry else "dropped"}[
+            outcome
+        ]
+
+    @rule(data=st.data(), repeat=st.booleans())
+    def claim(self, data: st.DataObject, repeat: bool) -> None:
+        """A batch that arrived, whatever its tickets are taken for; ``repeat``: the call is sent twice."""
+        ids = sorted(self.model)
+        batch = data.draw(st.lists(st.sampled_from(ids), max_size=B, unique=True)) if ids else []
+        gone = [ticket_id for ticket_id in batch if self.model[ticket_id].state in ("dropped", "trained")]
+        request = ClaimRequest(self.version + 1, batch, self.trainer_incarnation)
+        for _ in range(1 + repeat):
+            assert self.state.claim(request, self.now) == ClaimReply(gone)
+        self.commit()
+        for ticket_id in [] if gone else batch:
+            self.model[ticket_id].state = "claimed"
+
+    @rule(data=st.data(), repeat=st.booleans())
+    def train(self, data: st.DataObject, repeat: bool) -> None:
+        """Some of what was claimed; ``repeat``: the call is sent twice."""
+        ready = sorted(ticket_id for ticket_id, known in self.model.items() if known.state == "claimed")
+        batch = data.draw(st.lists(st.sampled_from(ready), max_size=B, unique=True)) if ready else []
+        request = TrainedRequest(
+            self.version + 1,
+            self.version + 1,
+            batch,
+            oldest=[self.version] * len(batch),
+            incarnation=self.trainer_incarnation,
+        )
+        assert self.trained(request).trained == len(batch)
+        if repeat:
+            assert self.trained(request).trained == 0
+        for ticket_id in batch:
+            assert self.model[ticket_id].state != "trained"
+            self.model[ticket_id].state, self.model[ticket_id].version = "trained", self.version + 1
+            self.newest = self.version + 1
+
+    @rule(data=st.data(), reason=st.sampled_from(["stale", "filtered"]))
+    def drop(self, data: st.DataObject, reason: str) -> None:
+        ready = sorted(ticket_id for ticket_id, known in self.model.items() if known.state == "finished")
+        if ready:
+            ticket_id = data.draw(st.sampled_from(ready))
+            request = TrainedRequest(1, 1, dropped=[(ticket_id, reason)], incarnation=self.trainer_incarnation)
+            assert self.trained(request).dropped == 1
+            self.model[ticket_id].state = "dropped"
+
+    @rule(data=st.data())
+    def groups_are_missed(self, data: st.DataObject) -> None:
+        """The master says what it holds: what finished a while ago and is not among it never arrived."""
+        finished = sorted(ticket_id for ticket_id, known in self.model.items() if known.state == "finished")
+        kept = data.draw(st.sets(st.sampled_from(finished))) if finished else set()
+        held = [(ticket_id, self.model[ticket_id].attempt) for ticket_id in kept]
+        missed = {i for i in finished if i not in kept and self.model[i].news < self.now - ARRIVAL_GRACE_S}
+        request = TrainedRequest(0, 0, incarnation=self.trainer_incarnation, held=held)
+        assert set(self.trained(request).lost) == missed
+        assert self.trained(request).lost == []
+        for ticket_id in missed:
+            self.model[ticket_id].state = "waiting"
+
+    @rule()
+    def evaluate(self) -> None:
+        if self.evals < 2:
+            self.evals += 1
+            request = EvaluateRequest(f"e{self.evals}", "eval", 9, incarnation=self.trainer_incarnation)
+            evaluation = self.state.evaluate(request, self.now)
+            assert isinstance(evaluation, Evaluation)
+            self.eval_total += evaluation.started.total
+            self.commit()
+
+    # -- restarts ------------------------------------------------------------------------------------------------------
+
+    @rule(back=st.integers(0, 4), repeat=st.booleans())
+    def training_restarts(self, back: int, repeat: bool) -> None:
+        """From a checkpoint of some version; all that is younger never happened. It publishes at once."""
+        self.training_starts(max(-1, self.newest - back), repeat)
+
+    @rule(compacted=st.booleans())
+    def manager_restarts(self, compacted: bool) -> None:
+        """Also from a journal that was compacted before: the state is the same."""
+        before = self.state
+        if compacted:
+            self.journal = [before.snapshot(self.now)]
+            for known in self.model.values():
+                known.granted = known.news  # a snapshot has the renewals, too
+        events = [msgspec.json.decode(msgspec.json.encode(event), type=Event) for event in self.journal]
+        self.state = ManagerState(self.settings)
+        self.state.restore_from(events)
+        if compacted:
+            assert self.state.snapshot(self.now) == self.journal[0]
+        assert self.state.ledger.counts == before.ledger.counts
+        assert self.state.ledger.cursor == before.ledger.cursor
+        assert self.state.ledger.open.keys() == before.ledger.open.keys()
+        self.state.open(self.now)
+        assert not self.state.outbox, "nothing has changed"
+        for known in self.model.values():
+            known.news = known.granted  # renewals are not journalled
+        self.state.publish(self.published(self.version))
+        for truth in self.servers.values():
+            truth.version, truth.trusted, truth.draining, truth.began = None, True, False, None
+        self.unplaced = {(i, known.attempt) for i, known in self.model.items() if known.state == "running"}
+        self.register()
+        self.observe_workers()
+
+
+TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

@@ -1,0 +1,212 @@
+"""ManagerState: servers, quarantine, drains, roll-out of weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from realsys.manager.overview import status
+from realsys.manager.refusals import NoServer
+from realsys.manager.routing.servers import Idle, Pace, UpdateOrder
+from realsys.manager.state import ManagerState
+from tests.support.ledger.manager_states import (
+    SETTINGS,
+    address,
+    finish,
+    order,
+    place,
+    ready,
+    schedule,
+    tickets,
+    update,
+    version,
+)
+
+
+def test_update_of_an_old_version_does_not_end_a_quarantine() -> None:
+    state = ready()
+    state.publish(version(1))
+    old = order(state, 0)
+    state.begin_update(old, 0.0)
+    state.servers.report_failure("generation_server/0", 0, "connection reset", 0.0)
+    state.publish(version(2))
+    state.servers.succeeded(old, 0.1, {})
+    server = state.servers.get("generation_server/0")
+    assert server is not None and server.quarantined and state.refusal() == "no_server"
+    update(state, 0)
+    assert not server.quarantined and server.epoch == 1 and state.refusal() is None
+
+
+def test_failed_update_backs_off_longer_each_time_and_takes_the_newest_version_next() -> None:
+    state = ready()
+    state.publish(version(1))
+    waits = []
+    now = 0.0
+    for _ in range(3):
+        state.servers.failed(order(state, 0, now), "checksum", now)
+        idle = state.servers.next_order("generation_server/0", "1", now)
+        assert isinstance(idle, Idle) and idle.until is not None
+        waits.append(idle.until - now)
+        now = idle.until
+    assert waits == [0.5, 1.0, 2.0]
+    late = order(state, 0, now)
+    state.publish(version(2))
+    state.servers.failed(late, "pruned", now)
+    assert order(state, 0, now).target.version == 2
+
+
+def test_reported_failure_from_before_the_last_proof_is_old_news() -> None:
+    state = ready(servers=2)
+    first, second = tickets(state, 2)
+    held = place(state, first)
+    state.servers.get(held.server)
+    for ticket in (first, second):
+        state.reservations.release(ticket.ticket_id)
+    states = [place(state, first), place(state, second)]
+    failed = states[0].server
+    moved = place(state, first, failed_server=failed, failure="reset")
+    assert moved.server != failed
+    update(state, int(failed[-1]))
+    place(state, second, failed_server=states[1].server, failure="reset, noticed late")
+    server = state.servers.get(failed)
+    assert server is not None and not server.quarantined
+
+
+def test_failure_blamed_on_a_server_the_ticket_is_not_on_is_ignored() -> None:
+    state = ready()
+    [ticket] = tickets(state)
+    place(state, ticket, failed_server="generation_server/0", failure="never was there")
+    assert state.refusal() is None
+
+
+def test_route_releases_reservation_when_the_server_dies() -> None:
+    state = ready(servers=2)
+    [ticket] = tickets(state)
+    held = place(state, ticket)
+    survivors = [address(index) for index in range(2) if address(index).name != held.server]
+    state.observe_servers(survivors)
+    assert len(state.reservations) == 0 and state.reservations.load(held.server) == (0, 0)
+    assert place(state, ticket).server == survivors[0].name
+    finish(state, ticket)
+    assert len(state.reservations) == 0
+
+
+def test_restarted_server_starts_from_nothing_and_late_news_of_the_old_one_is_ignored() -> None:
+    state = ready()
+    state.publish(version(1))
+    late = order(state, 0)
+    state.observe_servers([address(0, "2")])
+    assert not state.servers.succeeded(late, 0.1, {}) and not state.servers.failed(late, "reset", 0.0)
+    assert state.servers.next_order("generation_server/0", "1", 0.0) is None
+    fresh = order(state, 0, incarnation="2")
+    assert fresh.probe and state.refusal() == "no_server"
+
+
+def test_drain_waits_for_running_answers_when_they_must_not_be_interrupted() -> None:
+    state = ready(interruptible=False)
+    first, second = tickets(state, 2)
+    place(state, first)
+    state.publish(version(1))
+    made = order(state, 0)
+    assert not state.begin_update(made, 0.0)
+    assert isinstance(schedule(state, second), NoServer), "nothing new while it drains"
+    assert place(state, first).server == "generation_server/0", "who is there may finish there"
+    finish(state, first)
+    assert state.begin_update(made, 0.0)
+    state.servers.succeeded(made, 0.1, {})
+    assert place(state, second).version == 1
+
+
+def begin(state: ManagerState, index: int, now: float) -> UpdateOrder | Idle | None:
+    """The order of a server that may update now, begun; else what it waits for."""
+    made = state.servers.next_order(f"generation_server/{index}", "1", now)
+    if isinstance(made, UpdateOrder):
+        assert state.begin_update(made, now)
+    return made
+
+
+def done(state: ManagerState, made: object, seconds: float = 0.1, **timings: float) -> None:
+    assert isinstance(made, UpdateOrder) and state.servers.succeeded(made, seconds, timings)
+
+
+def test_rolling_updates_a_fraction_at_a_time_oldest_weights_first() -> None:
+    state = ready(4, pace=Pace(0.5, 30.0), eta=3)
+    state.publish(version(1))
+    first, second = begin(state, 0, 0.0), begin(state, 1, 1.0)
+    assert isinstance(first, UpdateOrder) and isinstance(second, UpdateOrder)
+    assert begin(state, 2, 2.0) == Idle(30.0) and begin(state, 3, 2.0) == Idle(30.0)
+    done(state, first)
+    state.publish(version(2))
+    assert isinstance(begin(state, 0, 3.0), Idle), "0 has version 1 already: 2 and 3 are further behind"
+    assert isinstance(begin(state, 2, 3.0), UpdateOrder)
+
+
+def test_rolling_is_held_up_by_a_hanging_server_once_and_not_by_dead_ones() -> None:
+    state = ready(3, pace=Pace(0.1, 30.0), eta=3)
+    state.publish(version(1))
+    assert isinstance(begin(state, 0, 0.0), UpdateOrder), "at least one at a time; this one hangs"
+    assert begin(state, 1, 29.0) == Idle(30.0)
+    assert isinstance(begin(state, 1, 30.0), UpdateOrder)
+    state.observe_servers([address(0), address(2)])  # 1 dies
+    assert isinstance(begin(state, 2, 31.0), UpdateOrder)
+    hanging = state.servers.get("generation_server/0")
+    assert hanging is not None and hanging.state == "updating" and state.refusal() is None
+
+
+def test_rolling_gives_no_slot_to_servers_that_serve_nobody() -> None:
+    state = ready(4, pace=Pace(0.25, 30.0), eta=1)
+    state.publish(version(1))
+    assert isinstance(begin(state, 0, 0.0), UpdateOrder)
+    state.servers.report_failure("generation_server/1", 0, "connection reset", 0.0)
+    state.observe_servers([address(index) for index in range(5)])  # 4 is new
+    assert isinstance(begin(state, 1, 0.0), UpdateOrder) and isinstance(begin(state, 4, 0.0), UpdateOrder)
+    assert isinstance(begin(state, 2, 0.0), Idle)
+    state.publish(version(2))  # now all that have not updated are beyond the bound
+    assert isinstance(begin(state, 2, 0.0), UpdateOrder) and isinstance(begin(state, 3, 0.0), UpdateOrder)
+
+
+def test_after_a_restart_a_drain_waits_for_answers_whose_server_is_not_known() -> None:
+    state = ready(interruptible=False)
+    [ticket] = tickets(state)
+    place(state, ticket)
+    restarted = ManagerState(dataclasses.replace(SETTINGS, interruptible=False))
+    restarted.restore_from(state.outbox)
+    restarted.observe_servers([address(0)])
+    restarted.publish(version(0))
+    assert not restarted.begin_update(order(restarted, 0), 0.0)
+    finish(restarted, ticket)
+    assert restarted.begin_update(order(restarted, 0), 0.0)
+
+
+def test_updates_are_kept_by_stage_for_the_page_and_the_metrics() -> None:
+    state = ready(2)
+    state.publish(version(1))
+    made, other = begin(state, 0, 5.0), begin(state, 1, 6.0)
+    done(state, made, 2.0, stage_s=1.5, verify_s=0.2, pause_s=0.01, load_s=0.004, first_token_s=0.02, fuse_s=1.0)
+    assert isinstance(other, UpdateOrder) and state.servers.failed(other, "checksum", 8.0)
+    shown = status(state, 9.0, 0.0)["rollout"]
+    assert (shown["mode"], shown["at_newest"], shown["servers"], shown["failures"]) == ("all_at_once", 1, 2, 1)
+    failed, good = shown["updates"][:2]
+    assert (failed["server"], failed["error"], failed["pause_s"]) == ("generation_server/1", "checksum", None)
+    assert good == {
+        "server": "generation_server/0", "version": 1, "began": 5.0, "error": "", "stage_s": 1.5, "verify_s": 0.2,
+        "pause_s": 0.01, "load_s": 0.004, "first_token_s": 0.02, "total_s": 2.0,
+    }  # fmt: skip
+    pauses = state.servers.updates.histograms["pause_s"]
+    # the two first loads paused 2 ms each, this one 10 ms, which is on the edge of its bucket
+    assert dict(pauses.cumulative()) == {
+        "0.001": 0, "0.003": 2, "0.01": 3, "0.03": 3, "0.1": 3, "0.3": 3, "1": 3, "3": 3, "10": 3, "30": 3, "100": 3,
+        "300": 3, "+Inf": 3,
+    }  # fmt: skip
+    assert pauses.total == pytest.approx(0.014)
+
+
+def test_a_server_that_had_the_version_already_counts_as_no_update() -> None:
+    state = ManagerState(SETTINGS)
+    state.observe_servers([address(0)])
+    state.publish(version(0))
+    made = order(state, 0)
+    assert made.probe and state.begin_update(made, 0.0) and state.servers.succeeded(made, 0.1, None)
+    assert state.refusal() is None
+    assert not state.servers.updates.recent and status(state, 1.0, 0.0)["servers"][0]["updates"] == 0

@@ -1,0 +1,263 @@
+"""Evaluations as the master asks for them, against the manager's real state; and how it ends when it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from realsys.errors import Fenced, StreamError
+from realsys.manager.messages import (
+    AllocateRequest,
+    ClaimRequest,
+    EvaluateRequest,
+    EvaluationReply,
+    FinishRequest,
+    RollBackReply,
+    RollBackRequest,
+    TrainedReply,
+    TrainedRequest,
+)
+from realsys.manager.overview import status
+from realsys.manager.refusals import OlderTraining
+from realsys.manager.state import ManagerState
+from realsys.master import evaluation
+from realsys.master.evaluation import Evaluations
+from realsys.master.recovery import Start, eval_id_of, unanswered
+from realsys.types import PublishedVersion
+from realsys.workers.master_worker import Master
+from tests.support.ledger.manager_states import ANSWER, ready, update, version
+
+BOUND_S = 60.0
+
+
+class Answering:
+    """The manager, and a worker that answers one problem between two questions how far it is."""
+
+    def __init__(self, state: ManagerState) -> None:
+        self.state, self.asked, self.looks = state, list[str](), list[int]()
+        self._requests = map(str, itertools.count())
+
+    async def evaluate(self, request: EvaluateRequest) -> None:
+        self.asked.append(request.eval_id)
+        if isinstance(reply := self.state.evaluate(request, 0.0), OlderTraining):
+            raise Fenced(reply.problem)
+
+    async def evaluation(self, eval_id: str) -> EvaluationReply:
+        request = AllocateRequest("w", 1, request_id=next(self._requests))
+        for ticket in self.state.allocate(request, 0.0).tickets:
+            answer = msgspec.structs.replace(ANSWER, version_min=ticket.version, version_max=ticket.version)
+            self.state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", "accepted", "", [answer]), 0.0)
+        found = self.state.evaluations.get(eval_id)
+        assert found is not None
+        return found.reply()
+
+    async def status(self) -> dict[str, Any]:
+        return status(self.state, 0.0, 0.0)
+
+    async def mend(self, status: Mapping[str, Any]) -> None:
+        self.looks.append(status["version"])
+
+    def starts(self, step: int, number: int) -> list[str]:
+        """A training side goes back to ``step`` and publishes; the evaluations that were ever asked for."""
+        reply = self.state.roll_back(RollBackRequest(step, step, f"{number:019d}"), 0.0)
+        assert isinstance(reply, RollBackReply)
+        self.publishes(step)
+        return reply.evaluations
+
+    def publishes(self, step: int) -> None:
+        self.state.publish(PublishedVersion(step, self.state.trainer_incarnation, f"/v{step}", step))
+        update(self.state, 0)
+
+    def trains(self, step: int) -> None:
+        """One ticket becomes version ``step``."""
+        ticket = self.state.ledger.grant("w", "", self.state.version, 0.0)  # not the problem of an evaluation
+        assert ticket is not None
+        self.state.claim(ClaimRequest(step, [ticket.ticket_id], self.state.trainer_incarnation), 0.0)
+        told = TrainedRequest(step, step, [ticket.ticket_id], incarnation=self.state.trainer_incarnation)
+        assert isinstance(self.state.trained(told, 0.0), TrainedReply)
+        self.publishes(step)
+
+
+def evaluations(manager: Answering) -> Evaluations:
+    return Evaluations(
+        manager, trainer_incarnation=manager.state.trainer_incarnation, seed=1, timeout_s=BOUND_S, mend=manager.mend
+    )  # type: ignore[arg-type]
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(2 * BOUND_S):
+            await body()
+
+    asyncio.run(bounded())
+
+
+def test_a_run_that_trains_on_is_evaluated_again_at_its_new_end() -> None:
+    async def body() -> None:
+        manager = Answering(ready())
+        first = await evaluations(manager).run("after", 2, 0)
+        manager.state.publish(version(1))
+        made: Any = manager.state.servers.next_order("generation_server/0", "1", 0.0)
+        assert manager.state.begin_update(made, 0.0) and manager.state.servers.succeeded(made, 0.1, {})
+        second = await evaluations(manager).run("after", 2, 1)
+        assert [(r["eval_id"], r["step"], r["problems"]) for r in (first, second)] == [("after", 0, 2), ("after", 1, 2)]
+        assert len(set(manager.asked)) == 2, "the manager answers the same id with what it has"
+
+    run(body)
+
+
+def test_what_was_started_beside_training_is_waited_for_at_its_end() -> None:
+    async def body() -> None:
+        asking = evaluations(Answering(ready()))
+        await asking.start("step-1", 2, 1)
+        await asking.start("step-2", 3, 2)
+        records = await asking.rest()
+        assert sorted((r["eval_id"], r["problems"]) for r in records) == [("step-1", 2), ("step-2", 3)]
+        assert await asking.rest() == []
+
+    run(body)
+
+
+def test_while_an_evaluation_is_waited_for_the_newest_version_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be one that no server can load, and at the end of a run none comes after it."""
+    monkeypatch.setattr(evaluation, "POLL_S", 0.0)
+    monkeypatch.setattr(evaluation, "LOOK_S", -1.0)
+
+    async def body() -> None:
+        manager = Answering(ready())
+        await evaluations(manager).run("after", 2, 0)
+        assert manager.looks and set(manager.looks) == {0}
+
+    run(body)
+
+
+def test_every_evaluation_without_a_result_is_asked_for_again_after_a_recovery_and_once() -> None:
+    """Due at 1, 2 and 3. The training side dies at 3: the first is done and logged, the second done and not logged, the
+    third was never asked for. The one after it dies before any of them has answered.
+    """
+
+    async def body() -> None:
+        manager = Answering(ready(eta=9))
+        manager.starts(-1, 1)
+        first, log = evaluations(manager), list[dict[str, Any]]()
+        for step in (1, 2, 3):
+            manager.trains(step)
+            if step < 3:
+                await first.start(eval_id_of(step), 2, step)
+            if step == 1:
+                log += await first.rest()
+            while step == 2 and (await manager.evaluation("step-2")).done < 2:
+                pass
+        await first.start("step-4", 2, 4)  # of a step that was undone
+        asked = manager.starts(3, 2)
+        assert asked == ["step-1", "step-2", "step-4"] and unanswered(log, asked, 3) == [2, 3]
+        second = evaluations(manager)
+        for step in unanswered(log, asked, 3):
+            await second.start(eval_id_of(step), 2, step, asked_at=3)
+        asked = manager.starts(3, 3)
+        assert unanswered(log, asked, 3) == [2, 3], "step 2 is done and in no log, step 3 was forgotten again"
+        third = evaluations(manager)
+        for step in unanswered(log, asked, 3):
+            await third.start(eval_id_of(step), 2, step, asked_at=3)
+        log += await third.rest()
+        assert [(r["eval_id"], r["step"]) for r in log] == [("step-1", 1), ("step-2", 2), ("step-3", 3)]
+        assert unanswered(log, asked, 3) == []
+
+    run(body)
+
+
+def test_what_is_asked_for_again_is_logged_as_of_the_weights_that_answer() -> None:
+    async def body() -> None:
+        manager = Answering(ready(eta=9))
+        manager.starts(-1, 1)
+        manager.trains(1)
+        await evaluations(manager).start("step-1", 2, 1)
+        for step in (2, 3):
+            manager.trains(step)
+        asked = manager.starts(3, 2)
+        assert unanswered([], asked, 3) == [1, 3]
+        again = evaluations(manager)
+        await again.start("step-1", 2, 1, asked_at=3)
+        [record] = await again.rest()
+        assert (record["eval_id"], record["step"], record["version_min"]) == ("step-1", 3, 3)
+
+    run(body)
+
+
+def test_a_training_side_that_was_replaced_starts_no_evaluation() -> None:
+    async def body() -> None:
+        manager = Answering(ready())
+        manager.starts(-1, 1)
+        dead = evaluations(manager)
+        manager.starts(0, 2)
+        with pytest.raises(Fenced, match="must end"):
+            await dead.start("step-1", 2, 1)
+        assert not manager.state.evaluations.all()
+
+    run(body)
+
+
+class Parts:
+    """The master's parts that a test of its ends needs; ``log`` is what they were asked, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.stop = asyncio.Event()
+        self.master = Master.__new__(Master)
+        for name, part in {"_stop": self.stop, "_loop": self, "_checkpoints": self, "finished": False}.items():
+            setattr(self.master, name, part)
+
+    async def run(self, done: int) -> int:
+        self.log.append("loop")
+        return 4
+
+    async def finish(self, *, stopped: bool) -> None:
+        self.log.append(f"finish stopped={stopped}")
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_stopped_in_its_last_evaluation_a_run_saves_what_it_has_trained(
+    monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    async def body() -> None:
+        parts = Parts()
+
+        async def start(master: Master) -> int:
+            return 0
+
+        async def conclude(master: Master, steps: int) -> None:
+            if stopped:
+                parts.stop.set()
+                await asyncio.Event().wait()
+            master.finished = True
+
+        monkeypatch.setattr(Master, "_start", start)
+        monkeypatch.setattr(Master, "_conclude", conclude)
+        await parts.master.run()
+        assert parts.log == (["loop", "finish stopped=True"] if stopped else ["loop"])
+        assert parts.master.finished is not stopped
+
+    run(body)
+
+
+def test_a_ledger_that_does_not_fit_the_checkpoint_ends_the_run_and_not_only_this_start() -> None:
+    class Refusing:
+        incarnation = f"{1:019d}"
+
+        async def roll_back(self, request: object) -> None:
+            raise StreamError("gserver_manager /roll_back: status 400: version 9: the ledger ends at 4")
+
+    async def body() -> None:
+        master = Master.__new__(Master)
+        for name in ("_manager", "_ctx"):
+            setattr(master, name, Refusing())
+        with pytest.raises(StreamError, match="the ledger ends at 4") as refused:
+            await master._roll_back(Start(step=9))
+        assert refused.value.permanent and not StreamError.permanent
+
+    run(body)

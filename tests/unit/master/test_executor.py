@@ -1,0 +1,233 @@
+"""The executor: order of calls, what it moves and clears, what it passes on and reports."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from realsys.algorithm import dataflows
+from realsys.cluster.topology import Mesh, place, whole_mesh
+from realsys.config.allocation import ParallelLayout, parse_allocation
+from realsys.config.dataflow import Dataflow, FunctionCall
+from realsys.errors import RemoteError, RewardError
+from realsys.master.calls.executor import CallResult, GraphExecutor, Minibatches
+from realsys.master.calls.ownership import Ownership
+from realsys.types import ClearRequest, MfcReply, MfcRequest, SequenceRef, TransferRequest
+from tests.support.processes.config_trees import changed
+from tests.support.streams.simulated_workers import Sent, SimulatedWorkers
+from tests.support.training.records import make_ref
+
+EVERYTHING = (
+    "train.ppo.critic.enabled=true",
+    "train.ppo.skip_zero_advantage=false",
+    "train.ppo.kl.coef=0.1",
+    "train.ppo.kl.place=reward",
+    "train.ppo.reward_model.enabled=true",
+)
+NAMES = [f"s{i}" for i in range(8)]
+
+
+def ref(name: str, reward: float = 1.0) -> SequenceRef:
+    return make_ref(name, 5, 2, reward, False, 0)
+
+
+def spread(mesh: Mesh, minibatches: int = 2) -> Minibatches:
+    data = mesh.layout.data
+    return [[[ref(n) for n in NAMES[m::minibatches][dp::data]] for dp in range(data)] for m in range(minibatches)]
+
+
+def call(name: str, inputs: str, outputs: str = "", role: str = "actor", **more: Any) -> FunctionCall:
+    return FunctionCall(name, role, name, frozenset(inputs.split()), frozenset(outputs.split()), **more)
+
+
+def execute(
+    flow: Dataflow, meshes: Mapping[str, Mesh], *, args: Mapping[str, dict[str, Any]] | None = None, **settings: Any
+) -> tuple[SimulatedWorkers, dict[str, CallResult]]:
+    """One step; the samples have arrived at the actor's DP heads in turn, whatever the plans want."""
+    count = 1 + max(worker for mesh in meshes.values() for worker in mesh.workers)
+    weight = settings.pop("score_weight", 1.0)
+
+    async def run() -> tuple[SimulatedWorkers, dict[str, CallResult]]:
+        workers, ownership = SimulatedWorkers(flow, meshes, count, **settings), Ownership()
+        for name, head in zip(NAMES, itertools.cycle(meshes["actor"].dp_heads())):
+            for key in flow.source_keys:
+                workers.held[head].add((key, name))
+                ownership.add(key, name, head)
+        async with workers.serving():
+            executor = GraphExecutor(flow, meshes, workers, score_weight=weight)
+            plans = {role: spread(mesh) for role, mesh in meshes.items()}
+            results = await executor.run(plans, ownership, step=3, version=2, args=args or {})
+            left = ownership.forget(NAMES)
+            assert {worker for worker, held in workers.held.items() if held} <= left
+            assert ownership.forget(NAMES) == set()
+            await workers.clear(sorted(left), NAMES)
+            assert not any(workers.held.values()), "something is left after the step"
+        return workers, results
+
+    return asyncio.run(run())
+
+
+def requests(workers: SimulatedWorkers, kind: type) -> list[Sent]:
+    return [sent for sent in workers.sent if isinstance(sent.payload, kind)]
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
+def test_every_rank_gets_what_it_reads_and_nothing_twice(layout: tuple[int, int, int]) -> None:
+    mesh = whole_mesh(ParallelLayout(*layout))
+    turns = itertools.count(1)  # the n-th request that a worker gets to takes n turns
+    workers, results = execute(dataflows.ppo(changed()), {"actor": mesh}, turns=lambda: next(turns))
+    assert [sent.name for sent in requests(workers, MfcRequest)] == ["actor_inf", "actor_train"]
+    assert results["actor_train"].stats == {"rank": float(mesh.dp_head(0))}
+    slowest = results["actor_train"].seconds
+    assert slowest >= results["actor_inf"].seconds + mesh.layout.world_size
+    assert (workers.moved == 0) == (mesh.layout.world_size == 1)
+    assert sum(result.received for result in results.values()) == workers.moved
+
+
+@pytest.mark.parametrize(
+    "allocation",
+    [
+        "sglang.d1+actor.d2",
+        "sglang.d1+actor.d2m2,critic.m2,ref.p2",
+        "sglang.d1+actor.d2+critic.p2+ref.d3+reward.d1",
+        "sglang.d1+actor.d1,critic.d4+ref.d2,reward.m2",
+    ],
+)
+def test_roles_on_shared_and_separate_workers_find_what_they_read(allocation: str) -> None:
+    flow = dataflows.ppo(changed(*EVERYTHING))
+    meshes = place(parse_allocation(allocation), flow.roles)
+    _, results = execute(flow, meshes, score=lambda sample_id: 0.5)
+    assert {name: result.stats["rank"] for name, result in results.items()} == {
+        call.name: float(meshes[call.role].dp_head(0)) for call in flow.calls
+    }
+
+
+def test_transfers_among_idle_workers_go_before_the_calls_that_would_occupy_them() -> None:
+    meshes = {"actor": Mesh(ParallelLayout(), (0,)), "ref": Mesh(ParallelLayout(tensor=2), (1, 2))}
+    flow = Dataflow([call("a", "tokens"), call("r", "tokens", role="ref")], source_keys={"tokens"})
+    workers, _ = execute(flow, meshes)
+    assert [(sent.name, sent.workers) for sent in workers.sent[:3]] == [
+        ("transfer 0", [0, 1, 2]),
+        ("a", [0]),
+        ("r", [1, 2]),
+    ]
+    (moving,) = requests(workers, TransferRequest)
+    assert sorted(r.sample_id for r in moving.payload.sequences) == NAMES
+
+
+def test_a_transfer_to_a_busy_worker_holds_up_no_call_of_its_source() -> None:
+    meshes = {"actor": Mesh(ParallelLayout(), (0,)), "ref": Mesh(ParallelLayout(), (1,))}
+    flow = Dataflow(
+        [
+            call("long", "", role="ref"),
+            call("first", "tokens", "values"),
+            call("second", "tokens values"),
+            call("there", "values", role="ref"),
+        ],
+        source_keys={"tokens"},
+    )
+    turns = iter([1, 50] + [1] * 100)  # worker 0 begins `first`, worker 1 `long`
+    workers, _ = execute(flow, meshes, turns=lambda: next(turns))
+    assert [sent.name for sent in workers.sent[:5]] == ["long", "first", "second", "transfer 3", "there"]
+
+
+def test_a_key_is_cleared_everywhere_once_its_last_reader_has_run() -> None:
+    meshes = {"actor": whole_mesh(ParallelLayout(data=2)), "ref": Mesh(ParallelLayout(), (2,))}
+    calls = [
+        call("ref_inf", "tokens", "ref_logprobs", role="ref"),
+        call("actor_inf", "tokens behav_logprobs", "prox_logprobs"),
+        call("advantages", "ref_logprobs behav_logprobs", "advantages"),
+        call("actor_train", "tokens advantages prox_logprobs"),
+    ]
+    workers, _ = execute(Dataflow(calls), meshes)
+    order = [sent.name.split()[0] for sent in workers.sent]
+    first = ["transfer", "transfer", "ref_inf", "actor_inf"]  # at the same time
+    assert order == [*first, "transfer", "advantages", "clear", "actor_train", "clear"]
+    early, late = requests(workers, ClearRequest)
+    # `versions`, which nothing reads, goes along; prox_logprobs and advantages are still to be read
+    assert early.payload.keys == ["behav_logprobs", "ref_logprobs", "versions"]
+    assert (sorted(early.payload.sample_ids), early.workers) == (NAMES, [0, 1, 2])
+    assert (sorted(late.payload.sample_ids), late.payload.keys, late.workers) == (NAMES, [], [0, 1, 2])
+
+
+def test_hooks_and_arguments_reach_the_workers() -> None:
+    calls = [call("a", "tokens", pre_hooks=("onload",), post_hooks=("mine", "offload"))]
+    workers, _ = execute(
+        Dataflow(calls, {"tokens"}), {"actor": whole_mesh(ParallelLayout())}, args={"a": {"lr": 0.25}, "b": {"lr": 1.0}}
+    )
+    (sent,) = requests(workers, MfcRequest)
+    assert (sent.payload.pre_hooks, sent.payload.post_hooks) == (["onload"], ["mine", "offload"])
+    assert (sent.payload.args, sent.payload.step, sent.payload.version) == ({"lr": 0.25}, 3, 2)
+
+
+# ---- scores
+
+SCORED = Dataflow(
+    [
+        call("reward_inf", "tokens", "scores", role="reward"),
+        call("before", "tokens"),
+        call("after", "tokens scores"),
+        call("other", "tokens scores", role="reward"),
+    ],
+    source_keys={"tokens"},
+)
+SCORED_MESHES = {"actor": whole_mesh(ParallelLayout(tensor=2)), "reward": Mesh(ParallelLayout(data=2), (1, 2))}
+
+
+def test_rewards_include_the_scores_for_calls_that_read_them_on_every_role() -> None:
+    workers, results = execute(
+        SCORED, SCORED_MESHES, score=lambda sample_id: 0.25 * int(sample_id[1:]), score_weight=2.0
+    )
+    rewards = {
+        sent.name: {r.sample_id: r.reward for m in sent.payload.minibatches for part in m for r in part}
+        for sent in requests(workers, MfcRequest)
+    }
+    assert rewards["before"] == rewards["reward_inf"] == dict.fromkeys(NAMES, 1.0)
+    total = {"s0": 1.0, "s1": 1.5, "s2": 2.0, "s3": 2.5, "s4": 3.0, "s5": 3.5, "s6": 4.0, "s7": 4.5}
+    assert rewards["after"] == rewards["other"] == total
+    assert results["reward_inf"].scores == {name: 0.25 * i for i, name in enumerate(NAMES)}
+
+
+@pytest.mark.parametrize(("score", "found"), [(None, "no score"), (math.nan, "nan"), (math.inf, "inf")])
+def test_a_sample_without_a_finite_score_ends_the_step(score: float | None, found: str) -> None:
+    some: Callable[[str], float | None] = lambda sample_id: score if sample_id in ("s5", "s6") else 1.0  # noqa: E731
+    with pytest.raises(RewardError, match=rf"reward_inf \(role reward\), step 3: 2 of 8 samples .* is s5: {found}"):
+        execute(SCORED, SCORED_MESHES, score=some)
+
+
+# ---- failures
+
+
+class OneFails(SimulatedWorkers):
+    """Call b is answered with an error, call a never."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pending: asyncio.Future[list[MfcReply]] = asyncio.get_running_loop().create_future()
+
+    def run_mfc(self, workers: Any, payload: MfcRequest) -> asyncio.Future[list[MfcReply]]:
+        if payload.mfc == "b":
+            failed: asyncio.Future[list[MfcReply]] = asyncio.get_running_loop().create_future()
+            failed.set_exception(RemoteError("model_worker/0: b: out of memory"))
+            return failed
+        return self.pending
+
+
+def test_a_failing_call_ends_the_step_with_its_error_and_gives_up_the_others() -> None:
+    mesh = whole_mesh(ParallelLayout())
+    flow = Dataflow([call(n, "tokens") for n in ("a", "b")], source_keys={"tokens"})
+
+    async def run() -> None:
+        workers = OneFails(flow, {"actor": mesh}, 1)
+        executor = GraphExecutor(flow, {"actor": mesh}, workers)
+        ownership = Ownership({"tokens": {"s": {0}}, "loss_mask": {"s": {0}}})
+        with pytest.raises(RemoteError, match="out of memory"):
+            await executor.run({"actor": [[[ref("s")]]]}, ownership, step=1, version=0, args={})
+        assert workers.pending.cancelled()
+
+    asyncio.run(run())

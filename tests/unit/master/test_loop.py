@@ -1,0 +1,198 @@
+"""Steps of the loop: intake, plan, graph, publication, what the manager is told, and what is logged.
+
+Workers are simulated, the manager is its real state machine without HTTP; what writes to disk is a hand-written fake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from realsys.config.dataflow import dataflow_of
+from realsys.errors import StuckError
+from realsys.manager.messages import TrainedReply, TrainedRequest
+from realsys.master.calls.call_arguments import CallArguments
+from realsys.master.calls.executor import CallResult
+from realsys.master.statistics import call_seconds
+from realsys.master.stuck import FEWEST_FILTERED
+from tests.support.processes.config_trees import changed
+from tests.support.training.master_fakes import BOUND_S, Run, run
+
+CRITIC = ("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false", "train.ppo.critic.minibatches=1")
+
+
+def test_a_run_trains_publishes_tells_and_keeps_and_leaves_nothing_on_the_workers() -> None:
+    async def body() -> Run:
+        job = Run("train.total_steps=2", "checkpoint.hf_every_steps=2")
+        job.arrive(*[(5.0, -5.0)] * 4)
+        assert await job.serve(job.loop.run()) == 2
+        return job
+
+    job = run(body)
+    assert job.disk.wrote == ["v1", "checkpoint 1", "v2", "hf/step-2", "checkpoint 2", "finish"]
+    assert [(r["step"], r["version"], r["groups"], r["sequences"]) for r in job.records] == [(1, 1, 2, 4), (2, 2, 2, 4)]
+    assert job.records[1]["staleness"]["histogram"] == {"1": 4}
+    assert job.manager.state.ledger.counts.trained == 4
+    assert not any(job.workers.held.values())
+    seconds = job.records[0]["seconds"]
+    assert {"wait", "inf", "train", "save", "publish", "checkpoint", "total"} == set(seconds)
+    assert seconds["save"] == 0.25 and seconds["publish"] >= 0.5
+    assert set(job.records[0]["call_seconds"]) == {"actor_inf", "actor_train"}
+    assert job.records[0]["stats"] == {"inf/rank": 0.0, "rank": 0.0}
+
+
+def test_a_run_goes_on_from_the_steps_that_a_checkpoint_has_done() -> None:
+    async def body() -> Run:
+        job = Run("train.total_steps=5")
+        job.manager.publish(4)
+        job.arrive(*[(5.0, -5.0)] * 2)
+        assert await job.serve(job.loop.run(4)) == 5
+        return job
+
+    job = run(body)
+    assert [(r["step"], r["total"]) for r in job.records] == [(5, 5)]
+    assert job.disk.wrote == ["v5", "checkpoint 5", "finish"]
+
+
+def test_only_the_critic_trains_while_it_warms_up_and_each_role_has_its_own_minibatches_and_rate() -> None:
+    async def body() -> Run:
+        job = Run(
+            *CRITIC,
+            "train.total_steps=2",
+            "train.ppo.critic.warmup_steps=1",
+            "train.optimizer.lr=0.5",
+            "train.optimizer.warmup_fraction=0.0",
+            "train.optimizer.schedule=linear",
+            "train.optimizer.min_lr_ratio=0.2",
+            "roles.critic.optimizer.lr=0.25",
+            "roles.critic.optimizer.warmup_fraction=0.5",
+            allocation="sglang.d1+actor.d2+critic.m2",
+        )
+        job.arrive(*[(5.0, -5.0)] * 4)
+        await job.serve(job.loop.run())
+        return job
+
+    job = run(body)
+    steps = [{c.mfc: c for c in job.calls() if c.step == step} for step in (1, 2)]
+    assert set(steps[0]) == {"actor_inf", "critic_inf", "advantages", "critic_train"}
+    assert set(steps[1]) == {*steps[0], "actor_train"}
+    assert [len(m) for m in (steps[1]["actor_train"].minibatches, steps[1]["critic_train"].minibatches)] == [2, 1]
+    assert [len(part) for part in steps[1]["critic_train"].minibatches] == [1], "the critic has one data rank"
+    # the actor's rate has fallen to 0.2 of 0.5 by the last step; the critic's is constant after one step of warm-up
+    assert steps[1]["actor_train"].args == {"lr": pytest.approx(0.1)}
+    assert [step["critic_train"].args for step in steps] == [{"lr": 0.25}, {"lr": 0.25}]
+    assert [record["lr"] for record in job.records] == [0.0, pytest.approx(0.1)]
+    assert "critic_train/rank" in job.records[0]["stats"] and "rank" not in job.records[0]["stats"]
+    assert job.disk.wrote[:2] == ["v1", "checkpoint 1"], "the same weights as a new version: admission goes on"
+
+
+def test_the_coefficient_of_the_reference_kl_follows_what_the_calls_report() -> None:
+    config = changed(
+        "train.ppo.kl.coef=0.1", "train.ppo.kl.adaptive=true", "train.ppo.kl.target=1.0", "train.ppo.kl.horizon=100"
+    )
+    arguments = CallArguments(config, dataflow_of(config), 10)
+    assert arguments.of_step(1)["ref_inf"] == {}
+    assert arguments.of_step(1)["actor_train"]["kl_coef"] == 0.1
+    result = CallResult({"kl_ref_mean": 1.1}, {}, 0.0, 0.0, 0.0, 0)
+    arguments.observe({"actor_train": result}, answers=50)
+    # 0.1 * (1 + 0.1 * 50 / 100)
+    assert arguments.of_step(2)["actor_train"]["kl_coef"] == pytest.approx(0.105)
+    resumed = CallArguments(config, dataflow_of(config), 10)
+    resumed.load_state_dict(arguments.state_dict())
+    assert resumed.of_step(3) == arguments.of_step(3)
+    fixed = CallArguments(changed("train.ppo.kl.coef=0.1"), dataflow_of(config), 10)
+    fixed.observe({"actor_train": result}, answers=50)
+    assert fixed.of_step(2)["actor_train"]["kl_coef"] == 0.1 and fixed.state_dict() == {}
+
+
+def test_train_time_is_what_training_calls_cover_and_inference_the_rest() -> None:
+    def result(began: float, ended: float) -> CallResult:
+        return CallResult({}, {}, 0.0, began, ended, 0)
+
+    results = {"inf": result(0, 4), "a": result(4, 7), "b": result(5, 6), "c": result(6.5, 9), "late": result(8, 10)}
+    assert call_seconds(results, ["a", "b", "c"]) == {"train": 5, "inf": 5}
+    assert call_seconds({"inf": result(1, 4)}, []) == {"train": 0, "inf": 3}
+
+
+# ---- the filter by success rate
+
+FILTER = ("train.ppo.filter.min=0.1", "train.ppo.filter.max=0.9")
+
+
+def test_filtered_groups_give_their_quota_to_other_prompts_at_once_and_only_once() -> None:
+    async def body() -> None:
+        job = Run(*FILTER, "train.total_steps=1")
+        ledger = job.manager.state.ledger
+        first = job.arrive((5.0, 5.0), (-5.0, -5.0), (5.0, -5.0), (5.0, 5.0))
+        assert len(first) == 4 and job.arrive((5.0, -5.0)) == [], "2 groups x (0 + 1 + 1) are out"
+        giving = asyncio.create_task(job.serve(job.intake.give_back()))
+        try:
+            await asyncio.wait_for(job.manager.changed.wait(), BOUND_S)
+            assert job.manager.told == [
+                TrainedRequest(0, 0, dropped=[(first[i].ticket_id, "success_rate") for i in (0, 1, 3)])
+            ]
+            assert ledger.counts.dropped_by_reason == {"success_rate": 3}
+            again = await job.manager.trained(job.manager.told[0])
+            assert (again.dropped, ledger.counted) == (0, 1)
+            others = job.arrive(*[(5.0, -5.0)] * 9)
+            assert len(others) == 3, "the quota of three groups, once"
+            assert {t.prompt_index for t in others}.isdisjoint(t.prompt_index for t in first)
+        finally:
+            giving.cancel()
+            await asyncio.gather(giving, return_exceptions=True)
+
+    run(body)
+
+
+def test_filtered_groups_are_counted_and_freed_and_never_trained() -> None:
+    async def body() -> Run:
+        job = Run(*FILTER, "train.total_steps=1")
+        filtered, *kept = job.arrive((5.0, 5.0), (5.0, -5.0), (-5.0, 5.0))
+        await job.serve(job.loop.run())
+        assert [request.trained for request in job.manager.told if request.trained] == [
+            [ticket.ticket_id for ticket in kept]
+        ]
+        assert job.manager.state.ledger.ended(filtered.ticket_id) == "dropped: success_rate"
+        return job
+
+    job = run(body)
+    assert (job.records[0]["dropped_filtered"], job.records[0]["dropped_stale"]) == (1, 0)
+    assert not any(job.workers.held.values())
+
+
+def test_a_run_whose_groups_are_all_filtered_ends_and_says_why() -> None:
+    async def body() -> None:
+        job = Run(*FILTER, "train.total_steps=1", prompts=10)
+
+        async def roll_out() -> None:
+            while True:
+                job.manager.changed.clear()
+                if not job.arrive(*[(5.0, 5.0)] * 4):
+                    await job.manager.changed.wait()
+                await asyncio.sleep(0)
+
+        rolling = asyncio.create_task(roll_out())
+        try:
+            with pytest.raises(StuckError, match=rf"last {FEWEST_FILTERED}.* \[0\.1, 0\.9\] \(train\.ppo\.filter\)"):
+                await job.serve(job.loop.run())
+        finally:
+            rolling.cancel()
+            await asyncio.gather(rolling, return_exceptions=True)
+
+    run(body)
+
+
+def test_a_failure_while_giving_back_ends_the_run() -> None:
+    async def body() -> None:
+        job = Run(*FILTER, "train.total_steps=1")
+
+        async def refuse(request: TrainedRequest) -> TrainedReply:
+            raise ConnectionError("gone")
+
+        job.manager.trained = refuse  # type: ignore[method-assign]
+        job.arrive((5.0, 5.0))
+        with pytest.raises(ConnectionError, match="gone"):
+            await job.serve(job.loop.run())
+
+    run(body)

@@ -1,0 +1,281 @@
+"""Publication over what may be on the disk already: versions that were damaged there, and folders that stay."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from realsys.cluster.store.base import Lease
+from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.errors import Fenced, NameStoreError, WeightsError
+from realsys.master import publish
+from realsys.master.publish import Publisher, VersionKey, tell
+from realsys.types import SaveWeightsReply, SaveWeightsRequest
+from realsys.weights.base import PublisherParts, Share
+from realsys.weights.disk import manifest as m
+from realsys.weights.disk import publisher
+from realsys.weights.disk.publisher import DiskPublisher
+from realsys.weights.disk.records import DiskPlan
+from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk.stage import stage
+from realsys.weights.disk.writer import DiskWriter
+
+
+class Trial:
+    """Publishes versions of which each changes one tensor of two, and so refers to the one before."""
+
+    def __init__(self, tmp_path: Path, *, keep: int = 2) -> None:
+        self.root, model = tmp_path / "weights", tmp_path / "model"
+        model.mkdir()
+        self._writer, self._store = DiskWriter(ShardWriter()), MemoryNameStore()
+        weights = DiskPublisher(PublisherParts(self.root, model, "0001"), keep)
+        key = VersionKey(self._store, "model_version")
+        self.publisher = Publisher(weights, self._save, key, incarnation="0001")
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]:
+        return {"frozen": torch.arange(64.0), "trained": torch.full((64,), float(version))}
+
+    async def _save(self, request: SaveWeightsRequest) -> list[SaveWeightsReply]:
+        share = Share(request.role, request.version, 0, 1, request.plan)
+        return [SaveWeightsReply(self._writer.write(share, self.tensors(request.version)))]
+
+    def publish(self, version: int) -> Path:
+        asyncio.run(self.publisher.publish(version, version))
+        return self.folder(version)
+
+    def folder(self, version: int) -> Path:
+        return self.root / m.directory_name(version, "0001")
+
+    def versions(self) -> list[int]:
+        return [version for version, _, _ in m.complete_versions(self.root)]
+
+    def check(self, version: int) -> None:
+        staged = stage(self.folder(version), version).tensors
+        assert all(torch.equal(staged[name], tensor) for name, tensor in self.tensors(version).items())
+
+    def close(self) -> None:
+        self._store.close()
+
+
+@pytest.fixture
+def trial(tmp_path: Path):
+    made = Trial(tmp_path)
+    yield made
+    made.close()
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def renamed(path: Path) -> None:
+    """A flipped bit in the name of a folder that is referred to."""
+    text = path.read_text()
+    assert '"v00000000.0001"' in text
+    path.write_text(text.replace('"v00000000.0001"', '"v00000004.0001"'))
+
+
+def errors(caplog: pytest.LogCaptureFixture, folder: Path) -> list[str]:
+    return [r.message for r in caplog.records if r.levelno >= logging.ERROR and str(folder) in r.message]
+
+
+@pytest.mark.parametrize(
+    "damage", [half, renamed, lambda path: path.write_bytes(b"")], ids=["half", "renamed", "empty"]
+)
+def test_a_version_that_is_damaged_as_it_is_published_ends_nothing_and_the_next_one_is_whole(
+    trial: Trial, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial.publish(0)
+    prune = m.prune
+
+    def damaged_before(root: Path, **options: object) -> m.Removed:
+        if trial.versions()[-1] == 1:
+            damage(trial.folder(1) / m.MANIFEST)
+        return prune(root, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(m, "prune", damaged_before)
+    trial.publish(1)
+    assert trial.versions() == [0, 1], "what it may refer to stays"
+    trial.publish(2)
+    assert m.load_manifest(trial.folder(2)).needs == []
+    trial.check(2)
+    assert trial.versions() == [0, 1, 2]
+    trial.publish(3)
+    assert trial.versions() == [2, 3], "once it goes, all goes that stayed for it"
+    assert m.load_manifest(trial.folder(3)).needs == ["v00000002.0001"]
+    trial.check(3)
+    named = errors(caplog, trial.folder(1))
+    assert len(named) == 2, "that nobody knows what it refers to, and that the next version is written whole"
+    assert sum("is written whole" in message for message in named) == 1
+
+
+def test_a_damaged_version_that_the_newest_refers_to_is_not_referred_to_again(trial: Trial) -> None:
+    trial.publish(0)
+    trial.publish(1)
+    half(trial.folder(0) / m.MANIFEST)
+    trial.publish(2)
+    assert m.load_manifest(trial.folder(2)).needs == []
+    trial.check(1)
+    trial.check(2)
+
+
+def test_a_shard_that_is_gone_is_not_referred_to(trial: Trial) -> None:
+    trial.publish(0)
+    for shard in trial.folder(0).glob("*.safetensors"):
+        shard.unlink()
+    trial.publish(1)
+    trial.check(1)
+
+
+def test_a_folder_that_cannot_be_removed_is_named_and_ends_nothing(
+    trial: Trial, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network file system on which a server has one of its files open."""
+    remove = shutil.rmtree
+
+    def busy(path: Path, **options: object) -> None:
+        if Path(path) == trial.folder(0):
+            raise OSError(39, "Directory not empty", str(path))
+        remove(path, **options)  # type: ignore[arg-type]
+
+    trial.publisher = _whole(trial)
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    for version in range(4):
+        trial.publish(version)
+    assert trial.versions() == [2, 3] and trial.folder(0).exists()
+    assert len(errors(caplog, trial.folder(0))) == 1 and "Directory not empty" in errors(caplog, trial.folder(0))[0]
+    monkeypatch.undo()
+    asyncio.run(trial.publisher.discard_unfinished())
+    assert not trial.folder(0).exists()
+
+
+class Away(MemoryNameStore):
+    """Does not answer the first ``failures`` times."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__()
+        self.failures = failures
+
+    def add(self, key: str, value: str, *, lease: Lease | None = None, replace: bool = False) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise NameStoreError("name store: did not answer")
+        super().add(key, value, lease=lease, replace=replace)
+
+
+def test_a_name_store_that_is_away_for_a_while_costs_the_training_side_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own leases last longer than that; one that stays away fences every process anyway."""
+    monkeypatch.setattr(publish, "RETRY_S", 0.0)
+    with closing(Away(3)) as store:
+        asyncio.run(tell(store, "status", "1", 60.0))
+        assert store.get("status") == "1"
+    with closing(Away(10**9)) as store, pytest.raises(NameStoreError, match="did not answer"):
+        asyncio.run(tell(store, "status", "1", 0.0))
+    lease = iter([True, True, False])
+
+    def check() -> None:
+        if not next(lease):
+            raise Fenced("its lease is over")
+
+    with closing(Away(10**9)) as store, pytest.raises(Fenced):
+        asyncio.run(tell(store, "status", "1", 60.0, check))
+
+
+@pytest.mark.parametrize("file", [m.MANIFEST, "*.part"])
+def test_what_is_damaged_before_anybody_is_told_is_written_again(
+    trial: Trial, file: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failpoint(point: str, path: Path | None = None, **_: object) -> None:
+        if point == "weights.publish" and path == trial.folder(1):
+            half(next(path.glob(file)))  # version 1 refers to version 0, so its shard is a part
+
+    monkeypatch.setattr(publish, "failpoint", failpoint)
+    trial.publish(0)
+    trial.publish(1)
+    trial.check(1)
+    assert "is written again" in errors(caplog, trial.folder(1))[0]
+    assert sorted(trial.root.iterdir()) == [trial.folder(0), trial.folder(1)], "nothing is left of the other"
+    trial.publish(2)
+    trial.check(2)
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 4
+    path.write_bytes(content)
+
+
+def said(version: int, *served: int | None) -> dict[str, object]:
+    """The manager's status: versions that the servers have; None: quarantined, for it cannot load the newest."""
+    rows = [
+        {"state": "quarantined" if v is None else "ready", "error": "x" * (v is None), "version": v} for v in served
+    ]
+    return {"version": version, "servers": rows}
+
+
+def test_a_version_that_no_server_can_load_is_proved_and_written_again_in_its_place(
+    trial: Trial, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing else would: with nobody to generate no further batch comes, and so no further version."""
+    trial.publish(0)
+    flipped(next(trial.folder(0).glob("*.safetensors")))
+    for status in (said(0), said(0, 0), said(0, None, 0), said(3, None)):
+        asyncio.run(trial.publisher.mend(status))
+        with pytest.raises(WeightsError, match="corrupt"):
+            trial.check(0)
+    asyncio.run(trial.publisher.mend(said(0, None, None)))
+    trial.check(0)
+    assert len(errors(caplog, trial.folder(0))) == 1 and "corrupt" in errors(caplog, trial.folder(0))[0]
+    trial.publish(1)
+    trial.check(1)
+
+
+def test_a_version_that_is_good_is_proved_once_and_one_that_stays_bad_ends_the_run(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proved: list[int] = []
+
+    def prove(folder: Path, version: int) -> None:
+        proved.append(version)
+        if version == 1:
+            raise WeightsError("the disk lies")
+
+    monkeypatch.setattr(publisher, "prove", prove)
+    for version in (0, 1):
+        trial.publish(version)
+        for _ in range(publish.MAX_MENDED):
+            asyncio.run(trial.publisher.mend(said(version, None)))
+    assert proved == [0] + [1] * publish.MAX_MENDED
+    with pytest.raises(WeightsError, match="was written 4 times, and is damaged: the disk lies"):
+        asyncio.run(trial.publisher.mend(said(1, None)))
+
+
+def test_a_damaged_version_is_exported_all_the_same(trial: Trial, tmp_path: Path) -> None:
+    trial.publish(0)
+    flipped(next(trial.folder(0).glob("*.safetensors")))
+    asyncio.run(trial.publisher.export(tmp_path / "hf" / "step-0"))
+    found = load_file(tmp_path / "hf" / "step-0" / "model-00001-of-00001.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in trial.tensors(0).items())
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        asyncio.run(trial.publisher.export(tmp_path / "file" / "hf"))
+
+
+def _whole(trial: Trial) -> Publisher:
+    """One whose versions refer to nothing."""
+    made = trial.publisher
+
+    async def save(request: SaveWeightsRequest) -> list[SaveWeightsReply]:
+        share = Share(request.role, request.version, 0, 1, DiskPlan(request.plan.directory))
+        return [SaveWeightsReply(DiskWriter(ShardWriter()).write(share, trial.tensors(request.version)))]
+
+    made._save = save
+    return made

@@ -1,0 +1,160 @@
+"""Who records what, when a record is complete, and what becomes of one that cannot be written."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from realsys.cluster.topology import place
+from realsys.config.allocation import parse_allocation
+from realsys.config.dataflow import dataflow_of
+from realsys.config.paths import TrialPaths
+from realsys.master.calls.executor import CallResult, Minibatches
+from realsys.master.records.recorder import Recorder, array_holders
+from realsys.train.records import record_files as files
+from realsys.types import Empty, HoldRequest, Recorded, RecordReply, RecordRequest, SampleMeta
+from tests.support.processes.config_trees import changed
+from tests.support.training.records import make_ref
+
+CONFIG = changed("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false", "record.keep_steps=2")
+FLOW = dataflow_of(CONFIG)
+MESHES = place(parse_allocation("sglang.d1+actor.p2,critic.d2"), ["actor", "critic"])
+GROUPS = [[SampleMeta(f"t/{k}", "t", 0, 4, 2, 1.0, False, 0, 0, owner=1) for k in range(2)]]
+REFS = [make_ref(sample.sample_id, 4, 2, 1.0, False, 0) for sample in GROUPS[0]]
+PLANS: dict[str, Minibatches] = {"actor": [[REFS]], "critic": [[[REFS[0]], [REFS[1]]]]}
+
+
+class Workers:
+    """Answers at once; what it was asked, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[msgspec.Struct] = []
+
+    def hold(self, payload: HoldRequest) -> asyncio.Future[list[Empty]]:
+        return self._answer(payload, [Empty()] * 2)
+
+    def record(self, payload: RecordRequest) -> asyncio.Future[list[RecordReply]]:
+        return self._answer(payload, [RecordReply(w, {"actor": {"weight": f"sum{w}"}}, 0.001) for w in range(2)])
+
+    def _answer(self, payload, reply):  # type: ignore[no-untyped-def]
+        self.asked.append(payload)
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(reply)
+        return future
+
+
+def result(**stats: float) -> CallResult:
+    return CallResult(stats, {}, 0.1, 0.0, 0.1, 0)
+
+
+async def take(recorder: Recorder, step: int) -> None:
+    recording = recorder.begin(step, GROUPS, FLOW, PLANS, {"actor_train": {"lr": 0.5}})
+    await recording.end({"actor_train": result(loss=float("nan"), grad_norm=1.5)})
+
+
+def write_files(workers: Workers, step: int, of: tuple[int, ...] = (0, 1)) -> list[Recorded]:
+    """What the workers' threads do."""
+    directory = Path(next(p.directory for p in reversed(workers.asked) if isinstance(p, RecordRequest)))
+    directory.mkdir(parents=True, exist_ok=True)
+    for worker in of:
+        (directory / files.worker_file(worker)).write_bytes(b"content")
+    return [Recorded(worker, step, 7, "c") for worker in of]
+
+
+def test_every_array_is_recorded_by_one_worker() -> None:
+    held = array_holders(GROUPS, FLOW, PLANS, MESHES)
+    ids = ["t/0", "t/1"]
+    # The stream brought the samples to the actor's last stage, which also makes the actor's arrays.
+    actor = ("behav_logprobs", "loss_mask", "tokens", "versions", "prox_logprobs", "advantages", "returns")
+    assert held[1] == {**dict.fromkeys(actor, ids), "values": ["t/1"]}
+    assert held[0] == {"values": ["t/0"]}
+
+
+def test_a_record_is_complete_when_the_last_worker_has_written(tmp_path: Path) -> None:
+    async def body() -> None:
+        workers, paths = Workers(), TrialPaths(tmp_path)
+        recorder = Recorder(CONFIG, paths, MESHES, workers, "inc")
+        await take(recorder, 3)
+        assert [type(payload) for payload in workers.asked] == [HoldRequest, RecordRequest]
+        first, second = write_files(workers, 3)
+        recorder.written(first)
+        recorder.written(first)  # a notice that comes twice
+        assert files.recorded_steps(paths.records) == {}
+        recorder.written(second)
+        await recorder.finish()
+        found = files.read_record(files.record_of_step(paths.records, 3))
+        assert (found.step, found.version, found.incarnation, found.groups) == (3, 2, "inc", GROUPS)
+        assert files.config_of(Path(), found) == CONFIG, "that of the trial may change"
+        assert found.stats == {"actor_train": {"loss": "nan", "grad_norm": 1.5}}
+        assert found.weights == {"actor": {0: {"weight": "sum0"}, 1: {"weight": "sum1"}}}
+        assert list(found.files) == [files.worker_file(0), files.worker_file(1)]
+        recorder.written(second)  # of a step that is done: nobody minds
+
+    asyncio.run(body())
+
+
+def test_a_worker_that_writes_before_the_replies_are_in_is_waited_for_all_the_same(tmp_path: Path) -> None:
+    async def body() -> None:
+        workers, paths = Workers(), TrialPaths(tmp_path)
+        recorder = Recorder(CONFIG, paths, MESHES, workers, "inc")
+        recording = recorder.begin(3, GROUPS, FLOW, PLANS, {})
+        ended = recording.end({})
+        for notice in write_files(workers, 3):
+            recorder.written(notice)
+        assert files.recorded_steps(paths.records) == {}
+        await ended
+        await recorder.finish()
+        assert list(files.recorded_steps(paths.records)) == [3]
+
+    asyncio.run(body())
+
+
+def test_a_worker_that_cannot_write_costs_the_record_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        workers, paths = Workers(), TrialPaths(tmp_path)
+        recorder = Recorder(CONFIG, paths, MESHES, workers, "inc")
+        await take(recorder, 3)
+        first, _ = write_files(workers, 3)
+        recorder.written(first)
+        recorder.written(Recorded(1, 3, failure="model_worker/1: cannot be written: No space left on device"))
+        await recorder.finish()
+        assert files.recorded_steps(paths.records) == {}
+        await take(recorder, 4)
+        for notice in write_files(workers, 4):
+            recorder.written(notice)
+        await recorder.finish()
+        assert list(files.recorded_steps(paths.records)) == [4]
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(body())
+    (problem,) = [entry.getMessage() for entry in caplog.records]
+    assert problem == "step 3 is not recorded: model_worker/1: cannot be written: No space left on device"
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_step_that_is_trained_again_replaces_its_record_and_old_ones_go(tmp_path: Path) -> None:
+    async def body() -> None:
+        workers, paths = Workers(), TrialPaths(tmp_path)
+
+        async def steps(incarnation: str, *numbers: int) -> None:
+            recorder = Recorder(CONFIG, paths, MESHES, workers, incarnation)
+            await recorder.rewind(numbers[0] - 1)
+            for step in numbers:
+                await take(recorder, step)
+                for notice in write_files(workers, step):
+                    recorder.written(notice)
+                await recorder.finish()
+
+        await steps("first", 1, 2, 3)
+        assert list(files.recorded_steps(paths.records)) == [2, 3]  # record.keep_steps
+        await steps("second", 3)
+        found = [files.read_record(path).incarnation for path in files.recorded_steps(paths.records).values()]
+        assert found == ["first", "second"]
+
+    asyncio.run(body())

@@ -1,0 +1,484 @@
+"""The pool: real processes, whatever a verifier does."""
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+import uvloop
+
+from realsys.errors import RewardError
+from realsys.reward.frames import MAX_ITEMS, Done, NotLoaded, frame
+from realsys.reward.pool import VerifierPool
+from realsys.reward.verifiers.base import Item, Verdict
+
+BEHAVE = "tests.support.serving.reward_verifiers:behave"
+
+
+def with_pool(body, processes=1, timeout_s=5.0):
+    """Run ``body(pool)`` on a pool that is closed afterwards; 60 s bound all of it."""
+
+    async def run():
+        pool = VerifierPool(processes, timeout_s)
+        try:
+            async with asyncio.timeout(60):
+                return await body(pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(run())
+
+
+async def correct(pool, completion, answer="a", prompt=""):
+    return (await pool.verify(BEHAVE, Item(prompt, completion, answer))).correct
+
+
+async def outcomes(pool, items):
+    """Verdicts and errors of items that are asked for in one turn of the event loop."""
+    calls = (pool.verify(BEHAVE, item) for item in items)
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def error_of(pool, completion, answer=""):
+    with pytest.raises(RewardError) as caught:
+        await pool.verify(BEHAVE, Item("", completion, answer))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+async def until(condition):
+    """Let other coroutines run until the condition holds; with_pool bounds the time."""
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0)
+
+
+def trips(pool):
+    return sum(child._batches - len(child._loaded) for child in pool._running)
+
+
+def test_each_item_gets_its_own_verdict():
+    async def body(pool):
+        verdicts = await outcomes(pool, [Item("", completion, "7") for completion in ("7", "8", "7", "")])
+        assert [verdict.correct for verdict in verdicts] == [True, False, True, False]
+        assert await pool.verify("exact", Item("a1b2=", "#3", "3")) == Verdict(correct=True)
+        assert await pool.verify(BEHAVE, Item("", "metrics", "")) == Verdict(0.25, None, {"length": 3, "right": 1})
+        assert (pool.restarts, pool.waiting) == (0, 0)
+
+    with_pool(body)
+
+
+def test_items_of_one_turn_share_a_trip():
+    async def body(pool):
+        await correct(pool, "a")
+        before = trips(pool)
+        await outcomes(pool, [Item("", "a", "a")] * MAX_ITEMS)
+        assert trips(pool) == before + 1
+        await outcomes(pool, [Item("", "a", "a")] * (MAX_ITEMS + 1))
+        assert trips(pool) == before + 3
+
+    with_pool(body)
+
+
+def test_items_are_shared_between_processes():
+    """One process must not take all of them: each is slow, and the others would have nothing to do."""
+
+    async def body(pool):
+        pids = await outcomes(pool, [Item("", "process", "")] * 8)
+        assert len({verdict.reward for verdict in pids}) == 2
+
+    with_pool(body, processes=2)
+
+
+def test_verifiers_take_turns_in_the_queue():
+    async def body(pool):
+        order = []
+
+        async def ask(name, completion, answer):
+            await pool.verify(name, Item("", completion, answer))
+            order.append(name)
+
+        await asyncio.gather(*(ask(BEHAVE, "a", "a") for _ in range(2 * MAX_ITEMS)), ask("exact", "#1", "1"))
+        assert order.index("exact") == MAX_ITEMS
+
+    with_pool(body)
+
+
+def test_keys_of_the_row_arrive_unchanged():
+    extra = {"big": 2**70, "list": [1, 1.0, None, {"a": "\u00e9\x00"}]}
+
+    async def body(pool):
+        verdict = await pool.verify(BEHAVE, Item("", "extra", "", extra))
+        assert list(verdict.metrics) == [repr(extra)[:100]]
+        with pytest.raises(RewardError, match="cannot be written as JSON"):
+            await pool.verify(BEHAVE, Item("", "\ud800", ""))
+
+    with_pool(body)
+
+
+def test_hung_verifier_is_killed_and_replaced():
+    async def body(pool):
+        await correct(pool, "a")
+        assert "no result within" in (message := await error_of(pool, "hang"))
+        assert BEHAVE in message
+        assert await correct(pool, "a") is True
+        assert pool.restarts == 1
+
+    with_pool(body, timeout_s=1.5)
+
+
+def test_dead_process_is_an_error_and_replaced():
+    async def body(pool):
+        assert "exit code 7" in await error_of(pool, "crash")
+        assert await correct(pool, "a") is True
+        assert pool.restarts == 1
+
+    with_pool(body)
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem", "restarts"),
+    [
+        ("raise", "ArithmeticError: cannot tell", 0),
+        ("none", "TypeError: returned None", 0),
+        ("memory", "MemoryError", 1),
+        ("crash", "exit code 7", 1),
+        ("hang", "no result within", 1),
+    ],
+)
+def test_undecidable_item_fails_alone(bad, problem, restarts, tmp_path):
+    """Items before and behind it have verdicts, and each of them was judged once."""
+    noted = tmp_path / "noted"
+
+    async def body(pool):
+        await correct(pool, "a")  # the verifier is loaded, so the time limit is that of an item
+        items = [Item(str(k), "note", str(noted)) for k in range(16)]
+        items[4] = items[11] = Item("", bad, "")
+        results = await outcomes(pool, items)
+        for k, result in enumerate(results):
+            if k in (4, 11):
+                assert isinstance(result, RewardError) and problem in str(result) and BEHAVE in str(result)
+            else:
+                assert result == Verdict(correct=True)
+        assert pool.restarts == 2 * restarts
+
+    with_pool(body, timeout_s=1.5)
+    assert noted.read_text().split() == [str(k) for k in range(16) if k not in (4, 11)]
+
+
+def test_process_killed_between_items_fails_nothing():
+    async def body(pool):
+        await correct(pool, "a")
+        (child,) = pool._running
+        os.kill(child._popen.pid, signal.SIGKILL)
+        await until(child.has_ended)
+        assert await correct(pool, "a") is True
+        assert pool.restarts == 1
+
+    with_pool(body)
+
+
+def test_exception_is_an_error_and_the_process_stays():
+    async def body(pool):
+        assert "TypeError: returned None" in await error_of(pool, "none")
+        assert "ValueError: returned nan" in await error_of(pool, "nan")
+        assert len(await error_of(pool, "huge")) < 500
+        assert "ValueError: \\ud800xxx" in await error_of(pool, "unspeakable")
+        assert await correct(pool, "a") is True
+        assert pool.restarts == 0
+
+    with_pool(body)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("memory", "MemoryError"),
+        ("open sockets", "Too many open files"),
+        ("fill the disk", "File too large"),
+        ("print without end", "File too large"),
+    ],
+)
+def test_a_process_that_lacks_something_of_the_systems_is_replaced(answer, problem):
+    """Else it would fail every answer from then on, and nothing would be trained any more."""
+
+    async def body(pool):
+        assert problem in await error_of(pool, answer)
+        assert await correct(pool, "a") is True
+        assert pool.restarts == 1
+
+    with_pool(body, timeout_s=40.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("ignore SIGTERM", "no result within"),
+        ("signal its group", "killed by SIGTERM"),
+        ("exit", "exit code 0"),
+    ],
+)
+def test_a_verifier_that_ends_or_stalls_its_process_harms_nobody_else(answer, problem):
+    async def body(pool):
+        assert await correct(pool, "a") is True  # loaded, so that the limit is that of an answer
+        assert problem in await error_of(pool, answer)
+        assert await correct(pool, "a") is True
+        assert pool.restarts == 1
+
+    with_pool(body, timeout_s=1.0)
+
+
+def test_verdict_stands_though_the_process_cannot_report():
+    async def body(pool):
+        assert await correct(pool, "close everything") is False
+        assert await correct(pool, "a") is True
+        assert pool.restarts == 1
+
+    with_pool(body)
+
+
+def test_a_verifier_that_forks_gives_its_verdict_once():
+    """The twin comes back into our code, with our socket: its verdict would be taken for that on the next answer."""
+
+    async def body(pool):
+        for _ in range(5):
+            assert await correct(pool, "fork", "") is True
+            assert await correct(pool, "b") is False
+        verdicts = await outcomes(pool, [Item("", completion, "a") for completion in ("fork", "b", "fork", "b")])
+        assert [verdict.correct for verdict in verdicts] == [True, False, True, False]
+        assert pool.restarts == 0
+
+    with_pool(body)
+
+
+FORKED_WRITER = """
+import os
+from realsys.reward.outcomes import JournalReader, JournalWriter
+
+reader = JournalReader()
+writer = JournalWriter(os.dup(reader.descriptor))
+writer.begin(1)
+reader.begin(1)
+if os.fork() == 0:
+    writer.append(b"forged")
+    os._exit(0)
+_, status = os.wait()
+print(os.WIFSIGNALED(status), reader.read(0, 1))
+"""
+
+
+def test_forked_process_cannot_write_outcomes():
+    done = subprocess.run([sys.executable, "-c", FORKED_WRITER], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True []\n"
+
+
+def test_what_a_verifier_started_dies_with_its_process(tmp_path):
+    async def body(pool):
+        assert await correct(pool, "a") is True
+        assert "no result within" in await error_of(pool, "start", str(tmp_path / "pid"))
+
+    with_pool(body, timeout_s=3.0)
+    try:
+        child = os.pidfd_open(int((tmp_path / "pid").read_text()))
+    except ProcessLookupError:
+        return  # collected already
+    try:
+        assert select.select([child], [], [], 10.0)[0], "what the verifier started outlived it by 10 s"
+    finally:
+        os.close(child)
+
+
+def test_what_a_verifier_prints_is_logged_and_bounded(caplog):
+    async def body(pool):
+        assert await correct(pool, "print", "") is True
+        assert "it printed: this is what it said" not in await error_of(pool, "exit")
+
+    with caplog.at_level("INFO"):
+        with_pool(body)
+    assert caplog.text.count("this is what it said") == 1
+
+
+def error_after(*replies):
+    """The error of two items if their process says these things before it has judged one."""
+
+    async def body(pool):
+        await correct(pool, "a")  # batch 1 loads the verifier, batch 2 is this item
+        (child,) = pool._running
+        for reply in replies:
+            child._reader.feed_data(frame(reply))
+        first, second = await outcomes(pool, [Item("", "wait", "600"), Item("", "a", "a")])
+        assert second == Verdict(correct=True) and pool.restarts == 1
+        return str(first)
+
+    return with_pool(body)
+
+
+@pytest.mark.parametrize(
+    ("replies", "problem"),
+    [
+        ([Done(2, 2)], "replied to batch 2, not 3"),  # late, or twice
+        ([Done(3, 3)], "after 0 of 2 outcomes"),
+        ([Done(3, 0)], "after 0 of 2 outcomes"),
+        ([Done(3, 2)], "has 0 outcomes, must have 2 to 2"),
+        ([NotLoaded(3, "x")], "after 0 of 2 outcomes"),
+    ],
+)
+def test_reply_that_does_not_fit_is_an_error(replies, problem):
+    assert problem in error_after(*replies)
+
+
+def test_verifier_that_cannot_be_loaded_is_an_error():
+    async def body(pool):
+        with pytest.raises(RewardError, match="cannot be loaded: ConfigError: .*no module named 'nowhere'"):
+            await pool.verify("nowhere:verify", Item("", "a", "a"))
+        assert (await pool.verify("exact", Item("", "#1", "1"))).correct is True
+        assert pool.restarts == 0
+
+    with_pool(body)
+
+
+def test_process_that_cannot_start_is_an_error(monkeypatch):
+    async def body(pool):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/no/python")
+            assert "cannot be started" in await error_of(pool, "a")
+        assert await correct(pool, "a") is True
+
+    with_pool(body)
+
+
+def test_limit_is_per_item_not_per_trip():
+    async def body(pool):
+        verdicts = await outcomes(pool, [Item("", "wait", "0.5")] * 5)  # 2.5 s in all, the limit is 2 s
+        assert [verdict.correct for verdict in verdicts] == [False] * 5
+
+    with_pool(body, timeout_s=2.0)
+
+
+def test_verdicts_arrive_while_later_items_run():
+    async def body(pool):
+        first = asyncio.create_task(correct(pool, "a"))
+        second = asyncio.create_task(pool.verify(BEHAVE, Item("", "wait", "1")))
+        third = asyncio.create_task(error_of(pool, "hang"))
+        assert await first is True and (await second).correct is False
+        assert not third.done()
+        await pool.close()
+        assert "died" in await third
+
+    with_pool(body, timeout_s=5.0)
+
+
+def test_one_hung_verifier_does_not_hold_up_another_process():
+    async def body(pool):
+        hung = asyncio.create_task(error_of(pool, "hang"))
+        await asyncio.sleep(0)
+        await until(lambda: not pool.waiting)  # a process has taken it
+        assert await asyncio.gather(*(correct(pool, "a") for _ in range(3))) == [True] * 3
+        assert not hung.done()
+        await pool.close()
+        assert "died" in await hung
+
+    with_pool(body, processes=2, timeout_s=60.0)
+
+
+def test_cancelled_call_leaves_nothing_to_the_next():
+    async def body(pool):
+        assert await correct(pool, "a") is True
+        judged = asyncio.create_task(correct(pool, "wait", "0.5"))
+        await until(lambda: trips(pool) == 2)
+        waits = asyncio.create_task(correct(pool, "hang"))
+        await asyncio.sleep(0)
+        assert pool.waiting == 1
+        for call in (judged, waits):
+            call.cancel()
+        await asyncio.gather(judged, waits, return_exceptions=True)
+        assert pool.waiting == 0
+        assert await correct(pool, "b") is False
+        assert pool.restarts == 0  # no process was given the one that hangs
+
+    with_pool(body)
+
+
+def test_close_ends_the_processes_and_what_waits_for_them():
+    async def body(pool):
+        await correct(pool, "a")
+        (child,) = pool._running
+        running = asyncio.create_task(error_of(pool, "hang"))
+        behind = asyncio.create_task(error_of(pool, "a"))  # in the same trip
+        await until(lambda: trips(pool) == 2)
+        waiting = asyncio.create_task(error_of(pool, "a"))
+        await asyncio.sleep(0)
+        await pool.close()
+        assert "died" in await running
+        assert await behind == await waiting == await error_of(pool, "a") == "the verifier pool is closed"
+        assert child._popen.returncode == -signal.SIGKILL and pool.restarts == 0
+
+    with_pool(body)
+
+
+def test_verifier_processes_die_with_their_parent_even_while_they_hang():
+    script = (
+        "import asyncio\n"
+        "from realsys.reward.pool import VerifierPool\n"
+        "from realsys.reward.verifiers.base import Item\n"
+        "async def main():\n"
+        "    pool = VerifierPool(1, 100.0)\n"
+        f"    await pool.verify({BEHAVE!r}, Item('', 'a', 'a'))\n"
+        "    print(next(iter(pool._running))._popen.pid, flush=True)\n"
+        f"    await pool.verify({BEHAVE!r}, Item('', 'hang', ''))\n"
+        "asyncio.run(main())\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        child = os.pidfd_open(int(parent.stdout.readline()))
+    finally:
+        parent.kill()
+        parent.communicate(timeout=60)
+    try:
+        assert select.select([child], [], [], 60.0)[0], "the verifier process outlived its parent by 60 s"
+    finally:
+        os.close(child)
+
+
+def test_wait_for_a_dying_process_blocks_nothing():
+    """A process that closes its socket and lives on is waited for, while other coroutines run."""
+
+    async def body(pool):
+        await correct(pool, "a")
+        (child,) = pool._running
+        waiting, turns = asyncio.create_task(child._exits_within(0.2)), 0
+        while not waiting.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert await waiting is False and turns > 20
+
+    with_pool(body)
+
+
+def test_pool_works_on_the_event_loop_of_the_workers():
+    async def run():
+        pool = VerifierPool(1, 5.0)
+        try:
+            async with asyncio.timeout(60):
+                assert "exit code 7" in await error_of(pool, "crash")
+                assert await correct(pool, "a") is True
+        finally:
+            await pool.close()
+
+    uvloop.run(run())
+
+
+def test_nothing_heavy_is_imported():
+    code = (
+        "import sys, realsys.reward.pool, realsys.reward.verifier_main, realsys.data.check, "
+        "realsys.rollout.worker_loop, realsys.rollout.partial, "
+        "realsys.rollout.manager_client, realsys.data.arith, realsys.data.char_model\n"
+        "print([name for name in ('torch', 'transformers', 'sympy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

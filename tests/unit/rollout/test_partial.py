@@ -1,0 +1,222 @@
+"""Partial rollouts: nothing of an answer is lost or made anew when its server goes away."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from realsys.errors import GenerationError
+from realsys.generation.client import SamplingSpec
+from realsys.rollout import partial
+from realsys.rollout.manager_client import RolloutSuperseded
+from realsys.rollout.partial import Call, PartialRolloutManager
+from realsys.types import Ticket
+from tests.support.serving.rollout_fakes import STEP, FakeScheduler, FakeServers
+
+PROMPT = [5, 6, 7]
+
+
+def ticket(n=1, **fields):
+    return Ticket("17", 2, prompt_index=0, n=n, seed=400, **fields)
+
+
+def dead(url="http://a"):
+    return GenerationError(f"{url}/generate: connection failed", retryable=True)
+
+
+def run(script, n=1, max_new=20, min_new=0, chunk=0, scheduler=None):
+    servers, scheduler = FakeServers(list(script)), scheduler or FakeScheduler()
+    manager = PartialRolloutManager(scheduler, servers)
+    spec = SamplingSpec(max_new_tokens=max_new, min_new_tokens=min_new, n=n, new_tokens_per_chunk=chunk)
+
+    async def body():
+        async with asyncio.timeout(60):
+            return await manager.generate(Call(ticket(n), "0.0", PROMPT, spec, 400))
+
+    return asyncio.run(body()), servers, scheduler
+
+
+def test_all_answers_are_asked_for_in_one_request():
+    answers, servers, scheduler = run([[(4, 3, "stop"), (6, 3, "length")]], n=2)
+    (call,) = servers.calls
+    assert (call.input_ids, call.spec.n, call.seed, call.rid) == (PROMPT, 2, 400, "17.2.0.0.0")
+    assert [len(a.tokens) for a in answers] == [4, 6]
+    assert [a.finish_reason for a in answers] == ["stop", "length"]
+    (request,) = scheduler.requests
+    assert (request.ticket_id, request.attempt, request.n, request.failed_server) == ("17", 2, 2, None)
+    assert (request.call, request.previous, request.released) == ("0.0", None, [])
+    assert (request.prompt_len, request.max_new_tokens) == (3, 20)
+
+
+def test_an_aborted_answer_goes_on_from_its_own_tokens_with_what_is_left_of_its_budget():
+    answers, servers, scheduler = run(
+        [[(4, 3, "abort"), (2, 3, "stop")], [(5, 4, "abort")], [(1, 6, "stop")]], n=2, min_new=7
+    )
+    first = answers[0]
+    # Positions count on through the segments: what was given back was exactly prompt + tokens so far.
+    assert first.tokens.tolist() == [STEP + 3 + k for k in range(10)]
+    assert first.versions.tolist() == [3] * 4 + [4] * 5 + [6]
+    assert first.logprobs.tolist() == [-3.5] * 4 + [-4.5] * 5 + [-6.5]
+    assert (first.tokens.dtype, first.logprobs.dtype, first.versions.dtype) == (np.int32, np.float32, np.int32)
+    assert first.finish_reason == "stop"
+    assert first.route == (("a", 4), ("b", 5), ("c", 1))
+    assert answers[1].tokens.tolist() == [STEP + 3, STEP + 4]
+    assert servers.calls[1].input_ids == PROMPT + first.tokens[:4].tolist()
+    assert servers.calls[2].input_ids == PROMPT + first.tokens[:9].tolist()
+    assert [call.spec.max_new_tokens for call in servers.calls] == [20, 16, 11]
+    assert [call.spec.min_new_tokens for call in servers.calls] == [7, 3, 0]
+    assert [call.spec.n for call in servers.calls] == [2, 1, 1]
+    assert [call.spec.answer_prefix for call in servers.calls] == [0, 4, 9]  # penalties and stop strings see them
+    assert [call.url for call in servers.calls] == ["http://a", "http://b", "http://c"]
+    assert [request.n for request in scheduler.requests] == [2, 1, 1]
+    assert scheduler.requests[2].prompt_len == 12 and scheduler.requests[2].failed_server is None
+
+
+def test_segments_are_sampled_with_different_random_numbers():
+    _, servers, _ = run(
+        [[(4, 0, "abort"), (4, 0, "abort")], [(1, 1, "abort")], [(1, 1, "stop")], [(1, 2, "stop")]], n=2
+    )
+    seeds = [call.seed for call in servers.calls]
+    assert len(set(seeds)) == 4 and all(0 <= seed < 2**31 for seed in seeds)
+    assert seeds == [
+        call.seed
+        for call in run(
+            [[(4, 0, "abort"), (4, 0, "abort")], [(1, 1, "abort")], [(1, 1, "stop")], [(1, 2, "stop")]], n=2
+        )[1].calls
+    ]
+
+
+def test_a_dead_server_is_reported_and_the_request_is_made_elsewhere():
+    answers, servers, scheduler = run([dead(), [(3, 1, "stop"), (3, 1, "stop")]], n=2)
+    assert [len(a.tokens) for a in answers] == [3, 3]
+    assert [call.url for call in servers.calls] == ["http://a", "http://b"]
+    assert servers.calls[1].spec.n == 2 and servers.calls[1].seed == 400
+    assert (scheduler.requests[1].failed_server, scheduler.requests[1].failure) == (
+        "a",
+        "http://a/generate: connection failed",
+    )
+
+
+def test_a_server_that_dies_under_a_continued_answer_costs_only_its_own_segment():
+    script = [[(4, 3, "abort"), (4, 3, "abort")], dead("http://b"), [(2, 4, "stop")], [(3, 4, "stop")]]
+    answers, _, scheduler = run(script, n=2)
+    assert sorted(len(a.tokens) for a in answers) == [6, 7]
+    for answer in answers:
+        assert answer.tokens.tolist() == [STEP + 3 + k for k in range(len(answer.tokens))]
+        assert answer.versions.tolist()[:4] == [3] * 4
+    assert scheduler.requests[2].failed_server == "b" and scheduler.requests[2].n == 1
+
+
+def test_a_request_that_the_server_calls_wrong_is_not_repeated():
+    with pytest.raises(GenerationError, match="too long"):
+        run([GenerationError("status 400: too long")])
+
+
+def test_failures_are_bounded_and_the_last_is_named(monkeypatch):
+    monkeypatch.setattr(partial, "MAX_FAILURES", 2)
+    monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.001)
+    with pytest.raises(GenerationError, match="ticket 17: given up after 3 failures .*connection failed"):
+        run([dead()] * 10)
+
+
+def test_a_server_that_only_aborts_ends_the_rollout(monkeypatch):
+    monkeypatch.setattr(partial, "MAX_STALLED", 3)
+    monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(partial, "LAST_DELAY_S", 0.001)
+    with pytest.raises(GenerationError, match="4 trips without a token"):
+        run([[(0, 0, "abort")]] * 10)
+
+
+def test_answers_without_a_token_yet_start_over_as_if_they_had_been_first():
+    answers, servers, _ = run([[(0, 0, "abort"), (2, 0, "stop")], [(3, 1, "stop")]], n=2)
+    assert [len(a.tokens) for a in answers] == [3, 2]
+    assert (servers.calls[1].input_ids, servers.calls[1].seed) == (PROMPT, 400)
+
+
+def test_an_abort_on_the_last_token_of_the_budget_is_the_end():
+    answers, servers, _ = run([[(20, 0, "abort")]])
+    assert answers[0].finish_reason == "length" and len(servers.calls) == 1
+
+
+def test_an_answer_in_pieces_is_the_answer_in_one():
+    script = [[(6, 3, "length"), (2, 3, "stop")], [(6, 3, "length")], [(6, 4, "length")], [(2, 4, "length")]]
+    answers, servers, scheduler = run(script, n=2, chunk=6)
+    assert [call.spec.max_new_tokens for call in servers.calls] == [6, 6, 6, 2]
+    assert [len(call.input_ids) for call in servers.calls] == [3, 9, 15, 21]
+    long, short = answers
+    assert long.tokens.tolist() == [STEP + 3 + k for k in range(20)]
+    assert long.versions.tolist() == [3] * 12 + [4] * 8
+    assert (long.finish_reason, short.finish_reason) == ("length", "stop")
+    # The manager reserves for all that may come, whatever the piece.
+    assert [request.max_new_tokens for request in scheduler.requests] == [20, 14, 8, 2]
+    assert not any(request.failed_server for request in scheduler.requests)
+
+
+def test_min_new_tokens_holds_across_pieces():
+    _, servers, _ = run([[(4, 0, "length")], [(4, 0, "length")], [(1, 0, "stop")]], min_new=6, chunk=4)
+    assert [call.spec.min_new_tokens for call in servers.calls] == [4, 2, 0]
+
+
+def test_an_answer_that_fills_the_context_before_its_piece_is_at_its_end():
+    answers, servers, _ = run([[(5, 0, "length")]], chunk=8)
+    assert (answers[0].finish_reason, len(answers[0].tokens), len(servers.calls)) == ("length", 5, 1)
+
+
+def test_a_superseded_attempt_stops_at_once():
+    with pytest.raises(RolloutSuperseded):
+        run([], scheduler=FakeScheduler(error=RolloutSuperseded("attempt 2 is not running")))
+
+
+def test_calls_that_ended_are_named_in_the_next_request():
+    async def body():
+        servers, scheduler = FakeServers([[(1, 0, "stop")]] * 5), FakeScheduler()
+        manager, spec = PartialRolloutManager(scheduler, servers), SamplingSpec(max_new_tokens=5)
+        for name in ("0.0", "1.0", "0.1"):
+            await manager.generate(Call(ticket(), name, PROMPT, spec, 1, ("a", 3)))
+        manager.forget(ticket())
+        await manager.generate(Call(Ticket("18", 0, 0), "0.0", PROMPT, spec, 1))
+        assert [request.released for request in scheduler.requests] == [[], [("17", 2, "0.0")], [("17", 2, "1.0")], []]
+        assert [request.previous for request in scheduler.requests] == [("a", 3)] * 3 + [None]
+        assert len({call.rid for call in servers.calls}) == 4
+
+    asyncio.run(body())
+
+
+def test_one_request_names_no_more_ended_calls_than_it_may(monkeypatch):
+    monkeypatch.setattr(partial, "MOST_RELEASED", 2)
+
+    async def body():
+        servers, scheduler = FakeServers([[(1, 0, "stop")]] * 7), FakeScheduler()
+        manager, spec = PartialRolloutManager(scheduler, servers), SamplingSpec(max_new_tokens=5)
+        calls = [Call(ticket(), f"{k}.0", PROMPT, spec, k) for k in range(7)]
+        await asyncio.gather(*(manager.generate(call) for call in calls[:5]))
+        for call in calls[5:]:
+            await manager.generate(call)
+        assert [len(request.released) for request in scheduler.requests[5:]] == [2, 2]
+
+    asyncio.run(body())
+
+
+def test_an_answer_is_delivered_while_others_go_on():
+    async def body():
+        script = [[(4, 3, "abort"), (2, 3, "stop")], [(2, 4, "stop")]]
+        servers, delivered = FakeServers(list(script)), []
+        manager = PartialRolloutManager(FakeScheduler(), servers)
+        call = Call(ticket(2), "0.0", PROMPT, SamplingSpec(max_new_tokens=20, n=2), 400)
+        answers = await manager.generate(call, lambda k, a: delivered.append((k, len(a.tokens), len(servers.calls))))
+        assert delivered == [(1, 2, 1), (0, 6, 2)] and [len(a.tokens) for a in answers] == [6, 2]
+
+    asyncio.run(body())
+
+
+def test_an_answer_goes_on_with_the_same_numbers_whatever_it_was_merged_with():
+    def seeds(n, seed, script):
+        servers = FakeServers(list(script))
+        manager = PartialRolloutManager(FakeScheduler(), servers)
+        call = Call(ticket(n), "0.0", PROMPT, SamplingSpec(max_new_tokens=20, n=n), seed)
+        asyncio.run(manager.generate(call))
+        return [call.seed for call in servers.calls]
+
+    together = seeds(2, 400, [[(2, 0, "stop"), (4, 0, "abort")], [(1, 0, "stop")]])
+    alone = seeds(1, 401, [[(4, 0, "abort")], [(1, 0, "stop")]])
+    assert together[1] == alone[1]

@@ -1,0 +1,339 @@
+"""Episodes of a ticket: merged first calls, ids and seeds of calls, episodes that fail alone, defects of agents."""
+
+import asyncio
+import logging
+
+import pytest
+
+from realsys.data.prompts import Prompt
+from realsys.errors import AgentError, GenerationError, RewardError, StuckError
+from realsys.generation.client import SamplingSpec
+from realsys.rollout.manager_client import RolloutSuperseded
+from realsys.rollout.rows import RowBuilder
+from realsys.rollout.sessions import GroupPlayer, GroupRules, group_rules
+from realsys.stream.codec import decode_group, encode_group
+from realsys.types import Episode, Group, Ticket
+from tests.support.processes.config_trees import changed
+from tests.support.serving.rollout_fakes import FakeEngine
+
+PROMPT = Prompt("a1=", "1", [2, 10, 4])
+SPEC = SamplingSpec(max_new_tokens=9)
+
+
+class Script:
+    """An agent that makes ``calls`` calls in one row. ``errors``: episode -> what it raises after them."""
+
+    def __init__(self, calls=1, errors=None, prompts=None):
+        self.calls, self.errors, self.prompts = calls, errors or {}, prompts or {}
+
+    async def run(self, task, session):
+        row = RowBuilder(self.prompts.get(task.episode, task.prompt.ids))
+        for number in range(self.calls):
+            row.completion(await session.generate(row.tokens))
+            row.context([100 + number])
+        if task.episode in self.errors:
+            raise self.errors[task.episode]
+        return Episode([row.row()], float(task.episode))
+
+
+def player(agent, engine, min_episodes=0):
+    return GroupPlayer(agent, engine, SPEC, 1000, GroupRules(min_episodes))
+
+
+def play(agent, engine, n=4, min_episodes=0):
+    async def body():
+        async with asyncio.timeout(60):
+            return await player(agent, engine, min_episodes).play(Ticket("17", 2, 0, n=n, seed=400), PROMPT)
+
+    return asyncio.run(body())
+
+
+def sent(engine):
+    return [(call.name, call.spec.n, call.seed) for call in engine.calls]
+
+
+def test_first_calls_of_all_episodes_are_one_request():
+    engine = FakeEngine()
+    played = play(Script(), engine)
+    assert sent(engine) == [("0.0", 4, 400)] and engine.calls[0].token_ids == PROMPT.ids
+    assert [episode.rows[0].tokens[3] for episode in played.episodes] == [400, 401, 402, 403]
+    assert engine.calls[0].rid == "17.2.0.0" and engine.forgotten == ["17"]
+    assert played.errors == [] and set(played.extra) == {"generate_s", "reward_s"}
+
+
+def test_first_calls_for_other_tokens_are_requests_of_their_own():
+    engine = FakeEngine()
+    played = play(Script(prompts={1: [5, 6]}), engine)
+    assert sent(engine) == [("0.0", 1, 400), ("1.0", 1, 401), ("2.0", 2, 402)]
+    sampled = [episode.rows[0].tokens[episode.rows[0].loss_mask][0] for episode in played.episodes]
+    assert sampled == [400, 401, 402, 403], "the seeds of a ticket do not depend on what was merged"
+
+
+def test_seeds_do_not_depend_on_when_an_episode_asks():
+    class Late(Script):
+        async def run(self, task, session):
+            for _ in range(task.episode % 3):
+                await asyncio.sleep(0)
+            return await super().run(task, session)
+
+    together, apart = FakeEngine(), FakeEngine()
+    same = play(Script(calls=3), together)
+    late = play(Late(calls=3), apart)
+    assert len(sent(apart)) > len(sent(together))
+    for one, other in zip(same.episodes, late.episodes, strict=True):
+        assert one.rows[0].tokens.tolist() == other.rows[0].tokens.tolist()
+
+
+def test_every_later_call_has_a_name_and_a_seed_of_its_own():
+    engine = FakeEngine()
+    play(Script(calls=5), engine, n=16)
+    assert [n for _, n, _ in sent(engine)] == [16] + [1] * 64
+    assert len({call.rid for call in engine.calls}) == 65
+    seeds = [seed for _, _, seed in sent(engine)][1:] + list(range(400, 416))
+    assert len(set(seeds)) == len(seeds)
+    assert all(call.previous == ("a", 7) for call in engine.calls[1:]) and engine.calls[0].previous is None
+
+
+def test_two_calls_of_one_episode_run_at_the_same_time():
+    class Drafts:
+        async def run(self, task, session):
+            drafts = await asyncio.gather(*(session.generate(task.prompt.ids) for _ in range(2)))
+            assert drafts[0].tokens.tolist() != drafts[1].tokens.tolist()
+            rows = [RowBuilder(task.prompt.ids) for _ in drafts]
+            for row, draft in zip(rows, drafts, strict=True):
+                row.completion(draft)
+            return Episode([row.row() for row in rows], 1.0)
+
+    engine = FakeEngine()
+    played = play(Drafts(), engine, n=2)
+    assert [(name, n) for name, n, _ in sorted(sent(engine))] == [("0.0", 2), ("0.1", 1), ("1.1", 1)]
+    assert [len(episode.rows) for episode in played.episodes] == [2, 2]
+
+
+def test_a_failed_episode_costs_only_itself():
+    played = play(Script(errors={2: RewardError("verifier hung")}), FakeEngine(), min_episodes=3)
+    assert [episode.reward for episode in played.episodes] == [0.0, 1.0, 3.0]
+    assert played.errors == ["episode 2: RewardError: verifier hung"]
+
+
+def test_too_few_episodes_fail_the_ticket_with_the_first_error():
+    with pytest.raises(RewardError, match="hung"):
+        play(Script(errors={2: RewardError("hung")}), FakeEngine())
+
+
+def test_episodes_without_hope_are_cancelled():
+    """No group can come of it any more, so no further token is sampled for it."""
+    engine = FakeEngine(held={"1.0"})
+    agent = Script(prompts={1: [5, 6]}, errors={0: RewardError("hung")})
+    with pytest.raises(RewardError, match="hung"):
+        play(agent, engine)
+    assert engine.cancelled == ["1.0"] and engine.forgotten == ["17"]
+
+
+def test_a_refused_request_fails_all_episodes_that_share_it():
+    engine = FakeEngine(errors={"0.0": GenerationError("status 400: too long")})
+    with pytest.raises(GenerationError, match="too long"):
+        play(Script(), engine)
+
+
+def test_a_superseded_attempt_ends_even_if_the_agent_goes_on():
+    class Stubborn(Script):
+        async def run(self, task, session):
+            try:
+                return await super().run(task, session)
+            except Exception:
+                return Episode([RowBuilder([1]).row()], 0.0)
+
+    engine = FakeEngine(errors={"0.0": RolloutSuperseded("attempt 2 is not running")})
+    for agent in (Script(), Stubborn()):
+        with pytest.raises(RolloutSuperseded):
+            play(agent, engine)
+
+
+def test_an_exception_of_the_agent_is_an_error_with_its_place(caplog):
+    class Broken(Script):
+        async def run(self, task, session):
+            episode = await super().run(task, session)
+            return episode if task.episode else {}["no such key"]
+
+    agent = Broken()
+    with caplog.at_level(logging.ERROR):
+        played = play(agent, FakeEngine(), min_episodes=1)
+    (error,) = played.errors
+    assert error.startswith("episode 0: AgentError: KeyError: 'no such key' (") and "test_rollout_sessions.py:" in error
+    assert len(played.episodes) == 3 and "Traceback" in caplog.text
+
+
+def test_an_exception_is_logged_once(caplog):
+    async def body():
+        group = player(Script(errors={0: ValueError("no good")}), FakeEngine(), min_episodes=1)
+        for number in range(3):
+            await group.play(Ticket(str(number), 0, 0, n=2), PROMPT)
+
+    asyncio.run(body())
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
+
+
+def test_an_error_inside_an_exception_group_counts_as_itself():
+    group = ExceptionGroup("of a TaskGroup", [ValueError("later"), ExceptionGroup("", [RewardError("hung")])])
+    with pytest.raises(RewardError, match="hung"):
+        play(Script(errors={1: group}), FakeEngine())
+
+
+def test_an_agent_that_cancels_itself_fails_its_episode():
+    played = play(Script(errors={1: asyncio.CancelledError()}), FakeEngine(), min_episodes=1)
+    assert len(played.episodes) == 3 and "cancelled by its own code" in played.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [(None, "run returned NoneType: it must return an Episode"), (Episode([], 1.0), "has no rows")],
+)
+def test_a_result_that_is_no_episode_is_an_error(result, problem):
+    class Wrong:
+        async def run(self, task, session):
+            return result
+
+    with pytest.raises(AgentError, match=problem):
+        play(Wrong(), FakeEngine())
+
+
+def always(error):
+    return Script(errors=dict.fromkeys(range(4), error))
+
+
+def test_a_defect_in_every_episode_of_two_tickets_is_fatal():
+    async def body():
+        group = player(always(ZeroDivisionError("a defect")), FakeEngine())
+        with pytest.raises(AgentError, match="ZeroDivisionError: a defect"):
+            await group.play(Ticket("1", 0, 0, n=4), PROMPT)
+        with pytest.raises(StuckError, match="two tickets in a row.*ZeroDivisionError: a defect"):
+            await group.play(Ticket("2", 0, 0, n=4), PROMPT)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("error", [RewardError("hung"), GenerationError("no server")])
+def test_errors_that_are_no_defect_are_never_fatal(error):
+    async def body():
+        group = player(always(error), FakeEngine())
+        for number in range(3):
+            with pytest.raises(type(error)):
+                await group.play(Ticket(str(number), 0, 0, n=4), PROMPT)
+
+    asyncio.run(body())
+
+
+def test_a_good_ticket_between_two_bad_ones_is_not_fatal():
+    async def body():
+        agent = always(ZeroDivisionError("a defect"))
+        group = player(agent, FakeEngine())
+        for number in range(5):
+            agent.errors = {} if number % 2 else dict.fromkeys(range(4), ZeroDivisionError("a defect"))
+            try:
+                await group.play(Ticket(str(number), 0, 0, n=4), PROMPT)
+            except AgentError:
+                assert not number % 2
+
+    asyncio.run(body())
+
+
+def test_a_call_after_the_end_of_its_episode_is_refused():
+    class Leaks(Script):
+        async def run(self, task, session):
+            self.session = session
+            return await super().run(task, session)
+
+    async def body():
+        agent = Leaks()
+        await player(agent, FakeEngine()).play(Ticket("1", 0, 0, n=1), PROMPT)
+        with pytest.raises(AgentError, match="after the end of its episode"):
+            await agent.session.generate([1])
+
+    asyncio.run(body())
+
+
+def test_a_call_left_behind_is_cancelled():
+    """``number`` of the call that run() does not wait for: the first one, or a later one."""
+
+    class Leaves(Script):
+        async def run(self, task, session):
+            episode = await super().run(task, session)
+            self.left = asyncio.create_task(session.generate(task.prompt.ids))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return episode
+
+    async def body(calls, name):
+        agent, engine = Leaves(calls=calls), FakeEngine(held={name})
+        async with asyncio.timeout(60):
+            await player(agent, engine).play(Ticket("1", 0, 0, n=1), PROMPT)
+            await asyncio.wait({agent.left})
+        assert agent.left.cancelled() and engine.cancelled == [name]
+
+    for calls, name in ((0, "0.0"), (1, "0.1")):
+        asyncio.run(body(calls, name))
+
+
+def test_a_first_call_left_behind_is_never_sent():
+    class Leaves:
+        async def run(self, task, session):
+            self.left = asyncio.ensure_future(session.generate(task.prompt.ids))
+            await asyncio.sleep(0)  # the call waits for its siblings now
+            return Episode([RowBuilder(task.prompt.ids).row()], 0.0)
+
+    async def body():
+        agent, engine = Leaves(), FakeEngine()
+        await player(agent, engine).play(Ticket("1", 0, 0, n=1), PROMPT)
+        await asyncio.wait({agent.left})
+        assert agent.left.cancelled() and len(engine.calls) == len(engine.cancelled)
+
+    asyncio.run(body())
+
+
+def test_an_agent_that_exits_fails_its_episode():
+    played = play(Script(errors={1: SystemExit(3)}), FakeEngine(), min_episodes=1)
+    assert len(played.episodes) == 3 and "AgentError: SystemExit: 3" in played.errors[0]
+
+
+def test_errors_of_episodes_can_always_be_sent():
+    played = play(Script(errors={1: RewardError("\udc80 " + "x\n" * 5000)}), FakeEngine(), min_episodes=1)
+    group = Group(Ticket("1", 0, 0), played.episodes, "rollout_worker/0", errors=played.errors)
+    (error,) = decode_group([bytes(frame) for frame in encode_group(group)]).errors
+    assert error.startswith("episode 1: RewardError: ? x x")
+
+
+@pytest.mark.parametrize("patient", [0, 1])
+def test_a_merged_call_ends_when_all_who_wait_have_given_up(patient):
+    class Impatient(Script):
+        async def run(self, task, session):
+            if task.episode < patient:
+                await asyncio.sleep(0)  # so that it asks in the same turn as the task below
+                return await super().run(task, session)
+            call = asyncio.create_task(session.generate(task.prompt.ids))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.wait({call})
+            await asyncio.sleep(0)
+            cancelled.append(list(engine.cancelled))
+            engine.gate.set()
+            raise RewardError("given up")
+
+    engine, cancelled = FakeEngine(held={"0.0"}), []
+    try:
+        play(Impatient(), engine, n=2, min_episodes=1)
+    except RewardError:
+        assert not patient
+    assert cancelled[-1] == ([] if patient else ["0.0"])
+
+
+def test_unknown_correctness_is_refused_if_groups_are_filtered():
+    """The master would find out only when the group is there, and could not go on."""
+
+    rules = group_rules(changed("train.ppo.filter.min=0.1"))
+    assert rules == GroupRules(0, needs_correct=True) and group_rules(changed()) == GroupRules()
+    group = GroupPlayer(Script(), FakeEngine(), SPEC, 1000, rules)
+    with pytest.raises(AgentError, match="correct is None, and train.ppo.filter needs to know it"):
+        asyncio.run(group.play(Ticket("t", 0, 0, n=2), PROMPT))
+    asyncio.run(group.play(Ticket("t", 0, 0, kind="eval", n=2), PROMPT))

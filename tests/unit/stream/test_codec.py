@@ -1,0 +1,307 @@
+"""Groups as bytes: the way there and back, and bytes that are no groups."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realsys.errors import DecodeError, StreamError
+from realsys.stream.codec import (
+    GroupHeader,
+    Slabs,
+    decode_group,
+    decode_message,
+    decode_with,
+    encode_group,
+    encode_message,
+)
+from realsys.stream.wire import TO_MASTER, TO_PULLER, TO_PUSHER, TO_WORKER, PushAck
+from realsys.types import ClearRequest, Episode, Group, Row, SamplesArrived, Ticket
+from tests.support.streams.stream_parts import make_group
+from tests.support.training.records import make_mask, make_row
+
+ARRAYS = ("tokens", "loss_mask", "logprobs", "versions")
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Row:
+    """A row with any number of turns: runs of context and of sampled tokens, the first one context."""
+    runs = draw(st.lists(st.integers(1, 12), min_size=1, max_size=7))
+    mask = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
+    loss_tokens = int(mask.sum())
+    rng = np.random.default_rng(draw(st.integers(0, 1000)))
+    positions = np.flatnonzero(mask)
+    chosen = sorted(rng.choice(positions, min(2, loss_tokens), replace=False).tolist()) if loss_tokens else []
+    return Row(
+        rng.integers(0, 2**31 - 1, len(mask), dtype=np.int32),
+        mask,
+        -np.abs(rng.normal(size=loss_tokens)).astype(np.float32),
+        np.sort(rng.integers(0, 3, loss_tokens, dtype=np.int32)),
+        draw(st.sampled_from(["stop", "length", "abort"])),
+        draw(st.sampled_from([(), (("generation_server/1", loss_tokens),)])) if loss_tokens else (),
+        tuple((position, 0.5) for position in chosen) if draw(st.booleans()) else (),
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    episodes = [
+        Episode(
+            draw(st.lists(rows(), min_size=1, max_size=3)),
+            draw(st.floats(-10, 10)),
+            draw(st.sampled_from([None, True, False])),
+            draw(st.dictionaries(st.text("xyz", max_size=3), st.floats(-5, 5), max_size=2)),
+        )
+        for _ in range(draw(st.integers(1, 4)))
+    ]
+    ticket = Ticket(draw(st.text("abc", min_size=1, max_size=5)), draw(st.integers(0, 5)), draw(st.integers(0, 100)))
+    errors = draw(st.lists(st.text(max_size=10), max_size=2))
+    return Group(ticket, episodes, "rollout_worker/1", 1.5, 2.5, {"turns": 2.0}, errors)
+
+
+def assert_same(a: Group, b: Group) -> None:
+    assert replace(a, episodes=[]) == replace(b, episodes=[])
+    assert len(a.episodes) == len(b.episodes)
+    for x, y in zip(a.episodes, b.episodes, strict=True):
+        assert replace(x, rows=[]) == replace(y, rows=[])
+        for ours, theirs in zip(x.rows, y.rows, strict=True):
+            for name in ARRAYS:
+                assert getattr(ours, name).dtype == getattr(theirs, name).dtype
+                np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+            assert (ours.finish_reason, ours.route, ours.rewards) == (
+                theirs.finish_reason,
+                theirs.route,
+                theirs.rewards,
+            )
+
+
+@given(groups(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_a_group_comes_back_as_it_was(group: Group, with_slabs: bool) -> None:
+    assert_same(decode_group(encode_group(group, Slabs(2) if with_slabs else None)), group)
+
+
+def test_decoded_arrays_are_views_that_cannot_be_written() -> None:
+    frames = encode_group(make_group("t1"))
+    first = decode_group(frames).episodes[0].rows[0]
+    assert np.shares_memory(first.tokens, np.frombuffer(frames[1], dtype=np.uint8))
+    for name in ARRAYS:
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(first, name)[0] = 0
+
+
+def test_an_unaligned_payload_is_copied_into_place() -> None:
+    group = make_group("t1")
+    header, payload = encode_group(group)
+    shifted = memoryview(b"x" + payload)[1:]
+    decoded = decode_group([header, shifted])
+    assert decoded.episodes[0].rows[0].tokens.flags.aligned
+    assert_same(decoded, group)
+
+
+def test_versions_that_change_at_every_token_survive() -> None:
+    group = make_group("t1", episodes=1)
+    row = group.episodes[0].rows[0]
+    row.versions = np.arange(row.loss_tokens, dtype=np.int32)
+    assert_same(decode_group(encode_group(group)), group)
+
+
+def test_a_mask_that_changes_at_every_token_survives() -> None:
+    group = make_group("t1", episodes=1, length=40, prompt=20)
+    group.episodes[0].rows[0].loss_mask = np.arange(40) % 2 == 1
+    assert_same(decode_group(encode_group(group)), group)
+
+
+def test_strided_arrays_are_encoded() -> None:
+    group = make_group("t1", episodes=1)
+    row = group.episodes[0].rows[0]
+    row.tokens = np.repeat(row.tokens, 2)[::2]
+    assert_same(decode_group(encode_group(group)), group)
+
+
+def test_slabs_are_used_again_and_kept_few() -> None:
+    slabs = Slabs(keep=2)
+    taken = [slabs.take(size) for size in (10, 20, 30)]
+    for slab in taken:
+        slabs.give_back(slab)
+    assert slabs.take(5).obj is taken[2].obj  # the one given back last
+    slabs.give_back(taken[2])
+    assert slabs.take(25).obj is taken[2].obj
+    assert slabs.take(5).obj is taken[1].obj  # the smallest of the three was let go
+    assert len(slabs.take(5).obj) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": np.zeros(40, np.int64)}, r"t1: episode 0, row 0: tokens is int64\[40\], needs int32\[40\]"),
+        ({"logprobs": np.zeros(30)}, r"logprobs is float64\[30\], needs float32\[30\]"),
+        ({"versions": np.zeros(29, np.int32)}, r"versions is int32\[29\], needs int32\[30\]"),
+        ({"loss_mask": np.arange(40)}, r"loss_mask is int64\[40\], needs bool\[40\]"),
+        ({"loss_mask": make_mask(40, 11)}, r"loss_mask marks 29 tokens, there are 30 logprobs"),
+        ({"loss_mask": make_mask(40, 10)[::-1].copy()}, r"the first token must be there and must not be in the loss"),
+        ({"rewards": ((3, 1.0),)}, r"a reward stands at position 3, which is not in the loss"),
+        ({"rewards": ((40, 1.0),)}, r"a reward stands at position 40, which is not in the loss"),
+    ],
+)
+def test_a_wrong_array_is_named_by_the_encoder(change: dict[str, object], message: str) -> None:
+    group = make_group("t1")
+    group.episodes[0].rows[0] = replace(group.episodes[0].rows[0], **change)
+    with pytest.raises(StreamError, match=message):
+        encode_group(group)
+
+
+def changed_values(name: str, value: float) -> Group:
+    group = make_group("t1")
+    getattr(group.episodes[1].rows[0], name)[3] = value
+    return group
+
+
+def changed_episode(**change: object) -> Group:
+    group = make_group("t1")
+    return replace(group, episodes=[replace(group.episodes[0], **change)])
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        changed_values("tokens", -1),
+        changed_values("logprobs", math.nan),
+        changed_values("logprobs", math.inf),
+        changed_values("logprobs", -math.inf),
+        changed_values("logprobs", 0.01),
+        changed_values("versions", -1),
+        replace(make_group("t1"), started=math.nan),
+        replace(make_group("t1"), extra={"x": math.inf}),
+        replace(make_group("t1"), ticket=Ticket("", 0, 0)),
+        replace(make_group("t1"), ticket=Ticket("t", -1, 0)),
+        replace(make_group("t1"), episodes=[]),
+        changed_episode(reward=math.nan),
+        changed_episode(metrics={"x": math.nan}),
+        changed_episode(rows=[]),
+    ],
+)
+def test_values_out_of_bounds_are_refused(group: Group) -> None:
+    with pytest.raises(DecodeError):
+        decode_group(encode_group(group))
+
+
+def test_a_logprob_above_zero_by_rounding_passes() -> None:
+    decode_group(encode_group(changed_values("logprobs", 1e-6)))
+
+
+def with_row(**change: object) -> list[bytes]:
+    """A group of one row, 10 tokens of context and 30 of the loss, whose header says something else."""
+    header, payload = encode_group(make_group("t1", episodes=1))
+    decoded = msgspec.msgpack.decode(header, type=GroupHeader)
+    row = msgspec.structs.replace(decoded.episodes[0].rows[0], **change)
+    episode = msgspec.structs.replace(decoded.episodes[0], rows=[row])
+    return [msgspec.msgpack.encode(msgspec.structs.replace(decoded, episodes=[episode])), bytes(payload)]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        with_row(mask=[10, 31]),
+        with_row(mask=[1 << 26, 30]),
+        with_row(mask=[]),
+        with_row(mask=[0, 30]),
+        with_row(mask=[41]),
+        with_row(mask=[11, 30]),
+        with_row(mask=[10, -1]),
+        with_row(versions=[(3, 29)]),
+        with_row(versions=[(3, 1 << 26)]),
+        with_row(versions=[(3, 31), (4, -1)]),
+        with_row(versions=[(1 << 31, 30)]),
+        with_row(finish=3),
+        with_row(finish=-1),
+        with_row(route=[(0, 30)]),
+        with_row(rewards=[(9, 1.0)]),
+        with_row(rewards=[(40, 1.0)]),
+        with_row(rewards=[(12, 1.0), (11, 1.0)]),
+        with_row(rewards=[(12, math.nan)]),
+        with_row()[:1],
+        [*with_row(), b""],
+        [],
+        [b"", b""],
+        [b"\xdd\xff\xff\xff\xff", b""],
+        [b"\x91" * 100_000, b""],
+        [b"\x99\xa2g2\x81\xa1x" + b"\x91" * 100_000, b""],
+    ],
+)
+def test_headers_that_do_not_match_are_refused(frames: list[bytes]) -> None:
+    with pytest.raises(DecodeError):
+        decode_group(frames)
+
+
+@given(st.lists(st.binary(max_size=200), max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_random_bytes_only_raise_decode_error(frames: list[bytes]) -> None:
+    with pytest.raises(DecodeError):
+        decode_group(frames)
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None)
+def test_mutated_groups_decode_or_raise_decode_error(data: st.DataObject) -> None:
+    frames = [bytearray(frame) for frame in encode_group(make_group("t1", episodes=2, length=12, prompt=4))]
+    for _ in range(data.draw(st.integers(1, 6))):
+        frame = data.draw(st.sampled_from(frames))
+        position = data.draw(st.integers(0, max(0, len(frame) - 1)))
+        match data.draw(st.sampled_from(["set", "delete", "insert", "cut"])):
+            case "set" if frame:
+                frame[position] = data.draw(st.integers(0, 255))
+            case "delete" if frame:
+                del frame[position]
+            case "insert":
+                frame[position:position] = data.draw(st.binary(min_size=1, max_size=4))
+            case "cut":
+                del frame[position:]
+    try:
+        group = decode_group([bytes(frame) for frame in frames])
+    except DecodeError:
+        return
+    for row in (row for episode in group.episodes for row in episode.rows):  # a mutation left a valid group
+        assert len(row.tokens) == len(row.loss_mask) and row.loss_mask.sum() == len(row.logprobs)
+        assert len(row.versions) == len(row.logprobs)
+        assert row.tokens.min() >= 0 and not row.loss_mask[0]
+        assert np.isfinite(row.logprobs).all()
+        assert (row.versions >= 0).all()
+        assert all(row.loss_mask[position] for position, _ in row.rewards)
+
+
+@given(st.binary(max_size=100), st.sampled_from([TO_MASTER, TO_PULLER, TO_PUSHER, TO_WORKER]))
+@settings(max_examples=200, deadline=None)
+def test_random_headers_only_raise_decode_error(data: bytes, decoder: msgspec.msgpack.Decoder[object]) -> None:
+    with pytest.raises(DecodeError, match="not a header"):
+        decode_with(decoder, data, "header")
+
+
+def test_messages_come_back_and_name_what_they_are_not() -> None:
+    assert decode_message(encode_message(ClearRequest(["a"])), ClearRequest) == ClearRequest(["a"])
+    with pytest.raises(DecodeError, match="not a SamplesArrived: "):
+        decode_message(encode_message(ClearRequest(["a"])), SamplesArrived)
+    with pytest.raises(DecodeError, match="not a ack"):
+        decode_with(TO_PULLER, encode_message(PushAck([1])), "ack")
+
+
+@pytest.mark.parametrize(("episodes", "before"), [(1, 240), (2, 284), (8, 548), (16, 902)])
+def test_single_turn_header_is_not_larger_than_before(episodes: int, before: int) -> None:
+    """``before``: bytes of the header when a sample could only be one prompt and one completion."""
+    row = make_row(
+        np.zeros(120, np.int32),
+        np.zeros(100, np.float32),
+        np.full(100, 7, np.int32),
+        route=(("generation_server/0", 100),),
+    )
+    ticket = Ticket("00000123", 0, 4567, n=episodes, seed=123456789, version=7, trainer_incarnation="a1b2c3d4e5f6")
+    made = [Episode([row], 1.0, correct=True) for _ in range(episodes)]
+    group = Group(ticket, made, "rollout_worker/0", 1.7e9, 1.7e9, {"generate_s": 0.5, "reward_s": 0.1})
+    size = len(encode_group(group)[0])
+    assert size <= before, f"{size} bytes"

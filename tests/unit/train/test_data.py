@@ -1,0 +1,424 @@
+"""DataManager, packing, demonstrations and attention buckets: no process group."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from realsys.buffer.sequence_buffer import SequenceBuffer
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ConfigError, StreamError
+from realsys.train.data_manager import DataManager, array_size
+from realsys.train.demonstrations import DemoSource
+from realsys.train.megatron.spec import make_buckets, pack_segments
+from realsys.train.packing import Packer, last_rows, loss_and_end_rows, split_rows
+from realsys.types import ARRAY_KEYS, Episode, Group, SequenceRef, Ticket, register_key
+from tests.support.training.records import make_mask, make_ref, make_row
+
+
+def make_group(ticket_id: str, sizes: list[int], attempt: int = 0) -> Group:
+    episodes = [
+        Episode(
+            [
+                make_row(
+                    np.arange(3 + n, dtype=np.int32),
+                    np.full(n, -1.5, np.float32),
+                    np.arange(n, dtype=np.int32) + 4,
+                    "stop" if n < 4 else "length",
+                )
+            ],
+            5.0,
+        )
+        for n in sizes
+    ]
+    return Group(Ticket(ticket_id, attempt, 0, version=2), episodes, "rollout_worker/0")
+
+
+def test_a_group_is_stored_and_described() -> None:
+    data = DataManager(worker=3)
+    arrived = data.add_group(make_group("t7", [2, 5]))
+    assert arrived is not None
+    first, second = arrived.samples
+    assert (first.sample_id, first.length, first.loss_tokens) == ("t7.0/0.0", 5, 2)
+    assert (first.version_min, first.version_max, first.truncated, first.owner) == (4, 5, False, 3)
+    assert (second.sample_id, second.loss_tokens, second.version_max, second.truncated) == ("t7.0/1.0", 5, 8, True)
+    np.testing.assert_array_equal(data.get("t7.0/1.0", "tokens"), np.arange(8))
+
+
+def test_a_token_that_the_actor_does_not_know_is_refused_not_trained() -> None:
+    """Looked up in the embedding it would end the training side."""
+    data = DataManager(3)
+    data.vocabulary = 8
+    assert data.add_group(make_group("t1", [5])) is not None
+    with pytest.raises(StreamError, match="model_worker/3: group t2 of rollout_worker/0 has token 8, .* has 8"):
+        data.add_group(make_group("t2", [5, 6]))
+    assert len(data) == 1
+
+
+def test_a_group_of_another_training_side_is_not_stored_and_does_not_stand_in_the_way() -> None:
+    """Its ticket is issued again."""
+    data = DataManager(0)
+    data.trainer_incarnation = "0002"
+    early, again = make_group("t1", [2, 2]), make_group("t1", [5, 5], attempt=1)
+    early.ticket = msgspec.structs.replace(early.ticket, trainer_incarnation="0001")
+    again.ticket = msgspec.structs.replace(again.ticket, trainer_incarnation="0002")
+    assert data.add_group(early) is None and len(data) == 0 and data.refused == 1
+    arrived = data.add_group(again)
+    assert arrived is not None and {sample.trainer_incarnation for sample in arrived.samples} == {"0002"}
+    assert data.add_group(early) is None and len(data.get("t1.1/0.0", "tokens")) == 8
+
+
+def test_a_group_that_arrives_twice_is_told_once() -> None:
+    data = DataManager(0)
+    assert data.add_group(make_group("t1", [2, 2])) is not None
+    assert data.add_group(make_group("t1", [5, 5])) is None
+    assert len(data.get("t1.0/0.0", "tokens")) == 5
+
+
+def test_two_attempts_of_a_ticket_lie_side_by_side_and_the_master_trains_the_later() -> None:
+    """The first one is in a batch, or its notice is on the way, or it is forgotten: the worker cannot know."""
+    data, buffer = DataManager(0), SequenceBuffer()
+    first, second = data.add_group(make_group("t1", [2, 2])), data.add_group(make_group("t1", [5, 5], attempt=1))
+    assert first is not None and second is not None, "it would never arrive, and be re-issued for ever"
+    assert len(data.get("t1.0/0.0", "tokens")) == 5 and len(data.get("t1.1/0.0", "tokens")) == 8
+    buffer.add(first.samples)
+    data.clear(sample.sample_id for sample in buffer.add(second.samples).clear)
+    [members] = buffer.take(1, 9, 9, "drop").groups
+    assert [member.sample_id for member in members] == ["t1.1/0.0", "t1.1/1.0"]
+    assert [member.length for member in members] == [len(data.get(m.sample_id, "tokens")) for m in members]
+    assert len(data) == 2, "of the first nothing is left"
+
+
+def test_a_later_attempt_that_arrives_during_training_changes_nothing_of_the_batch() -> None:
+    data, buffer = DataManager(0), SequenceBuffer()
+    first = data.add_group(make_group("t1", [2, 2]))
+    assert first is not None
+    buffer.add(first.samples)
+    assert buffer.take(1, 9, 9, "drop").groups
+    second = data.add_group(make_group("t1", [5, 5], attempt=1))
+    assert second is not None
+    data.clear(sample.sample_id for sample in buffer.add(second.samples).clear)
+    assert len(data.get("t1.0/0.0", "tokens")) == 5, "the length in the plan"
+    data.clear(sample.sample_id for sample in buffer.take(1, 9, 9, "drop").clear)
+    assert not data.has("t1.1/0.0", "tokens")
+
+
+def test_clear_frees_the_arrays_and_leaves_the_rest() -> None:
+    data = DataManager(0)
+    data.add_group(make_group("t1", [2, 2]))
+    data.put("t1.0/0.0", {"prox_logprobs": np.zeros(2)})
+    alive = weakref.ref(data.get("t1.0/0.0", "tokens"))
+    held = data.nbytes
+    data.clear(["t1.0/0.0", "nobody/0"])
+    gc.collect()
+    assert alive() is None
+    assert 0 < data.nbytes < held
+    assert len(data) == 1
+    with pytest.raises(KeyError, match="model_worker/0 has no tokens of sample t1.0/0.0: the sample is not here"):
+        data.get("t1.0/0.0", "tokens")
+
+
+def test_clear_with_keys_frees_those_arrays_only() -> None:
+    data = DataManager(0)
+    data.add_group(make_group("t1", [2, 2]))
+    data.put("t1.0/0.0", {"prox_logprobs": np.zeros(2)})
+    alive = weakref.ref(data.get("t1.0/0.0", "prox_logprobs"))
+    data.clear(["t1.0/0.0", "t1.0/1.0", "nobody/0"], ["prox_logprobs", "versions"])
+    gc.collect()
+    assert alive() is None
+    assert [key for key in ARRAY_KEYS if data.has("t1.0/0.0", key)] == ["tokens", "loss_mask", "behav_logprobs"]
+    assert len(data) == 2
+    data.clear(["t1.0/0.0"], ["tokens", "loss_mask", "behav_logprobs"])
+    assert len(data) == 1  # nothing of it is left, so it is not counted as held
+    data.clear(["t1.0/1.0"])
+    assert (len(data), data.nbytes) == (0, 0)
+
+
+def test_the_size_of_an_array_follows_from_what_its_key_spans() -> None:
+    sizes = {key: array_size(make_ref("s", length=9, prompt=4), key) for key in ARRAY_KEYS}
+    whole, loss, with_end = 9, 5, 6
+    assert sizes == {
+        "tokens": whole,
+        "loss_mask": whole,
+        "behav_logprobs": loss,
+        "versions": loss,
+        "token_rewards": loss,
+        "prox_logprobs": loss,
+        "ref_logprobs": loss,
+        "values": with_end,
+        "advantages": loss,
+        "returns": loss,
+    }
+
+
+def test_samples_come_and_go_while_others_are_read() -> None:
+    """The I/O thread stores groups while the request loop reads, adds to and clears samples."""
+    data, groups, start = DataManager(0), 200, threading.Barrier(3)
+
+    def arrive(first: int) -> None:
+        start.wait()
+        for i in range(first, first + groups):
+            data.add_group(make_group(f"t{i}", [2, 3]))
+
+    threads = [threading.Thread(target=arrive, args=(first,)) for first in (0, groups)]
+    for thread in threads:
+        thread.start()
+    data.put("old", {"tokens": np.zeros(4)})
+    start.wait()
+    for i in range(2 * groups):
+        data.put("old", {"prox_logprobs": np.full(1, i)})
+        assert data.get("old", "prox_logprobs").tolist() == [i]
+        assert data.nbytes >= 20
+        data.clear(["old"], ["prox_logprobs"])
+    for thread in threads:
+        thread.join()
+    assert len(data) == 1 + 2 * 2 * groups
+    data.clear(f"t{i}.0/{k}.0" for i in range(2 * groups) for k in range(2))
+    assert len(data) == 1
+
+
+def test_stored_arrays_do_not_keep_the_received_frame_alive() -> None:
+    frame = np.zeros(1000, np.int32)
+    alive = weakref.ref(frame)
+    group = make_group("t1", [2])
+    group.episodes[0].rows[0].tokens = frame[:5]
+    data = DataManager(0)
+    data.add_group(group)
+    del frame, group
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_missing_key_is_named() -> None:
+    data = DataManager(1)
+    data.put("s", {"tokens": np.zeros(3)})
+    with pytest.raises(KeyError, match="model_worker/1 has no prox_logprobs of sample s: it has tokens"):
+        data.get("s", "prox_logprobs")
+    with pytest.raises(KeyError):
+        data.put("s", {"nonsense": np.zeros(3)})
+
+
+def make_packer(data: DataManager, multiple: int = 1, *, first: bool = True, last: bool = True) -> Packer:
+    return Packer(data, torch.device("cpu"), multiple=multiple, first=first, last=last)
+
+
+def filled() -> tuple[DataManager, list[SequenceRef]]:
+    data = DataManager(0)
+    data.put("a", {"tokens": np.array([1, 2, 3]), "loss_mask": make_mask(3, 2), "behav_logprobs": np.array([-0.1])})
+    data.put("b", {"tokens": np.array([4, 5, 6, 7, 8]), "loss_mask": make_mask(5, 2)})
+    data.put("b", {"behav_logprobs": np.array([-0.2, -0.3, -0.4])})
+    return data, [make_ref("a", 3, 2), make_ref("b", 5, 2)]
+
+
+def test_rows_point_one_before_the_answer_tokens() -> None:
+    data, refs = filled()
+    batch = make_packer(data, 4).pack(refs, ["behav_logprobs"])
+    assert batch.tokens is not None and batch.targets is not None
+    assert batch.tokens.tolist() == [4, 5, 6, 7, 8, 1, 2, 3]  # longest first
+    assert batch.lengths == [5, 3]
+    assert batch.rows.tolist() == [1, 2, 3, 6]
+    assert batch.targets.tolist() == [6, 7, 8, 3]
+    assert batch.tokens[batch.rows + 1].tolist() == batch.targets.tolist()
+    assert batch.arrays["behav_logprobs"].tolist() == pytest.approx([-0.2, -0.3, -0.4, -0.1])
+
+
+def test_rows_of_several_turns_point_before_each_loss_token() -> None:
+    """Two turns in one row: feedback between them is context, and no row predicts it."""
+    data = DataManager(0)
+    mask = np.array([False, True, True, False, False, True, False])
+    data.put("turns", {"tokens": np.arange(10, 17), "loss_mask": mask, "behav_logprobs": np.array([-1.0, -2.0, -3.0])})
+    data.put(
+        "one", {"tokens": np.arange(20, 23), "loss_mask": make_mask(3, 1), "behav_logprobs": np.array([-4.0, -5.0])}
+    )
+    refs = [SequenceRef("one", 3, 2, 0.0, False, 0, 0, 2), SequenceRef("turns", 7, 3, 0.0, False, 0, 1, 3)]
+    batch = make_packer(data).pack(refs, ["behav_logprobs"])
+    assert batch.targets is not None and batch.targets.tolist() == [11, 12, 15, 21, 22]
+    assert batch.rows.tolist() == [0, 1, 4, 7, 8]
+    assert batch.arrays["behav_logprobs"].tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert loss_and_end_rows(batch).tolist() == [0, 1, 4, 5, 7, 8, 9]
+    assert last_rows(batch).tolist() == [6, 9]
+    parts = split_rows(batch, torch.arange(7.0), end=True)
+    assert {name: part.tolist() for name, part in parts.items()} == {"turns": [0, 1, 2, 3], "one": [4, 5, 6]}
+
+
+def test_a_mask_that_differs_from_the_plan_is_an_error() -> None:
+    data = DataManager(0)
+    data.put("s", {"tokens": np.arange(4), "loss_mask": make_mask(4, 2)})
+    with pytest.raises(AssertionError, match=r"loss tokens per sequence: \[2\] here, \[3\] in the plan"):
+        make_packer(data).pack([make_ref("s", 4, 1)])
+    data.put("s", {"loss_mask": make_mask(4, 0)})
+    with pytest.raises(AssertionError, match="the first token of a sequence is in the loss"):
+        make_packer(data).pack([make_ref("s", 4, 0)])
+
+
+def test_rows_of_an_episode_are_samples_of_their_own() -> None:
+    data = DataManager(0)
+    data.token_rewards = True
+    rows = [
+        make_row(np.arange(5, dtype=np.int32), np.full(3, -1, np.float32), np.full(3, 7, np.int32)),
+        make_row(np.arange(9, dtype=np.int32), np.full(2, -1, np.float32), np.full(2, 8, np.int32), "length"),
+    ]
+    rows[0].rewards = ((2, 0.5), (4, 1.0))
+    group = Group(Ticket("t1", 0, 0), [Episode(rows, 2.0, True, {"turns": 2.0})], "rollout_worker/0")
+    arrived = data.add_group(group)
+    assert arrived is not None
+    first, second = arrived.samples
+    assert [first.sample_id, second.sample_id] == ["t1.0/0.0", "t1.0/0.1"]
+    assert (first.group_rows, first.episode_tokens, first.loss_tokens, second.loss_tokens) == (2, 5, 3, 2)
+    assert first.truncated and second.truncated, "the episode was cut off, whichever row it was in"
+    assert (first.row_truncated, second.row_truncated) == (False, True)
+    assert (first.reward, first.correct, first.metrics) == (second.reward, second.correct, second.metrics)
+    assert data.get("t1.0/0.0", "token_rewards").tolist() == [0.5, 0.0, 1.0]
+    assert data.get("t1.0/0.1", "token_rewards").tolist() == [0.0, 0.0]
+
+
+def test_a_row_that_fits_no_micro_batch_is_refused() -> None:
+    data = DataManager(0)
+    data.row_limit = 7
+    with pytest.raises(StreamError, match=r"has a row of 8 tokens, train.microbatch_tokens is 7"):
+        data.add_group(make_group("t1", [5]))
+
+
+def test_an_episode_too_long_for_its_loss_is_refused() -> None:
+    data = DataManager(0)
+    data.episode_limit = 9
+    row = make_row(np.arange(5, dtype=np.int32), np.full(3, -1, np.float32), np.full(3, 7, np.int32))
+    assert data.add_group(Group(Ticket("t1", 0, 0), [Episode([row], 1.0), Episode([row], 1.0)], "w")) is not None
+    with pytest.raises(StreamError, match=r"has an episode of 10 tokens"):
+        data.add_group(Group(Ticket("t2", 0, 0), [Episode([row, row], 1.0)], "w"))
+
+
+def test_padding_is_a_segment_of_its_own_that_no_row_points_into() -> None:
+    data, refs = filled()
+    batch = make_packer(data, 6).pack(refs)
+    assert batch.lengths == [5, 3, 4]
+    assert batch.tokens is not None and batch.tokens.tolist()[8:] == [0] * 4
+    assert int(batch.rows.max()) < 8
+
+
+def test_an_empty_micro_batch_is_one_masked_segment() -> None:
+    batch = make_packer(DataManager(0), 2).pack([], ["behav_logprobs"])
+    assert batch.lengths == [2]
+    assert batch.tokens is not None and len(batch.tokens) == 2
+    assert len(batch.rows) == 0
+    assert batch.targets is not None and len(batch.targets) == 0
+    assert len(batch.arrays["behav_logprobs"]) == 0
+
+
+def test_a_stage_between_needs_no_arrays() -> None:
+    batch = make_packer(DataManager(0), first=False, last=False).pack([make_ref("elsewhere", 5, 2)], ["behav_logprobs"])
+    assert batch.tokens is None and batch.targets is None and not batch.arrays
+    assert batch.total_tokens == 5
+
+
+def test_answers_go_back_to_their_samples() -> None:
+    data, refs = filled()
+    batch = make_packer(data).pack(refs)
+    parts = split_rows(batch, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert {name: part.tolist() for name, part in parts.items()} == {"b": [1.0, 2.0, 3.0], "a": [4.0]}
+
+
+def test_values_per_sequence_are_spread_over_answer_tokens() -> None:
+    data, refs = filled()
+    packer = make_packer(data)
+    assert packer.per_loss_token(packer.pack(refs), [0.5, -2.0]).tolist() == [0.5, 0.5, 0.5, -2.0]
+
+
+def test_buckets_cover_every_token_once_and_pad_only_behind() -> None:
+    lengths = [400, 90, 88, 60, 60, 60, 9, 7, 1, 1, 4]  # the dummy at the end may be longer than its neighbour
+    buckets = make_buckets(lengths, torch.device("cpu"), torch.float32)
+    assert [b.start for b in buckets] == [0, *(b.stop for b in buckets[:-1])]
+    assert buckets[-1].stop == sum(lengths)
+    assert sum(b.count for b in buckets) == len(lengths)
+    assert len(buckets) < len(lengths)
+    for bucket in buckets:
+        size = bucket.stop - bucket.start
+        if bucket.gather is None:
+            assert bucket.count * bucket.width == size
+            continue
+        assert bucket.scatter is not None and bucket.real is not None
+        assert bucket.gather[bucket.scatter].tolist() == list(range(size))
+        assert int(bucket.real.sum()) == size
+        real = bucket.real.reshape(bucket.count, bucket.width)
+        assert bool((real[:, 1:] <= real[:, :-1]).all())  # a segment, then its padding
+
+
+def test_positions_restart_with_every_segment() -> None:
+    frequencies = torch.tensor([1.0, 0.1])
+    packed = pack_segments([3, 2, 3], frequencies, torch.float32, kernel=False)
+    assert packed.cos is not None and packed.sin is not None
+    positions = torch.tensor([0.0, 1, 2, 0, 1, 0, 1, 2])
+    torch.testing.assert_close(packed.sin[:, 0], (positions[:, None] * frequencies).sin())
+    torch.testing.assert_close(packed.cos[:, 0], (positions[:, None] * frequencies).cos())
+
+
+def test_demonstrations_are_loaded_as_samples_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fixed:
+        def sequence(self, index: int) -> tuple[list[int], list[int]]:
+            return [1, 2], [index, 9]
+
+    monkeypatch.setattr("realsys.train.demonstrations.open_demonstrations", lambda _config, _paths: Fixed())
+    data = DataManager(2)
+    source = DemoSource(Config(), TrialPaths(tmp_path), data, worker=2)
+    once, twice = source.load([5]), source.load([5, 6])
+    assert len({meta.sample_id for meta in once + twice}) == 3  # clearing one must not clear the other
+    assert data.get(twice[1].sample_id, "tokens").tolist() == [1, 2, 6, 9]
+    assert (twice[1].length, twice[1].loss_tokens, twice[1].owner) == (4, 2, 2)
+    assert data.get(twice[1].sample_id, "loss_mask").tolist() == [False, False, True, True]
+
+
+def test_a_warm_up_without_demonstrations_is_a_mistake_in_the_configuration(tmp_path: Path) -> None:
+    config = Config.model_validate({"data": {"kind": "jsonl", "train": "t.jsonl"}})
+    with pytest.raises(ConfigError, match=r"data\.demos"):
+        DemoSource(config, TrialPaths(tmp_path), DataManager(0)).load([0])
+
+
+def test_a_key_of_a_dataflow_of_ones_own_is_stored_and_cannot_become_another() -> None:
+    try:
+        for _ in range(2):  # twice is fine: every process imports the module that declares it
+            register_key("entropies", "float32", "loss")
+        with pytest.raises(ValueError, match=r"entropies.*declared already"):
+            register_key("entropies", "int32", "loss")
+        with pytest.raises(ValueError, match=r"scores.*metadata"):
+            register_key("scores", "float32", "loss")
+        assert "scores" not in ARRAY_KEYS
+        data = DataManager(0)
+        data.put("t/0", {"entropies": np.array([0.5, 1.5])})
+        assert data.get("t/0", "entropies").dtype == np.float32
+    finally:
+        ARRAY_KEYS.pop("entropies", None)
+
+
+def test_what_is_held_outlives_its_clearing_and_nothing_else_does() -> None:
+    data = DataManager(0)
+    data.add_group(make_group("t1", [2, 2]))
+    data.add_group(make_group("t2", [2]))
+    wanted = {"tokens": ["t1.0/0.0", "t1.0/1.0"], "values": ["t1.0/0.0"], "returns": ["t1.0/0.0"]}
+    (origin,) = data.hold(wanted)
+    assert (origin.ticket.ticket_id, origin.worker, len(origin.episodes)) == ("t1", "rollout_worker/0", 2)
+    data.put("t1.0/0.0", {"values": np.ones(3), "prox_logprobs": np.zeros(2)})  # one that is held, and one that is not
+    data.clear(["t1.0/0.0"], ["tokens", "values"])
+    data.clear(["t1.0/0.0", "t1.0/1.0"])
+    held = data.release()
+    assert list(held) == [("t1.0/0.0", "tokens"), ("t1.0/1.0", "tokens"), ("t1.0/0.0", "values")]  # returns never came
+    np.testing.assert_array_equal(held["t1.0/0.0", "values"], np.ones(3))
+    assert data.release() == {}
+    data.clear(["t2.0/0.0"])
+    assert data.hold({"tokens": ["t2.0/0.0"]}) == [] and data.release() == {}
+    assert data.nbytes == 0
+
+
+def test_a_new_hold_forgets_the_one_before() -> None:
+    data = DataManager(0)
+    data.add_group(make_group("t1", [2]))
+    data.hold({"tokens": ["t1.0/0.0"]})
+    data.hold({"versions": ["t1.0/0.0"]})
+    assert list(data.release()) == [("t1.0/0.0", "versions")]

@@ -1,0 +1,235 @@
+"""The door ``weights.transport``: the example outside the package carries real versions to a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.config.rules.checks import check
+from realsys.config.rules.machine import Machine
+from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig
+from realsys.errors import ConfigError, Fenced, WeightsError
+from realsys.generation.embedded.build import build_engine
+from realsys.generation.embedded.engine import Engine
+from realsys.generation.embedded.forward.weights import read_tensors
+from realsys.launch.cli import main
+from realsys.master.publish import Publisher, VersionKey
+from realsys.types import PublishedVersion, SaveWeightsReply, SaveWeightsRequest
+from realsys.weights.base import Committed, PublisherParts, ReaderParts, Share, Transport, WriterParts
+from realsys.weights.build import build
+from realsys.weights.disk.publisher import DiskPublisher
+from realsys.weights.folder import FolderWriter
+from tests.support.processes.config_trees import changed
+from tests.support.serving.generation_models import make_model
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"
+MACHINE = Machine(cpus=8, memory_bytes=64 << 30)
+BOUND_S = 60.0
+
+
+class Trial:
+    """Two ranks, a master and what they share: each version changes one tensor of the model."""
+
+    def __init__(self, tmp_path: Path, transport: Transport) -> None:
+        self.root, self.model, self.transport = tmp_path / "weights", tmp_path / "model", transport
+        make_model("qwen2", self.model)
+        self.base = read_tensors(self.model)
+        self.store = MemoryNameStore()
+        self._writers = [transport.writer(WriterParts(worker)) for worker in (0, 1)]
+        weights = transport.publisher(PublisherParts(self.root, self.model, "0001"))
+        name = transport.config.weights.transport
+        key = VersionKey(self.store, "newest")
+        self.publisher = Publisher(weights, self._save, key, incarnation="0001", transport=name)
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]:
+        return {**self.base, "model.norm.weight": torch.full((48,), 1.0 + version)}
+
+    async def _save(self, request: SaveWeightsRequest) -> list[SaveWeightsReply]:
+        request = _sent(request)
+        replies = []
+        for rank, writer in enumerate(self._writers):
+            mine = dict(list(self.tensors(request.version).items())[rank::2])
+            share = Share(request.role, request.version, rank, 2, request.plan)
+            replies.append(_sent(SaveWeightsReply(writer.write(share, mine))))
+        return replies
+
+    def publish(self, version: int) -> PublishedVersion:
+        asyncio.run(self.publisher.publish(version, version))
+        return msgspec.json.decode(self.store.get("newest"), type=PublishedVersion)
+
+    @contextmanager
+    def engine(self) -> Iterator[Engine]:
+        config = GenerationConfig(embedded=EmbeddedConfig(max_running=2, max_queued=2, context_length=32))
+        reader = self.transport.reader(ReaderParts(0, self.model))
+        engine = build_engine(self.model, config, reader.stage)
+        engine.start()
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def _sent(message: Any) -> Any:
+    """A message as it arrives: plans and reports are plain values then."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
+
+
+@pytest.fixture
+def mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    (tmp_path / "copies").mkdir()
+    return changed("weights.transport=transport:Mirror", f"weights.transport_args={{folder: {tmp_path / 'copies'}}}")
+
+
+@pytest.fixture
+def trial(tmp_path: Path, mirrored: Config) -> Iterator[Trial]:
+    made = Trial(tmp_path, build(mirrored))
+    yield made
+    made.store.close()
+
+
+def flip(folder: str) -> None:
+    """Change one bit of a tensor."""
+    file = next(Path(folder).glob("model-*"))
+    content = bytearray(file.read_bytes())
+    content[-10] ^= 4
+    file.write_bytes(content)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_published_copy_is_served(trial: Trial, tmp_path: Path) -> None:
+    with trial.engine() as engine:
+        for version in (0, 1):
+            published = trial.publish(version)
+            assert published.transport == "transport:Mirror"
+            assert Path(published.locator).parent == tmp_path / "copies"
+            result = engine.update(published.locator, version).result(BOUND_S)
+            assert result.success, result.message
+            assert (engine.version, engine.model_path) == (version, published.locator)
+            assert result.counts["bytes"] == sum(t.nbytes for t in trial.base.values())
+
+
+def test_damaged_copy_is_refused_until_rewritten(trial: Trial) -> None:
+    locator = trial.publish(0).locator
+    flip(locator)
+    quarantined = {"state": "quarantined", "error": "corrupt", "version": None}
+    with trial.engine() as engine:
+        refused = engine.update(locator, 0).result(BOUND_S)
+        assert not refused.success and "corrupt" in refused.message and engine.version == -1
+        asyncio.run(trial.publisher.mend({"version": 0, "servers": [quarantined]}))
+        assert engine.update(locator, 0).result(BOUND_S).success
+
+
+def test_old_copies_go_with_their_versions(trial: Trial, tmp_path: Path) -> None:
+    for version in range(4):
+        locator = trial.publish(version).locator
+    needed = names(trial.root)
+    assert names(tmp_path / "copies") == needed and "v00000001.0001" not in needed
+    staged = trial.transport.reader(ReaderParts()).stage(locator, 3)
+    assert all(torch.equal(staged.tensors[name], tensor) for name, tensor in trial.tensors(3).items())
+
+
+def test_copy_is_written_as_folder(trial: Trial, tmp_path: Path) -> None:
+    """SGLang loads such a folder. A damaged version leaves none."""
+    locator, target = trial.publish(0).locator, tmp_path / "served"
+    folders = FolderWriter(trial.transport.reader(ReaderParts()), trial.model, tmp_path / "overflow")
+    made = folders.write(locator, 0, target)
+    assert made.directory == target and {"read_s", "verify_s", "write_s"} <= made.timings.keys()
+    assert names(target) == ["config.json", "generation_config.json", "model.safetensors"]
+    found = load_file(target / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in trial.tensors(0).items())
+    locator = trial.publish(1).locator
+    flip(locator)
+    with pytest.raises(WeightsError, match="corrupt"):
+        folders.write(locator, 1, tmp_path / "second")
+    assert not (tmp_path / "second").exists() and not (tmp_path / "overflow").exists()
+
+
+def test_writer_without_lease_writes_nothing(tmp_path: Path) -> None:
+    def fenced() -> None:
+        raise Fenced("this worker must stop")
+
+    transport = build(changed())
+    plan = transport.publisher(PublisherParts(tmp_path, tmp_path, "0001")).prepare(0, "")
+    with pytest.raises(Fenced):
+        transport.writer(WriterParts(0, fenced)).write(Share("actor", 0, 0, 1, plan), {"w": torch.zeros(4)})
+    assert names(Path(plan.directory)) == []
+
+
+def test_unreadable_report_names_the_version(tmp_path: Path) -> None:
+    publisher = build(changed()).publisher(PublisherParts(tmp_path, tmp_path, "0001"))
+    plan = publisher.prepare(3, "")
+    with pytest.raises(WeightsError, match="weights v3: the report of a rank cannot be read"):
+        publisher.commit(3, 3, plan, [[{"file": "x"}]])
+
+
+class Wandering(DiskPublisher):
+    """Breaks the contract: a version that is committed again is elsewhere."""
+
+    def commit(self, version: int, step: int, plan: Any, reports: Any, *, replace: bool = False) -> Committed:
+        made = super().commit(version, step, plan, reports, replace=replace)
+        return _elsewhere(made) if replace else made
+
+
+def _elsewhere(made: Committed) -> Committed:
+    return replace(made, locator=made.locator + "-again")
+
+
+def test_rewritten_version_must_keep_its_locator(trial: Trial) -> None:
+    """Servers have been told the first locator, and nothing would tell them another one."""
+    trial.publisher._weights = Wandering(PublisherParts(trial.root, trial.model, "0001"), keep=2)
+    locator = trial.publish(0).locator
+    flip(locator)
+    quarantined = {"state": "quarantined", "error": "corrupt", "version": None}
+    with pytest.raises(WeightsError, match="a transport must keep the locator of a version"):
+        asyncio.run(trial.publisher.mend({"version": 0, "servers": [quarantined]}))
+
+
+WRONG = {
+    "disc": ("weights.transport", "unknown weight transport: use one of disk, or package.module:name"),
+    "no_such_module:Mirror": ("weights.transport", "no module named 'no_such_module'"),
+    "transport:Nothing": ("weights.transport", "has no attribute 'Nothing'"),
+    "json:JSONDecoder": ("weights.transport", "the class lacks writer, publisher, reader"),
+    "realsys.weights.base:Transport": ("weights.transport", "cannot be built: TypeError"),
+    "transport:Mirror": ("weights.transport_args", "missing a required argument: 'folder'"),
+}
+
+
+@pytest.mark.parametrize("value", WRONG)
+def test_wrong_transport_is_one_clear_line(value: str, mirrored: Config) -> None:
+    field, problem = WRONG[value]
+    with pytest.raises(ConfigError) as raised:
+        check(changed(f"weights.transport={value}"), MACHINE)
+    assert raised.value.field == field and problem in raised.value.problem
+    assert raised.value.exit_code == 2 and "\n" not in str(raised.value)
+
+
+def test_disk_takes_no_arguments() -> None:
+    with pytest.raises(ConfigError, match="do not fit disk"):
+        check(changed("weights.transport_args={folder: /tmp}"), MACHINE)
+
+
+def test_transport_checks_itself_in_the_launcher(
+    mirrored: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = ["run", "experiment=arith", "weights.transport=transport:Mirror"]
+    assert main([*run, f"weights.transport_args.folder={tmp_path / 'copies'}", "--dry-run"]) == 0
+    capsys.readouterr()
+    assert main([*run, f"weights.transport_args.folder={tmp_path / 'nowhere'}"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "weights.transport" in err and "No such file or directory" in err
+    assert not (tmp_path / "runs").exists()

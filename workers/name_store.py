@@ -1,0 +1,61 @@
+"""The name store of a run that starts its own: becomes etcd, at the configured address, with its data in the trial.
+
+The process is replaced, so that what is signalled and waited for is etcd itself. What it was asked of the kernel stays:
+it ends with its parent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import NoReturn
+
+from realsys.cluster.network import free_ports
+from realsys.cluster.process import configure_logging, die_with_parent
+from realsys.config.dump import read_config
+from realsys.config.paths import TrialPaths
+
+_MEMBER = "realsys"
+
+
+def command(address: str, peer: str, data: Path) -> list[str]:
+    """etcd with one member. Nobody connects to ``peer``, but etcd does not start without."""
+    client, peer = f"http://{address}", f"http://{peer}"
+    return [
+        "etcd",
+        f"--name={_MEMBER}",
+        f"--data-dir={data}",
+        f"--initial-cluster={_MEMBER}={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--listen-peer-urls={peer}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        "--logger=zap",
+        "--log-level=warn",
+        "--log-outputs=stderr",
+        # Its keys are those of live processes: they need not outlive the machine.
+        "--unsafe-no-fsync",
+        # Short elections: etcd grants no lease shorter than one and a half of them.
+        "--heartbeat-interval=50",
+        "--election-timeout=500",
+    ]
+
+
+def main() -> NoReturn:
+    parser = argparse.ArgumentParser(
+        prog="python -m realsys.workers.name_store", description="The name store of a trial."
+    )
+    parser.add_argument("--trial-dir", type=Path, required=True, help="folder that holds the trial's config.json")
+    parser.add_argument("--index", type=int, required=True, help="0")
+    arguments = parser.parse_args()
+    configure_logging(f"name_store/{arguments.index}")
+    die_with_parent()
+    paths = TrialPaths(arguments.trial_dir.resolve())
+    address = read_config(paths.config).cluster.name_store.address
+    argv = command(address, f"127.0.0.1:{free_ports(1)[0]}", paths.own_etcd)
+    os.execvp(argv[0], argv)
+
+
+if __name__ == "__main__":
+    main()
