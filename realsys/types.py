@@ -40,7 +40,8 @@ class Ticket(msgspec.Struct, frozen=True):
     n: int = 1  # episodes to play
     seed: int = 0  # base seed of the group's sampling
     version: int = 0  # version published when granted
-    trainer_incarnation: str = ""  # incarnation of the training side it was granted under
+    #: incarnation of the training side that it was granted under; the short name is what goes over the wire
+    trainer_incarnation: str = msgspec.field(default="", name="trainer")
 
 
 @dataclass(slots=True)

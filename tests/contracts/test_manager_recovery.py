@@ -48,7 +48,7 @@ def test_training_starts_again_from_a_checkpoint_and_the_old_side_is_refused(tmp
         assert await start(t, -1, A) == {"reissued": 0, "evaluations": []}
         await serve(t, 0, A)
         first, second, third = (await t.allocate(3))["tickets"]
-        assert first["trainer_incarnation"] == A
+        assert first["trainer"] == A
         await t.finish(first)
         await t.finish(second)
         body = {"step": 1, "version": 1, "incarnation": A}
@@ -72,7 +72,7 @@ def test_training_starts_again_from_a_checkpoint_and_the_old_side_is_refused(tmp
         assert (await t.schedule(third))[0] == 409
         await serve(t, 0, B)
         again = (await t.allocate(3))["tickets"]
-        assert [(x["ticket_id"], x["attempt"], x["trainer_incarnation"]) for x in again] == [
+        assert [(x["ticket_id"], x["attempt"], x["trainer"]) for x in again] == [
             (x["ticket_id"], 1, B) for x in (first, second, third)
         ]
         kinds = [type(event) for event in events(t)]
@@ -114,7 +114,7 @@ def test_a_manager_that_restarts_still_knows_who_trains(tmp_path: Path) -> None:
         assert t.state.trainer_incarnation == B and (await t.get("/get_model_version"))["version"] == -1
         assert (await t.call("/trained", {"step": 1, "version": 1, "incarnation": A}))[0] == 409
         await serve(t, 0, B)
-        assert (await t.allocate())["tickets"][0]["trainer_incarnation"] == B
+        assert (await t.allocate())["tickets"][0]["trainer"] == B
         assert sum(isinstance(event, Opened) for event in events(t)) == 1, "nothing that binds has changed"
 
     drive(tmp_path, scenario)

@@ -73,7 +73,7 @@ class ManagerModel(RuleBasedStateMachine):
         self.state.outbox = []
 
     @property
-    def training(self) -> str:
+    def trainer_incarnation(self) -> str:
         return f"{self.trainings:019d}"
 
     def published(self, version: int) -> PublishedVersion:

@@ -160,7 +160,7 @@ def test_an_exception_of_the_agent_is_an_error_with_its_place(caplog):
     with caplog.at_level(logging.ERROR):
         played = play(agent, FakeEngine(), min_episodes=1)
     (error,) = played.errors
-    assert error.startswith("episode 0: AgentError: KeyError: 'no such key' (") and "test_rollout_sessions.py:" in error
+    assert error.startswith("episode 0: AgentError: KeyError: 'no such key' (") and "test_sessions.py:" in error
     assert len(played.episodes) == 3 and "Traceback" in caplog.text
 
 
