@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from manager_trial import TOKEN, Trial, config, drive
 
 from realsys.config.compose import compose
 from realsys.config.paths import TrialPaths
@@ -27,6 +26,7 @@ from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
 from realsys.rollout.manager_client import ManagerClient
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, FileInfo, RoleState, encode_state
+from tests.support.ledger.manager_trial import TOKEN, Trial, config, drive
 
 DATA = {"train_size": 20, "eval_size": 5, "demo_size": 0}
 SMALL = ["experiment=arith", *(f"data.arith.{k}={v}" for k, v in DATA.items()), "evaluation.problems=5"]

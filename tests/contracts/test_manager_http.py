@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from manager_trial import BOUND_S, TOKEN, WORKER, FakeServer, Trial, drive
 
 from realsys.errors import LedgerError
+from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, FakeServer, Trial, drive
 
 
 def test_rollout_reaches_the_healthy_server_while_one_hangs_and_one_refuses(tmp_path: Path) -> None:

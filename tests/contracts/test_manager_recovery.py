@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from manager_trial import BOUND_S, TOKEN, WORKER, Trial, drive
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import Fenced, StreamError
@@ -18,6 +17,7 @@ from realsys.manager.ledger.journal import read_journal, twin_path
 from realsys.manager.messages import EvaluateRequest, RollBackRequest, TrainedRequest
 from realsys.rollout.manager_client import ManagerClient
 from realsys.types import PublishedVersion
+from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, Trial, drive
 
 A, B = (f"{number:019d}" for number in (1, 2))
 

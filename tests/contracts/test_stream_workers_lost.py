@@ -122,7 +122,7 @@ def test_a_request_lost_with_its_connection_comes_again_before_those_behind_it(m
         reached += point == "request.receive"
         return "drop" if point == "request.receive" and reached == 5 else ""
 
-    monkeypatch.setattr("realsys.stream.endpoint.reach", drop_the_fifth)
+    monkeypatch.setattr("realsys.stream.endpoint.failpoint", drop_the_fifth)
 
     async def body(stream: MasterStream, workers: list[Answering]) -> None:
         replies = [stream.request(0, "echo", Number(value), Number) for value in range(200)]
