@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import realsys
 from realsys.cluster.topology import ModelShardID, place
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
@@ -35,7 +36,7 @@ _IN_WORDS: dict[OnDeath, str] = {
 }
 
 #: this realsys, also when it runs from a checkout that is not installed
-_SOURCE_ROOT = str(Path(__file__).resolve().parent.parent)
+_SOURCE_ROOT = str(Path(realsys.__file__).resolve().parents[1])
 
 
 @dataclass(frozen=True, slots=True)

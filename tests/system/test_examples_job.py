@@ -42,7 +42,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_outside(outside: Path, root: Path, argv: list[str]) -> Job:
     """Run a job in the user's folder: neither the checkout nor its tests are on the path."""
     env = {"PYTHONPATH": os.pathsep.join([str(outside / "installed"), str(outside / "mine")])}
-    where = [sys.executable, "-c", "import realsys, launch; print(realsys.__file__, launch.__file__)"]
+    where = [sys.executable, "-c", "import realsys.launch; print(realsys.__file__, realsys.launch.__file__)"]
     found = subprocess.run(where, env={**os.environ, **env}, cwd=outside / "mine", capture_output=True, text=True)
     assert found.stdout.count(str(outside / "installed")) == 2, found.stdout + found.stderr
     with running(root, argv, env=env, cwd=outside / "mine") as live:
