@@ -72,8 +72,9 @@ format: setup  ## rewrite the code in the project's format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-docs: setup  ## rewrite the field tables in docs/configuration.md from the schema
+docs: setup  ## rewrite the fields in docs/configuration.md and the measured figures of the pages
 	$(PY) -m realsys.config.reference
+	$(PY) -m tests.support.docs.figures
 
 bench: setup  ## run every benchmark; results go to benchmarks/results/
 	@set -e; for name in $(BENCHES); do echo "== $$name"; $(PY) -m benchmarks.$$name; done

@@ -1,4 +1,6 @@
-"""Package metadata of realsys. Loose ranges here; the exact pins that are tested live in constraints.txt."""
+"""Package metadata of realsys. The ranges are wide; constraints.txt has the exact versions that are tested."""
+
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
@@ -6,6 +8,8 @@ setup(
     name="realsys",
     version="0.1.0",
     description="Asynchronous reinforcement learning for language models",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
     # realsys/configs, realsys/launch and realsys/workers are links to the folders at the top of the repository.
@@ -13,7 +17,7 @@ setup(
     package_data={
         "realsys.configs": ["**/*.yaml", "*.yaml"],
         "realsys.manager": ["*.html"],
-        # a package of its own, for the interpreter that runs SGLang
+        # a separate package for the interpreter that runs SGLang
         "realsys.generation.sglang": ["cpu_support/*", "cpu_support/realsys_sglang_cpu/*.py"],
     },
     install_requires=[

@@ -322,7 +322,7 @@ def _clear_names(config: Config, paths: TrialPaths, say: Callable[[str], None]) 
     settings = config.cluster.name_store
     if settings.start or (settings.backend == "file" and not settings.root):
         return  # in the trial's folder
-    from realsys.cluster.store.base import make_name_store, trial_names
+    from realsys.cluster.store.connect import make_name_store, trial_names
 
     names, lease_s = trial_names(config), config.cluster.lease_s
     deadline, said = time.monotonic() + 2 * lease_s, False

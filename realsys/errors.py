@@ -1,41 +1,45 @@
-"""Every error a user of realsys can meet.
+"""All errors that a user of realsys can meet.
 
 RealsysError
 ├── ConfigError           a field of the configuration is wrong (exit code 2)
 ├── DataError             a line of a dataset is wrong (exit code 2)
 ├── ModelError            a model directory is wrong or does not fit the layout (exit code 2)
 ├── NameStoreError        the name store did not answer, or refused
-│   ├── KeyMissing        the key is not there
-│   └── KeyExists         the key is there already and replace was not asked for
-├── WaitTimeout           a bounded wait ran out; says what was waited for
+│   ├── KeyMissing        the key does not exist
+│   └── KeyExists         the key exists and replace was not set
+├── WaitTimeout           a wait reached its time limit; the message names the awaited thing
 ├── StreamError           a message could not be sent, or a peer answered with an error
 │   └── RemoteError       the peer's handler raised; carries its traceback
-├── DecodeError           bytes that are no message of ours
-├── WeightsError          a weight version is missing, truncated, corrupt, or not the one asked for
-├── CheckpointError       a checkpoint cannot be written, is torn or corrupt, or belongs to another model
-├── RecordError           a recorded step is missing, or is not what was written (exit code 2)
+├── DecodeError           bytes that are not a message of realsys
+├── WeightsError          a weight version is missing, truncated, corrupt, or not the requested one
+├── CheckpointError       a checkpoint cannot be written, is incomplete or corrupt, or belongs to another model
+├── RecordError           a recorded step is missing or was changed (exit code 2)
 ├── GenerationError       a generation server refused or failed a request
-├── RewardError           a verifier raised, hung or died; never turned into a reward
+├── RewardError           a verifier raised, hung or died; never becomes a reward
 ├── AgentError            an agent or environment raised, or returned an episode that cannot be trained
 ├── LedgerError           an event that the rollout ledger cannot accept
-├── StuckError            the run can make no further progress; says why
-├── NotFiniteError        training met NaN or inf too many times in a row; names the samples
+├── StuckError            the run cannot make further progress; the message gives the reason
+├── NotFiniteError        training met NaN or inf too many times in a row; the message names the samples
 ├── WorkerLost            a worker's lease lapsed or its process ended
 └── Fenced                this process lost its own lease and must stop
 
-The message of each is one line: which process or field, which value, what to do.
+Each message is one line. It names the process or field, the problem, and the remedy.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-#: what msgspec raises for bytes that are not what was asked for: shape and values, encoding, nesting without end
+#: exceptions of msgspec for bytes it cannot decode: wrong shape or values, wrong encoding, unlimited nesting
 MALFORMED = (msgspec.MsgspecError, UnicodeError, RecursionError)
 
 
 class RealsysError(Exception):
-    """Base of all; ``exit_code`` is what the command returns when this ends it, ``permanent`` that it will again."""
+    """Base of all errors of realsys.
+
+    exit_code  exit code of the command that this error ends
+    permanent  a restart would meet the same error again
+    """
 
     exit_code = 1
     permanent = False
@@ -48,7 +52,9 @@ class ConfigError(RealsysError):
     permanent = True
 
     def __init__(self, field: str, value: object, problem: str) -> None:
-        self.field, self.value, self.problem = field, value, problem
+        self.field = field
+        self.value = value
+        self.problem = problem
         super().__init__(f"config: {field}={value!r}: {problem}")
 
 
@@ -71,15 +77,15 @@ class NameStoreError(RealsysError):
 
 
 class KeyMissing(NameStoreError):
-    """The key is not in the name store."""
+    """The key does not exist in the name store."""
 
 
 class KeyExists(NameStoreError):
-    """The key is in the name store already."""
+    """The key exists in the name store."""
 
 
 class WaitTimeout(RealsysError):
-    """A bounded wait ran out. The message says what was waited for, and for how long."""
+    """A wait reached its time limit. The message names the awaited thing and the limit."""
 
 
 class StreamError(RealsysError):
@@ -87,7 +93,7 @@ class StreamError(RealsysError):
 
 
 class RemoteError(StreamError):
-    """The handler at the other end raised. ``remote_traceback`` is its text."""
+    """The handler of the peer raised. ``remote_traceback`` is the text of its traceback."""
 
     def __init__(self, message: str, remote_traceback: str = "") -> None:
         self.remote_traceback = remote_traceback
@@ -95,26 +101,26 @@ class RemoteError(StreamError):
 
 
 class DecodeError(RealsysError):
-    """Bytes that are no message of ours."""
+    """The bytes are not a message of realsys."""
 
 
 class WeightsError(RealsysError):
-    """A weight version is missing, truncated, corrupt, or not the one asked for."""
+    """A weight version is missing, truncated, corrupt, or not the requested one."""
 
 
 class CheckpointError(RealsysError):
-    """A checkpoint cannot be written, is incomplete, torn or corrupt, or does not fit the model that is to load it."""
+    """A checkpoint cannot be written, is incomplete or corrupt, or does not fit the model that loads it."""
 
 
 class RecordError(RealsysError):
-    """A recorded step is missing, or what is there is not what was written."""
+    """A recorded step is missing, or its files were changed."""
 
     exit_code = 2
     permanent = True
 
 
 class GenerationError(RealsysError):
-    """A generation server refused or failed a request. ``retryable``: another server may do it."""
+    """A generation server refused or failed a request. ``retryable``: another server may succeed."""
 
     def __init__(self, message: str, *, retryable: bool = False) -> None:
         self.retryable = retryable
@@ -122,13 +128,13 @@ class GenerationError(RealsysError):
 
 
 class RewardError(RealsysError):
-    """A verifier raised, hung or died. Never turned into a reward."""
+    """A verifier raised, hung or died. This never becomes a reward."""
 
 
 class AgentError(RealsysError):
-    """An agent or environment raised, or returned an episode that cannot be trained. Never turned into a reward.
+    """An agent or environment raised, or returned an episode that cannot be trained. This never becomes a reward.
 
-    ``defect``: type and place of the exception, or the message; equal for the same defect in another episode.
+    ``defect``: type and place of the exception, or the message. Equal defects of two episodes have equal text.
     """
 
     def __init__(self, message: str, *, defect: str = "") -> None:
@@ -141,20 +147,22 @@ class LedgerError(RealsysError):
 
 
 class StuckError(RealsysError):
-    """The run can make no further progress; the message says why."""
+    """The run cannot make further progress. The message gives the reason."""
 
     permanent = True
 
 
 class NotFiniteError(RealsysError):
-    """Optimizer steps of ``role`` were skipped in a row for NaN or inf. ``sample_ids``: of the last one."""
+    """Optimizer steps of ``role`` were skipped in a row for NaN or inf. ``sample_ids`` are those of the last step."""
 
     permanent = True
-    #: more ids than this do not go into the message
+    #: ids in the message; more are only counted
     SHOWN = 16
 
     def __init__(self, role: str, skipped: int, sample_ids: list[str]) -> None:
-        self.role, self.skipped, self.sample_ids = role, skipped, sample_ids
+        self.role = role
+        self.skipped = skipped
+        self.sample_ids = sample_ids
         more = f" and {len(sample_ids) - self.SHOWN} more" if len(sample_ids) > self.SHOWN else ""
         super().__init__(
             f"{role}: {skipped} optimizer steps in a row skipped because loss or gradient was not finite "
@@ -167,4 +175,4 @@ class WorkerLost(RealsysError):
 
 
 class Fenced(RealsysError):
-    """This process lost its own lease and must stop at once."""
+    """This process lost its own lease and must stop immediately."""

@@ -8,7 +8,8 @@ from typing import Protocol
 
 import aiohttp
 
-from realsys.cluster.store.base import NameStore, make_name_store, trial_names
+from realsys.cluster.store.base import NameStore
+from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.cluster.store.names import Names
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config

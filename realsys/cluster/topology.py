@@ -1,4 +1,4 @@
-"""Who sits where on a mesh, and the routing table from shards to workers.
+"""Placement of model shards on workers, and the routing table from shards to workers.
 
 Training ranks are laid out pipe-major, then data, then tensor: ``rank = pp*(DP*TP) + dp*TP + tp``.
 Inference ranks are laid out data, then pipe, then tensor.
@@ -29,7 +29,7 @@ class ModelShardID:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A layout placed on workers: ``workers[rank]`` is the index of the worker that holds training rank ``rank``."""
+    """A layout placed on workers. ``workers[rank]`` is the index of the worker that holds training rank ``rank``."""
 
     layout: ParallelLayout
     workers: tuple[int, ...]
@@ -37,39 +37,42 @@ class Mesh:
     def __post_init__(self) -> None:
         if len(self.workers) != self.layout.world_size or len(set(self.workers)) != len(self.workers):
             raise ValueError(
-                f"layout {self.layout} needs {self.layout.world_size} distinct workers, got {self.workers}"
+                f"layout {self.layout} must have {self.layout.world_size} distinct workers, got {self.workers}"
             )
 
     def rank(self, dp: int, tp: int, pp: int) -> int:
-        lay = self.layout
-        return pp * (lay.data * lay.tensor) + dp * lay.tensor + tp
+        """Return the training rank at these coordinates."""
+        layout = self.layout
+        return pp * (layout.data * layout.tensor) + dp * layout.tensor + tp
 
     def coordinates(self, rank: int) -> Coordinates:
-        lay = self.layout
-        pp, rest = divmod(rank, lay.data * lay.tensor)
-        dp, tp = divmod(rest, lay.tensor)
+        """Return (dp, tp, pp) of a training rank."""
+        layout = self.layout
+        pp, rank_in_stage = divmod(rank, layout.data * layout.tensor)
+        dp, tp = divmod(rank_in_stage, layout.tensor)
         return dp, tp, pp
 
     def dp_head(self, dp: int) -> int:
-        """Worker that speaks for DP rank ``dp``: last pipeline stage, tensor rank 0."""
+        """Return the worker that represents DP rank ``dp``: last pipeline stage, tensor rank 0."""
         return self.workers[self.rank(dp, 0, self.layout.pipeline - 1)]
 
     def dp_heads(self) -> list[int]:
+        """Return the heads of all DP ranks."""
         return [self.dp_head(dp) for dp in range(self.layout.data)]
 
     def dp_members(self, dp: int) -> list[int]:
-        """All workers of DP rank ``dp``: every stage and tensor rank."""
-        lay = self.layout
-        return [self.workers[self.rank(dp, tp, pp)] for pp in range(lay.pipeline) for tp in range(lay.tensor)]
+        """Return the workers of DP rank ``dp``: all its pipeline stages and tensor ranks."""
+        layout = self.layout
+        return [self.workers[self.rank(dp, tp, pp)] for pp in range(layout.pipeline) for tp in range(layout.tensor)]
 
 
 def whole_mesh(layout: ParallelLayout) -> Mesh:
-    """The mesh on workers 0..world_size-1."""
+    """Return the mesh on workers 0..world_size-1."""
     return Mesh(layout, tuple(range(layout.world_size)))
 
 
 def place(allocation: Allocation, roles: Iterable[str]) -> dict[str, Mesh]:
-    """The mesh of every role: those that the allocation names where it says, the others with the actor."""
+    """Return the mesh of every role. Roles that the allocation does not name share the actor's workers."""
     meshes = {}
     for role in roles:
         placement = allocation.placement(role)
@@ -79,13 +82,15 @@ def place(allocation: Allocation, roles: Iterable[str]) -> dict[str, Mesh]:
 
 
 def inference_rank(layout: ParallelLayout, dp: int, tp: int, pp: int) -> int:
+    """Return the inference rank at these coordinates."""
     return dp * (layout.pipeline * layout.tensor) + pp * layout.tensor + tp
 
 
 def routing_table(meshes: Mapping[str, Mesh]) -> dict[str, int]:
-    """Handle -> worker index, for every shard of every role, ``{role}/__data{i}__``, and plain worker indices.
+    """Return handle -> worker index.
 
-    With a single role the bare ``__data{i}__`` is there too. Several shards may map to one worker.
+    Handles are the shards of all roles, ``{role}/__data{i}__`` for the DP heads, and plain worker indices. With a
+    single role ``__data{i}__`` is a handle as well. Several shards may map to one worker.
     """
     table: dict[str, int] = {}
     for role, mesh in meshes.items():
@@ -101,13 +106,14 @@ def routing_table(meshes: Mapping[str, Mesh]) -> dict[str, int]:
 
 
 def group_contiguously(n_senders: int, n_receivers: int) -> list[list[int]]:
-    """For each sender the receivers it serves (push-pull grouping).
+    """Return, for each sender, the indices of its receivers (push-pull grouping).
 
-    Senders are split over receivers contiguously, the remainder one each to the first receivers. With fewer senders
-    than receivers a sender serves several receivers in turn, contiguous again.
+    Each receiver gets a contiguous range of senders; the first receivers get one more if the division has a remainder.
+    With fewer senders than receivers, each sender has a contiguous range of receivers and serves them in turn.
+    Raises ValueError without senders or receivers.
     """
     if n_senders < 1 or n_receivers < 1:
-        raise ValueError(f"need at least one sender and one receiver, got {n_senders} and {n_receivers}")
+        raise ValueError(f"there must be at least one sender and one receiver, got {n_senders} and {n_receivers}")
     if n_senders < n_receivers:
         return _split(range(n_receivers), n_senders)
     groups = _split(range(n_senders), n_receivers)
@@ -115,6 +121,7 @@ def group_contiguously(n_senders: int, n_receivers: int) -> list[list[int]]:
 
 
 def _split(items: Sequence[int], parts: int) -> list[list[int]]:
+    """Split ``items`` into contiguous parts whose sizes differ by at most one, the larger ones first."""
     size, extra = divmod(len(items), parts)
     bounds = [0]
     for i in range(parts):

@@ -177,7 +177,7 @@ def _parse(kind: str, argv: Sequence[str] | None) -> tuple[Path, int]:
 def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSignals, reporter: _FailureReporter) -> int:
     """Set up, run the body, take down. The exit code."""
     from realsys.cluster.heartbeat import Heartbeat, lease_clock
-    from realsys.cluster.store.base import make_name_store, trial_names
+    from realsys.cluster.store.connect import make_name_store, trial_names
     from realsys.config.dump import read_config
 
     failpoint.arm(f"{kind}/{index}")

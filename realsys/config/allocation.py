@@ -1,13 +1,13 @@
-"""The allocation expression: what generates, and which model role trains on which workers with which layout.
+"""Allocation expression: the servers that generate, and the workers and the layout of each model role.
 
     serve.d4p1m1+d2p2m1                       4 servers; the actor on 4 workers
-    serve.d2+actor.d2p2,critic.d1m2           `,` shares workers: the critic sits on the first 2 of the actor's 4
-    serve.d2+actor.d2+critic.m2,ref.m2        `+` sets apart: actor on workers 0-1, critic and ref both on 2-3
+    serve.d2+actor.d2p2,critic.d1m2           `,` shares workers: the critic has the first 2 of the actor's 4
+    serve.d2+actor.d2+critic.m2,ref.m2        `+` separates workers: actor on 0-1, critic and ref both on 2-3
 
-d data, p pipeline, m tensor parallel; a layout without a role is the actor's; the parts may come in any order. A role
-that the algorithm needs and that is not named shares the actor's workers and layout.
+d is data, p pipeline, m tensor parallelism. A layout without a role belongs to the actor. The order of the parts does
+not matter. A role that the algorithm needs and the expression does not name shares the actor's workers and layout.
 
-`generation.backend` chooses the engine. The name of a built-in backend (`sglang.d2+d2`) is read as `serve`.
+`generation.backend` chooses the engine. The name of a built-in backend (`sglang.d2+d2`) means the same as `serve`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INFERENCE = frozenset({SERVE, *BACKEND.builtin})
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Sizes of the three axes; their product is the number of workers."""
+    """Sizes of the three axes. Their product is the number of workers."""
 
     data: int = 1
     pipeline: int = 1
@@ -43,7 +43,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A role's layout and the index of the first worker that it sits on."""
+    """Layout of a role, and the index of its first worker."""
 
     layout: ParallelLayout
     first: int = 0
@@ -51,9 +51,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Layouts of what generates and what trains. ``inference.data`` is the number of GenerationServers.
+    """Layouts of servers and model roles. ``inference.data`` is the number of GenerationServers.
 
-    ``roles``: the roles that were named, the actor always among them. ``workers``: ModelWorkers in all.
+    roles    the roles that the expression names, including the actor
+    workers  number of ModelWorkers
     """
 
     inference: ParallelLayout
@@ -65,11 +66,11 @@ class Allocation:
         return self.roles[ACTOR].layout
 
     def placement(self, role: str) -> Placement:
-        """Where ``role`` sits; with the actor when it was not named."""
+        """Return the placement of ``role``: the actor's if the expression does not name the role."""
         return self.roles.get(role, self.roles[ACTOR])
 
     def check_roles(self, needed: Iterable[str], text: str) -> None:
-        """Raises ConfigError when a named role is none that the dataflow calls."""
+        """Raise ConfigError if the expression names a role that the dataflow does not call."""
         known = {ACTOR, *needed}
         for role in self.roles:
             if role not in known:
@@ -93,7 +94,7 @@ def parse_allocation(text: str) -> Allocation:
             if not re.fullmatch(r"[A-Za-z]\w*", role):
                 raise ConfigError("allocation", text, f"cannot read the role in '{part}'; write e.g. critic.d2")
             if role in roles:
-                raise ConfigError("allocation", text, f"role '{role}' stands twice")
+                raise ConfigError("allocation", text, f"role '{role}' is given twice")
             roles[role] = Placement(_parse_layout(layout, text), workers)
             widest = max(widest, roles[role].layout.world_size)
         workers += widest
@@ -101,7 +102,7 @@ def parse_allocation(text: str) -> Allocation:
         problem = f"must have exactly one inference part ({SERVE}.), joined by '+': write e.g. {SERVE}.d1+d2"
         raise ConfigError("allocation", text, problem)
     if ACTOR not in roles:
-        raise ConfigError("allocation", text, "no part is the actor's; write e.g. serve.d1+d2p2m1")
+        raise ConfigError("allocation", text, "the actor has no part; write e.g. serve.d1+d2p2m1")
     parsed = _parse_layout(inference[0], text)
     if parsed.pipeline != 1:
         raise ConfigError("allocation", text, "the inference part must have p1: servers do not pipeline")
@@ -116,7 +117,7 @@ def _parse_layout(text: str, whole: str) -> ParallelLayout:
             break
         axis, size = match[1], int(match[2])
         if axis in sizes:
-            raise ConfigError("allocation", whole, f"axis '{axis}' stands twice in '{text}'")
+            raise ConfigError("allocation", whole, f"axis '{axis}' is given twice in '{text}'")
         if size < 1:
             raise ConfigError("allocation", whole, f"axis '{axis}' must be at least 1 in '{text}'")
         sizes[axis] = size

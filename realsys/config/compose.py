@@ -197,7 +197,7 @@ def _did_you_mean_field(path: str) -> str:
     """The nearest field: the same name in another section, one described by that word (eta), or the one misspelt."""
     known = list(fields())
     name = path.rpartition(".")[2]
-    close = [k for k in known if k.rpartition(".")[2] == name or _description(k) == name]
+    close = [k for k in known if name in (k.rpartition(".")[2], _description(k).partition(":")[0])]
     if not close:
         close = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
     if not close:
@@ -218,9 +218,9 @@ def _field_info(path: str) -> FieldInfo | None:
     return info
 
 
-def _description(path: str) -> str | None:
+def _description(path: str) -> str:
     info = _field_info(path)
-    return info.description if info else None
+    return (info.description or "") if info else ""
 
 
 def _first_field(path: str) -> str:

@@ -1,13 +1,13 @@
-"""The dataflow graph of model function calls, declared as data and checked before anything starts.
+"""Dataflow graph of model function calls, declared as data and checked before anything starts.
 
-A call is ready when every key it reads is there. Everything that the settings of ``train.ppo`` can switch on:
+A call is ready when all keys that it reads exist. These are the calls that the settings of ``train.ppo`` can enable:
 
     (stream) tokens with loss_mask, behav_logprobs, versions, token_rewards
         ├──> actor_inf   -> prox_logprobs     decoupled loss
         ├──> ref_inf     -> ref_logprobs      KL to a reference
         ├──> critic_inf  -> values            critic
         ├──> reward_inf  -> scores            reward model
-        ├──> advantages  -> advantages, returns   if tokens differ: critic, KL in the reward, rewards of turns
+        ├──> advantages  -> advantages, returns   one per token: critic, KL in the reward, rewards of turns
         ├──> actor_train
         └──> critic_train
 
@@ -35,12 +35,13 @@ TOKEN_REWARDS = "token_rewards"
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """One model function call: which handler runs on which role, and which keys it reads and makes.
+    """One model function call: its handler, its role, and the keys that it reads and makes.
 
-    ``handler``: a built-in name (``realsys.config.doors.CALL_HANDLER``) or ``package.module:Class`` of a class with
-    ``run(role, request)`` (``realsys.train.calls.CallHandler``). ``trains``: it changes the role's weights. Hooks
-    are built-in names (``HOOK``) or ``package.module:function`` of a function of (role, request), run before and after
-    the call on every rank of the role's mesh.
+    handler                built-in name (``realsys.config.doors.CALL_HANDLER``), or ``package.module:Class`` of a class
+                           with ``run(role, request)`` (``realsys.train.calls.CallHandler``)
+    trains                 True if the call changes the weights of the role
+    pre_hooks, post_hooks  built-in names (``HOOK``) or ``package.module:function`` of functions of (role, request),
+                           run before and after the call on every rank of the role's mesh
     """
 
     name: str
@@ -54,7 +55,10 @@ class FunctionCall:
 
 
 class Dataflow:
-    """A checked set of calls. Raises ConfigError on a double name, a key nobody makes, a key made twice, or a cycle."""
+    """A checked set of calls.
+
+    Raises ConfigError for a duplicate name, a key without a maker or with two, and a cycle.
+    """
 
     def __init__(self, calls: Iterable[FunctionCall], source_keys: Iterable[str] = SOURCE_KEYS) -> None:
         self.calls = tuple(_with_mask(call) for call in calls)
@@ -71,35 +75,37 @@ class Dataflow:
                 makers[key] = call.name
         for call in self.calls:
             for key in sorted(call.inputs - makers.keys()):
-                raise ConfigError("dataflow", call.name, f"reads key {key!r}, which nothing makes")
+                raise ConfigError("dataflow", call.name, f"reads key {key!r}, which no call makes")
         self._check_cycles()
 
     def _check_cycles(self) -> None:
-        available, left = set(self.source_keys), list(self.calls)
-        while left:
-            ready = [call for call in left if call.inputs <= available]
+        available = set(self.source_keys)
+        waiting = list(self.calls)
+        while waiting:
+            ready = [call for call in waiting if call.inputs <= available]
             if not ready:
-                raise ConfigError("dataflow", ", ".join(c.name for c in left), "these calls wait for one another")
+                raise ConfigError("dataflow", ", ".join(c.name for c in waiting), "these calls wait for one another")
             for call in ready:
                 available |= call.outputs
-            left = [call for call in left if call not in ready]
+            waiting = [call for call in waiting if call not in ready]
 
     @property
     def roles(self) -> list[str]:
-        """The model roles that are called, in the order of their first call."""
+        """Model roles that have a call, in the order of their first call."""
         return list(dict.fromkeys(call.role for call in self.calls))
 
     @property
     def trained_roles(self) -> list[str]:
+        """Model roles that a call trains, in the order of their first training call."""
         return list(dict.fromkeys(call.role for call in self.calls if call.trains))
 
     def ready(self, available: Iterable[str], started: Iterable[str]) -> list[FunctionCall]:
-        """Calls not yet started whose keys are all there, in declaration order."""
-        have, gone = set(available), set(started)
-        return [call for call in self.calls if call.name not in gone and call.inputs <= have]
+        """Return the calls that have not started and whose keys are all available, in declaration order."""
+        available_keys, started_names = set(available), set(started)
+        return [call for call in self.calls if call.name not in started_names and call.inputs <= available_keys]
 
     def last_consumers(self) -> dict[str, set[str]]:
-        """Key -> names of the calls that read it; when all have run, the key may be dropped."""
+        """Return key -> names of the calls that read it. When all of them have run, the key may be deleted."""
         readers: dict[str, set[str]] = {}
         for call in self.calls:
             for key in call.inputs:
@@ -108,21 +114,21 @@ class Dataflow:
 
 
 def _with_mask(call: FunctionCall) -> FunctionCall:
-    """Tokens come with their loss mask: without it nobody knows which of them to score."""
+    """Add the loss mask to the inputs if the call reads tokens: the mask says which tokens to score."""
     return replace(call, inputs=call.inputs | {"loss_mask"}) if "tokens" in call.inputs else call
 
 
-#: ``id(config)`` -> the configuration, and its dataflow: every call of a step asks for it
+#: ``id(config)`` -> the configuration and its dataflow; cached because every call of a step needs it
 _DATAFLOWS: dict[int, tuple[weakref.ref[Config], Dataflow]] = {}
 
 
 def dataflow_of(config: Config) -> Dataflow:
     """Return the graph of one train step, built once per configuration. Raises ConfigError."""
     key = id(config)
-    if (known := _DATAFLOWS.get(key)) is not None and known[0]() is config:
-        return known[1]
+    if (cached := _DATAFLOWS.get(key)) is not None and cached[0]() is config:
+        return cached[1]
     flow = with_offload(_build(config), config)
-    # Weakly, so that a configuration that is gone leaves no entry that another object of the same id could meet.
+    # A weak reference, so that another object cannot get the entry of a deleted configuration with the same id.
     _DATAFLOWS[key] = (weakref.ref(config, lambda _: _DATAFLOWS.pop(key, None)), flow)
     return flow
 
@@ -148,7 +154,7 @@ def check_calls(flow: Dataflow) -> None:
 
 
 def with_offload(flow: Dataflow, config: Config) -> Dataflow:
-    """The same graph; calls of a role with ``offload`` bring it in before and send it out after (its hooks)."""
+    """Return the graph with hooks that load and offload the roles with ``offload`` around each of their calls."""
     calls = []
     for call in flow.calls:
         if role_settings(config, call.role).offload != "none":
@@ -158,15 +164,15 @@ def with_offload(flow: Dataflow, config: Config) -> Dataflow:
 
 
 def token_level_advantages(config: Config) -> bool:
-    """Return True if the tokens of an episode have advantages of their own, which a call of its own computes."""
+    """Return True if tokens of one episode have different advantages, which the call ``advantages`` computes."""
     ppo = config.train.ppo
     return ppo.critic.enabled or ppo.turn_rewards or (ppo.kl.coef > 0 and ppo.kl.place == "reward")
 
 
 def saved_roles(config: Config, flow: Dataflow) -> list[str]:
-    """The roles whose weights stand in no HF directory, so that only a checkpoint has them.
+    """Return the roles whose weights are in no HF directory, so that checkpoints must contain them.
 
-    Those that are trained, and after a supervised warm-up those that start with the actor's weights.
+    These are the trained roles and, after a supervised warm-up, the roles that start with the actor's weights.
     """
     as_actor = [role for role in flow.roles if config.warmup.steps and role_settings(config, role).as_actor]
     return list(dict.fromkeys([*flow.trained_roles, *as_actor]))

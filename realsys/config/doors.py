@@ -1,4 +1,4 @@
-"""The doors: each part that a user may replace, its built-in names, and what a replacement must offer.
+"""Table of doors: the parts that a user may replace, their built-in names and their contracts.
 
     config value ──built-in name──> "module:attribute" of realsys ──import──> object
                  └─"package.module:attribute" of the user ─────────import──> object, checked against the contract
@@ -19,13 +19,19 @@ from typing import Any
 
 from realsys.errors import ConfigError, RealsysError
 
-#: Takes a loaded object and returns what is wrong with it; "" if it satisfies the contract.
+#: Takes a loaded object and returns the problem with it; "" if it satisfies the contract.
 Contract = Callable[[Any], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """One replaceable part. ``field``: where the configuration names it; ``kind``: what one of them is called."""
+    """One replaceable part.
+
+    field     configuration field that names the part
+    kind      word for such a part in messages
+    builtin   built-in name -> "module:attribute"
+    contract  check of a loaded object
+    """
 
     field: str
     kind: str
@@ -69,7 +75,7 @@ class Door:
 
     @contextlib.contextmanager
     def guard(self, value: str, problem: str) -> Iterator[None]:
-        """Turn whatever the body raises into a ConfigError of one line: the code that it calls may be the user's."""
+        """Turn any exception of the body, which may run code of the user, into a ConfigError of one line."""
         try:
             yield
         except RealsysError:
@@ -81,17 +87,17 @@ class Door:
     def _import(self, value: str, module: str, attribute: str) -> Any:
         with self.guard(value, "cannot be imported"):
             try:
-                found: Any = importlib.import_module(module)
+                loaded: Any = importlib.import_module(module)
             except ModuleNotFoundError as error:
                 if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-                    problem = f"no module named {error.name!r}: set PYTHONPATH to the folder that holds it"
+                    problem = f"no module named {error.name!r}: set PYTHONPATH to the folder that contains it"
                     raise ConfigError(self.field, value, problem) from None
                 raise
             for name in attribute.split("."):
-                if not hasattr(found, name):
+                if not hasattr(loaded, name):
                     raise ConfigError(self.field, value, f"module {module} has no attribute {attribute!r}")
-                found = getattr(found, name)
-            return found
+                loaded = getattr(loaded, name)
+            return loaded
 
     def _check_arguments(self, value: str, loaded: Any, arguments: Mapping[str, Any]) -> None:
         try:
@@ -101,7 +107,7 @@ class Door:
 
 
 def takes(*names: str) -> Contract:
-    """Contract of a callable: it can be called with this many positional arguments."""
+    """Contract of a callable: it takes these positional arguments."""
 
     def problem(loaded: Any) -> str:
         if not callable(loaded):
@@ -123,7 +129,7 @@ def takes(*names: str) -> Contract:
 
 
 def builds(*methods: str) -> Contract:
-    """Contract of a class (or a function) that is called with the parts, and whose instances have ``methods``."""
+    """Contract of a class, or a function that makes objects: the objects have ``methods``."""
 
     def problem(loaded: Any) -> str:
         if not callable(loaded):
@@ -147,7 +153,7 @@ def has(*functions: str) -> Contract:
 
 
 def accepts(first: str) -> Contract:
-    """Contract of a callable with one positional argument, and keyword arguments that the configuration gives."""
+    """Contract of a function with one positional argument; the configuration gives keyword arguments."""
 
     def problem(loaded: Any) -> str:
         if not callable(loaded) or inspect.isclass(loaded):
@@ -181,9 +187,9 @@ def handles(method: str, *names: str) -> Contract:
 
 
 def derives(base: str) -> Contract:
-    """Contract of a class: it derives from ``base`` ("module:Class"), and overrides all that is abstract there.
+    """Contract of a class: it derives from ``base`` ("module:Class") and overrides its abstract methods.
 
-    The base is compared by name, so that this module imports nothing.
+    Compares the base by name, so that this module does not import it.
     """
 
     def problem(loaded: Any) -> str:

@@ -1,4 +1,4 @@
-"""Bounds of fields and the base of all sections of the configuration."""
+"""Types of fields with their bounds, and the base of all sections of the configuration."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys, lossy conversions and numbers that are not finite are errors."""
+    """Base of all sections. Unknown keys, lossy conversions, NaN and infinity are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""Where a trial keeps its files."""
+"""Files and folders of a trial."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from realsys.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class TrialPaths:
-    """Every file and folder of one trial, under ``{fileroot}/{experiment}/{trial}``."""
+    """Paths of one trial, under ``{fileroot}/{experiment}/{trial}``."""
 
     root: Path
 
@@ -37,17 +37,17 @@ class TrialPaths:
 
     @property
     def own_etcd(self) -> Path:
-        """Data of the etcd that the run starts itself."""
+        """Data of the etcd that the run starts (``cluster.name_store.start``)."""
         return self.root / "etcd"
 
     @property
     def lock(self) -> Path:
-        """Locked by the launcher and its workers for as long as one of them lives; says which launcher was the last."""
+        """File that launcher and workers lock while they live. It names the last launcher."""
         return self.root / "lock"
 
     @property
     def token(self) -> Path:
-        """The trial's token for state-changing calls of the manager, mode 0600."""
+        """Token of the trial for calls that change the manager's state; mode 0600."""
         return self.root / "token"
 
     @property
@@ -57,7 +57,7 @@ class TrialPaths:
 
     @property
     def warmed_up(self) -> Path:
-        """The actor after the supervised warm-up, as HF directory: what roles without a directory of their own load."""
+        """HF directory of the actor after the supervised warm-up. Roles without a ``path`` load it."""
         return self.root / "warmed_up"
 
     @property
@@ -70,7 +70,7 @@ class TrialPaths:
 
     @property
     def steps(self) -> Path:
-        """One JSON record per warm-up step, train step and evaluation, appended by the MasterWorker."""
+        """Step log: one JSON record per warm-up step, train step and evaluation, from the MasterWorker."""
         return self.root / "steps.jsonl"
 
     @property
@@ -84,7 +84,7 @@ class TrialPaths:
 
     @property
     def records(self) -> Path:
-        """What each train step was trained on, one folder per step."""
+        """Records of the samples of each train step, one folder per step."""
         return self.root / "record"
 
     @property
@@ -96,7 +96,7 @@ class TrialPaths:
         return self.root / "curves.png"
 
     def incarnation(self, kind: str, index: int) -> Path:
-        """The youngest incarnation of this worker: a number, so that no later one is older, whatever the clock says."""
+        """File with the newest incarnation number of this worker: numbers grow even if the clock is set back."""
         return self.root / "incarnations" / f"{kind}-{index}"
 
     def weights(self, role: str = "actor") -> Path:

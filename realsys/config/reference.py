@@ -1,8 +1,7 @@
-"""The table of all fields in docs/configuration.md, made from the schema: `make docs` writes it, a test compares it."""
+"""Table of all fields in docs/configuration.md, made from the schema. `make docs` writes it; a test compares it."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -17,12 +16,12 @@ BEGIN, END = "<!-- fields: written by `make docs` -->", "<!-- end of fields -->"
 
 
 def reference() -> str:
-    """Markdown: one table per section of the schema."""
+    """Return Markdown with one table per section of the schema."""
     return "\n".join(_section(Config, "", "Trial")).strip() + "\n"
 
 
 def rewrite(page: str) -> str:
-    """``page`` with the part between the two marks replaced."""
+    """Return ``page`` with a new table between the marks ``BEGIN`` and ``END``."""
     head, _, rest = page.partition(BEGIN)
     _, _, foot = rest.partition(END)
     return f"{head}{BEGIN}\n\n{reference()}\n{END}{foot}"
@@ -43,7 +42,7 @@ def _section(section: type[BaseModel], prefix: str, title: str) -> Iterator[str]
     if doc and section is not Config:
         yield doc.strip().splitlines()[0].replace("``", "`") + "\n"
     if rows:
-        yield "| field | values | default | |\n|---|---|---|---|"
+        yield "| field | values | default | meaning |\n|---|---|---|---|"
         yield from rows
         yield ""
     for name, inner in nested:
@@ -51,27 +50,37 @@ def _section(section: type[BaseModel], prefix: str, title: str) -> Iterator[str]
 
 
 def _kind(info: FieldInfo) -> str:
-    """`int > 0`, `embedded, sglang`, ..."""
-    annotation: Any = info.annotation
+    """Describe the values of a field: `int > 0`, `embedded, sglang`, `list of text`, ..."""
+    return " ".join([_type_name(info.annotation), *_bounds(info)])
+
+
+def _type_name(annotation: Any) -> str:
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
+    arguments = get_args(annotation)
     if get_origin(annotation) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(annotation))
-    name = (
-        annotation.__name__ if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias) else ""
-    )
-    return " ".join([{"str": "text", "bool": "true, false", "": "mapping"}.get(name, name), *_bounds(info)])
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if get_origin(annotation) is list:
+        return f"list of {_type_name(arguments[0])}"
+    if get_origin(annotation) is dict:
+        return "mapping"
+    return {str: "text", bool: "true, false"}.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
 def _bounds(info: FieldInfo) -> list[str]:
-    signs = {annotated_types.Gt: ">", annotated_types.Ge: "≥", annotated_types.Lt: "<", annotated_types.Le: "≤"}
-    found = []
+    signs = {
+        annotated_types.Gt: ">",
+        annotated_types.Ge: "≥",
+        annotated_types.Lt: "<",
+        annotated_types.Le: "≤",
+    }
+    bounds = []
     for rule in info.metadata:
         sign = signs.get(type(rule))
         if sign is not None:
             (bound,) = (getattr(rule, slot) for slot in rule.__slots__)
-            found.append(f"{sign} {bound}")
-    return found
+            bounds.append(f"{sign} {bound}")
+    return bounds
 
 
 def _value(value: object) -> str:

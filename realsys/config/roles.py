@@ -1,4 +1,4 @@
-"""The settings of one model role, wherever they stand in the configuration."""
+"""Settings of one model role, from the sections of the configuration that hold them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ NO_LORA = LoraConfig()
 
 @dataclass(frozen=True, slots=True)
 class RoleSettings:
-    """``path`` is empty for a model made on the spot. ``optimizer`` matters only for a role that is trained.
+    """Settings of one model role.
 
-    ``as_actor``: without a directory of its own the role starts with the weights that the actor starts with.
+    path       HF directory; empty for the tiny model
+    optimizer  used only if the role is trained
+    as_actor   True if the role has no ``path`` and starts with the weights that the actor starts with
     """
 
     name: str
@@ -36,23 +38,23 @@ class RoleSettings:
 
 
 def role_settings(config: Config, role: str) -> RoleSettings:
-    """Raises ConfigError for a role that is not configured."""
+    """Return the settings of ``role``. Raises ConfigError for a role that is not configured."""
     train, path = config.train, config.model.path
     if role == ACTOR:
         return RoleSettings(ACTOR, path, "lm", train.offload, train.optimizer, train.lora)
-    known: dict[str, RoleConfig] = {
+    sections: dict[str, RoleConfig] = {
         "ref": config.roles.ref,
         "critic": config.roles.critic,
         "reward": config.roles.reward,
         **config.roles.custom,
     }
-    if role not in known:
+    if role not in sections:
         problem = f"is called by the dataflow but not configured; add {role_field(role)}.head=lm|value"
         raise ConfigError("roles", role, problem)
-    own = known[role]
+    own = sections[role]
     return RoleSettings(role, own.path or path, own.head, own.offload, own.optimizer, as_actor=not own.path)
 
 
 def role_field(role: str) -> str:
-    """Where the settings of a role beside the actor stand in the configuration."""
+    """Return the path of the section that configures a role other than the actor."""
     return f"roles.{role}" if role in RolesConfig.model_fields else f"roles.custom.{role}"

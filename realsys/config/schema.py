@@ -1,7 +1,8 @@
-"""The typed configuration of a trial: every field with its bound. Composition is in compose.py.
+"""The typed configuration of a trial: every field with its bound and its description.
 
-Workers never compose: they read the resolved dump (`config.json` in the trial folder).
-Names follow the AReaL paper where it has one (eta is ``max_head_offpolicyness``).
+compose.py composes it from YAML files and the command line. Workers never compose: they read the resolved dump
+(`config.json` in the trial folder). Fields that the AReaL paper names keep the paper's name (``eta`` is
+``max_head_offpolicyness``). `make docs` writes the descriptions into docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -21,174 +22,210 @@ from realsys.config.schema_train import (
 
 
 class NameStoreConfig(Section):
-    backend: Literal["file", "etcd"] = "file"
+    """The store of keys with which the processes of a trial find each other."""
+
+    backend: Literal["file", "etcd"] = Field("file", description="a shared directory, or an etcd server")
     address: str = Field("127.0.0.1:2379", description="host:port of etcd")
-    start: bool = Field(False, description="start an etcd of this run's own at that address, and restart it")
+    start: bool = Field(False, description="start an etcd for this run at `address`, and restart it if it dies")
     root: str = Field("", description="directory of the file backend; empty: {trial folder}/name_store")
 
 
 class ClusterConfig(Section):
+    """Hosts, time limits and restarts of all processes."""
+
     name_store: NameStoreConfig = NameStoreConfig()
-    host: str = Field("127.0.0.1", description="address the workers bind to and advertise")
-    heartbeat_s: PositiveFloat = 2.0
-    lease_s: PositiveFloat = 20.0
-    connect_timeout_s: PositiveFloat = Field(120.0, description="bound on every wait for another worker at start")
-    request_timeout_s: PositiveFloat = Field(
-        1800.0, description="bound on one model function call, and on handing a group over"
+    host: str = Field("127.0.0.1", description="address that the workers bind to and advertise")
+    heartbeat_s: PositiveFloat = Field(2.0, description="seconds between two heartbeats of a worker")
+    lease_s: PositiveFloat = Field(
+        20.0, description="seconds without a heartbeat after which a worker counts as dead; at least 2 * heartbeat_s"
     )
-    stop_timeout_s: PositiveFloat = Field(8.0, description="a stopping run kills what is left after this")
-    max_restarts: NonNegative = Field(5, description="restarts in a row, of a stateless worker or of the training side")
+    connect_timeout_s: PositiveFloat = Field(
+        120.0, description="seconds that a worker waits for another worker at the start"
+    )
+    request_timeout_s: PositiveFloat = Field(
+        1800.0, description="seconds that one model function call, or handing over one group, may take"
+    )
+    stop_timeout_s: PositiveFloat = Field(8.0, description="seconds that processes have to stop before they are killed")
+    max_restarts: NonNegative = Field(
+        5, description="restarts in a row of one stateless worker, or of the trainer, before the run ends"
+    )
     log_mb: PositiveFloat = Field(
-        16.0, description="a longer log of a process is moved to .log.1, in the place of what was there before"
+        16.0, description="size in MiB above which the log of a process is moved to .log.1, replacing the older part"
     )
 
     @property
     def master_stop_s(self) -> float:
-        """What the MasterWorker has of ``stop_timeout_s`` for its last checkpoint; the others stop after it."""
+        """Seconds of ``stop_timeout_s`` that the MasterWorker has for its last checkpoint. Then the others stop."""
         return max(self.stop_timeout_s / 2, self.stop_timeout_s - 3.0)
 
 
 class TinyModelConfig(Section):
-    """A random Qwen2 made on the spot, with a character tokenizer, when ``model.path`` is empty."""
+    """A random Qwen2 with a character tokenizer, made at the start when ``model.path`` is empty."""
 
-    hidden_size: Positive = 128
-    num_hidden_layers: Positive = 2
-    num_attention_heads: Positive = 4
-    num_key_value_heads: Positive = 2
-    head_dim: Positive = 32
-    intermediate_size: Positive = 256
-    max_position_embeddings: Positive = 512
-    tie_word_embeddings: bool = False
+    hidden_size: Positive = Field(128, description="width of the residual stream")
+    num_hidden_layers: Positive = Field(2, description="number of layers")
+    num_attention_heads: Positive = Field(4, description="query heads per layer")
+    num_key_value_heads: Positive = Field(2, description="key and value heads per layer; must divide the query heads")
+    head_dim: Positive = Field(32, description="width of one attention head")
+    intermediate_size: Positive = Field(256, description="inner width of the feed-forward part")
+    max_position_embeddings: Positive = Field(512, description="longest sequence in tokens")
+    tie_word_embeddings: bool = Field(False, description="use the embedding matrix as output layer too")
 
 
 class ModelConfig(Section):
+    """The model that is trained."""
+
     path: str = Field("", description="HF directory (Qwen2, Qwen3, Llama, Mistral); empty: make the tiny model")
     tiny: TinyModelConfig = TinyModelConfig()
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the parameters, for every role")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the parameters of every role")
 
 
 class ArithConfig(Section):
-    """Running sums written out step by step; answer lengths have a heavy tail (P(n) ~ n^-alpha)."""
+    """Running sums written out step by step; completion lengths have a heavy tail (P(n) ~ n^-alpha)."""
 
-    min_operands: Annotated[int, Field(ge=2, le=26)] = 2
-    max_operands: Annotated[int, Field(ge=2, le=26)] = 20
-    alpha: float = 1.5
-    max_operand: Positive = 9
-    train_size: Positive = 20000
-    eval_size: Positive = 1024
+    min_operands: Annotated[int, Field(ge=2, le=26)] = Field(2, description="fewest numbers in one sum")
+    max_operands: Annotated[int, Field(ge=2, le=26)] = Field(20, description="most numbers in one sum")
+    alpha: float = Field(1.5, description="exponent of the number of operands: larger means fewer long sums")
+    max_operand: Positive = Field(9, description="largest number in a sum; the smallest is 0")
+    train_size: Positive = Field(20000, description="problems to train on")
+    eval_size: Positive = Field(1024, description="held-out problems")
     demo_size: NonNegative = Field(27000, description="demonstrations for the supervised warm-up")
-    demo_noise: Probability = Field(0.15, description="probability that a demonstrated step's sum is wrong")
+    demo_noise: Probability = Field(0.15, description="probability that one step of a demonstration has a wrong sum")
     second_tries: Probability = Field(
-        0.0, description="share of demonstrations with a wrong first try, feedback, and the problem solved again"
+        0.0, description="share of demonstrations that show a wrong first try, feedback, and a second try"
     )
     feedback: str = Field(
-        "", description="text between the two tries, as the agent multi_turn writes it; {prompt}: the problem"
+        "", description="text between the two tries, as the agent multi_turn writes it; {prompt} is the problem"
     )
 
 
 class DataConfig(Section):
-    kind: Literal["arith", "jsonl"] = "jsonl"
-    train: str = Field("", description="JSONL with prompt and answer")
-    eval: str = Field("", description="JSONL of held-out problems; empty: eval_fraction of train")
-    eval_fraction: Probability = 0.05
-    demos: str = Field("", description="JSONL with prompt and response, for the supervised warm-up")
-    max_prompt_tokens: Positive = 1024
+    """Prompts, held-out problems and the verifier that judges completions."""
+
+    kind: Literal["arith", "jsonl"] = Field("jsonl", description="generate the arith task, or read JSONL files")
+    train: str = Field("", description="JSONL file with the keys prompt and answer")
+    eval: str = Field("", description="JSONL file of held-out problems; empty: hold out eval_fraction of train")
+    eval_fraction: Probability = Field(0.05, description="share of the lines of train that is held out")
+    demos: str = Field("", description="JSONL file with the keys prompt and response, for the supervised warm-up")
+    max_prompt_tokens: Positive = Field(1024, description="longest prompt in tokens; a longer one is an error")
     chat_template: bool = Field(True, description="wrap prompts in the tokenizer's chat template if it has one")
-    verifier: str = Field("math", description="a name in docs/data.md, or package.module:function")
+    verifier: str = Field("math", description="built-in name (docs/data.md) or package.module:function")
     arith: ArithConfig = ArithConfig()
 
 
 class SamplingConfig(Section):
-    """What is sampled. Log-probs stay those of softmax(logits / temperature): cuts and penalties are not in them."""
+    """Sampling of tokens. Log-probs are those of softmax(logits / temperature), without cuts and penalties."""
 
-    temperature: Annotated[float, Field(ge=1e-6)] = 1.0
-    top_p: OpenProbability = 1.0
-    top_k: int = Field(-1, ge=-1, description="-1: off")
-    min_p: Probability = Field(0.0, description="tokens below this share of the most probable one's are cut; 0: off")
+    temperature: Annotated[float, Field(ge=1e-6)] = Field(1.0, description="divides the logits")
+    top_p: OpenProbability = Field(1.0, description="sample from the most probable tokens with this sum; 1: off")
+    top_k: int = Field(-1, ge=-1, description="sample from this number of most probable tokens; -1: off")
+    min_p: Probability = Field(
+        0.0, description="cut tokens less probable than this share of the most probable one; 0: off"
+    )
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=2)] = Field(
-        1.0, description="divides (if negative: multiplies) the logits of tokens the answer holds already; 1: off"
+        1.0, description="divides positive, multiplies negative logits of tokens that the completion contains; 1: off"
     )
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = Field(
-        0.0, description="taken off the logit of each token the answer holds already; 0: off"
+        0.0, description="subtracted from the logit of each token that the completion contains; 0: off"
     )
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = Field(
-        0.0, description="the same, times how often it holds the token; 0: off"
+        0.0, description="subtracted from the logit of a token once per occurrence in the completion; 0: off"
     )
-    stop: list[Annotated[str, Field(min_length=1)]] = Field([], description="texts that end an answer")
-    stop_token_ids: list[NonNegative] = Field([], description="tokens that end an answer, beside the end of text")
-    max_new_tokens: Positive = 27648
-    min_new_tokens: NonNegative = 0
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([], description="texts that end a completion")
+    stop_token_ids: list[NonNegative] = Field([], description="token ids that end a completion, besides end of text")
+    max_new_tokens: Positive = Field(27648, description="longest completion in tokens")
+    min_new_tokens: NonNegative = Field(0, description="tokens before a completion may end")
     new_tokens_per_chunk: NonNegative = Field(
-        0, description="an answer is asked for in pieces of at most so many tokens; 0: in one"
+        0, description="tokens that one request generates; a completion takes several requests; 0: one request"
     )
 
 
 class EmbeddedConfig(Section):
     """The embedded engine: continuous batching in torch."""
 
-    max_running: Positive = Field(64, description="sequences decoded together")
-    max_queued: Positive = 8192
-    context_length: NonNegative = Field(0, description="tokens per sequence; 0: prompt + answer limits")
+    max_running: Positive = Field(64, description="sequences that are decoded together")
+    max_queued: Positive = Field(8192, description="sequences that wait in one server; more are refused")
+    context_length: NonNegative = Field(
+        0, description="tokens per sequence; 0: the longest sequence that the agent can make"
+    )
     prefill_tokens: Annotated[int, Field(ge=64)] = Field(
-        1024, description="prompt tokens computed between two decoding steps: bounds how long running answers wait"
+        1024, description="prompt tokens computed between two decoding steps: bounds how long running sequences wait"
     )
 
 
 class SglangConfig(Section):
     """SGLang's own server, in a child process of each GenerationServer."""
 
-    python: str = Field("", description="interpreter that has sglang; empty: .venv-sglang of the checkout, or this one")
-    args: dict[str, Any] = Field({}, description="options of SGLang's command line; true: the flag alone, false: not")
-    max_answers: Positive = Field(8192, description="answers that run and wait in one server; more are refused")
-    start_timeout_s: PositiveFloat = Field(600.0, description="bound on the start of SGLang, with loading the model")
-    max_restarts: NonNegative = Field(5, description="restarts in a row of a SGLang that died or hung")
+    python: str = Field(
+        "", description="interpreter that has sglang; empty: that of .venv-sglang if it exists, else the current one"
+    )
+    args: dict[str, Any] = Field(
+        {}, description="options of SGLang's command line; true: the flag without a value, false: leave the flag out"
+    )
+    max_answers: Positive = Field(8192, description="completions that run and wait in one server; more are refused")
+    start_timeout_s: PositiveFloat = Field(
+        600.0, description="seconds that SGLang may take to start and load the model"
+    )
+    max_restarts: NonNegative = Field(5, description="restarts in a row of an SGLang that died or hung")
     silence_timeout_s: float = Field(
-        180.0, ge=30, description="a SGLang that samples nothing for so long, though asked to, is killed and restarted"
+        180.0, ge=30, description="seconds without a token, while requests wait, after which SGLang is restarted"
     )
 
 
 class GenerationConfig(Section):
+    """The engine that samples completions."""
+
     backend: str = Field("embedded", description="`embedded`, `sglang`, or package.module:Class (docs/extending.md)")
-    backend_args: dict[str, Any] = Field({}, description="keyword arguments of a class of your own")
+    backend_args: dict[str, Any] = Field({}, description="keyword arguments of the backend class")
     sampling: SamplingConfig = SamplingConfig()
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SglangConfig = SglangConfig()
-    request_timeout_s: PositiveFloat = 3600.0
-    threads: Positive = Field(1, description="torch threads of a server on CPU")
+    request_timeout_s: PositiveFloat = Field(3600.0, description="seconds that one completion may take")
+    threads: Positive = Field(1, description="torch threads of one server on CPU")
 
 
 class RewardConfig(Section):
+    """Rewards and the processes that compute them."""
+
     processes: Positive = Field(1, description="verifier processes per RolloutWorker")
-    timeout_s: PositiveFloat = 10.0
-    correct: float = 5.0
-    wrong: float = -5.0
+    timeout_s: PositiveFloat = Field(10.0, description="seconds that a verifier may take for one completion")
+    correct: float = Field(5.0, description="reward of a correct completion if the verifier returns True")
+    wrong: float = Field(-5.0, description="reward of a wrong completion if the verifier returns False")
 
 
 class RolloutConfig(Section):
-    workers: Positive = 2
+    """RolloutWorkers, agents and environments."""
+
+    workers: Positive = Field(2, description="number of RolloutWorker processes")
     group_size: Positive = Field(16, description="episodes per prompt")
     min_episodes: NonNegative = Field(
-        0, description="a group is trained if so many of its episodes succeeded; 0: all of group_size"
+        0, description="train a group if at least this number of its episodes succeeded; 0: all of group_size"
     )
-    max_concurrent: Positive = Field(64, description="running groups per RolloutWorker")
+    max_concurrent: Positive = Field(64, description="groups that one RolloutWorker runs at a time")
     agent: str = Field("single_turn", description="single_turn, multi_turn, or package.module:Class")
     agent_args: dict[str, Any] = Field({}, description="keyword arguments of the agent")
     environment: str = Field("verifier", description="verifier, or package.module:Class")
     environment_args: dict[str, Any] = Field({}, description="keyword arguments of the environment")
-    max_attempts: Positive = Field(3, description="attempts of one ticket before it is dropped")
+    max_attempts: Positive = Field(3, description="attempts at one ticket before it is dropped")
     reward: RewardConfig = RewardConfig()
 
 
 class AsyncConfig(Section):
-    """The knobs of asynchrony (paper, section 4 and 5)."""
+    """Asynchrony (paper, sections 4 and 5)."""
 
-    max_head_offpolicyness: NonNegative = Field(4, description="eta")
-    stale_policy: Literal["drop", "train"] = "drop"
-    interruptible: bool = Field(True, description="update weights in the middle of answers; else drain first")
+    max_head_offpolicyness: NonNegative = Field(
+        4, description="eta: versions that generation may run ahead of training; 0: synchronous"
+    )
+    stale_policy: Literal["drop", "train"] = Field(
+        "drop", description="discard a group with a token older than eta versions, or train it"
+    )
+    interruptible: bool = Field(
+        True, description="update weights in the middle of completions; false: wait until they have ended"
+    )
 
 
 class AgreementConfig(Section):
-    """When the log-probs of generation engine and trainer, for the same weights, are reported as drifting apart."""
+    """Warnings when generation engine and trainer disagree about log-probs of the same weights."""
 
     max_difference: PositiveFloat = Field(
         0.05, description="mean absolute difference per token, in nats, above which a step warns"
@@ -196,73 +233,85 @@ class AgreementConfig(Section):
     max_growth: Annotated[float, Field(gt=1)] = Field(
         4.0, description="a step warns when the mean of the last ``window`` steps is this many times that of the first"
     )
-    window: Positive = Field(8, description="steps that a trend is judged by")
-    floor: PositiveFloat = Field(1e-4, description="nats; a trend below this is numerical noise")
+    window: Positive = Field(8, description="steps in one mean for max_growth")
+    floor: PositiveFloat = Field(1e-4, description="nats per token below which growth counts as numerical noise")
 
 
 class ManagerConfig(Section):
-    port: NonNegative = Field(0, description="0: any free port")
-    routing: Literal["round_robin", "least_requests", "least_tokens", "sticky", "prefix"] = "sticky"
+    """The GserverManager: admission, routing, weight updates and ledger."""
+
+    port: NonNegative = Field(0, description="TCP port of API and status page; 0: any free port")
+    routing: Literal["round_robin", "least_requests", "least_tokens", "sticky", "prefix"] = Field(
+        "sticky", description="strategy that chooses the server of a request (docs/manager.md)"
+    )
     weight_update_mode: Literal["all_at_once", "rolling"] = Field(
-        "all_at_once", description="new weights go to every server at once, or to some at a time"
+        "all_at_once", description="update all servers together, or a part of them at a time"
     )
     rolling_fraction: OpenProbability = Field(
-        0.5, description="of the serving servers, at least one: how many update at a time in the rolling mode"
+        0.5, description="share of the serving servers that update together in rolling mode; at least one server"
     )
     rolling_retry_timeout_s: PositiveFloat = Field(
-        30.0, description="a server that updates for longer no longer holds the others up"
+        30.0, description="seconds after which the next servers no longer wait for a server that still updates"
     )
-    update_timeout_s: PositiveFloat = 600.0
-    rollout_lease_s: PositiveFloat = Field(3600.0, description="a running ticket without news is re-issued after this")
+    update_timeout_s: PositiveFloat = Field(600.0, description="seconds that one server may take for one weight update")
+    rollout_lease_s: PositiveFloat = Field(
+        3600.0, description="seconds without news after which a running ticket is reissued"
+    )
     ledger_compact_mb: PositiveFloat = Field(
-        64.0, description="a larger ledger file is replaced by a snapshot of its state; the history before it is gone"
+        64.0, description="size in MiB above which a snapshot replaces the ledger file; older history is removed"
     )
 
 
 class WeightsConfig(Section):
-    """Weight versions, from the trainer to the servers; docs/weights.md."""
+    """Weight versions on their way from the trainer to the servers (docs/weights.md)."""
 
     transport: str = Field("disk", description="how versions reach the servers: disk, or package.module:Class")
-    transport_args: dict[str, Any] = Field({}, description="keyword arguments of the transport's class")
+    transport_args: dict[str, Any] = Field({}, description="keyword arguments of the transport class")
     keep_versions: Annotated[int, Field(ge=1)] = Field(
-        2, description="newest versions kept on disk, with what they refer to"
+        2, description="newest versions kept on disk, with the older files that they refer to"
     )
     delta: Literal["off", "auto"] = Field(
         "off",
-        description="auto: store only the changed elements of a tensor where that is less;"
-        " trainer and servers each hold a copy of the weights in host memory for it",
+        description="auto: store only the changed elements of a tensor if that is smaller;"
+        " trainer and servers then each hold a copy of the weights in host memory",
     )
-    full_every: Positive = Field(8, description="with delta: a changing tensor is whole in one of so many versions")
+    full_every: Positive = Field(8, description="with delta: versions after which a changing tensor is stored whole")
 
 
 class WarmupConfig(Section):
     """Supervised phase before reinforcement, run by the same ModelWorkers."""
 
-    steps: NonNegative = 0
-    batch: Positive = 64
+    steps: NonNegative = Field(0, description="supervised steps; 0: no warm-up")
+    batch: Positive = Field(64, description="demonstrations per step")
     optimizer: OptimizerConfig = OptimizerConfig(
         lr=3e-3, beta2=0.98, eps=1e-8, weight_decay=0.01, schedule="linear", min_lr_ratio=0.05, warmup_fraction=0.12
     )
 
 
 class EvalConfig(Section):
+    """Accuracy on held-out problems, sampled like the training batches."""
+
     problems: NonNegative = Field(512, description="held-out problems before and after training; 0: no evaluation")
-    every_steps: NonNegative = Field(0, description="evaluate while training, beside it; 0: never")
-    every_problems: Positive = 256
+    every_steps: NonNegative = Field(0, description="train steps between evaluations during training; 0: none")
+    every_problems: Positive = Field(256, description="held-out problems of an evaluation during training")
 
 
 class Config(Section):
     """One trial."""
 
-    experiment: Name = "math"
-    trial: Name = "trial"
-    fileroot: str = "runs"
-    seed: NonNegative = 1
-    allocation: str = Field("serve.d1p1m1+d1p1m1", description="inference + training parallelism; docs/allocation.md")
-    recover: Literal["auto", "resume", "off"] = Field(
-        "auto", description="a trial of this name exists: go on with it; resume: it must exist, off: it must not"
+    experiment: Name = Field("math", description="name of the experiment, and of the folder of its trials")
+    trial: Name = Field("trial", description="name of this run; `realsys run` takes the time of the start")
+    fileroot: str = Field("runs", description="folder of all trials: {fileroot}/{experiment}/{trial}")
+    seed: NonNegative = Field(1, description="seed of data, sampling and the tiny model's weights")
+    allocation: str = Field(
+        "serve.d1p1m1+d1p1m1", description="inference + training parallelism, or auto; docs/allocation.md"
     )
-    resume: str = Field("", description="a trial to continue from, in any layout: its folder or a checkpoint of it")
+    recover: Literal["auto", "resume", "off"] = Field(
+        "auto", description="if a trial of this name exists: continue it; resume: it must exist, off: it must not"
+    )
+    resume: str = Field(
+        "", description="another trial to continue from, in any layout: its folder, or one of its checkpoints"
+    )
     cluster: ClusterConfig = ClusterConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

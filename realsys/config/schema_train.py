@@ -1,4 +1,4 @@
-"""The sections of the configuration that say how models are trained: objective, optimizer, roles, checkpoints."""
+"""Configuration of training: objective, optimizer, roles, checkpoints, step records."""
 
 from __future__ import annotations
 
@@ -20,63 +20,69 @@ from realsys.config.fields import (
 
 
 class NormalisationConfig(Section):
-    """Advantage normalisation: GRPO, Dr.GRPO, RLOO and the paper's batch norm are settings of this."""
+    """Advantage normalisation. GRPO, Dr.GRPO, RLOO and the paper's batch norm are settings of it."""
 
-    mean: Literal["none", "group", "batch"] = "batch"
-    std: Literal["none", "group", "batch"] = "batch"
-    leave_one_out: bool = False
-    eps: PositiveFloat = 1e-6
+    mean: Literal["none", "group", "batch"] = Field(
+        "batch", description="subtract the mean over the episodes of a prompt, over the batch, or not at all"
+    )
+    std: Literal["none", "group", "batch"] = Field(
+        "batch", description="divide by the standard deviation over a prompt, over the batch, or not at all"
+    )
+    leave_one_out: bool = Field(False, description="mean of the other episodes of the prompt (RLOO); needs mean=group")
+    eps: PositiveFloat = Field(1e-6, description="added to the standard deviation")
 
 
 class KLConfig(Section):
     """KL divergence from a frozen reference model (role ref)."""
 
-    coef: NonNegativeFloat = Field(0.0, description="0: no reference model")
-    place: Literal["loss", "reward"] = Field("loss", description="a term of the loss, or taken off each token's reward")
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    adaptive: bool = Field(False, description="steer coef towards target")
-    target: PositiveFloat = Field(0.1, description="KL per answer token that the adaptive coefficient steers to")
-    horizon: Positive = Field(10000, description="answers over which the adaptive coefficient reacts")
+    coef: NonNegativeFloat = Field(0.0, description="weight of the KL term; 0: no reference model")
+    place: Literal["loss", "reward"] = Field(
+        "loss", description="add it to the loss, or subtract it from the reward of each token"
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator per token (docs/algorithms.md)")
+    adaptive: bool = Field(False, description="adapt coef so that the KL approaches target")
+    target: PositiveFloat = Field(0.1, description="KL in nats per token that the adaptive coefficient aims at")
+    horizon: Positive = Field(10000, description="completions over which the adaptive coefficient reacts")
 
 
 class CriticConfig(Section):
-    """A critic (role critic) with GAE; without it an answer has one advantage."""
+    """A critic (role critic) with GAE. Without it all tokens of an episode have the same advantage."""
 
-    enabled: bool = False
+    enabled: bool = Field(False, description="train a critic")
     eps_clip: NonNegativeFloat = Field(0.2, description="clip range of the value around its old prediction; 0: off")
-    loss: Literal["mse", "huber"] = "mse"
-    huber_delta: PositiveFloat = 10.0
+    loss: Literal["mse", "huber"] = Field("mse", description="squared error, or Huber loss")
+    huber_delta: PositiveFloat = Field(10.0, description="error above which the Huber loss is linear")
     value_norm: Literal["none", "exponential", "moving"] = Field(
-        "none", description="the critic predicts returns in units of their running mean and std"
+        "none", description="predict returns in units of their running mean and standard deviation"
     )
-    value_norm_beta: OpenProbability = Field(0.995, description="decay of the exponential running statistics")
-    minibatches: Positive = 4
+    value_norm_beta: OpenProbability = Field(0.995, description="decay of the exponential statistics at each update")
+    minibatches: Positive = Field(4, description="optimizer steps of the critic per train step")
     warmup_steps: NonNegative = Field(0, description="first train steps in which only the critic learns")
 
 
 class RewardModelConfig(Section):
-    """A reward model (role reward) scores whole episodes; weight * score is added to the verifier's reward."""
+    """A reward model (role reward) scores whole episodes. weight * score is added to the verifier's reward."""
 
-    enabled: bool = False
-    weight: float = 1.0
+    enabled: bool = Field(False, description="use a reward model")
+    weight: float = Field(1.0, description="factor of the score")
 
 
 class OverlongConfig(Section):
-    """Soft punishment of long answers (DAPO): falls linearly from 0 to -penalty over the last ``buffer`` tokens."""
+    """Soft punishment of long completions (DAPO): it falls from 0 to -penalty over the last ``buffer`` tokens."""
 
-    buffer: NonNegative = Field(0, description="tokens before max_new_tokens where it begins; 0: off")
-    penalty: NonNegativeFloat = 1.0
+    buffer: NonNegative = Field(0, description="tokens before max_new_tokens at which it begins; 0: off")
+    penalty: NonNegativeFloat = Field(1.0, description="subtracted from the reward at max_new_tokens")
 
 
 class FilterConfig(Section):
-    """Dynamic sampling: groups whose success rate lies outside [min, max] are dropped and replaced by other prompts."""
+    """Dynamic sampling: groups with a success rate outside [min, max] are dropped and replaced by other prompts."""
 
-    min: Probability = 0.0
-    max: Probability = 1.0
+    min: Probability = Field(0.0, description="lowest success rate that is trained; 0: no limit")
+    max: Probability = Field(1.0, description="highest success rate that is trained; 1: no limit")
 
 
 class PPOConfig(Section):
-    """Policy optimisation; the published algorithms are settings of it (configs/algorithm, docs/algorithms.md)."""
+    """Policy optimisation. The published algorithms are settings of it (configs/algorithm, docs/algorithms.md)."""
 
     algorithm: str = Field("ppo", description="dataflow of a train step: ppo, or package.module:function")
     loss: str = Field(
@@ -84,138 +90,169 @@ class PPOConfig(Section):
         description="ppo (clipped token ratio), gspo (clipped sequence ratio), cispo (clipped weight),"
         " reinforce (no ratio), or package.module:function",
     )
-    loss_args: dict[str, Any] = Field({}, description="keyword arguments of a loss of your own")
+    loss_args: dict[str, Any] = Field({}, description="keyword arguments of the loss function")
     aggregation: Literal["token", "sequence", "constant"] = Field(
-        "token", description="mean over tokens, over answers of token means, or over answers of sum / max_new_tokens"
+        "token",
+        description="mean over all tokens; mean over episodes of their token means;"
+        " or mean over episodes of sum / max_new_tokens",
     )
-    use_decoupled_loss: bool = True
-    eps_clip: PositiveFloat = 0.2
-    eps_clip_higher: NonNegativeFloat = Field(0.0, description="upper clip if set (DAPO)")
-    c_clip: NonNegativeFloat = Field(0.0, description="dual clip constant, > 1; 0: off")
-    behav_imp_weight_cap: NonNegativeFloat = Field(0.0, description="bound on the behaviour weight w; 0: off")
+    use_decoupled_loss: bool = Field(
+        True, description="clip around the weights at the start of the step, and weight by w = prox / behav"
+    )
+    eps_clip: PositiveFloat = Field(0.2, description="clip range of the ratio: 1 - eps_clip to 1 + eps_clip")
+    eps_clip_higher: NonNegativeFloat = Field(
+        0.0, description="upper end of the clip range is 1 + eps_clip_higher (DAPO); 0: use eps_clip"
+    )
+    c_clip: NonNegativeFloat = Field(0.0, description="constant of the dual clip, above 1; 0: off")
+    behav_imp_weight_cap: NonNegativeFloat = Field(0.0, description="largest behaviour weight w; 0: no limit")
     behav_imp_weight_mode: Literal["mask", "truncate"] = Field(
-        "mask", description="beyond the cap a token contributes 0, or w is set to the cap (TIS)"
+        "mask", description="above the cap a token contributes 0 (mask), or w is set to the cap (truncate, TIS)"
     )
-    minibatches: Positive = 4
-    gamma: Probability = 1.0
-    lam: Probability = 1.0
+    minibatches: Positive = Field(4, description="optimizer steps of the actor per train step")
+    gamma: Probability = Field(
+        1.0, description="discount per token; must be 1 if all tokens of an episode share one advantage"
+    )
+    lam: Probability = Field(
+        1.0, description="lambda of GAE; must be 1 if all tokens of an episode share one advantage"
+    )
     turn_rewards: bool = Field(
         False, description="add the rewards that an agent gives at single tokens (per turn) to the episode's reward"
     )
     turn_gamma: Probability = Field(1.0, description="with turn_rewards: discount from one turn of a row to the next")
-    reward_scale: float = 1.0
-    reward_bias: float = 0.0
-    reward_clip: PositiveFloat = 20.0
+    reward_scale: float = Field(1.0, description="factor of the reward; applied before reward_bias and reward_clip")
+    reward_bias: float = Field(0.0, description="added to the scaled reward")
+    reward_clip: PositiveFloat = Field(20.0, description="scaled rewards are clipped to [-reward_clip, reward_clip]")
     truncated_answers: Literal["keep", "zero_reward", "mask"] = Field(
-        "keep", description="an answer without EOS: as judged, reward 0, or out of the loss"
+        "keep",
+        description="completions without end of text: keep their reward, set it to 0, or take them out of the loss",
     )
     overlong: OverlongConfig = OverlongConfig()
     filter: FilterConfig = FilterConfig()
     advantage: NormalisationConfig = NormalisationConfig()
     skip_zero_advantage: bool = Field(
-        False, description="no forward pass for answers whose advantage is 0; they stay in the denominator"
+        False, description="no forward pass for episodes with advantage 0; their tokens stay in the denominator"
     )
-    entropy_coef: NonNegativeFloat = Field(0.0, description="entropy bonus: the loss gets -coef * mean entropy")
+    entropy_coef: NonNegativeFloat = Field(0.0, description="entropy bonus: subtract coef * mean entropy from the loss")
     kl: KLConfig = KLConfig()
     critic: CriticConfig = CriticConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     early_stop_ratio: NonNegativeFloat = Field(
-        0.0, description="leave out a step's remaining minibatches once the mean of u exceeds this; 0: off"
+        0.0, description="skip the remaining minibatches of a step when the mean ratio u exceeds this; 0: off"
     )
-    early_stop_kl: NonNegativeFloat = Field(0.0, description="the same for the approximate KL(prox || theta); 0: off")
+    early_stop_kl: NonNegativeFloat = Field(
+        0.0, description="skip them when the approximate KL(prox || theta), in nats per token, exceeds this; 0: off"
+    )
 
 
 class OptimizerConfig(Section):
-    name: Literal["adam", "sgd"] = "adam"
-    lr: PositiveFloat = 2e-5
-    beta1: Probability = 0.9
-    beta2: Probability = 0.95
-    eps: PositiveFloat = 1e-5
-    weight_decay: NonNegativeFloat = 0.05
-    decoupled_weight_decay: bool = Field(True, description="AdamW; else L2 added to the gradient")
-    momentum: Probability = Field(0.9, description="of sgd")
-    clip_grad: NonNegativeFloat = 1.0
-    warmup_fraction: Probability = Field(0.001, description="of the total steps")
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    min_lr_ratio: Probability = 0.0
+    """Optimizer and learning rate."""
+
+    name: Literal["adam", "sgd"] = Field("adam", description="Adam or SGD with momentum")
+    lr: PositiveFloat = Field(2e-5, description="learning rate after its warm-up")
+    beta1: Probability = Field(0.9, description="Adam: decay of the gradient's running mean")
+    beta2: Probability = Field(0.95, description="Adam: decay of the squared gradient's running mean")
+    eps: PositiveFloat = Field(1e-5, description="Adam: added to the root of the squared gradient's mean")
+    weight_decay: NonNegativeFloat = Field(0.05, description="weight decay per step, in units of lr")
+    decoupled_weight_decay: bool = Field(True, description="AdamW; false: add L2 to the gradient")
+    momentum: Probability = Field(0.9, description="momentum of sgd")
+    clip_grad: NonNegativeFloat = Field(1.0, description="largest norm of the gradient; 0: no clipping")
+    warmup_fraction: Probability = Field(0.001, description="share of all steps over which lr rises linearly")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="lr after its warm-up")
+    min_lr_ratio: Probability = Field(0.0, description="lr at the last step as a share of lr; linear and cosine only")
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: only they are trained; what is served and saved has them merged in."""
+    """Low-rank adapters. Only the adapters are trained; served and saved weights have them merged in."""
 
-    rank: NonNegative = Field(0, description="0: off")
-    alpha: PositiveFloat = 16.0
+    rank: NonNegative = Field(0, description="rank of the adapters; 0: off")
+    alpha: PositiveFloat = Field(16.0, description="adapters are scaled by alpha / rank")
     targets: list[Literal["qkv", "proj", "gate_up", "down"]] = Field(
         ["qkv", "proj", "gate_up", "down"], min_length=1, description="fused matrices: q, k and v share one adapter"
     )
 
 
 class RoleConfig(Section):
-    """A model beside the actor."""
+    """A model other than the actor."""
 
-    path: str = Field("", description="HF directory; empty: the actor's, as it is after its warm-up")
+    path: str = Field("", description="HF directory; empty: the actor's model as it is after its warm-up")
     head: Literal["lm", "value"] = Field("lm", description="logits over the vocabulary, or one number per token")
-    offload: Offload = "none"
+    offload: Offload = Field("none", description="move this to host memory between calls")
     optimizer: OptimizerConfig = Field(OptimizerConfig(lr=1e-5, weight_decay=0.0), description="if it is trained")
 
 
 class ValueRoleConfig(RoleConfig):
-    """A model beside the actor that gives numbers instead of tokens."""
+    """A model other than the actor that returns numbers instead of tokens."""
 
-    head: Literal["lm", "value"] = "value"
+    head: Literal["lm", "value"] = Field("value", description="logits over the vocabulary, or one number per token")
 
 
 class RolesConfig(Section):
-    """Models beside the actor. A role exists when the algorithm's dataflow calls it; where: ``allocation``."""
+    """Models other than the actor. A role exists if the algorithm's dataflow calls it; ``allocation`` places it."""
 
     ref: RoleConfig = RoleConfig()
     critic: ValueRoleConfig = ValueRoleConfig()
     reward: ValueRoleConfig = ValueRoleConfig()
-    custom: dict[Name, RoleConfig] = Field({}, description="roles of your own dataflow: name -> the same fields")
+    custom: dict[Name, RoleConfig] = Field(
+        {}, description="further roles that your dataflow calls: name -> the same fields as above"
+    )
 
 
 class CheckpointConfig(Section):
-    """Training state on disk, to continue from; weights for serving are another thing (weights)."""
+    """Training state on disk, to continue from. Weight versions for the servers are another thing (weights)."""
 
-    every_steps: NonNegative = Field(20, description="steps between two; 0: only with at_end and on_stop")
-    at_end: bool = False
-    on_stop: bool = Field(True, description="also when the run is told to stop, if the step under way ends in time")
-    keep: Positive = Field(2, description="newest checkpoints kept")
+    every_steps: NonNegative = Field(20, description="steps between checkpoints; 0: only at_end and on_stop")
+    at_end: bool = Field(False, description="take a checkpoint after the last step")
+    on_stop: bool = Field(
+        True, description="take a checkpoint when the run is stopped, if the current step ends in time"
+    )
+    keep: Positive = Field(2, description="number of newest checkpoints that are kept")
     hf_every_steps: NonNegative = Field(
-        0, description="also a plain HF directory of the actor, kept for good; 0: never"
+        0, description="steps between plain HF directories of the actor, which are never removed; 0: none"
     )
 
 
 class RecordConfig(Section):
-    """What each step was trained on, on disk: to look at (`realsys samples`) and to repeat (`realsys replay`)."""
+    """Records of train steps on disk, to read (`realsys samples`) and to repeat (`realsys replay`)."""
 
-    samples: bool = Field(True, description="record every train step; docs/replay.md")
+    samples: bool = Field(True, description="record every train step (docs/replay.md)")
     keep_steps: Positive = Field(
-        50, description="newest steps whose records stay; those after the oldest kept checkpoint stay in any case"
+        50, description="newest steps whose records are kept; those after the oldest kept checkpoint always are"
     )
 
 
 class TrainConfig(Section):
+    """The train step: batch, limits, memory and parallelism."""
+
     batch_groups: Positive = Field(512, description="B: prompts per train step")
-    total_steps: Positive = Field(100, description="stop after this many train steps")
-    total_epochs: NonNegative = Field(0, description="stop after this many passes over the prompts; 0: no limit")
-    max_seconds: NonNegativeFloat = Field(0.0, description="stop this long after training has (re)started; 0: no limit")
-    microbatch_tokens: Positive = 32768
-    min_microbatches: Positive = 1
-    threads: Positive = Field(1, description="torch threads of a rank on CPU")
+    total_steps: Positive = Field(100, description="stop after this number of train steps")
+    total_epochs: NonNegative = Field(0, description="stop after this number of passes over the prompts; 0: no limit")
+    max_seconds: NonNegativeFloat = Field(
+        0.0, description="stop this number of seconds after training has (re)started; 0: no limit"
+    )
+    microbatch_tokens: Positive = Field(
+        32768, description="most tokens in one forward and backward pass of a rank; bounds its memory"
+    )
+    min_microbatches: Positive = Field(1, description="fewest micro-batches per minibatch and rank")
+    threads: Positive = Field(1, description="torch threads of one rank on CPU")
     optimizer: OptimizerConfig = OptimizerConfig()
     ppo: PPOConfig = PPOConfig()
     balance: Literal["tokens", "flops"] = Field(
-        "tokens", description="what ranks and minibatches get equal shares of: tokens, or a*s + b*s^2 with attention"
+        "tokens", description="give ranks and minibatches equal numbers of tokens, or equal work a*s + b*s^2"
     )
-    sequence_parallel: bool = False
-    distributed_optimizer: bool = False
-    recompute: bool = Field(False, description="activation recomputation, layer by layer")
+    sequence_parallel: bool = Field(
+        False, description="split norms and dropout along the sequence over tensor ranks (Megatron)"
+    )
+    distributed_optimizer: bool = Field(
+        False, description="shard the optimizer state over the data-parallel ranks (Megatron)"
+    )
+    recompute: bool = Field(False, description="recompute activations in the backward pass, layer by layer")
     head_chunk_tokens: NonNegative = Field(
-        0, description="answer tokens whose logits exist at a time; the rest is recomputed in the backward pass; 0: all"
+        0, description="tokens whose logits are in memory at a time; the backward pass computes them again; 0: all"
     )
-    offload: Offload = Field("none", description="of the actor, between its calls; other roles: roles.*.offload")
+    offload: Offload = Field(
+        "none", description="move this of the actor to host memory between calls; other roles: roles.*.offload"
+    )
     lora: LoraConfig = LoraConfig()
     max_skipped_steps: Positive = Field(
-        5, description="optimizer steps skipped in a row for NaN or inf before the run ends, naming the samples"
+        5, description="optimizer steps skipped in a row for NaN or inf before the run ends and names the samples"
     )

@@ -1,13 +1,13 @@
-"""Reading the step log: one JSON object a line, appended by the MasterWorker, followed by the launcher.
+"""Reader of the step log: one JSON object per line, written by the MasterWorker and followed by the launcher.
 
-Kinds: ``phase``, ``warmup``, ``train``, ``eval``, ``recovered``. A line counts once its newline is there, so a reader
-never sees half a record; a record torn by a crash is skipped and counted.
+Kinds of records: ``phase``, ``warmup``, ``train``, ``eval``, ``recovered``. A line is read once it ends with a newline,
+so a reader never gets half a record. A record that a crash cut off is skipped and counted.
 
-The log is only appended to. A ``recovered`` record says that training went back to its ``step`` (-1: to nothing), and
-so undoes what came before it and is later than that. Who reads all at once does not see what was undone; who follows
-the log gets the ``recovered`` record, and asks ``undone``.
+The log is only appended to. A ``recovered`` record means that training rolled back to its ``step`` (-1: to the start).
+It undoes the earlier records of later steps. ``surviving_steps`` leaves these out. A reader that follows the log gets
+the ``recovered`` record and uses ``undone`` to find them.
 
-A log grows with the run. ``records`` and ``surviving_steps`` hand out one record at a time, whatever its length.
+A log grows with the run, so ``records`` and ``surviving_steps`` return one record at a time.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ RECOVERED = "recovered"
 
 
 class StepTail:
-    """Follows a step log that may not exist yet."""
+    """Follower of a step log that may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self.skipped = 0  # lines that were no record
+        self.skipped = 0  # lines that were not records
 
     def read(self) -> list[StepRecord]:
-        """The records that were completed since the last call, in order, those that were undone since among them."""
+        """Return the records that were completed since the last call, in order, including undone ones."""
         return list(self.records())
 
     def records(self) -> Iterator[StepRecord]:
-        """The same one by one. What is not taken is there at the next call."""
+        """Yield the same records one by one. The next call yields those that the caller did not take."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -58,55 +58,57 @@ class StepTail:
 
 def _decoded(line: bytes) -> StepRecord | None:
     try:
-        record = msgspec.json.decode(line)  # shares the names of the fields between the records
+        record = msgspec.json.decode(line)  # records share the strings of field names, which saves memory
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
 
 
 def read_steps(path: Path) -> list[StepRecord]:
-    """All complete records of a step log that still hold; none if there is no such file."""
+    """Return all records of a step log that were not undone; [] if the file does not exist."""
     return list(surviving_steps(path))
 
 
 def surviving_steps(path: Path) -> Iterator[StepRecord]:
-    """The same one by one. The log is read twice; what is appended after the first time is left out."""
+    """Yield the same records one by one. Reads the log twice; ignores lines appended after the first pass."""
     return surviving(lambda: StepTail(path).records())
 
 
 def surviving(read: Callable[[], Iterable[StepRecord]]) -> Iterator[StepRecord]:
-    """Without those that a later ``recovered`` undid. ``read`` gives the records from the first on, each time.
+    """Yield the records that no later ``recovered`` record undid. Each ``read()`` starts at the first record.
 
-    Of the recoveries after a record the one that goes back furthest counts. So the first reading keeps of all of them
-    a row in which each goes back less far than those after it, and the second needs only the first of that row.
+    Only the recovery that goes back furthest matters for a record before it. The first pass keeps a queue of
+    recoveries with ascending steps, because a later recovery to the same or an earlier step makes the ones before it
+    irrelevant. The head of the queue is then the recovery that goes back furthest.
     """
-    total, row = 0, deque[tuple[int, StepRecord]]()  # (number of the record, recovered)
+    total = 0
+    recoveries = deque[tuple[int, StepRecord]]()  # (number of the record, recovered record), steps ascending
     for record in read():
         if record["kind"] == RECOVERED and isinstance(record.get("step"), int):
-            while row and row[-1][1]["step"] >= record["step"]:
-                row.pop()
-            row.append((total, record))
+            while recoveries and recoveries[-1][1]["step"] >= record["step"]:
+                recoveries.pop()
+            recoveries.append((total, record))
         total += 1
     for number, record in enumerate(islice(read(), total)):
-        while row and row[0][0] <= number:
-            row.popleft()
-        if not (row and undone(record, row[0][1])):
+        while recoveries and recoveries[0][0] <= number:
+            recoveries.popleft()
+        if not (recoveries and undone(record, recoveries[0][1])):
             yield record
 
 
 def undone(record: Mapping[str, Any], recovered: Mapping[str, Any]) -> bool:
-    """Whether ``recovered``, which comes later, undid ``record``: a step or an evaluation of weights that are gone.
+    """Return True if the later record ``recovered`` undid ``record``, a step or an evaluation of lost weights.
 
-    The supervised warm-up lies before version 0. Phases are times of the clock: they stay. What has no step that can
-    be read stays, too: a display must not fail on it.
+    The supervised warm-up precedes version 0. Phases are clock times and are never undone. A record without a readable
+    step is not undone either, because a display must not fail on it.
     """
-    back, step = recovered.get("step"), record.get("step")
-    if not isinstance(back, int) or not isinstance(step, int):
+    last_kept, step = recovered.get("step"), record.get("step")
+    if not isinstance(last_kept, int) or not isinstance(step, int):
         return False
     match record.get("kind"):
         case "train" | "eval":
-            return step > back
+            return step > last_kept
         case "warmup":
-            return back < 0
+            return last_kept < 0
         case _:
             return False

@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 
 from realsys.cluster.failpoint import note_pid
-from realsys.cluster.store.base import NameStore, make_name_store, trial_names
+from realsys.cluster.store.base import NameStore
+from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.cluster.store.names import Names
 from realsys.config.dump import read_config
 from realsys.telemetry.steps import StepTail

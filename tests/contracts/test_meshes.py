@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realsys.cluster.store.base import make_name_store
+from realsys.cluster.store.connect import make_name_store
 from realsys.cluster.topology import Mesh, place
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.paths import TrialPaths

@@ -122,7 +122,8 @@ def test_one_of_many_threads_creates_the_key(connect, root):
     assert len(won) == 1 and stores[0].get(f"{root}/race") == won[0]
 
 
-def test_subtree_holds_the_root_and_all_below_but_no_neighbour(store, root):
+def test_subtree_is_root_and_keys_below(store, root):
+    """A key with the same prefix ('a-b') is not in the subtree of 'a'."""
     inside = {f"{root}/s": "own", f"{root}/s/a": "1", f"{root}/s/b/c": "2"}
     for key, value in inside.items():
         store.add(key, value)
@@ -182,7 +183,7 @@ def test_any_component_and_any_value_come_back(store, root, components, value):
 # ---- leases
 
 
-def test_keys_of_a_revoked_lease_are_gone_at_once(connect, root):
+def test_revoked_lease_removes_its_keys(connect, root):
     store = connect()
     lease = store.lease(30)
     store.add(f"{root}/leased", "1", lease=lease)
@@ -206,7 +207,8 @@ def seen_in_time(owner: NameStore, reader: NameStore, key: str, ttl_s: float) ->
         ttl_s *= 4
 
 
-def test_lapsed_lease_takes_its_keys_and_never_comes_back(connect, root, short_ttl):
+def test_lapsed_lease_removes_its_keys(connect, root, short_ttl):
+    """Renewing a lapsed lease is refused."""
     owner, reader = connect(), connect()
     lease = seen_in_time(owner, reader, f"{root}/leased", short_ttl)
     gone = threading.Event()
@@ -253,7 +255,8 @@ def test_lease_that_is_kept_alive_outlives_its_ttl(store, root, short_ttl):
         short_ttl *= 4
 
 
-def test_key_taken_over_by_a_successor_survives_the_predecessors_lease(connect, root):
+def test_taken_key_survives_its_old_lease(connect, root):
+    """A successor took the key over; the end of the predecessor's lease does not remove it."""
     old, new = connect(), connect()
     old_lease, new_lease = old.lease(30), new.lease(30)
     old.add(f"{root}/heartbeat", "old", lease=old_lease)
@@ -274,7 +277,7 @@ def test_lease_of_another_backend_is_a_programming_error(store, root, tmp_path):
 # ---- waiting and watching
 
 
-def test_wait_returns_a_value_that_is_there_and_one_that_comes(connect, root):
+def test_wait_returns_existing_and_later_values(connect, root):
     store, other = connect(), connect()
     store.add(f"{root}/now", "")
     assert store.wait(f"{root}/now", BOUND_S, "a key") == ""
@@ -286,7 +289,7 @@ def test_wait_returns_a_value_that_is_there_and_one_that_comes(connect, root):
     waiter.join(BOUND_S)
 
 
-def test_wait_that_runs_out_names_what_was_waited_for(store, root):
+def test_wait_timeout_names_the_awaited_thing(store, root):
     with pytest.raises(WaitTimeout, match=rf"0\.1 s for model_worker/3.*{root}/x"):
         store.wait(f"{root}/x", 0.1, "model_worker/3")
 
@@ -307,7 +310,8 @@ def test_interrupt_ends_present_and_later_waits(store, root):
     waiter.join(BOUND_S)
 
 
-def test_watch_calls_back_at_once_and_at_each_change(connect, root):
+def test_watch_calls_back_at_each_change(connect, root):
+    """The first callback comes before ``watch`` returns."""
     store, other = connect(), connect()
     store.add(f"{root}/w/a", "1")
     changes: queue.SimpleQueue[Tree] = queue.SimpleQueue()
@@ -323,7 +327,7 @@ def test_watch_calls_back_at_once_and_at_each_change(connect, root):
         until(changes, {})
 
 
-def test_watch_of_a_single_key_and_last_of_many_changes_arrives(connect, root):
+def test_watch_delivers_the_last_of_many_changes(connect, root):
     store, other = connect(), connect()
     changes: queue.SimpleQueue[Tree] = queue.SimpleQueue()
     with store.watch(f"{root}/version", changes.put):
@@ -332,7 +336,8 @@ def test_watch_of_a_single_key_and_last_of_many_changes_arrives(connect, root):
         until(changes, {f"{root}/version": "49"})
 
 
-def test_watch_may_be_closed_in_its_callback_and_is_silent_afterwards(store, root):
+def test_watch_can_be_closed_in_its_callback(store, root):
+    """No callback follows."""
     closed = threading.Event()
     calls = itertools.count()
     watches: list = []

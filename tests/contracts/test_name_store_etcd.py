@@ -22,7 +22,8 @@ BOUND_S = 60.0
 
 
 @pytest.mark.needs("etcd")
-def test_watch_wait_and_lease_survive_the_death_of_the_server(own_etcd):
+def test_clients_survive_a_restart_of_etcd(own_etcd):
+    """Watch, wait and lease continue after the server was killed and restarted."""
     store = EtcdNameStore(own_etcd.address)
     try:
         lease = store.lease(20)
@@ -51,7 +52,7 @@ def test_watch_wait_and_lease_survive_the_death_of_the_server(own_etcd):
 
 
 @pytest.mark.needs("etcd")
-def test_watch_delivers_from_a_server_that_lost_its_data(own_etcd, tmp_path):
+def test_watch_follows_a_server_without_data(own_etcd, tmp_path):
     """Its revisions start again from one: a watch resumed at the revision it knew would be silent."""
     store = EtcdNameStore(own_etcd.address, call_timeout_s=2.0)
     failed = threading.Event()
@@ -80,7 +81,7 @@ def test_watch_delivers_from_a_server_that_lost_its_data(own_etcd, tmp_path):
 
 
 @pytest.mark.needs("etcd")
-def test_call_during_a_short_absence_succeeds_when_the_server_is_back(own_etcd):
+def test_call_waits_for_a_short_absence(own_etcd):
     store = EtcdNameStore(own_etcd.address, call_timeout_s=BOUND_S)
     try:
         store.add("k", "v")
@@ -96,7 +97,8 @@ def test_call_during_a_short_absence_succeeds_when_the_server_is_back(own_etcd):
 
 
 @pytest.mark.needs("etcd")
-def test_server_that_hangs_is_waited_for_but_not_by_the_renewal_of_a_lease(own_etcd):
+def test_renewal_does_not_wait_for_hanging_etcd(own_etcd):
+    """Other calls wait for the retry timeout."""
     store = EtcdNameStore(own_etcd.address, call_timeout_s=0.5, retry_timeout_s=BOUND_S)
     try:
         lease = store.lease(BOUND_S)
@@ -114,7 +116,8 @@ def test_server_that_hangs_is_waited_for_but_not_by_the_renewal_of_a_lease(own_e
         store.close()
 
 
-def test_every_call_without_a_server_ends_in_time_with_the_address():
+def test_calls_without_etcd_end_in_time():
+    """The error names the address."""
     address = f"127.0.0.1:{free_ports(1)[0]}"
     store = EtcdNameStore(address, call_timeout_s=0.15, retry_timeout_s=BOUND_S)
     try:
@@ -136,7 +139,7 @@ def test_every_call_without_a_server_ends_in_time_with_the_address():
         store.close()
 
 
-def test_etcd3_is_loaded_in_a_pool_of_its_own():
+def test_etcd3_uses_a_private_pool():
     """In a fresh interpreter: it works next to the installed protobuf, and leaves the default pool alone."""
     code = """
 from realsys.cluster.store.etcd3_compat import import_etcd3
@@ -154,7 +157,7 @@ except KeyError:
     assert (done.stdout.strip(), done.stderr) == ("apart", "")
 
 
-def test_unknown_etcd3_is_an_error_that_says_what_to_install(tmp_path, monkeypatch):
+def test_unknown_etcd3_names_the_required_version(tmp_path, monkeypatch):
     (tmp_path / "etcdrpc").mkdir()
     (tmp_path / "etcdrpc" / "kv_pb2.py").write_text("DESCRIPTOR = None\n")
     kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "etcd3"}

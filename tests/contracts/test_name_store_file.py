@@ -55,7 +55,7 @@ def test_one_of_many_processes_creates_each_key(tmp_path):
     assert len(FileNameStore(tmp_path).get_subtree("race")) == 40
 
 
-def test_two_that_find_a_lapsed_key_do_not_both_take_it_over(tmp_path, monkeypatch):
+def test_lapsed_key_has_one_new_owner(tmp_path, monkeypatch):
     """Looking and taking over must be one step. The first to look gives the second all chances to look as well."""
     FileNameStore(tmp_path).add("k", "dead", lease=(lease := FileNameStore(tmp_path).lease(30)))
     (tmp_path / "leases" / lease.lease_id).unlink()
@@ -86,7 +86,7 @@ def test_two_that_find_a_lapsed_key_do_not_both_take_it_over(tmp_path, monkeypat
     assert len(won) == 1 and FileNameStore(tmp_path).get("k") == won[0]
 
 
-def test_reader_never_sees_a_torn_or_missing_value_while_it_is_replaced(tmp_path):
+def test_reader_sees_whole_values_during_replacement(tmp_path):
     store = FileNameStore(tmp_path)
     values = {c * 5000 for c in "ab"}
     store.add("k", "a" * 5000)
@@ -106,7 +106,8 @@ def test_reader_never_sees_a_torn_or_missing_value_while_it_is_replaced(tmp_path
         writer.join(60)
 
 
-def test_takeover_by_a_new_lease_never_looks_like_an_absent_key(tmp_path):
+def test_key_exists_throughout_a_takeover(tmp_path):
+    """A reader finds the old or the new value, never none."""
     store = FileNameStore(tmp_path)
     lease = store.lease(30)
     store.add("k", "0", lease=lease)
@@ -180,7 +181,7 @@ def lives_while_its_counter_moves(folder: Path, ttl_s: float) -> bool:
     return True
 
 
-def test_lease_of_another_host_lives_while_its_counter_moves(tmp_path):
+def test_foreign_lease_lives_while_its_counter_moves(tmp_path):
     """Its clock means nothing here; it is dead when nothing has moved for one TTL of our own."""
     ttl_s = 0.3
     while not lives_while_its_counter_moves(tmp_path / str(ttl_s), ttl_s):
@@ -196,7 +197,7 @@ def test_step_of_the_wall_clock_changes_nothing(tmp_path, monkeypatch):
     assert FileNameStore(tmp_path).get("k") == "v"
 
 
-def test_lease_removed_by_a_reaper_is_lost_to_its_owner(tmp_path):
+def test_owner_of_a_removed_lease_is_fenced(tmp_path):
     store = FileNameStore(tmp_path)
     lease = store.lease(30)
     (tmp_path / "leases" / lease.lease_id).unlink()
@@ -205,7 +206,8 @@ def test_lease_removed_by_a_reaper_is_lost_to_its_owner(tmp_path):
     assert not list((tmp_path / "leases").iterdir())
 
 
-def test_lock_held_by_a_stopped_process_ends_in_an_error_that_names_it(tmp_path, monkeypatch):
+def test_lock_of_a_stopped_process_is_reported(tmp_path, monkeypatch):
+    """The error names the lock file."""
     monkeypatch.setattr(file_store, "LOCK_TIMEOUT_S", 0.2)
     store = FileNameStore(tmp_path)
     store.add("k", "v")
@@ -227,13 +229,14 @@ def test_damaged_value_is_reported_with_its_file(tmp_path, content):
         store.get("k")
 
 
-def test_unusable_directory_is_reported_with_the_field_to_change(tmp_path):
+def test_unusable_directory_names_its_field(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NameStoreError, match=r"Not a directory.*cluster\.name_store\.root"):
         FileNameStore(tmp_path / "file" / "store")
 
 
-def test_watch_says_that_it_cannot_list_and_goes_on_when_it_can(tmp_path):
+def test_watch_continues_after_failed_listings(tmp_path):
+    """The watch logs a warning while it cannot list."""
     store = FileNameStore(tmp_path)
     store.add("k", "1")
     warned, recovered = threading.Event(), threading.Event()

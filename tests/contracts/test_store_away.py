@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from realsys.cluster.failure import read_errors
-from realsys.cluster.store.base import make_name_store
+from realsys.cluster.store.connect import make_name_store
 from realsys.errors import NameStoreError
 from tests.support.processes.tester_trial import Trial
 
@@ -58,7 +58,7 @@ class Follower:
 
 
 @pytest.mark.needs("etcd")
-def test_killed_etcd_that_is_back_within_the_lease_costs_nothing(tmp_path: Path, own_etcd):
+def test_killed_etcd_back_within_the_lease_costs_nothing(tmp_path: Path, own_etcd):
     trial = Trial(tmp_path, lease_s=LONG_S, backend="etcd", address=own_etcd.address)
     try:
         follower = Follower(trial)
@@ -71,7 +71,7 @@ def test_killed_etcd_that_is_back_within_the_lease_costs_nothing(tmp_path: Path,
 
 
 @pytest.mark.needs("etcd")
-def test_etcd_that_stays_away_for_a_lease_fences_its_workers(tmp_path: Path, own_etcd):
+def test_etcd_away_for_a_lease_fences_its_workers(tmp_path: Path, own_etcd):
     trial = Trial(tmp_path, lease_s=3.0, backend="etcd", address=own_etcd.address)
     try:
         process = trial.start("quick(); threading.Event().wait()")
@@ -87,7 +87,7 @@ def test_etcd_that_stays_away_for_a_lease_fences_its_workers(tmp_path: Path, own
         trial.close()
 
 
-def test_directory_that_is_back_within_the_lease_costs_nothing(tmp_path: Path):
+def test_directory_back_within_the_lease_costs_nothing(tmp_path: Path):
     trial = Trial(tmp_path / "trial", lease_s=LONG_S, backend="file", root=str(tmp_path / "store"))
     try:
         follower = Follower(trial)
@@ -102,7 +102,7 @@ def test_directory_that_is_back_within_the_lease_costs_nothing(tmp_path: Path):
         trial.close()
 
 
-def test_directory_that_stays_away_for_a_lease_fences_its_workers(tmp_path: Path):
+def test_directory_away_for_a_lease_fences_its_workers(tmp_path: Path):
     trial = Trial(tmp_path / "trial", lease_s=3.0, backend="file", root=str(tmp_path / "store"))
     try:
         process = trial.start("quick(); threading.Event().wait()")

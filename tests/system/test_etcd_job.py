@@ -2,7 +2,7 @@
 
 import pytest
 
-from realsys.cluster.store.base import trial_names
+from realsys.cluster.store.connect import trial_names
 from realsys.cluster.store.etcd_store import EtcdNameStore
 from realsys.config.dump import read_config
 from tests.support.jobs.jobs import processes_of, run_arith

@@ -144,7 +144,7 @@ def test_a_checkpoint_from_before_the_settings_changed_is_not_enough(copy):
 
 def test_bad_input_is_one_line_and_exit_code_2(job, tmp_path):
     records, checkpoints = job.paths.records, job.paths.checkpoints
-    nowhere = f"realsys: config: config.json='{tmp_path / 'config.json'}': is not there: not the folder of a trial, or"
+    nowhere = f"realsys: config: config.json='{tmp_path / 'config.json'}': not found: the folder is not a trial, or"
     nowhere += " of one that is still being made\n"
     for arguments, expected in (
         (["replay", job.root, "--step", 9], f"realsys: {records}: step 9 is not recorded; there is 1-5\n"),

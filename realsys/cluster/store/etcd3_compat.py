@@ -1,9 +1,9 @@
 """Makes ``etcd3`` 0.12 importable next to protobuf >= 4, without touching the installed package.
 
-Its generated ``*_pb2.py`` build their descriptors by hand, which protobuf refuses since version 4. But each of them
-also carries its serialized FileDescriptorProto. That literal is read from the source text, put into a descriptor pool
-of our own (other etcd clients register the same file names in the default pool), and the classes made from it are
-published as ``etcd3.etcdrpc.{kv,auth,rpc}_pb2`` before ``etcd3`` asks for them.
+The generated ``*_pb2.py`` files of etcd3 build their descriptors by hand, which protobuf refuses since version 4. Each
+file also contains its serialized FileDescriptorProto. This module reads that literal from the source text and adds it
+to a private descriptor pool, because other etcd clients register the same file names in the default pool. It publishes
+the resulting classes as ``etcd3.etcdrpc.{kv,auth,rpc}_pb2`` before ``etcd3`` imports them.
 """
 
 from __future__ import annotations
@@ -21,33 +21,36 @@ from typing import Any
 
 from realsys.errors import NameStoreError
 
-_FILES = ("kv", "auth", "rpc")  # in the order of their imports
+_FILES = ("kv", "auth", "rpc")  # in the order in which they import each other
 _lock = threading.Lock()
 
 
 def import_etcd3() -> Any:
-    """The ``etcd3`` module, working. NameStoreError if it is not installed or not a version we know how to load."""
+    """Return the ``etcd3`` module. Raises NameStoreError if it is not installed or has an unknown layout."""
     with _lock:
         if "etcd3" not in sys.modules:
-            origin = _find_package()
-            before = set(sys.modules)
-            try:
-                _publish_messages(origin.parent)
-                return importlib.import_module("etcd3")
-            except Exception as exc:
-                # Half an etcd3 in sys.modules would make the next attempt fail for another, misleading reason.
-                for name in set(sys.modules) - before:
-                    if name.partition(".")[0] == "etcd3":
-                        del sys.modules[name]
-                raise NameStoreError(
-                    f"name store: cannot load etcd3 from {origin.parent}: {type(exc).__name__}: {exc}; "
-                    "install etcd3==0.12.0, or use cluster.name_store.backend=file"
-                ) from exc
+            _load(_find_package().parent)
         return sys.modules["etcd3"]
 
 
+def _load(package: Path) -> None:
+    before = set(sys.modules)
+    try:
+        _publish_messages(package)
+        importlib.import_module("etcd3")
+    except Exception as exc:
+        # A partly loaded etcd3 in sys.modules would make the next attempt fail for a misleading reason.
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] == "etcd3":
+                del sys.modules[name]
+        raise NameStoreError(
+            f"name store: cannot load etcd3 from {package}: {type(exc).__name__}: {exc}; "
+            "install etcd3==0.12.0, or use cluster.name_store.backend=file"
+        ) from exc
+
+
 def _find_package() -> Path:
-    spec = importlib.util.find_spec("etcd3")  # a top-level name: finds without importing
+    spec = importlib.util.find_spec("etcd3")  # finds a top-level package without importing it
     if spec is None or spec.origin is None:
         raise NameStoreError(
             "name store: the Python package etcd3 is not installed; install etcd3==0.12.0, "
@@ -78,14 +81,14 @@ def _new_package(name: str, folder: Path) -> Any:
 
 
 def _serialized(source: Path) -> bytes:
-    """The FileDescriptorProto that the generated module would have registered; nothing of it is executed."""
+    """Return the FileDescriptorProto of a generated module. Reads the source text and executes none of it."""
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.keyword) or node.arg != "serialized_pb":
             continue
         value = node.value.args[0] if isinstance(node.value, ast.Call) else node.value  # _b('...') or b'...'
         literal = ast.literal_eval(value)
         return literal.encode("latin1") if isinstance(literal, str) else bytes(literal)
-    raise ValueError(f"{source} carries no serialized descriptor")
+    raise ValueError(f"{source} has no serialized descriptor")
 
 
 def _message_module(name: str, serialized: bytes, pool: Any) -> ModuleType:
@@ -106,7 +109,7 @@ def _message_module(name: str, serialized: bytes, pool: Any) -> ModuleType:
 
 
 def _load_stubs(package: Path, rpc: Any) -> ModuleType:
-    """``rpc_pb2_grpc``, the one generated module that still works. It imports its parent, which must not run yet."""
+    """Load ``rpc_pb2_grpc``, the only generated module that still works, with a stand-in for its parent package."""
     name = "etcd3.etcdrpc.rpc_pb2_grpc"
     spec = importlib.machinery.PathFinder.find_spec(name, [str(package / "etcdrpc")])
     if spec is None or spec.loader is None:

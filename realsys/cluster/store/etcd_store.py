@@ -1,9 +1,9 @@
-"""The name store in etcd, through the ``etcd3`` client's channel and stubs.
+"""Name store in etcd, through the channel and the stubs of the ``etcd3`` client.
 
-The client's own methods are not used where they fail us: they cannot wait for a connection that is being re-made, and
-its watcher neither ends nor survives a restart of the server. Here every call has a deadline, waits for the channel
-within it, and is repeated only if repeating it cannot change its meaning. A watch re-lists and re-watches whenever
-its stream breaks.
+The client's own methods cannot wait for a connection that is being restored, and its watcher neither ends nor survives
+a restart of the server. So this module calls the stubs directly. Every call has a deadline, waits for the channel until
+then, and is repeated only if repeating it cannot change its meaning. A watch lists and watches again whenever its
+stream breaks.
 """
 
 from __future__ import annotations
@@ -35,33 +35,38 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.1
 CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),  # also the bound on one attempt to connect
-    ("grpc.max_reconnect_backoff_ms", 1000),  # the default of two minutes outlives every lease
-    ("grpc.keepalive_time_ms", 10_000),  # finds a server whose host vanished; etcd refuses pings below 5 s
+    ("grpc.min_reconnect_backoff_ms", 1000),  # also limits one attempt to connect
+    ("grpc.max_reconnect_backoff_ms", 1000),  # the default is two minutes, longer than any lease
+    ("grpc.keepalive_time_ms", 10_000),  # detects a host that disappeared; etcd refuses pings below 5 s
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.enable_http_proxy", 0),  # etcd is inside the cluster, a proxy from the environment is not for it
-    ("grpc.use_local_subchannel_pool", 1),  # clients in one process fail and reconnect each for itself
+    ("grpc.enable_http_proxy", 0),  # etcd is inside the cluster, so ignore proxies of the environment
+    ("grpc.use_local_subchannel_pool", 1),  # each client of a process fails and reconnects independently
 ]
 
 
 class EtcdNameStore(NameStore):
-    """``address`` is host:port of one member. etcd's leases have whole seconds, two at least: a grant may be longer.
+    """Client of one etcd member at ``address`` (host:port).
 
-    ``retry_timeout_s``: how long a repeatable call waits for a member that answered before and is away now; at least
-    ``call_timeout_s``, which bounds one try, and the renewal of a lease.
+    etcd grants leases of whole seconds, at least two, so a lease may be longer than requested.
+
+    call_timeout_s   limit of one try, and of renewing a lease
+    retry_timeout_s  limit of a repeatable call while a member that answered before is unreachable; at least
+                     ``call_timeout_s``
     """
 
     def __init__(self, address: str, call_timeout_s: float = 5.0, retry_timeout_s: float = 0.0) -> None:
         super().__init__()
         self.address = address
-        self._timeout_s, self._retry_timeout_s = call_timeout_s, max(retry_timeout_s, call_timeout_s)
-        self._reached = False  # one that never was there is a wrong address: better told soon
+        self._timeout_s = call_timeout_s
+        self._retry_timeout_s = max(retry_timeout_s, call_timeout_s)
+        self._reached = False  # an etcd that never answered means a wrong address, which is reported early
         self._rpc = import_etcd3().etcdrpc
         host, _, port = address.rpartition(":")
         self._client = import_etcd3().client(
             host=host, port=int(port), timeout=call_timeout_s, grpc_options=CHANNEL_OPTIONS
         )
-        self._kv, self._lease_stub = self._client.kvstub, self._client.leasestub
+        self._kv = self._client.kvstub
+        self._lease_stub = self._client.leasestub
         self._watch_stub = self._rpc.WatchStub(self._client.channel)
         self._closing = threading.Event()
 
@@ -77,9 +82,9 @@ class EtcdNameStore(NameStore):
         compare = self._rpc.Compare
         absent = compare(result=compare.EQUAL, target=compare.CREATE, key=_bytes(key), create_revision=0)
         request = self._rpc.TxnRequest(compare=[absent], success=[self._rpc.RequestOp(request_put=put)])
-        # Not repeatable: had the first try succeeded unseen, the second would blame another process for our own key.
+        # Not repeatable: if the first try succeeded and its reply was lost, the second would find our own key.
         if not self._call(self._kv.Txn, request, f"add {key}", repeatable=False).succeeded:
-            raise KeyExists(f"name store: key {key} is there already; another process owns it")
+            raise KeyExists(f"name store: key {key} exists already; another process owns it")
 
     def get(self, key: str) -> str:
         check_key(key)
@@ -94,12 +99,13 @@ class EtcdNameStore(NameStore):
         return self.listing(root)[0]
 
     def listing(self, root: str) -> tuple[Tree, int]:
-        """The subtree and the revision at which it was read."""
-        # One range holds the root and all below it, and a few strangers in between ('a-b' sorts before 'a/').
+        """Return the subtree of ``root`` and the revision at which it was read."""
+        # One range contains the root, all keys below it, and a few unrelated keys ('a-b' sorts before 'a/').
         request = self._rpc.RangeRequest(key=_bytes(root), range_end=_end_of_subtree(root))
         response = self._call(self._kv.Range, request, f"list {root}", repeatable=True)
-        found = ((_text(kv.key), _text(kv.value)) for kv in response.kvs)
-        return {key: value for key, value in found if belongs(key, root)}, int(response.header.revision)
+        entries = ((_text(kv.key), _text(kv.value)) for kv in response.kvs)
+        tree = {key: value for key, value in entries if belongs(key, root)}
+        return tree, int(response.header.revision)
 
     def delete(self, key: str) -> None:
         check_key(key)
@@ -118,7 +124,7 @@ class EtcdNameStore(NameStore):
 
     def lease(self, ttl_s: float) -> Lease:
         request = self._rpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
-        # Repeatable: a grant whose answer was lost lapses by itself.
+        # Repeatable: a lease whose reply was lost is never renewed, so it lapses.
         granted = self._call(self._lease_stub.LeaseGrant, request, "grant a lease", repeatable=True)
         return Lease(self, f"{granted.ID:x}", float(granted.TTL))
 
@@ -128,7 +134,7 @@ class EtcdNameStore(NameStore):
         def keep_alive(_: object, **options: Any) -> int:
             return max((r.TTL for r in self._lease_stub.LeaseKeepAlive(iter([request]), **options)), default=0)
 
-        if self._call(keep_alive, request, "renew a lease", repeatable=True, patient=False) <= 0:
+        if self._call(keep_alive, request, "renew a lease", repeatable=True, limit_s=self._timeout_s) <= 0:
             raise Fenced(f"name store: lease {lease.lease_id} in etcd at {self.address} lapsed; its owner must stop")
 
     def revoke_lease(self, lease: Lease) -> None:
@@ -144,7 +150,7 @@ class EtcdNameStore(NameStore):
         return EtcdWatch(self, root, callback)
 
     def watch_stream(self, root: str, revision: int, requests: queue.SimpleQueue[Any]) -> Any:
-        """An open watch from ``revision`` on; ends when None is put into ``requests``, or when it is cancelled."""
+        """Open a watch that starts at ``revision``. It ends when ``requests`` receives None or it is cancelled."""
         create = self._rpc.WatchCreateRequest(
             key=_bytes(root), range_end=_end_of_subtree(root), start_revision=revision
         )
@@ -156,21 +162,26 @@ class EtcdNameStore(NameStore):
         super().close()
         self._client.close()
 
-    def _call(self, method: Any, request: Any, action: str, *, repeatable: bool, patient: bool = True) -> Any:
+    def _call(self, method: Any, request: Any, action: str, *, repeatable: bool, limit_s: float | None = None) -> Any:
+        """Call ``method``; repeat it while etcd is unreachable, if that cannot change its meaning.
+
+        ``limit_s``: time for all tries; None: by the settings of the store. Raises NameStoreError and Fenced.
+        """
         self._check_open()
-        began = time.monotonic()
-        limit = self._retry_timeout_s if repeatable and patient and self._reached else self._timeout_s
+        if limit_s is None:
+            limit_s = self._retry_timeout_s if repeatable and self._reached else self._timeout_s
+        deadline = time.monotonic() + limit_s
         while True:
-            left = began + limit - time.monotonic()
+            left_s = deadline - time.monotonic()
             try:
-                answer = method(request, timeout=max(0.001, min(left, self._timeout_s)), wait_for_ready=True)
+                reply = method(request, timeout=max(0.001, min(left_s, self._timeout_s)), wait_for_ready=True)
                 self._reached = True
-                return answer
+                return reply
             except grpc.RpcError as exc:
-                away = exc.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-                if not (repeatable and away and time.monotonic() + RETRY_S < began + limit):
-                    raise self._translated(exc, action, limit) from exc
-            except ValueError as exc:  # grpc's answer when another thread has closed the channel
+                unreachable = exc.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+                if not (repeatable and unreachable and time.monotonic() + RETRY_S < deadline):
+                    raise self._translated(exc, action, limit_s) from exc
+            except ValueError as exc:  # grpc raises this if another thread has closed the channel
                 raise NameStoreError(f"name store: cannot {action}: used after close()") from exc
             self._closing.wait(RETRY_S)
 
@@ -188,10 +199,12 @@ class EtcdNameStore(NameStore):
 
 
 class EtcdWatch(Watch):
-    """Consumes etcd's events as mere signs of change: each makes it list the subtree again, so none can be misread."""
+    """A watch that lists the subtree again at every event of etcd, instead of interpreting the event."""
 
     def __init__(self, store: EtcdNameStore, root: str, callback: WatchCallback) -> None:
-        self._store, self._root, self._callback = store, root, callback
+        self._store = store
+        self._root = root
+        self._callback = callback
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._stream: Any = None
@@ -201,22 +214,25 @@ class EtcdWatch(Watch):
         self._thread.start()
 
     def _follow(self) -> None:
-        """Waits in the stream; unblocked by an event, a lost connection, or ``close``; produces callbacks."""
+        """Wait in the stream for an event, a lost connection or ``close``, then list and call back."""
         listed = True
         while not self._closed.is_set():
-            # Only after a listing: a server that came back with other data may be at a lower revision than the one we
-            # know, and a watch from a future revision is silent.
+            # Listen only after a successful listing. A server that was restarted with other data may have a lower
+            # revision than ours, and a watch that starts at a future revision reports nothing.
             if listed:
-                try:
-                    self._listen()
-                except grpc.RpcError as exc:
-                    if not self._closed.is_set():
-                        where = self._store.address
-                        log.info("watch on %s: etcd at %s: %s; listing again", self._root, where, exc.code())
+                self._listen_until_broken()
             listed = self._closed.is_set() or self._relist()
 
+    def _listen_until_broken(self) -> None:
+        try:
+            self._listen()
+        except grpc.RpcError as exc:
+            if not self._closed.is_set():
+                where = self._store.address
+                log.info("watch on %s: etcd at %s: %s; listing again", self._root, where, exc.code())
+
     def _listen(self) -> None:
-        """Re-list at every event; return or raise when the stream is over."""
+        """List again at every event. Returns or raises when the stream ends."""
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         stream = self._store.watch_stream(self._root, self._revision + 1, requests)
         with self._lock:
@@ -225,14 +241,15 @@ class EtcdWatch(Watch):
                 stream.cancel()
         try:
             for response in stream:
-                # Cancelled: our revision was compacted away. Either way only a new listing helps.
+                # Cancelled: etcd has compacted our revision, so list again. Failed listing: leave the stream, too.
                 if response.canceled or (response.events and not self._relist()):
                     return
         finally:
-            requests.put(None)  # releases grpc's thread that reads the requests
+            requests.put(None)  # ends grpc's thread that reads the requests
             stream.cancel()
 
     def _relist(self) -> bool:
+        """List the subtree and call back if it changed. Returns False if etcd cannot be read."""
         try:
             current, self._revision = self._store.listing(self._root)
         except NameStoreError as exc:
@@ -251,7 +268,7 @@ class EtcdWatch(Watch):
             if self._stream is not None:
                 self._stream.cancel()
         join_watch(self._thread, self._root)
-        self._store.forget(self)
+        self._store.discard(self)
 
 
 def _bytes(text: str) -> bytes:
@@ -263,5 +280,5 @@ def _text(content: bytes) -> str:
 
 
 def _end_of_subtree(root: str) -> bytes:
-    """The first key after everything below ``root``: '0' follows '/'."""
+    """Return the first key after all keys below ``root``; '0' follows '/' in ASCII."""
     return _bytes(f"{root}0")

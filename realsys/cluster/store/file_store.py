@@ -1,25 +1,24 @@
-"""The name store in a shared directory.
+"""Name store in a shared directory.
 
-    {root}/keys/realsys/user/.../gserver_manager@value   one file per value: line 1 the lease or nothing, then the value
+    {root}/keys/realsys/user/.../gserver_manager@value   one file per value: line 1 the lease or empty, then the value
     {root}/leases/{id}                                   JSON; renewed by atomic rename
     {root}/staging/                                      files being written
-    {root}/lock                                          flock of everything that changes the store
+    {root}/lock                                          flock for all changes of the store
 
-Readers take no lock: a value or a lease appears whole, by rename or link. Writers hold the lock for a few system
-calls, since taking over a lapsed key is read-then-write, and so is renewing a lease that others may be about to
-declare dead.
+Readers take no lock: a value or a lease appears as a whole, by rename or link. Writers hold the lock for a few system
+calls, because two operations read before they write: taking over a lapsed key, and renewing a lease that another
+process may be about to declare dead.
 
-Clock: a lease written on this boot of this host is judged by CLOCK_MONOTONIC, which all its processes share, which no
-step of the wall clock moves, and which stands still while the machine is suspended (all its processes do too). A
-lease written by another host is judged by observation: dead when its counter has not moved for a full TTL of the
-reader's own clock. So no two hosts' clocks are ever compared; the price is that a fresh reader on another host takes
-up to one TTL to see a death.
+Clocks: a lease that was written during this boot of this host is compared with CLOCK_MONOTONIC. All processes of the
+host share this clock, steps of the wall clock do not move it, and it stops while the machine is suspended, as the
+processes do. A lease of another host is observed: it is dead when its counter has not changed for a full TTL of the
+reader's clock. So clocks of two hosts are never compared. The cost is that a new reader on another host needs up to
+one TTL to notice a death.
 
-A directory that is out of reach is an error, not an empty store: whatever seems not to be there is believed only as
-long as the directory around it is.
+An unreachable directory is an error, not an empty store: a file counts as missing only if its directory exists.
 
 Across hosts the directory must be on a file system with flock and without cached lookups (NFS: ``lookupcache=none``).
-Where that is in doubt use etcd.
+If that is in doubt, use etcd.
 """
 
 from __future__ import annotations
@@ -55,11 +54,12 @@ from realsys.errors import MALFORMED, Fenced, KeyExists, NameStoreError
 POLL_S = 0.05
 LOCK_TIMEOUT_S = 5.0
 _LEASE_ID = re.compile(rb"[0-9a-f]{32}")  # becomes a file name
-VALUE = "@value"  # '@' is escaped in components, so no component ends like this
+VALUE = "@value"  # components escape '@', so no component ends with this
 
 
 @functools.cache
 def boot_id() -> str:
+    """Return the id of the current boot of this host."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -68,16 +68,18 @@ class _LeaseRecord:
     boot: str
     deadline: float  # CLOCK_MONOTONIC of that boot
     ttl_s: float
-    count: int  # renewals so far
+    count: int  # number of renewals
 
 
 class FileNameStore(NameStore):
-    """A client of the directory ``root``; any number of clients in any processes may share it."""
+    """Client of the directory ``root``. Any number of clients in any process may share the directory."""
 
     def __init__(self, root: Path) -> None:
         super().__init__()
         self.root = root
-        self._keys, self._leases, self._staging = root / "keys", root / "leases", root / "staging"
+        self._keys = root / "keys"
+        self._leases = root / "leases"
+        self._staging = root / "staging"
         self._observed: dict[str, tuple[int, float]] = {}  # lease of another host -> (counter, first seen)
         self._observed_lock = threading.Lock()
         with self._reported("create"):
@@ -98,10 +100,10 @@ class FileNameStore(NameStore):
                 os.replace(staged, path)
                 return
             try:
-                # link, not rename: fails if the key is there, even where the file system's locks do not work
+                # link, not rename: it fails if the key exists, even if the locks of the file system do not work
                 os.link(staged, path)
             except FileExistsError:
-                raise KeyExists(f"name store: key {key} is there already; another process owns it") from None
+                raise KeyExists(f"name store: key {key} exists already; another process owns it") from None
 
     def get(self, key: str) -> str:
         self._check_open()
@@ -166,12 +168,12 @@ class FileNameStore(NameStore):
     def revoke_lease(self, lease: Lease) -> None:
         self._check_open()
         with self._reported("revoke a lease"), self._locked():
-            # From here on its keys are gone for every reader; the sweep only tidies up.
+            # Removing the lease hides its keys from all readers. The sweep then deletes the files.
             (self._leases / lease.lease_id).unlink(missing_ok=True)
             self._sweep()
 
     def _sweep(self) -> None:
-        """Remove lapsed leases and the files of their keys. Needs the lock."""
+        """Remove lapsed leases and the files of their keys. The caller must hold the lock."""
         for path in list(self._leases.iterdir()):
             if not self._lease_alive(path.name):
                 path.unlink(missing_ok=True)
@@ -191,7 +193,7 @@ class FileNameStore(NameStore):
                 self._observed.pop(lease_id, None)
             return None
         except MALFORMED:
-            raise NameStoreError(f"name store: {path} is no lease; delete it") from None
+            raise NameStoreError(f"name store: {path} is not a lease file; delete it") from None
 
     def _write_lease(self, lease_id: str, record: _LeaseRecord) -> None:
         with self._staged(json.dumps(asdict(record)).encode()) as staged:
@@ -215,21 +217,21 @@ class FileNameStore(NameStore):
     # ---- values
 
     def _read_live(self, path: Path | str) -> str | None:
-        """The value, or None if there is none or its lease has lapsed."""
+        """Return the value, or None if the file is missing or its lease has lapsed."""
         content = _read(path)
         while content is not None:
             lease_id, value = _decode(content, path)
             if not lease_id or self._lease_alive(lease_id):
                 return value
-            # The key may have passed to a new owner since it was read: only an unchanged record is a lapsed one.
-            again = _read(path)
-            if again == content:
+            # A new owner may have written the key since it was read. Only an unchanged record has lapsed.
+            read_again = _read(path)
+            if read_again == content:
                 return None
-            content = again
+            content = read_again
         return None
 
     def _lapsed(self, path: Path) -> bool:
-        """Whether a value is there whose lease is not. Final while the lock is held."""
+        """Return True if the value exists but its lease has lapsed. The result stays valid while the lock is held."""
         content = _read(path)
         if content is None:
             return False
@@ -247,7 +249,7 @@ class FileNameStore(NameStore):
         return dict(sorted(tree.items()))
 
     def _collect(self, directory: str, key: str, tree: Tree) -> None:
-        # Plain strings: this is what polls, and a Path for each file would cost more than to read it.
+        # Plain strings: polling calls this, and making a Path costs more than reading the file.
         try:
             names = os.listdir(directory)
         except (FileNotFoundError, NotADirectoryError):
@@ -276,7 +278,7 @@ class FileNameStore(NameStore):
 
     @contextlib.contextmanager
     def _staged(self, content: bytes) -> Iterator[Path]:
-        """A complete file under a private name, to be renamed or linked into place."""
+        """Write ``content`` to a file with a private name, which the caller renames or links into place."""
         path = self._staging / uuid.uuid4().hex
         try:
             path.write_bytes(content)
@@ -286,31 +288,18 @@ class FileNameStore(NameStore):
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Exclusive among threads and processes; the kernel releases it when its holder dies."""
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
-        # A fresh open file description each time: flock excludes threads of one process from each other only so.
+        """Hold the lock, which excludes threads and processes. The kernel releases it when its holder dies."""
+        # A new open file description each time: otherwise flock would not exclude threads of one process.
         descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            delay = 0.0005
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise NameStoreError(
-                            f"name store: {self.root}/lock was held for {LOCK_TIMEOUT_S:g} s by another process; "
-                            "is one of the trial's processes stopped (SIGSTOP)? kill it"
-                        ) from None
-                    time.sleep(delay)  # flock has no timeout
-                    delay = min(delay * 2, 0.01)
+            _acquire(descriptor, self.root / "lock")
             yield
         finally:
             os.close(descriptor)
 
     @contextlib.contextmanager
     def _reported(self, action: str) -> Iterator[None]:
-        """The file system's errors as NameStoreError."""
+        """Turn errors of the file system into NameStoreError."""
         try:
             yield
         except OSError as exc:
@@ -318,6 +307,24 @@ class FileNameStore(NameStore):
                 f"name store: cannot {action} in {self.root}: {exc.strerror or exc}; "
                 "check that the directory exists and is writable (cluster.name_store.root)"
             ) from exc
+
+
+def _acquire(descriptor: int, path: Path) -> None:
+    """Lock the open file ``path``. flock has no timeout, so this polls. Raises NameStoreError after LOCK_TIMEOUT_S."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    delay_s = 0.0005
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise NameStoreError(
+                    f"name store: {path} was held for {LOCK_TIMEOUT_S:g} s by another process; "
+                    "is one of the trial's processes stopped (SIGSTOP)? kill it"
+                ) from None
+        time.sleep(delay_s)
+        delay_s = min(delay_s * 2, 0.01)
 
 
 def _pause(closed: threading.Event) -> None:
@@ -347,7 +354,7 @@ def _decode(content: bytes, path: Path | str) -> tuple[str, str]:
             raise ValueError
         return lease_id.decode("ascii"), value.decode("utf-8", "surrogatepass")
     except ValueError:
-        raise NameStoreError(f"name store: {path} is no value of ours; delete it") from None
+        raise NameStoreError(f"name store: {path} was not written by realsys; delete it") from None
 
 
 def _unescape(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The name store in a dictionary, for tests inside one process."""
+"""Name store in a dictionary, for tests inside one process."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ from realsys.errors import Fenced, KeyExists
 @dataclass(frozen=True, slots=True)
 class _Entry:
     value: str
-    lease_id: str  # empty without one
+    lease_id: str  # empty without a lease
 
 
 class MemoryNameStore(NameStore):
-    """``_changed`` guards everything and is notified at each mutation; lapses are found by whoever looks next."""
+    """Name store of one process. ``_changed`` guards all attributes and is notified at each mutation.
+
+    No thread waits for leases to lapse: the next reader of a key removes it if its lease has lapsed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._changed = threading.Condition()
         self._entries: dict[str, _Entry] = {}
-        self._deadlines: dict[str, float] = {}  # lease -> monotonic seconds; lapsed ones may be missing
+        self._deadlines: dict[str, float] = {}  # lease -> monotonic seconds; a lapsed lease may be missing
         self._revision = 0
 
     def _touched(self) -> None:
-        """To be called with ``_changed`` held."""
+        """Count a mutation and wake the watches. The caller must hold ``_changed``."""
         self._revision += 1
         self._changed.notify_all()
 
@@ -49,7 +52,7 @@ class MemoryNameStore(NameStore):
             if not self._alive(lease_id):
                 raise Fenced(f"name store: cannot add {key}: its lease lapsed; its owner must stop")
             if not replace and self._live(key) is not None:
-                raise KeyExists(f"name store: key {key} is there already; another process owns it")
+                raise KeyExists(f"name store: key {key} exists already; another process owns it")
             self._entries[key] = _Entry(value, lease_id)
             self._touched()
 
@@ -105,7 +108,7 @@ class MemoryNameStore(NameStore):
             self._touched()
 
     def _alive(self, lease_id: str) -> bool:
-        """Also of what has no lease."""
+        """Return True if the lease has not lapsed, or if ``lease_id`` is empty."""
         return not lease_id or time.monotonic() < self._deadlines.get(lease_id, 0.0)
 
     def _live(self, key: str) -> _Entry | None:
@@ -117,8 +120,8 @@ class MemoryNameStore(NameStore):
 
     def _listing(self, root: str) -> Tree:
         with self._changed:
-            found = ((key, self._live(key)) for key in sorted(self._entries) if belongs(key, root))
-            return {key: entry.value for key, entry in found if entry is not None}
+            entries = ((key, self._live(key)) for key in sorted(self._entries) if belongs(key, root))
+            return {key: entry.value for key, entry in entries if entry is not None}
 
     def _start_watch(self, root: str, callback: WatchCallback) -> Watch:
         seen = -1

@@ -1,4 +1,4 @@
-"""Every key of the name store, built in one place: ``{root}/{user}/{experiment}/{trial}/...``."""
+"""All keys of the name store: ``realsys/{user}/{experiment}/{trial}/...``. No other module builds keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Names:
         return f"{ROOT}/{self.user}/{self.experiment}/{self.trial}"
 
     def heartbeat(self, worker: str) -> str:
-        """Leased; value: JSON {kind, index, host, pid, incarnation, state}."""
+        """Key of a worker's heartbeat, leased. Value: JSON {kind, index, host, pid, incarnation, state}."""
         return f"{self.root}/heartbeat/{worker}"
 
     @property
@@ -28,11 +28,11 @@ class Names:
         return f"{self.root}/heartbeat"
 
     def request_reply(self, start: str) -> str:
-        """tcp address of the MasterWorker's request-reply socket; ``start`` of the training side."""
+        """Key of the tcp address of the MasterWorker's request-reply socket. ``start``: the trainer incarnation."""
         return f"{self.root}/request_reply/{start}"
 
     def pull(self, dp: int) -> str:
-        """tcp address of the push-pull socket of DP head ``dp``."""
+        """Key of the tcp address of the push-pull socket of DP head ``dp``."""
         return f"{self.root}/pull/{dp}"
 
     @property
@@ -40,7 +40,7 @@ class Names:
         return f"{self.root}/pull"
 
     def generation_server(self, index: int) -> str:
-        """JSON ServerAddress; leased."""
+        """Key of a server, leased. Value: JSON ServerAddress."""
         return f"{self.root}/generation_server/{index}"
 
     @property
@@ -49,18 +49,18 @@ class Names:
 
     @property
     def gserver_manager(self) -> str:
-        """http address of the manager."""
+        """Key of the HTTP address of the manager."""
         return f"{self.root}/gserver_manager"
 
     def model_version(self, role: str = "actor") -> str:
-        """JSON PublishedVersion of the newest complete weights."""
+        """Key of the newest complete weights. Value: JSON PublishedVersion."""
         return f"{self.root}/model_version/{role}"
 
     def torch_store(self, start: str) -> str:
-        """host:port of torch's TCPStore for the ModelWorkers' process groups; ``start`` of the training side."""
+        """Key of host:port of torch's TCPStore for the process groups. ``start``: the trainer incarnation."""
         return f"{self.root}/torch_store/{start}"
 
     @property
     def status(self) -> str:
-        """JSON; the run's phase, set by the MasterWorker."""
+        """Key of the run's phase, which the MasterWorker sets. Value: JSON."""
         return f"{self.root}/status"

@@ -1,10 +1,10 @@
-"""Rules of a generation backend that are needed before a server starts, and outside of it.
+"""Rules of a generation backend that other processes than its server need.
 
     launcher ──────> check, capacity, memory_bytes, gpus
     RolloutWorker ─> start_timeout_s
 
 A backend (``realsys.generation.backend.Backend``) derives from BackendRules and adds ``build``. Launcher and
-RolloutWorkers import the module of the backend: it must import torch inside ``build``, not at its top.
+RolloutWorkers import the module of the backend, so it must import torch inside ``build``, not at the top.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
-#: Completions that a server runs and queues if its backend sets no limit.
+#: completions that a server runs and queues if its backend sets no limit
 DEFAULT_CAPACITY = 8192
 
 
 class BackendRules:
-    """Rules with their defaults: an engine inside the GenerationServer process, with this interpreter's torch."""
+    """Default rules: the engine runs inside the GenerationServer process, with the torch of this interpreter."""
 
-    #: Field that raises ``capacity``, for the error message; may be empty.
+    #: field that increases ``capacity``, for error messages; may be empty
     capacity_field: str = ""
 
     def __init__(self, config: Config) -> None:
@@ -31,7 +31,7 @@ class BackendRules:
     def check(self, allocation: Allocation) -> None:
         """Refuse what the engine cannot serve, before anything starts. Raises ConfigError."""
         if allocation.inference.tensor > 1:
-            problem = f"the {self.config.generation.backend} engine serves with m1; add servers with d"
+            problem = f"the {self.config.generation.backend} engine must have m1; add servers with d"
             raise ConfigError("allocation", self.config.allocation, problem)
 
     def capacity(self) -> int:
@@ -39,7 +39,7 @@ class BackendRules:
         return DEFAULT_CAPACITY
 
     def start_timeout_s(self) -> float:
-        """Return the bound on the start of one server, with loading the model."""
+        """Return how many seconds one server may take to start and load the model."""
         return 600.0
 
     def gpus(self, machine: Machine) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class BackendRules:
         return machine.trainer_gpus
 
     def memory_bytes(self, machine: Machine) -> int:
-        """Return the host memory of one server on top of a process that has imported torch."""
+        """Return the host memory of one server in bytes, beyond that of a process that has imported torch."""
         return 0
 
 

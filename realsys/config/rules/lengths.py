@@ -1,4 +1,4 @@
-"""The longest sequence of a trial: context of the engines, positions of the models, size of a micro-batch."""
+"""Longest sequence of a trial. It limits the engines' context, the models' positions and the micro-batches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from realsys.errors import ConfigError
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens of the longest row that the agent of ``rollout.agent`` can make. Raises ConfigError.
-
-    Context of the engines, positions of the models and size of micro-batches are all judged by it.
-    """
+    """Return the tokens of the longest row that the agent of ``rollout.agent`` can make. Raises ConfigError."""
     agent, arguments = config.rollout.agent, config.rollout.agent_args
     longest_row = getattr(AGENT.load(agent), "longest_row", None)
     if longest_row is None:

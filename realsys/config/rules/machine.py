@@ -1,4 +1,4 @@
-"""What this machine has, found without torch."""
+"""CPU cores, memory and GPUs of this machine, found without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One node as the launcher sees it. ``gpus`` are the ids to write into CUDA_VISIBLE_DEVICES."""
+    """Resources of one node. ``gpus`` are ids for CUDA_VISIBLE_DEVICES."""
 
     cpus: int
     memory_bytes: int  # available now
@@ -23,11 +23,12 @@ class Machine:
 
     @property
     def trainer_gpus(self) -> tuple[str, ...]:
-        """Devices that torch of this interpreter can use; SGLang may bring an interpreter of its own."""
+        """GPUs that the torch of this interpreter can use. SGLang may run in another interpreter."""
         return self.gpus if self.torch_has_cuda else ()
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Machine:
+        """Return the resources of the machine that runs this process."""
         return cls(
             cpus=len(os.sched_getaffinity(0)),
             memory_bytes=_available_memory(),
@@ -40,7 +41,7 @@ def _available_memory() -> int:
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return 8 * _GIB  # kernels older than 3.14 do not say
+    return 8 * _GIB  # kernels before 3.14 do not report it
 
 
 def _visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -52,7 +53,7 @@ def _visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _torch_has_cuda() -> bool:
-    """Whether the installed torch is a CUDA build, read from its version file: importing it takes seconds."""
+    """Return True if the installed torch is a CUDA build. Reads its version file, since importing it takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

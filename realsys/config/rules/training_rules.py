@@ -1,4 +1,4 @@
-"""Rules of the training side that span several fields: batch against layouts, and settings that exclude each other."""
+"""Rules of training that span several fields: batch and layouts, and settings that exclude each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from realsys.errors import ConfigError
 
 
 def check_training(config: Config, allocation: Allocation, flow: Dataflow) -> None:
-    """Raises ConfigError for the first rule that is broken."""
+    """Raise ConfigError for the first rule that is broken."""
     _check_batch(config, allocation, flow)
     _check_parallel(config, allocation, flow)
     _check_rewards(config)
@@ -41,7 +41,7 @@ def _check_batch(config: Config, allocation: Allocation, flow: Dataflow) -> None
 
 def _check_parallel(config: Config, allocation: Allocation, flow: Dataflow) -> None:
     if config.train.sequence_parallel and all(allocation.placement(r).layout.tensor == 1 for r in flow.roles):
-        problem = f"needs tensor parallelism; the training part of {config.allocation} has none"
+        problem = f"needs tensor parallelism, and the training part of {config.allocation} has m1: set false or raise m"
         raise ConfigError("train.sequence_parallel", True, problem)
     for role in flow.roles:
         settings = role_settings(config, role)
@@ -51,16 +51,16 @@ def _check_parallel(config: Config, allocation: Allocation, flow: Dataflow) -> N
         if role in flow.trained_roles or role == ACTOR:
             continue
         if settings.offload == "optimizer":
-            problem = "is not trained, so it has no optimizer to offload; write all"
+            problem = "must be none or all: the role is not trained and has no optimizer"
             raise ConfigError(f"{role_field(role)}.offload", "optimizer", problem)
 
 
 def _check_distributed(config: Config, field: str, optimizer: OptimizerConfig) -> None:
-    """Megatron shards the state of AdamW only."""
+    """Refuse other optimizers than AdamW if their state is to be sharded, because Megatron shards AdamW only."""
     if not config.train.distributed_optimizer:
         return
     if optimizer.name != "adam":
-        problem = "cannot be sharded (train.distributed_optimizer); only adam can"
+        problem = "must be adam with train.distributed_optimizer, which cannot shard other optimizers"
         raise ConfigError(f"{field}.name", optimizer.name, problem)
     if not optimizer.decoupled_weight_decay:
         problem = "must be true with train.distributed_optimizer, which shards the state of AdamW only"
@@ -84,31 +84,33 @@ def _check_rewards(config: Config) -> None:
             "train.ppo.overlong.buffer", ppo.overlong.buffer, f"must not exceed max_new_tokens ({longest})"
         )
     if ppo.reward_model.enabled and not config.roles.reward.path:
-        problem = "train.ppo.reward_model.enabled needs a model that scores (HF *ForSequenceClassification)"
+        problem = "train.ppo.reward_model.enabled needs a reward model: set an HF *ForSequenceClassification directory"
         raise ConfigError("roles.reward.path", "", problem)
 
 
 def _check_loss(config: Config) -> None:
     ppo = config.train.ppo
     if ppo.loss_args and ppo.loss in LOSS.builtin:
-        problem = f"are for a loss of your own; loss={ppo.loss} reads train.ppo itself"
+        problem = f"must be empty for loss={ppo.loss}, which reads its settings from train.ppo"
         raise ConfigError("train.ppo.loss_args", ppo.loss_args, problem)
     LOSS.check(ppo.loss, ppo.loss_args)
     if 0 < ppo.c_clip <= 1:
         raise ConfigError("train.ppo.c_clip", ppo.c_clip, "must be above 1, or 0 for off")
-    if ppo.c_clip and ppo.loss in LOSS.builtin and ppo.loss != "ppo":  # a loss of the user may read it
-        raise ConfigError("train.ppo.c_clip", ppo.c_clip, f"is a part of loss=ppo, not of loss={ppo.loss}")
+    if ppo.c_clip and ppo.loss in LOSS.builtin and ppo.loss != "ppo":  # a loss of the user may read c_clip
+        raise ConfigError(
+            "train.ppo.c_clip", ppo.c_clip, f"must be 0 for loss={ppo.loss}: only loss=ppo has a dual clip"
+        )
     if ppo.behav_imp_weight_mode == "truncate" and not ppo.behav_imp_weight_cap:
-        problem = "truncates at train.ppo.behav_imp_weight_cap, which is 0 (off)"
+        problem = "needs a cap: set train.ppo.behav_imp_weight_cap above 0"
         raise ConfigError("train.ppo.behav_imp_weight_mode", "truncate", problem)
     if ppo.behav_imp_weight_cap and not ppo.use_decoupled_loss:
-        problem = "without train.ppo.use_decoupled_loss there is no behaviour weight to bound"
+        problem = "must be 0 without train.ppo.use_decoupled_loss, which has no behaviour weight"
         raise ConfigError("train.ppo.behav_imp_weight_cap", ppo.behav_imp_weight_cap, problem)
     if 0 < ppo.early_stop_ratio <= 1:
-        problem = "must be above 1, where the mean of u is before the first update, or 0 for off"
+        problem = "must be above 1, the mean of u before the first update, or 0 for off"
         raise ConfigError("train.ppo.early_stop_ratio", ppo.early_stop_ratio, problem)
     if ppo.kl.adaptive and not ppo.kl.coef:
-        raise ConfigError("train.ppo.kl.coef", 0.0, "an adaptive coefficient needs a start above 0")
+        raise ConfigError("train.ppo.kl.coef", 0.0, "must be above 0 if train.ppo.kl.adaptive is true")
 
 
 def _check_advantages(config: Config) -> None:
@@ -118,16 +120,16 @@ def _check_advantages(config: Config) -> None:
     if config.rollout.group_size == 1 and "group" in (ppo.advantage.mean, ppo.advantage.std):
         raise ConfigError("rollout.group_size", 1, "group normalisation needs at least 2 episodes per prompt")
     if ppo.turn_gamma != 1.0 and not ppo.turn_rewards:
-        problem = "discounts rewards of turns: set train.ppo.turn_rewards=true"
+        problem = "needs rewards of turns: set train.ppo.turn_rewards=true"
         raise ConfigError("train.ppo.turn_gamma", ppo.turn_gamma, problem)
     if token_level_advantages(config):
         if ppo.skip_zero_advantage:
             problem = (
-                "with a critic, a KL in the reward or rewards of turns each token has its own advantage: set false"
+                "must be false: with a critic, a KL in the reward or rewards of turns the tokens differ in advantage"
             )
             raise ConfigError("train.ppo.skip_zero_advantage", True, problem)
         return
     for name, value in (("gamma", ppo.gamma), ("lam", ppo.lam)):
         if value != 1.0:
-            problem = "must be 1: without a critic (train.ppo.critic.enabled) a whole episode has one advantage"
+            problem = "must be 1: without a critic (train.ppo.critic.enabled) an episode has one advantage"
             raise ConfigError(f"train.ppo.{name}", value, problem)

@@ -1,4 +1,7 @@
-"""Whether a model reads in the actor's token ids what the actor wrote: ids travel, and nothing is tokenised again."""
+"""Rule for the vocabularies of several models: all must give the actor's token ids the same meaning.
+
+Token ids are passed between models, and no text is tokenised again.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from realsys.hf.config import read_model
 
 
 def check_vocabulary(field: str, model: Path, actor: Path) -> None:
-    """``model`` and ``actor``: HF directories that have been checked one by one; ``field`` names the former.
+    """Check that every token id of ``actor`` is the same token in ``model``, which may have more tokens.
 
-    ``model`` may know more tokens. Raises ConfigError for an id that is missing there, or another token; ModelError for
-    a file that cannot be read.
+    ``model`` and ``actor`` are HF directories that were checked before; ``field`` is the field of ``model``. Raises
+    ConfigError for an id that is missing or another token, and ModelError for a file that cannot be read.
     """
     theirs, ours = (read_model(directory, "value").vocab for directory in (model, actor))
     if theirs < ours:
@@ -24,27 +27,29 @@ def check_vocabulary(field: str, model: Path, actor: Path) -> None:
     own, other = (_read(path / "tokenizer.json") for path in (actor, model))
     if own == other:
         return
-    found = _tokens(other, model / "tokenizer.json")
+    tokens = _tokens(other, model / "tokenizer.json")
     for number, token in sorted(_tokens(own, actor / "tokenizer.json").items()):
-        if (there := found.get(number)) != token:
-            what = "not there" if there is None else f"{there!r} there"
-            problem = f"has another tokenizer than the actor ({actor}): token {number}, {token!r}, is {what}"
+        if (its_token := tokens.get(number)) != token:
+            difference = "missing" if its_token is None else repr(its_token)
+            problem = f"tokenizer differs from that of the actor ({actor}): token {number}, {token!r}, is {difference}"
             raise ConfigError(field, str(model), problem)
 
 
 def _tokens(raw: bytes, path: Path) -> dict[int, str]:
-    """Id -> token, of a tokenizer.json. Added tokens stand in their own list, and may be in the vocabulary as well."""
+    """Return id -> token of a tokenizer.json. Added tokens have a separate list and may be in the vocabulary too."""
     content = _decoded(raw, path)
     try:
         vocab = content["model"]["vocab"]
-        found = {int(number): token for token, number in vocab.items()} if isinstance(vocab, dict) else _numbered(vocab)
-        return found | {int(added["id"]): added["content"] for added in content.get("added_tokens") or ()}
+        tokens = (
+            {int(number): token for token, number in vocab.items()} if isinstance(vocab, dict) else _numbered(vocab)
+        )
+        return tokens | {int(added["id"]): added["content"] for added in content.get("added_tokens") or ()}
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ModelError(f"{path}: no vocabulary in it that can be read: {type(error).__name__}: {error}") from None
+        raise ModelError(f"{path}: vocabulary cannot be read: {type(error).__name__}: {error}") from None
 
 
 def _numbered(vocab: list[list[Any]]) -> dict[int, str]:
-    """Of a unigram model: [token, score], in the order of the ids."""
+    """Return id -> token of a unigram model, whose entries are [token, score] in the order of the ids."""
     return {number: entry[0] for number, entry in enumerate(vocab)}
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from realsys.cluster.store.base import NameStore, make_name_store, trial_names
+from realsys.cluster.store.base import NameStore
+from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import ClusterConfig, Config, NameStoreConfig

@@ -89,7 +89,7 @@ def test_routing_of_actor_and_critic_on_shared_workers():
     }
 
 
-def test_routing_of_actor_and_critic_on_workers_of_their_own():
+def test_roles_on_separate_workers_are_routed():
     """The reference, which the expression does not name, is where the actor is."""
     assert table_of("actor.d2+critic.p2m2", "ref", "actor", "critic") == plain(6) | {
         "actor@d0t0p0": 0,
@@ -108,7 +108,7 @@ def test_routing_of_actor_and_critic_on_workers_of_their_own():
     }
 
 
-def test_two_roles_share_the_workers_that_are_set_apart_from_the_actor():
+def test_two_roles_share_workers_without_the_actor():
     meshes = place(parse_allocation("critic.m2,ref.d2+actor.d1+sglang.d2"), ["actor", "critic", "ref", "reward"])
     assert {role: mesh.workers for role, mesh in meshes.items()} == {
         "critic": (0, 1),
@@ -129,7 +129,8 @@ def test_ranks_and_coordinates_are_one_to_one(layout):
 
 
 @given(layouts)
-def test_every_worker_is_in_one_dp_rank_and_its_head_too(layout):
+def test_worker_is_in_exactly_one_dp_rank(layout):
+    """The head of a DP rank is one of its members."""
     mesh = whole_mesh(layout)
     members = [mesh.dp_members(dp) for dp in range(layout.data)]
     assert sorted(worker for group in members for worker in group) == list(range(layout.world_size))
@@ -137,13 +138,14 @@ def test_every_worker_is_in_one_dp_rank_and_its_head_too(layout):
 
 
 @given(layouts)
-def test_inference_ranks_are_one_to_one_and_tensor_is_innermost(layout):
+def test_inference_ranks_count_tensor_first(layout):
+    """Ranks are one to one with coordinates."""
     coordinates = [(d, t, p) for d in range(layout.data) for p in range(layout.pipeline) for t in range(layout.tensor)]
     assert [inference_rank(layout, d, t, p) for d, t, p in coordinates] == list(range(layout.world_size))
 
 
 @pytest.mark.parametrize("workers", [(0,), (0, 0), (0, 1, 2)])
-def test_mesh_needs_as_many_distinct_workers_as_the_layout(workers):
+def test_mesh_needs_distinct_workers(workers):
     with pytest.raises(ValueError, match="2 distinct workers"):
         Mesh(ParallelLayout(data=2, pipeline=1, tensor=1), workers)
 

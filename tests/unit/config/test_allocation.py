@@ -31,7 +31,8 @@ def test_name_of_a_builtin_backend_means_serve(name: str) -> None:
     assert parse_allocation(f"{name}.d3m2+d2,ref.d1") == parse_allocation("serve.d3m2+d2,ref.d1")
 
 
-def test_a_comma_shares_workers_and_each_role_keeps_its_own_layout() -> None:
+def test_comma_shares_workers_between_layouts() -> None:
+    """Each role keeps its layout on the shared workers."""
     allocation = parse_allocation("sglang.d3+actor.d2p2,critic.m2")
     assert allocation.inference == ParallelLayout(data=3)
     assert allocation.actor == ParallelLayout(data=2, pipeline=2)
@@ -46,10 +47,10 @@ def test_a_comma_shares_workers_and_each_role_keeps_its_own_layout() -> None:
         ("sglang.d1+sglang.d1+d1", "exactly one inference part"),
         ("serve.d1+sglang.d1+d1", "exactly one inference part"),
         ("vllm.d1+d1", "exactly one inference part"),
-        ("sglang.d1+critic.d1", "no part is the actor's"),
-        ("sglang.d1+d1+d1", "'actor' stands twice"),
+        ("sglang.d1+critic.d1", "the actor has no part"),
+        ("sglang.d1+d1+d1", "'actor' is given twice"),
         ("sglang.d1+actor.d1,critic.x2", "cannot read 'x2'"),
-        ("sglang.d1+d1d2", "axis 'd' stands twice"),
+        ("sglang.d1+d1d2", "axis 'd' is given twice"),
         ("sglang.d1+d0", "at least 1"),
         ("sglang.d1+d1,critic.", "cannot read"),
         ("sglang.d1+2x.d1", "cannot read the role"),
@@ -63,7 +64,8 @@ def test_what_cannot_be_read_is_named(text: str, problem: str) -> None:
     assert problem in str(caught.value) and caught.value.value == text
 
 
-def test_a_role_that_the_dataflow_does_not_call_is_refused() -> None:
+def test_role_without_a_call_is_refused() -> None:
+    """The allocation may name only roles that the dataflow calls."""
     allocation = parse_allocation("sglang.d1+d1+judge.d1")
     allocation.check_roles(["actor", "judge"], "")
     with pytest.raises(ConfigError, match="judge.*calls actor, ref"):

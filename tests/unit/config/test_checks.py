@@ -30,7 +30,7 @@ WRONG = [
     (["allocation=d1"], "allocation", "joined by '+'"),
     (["allocation=sglang.d1+d1q2"], "allocation", "cannot read"),
     (["allocation=sglang.d1p2+d1"], "allocation", "must have p1"),
-    (["allocation=sglang.d1m2+d1"], "allocation", "embedded engine serves with m1"),
+    (["allocation=sglang.d1m2+d1"], "allocation", "embedded engine must have m1"),
     (["data.kind=arith", "data.arith.second_tries=0.5"], "data.arith.feedback", "must be set"),
     (["allocation=sglang.d60+d8"], "allocation", "too many for 8 CPU cores"),
     (["allocation=sglang.d1+m4"], "allocation", "num_key_value_heads 2 of the tiny model does not divide by m4"),
@@ -59,23 +59,23 @@ WRONG = [
     (["data.kind=jsonl"], "data.train", "JSONL"),
     (["data.kind=jsonl", "data.train=/no/such.jsonl"], "data.train", "no readable file"),
     (["model.path=/no/such/model"], "model.path", "no directory"),
-    ([*SGLANG, "generation.sglang.python=/no/python"], "generation.sglang.python", "no interpreter"),
+    ([*SGLANG, "generation.sglang.python=/no/python"], "generation.sglang.python", "not an executable"),
     ([*SGLANG, "generation.sglang.args={host: 0.0.0.0}"], "generation.sglang.args.host", "set by realsys"),
     ([*SGLANG, "generation.sglang.args={model_path: /m}"], "generation.sglang.args.model_path", "set by realsys"),
     ([*SGLANG, "generation.sglang.args={tp-size: 1, tp_size: 2}"], "args.tp_size", "the same option as tp-size"),
     ([*SGLANG, "generation.sglang.args={lora-paths: {a: b}}"], "args.lora-paths", "must be a number"),
-    ([*SGLANG, "generation.sampling.presence_penalty=0.5"], "presence_penalty", "the log-probs to train on"),
-    ([*SGLANG, "generation.sampling.min_new_tokens=5"], "min_new_tokens", "the log-probs to train on"),
+    ([*SGLANG, "generation.sampling.presence_penalty=0.5"], "presence_penalty", "include it in the log-probs"),
+    ([*SGLANG, "generation.sampling.min_new_tokens=5"], "min_new_tokens", "include it in the log-probs"),
     ([*SGLANG, "generation.sglang.max_answers=10"], "rollout.max_concurrent", "generation.sglang.max_answers"),
     # roles and where they sit
     (["allocation=sglang.d1+d1+judge.d1"], "allocation", "role 'judge', which the dataflow does not call"),
-    (["allocation=sglang.d1+d1,d2"], "allocation", "'actor' stands twice"),
-    (["allocation=sglang.d1+critic.d1"], "allocation", "no part is the actor's"),
+    (["allocation=sglang.d1+d1,d2"], "allocation", "'actor' is given twice"),
+    (["allocation=sglang.d1+critic.d1"], "allocation", "the actor has no part"),
     ([*CRITIC, "train.batch_groups=1", "allocation=sglang.d1+d1+critic.d4"], "train.batch_groups", "of the critic"),
     ([*CRITIC, "allocation=sglang.d1+d1+critic.m4"], "allocation", "does not divide by m4 of role critic"),
     (["train.ppo.kl.coef=0.1", "allocation=sglang.d1+d1,ref.p4"], "allocation", "do not divide by p4 of role ref"),
     (["train.ppo.early_stop_ratio=1.0"], "train.ppo.early_stop_ratio", "must be above 1"),
-    (["train.ppo.kl.coef=0.1", "roles.ref.offload=optimizer"], "roles.ref.offload", "write all"),
+    (["train.ppo.kl.coef=0.1", "roles.ref.offload=optimizer"], "roles.ref.offload", "must be none or all"),
     (["train.ppo.reward_model.enabled=true"], "roles.reward.path", "ForSequenceClassification"),
     # settings of the algorithm that exclude each other
     (["train.ppo.algorithm=my_ppo"], "train.ppo.algorithm", "unknown algorithm: use one of ppo, or package.module:"),
@@ -84,7 +84,7 @@ WRONG = [
     (["train.ppo.loss=no_such_module:f"], "train.ppo.loss", "no module named 'no_such_module'"),
     ([f"train.ppo.loss={__name__}:CPU"], "train.ppo.loss", "must be a function (inputs, **arguments), not Machine"),
     ([f"train.ppo.loss={__name__}:own_loss"], "train.ppo.loss_args", "missing a required argument: 'scale'"),
-    (["train.ppo.loss_args={eps: 0.2}"], "train.ppo.loss_args", "for a loss of your own"),
+    (["train.ppo.loss_args={eps: 0.2}"], "train.ppo.loss_args", "must be empty for loss=ppo"),
     (["train.ppo.loss=gspo", "train.ppo.c_clip=3"], "train.ppo.c_clip", "loss=gspo"),
     (["train.ppo.behav_imp_weight_mode=truncate"], "train.ppo.behav_imp_weight_mode", "behav_imp_weight_cap"),
     (
@@ -92,12 +92,12 @@ WRONG = [
         "behav_imp_weight_cap",
         "no behaviour",
     ),
-    (["train.ppo.kl.adaptive=true"], "train.ppo.kl.coef", "start above 0"),
+    (["train.ppo.kl.adaptive=true"], "train.ppo.kl.coef", "must be above 0"),
     (["train.ppo.filter.min=0.9", "train.ppo.filter.max=0.1"], "train.ppo.filter.min", "filter.max (0.1)"),
     (["train.ppo.overlong.buffer=1000"], "train.ppo.overlong.buffer", "max_new_tokens (200)"),
-    (["train.ppo.critic.enabled=true"], "train.ppo.skip_zero_advantage", "each token has its own advantage"),
+    (["train.ppo.critic.enabled=true"], "train.ppo.skip_zero_advantage", "the tokens differ in advantage"),
     (["train.ppo.lam=0.9"], "train.ppo.lam", "without a critic"),
-    (["train.distributed_optimizer=true", "train.optimizer.name=sgd"], "train.optimizer.name", "only adam"),
+    (["train.distributed_optimizer=true", "train.optimizer.name=sgd"], "train.optimizer.name", "must be adam"),
     (
         ["train.distributed_optimizer=true", "warmup.optimizer.decoupled_weight_decay=false"],
         "warmup.optimizer.decoupled_weight_decay",
@@ -161,14 +161,16 @@ def test_too_little_memory_is_said_before_anything_starts() -> None:
         check(changed("allocation=sglang.d2+d4"), Machine(cpus=8, memory_bytes=1 << 30))
 
 
-def test_sglang_on_a_cpu_needs_memory_of_its_own() -> None:
+def test_sglang_on_cpu_counts_its_memory() -> None:
+    """SGLang runs in a further process, whose memory is part of the check."""
     small = Machine(cpus=8, memory_bytes=4 << 30)
     check(changed("allocation=sglang.d1+d1"), small)
     with pytest.raises(ConfigError, match=r"need about 4\.\d GiB, 4\.0 GiB are free"):
         check(changed("allocation=sglang.d1+d1", *SGLANG), small)
 
 
-def test_one_gpu_is_enough_for_a_run_but_not_for_two_ranks() -> None:
+def test_one_gpu_serves_one_rank_only() -> None:
+    """A server shares the GPU of a rank; two ranks need two GPUs."""
     check(changed("allocation=sglang.d1+d1"), GPU1)
     with pytest.raises(ConfigError, match="2 training ranks need a device each, and there are 1"):
         check(changed("allocation=sglang.d1+d2"), GPU1)
@@ -248,17 +250,17 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     (tokenizer({**TOKENS, "<pad>": 3}), {"vocab_size": 160}, ""),  # may know more
     (tokenizer({"b": 1, "a": 0}, [{"id": 2, "content": "<end>"}]), {}, ""),
     (tokenizer([["a", -1.0], ["b", -2.0], ["<end>", 0.0]]), {}, ""),  # a unigram model's
-    (tokenizer({"a": 1, "b": 0, "<end>": 2}), {}, "has another tokenizer .* token 0, 'a', is 'b' there"),
-    (tokenizer({"a": 0, "b": 1}), {}, "token 2, '<end>', is not there"),
+    (tokenizer({"a": 1, "b": 0, "<end>": 2}), {}, "tokenizer differs .* token 0, 'a', is 'b'"),
+    (tokenizer({"a": 0, "b": 1}), {}, "token 2, '<end>', is missing"),
     (tokenizer(), {"vocab_size": 148}, "vocab_size 148 is less than the actor's 152"),
-    ("{}", {}, "no vocabulary in it that can be read: KeyError"),
+    ("{}", {}, "vocabulary cannot be read: KeyError"),
     ("[]", {}, "cannot be read"),
 ]
 
 
 @pytest.mark.parametrize(("other", "sizes", "problem"), OTHERS, ids=[str(i) for i in range(len(OTHERS))])
 @pytest.mark.parametrize("made", [False, True])
-def test_a_model_beside_the_actor_must_read_its_tokens(
+def test_other_models_must_share_the_actors_vocabulary(
     tmp_path: Path, other: str, sizes: dict[str, Any], problem: str, made: bool
 ) -> None:
     """``made``: the actor's model is made at the start, after the check of everything else."""

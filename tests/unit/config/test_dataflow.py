@@ -25,7 +25,7 @@ def shape(flow: Dataflow) -> dict[str, tuple[str, str, str]]:
     ("calls", "message"),
     [
         ([call("a", "tokens"), call("a", "tokens")], "two calls have this name"),
-        ([call("a", "tokens x")], "reads key 'x', which nothing makes"),
+        ([call("a", "tokens x")], "reads key 'x', which no call makes"),
         ([call("a", "tokens", "x"), call("b", "tokens", "x")], "makes key 'x', which a makes already"),
         ([call("a", "tokens", "tokens")], "which the stream makes already"),
         ([call("a", "y", "x"), call("b", "x", "y")], "a, b.*wait for one another"),
@@ -44,7 +44,8 @@ def test_train_is_ready_only_after_inference():
     assert flow.last_consumers()["tokens"] == {"actor_inf", "actor_train"}
 
 
-def test_plain_ppo_needs_no_inference_and_independent_calls_are_ready_together():
+def test_independent_calls_are_ready_together():
+    """Plain PPO has no inference call; a call is ready when its keys exist."""
     flow = dataflows.ppo(changed("train.ppo.use_decoupled_loss=false"))
     assert shape(flow) == {"actor_train": ("actor", "behav_logprobs loss_mask tokens", "")}
     assert [c.name for c in dataflows.sft(changed()).ready(["tokens", "loss_mask"], [])] == ["sft"]
@@ -58,7 +59,8 @@ def test_rewards_of_turns_need_advantages_of_tokens():
     assert shape(flow)["advantages"][1] == "behav_logprobs loss_mask prox_logprobs token_rewards"
 
 
-def test_a_kl_in_the_loss_adds_the_reference_to_what_training_reads():
+def test_kl_in_the_loss_reads_the_reference():
+    """The reference's log-probs become an input of the training call."""
     assert shape(dataflows.ppo(changed("train.ppo.kl.coef=0.1"))) == {
         "actor_inf": ("actor", "behav_logprobs loss_mask tokens versions", "prox_logprobs"),
         "ref_inf": ("ref", "loss_mask tokens", "ref_logprobs"),
@@ -122,7 +124,7 @@ def test_own_algorithm_is_found_by_import_string():
     ("algorithm", "problem"),
     [
         ("other", "unknown algorithm: use one of ppo, or package.module:name"),
-        ("no_such_module_:f", "no module named 'no_such_module_': set PYTHONPATH to the folder that holds it"),
+        ("no_such_module_:f", "no module named 'no_such_module_': set PYTHONPATH to the folder that contains it"),
         (f"{HERE}:absent", f"module {HERE} has no attribute 'absent'"),
         (f"{HERE}:OWN", "is not an algorithm: it must be a function (config), not Dataflow"),
         (f"{HERE}:call", r"is not an algorithm: it must take (config), it takes (name"),

@@ -16,7 +16,7 @@ import pytest
 
 import realsys.launch.run
 from realsys.cluster.failure import ErrorRecord, read_errors, write_error
-from realsys.cluster.store.base import trial_names
+from realsys.cluster.store.connect import trial_names
 from realsys.cluster.store.file_store import FileNameStore
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths

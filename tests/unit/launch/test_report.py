@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from realsys.cluster.store.base import make_name_store, trial_names
+from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config

@@ -1,0 +1,85 @@
+"""Measured figures of the pages are those of benchmarks/results."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.docs import figures
+from tests.support.docs.figure_tables import TABLES
+
+README, PERFORMANCE = figures.ROOT / "README.md", figures.ROOT / "docs" / "performance.md"
+PAGES = sorted(figures.pages())
+#: A measured number in a sentence: a decimal, or a number with a unit of measurement.
+MEASURED = re.compile(r"(?<![\w.])\d+\.\d+|\d[\d,]*( ?%| x\b|-fold| ?[kMG]i?B| ?[mµ]?s\b| (tokens|requests|steps)/)")
+#: Numbers that are not results, in the words of the page.
+GIVEN = ("Python 3.11", "Apache 2.0", "Qwen2 1.5B", "temperature 1 ", "exponent of 1.1", "exponent 1.1", "length^-1.5")
+
+
+def without_given(page: str) -> str:
+    """Return the page without figures from results, figures of the paper, and ``GIVEN``."""
+    page = figures.without_figures(re.sub(r"[\d.]+<!-- paper -->", "", page))
+    for words in GIVEN:
+        page = page.replace(words, "")
+    return page
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_page_has_the_figures_of_the_results(path: Path) -> None:
+    page = path.read_text("utf-8")
+    assert page == figures.rewrite(page), "run `make docs`"
+
+
+def test_pages_with_results_have_marks() -> None:
+    assert {README, PERFORMANCE} <= set(PAGES)
+    text = "".join(path.read_text("utf-8") for path in PAGES)
+    assert set(re.findall(r"<!-- figures: (\w+) -->", text)) == set(TABLES)
+
+
+@pytest.mark.parametrize("path", [README, PERFORMANCE], ids=lambda path: path.name)
+def test_every_measured_number_has_a_source(path: Path) -> None:
+    page = without_given(path.read_text("utf-8"))
+    assert [match[0] for match in MEASURED.finditer(page)] == []
+
+
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_changed_digit_of_a_table_is_found(name: str) -> None:
+    """Changing the last digit of the table changes the page, and the rewrite restores it."""
+    made = TABLES[name]()
+    page = f"<!-- figures: {name} -->\n\n{made}\n\n{figures.END}"
+    last = max(index for index, char in enumerate(page) if char.isdigit())
+    changed = page[:last] + str((int(page[last]) + 1) % 10) + page[last + 1 :]
+    assert figures.rewrite(page) == page != changed
+    assert figures.rewrite(changed) == page
+
+
+def test_changed_digit_of_a_sentence_is_found() -> None:
+    page = "a pause of 5<!--= weights[what=pause].seconds*1000:.0f --> ms"
+    assert figures.rewrite(page) == page
+    assert figures.rewrite(page.replace("of 5", "of 51")) == page
+
+
+def test_number_without_source_is_found() -> None:
+    for sentence in ("it is 3 % slower", "a gain of 1.75", "in 12 ms", "at 6 GB/s", "5 x as fast"):
+        assert MEASURED.search(without_given(sentence)), sentence
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("weights[what=pauze].seconds:.1f", "0 rows fit"),
+        ("weights.seconds:.1f", "rows fit, expected 1"),
+        ("weights", "cannot be read"),
+    ],
+)
+def test_expression_without_figure_is_refused(expression: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        figures.figure(expression)
+
+
+def test_marks_do_not_begin_a_line() -> None:
+    """A line that begins with a comment is not Markdown any more on GitHub."""
+    for path in PAGES:
+        assert not re.search(r"^\s*<!--= ", path.read_text("utf-8"), re.MULTILINE), path

@@ -1,0 +1,45 @@
+"""README.md: its code is that of docs/examples, its commands exist, its links lead to files."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "README.md").read_text("utf-8")
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+
+
+def test_code_is_that_of_the_examples() -> None:
+    shown = {line.strip() for example in EXAMPLES for line in example.read_text().splitlines()} | {"", "..."}
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    assert [line for block in blocks for line in block.splitlines() if line.strip() not in shown] == []
+
+
+def test_links_lead_to_files() -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", PAGE)
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_page_is_linked() -> None:
+    pages = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(pages - set(re.findall(r"\]\(([^)#]+)\)", PAGE))) == []
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    targets = set(re.findall(r"^    make ([a-z-]+)", PAGE, re.MULTILINE))
+    assert {"run", "test", "lint"} <= targets
+    assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+
+
+def test_lines_of_the_drawing_meet() -> None:
+    """Each vertical piece of a line continues in the row below and the row above."""
+    drawing = PAGE.split("```")[1].strip("\n").splitlines()
+    for upper, lower in pairwise(drawing):
+        up = {column for column, char in enumerate(upper) if char in "│┌┐┬▲"}
+        down = {column for column, char in enumerate(lower) if char in "│└┘┴▼"}
+        assert up - {column for column, char in enumerate(lower) if char in "│└┘┴▼"} == set()
+        assert down - {column for column, char in enumerate(upper) if char in "│┌┐┬▲"} == set()

@@ -1,0 +1,44 @@
+"""docs/structure.md names every package of the tree, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "structure.md").read_text("utf-8")
+PACKAGES, READING = PAGE.split("## Where to start")
+LISTED = re.findall(r"^\| `([^`]+)` \|", PACKAGES, re.MULTILINE)
+FILES = re.findall(r"`([^`]+\.py)`", READING)
+#: Folders of tests by subject, which the page describes in one line.
+TESTS = {"tests/unit", "tests/support"}
+
+
+def tree() -> set[str]:
+    """Folders with Python or YAML files. The links in realsys/ to folders of the top level are not followed."""
+    folders = set()
+    for top in ("realsys", "launch", "workers", "slurm", "configs", "benchmarks", "docs", "tests"):
+        for pattern in ("*.py", "*.yaml"):
+            folders |= {path.parent for path in (ROOT / top).rglob(pattern)}
+    names = {folder.relative_to(ROOT).as_posix() for folder in folders}
+    names = {name.removesuffix("/realsys_sglang_cpu") for name in names}
+    return {next((top for top in TESTS if name.startswith(f"{top}/")), name) for name in names} - {"realsys", "tests"}
+
+
+def test_every_package_is_on_the_page() -> None:
+    assert sorted(tree() - set(LISTED)) == []
+
+
+def test_every_line_names_a_folder() -> None:
+    assert [name for name in LISTED if not (ROOT / name).is_dir()] == []
+    assert sorted(set(LISTED) - tree()) == ["benchmarks/results", "docs"]
+
+
+def test_no_package_is_listed_twice() -> None:
+    assert len(LISTED) == len(set(LISTED))
+
+
+def test_reading_order_has_about_2500_lines() -> None:
+    lines = sum(len((ROOT / name).read_text("utf-8").splitlines()) for name in FILES)
+    assert len(FILES) == len(set(FILES)) and 2000 <= lines <= 3000
+    assert "about 2,500 lines" in READING
