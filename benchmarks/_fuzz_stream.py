@@ -30,6 +30,8 @@ from realsys.manager.state import ManagerState
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream import codec
 from realsys.stream import wire as protocol
+from realsys.train.checkpoint import messages as checkpoint_messages
+from realsys.train.records import messages as record_messages
 from realsys.types import PublishedVersion, ServerAddress, Ticket
 
 KNOBS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -92,7 +94,8 @@ def messages() -> Iterator[Target]:
             "msgpack",
         )
     names = re.compile(r".*(Request|Reply)|Recorded|Empty")
-    others = [kind for name, kind in vars(types).items() if names.fullmatch(name) and kind not in large]
+    declared = vars(types) | vars(record_messages) | vars(checkpoint_messages)
+    others = [kind for name, kind in declared.items() if names.fullmatch(name) and kind not in large]
     makers = [(kind, examples(kind, "msgpack")) for kind in others]
 
     def any_payload(spoiler: Spoiler) -> tuple[Any, bytes]:

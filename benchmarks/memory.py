@@ -39,7 +39,7 @@ from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.char_model import VOCAB_SIZE, make_tiny_model
-from realsys.train.call_service import ModelWorkerService
+from realsys.train.call_service import ModelWorkerService, WorkerParts
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.types import (
@@ -145,7 +145,8 @@ def serve(rank: int, device: Device, config: Config, model: Path, steps: int, ev
     """``steps`` train steps on this rank; what it held after every ``every``-th."""
     mesh, data = whole_mesh(LAYOUT), DataManager(rank)
     writer = DiskWriter(ShardWriter())
-    service = ModelWorkerService(config, TrialPaths(model), FORMED, rank, NoMaster(), data, device, writer)
+    parts = WorkerParts(rank, FORMED, NoMaster(), data, device, writer)
+    service = ModelWorkerService(config, TrialPaths(model), parts)
     service.handle(Message("initialize", InitializeRequest(ACTOR, str(model))))
     found = []
     for step in range(steps):

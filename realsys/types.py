@@ -3,7 +3,8 @@
     Ticket ──rollout──> Group ──stream──> SampleMeta (to the master), arrays (stay at the DP head)
     SampleMeta ──plan──> SequenceRef in an MfcRequest ──ModelWorker──> MfcReply
 
-A ticket has one *group*, a group has n *episodes*, an episode has one or more *rows*. A *sample* is a row with its id.
+A ticket has one *group*, a group has n *episodes*, an episode has one or more *rows*. A *sample* is
+a row with its id.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ Mask = npt.NDArray[np.bool_]
 
 
 def constant(array: npt.NDArray[Any]) -> bool:
-    """Return True if all elements have the same bytes; several times faster than numpy's operators if it is short."""
+    """Return True if all elements have the same bytes.
+
+    For short arrays several times faster than numpy's operators.
+    """
     return array[1:].tobytes() == array[:-1].tobytes()
 
 
@@ -30,7 +34,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """The right to roll out one prompt once. ``attempt`` counts re-issues of the same ticket."""
+    """The right to roll out one prompt once. ``attempt`` counts the reissues of the ticket."""
 
     ticket_id: str
     attempt: int
@@ -40,23 +44,26 @@ class Ticket(msgspec.Struct, frozen=True):
     n: int = 1  # episodes to play
     seed: int = 0  # base seed of the group's sampling
     version: int = 0  # version published when granted
-    #: incarnation of the training side that it was granted under; the short name is what goes over the wire
+    #: incarnation of the trainer under which the ticket was granted; the short name is the one on
+    #: the wire
     trainer_incarnation: str = msgspec.field(default="", name="trainer")
 
 
 @dataclass(slots=True)
 class Row:
-    """One training sequence of an episode, as the engine was sent it and returned it; nothing is re-tokenised.
+    """One training sequence of an episode: the tokens that the engine received and returned.
+    Nothing is re-tokenised.
 
     tokens     int32   [T]  prompts, feedback and completions in the order in which the model saw them
-    loss_mask  bool    [T]  True where the policy sampled the token and it is to be trained; False at position 0
+    loss_mask  bool    [T]  True where the policy sampled the token and it is trained; False at position 0
     logprobs   float32 [L]  of the L tokens with loss_mask, under the policy that sampled each (``behav``)
     versions   int32   [L]  version of that policy
     finish_reason           of the last completion in the row
-    route                   (server, tokens) runs over the L tokens: who sampled them; empty if it is not known
+    route                   (server, tokens) runs over the L tokens: which server sampled them; empty if unknown
     rewards                 (position in tokens, reward) of single tokens, each with loss_mask; usually one per turn
 
-    A conversation whose history only grows is one row. Rewritten history (a branch) is a further row.
+    A conversation whose history only grows is one row. Rewritten history (a branch) is a further
+    row.
     """
 
     tokens: I32
@@ -73,12 +80,14 @@ class Row:
 
     @property
     def truncated(self) -> bool:
-        """True if the row did not end with a stop token."""
+        """Return True if the row did not end with a stop token."""
         return self.finish_reason != "stop"
 
     @property
     def version_span(self) -> tuple[int, int] | None:
-        """The lowest and the highest version of its tokens; None if it has no token with loss_mask."""
+        """Return the lowest and the highest version of its tokens; None if it has no token with
+        loss_mask.
+        """
         if not len(self.versions):
             return None
         if constant(self.versions):
@@ -90,8 +99,8 @@ class Row:
 class Episode:
     """One attempt of an agent at a prompt.
 
-    reward   of the whole attempt; rewards of single tokens come on top (``Row.rewards``)
-    correct  whether the attempt solved the task; None if that is not a question of this task
+    reward   of the whole attempt; ``Row.rewards`` of single tokens are added to it
+    correct  True if the attempt solved the task; None if the task has no right or wrong
     metrics  numbers for the step log, averaged over episodes by name
     """
 
@@ -106,13 +115,16 @@ class Episode:
 
     @property
     def truncated(self) -> bool:
-        """True if one of its rows is."""
+        """Return True if one of its rows is truncated."""
         return any(row.truncated for row in self.rows)
 
 
 @dataclass(slots=True)
 class Group:
-    """The episodes of one ticket, as pushed to a DP head. ``errors``: why further episodes of the ticket failed."""
+    """The episodes of one ticket, as pushed to a DP head.
+
+    ``errors``: why further episodes of the ticket failed.
+    """
 
     ticket: Ticket
     episodes: list[Episode]
@@ -124,7 +136,7 @@ class Group:
 
 
 class RowOrigin(msgspec.Struct, frozen=True):
-    """How a row was sampled: ``finish_reason``, ``route`` and ``rewards`` as in ``Row``."""
+    """The origin of a row: ``finish_reason``, ``route`` and ``rewards`` as in ``Row``."""
 
     finish_reason: FinishReason
     route: tuple[tuple[str, int], ...] = ()
@@ -132,7 +144,7 @@ class RowOrigin(msgspec.Struct, frozen=True):
 
 
 class GroupOrigin(msgspec.Struct, frozen=True):
-    """Where a group came from. Nothing computes with it: it is for the record of its step.
+    """The origin of a group, for the record of its step. No computation reads it.
 
     ``episodes[k][r]``: row r of episode k.
     """
@@ -147,8 +159,10 @@ class GroupOrigin(msgspec.Struct, frozen=True):
 
 
 class SampleMeta(msgspec.Struct, omit_defaults=True):
-    """What the master knows of a row: everything but its tokens. ``reward``, ``correct``, ``truncated``, ``metrics``
-    and ``episode_tokens`` are of the episode, and the same in each of its rows.
+    """Metadata of a row for the master: everything but its tokens.
+
+    ``reward``, ``correct``, ``truncated``, ``metrics`` and ``episode_tokens`` belong to the
+    episode. They are the same in each of its rows.
     """
 
     sample_id: str  # f"{ticket_id}.{attempt}/{episode}.{row}"
@@ -162,19 +176,21 @@ class SampleMeta(msgspec.Struct, omit_defaults=True):
     version_max: int
     owner: int  # index of the ModelWorker that holds the tensors
     arrived: float = 0.0  # unix seconds
-    trainer_incarnation: str = ""  # as the ticket says
+    trainer_incarnation: str = ""  # copied from the ticket
     episode: int = 0  # number of the episode in its group
     row: int = 0  # number of the row in its episode
-    group_rows: int = 1  # rows of the whole group: with all of them it is complete
+    group_rows: int = 1  # rows of the whole group; the group is complete when all of them have arrived
     row_truncated: bool = False  # this row did not end with a stop token
-    episode_tokens: int = 0  # loss tokens of the whole episode; 0: as many as ``loss_tokens``
+    episode_tokens: int = 0  # loss tokens of the whole episode; 0 means the same as ``loss_tokens``
     correct: bool | None = None
     metrics: dict[str, float] = {}
 
 
 class SequenceRef(msgspec.Struct, omit_defaults=True):
-    """A row as a model function call sees it. ``group`` numbers the prompts of one batch from 0, ``episode`` the
-    episodes; ``episode_tokens`` are the loss tokens of the whole episode.
+    """A row as a model function call sees it.
+
+    ``group`` numbers the prompts of one batch from 0, ``episode`` its episodes. ``episode_tokens``
+    are the loss tokens of the whole episode.
     """
 
     sample_id: str
@@ -190,7 +206,9 @@ class SequenceRef(msgspec.Struct, omit_defaults=True):
 
 
 class Transfer(msgspec.Struct):
-    """Move the arrays ``keys`` of ``sample_ids`` from worker ``src`` to worker ``dst`` (plain worker indices)."""
+    """Move of the arrays ``keys`` of ``sample_ids`` from worker ``src`` to worker ``dst`` (worker
+    indices).
+    """
 
     src: int
     dst: int
@@ -201,8 +219,9 @@ class Transfer(msgspec.Struct):
 class MfcRequest(msgspec.Struct):
     """One model function call, the same for every rank of the role's mesh.
 
-    ``minibatches[m][d]`` lists what DP rank d works on in minibatch m; all ranks see all of it, so each
-    can derive the others' micro-batch counts without talking to them. Hooks are run before and after, in order.
+    ``minibatches[m][d]`` lists the sequences of DP rank d in minibatch m. All ranks see all of it,
+    so each rank computes the micro-batch counts of the others without communication. Hooks run
+    before and after, in order.
     """
 
     mfc: str
@@ -217,9 +236,9 @@ class MfcRequest(msgspec.Struct):
 
 
 class MfcReply(msgspec.Struct):
-    """What one worker answers. ``stats`` are already reduced over the mesh; only DP heads fill them.
+    """Reply of one worker. ``stats`` are already reduced over the mesh; only DP heads fill them.
 
-    ``scores``: sample id -> reward of a reward model, from DP heads, each of its own samples.
+    ``scores``: sample id -> reward of a reward model; each DP head reports its own samples.
     """
 
     worker: int
@@ -230,7 +249,7 @@ class MfcReply(msgspec.Struct):
 
 
 class TransferRequest(msgspec.Struct):
-    """Move arrays between workers. Sent to all sources and destinations; each does its part.
+    """Moves of arrays between workers. All sources and destinations receive it; each does its part.
 
     ``sequences``: every sample of the plan, for its lengths.
     """
@@ -240,21 +259,22 @@ class TransferRequest(msgspec.Struct):
 
 
 class TransferReply(msgspec.Struct):
-    """``received``: bytes that came to this worker from others."""
+    """Reply to a TransferRequest. ``received``: bytes that other workers sent to this one."""
 
     received: int
     seconds: float = 0.0
 
 
 class Empty(msgspec.Struct):
-    """A reply with nothing to say."""
+    """A reply without content."""
 
 
 class InitializeRequest(msgspec.Struct):
-    """Build this worker's shard of ``role`` from the HF directory ``model_path``.
+    """Build this worker's shard of ``role`` from the HF directory ``model_path``. Sent to the
+    role's mesh only.
 
-    ``trainable``: with gradients and an optimizer. Sent to the ranks of the role's mesh only. ``training``: the
-    master's incarnation; no group of another one is taken in.
+    ``trainable``: with gradients and an optimizer. ``trainer_incarnation``: incarnation of the
+    master; the worker refuses groups that were granted under another one.
     """
 
     role: str
@@ -263,98 +283,32 @@ class InitializeRequest(msgspec.Struct):
     trainer_incarnation: str = ""
 
 
-class SaveCheckpointRequest(msgspec.Struct):
-    """Write this rank's share of ``role``'s training state into the existing directory ``directory``.
-
-    The reply comes when a snapshot is taken; the files are written beside training (``FinishCheckpointRequest``).
-    """
-
-    role: str
-    step: int
-    directory: str
-
-
-class FinishCheckpointRequest(msgspec.Struct):
-    """Wait until what ``save_checkpoint`` began is on disk, synced. Raises on this worker what went wrong."""
-
-    role: str
-    step: int
-
-
-class LoadCheckpointRequest(msgspec.Struct):
-    """Replace the training state of an initialised ``role`` by that in ``directory``, whatever layout wrote it."""
-
-    role: str
-    directory: str
-
-
 class LoadDemosRequest(msgspec.Struct):
-    """Tokenise these demonstrations and hold them as samples."""
+    """Tokenise the demonstrations ``indices`` and store them as samples."""
 
     indices: list[int]
 
 
 class SamplesArrived(msgspec.Struct):
-    """Metadata of sequences that a ModelWorker now holds: reply to ``load_demos``, notice ``samples_arrived``."""
+    """Metadata of samples that a ModelWorker now holds: reply to ``load_demos``, notice
+    ``samples_arrived``.
+    """
 
     samples: list[SampleMeta]
 
 
 class ClearRequest(msgspec.Struct):
-    """Forget these samples; with ``keys`` only these arrays of them."""
+    """Discard these samples; with ``keys`` only these arrays of them."""
 
     sample_ids: list[str]
     keys: list[str] = []
 
 
-class HoldRequest(msgspec.Struct):
-    """Keep these arrays of the step that begins until its ``RecordRequest``, whoever clears them meanwhile.
-
-    ``arrays``: worker -> key -> sample ids; each array is on one worker only.
-    """
-
-    step: int
-    arrays: dict[int, dict[str, list[str]]]
-
-
-class RecordRequest(msgspec.Struct):
-    """The calls of ``step`` have run: write what was held into ``directory``, beside what follows.
-
-    Notice ``recorded`` says when it is there.
-    """
-
-    step: int
-    directory: str
-
-
-class RecordReply(msgspec.Struct):
-    """``weights``: trained role -> parameter on this rank -> xxh3-64 of its bytes, after the step."""
-
-    worker: int
-    weights: dict[str, dict[str, str]]
-    seconds: float = 0.0
-
-
-class Recorded(msgspec.Struct):
-    """Notice ``recorded``: this worker's file of a step's record is written, or why it is not (``failure``)."""
-
-    worker: int
-    step: int
-    size: int = 0  # bytes
-    checksum: str = ""  # xxh3-64 of the file, hex
-    failure: str = ""
-
-
-class LoadRecordRequest(msgspec.Struct):
-    """Hold the samples of the recorded step in ``directory``, as they came from rollout. To every worker."""
-
-    directory: str
-
-
 class SaveWeightsRequest(msgspec.Struct):
     """Write this rank's share of version ``version`` of ``role``'s weights (HF names).
 
-    ``plan``: made by the weight transport's publisher, read by its writers (``realsys.weights.base``).
+    ``plan``: made by the weight transport's publisher, read by its writers
+    (``realsys.weights.base``).
     """
 
     role: str
@@ -363,7 +317,10 @@ class SaveWeightsRequest(msgspec.Struct):
 
 
 class SaveWeightsReply(msgspec.Struct):
-    """``report``: made by this rank's writer of the weight transport, read by its publisher."""
+    """Reply to a SaveWeightsRequest.
+
+    ``report``: made by this rank's writer of the weight transport, read by its publisher.
+    """
 
     report: Any = None
     seconds: float = 0.0
@@ -372,19 +329,19 @@ class SaveWeightsReply(msgspec.Struct):
 class PublishedVersion(msgspec.Struct, frozen=True):
     """The value of the name-store key ``model_version``.
 
-    ``locator`` says where the version is, in the words of ``transport``; only that transport reads it. Two versions of
-    one number are told apart by it. With the transport ``disk`` it is the folder with the manifest.
+    ``locator`` names the version for ``transport``; only that transport reads it. It tells two
+    versions of one number apart. With the transport ``disk`` it is the folder with the manifest.
     """
 
     version: int
     incarnation: str
     locator: str
     step: int
-    transport: str = "disk"  # as weights.transport names it
+    transport: str = "disk"  # name in weights.transport
 
 
 class ServerAddress(msgspec.Struct, frozen=True):
-    """What a GenerationServer registers."""
+    """The entry of a GenerationServer in the name store."""
 
     name: str  # generation_server/0
     url: str  # http://host:port
@@ -393,10 +350,11 @@ class ServerAddress(msgspec.Struct, frozen=True):
     incarnation: str  # new for each start of the process
 
 
-#: What an array spans: the whole row, its tokens with loss_mask, or those and the state after the last one.
+#: Extent of an array: the whole row, its tokens with loss_mask, or those and the state after the
+#: last one.
 Span = Literal["sequence", "loss", "loss_and_end"]
 
-#: name of a stored array -> (numpy dtype, what it spans)
+#: name of a stored array -> (numpy dtype, extent)
 ARRAY_KEYS: dict[str, tuple[str, Span]] = {
     "tokens": ("int32", "sequence"),
     "loss_mask": ("bool", "sequence"),
@@ -405,18 +363,22 @@ ARRAY_KEYS: dict[str, tuple[str, Span]] = {
     "token_rewards": ("float32", "loss"),
     "prox_logprobs": ("float32", "loss"),
     "ref_logprobs": ("float32", "loss"),
-    "values": ("float32", "loss_and_end"),  # of the state before each loss token, and after the last
+    # the state before each loss token, and the one after the last
+    "values": ("float32", "loss_and_end"),
     "advantages": ("float32", "loss"),
     "returns": ("float32", "loss"),
 }
 
-#: keys of a dataflow that are no arrays: they travel with the metadata, through the master
+#: keys of a dataflow that are not arrays: the master passes them on with the metadata
 METADATA_KEYS = frozenset({"scores"})
 
 
 def register_key(name: str, dtype: str, span: Span) -> None:
-    """Declare an array that calls of one's own dataflow make and read. Raises ValueError if it is another already."""
-    known = "metadata" if name in METADATA_KEYS else ARRAY_KEYS.get(name, (dtype, span))
-    if known != (dtype, span):
-        raise ValueError(f"key {name!r} is declared already, as {known}")
+    """Declare an array that the calls of a custom dataflow make and read.
+
+    Raises ValueError if the name is already declared with another dtype or span.
+    """
+    declared = "metadata" if name in METADATA_KEYS else ARRAY_KEYS.get(name, (dtype, span))
+    if declared != (dtype, span):
+        raise ValueError(f"key {name!r} is already declared as {declared}: choose another name")
     ARRAY_KEYS[name] = (dtype, span)

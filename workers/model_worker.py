@@ -14,7 +14,7 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.stream.push_pull import Puller
     from realsys.stream.request_reply import WorkerEndpoint
     from realsys.stream.security import keys_for
-    from realsys.train.call_service import ModelWorkerService, load_calls
+    from realsys.train.call_service import ModelWorkerService, WorkerParts, load_calls
     from realsys.train.data_manager import DataManager
     from realsys.train.megatron.device import prepare_device
     from realsys.train.megatron.mesh import form_meshes, rendezvous
@@ -49,7 +49,8 @@ def serve(ctx: WorkerContext) -> None:
         )
         ctx.count(lambda: {**endpoint.counters(), "superseded_groups": data.refused})
         writer = build(config).writer(WriterParts(worker, ctx.check_alive))
-        service = ModelWorkerService(config, ctx.paths, groups, worker, endpoint, data, device, writer)
+        parts = WorkerParts(worker, groups, endpoint, data, device, writer)
+        service = ModelWorkerService(config, ctx.paths, parts)
         try:
             if puller is not None:
                 ctx.register(ctx.names.pull(heads.index(worker)), puller.address)

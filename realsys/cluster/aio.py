@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from realsys.cluster.worker import WorkerContext
@@ -36,7 +36,7 @@ async def run_until_stopped(ctx: WorkerContext, work: Coroutine[Any, Any, None],
     task = asyncio.ensure_future(work)
     stopping = asyncio.create_task(stop_event(ctx).wait(), name="stop")
     try:
-        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await first_completed((task, stopping))
         if not task.done():
             log.info("asked to stop")
             if not grace_s or not (await asyncio.wait({task}, timeout=grace_s))[0]:
@@ -57,12 +57,18 @@ async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Resu
         return None
     task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait(), name="stop")
     try:
-        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await first_completed((task, stopping))
         return task.result() if task.done() else None
     finally:
         for pending in (task, stopping):
             pending.cancel()
         await asyncio.wait({task, stopping})
+
+
+async def first_completed(futures: Iterable[asyncio.Future[Any]]) -> set[asyncio.Future[Any]]:
+    """Wait until at least one of ``futures`` is done; return all that are done. It cancels none."""
+    done, _ = await asyncio.wait(list(futures), return_when=asyncio.FIRST_COMPLETED)
+    return done
 
 
 async def run_beside(work: Coroutine[Any, Any, Result], service: Coroutine[Any, Any, None]) -> Result:
@@ -72,7 +78,7 @@ async def run_beside(work: Coroutine[Any, Any, Result], service: Coroutine[Any, 
     """
     main, beside = asyncio.ensure_future(work), asyncio.ensure_future(service)
     try:
-        await asyncio.wait({main, beside}, return_when=asyncio.FIRST_COMPLETED)
+        await first_completed((main, beside))
         if beside.done():
             beside.result()
         return await main

@@ -1,1 +1,4 @@
-"""The MasterWorker's library: the dataflow graph, its executor, and the step loop. Metadata only, no torch."""
+"""The MasterWorker's library: the executor of the dataflow graph, the step loop and its phases.
+
+Metadata only, no torch.
+"""

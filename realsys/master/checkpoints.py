@@ -36,7 +36,8 @@ from realsys.hf.config import read_sizes
 from realsys.manager.messages import DataPosition
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, FileInfo, RankIndex, RoleState
-from realsys.types import Empty, FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
+from realsys.train.checkpoint.messages import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
+from realsys.types import Empty
 from realsys.weights.disk.manifest import fsync_directory, write_durably
 
 log = logging.getLogger(__name__)

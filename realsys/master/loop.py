@@ -1,22 +1,24 @@
-"""The MasterWorker's step loop.
+"""The MasterWorker's step loop. The phases around it are in ``realsys.master.run.phases``.
 
     connect ──> warm-up (sft) ──> publish v0 ──> evaluate "before" ──┐
         ┌────────────────────────────────────────────────────────────┘
-        └─> batch ──> plan ──> graph of calls ──> clear ──> save ──> publish v ──> tell manager ──> checkpoint ─┐
-             ^                                                                                                  │
-             └──────────────── until steps, epochs or time are used up ─────────────────────────────────────────┘
+        └─> batch ──> plan ──> graph of calls ──> clear ──> save ──> publish v ──> report ──> checkpoint ─┐
+             ^                                                                                            │
+             └──────────────── until steps, epochs or time are used up ───────────────────────────────────┘
         ──> evaluate "after" ──> export the last version
 
-Consumes batches of groups' metadata (``intake``); waits for the next batch and for the replies to calls; produces
-weight versions, checkpoints and the step log. Never sees a token. Told to stop, it waits for no batch, ends the step
-under way, and has what was trained last saved.
+Consumes batches of groups' metadata (``intake``); waits for the next batch and for the replies to
+calls; produces weight versions, checkpoints and the step log. It never sees a token. When it is
+asked to stop, it waits for no further batch, ends the current step, and saves the last trained
+version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,8 +27,9 @@ from realsys.cluster.failpoint import failpoint
 from realsys.config.schema import Config
 from realsys.manager.messages import TrainedRequest
 from realsys.master.calls.call_arguments import CallArguments
+from realsys.master.calls.executor import CallResult
 from realsys.master.evaluation import Evaluations
-from realsys.master.intake import Intake, Taken
+from realsys.master.intake import Intake, TrainBatch
 from realsys.master.publish import Publisher
 from realsys.master.records.agreement import AgreementMonitor
 from realsys.master.recovery import eval_id_of
@@ -35,58 +38,80 @@ from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
 from realsys.rollout.manager_client import ManagerClient
 
-#: what the manager's status page shows of the last step
-SHOWN = ("step", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy", "agreement")
+#: fields of the last step's record that the manager's status page shows
+STATUS_FIELDS = ("step", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy", "agreement")
 
 
 class Checkpointer(Protocol):
-    """Training state on disk. Called between two steps, while no call runs."""
+    """Owner of the training state on disk. It is called between two steps, while no call runs."""
 
     async def after_step(self, step: int) -> None:
-        """``step`` is trained, published and told to the manager."""
+        """Save the state if it is due.
+
+        ``step`` is trained, published and reported to the manager.
+        """
         ...
 
     async def finish(self, *, stopped: bool) -> None:
-        """No further step comes, because all are done or because the run is ``stopped``; returns when everything is
-        on disk."""
+        """Save the state if it is due, and wait until all saves are on disk. No step follows.
+
+        ``stopped``: the run was stopped; otherwise all its steps are done.
+        """
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LoopParts:
+    """The collaborators of a TrainLoop.
+
+    ``show`` puts fields of the last step on the manager's status page.
+    """
+
+    runner: StepRunner
+    intake: Intake
+    arguments: CallArguments
+    publisher: Publisher
+    manager: ManagerClient
+    evaluations: Evaluations
+    checkpoints: Checkpointer
+    step_log: StepLog
+    show: Callable[[dict[str, Any]], Awaitable[None]]
+
+
 class TrainLoop:
-    """Asynchronous training: takes groups as they arrive, has ``runner`` train them, publishes, reports."""
+    """Asynchronous training: takes groups as they arrive, trains on them, publishes the weights,
+    reports.
+    """
 
     def __init__(
         self,
         config: Config,
+        parts: LoopParts,
         *,
-        runner: StepRunner,
-        intake: Intake,
-        arguments: CallArguments,
-        publisher: Publisher,
-        manager: ManagerClient,
-        evaluations: Evaluations,
-        checkpoints: Checkpointer,
-        step_log: StepLog,
-        show: Callable[[dict[str, Any]], Awaitable[None]],
         hf_folder: Path,
         total_steps: int,
         stop: asyncio.Event,
     ) -> None:
-        self._config, self._runner, self._intake, self._stop = config, runner, intake, stop
-        self._arguments, self._publisher, self._manager, self._log = arguments, publisher, manager, step_log
-        self._evaluations, self._checkpoints, self._show = evaluations, checkpoints, show
-        self._hf_folder, self._total_steps = hf_folder, total_steps
+        """``hf_folder``: for the exports of ``checkpoint.hf_every_steps``; ``stop`` ends the loop
+        after its step.
+        """
+        self._config = config
+        self._parts = parts
+        self._hf_folder = hf_folder
+        self._total_steps = total_steps
+        self._stop = stop
         self._agreement = AgreementMonitor(config.agreement)
         self._started = time.monotonic()
 
     async def run(self, done: int = 0) -> int:
-        """Train on from step ``done`` until a stop condition holds or ``stop`` is set; returns the steps done.
+        """Train from step ``done`` until a stop condition holds or ``stop`` is set; return the
+        steps done.
 
         Raises Fenced when another training side has taken over.
         """
-        if recorder := self._runner.recorder:
+        if recorder := self._parts.runner.recorder:
             await recorder.rewind(done)
-        return await run_beside(self._steps(done), self._intake.give_back())
+        return await run_beside(self._steps(done), self._parts.intake.report_drops())
 
     async def _steps(self, step: int) -> int:
         while step < self._total_steps and not self._out_of_time():
@@ -95,83 +120,105 @@ class TrainLoop:
             step += 1
             if self.evaluation_is_due(step):
                 await self.start_evaluation(step)
-            for record in await self._evaluations.finished():
-                self._log.append(record)
-        await self._checkpoints.finish(stopped=self._stop.is_set())
-        if recorder := self._runner.recorder:
+            for record in await self._parts.evaluations.finished():
+                self._parts.step_log.append(record)
+        await self._parts.checkpoints.finish(stopped=self._stop.is_set())
+        if recorder := self._parts.runner.recorder:
             await recorder.finish()
         return step
 
     def evaluation_is_due(self, step: int) -> bool:
-        """Beside training, after ``step``."""
+        """Return True if an evaluation starts after ``step`` while training continues."""
         every = self._config.evaluation.every_steps
         return every > 0 and step % every == 0 and 0 < step < self._total_steps
 
-    async def start_evaluation(self, step: int, asked_at: int | None = None) -> None:
-        """That of ``step``, beside training; ``asked_at``: the step done, where it is asked for again."""
-        await self._evaluations.start(eval_id_of(step), self._config.evaluation.every_problems, step, asked_at)
+    async def start_evaluation(self, step: int, requested_at: int | None = None) -> None:
+        """Request the evaluation of ``step``; training continues while it runs.
+
+        ``requested_at``: the steps done, if a recovery requests the evaluation again.
+        """
+        problems = self._config.evaluation.every_problems
+        await self._parts.evaluations.start(eval_id_of(step), problems, step, requested_at)
 
     async def step(self, step: int) -> bool:
-        """One train step: version ``step - 1`` trains and becomes version ``step``. False: told to stop before it."""
-        watch = _Watch()
-        taken = await unless(self._stop, self._intake.next_batch(step - 1))
-        if taken is None:
+        """Run one train step: version ``step - 1`` trains and becomes version ``step``.
+
+        Returns False if ``stop`` was set while it waited for a batch; then no step was run.
+        """
+        parts, watch = self._parts, _Watch()
+        # Only the wait is interruptible: a step that has claimed its batch must end and be
+        # reported.
+        batch = await unless(self._stop, parts.intake.next_batch(step - 1))
+        if batch is None:
             return False
         seconds = {"wait": watch.lap()}
         failpoint("master.batch", at=step)
-        args = self._arguments.of_step(step)
-        results = await self._runner.run(step, taken.groups, args)
-        self._arguments.observe(results, len(episodes_of(taken.samples)))
-        seconds |= call_seconds(results, [call.name for call in self._runner.flow.calls if call.trains])
-        times = await self._publisher.publish(step, step)
+        args = parts.arguments.of_step(step)
+        results = await parts.runner.run(step, batch.groups, args)
+        parts.arguments.observe(results, len(episodes_of(batch.samples)))
+        seconds |= call_seconds(results, [call.name for call in parts.runner.flow.calls if call.trains])
+        times = await parts.publisher.publish(step, step)
         watch.lap()
         failpoint("master.trained", at=step)
-        statistics = await self._tell_manager(step, taken)
+        statistics = await self._report_trained(step, batch)
         seconds |= {"save": times["save"], "publish": times["publish"] + watch.lap()}
-        await self._keep(step)
+        await self._save(step)
         seconds |= {"checkpoint": watch.lap(), "total": watch.total()}
-        record = {
+        record = self._record(step, batch, args, results) | train_record(statistics, seconds, results)
+        parts.step_log.append({"kind": "train", "time": time.time(), **record})
+        await parts.show({key: record[key] for key in STATUS_FIELDS})
+        return True
+
+    def _record(
+        self,
+        step: int,
+        batch: TrainBatch,
+        args: Mapping[str, Mapping[str, Any]],
+        results: Mapping[str, CallResult],
+    ) -> dict[str, Any]:
+        """Return the fields of the step log that neither the batch's metadata nor the calls report."""
+        comparison = results["actor_inf"].stats if "actor_inf" in results else {}
+        return {
             "step": step,
             "total": self._total_steps,
             "version": step,
             "lr": args["actor_train"]["lr"] if "actor_train" in results else 0.0,
-            "dropped_stale": taken.dropped_stale,
-            "dropped_filtered": taken.dropped_filtered,
-            "refused": taken.refused,
-            "tickets": taken.tickets,
-            "agreement": self._agreement.observe(
-                step - 1, results["actor_inf"].stats if "actor_inf" in results else {}
-            ),
-            **train_record(statistics, seconds, results),
+            "dropped_stale": batch.dropped_stale,
+            "dropped_filtered": batch.dropped_filtered,
+            "refused": batch.refused,
+            "tickets": batch.tickets,
+            "agreement": self._agreement.observe(step - 1, comparison),
         }
-        self._log.append({"kind": "train", "time": time.time(), **record})
-        await self._show({key: record[key] for key in SHOWN})
-        return True
 
-    async def _tell_manager(self, step: int, taken: Taken) -> dict[str, Any]:
-        """Which tickets are in version ``step``; returns the statistics of the batch."""
-        statistics = batch_statistics(taken.samples, version=step - 1)
-        await self._manager.trained(
+    async def _report_trained(self, step: int, batch: TrainBatch) -> dict[str, Any]:
+        """Report to the manager which tickets version ``step`` contains; return the statistics of
+        the batch.
+        """
+        intake = self._parts.intake
+        statistics = batch_statistics(batch.samples, version=step - 1)
+        await self._parts.manager.trained(
             TrainedRequest(
                 step=step,
                 version=step,
-                trained=taken.tickets,
-                oldest=taken.oldest,
+                trained=batch.tickets,
+                oldest=batch.oldest,
                 staleness=statistics["staleness"]["histogram"],
-                incarnation=self._intake.trainer_incarnation,
-                held=self._intake.held(),
+                incarnation=intake.trainer_incarnation,
+                held=intake.held(),
             )
         )
         return statistics
 
-    async def _keep(self, step: int) -> None:
-        """What stays on disk beyond the served versions. After the manager knows: a checkpoint of ``step`` says that
-        its tickets are trained, so the ledger must not give them out again.
+    async def _save(self, step: int) -> None:
+        """Write the export and the checkpoint that are due after ``step``.
+
+        The manager must know of the step before: a checkpoint of ``step`` says that its tickets are
+        trained, so after a recovery from it the ledger must not issue them again.
         """
         every = self._config.checkpoint.hf_every_steps
         if every and step % every == 0:
-            await self._publisher.export(self._hf_folder / f"step-{step}")
-        await self._checkpoints.after_step(step)
+            await self._parts.publisher.export(self._hf_folder / f"step-{step}")
+        await self._parts.checkpoints.after_step(step)
 
     def _out_of_time(self) -> bool:
         limit = self._config.train.max_seconds
@@ -179,14 +226,16 @@ class TrainLoop:
 
 
 class _Watch:
-    """Seconds since the start, and since the last lap."""
+    """A stop watch: seconds since its start, and since the last lap."""
 
     def __init__(self) -> None:
-        self._began = self._last = time.perf_counter()
+        self._began = time.perf_counter()
+        self._last = self._began
 
     def lap(self) -> float:
         now = time.perf_counter()
-        seconds, self._last = now - self._last, now
+        seconds = now - self._last
+        self._last = now
         return seconds
 
     def total(self) -> float:
@@ -194,7 +243,9 @@ class _Watch:
 
 
 def planned_steps(config: Config, train_prompts: int) -> int:
-    """Train steps that the stop conditions `total_steps` and `total_epochs` allow. At least 1."""
+    """Return the train steps that ``train.total_steps`` and ``train.total_epochs`` allow, at least
+    1.
+    """
     steps = config.train.total_steps
     if config.train.total_epochs:
         steps = min(steps, max(1, config.train.total_epochs * train_prompts // config.train.batch_groups))

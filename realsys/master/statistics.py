@@ -1,4 +1,4 @@
-"""The statistics of a train batch that go into the step log, from metadata and from what the calls reported."""
+"""Statistics of a train batch for the step log, from metadata and from the statistics of the calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from realsys.types import SampleMeta
 
 @dataclass(frozen=True, slots=True)
 class EpisodeMeta:
-    """An episode as its rows describe it."""
+    """Metadata of one episode, collected from its rows."""
 
     reward: float
     correct: bool | None
@@ -24,7 +24,7 @@ class EpisodeMeta:
 
 
 def episodes_of(samples: Sequence[SampleMeta]) -> list[EpisodeMeta]:
-    """The episodes of a batch, each once, in the order of their first rows."""
+    """Return the episodes of a batch, each once, in the order of their first rows."""
     first: dict[tuple[str, int], SampleMeta] = {}
     for sample in samples:
         first.setdefault((sample.ticket_id, sample.episode), sample)
@@ -35,15 +35,17 @@ def episodes_of(samples: Sequence[SampleMeta]) -> list[EpisodeMeta]:
 
 
 def batch_statistics(samples: Sequence[SampleMeta], *, version: int) -> dict[str, Any]:
-    """Statistics of a train batch, from metadata alone. ``version`` is that of the weights it is trained with.
+    """Return the statistics of a train batch, from metadata alone. ``version``: the weights that
+    train on it.
 
-    Rewards, lengths and ``metrics`` are means over episodes; ``accuracy`` is over those whose correctness is known, and
-    None without any. Staleness of a row is ``version`` minus the version of its oldest token.
+    Rewards, lengths and ``metrics`` are means over episodes. ``accuracy`` is over the episodes
+    whose correctness is known, and None if there is none. The staleness of a row is ``version``
+    minus the version of its oldest token; ``min`` alone is taken over the newest tokens.
     """
     episodes = episodes_of(samples)
     judged = [e for e in episodes if e.correct is not None]
-    lags = [version - s.version_min for s in samples]
-    histogram = Counter(lags)
+    staleness = [version - s.version_min for s in samples]
+    histogram = Counter(staleness)
     return {
         "groups": len({s.ticket_id for s in samples}),
         "episodes": len(episodes),
@@ -57,49 +59,52 @@ def batch_statistics(samples: Sequence[SampleMeta], *, version: int) -> dict[str
         "length_correct": _mean([e.tokens for e in judged if e.correct]),
         "length_wrong": _mean([e.tokens for e in judged if not e.correct]),
         "truncated_fraction": _mean([float(e.truncated) for e in episodes]),
-        # begun with one version of the weights and ended with a later one
+        # rows whose sampling began with one version of the weights and ended with a later one
         "interrupted_fraction": sum(s.version_min < s.version_max for s in samples) / len(samples),
         "metrics": mean_metrics(e.metrics for e in episodes),
         "staleness": {
             "min": min(version - s.version_max for s in samples),
-            "mean": _mean(lags),
-            "max": max(lags),
-            "histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
+            "mean": _mean(staleness),
+            "max": max(staleness),
+            "histogram": {str(value): histogram[value] for value in sorted(histogram)},
         },
     }
 
 
 def mean_metrics(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """For each name the mean over the episodes that have it."""
+    """Return for each name its mean over the episodes that have it."""
     values: dict[str, list[float]] = {}
-    for own in metrics:
-        for name, value in own.items():
+    for episode in metrics:
+        for name, value in episode.items():
             values.setdefault(name, []).append(value)
-    return {name: sum(found) / len(found) for name, found in sorted(values.items())}
+    return {name: sum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
 
 
 def call_seconds(results: Mapping[str, CallResult], training: Collection[str]) -> dict[str, float]:
-    """How the time of a graph splits: ``train`` while any call of ``training`` was under way, ``inf`` the rest.
+    """Split the seconds of a graph: ``train`` while a call of ``training`` runs, ``inf`` for the
+    rest.
 
-    Calls overlap, so this is no sum over calls; the two add up to the time from the first sending to the last reply.
+    Calls overlap, so this is not a sum over calls. The two add up to the time from the first
+    request to the last reply.
     """
     intervals = sorted((result.began, result.ended) for name, result in results.items() if name in training)
     trained, covered = 0.0, float("-inf")
     for began, ended in intervals:
         trained += max(0.0, ended - max(began, covered))
         covered = max(covered, ended)
-    everything = max(r.ended for r in results.values()) - min(r.began for r in results.values())
-    return {"inf": everything - trained, "train": trained}
+    elapsed = max(r.ended for r in results.values()) - min(r.began for r in results.values())
+    return {"inf": elapsed - trained, "train": trained}
 
 
 def train_record(
     statistics: Mapping[str, Any], seconds: Mapping[str, float], results: Mapping[str, CallResult]
 ) -> dict[str, Any]:
-    """What a train step was, for the step log: the batch, the time, and what the calls reported.
+    """Return the fields of a train step's record that describe its batch, its time and its calls.
 
-    ``seconds`` are of the parts of the step and its ``total``; ``call_seconds`` of each call's slowest rank, without
-    waiting for others on its workers. Statistics of calls other than ``actor_train`` carry the call's name in front,
-    shortened for the actor's: ``inf/tokens``, ``critic_train/loss``. Those of a group of their own keep its name:
+    ``seconds``: of the parts of the step, and ``total``. ``call_seconds``: of the slowest rank of
+    each call, without its wait for other calls. Statistics of calls other than ``actor_train`` get
+    the name of the call as prefix, shortened for the actor's: ``inf/tokens``,
+    ``critic_train/loss``. Statistics that already have a prefix for their group keep it:
     ``agreement/ratio``.
     """
     stats: dict[str, float] = {}
@@ -118,5 +123,5 @@ def train_record(
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    """None where there is nothing to average: an absent number is not zero."""
+    """Return the mean, or None without values: an absent number is not zero."""
     return sum(values) / len(values) if values else None

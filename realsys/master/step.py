@@ -1,7 +1,7 @@
-"""The calls of one train step, the same in a run and in a replay.
+"""Runs the calls of one train step, in a run and in a replay.
 
-groups ──plan──> who works on what ──> graph of calls ──> results
-   └──────────────── recorder ─────────────────┘ record/step-K
+groups ──plan──> minibatches per role ──> graph of calls ──> results
+   └──────────────── recorder ──────────────────┘ record/step-K
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]
 
 
 class StepRunner:
-    """Runs the train steps of ``flow``: version ``step - 1`` trains. ``recorder``: None where nothing is recorded."""
+    """Runner of the train steps of ``flow``. ``recorder`` is None if no step is recorded."""
 
     def __init__(
         self,
@@ -37,8 +37,10 @@ class StepRunner:
         workers: ModelWorkers,
         recorder: Recorder | None = None,
     ) -> None:
-        self.flow, self.recorder = flow, recorder
-        self._plan, self._workers = plan, workers
+        self.flow = flow
+        self.recorder = recorder
+        self._plan = plan
+        self._workers = workers
         ppo = config.train.ppo
         self._only_critic = without_actor_training(flow)
         weight = ppo.reward_model.weight
@@ -49,7 +51,11 @@ class StepRunner:
     async def run(
         self, step: int, groups: list[list[SampleMeta]], args: Mapping[str, dict[str, Any]]
     ) -> dict[str, CallResult]:
-        """The calls of ``step`` on ``groups``; afterwards no worker holds anything of their samples."""
+        """Run the calls of ``step`` on ``groups``: version ``step - 1`` trains. Return their
+        results by call name.
+
+        Afterwards no worker holds an array of these samples. Raises as ``GraphExecutor.run`` does.
+        """
         ownership = Ownership()
         ownership.add_owners(self.flow.source_keys, owners_of(groups))
         plans = self._plan(sequence_refs(groups))
@@ -57,14 +63,19 @@ class StepRunner:
         flow = self._only_critic if critic_only else self.flow
         executor = self._critic_executor if critic_only else self._executor
         recording = self.recorder.begin(step, groups, flow, plans, args) if self.recorder else None
+        # Workers compare the versions of tokens with this one: the weights that the step starts
+        # with.
         results = await executor.run(plans, ownership, step=step, version=step - 1, args=args)
-        # Sent before the clearing, and so served before it.
+        # Workers serve requests in order: the record must be sent before the request that clears
+        # its arrays.
         recorded = [recording.end(results)] if recording else []
         ids = [sample.sample_id for group in groups for sample in group]
-        await asyncio.gather(self._workers.clear(sorted(ownership.forget(ids)), ids), *recorded)
+        await asyncio.gather(self._workers.clear(sorted(ownership.discard_samples(ids)), ids), *recorded)
         return results
 
 
 def without_actor_training(flow: Dataflow) -> Dataflow:
-    """The graph of a step in which only the critic learns (train.ppo.critic.warmup_steps)."""
+    """Return the graph of a step in which only the critic learns
+    (``train.ppo.critic.warmup_steps``).
+    """
     return Dataflow([c for c in flow.calls if not (c.trains and c.role == ACTOR)], flow.source_keys)

@@ -1,7 +1,8 @@
-"""Writing the step log that `realsys.telemetry.steps` reads: one JSON record a line, whole or absent.
+"""Writes the step log that `realsys.telemetry.steps` reads: one JSON record a line, a whole line or
+none.
 
-The log is the one thing that grows with every step of a run, so a line is kept short: numbers with the digits that
-mean something, tickets as ranges.
+The log grows with every step of a run, so lines are short: numbers keep the digits that mean
+something, and tickets are written as ranges.
 """
 
 from __future__ import annotations
@@ -18,42 +19,51 @@ from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import RealsysError
 from realsys.manager.ledger.tickets import ticket_ranges
 
-DIGITS = 7  # significant ones: what single precision has
-DECIMALS = 3  # at least: of a time, in unix seconds, the milliseconds
+DIGITS = 7  # significant digits: the precision of float32
+DECIMALS = 3  # at least, so that unix seconds keep their milliseconds
 
 
 class StepLog:
-    """Appends records; one writer per file."""
+    """Writer of a step log. A file has one writer."""
 
     def __init__(self, path: Path, check_alive: CheckAlive = unleased) -> None:
-        """``check_alive``: asked before each record; ``append`` raises what it raises."""
-        self._path, self._check_alive = path, check_alive
+        """Open the log for appending.
+
+        ``check_alive`` is called before each record; ``append`` raises its errors.
+        """
+        self._path = path
+        self._check_alive = check_alive
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         with path.open("rb") as file:
             if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-                os.write(self._fd, b"\n")  # close the line that a predecessor left torn
+                os.write(self._fd, b"\n")  # a crashed predecessor may have left half a line
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Raises RealsysError when the disk takes none of it, or only a part: that is then taken back."""
+        """Append ``record``.
+
+        Raises RealsysError if the disk does not take all of it; then nothing of it stays in the
+        file.
+        """
         line = msgspec.json.encode(short(record)) + b"\n"
         self._check_alive()
-        # One write call: a follower never meets two records mixed into one another.
+        # One write call, so that a reader never sees two records mixed.
         try:
             written = os.write(self._fd, line)
         except OSError as error:
-            raise RealsysError(f"step log {self._path} cannot be written: {error.strerror}") from error
-        if written < len(line):  # what a file system does that has room for that much
+            raise RealsysError(f"cannot write the step log {self._path}: {error.strerror}") from error
+        if written < len(line):  # a file system with little space left writes a part
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            raise RealsysError(f"step log {self._path} cannot be written: {written} of {len(line)} bytes; disk full?")
+            problem = f"cannot write the step log {self._path}: only {written} of {len(line)} bytes were written"
+            raise RealsysError(f"{problem}: free space on this disk")
 
     def close(self) -> None:
         os.close(self._fd)
 
 
 def short(record: Mapping[str, Any]) -> dict[str, Any]:
-    """``record`` with rounded numbers and, for its list of ``tickets``, their ranges."""
-    found = {name: _rounded(value) for name, value in record.items()}
-    return found | {"tickets": ticket_ranges(found["tickets"])} if "tickets" in found else found
+    """Return ``record`` with rounded numbers, and with ranges for its list of ``tickets``."""
+    rounded = {name: _rounded(value) for name, value in record.items()}
+    return rounded | {"tickets": ticket_ranges(rounded["tickets"])} if "tickets" in rounded else rounded
 
 
 def _rounded(value: Any) -> Any:

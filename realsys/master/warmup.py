@@ -1,12 +1,13 @@
-"""The supervised warm-up: the same ModelWorkers, another graph.
+"""The supervised warm-up: another dataflow graph on the same ModelWorkers.
 
-Consumes demonstrations by index; the next batch is tokenised by the DP heads while the current one trains.
+Consumes demonstrations by index. The DP heads tokenise the next batch while the current one trains.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,44 +25,60 @@ from realsys.master.step_log import StepLog
 from realsys.types import SampleMeta
 
 
-class Warmup:
-    """Runs ``config.steps`` steps over ``demos`` demonstrations in a seeded order."""
+@dataclass(frozen=True, slots=True)
+class WarmupParts:
+    """The collaborators of a Warmup.
 
-    def __init__(
-        self,
-        config: WarmupConfig,
-        *,
-        demos: int,
-        seed: int,
-        mesh: Mesh,
-        cost: CostFunction,
-        workers: ModelWorkers,
-        executor: GraphExecutor,
-        step_log: StepLog,
-    ) -> None:
-        self._config, self._demos, self._seed, self._mesh, self._cost = config, demos, seed, mesh, cost
-        self._workers, self._executor, self._log = workers, executor, step_log
+    ``executor`` runs the supervised graph, ``mesh`` and ``cost`` are the actor's.
+    """
+
+    mesh: Mesh
+    cost: CostFunction
+    workers: ModelWorkers
+    executor: GraphExecutor
+    step_log: StepLog
+
+
+class Warmup:
+    """The supervised steps before training: ``config.steps`` steps over ``demos`` demonstrations in
+    a seeded order.
+    """
+
+    def __init__(self, config: WarmupConfig, parts: WarmupParts, *, demos: int, seed: int) -> None:
+        self._config = config
+        self._parts = parts
+        self._demos = demos
+        self._seed = seed
 
     async def run(self) -> None:
+        """Run all steps.
+
+        Raises what a worker raised; then no request of the warm-up is still awaited.
+        """
         if not self._config.steps:
             return
         upcoming = asyncio.create_task(self._load(0))
         try:
             for step in range(self._config.steps):
                 samples = await upcoming
+                # The heads tokenise the next batch while this one trains.
                 if step + 1 < self._config.steps:
                     upcoming = asyncio.create_task(self._load(step + 1))
                 await self._step(step, samples)
         finally:
             upcoming.cancel()
-            await asyncio.gather(upcoming, return_exceptions=True)  # seen, also when another error ends the phase
+            # Also retrieves its exception: asyncio would otherwise log a second error next to the
+            # one that ends the phase.
+            await asyncio.gather(upcoming, return_exceptions=True)
 
     async def _load(self, step: int) -> list[SampleMeta]:
-        """Demonstrations of one step, spread over the DP heads."""
+        """Have the DP heads load the demonstrations of one step, each an equal share; return their
+        metadata.
+        """
         indices = demo_indices(step, batch=self._config.batch, size=self._demos, seed=self._seed)
-        heads = self._mesh.dp_heads()
+        heads = self._parts.mesh.dp_heads()
         replies = await asyncio.gather(
-            *(self._workers.load_demos(head, indices[i :: len(heads)]) for i, head in enumerate(heads))
+            *(self._parts.workers.load_demos(head, indices[i :: len(heads)]) for i, head in enumerate(heads))
         )
         return sorted((s for reply in replies for s in reply.samples), key=lambda s: s.sample_id)
 
@@ -71,16 +88,16 @@ class Warmup:
         ownership.add_owners(["tokens", "loss_mask"], owners_of([samples]))
         refs = sequence_refs([[sample] for sample in samples])
         rate = learning_rate(self._config.optimizer, step, self._config.steps)
-        results = await self._executor.run(
-            {ACTOR: plan_minibatches(refs, 1, self._mesh.layout.data, self._cost)},
+        results = await self._parts.executor.run(
+            {ACTOR: plan_minibatches(refs, 1, self._parts.mesh.layout.data, self._parts.cost)},
             ownership,
             step=step,
             version=-1,
             args={"sft": {"lr": rate}},
         )
         ids = [sample.sample_id for sample in samples]
-        await self._workers.clear(sorted(ownership.forget(ids)), ids)
-        self._log.append(
+        await self._parts.workers.clear(sorted(ownership.discard_samples(ids)), ids)
+        self._parts.step_log.append(
             {
                 "kind": "warmup",
                 "time": time.time(),
@@ -95,7 +112,9 @@ class Warmup:
 
 
 def demo_indices(step: int, *, batch: int, size: int, seed: int) -> list[int]:
-    """Which demonstrations step ``step`` uses: a fresh seeded permutation for every pass over the data."""
+    """Return the demonstrations of ``step`` (0 is the first): every pass over the data has its own
+    permutation.
+    """
     chosen: list[int] = []
     position = step * batch
     while len(chosen) < batch:

@@ -1,24 +1,24 @@
 """The ModelWorker's request loop.
 
-Consumes requests of the MasterWorker, one at a time and in order, on the main thread; groups from rollout arrive
-beside it on the endpoint's I/O thread and go straight into the DataManager. Waits for the next request only. Produces
-replies, and the notice ``samples_arrived``.
+Consumes requests of the MasterWorker on the main thread, one at a time and in order. Groups from
+rollout arrive on the endpoint's I/O thread and go into the DataManager without passing the loop.
+Waits for the next request only. Produces replies, and the notice ``samples_arrived``.
 
-    request             to                              what it does
+    request             to                              action
     initialize          ranks of the role's mesh        loads the role's shard
     load_demos          an actor's DP head              tokenises demonstrations
     transfer            sources and destinations        moves arrays between workers
     mfc                 ranks of the role's mesh        pre_hooks, handler, post_hooks
     save_weights        ranks of the role's mesh        writes its share in HF names
-    save_checkpoint     ranks of the role's mesh        takes a snapshot; it is written beside what follows
-    finish_checkpoint   ranks of the role's mesh        waits until it is on disk
+    save_checkpoint     ranks of the role's mesh        takes a snapshot, which a thread writes
+    finish_checkpoint   ranks of the role's mesh        waits until the snapshot is on disk
     load_checkpoint     ranks of the role's mesh        replaces the training state
-    hold, record        everybody                       keeps the arrays of a step; writes its share of the record
-    load_record         everybody                       holds the samples of a recorded step (replay)
+    hold, record        all workers                     keeps the arrays of a step; writes its share of the record
+    load_record         all workers                     stores the samples of a recorded step (replay)
     clear               holders of the samples          frees arrays
 
-An error is answered with its traceback and then ends the process: the other ranks of the mesh may be waiting in a
-collective, and a rank that gave up half-way cannot rejoin them.
+An error is sent as a reply with its traceback and then ends the process. Other ranks of the mesh
+may be waiting in a collective, and a rank that left it half-way cannot rejoin.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,29 +39,25 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.train.calls import Role, find_handler
+from realsys.train.checkpoint.messages import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
 from realsys.train.data_manager import DataManager
 from realsys.train.demonstrations import DemoSource
 from realsys.train.hooks import find_hook, onloaded
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import MeshGroups
+from realsys.train.records.messages import HoldRequest, LoadRecordRequest, RecordRequest
 from realsys.train.records.recording import SampleRecorder
 from realsys.train.role_parts import make_role
 from realsys.train.transfer import execute
 from realsys.types import (
     ClearRequest,
     Empty,
-    FinishCheckpointRequest,
-    HoldRequest,
     InitializeRequest,
-    LoadCheckpointRequest,
     LoadDemosRequest,
-    LoadRecordRequest,
     MfcReply,
     MfcRequest,
-    RecordRequest,
     SamplesArrived,
-    SaveCheckpointRequest,
     SaveWeightsReply,
     SaveWeightsRequest,
     TransferReply,
@@ -68,12 +65,12 @@ from realsys.types import (
 )
 from realsys.weights.base import Share, WeightWriter
 
-#: How long the loop waits for a request before it looks at ``stop`` again.
+#: Wait for a request between two checks of ``stop``.
 _POLL_S = 0.5
 
 
 class Request(Protocol):
-    """What the service uses of ``realsys.stream.request_reply.Request``."""
+    """The part of ``realsys.stream.request_reply.Request`` that the service uses."""
 
     @property
     def handler(self) -> str: ...
@@ -81,7 +78,7 @@ class Request(Protocol):
 
 
 class Endpoint(Protocol):
-    """What the service uses of ``realsys.stream.request_reply.WorkerEndpoint``."""
+    """The part of ``realsys.stream.request_reply.WorkerEndpoint`` that the service uses."""
 
     def next_request(self, timeout_s: float) -> Any: ...
     def reply(self, request: Any, payload: msgspec.Struct) -> None: ...
@@ -90,7 +87,10 @@ class Endpoint(Protocol):
 
 
 def load_calls(flow: Dataflow) -> None:
-    """Import the handler and the hooks of every call at the start, not hours later. Raises ConfigError."""
+    """Import the handlers and hooks of all calls when the worker starts, not hours later.
+
+    Raises ConfigError.
+    """
     check_calls(flow)
     for call in flow.calls:
         find_handler(call.handler)
@@ -98,29 +98,45 @@ def load_calls(flow: Dataflow) -> None:
             find_hook(name)
 
 
-class ModelWorkerService:
-    """One ModelWorker: its shards of one or more roles, its samples, and the handlers of the master's requests.
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """The collaborators of a ModelWorkerService.
 
-    ``worker`` is its index and its rank in torch.distributed; ``groups`` are its meshes by role (``form_meshes``).
+    worker  index of the worker, which is its rank in torch.distributed
+    groups  role -> the worker's groups on that role's mesh (``form_meshes``)
+    """
+
+    worker: int
+    groups: Mapping[str, MeshGroups]
+    endpoint: Endpoint
+    data: DataManager
+    device: Device
+    writer: WeightWriter
+
+
+class ModelWorkerService:
+    """One ModelWorker: its shards of one or more roles, its samples, and the handlers of the
+    master's requests.
     """
 
     def __init__(
         self,
         config: Config,
         paths: TrialPaths,
-        groups: Mapping[str, MeshGroups],
-        worker: int,
-        endpoint: Endpoint,
-        data: DataManager,
-        device: Device,
-        writer: WeightWriter,
+        parts: WorkerParts,
     ) -> None:
-        self._config, self._groups, self._worker = config, groups, worker
-        self._endpoint, self._data, self._device = endpoint, data, device
-        self._writer = writer
-        self._demos = DemoSource(config, paths, data, worker)
+        self._config = config
+        self._groups = parts.groups
+        self._worker = parts.worker
+        self._endpoint = parts.endpoint
+        self._data = parts.data
+        self._device = parts.device
+        self._writer = parts.writer
+        self._demos = DemoSource(config, paths, parts.data, parts.worker)
         self._roles: dict[str, Role] = {}
-        recorder = SampleRecorder(worker, data, self._roles, lambda written: endpoint.notify("recorded", written))
+        recorder = SampleRecorder(
+            parts.worker, parts.data, self._roles, lambda written: parts.endpoint.notify("recorded", written)
+        )
         self._checkpoints: dict[str, CheckpointWriter] = {}
         self._handlers: dict[str, tuple[type[msgspec.Struct], Callable[[Any], msgspec.Struct]]] = {
             "initialize": (InitializeRequest, self._initialize),
@@ -138,20 +154,25 @@ class ModelWorkerService:
         }
 
     def run(self, stop: threading.Event) -> None:
-        """Serve until ``stop`` is set. Raises what a handler raised, after answering it."""
+        """Serve requests until ``stop`` is set.
+
+        Raises the error of a handler, after replying with it.
+        """
         while not stop.is_set():
             request = self._endpoint.next_request(_POLL_S)
             if request is not None:
                 self.handle(request)
 
     def handle(self, request: Request) -> None:
-        """Answer one request."""
+        """Serve one request and reply to it."""
         try:
             if request.handler not in self._handlers:
-                raise ModelError(f"unknown request {request.handler!r}; known: {', '.join(self._handlers)}")
+                raise ModelError(f"unknown request {request.handler!r}: must be one of {', '.join(self._handlers)}")
             payload_type, handler = self._handlers[request.handler]
             reply = handler(request.decode(payload_type))
         except BaseException as error:
+            # The master must learn the cause before the process ends; else it sees only a lost
+            # worker.
             self._endpoint.reply_error(request, error)
             raise
         self._endpoint.reply(request, reply)
@@ -160,12 +181,15 @@ class ModelWorkerService:
         name = request.role
         if name not in self._groups:
             here = ", ".join(self._groups) or "none"
-            raise ModelError(f"model_worker/{self._worker} is on no mesh of role {name!r}; the roles here: {here}")
+            raise ModelError(f"model_worker/{self._worker} is on no mesh of role {name!r}: its roles are {here}")
+        # Set before the reply: the master grants no ticket before all workers have replied.
         self._data.trainer_incarnation = request.trainer_incarnation
         model, groups = Path(request.model_path), self._groups[name]
         role = make_role(self._config, name, model, groups, self._data, self._device, trainable=request.trainable)
-        self._roles[name], self._checkpoints[name] = role, CheckpointWriter(role)
+        self._roles[name] = role
+        self._checkpoints[name] = CheckpointWriter(role)
         if name == ACTOR and role.engine.module is not None:
+            # From here on the I/O thread refuses groups that would end the trainer.
             self._data.vocabulary = role.engine.module.vocab_size
             self._data.row_limit = self._config.train.microbatch_tokens
             whole_episodes = load_loss(self._config.train.ppo).episode_level
@@ -192,6 +216,7 @@ class ModelWorkerService:
         for hook in after:
             hook(role, request)
         reply = MfcReply(self._worker)
+        # The other ranks hold partial statistics, which must not reach the step log.
         if self._worker in role.groups.mesh.dp_heads():
             reply.stats, reply.scores = outcome.stats, outcome.scores
             reply.tokens = sum(ref.length for ref in role.own_sequences(request))
@@ -228,6 +253,6 @@ class ModelWorkerService:
         if name not in self._roles:
             here = ", ".join(self._roles) or "none"
             raise ModelError(
-                f"model_worker/{self._worker} has no role {name!r}; initialised here: {here} ('initialize' comes first)"
+                f"model_worker/{self._worker} has no role {name!r} (it has {here}): send 'initialize' first"
             )
         return self._roles[name]

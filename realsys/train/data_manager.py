@@ -1,7 +1,7 @@
-"""The tensors of samples that this ModelWorker holds, by sample id and key, whichever of its roles made or reads them.
+"""The arrays of samples on this ModelWorker, by sample id and key, for all of its roles.
 
-Filled by the I/O thread (groups from rollout) and the request loop (demos, transfers, results); the keys, their dtypes
-and what they span are ``realsys.types.ARRAY_KEYS``.
+The I/O thread (groups from rollout) and the request loop (demonstrations, transfers, results) fill
+it. The keys, their dtypes and extents are ``realsys.types.ARRAY_KEYS``.
 """
 
 from __future__ import annotations
@@ -33,28 +33,34 @@ Array = npt.NDArray[Any]
 
 
 class DataManager:
-    """Thread-safe. Holds an array until the master clears its sample, or its key of it; nothing else frees it.
+    """The store of the worker's arrays. Thread-safe.
 
-    What ``hold`` names is kept beside that until ``release``, for the record of the step.
+    It keeps an array until the master clears its sample or its key. Arrays that ``hold`` names are
+    also kept until ``release``, for the record of the step.
     """
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
         self._lock = threading.Lock()
         self._samples: dict[str, dict[str, Array]] = {}
-        self._origins: dict[str, GroupOrigin] = {}  # by the id of any sample of the group
+        self._origins: dict[str, GroupOrigin] = {}  # sample id -> origin of its group
         self._held: dict[tuple[str, str], Array | None] = {}  # (sample id, key)
-        #: incarnation of the training side whose tickets are trained here; set before the first of them is granted
+        #: incarnation of the trainer whose tickets are accepted; set before the first of them is
+        #: granted
         self.trainer_incarnation = ""
-        self.refused = 0  # groups of another one, since the start
-        self.vocabulary = 0  # tokens that the actor knows; 0: not known yet
+        self.refused = 0  # groups of another trainer, since the start
+        self.vocabulary = 0  # tokens of the actor's vocabulary; 0: not known yet
         self.row_limit = 0  # tokens of the longest row that can be trained; 0: not known yet
-        self.episode_limit = 0  # tokens of an episode's rows, for a loss that needs them together; 0: no limit
-        self.token_rewards = False  # whether the dataflow reads them
+        self.episode_limit = (
+            # tokens of all rows of an episode, for a loss that needs them in one micro-batch; 0:
+            # no limit
+            0
+        )
+        self.token_rewards = False  # True if the dataflow reads rewards of single tokens
         self._warned = False
 
     def put(self, sample_id: str, arrays: Mapping[str, Array]) -> None:
-        """Store or add to a sample. Raises KeyError for an unknown key."""
+        """Store arrays of a sample, new or not. Raises KeyError for an unknown key."""
         checked = {key: np.ascontiguousarray(array, dtype=ARRAY_KEYS[key][0]) for key, array in arrays.items()}
         with self._lock:
             self._samples.setdefault(sample_id, {}).update(checked)
@@ -63,11 +69,11 @@ class DataManager:
                     self._held[sample_id, key] = checked[key]
 
     def get(self, sample_id: str, key: str) -> Array:
-        """Raises KeyError saying which worker lacks what."""
+        """Return an array. Raises KeyError with worker, key and sample if it is not here."""
         with self._lock:
             sample = self._samples.get(sample_id)
             if sample is None or key not in sample:
-                held = "the sample is not here" if sample is None else f"it has {', '.join(sorted(sample))}"
+                held = "the sample is unknown" if sample is None else f"it has {', '.join(sorted(sample))}"
                 raise KeyError(f"model_worker/{self._worker} has no {key} of sample {sample_id}: {held}")
             return sample[key]
 
@@ -76,7 +82,10 @@ class DataManager:
             return key in self._samples.get(sample_id, ())
 
     def clear(self, sample_ids: Iterable[str], keys: Collection[str] = ()) -> None:
-        """Forget samples, or with ``keys`` only these arrays of them. What is held elsewhere is no error."""
+        """Discard samples, or with ``keys`` only these arrays of them.
+
+        A sample that is not here is not an error.
+        """
         with self._lock:
             for sample_id in sample_ids:
                 sample = self._samples.get(sample_id, {})
@@ -86,23 +95,21 @@ class DataManager:
                     self._samples.pop(sample_id, None)
                     self._origins.pop(sample_id, None)
 
-    def hold(self, wanted: Mapping[str, Iterable[str]]) -> list[GroupOrigin]:
-        """Keep these arrays (key -> sample ids), those here and those to come. The origins of the groups among them.
+    def hold(self, arrays: Mapping[str, Iterable[str]]) -> list[GroupOrigin]:
+        """Keep these arrays (key -> sample ids), including those stored later; return the origins
+        of their groups.
 
-        Replaces what was held before.
+        The arrays of an earlier call are no longer kept.
         """
-        origins: dict[str, GroupOrigin] = {}
+        items = [(sample_id, key) for key, sample_ids in arrays.items() for sample_id in sample_ids]
         with self._lock:
-            self._held.clear()
-            for key, sample_ids in wanted.items():
-                for sample_id in sample_ids:
-                    self._held[sample_id, key] = self._samples.get(sample_id, {}).get(key)
-                    if origin := self._origins.get(sample_id):
-                        origins[origin.ticket.ticket_id] = origin
-        return list(origins.values())
+            # None for an array that a call of this step will store: ``put`` fills it in.
+            self._held = {item: self._samples.get(item[0], {}).get(item[1]) for item in items}
+            origins = [self._origins[sample_id] for sample_id, _ in items if sample_id in self._origins]
+        return list({origin.ticket.ticket_id: origin for origin in origins}.values())
 
     def release(self) -> dict[tuple[str, str], Array]:
-        """What was held, by sample id and key, in the order in which it was asked for; nothing is held any more."""
+        """Return the held arrays by sample id and key, in the order of ``hold``; stop holding them."""
         with self._lock:
             held, self._held = self._held, {}
         return {item: array for item, array in held.items() if array is not None}
@@ -117,20 +124,21 @@ class DataManager:
             return sum(array.nbytes for sample in self._samples.values() for array in sample.values())
 
     def add_group(self, group: Group) -> SamplesArrived | None:
-        """Store a group from rollout; what to tell the master, or None if it is not wanted: its samples are here
-        already, or its ticket was granted under an earlier training side and is issued again.
+        """Store a group from rollout; return the notice for the master, or None if the group is
+        refused.
 
-        Raises StreamError for a group that cannot be trained (``_check_group``).
+        Refused are a group whose samples are already here, and one whose ticket was granted under
+        an earlier trainer: that ticket is reissued. Raises StreamError for a group that cannot be
+        trained (``_check_group``).
 
-        A ticket issued twice may arrive twice. Each attempt has sample ids of its own, so neither stands in the way of
-        the other, whatever is being trained: the master chooses one, and clears the other.
+        A reissued ticket may arrive twice. The attempts have different sample ids, so both are
+        stored; the master chooses one and clears the other.
         """
-        now = time.time()
         ticket = group.ticket
         if ticket.trainer_incarnation != self.trainer_incarnation:
             self.refused += 1
             log.info(
-                "refused ticket %s attempt %d of training side %r, this is %r",
+                "refused ticket %s attempt %d of trainer %r, this is %r",
                 ticket.ticket_id,
                 ticket.attempt,
                 ticket.trainer_incarnation,
@@ -138,18 +146,37 @@ class DataManager:
             )
             return None
         self._check_group(group)
-        entries: dict[str, dict[str, Array]] = {}
+        metas = self._metadata(group)
+        rows = [row for episode in group.episodes for row in episode.rows]
+        entries = {meta.sample_id: self._arrays(row) for meta, row in zip(metas, rows, strict=True)}
+        origins = [[RowOrigin(row.finish_reason, row.route, row.rewards) for row in e.rows] for e in group.episodes]
+        origin = GroupOrigin(ticket, group.worker, group.started, group.finished, group.extra, origins, group.errors)
+        # Checked and stored under one lock: the same group may arrive on two connections at the
+        # same time.
+        with self._lock:
+            if any(sample_id in self._samples for sample_id in entries):
+                return None
+            self._samples.update(entries)
+            self._origins.update(dict.fromkeys(entries, origin))
+        return SamplesArrived(metas)
+
+    def _metadata(self, group: Group) -> list[SampleMeta]:
+        """Return the metadata of the group's rows, episode by episode."""
+        now = time.time()
+        ticket = group.ticket
         metas: list[SampleMeta] = []
         group_rows = sum(len(episode.rows) for episode in group.episodes)
         for k, episode in enumerate(group.episodes):
-            truncated, episode_tokens = episode.truncated, episode.loss_tokens  # both look at all its rows
+            # Computed once per episode: both read all of its rows.
+            truncated = episode.truncated
+            episode_tokens = episode.loss_tokens
             for r, row in enumerate(episode.rows):
-                sample_id = f"{ticket.ticket_id}.{ticket.attempt}/{k}.{r}"
+                # A row without loss tokens has no version. The version of the ticket keeps it from
+                # being counted as stale.
                 version_min, version_max = row.version_span or (ticket.version, ticket.version)
-                entries[sample_id] = self._arrays(row)
                 metas.append(
                     SampleMeta(
-                        sample_id=sample_id,
+                        sample_id=f"{ticket.ticket_id}.{ticket.attempt}/{k}.{r}",
                         ticket_id=ticket.ticket_id,
                         attempt=ticket.attempt,
                         length=len(row.tokens),
@@ -170,17 +197,13 @@ class DataManager:
                         metrics=episode.metrics,
                     )
                 )
-        rows = [[RowOrigin(row.finish_reason, row.route, row.rewards) for row in e.rows] for e in group.episodes]
-        origin = GroupOrigin(ticket, group.worker, group.started, group.finished, group.extra, rows, group.errors)
-        with self._lock:
-            if any(sample_id in self._samples for sample_id in entries):
-                return None
-            self._samples.update(entries)
-            self._origins.update(dict.fromkeys(entries, origin))
-        return SamplesArrived(metas)
+        return metas
 
     def _arrays(self, row: Row) -> dict[str, Array]:
-        """Copy a row's arrays: they are views into one received frame, which a single long row would keep alive."""
+        """Copy a row's arrays.
+
+        They are views into one received frame, which a single long row would keep in memory.
+        """
         arrays: dict[str, Array] = {
             "tokens": np.array(row.tokens, dtype=np.int32),
             "loss_mask": np.array(row.loss_mask, dtype=np.bool_),
@@ -194,39 +217,46 @@ class DataManager:
             arrays["token_rewards"] = at_tokens[row.loss_mask]
         elif row.rewards and not self._warned:
             self._warned = True
-            log.warning("rewards of single tokens arrive and are not trained on: set train.ppo.turn_rewards=true")
+            log.warning("rewards of single tokens arrive but are not trained on: set train.ppo.turn_rewards=true")
         return arrays
 
     def _check_group(self, group: Group) -> None:
-        """Refuse a group that would end the trainer.
+        """Check a group for rows that would end the trainer. Raises StreamError.
 
-        Raises StreamError for a token without an embedding, and for a row that fits into no micro-batch.
+        A token must have an embedding, a row must fit into a micro-batch, and so must an episode if
+        the loss needs it whole.
         """
         rows = [row for episode in group.episodes for row in episode.rows]
         highest = max(int(row.tokens.max()) for row in rows)
-        what = f"model_worker/{self._worker}: group {group.ticket.ticket_id} of {group.worker}"
+        group_name = f"model_worker/{self._worker}: group {group.ticket.ticket_id} of {group.worker}"
         if highest >= self.vocabulary > 0:
-            raise StreamError(f"{what} has token {highest}, the actor's vocabulary has {self.vocabulary}")
+            raise StreamError(
+                f"{group_name} has token {highest}, but the actor's vocabulary has {self.vocabulary} tokens: "
+                "servers and actor must load the same model"
+            )
         longest = max(len(row.tokens) for row in rows)
         if longest > self.row_limit > 0:
-            raise StreamError(f"{what} has a row of {longest} tokens, train.microbatch_tokens is {self.row_limit}")
+            raise StreamError(
+                f"{group_name} has a row of {longest} tokens, but train.microbatch_tokens is {self.row_limit}: "
+                "increase it"
+            )
         most = max(sum(len(row.tokens) for row in episode.rows) for episode in group.episodes)
         if most > self.episode_limit > 0:
             raise StreamError(
-                f"{what} has an episode of {most} tokens; train.ppo.loss takes ratios of whole episodes, "
-                f"which must fit into train.microbatch_tokens ({self.episode_limit})"
+                f"{group_name} has an episode of {most} tokens; train.ppo.loss takes ratios of whole episodes, "
+                f"which must fit into train.microbatch_tokens ({self.episode_limit}): increase it"
             )
 
-    def add_sequence(self, sample_id: str, prompt: list[int], response: list[int]) -> SampleMeta:
-        """Store one demonstration."""
-        tokens = np.array(prompt + response, dtype=np.int32)
+    def add_sequence(self, sample_id: str, prompt: list[int], completion: list[int]) -> SampleMeta:
+        """Store one demonstration and return its metadata."""
+        tokens = np.array(prompt + completion, dtype=np.int32)
         self.put(sample_id, {"tokens": tokens, "loss_mask": np.arange(len(tokens)) >= len(prompt)})
         return SampleMeta(
             sample_id=sample_id,
             ticket_id=sample_id,
             attempt=0,
             length=len(tokens),
-            loss_tokens=len(response),
+            loss_tokens=len(completion),
             reward=0.0,
             truncated=False,
             version_min=0,
@@ -237,5 +267,6 @@ class DataManager:
 
 
 def array_size(ref: SequenceRef, key: str) -> int:
-    """Elements of ``key`` of this sequence."""
-    return {"sequence": ref.length, "loss": ref.loss_tokens, "loss_and_end": ref.loss_tokens + 1}[ARRAY_KEYS[key][1]]
+    """Return the number of elements of the array ``key`` of this sequence."""
+    elements = {"sequence": ref.length, "loss": ref.loss_tokens, "loss_and_end": ref.loss_tokens + 1}
+    return elements[ARRAY_KEYS[key][1]]

@@ -1,4 +1,4 @@
-"""Demonstrations for the supervised warm-up, tokenised on request and held as samples."""
+"""Demonstrations for the supervised warm-up, tokenised on request and stored as samples."""
 
 from __future__ import annotations
 
@@ -21,15 +21,24 @@ class Demonstrations(Protocol):
 
 
 class DemoSource:
-    """Opens the demonstrations at the first request: only DP heads ever get one."""
+    """Source of demonstrations.
+
+    It opens the file at the first request, because only DP heads receive one.
+    """
 
     def __init__(self, config: Config, paths: TrialPaths, data: DataManager, worker: int = 0) -> None:
-        self._config, self._paths, self._data, self._worker = config, paths, data, worker
+        self._config = config
+        self._paths = paths
+        self._data = data
+        self._worker = worker
         self._dataset: Demonstrations | None = None
         self._loaded = 0
 
     def load(self, indices: Sequence[int]) -> list[SampleMeta]:
-        """Hold these demonstrations; each load of an index is a sample of its own."""
+        """Store these demonstrations and return their metadata.
+
+        Each load of an index makes a new sample.
+        """
         if self._dataset is None:
             self._dataset = open_demonstrations(self._config, self._paths)
         metas = []
@@ -41,9 +50,14 @@ class DemoSource:
 
 
 def open_demonstrations(config: Config, paths: TrialPaths) -> Demonstrations:
-    """The trial's demonstrations with the model's tokenizer."""
+    """Open the trial's demonstrations with the model's tokenizer.
+
+    Raises ConfigError if no file is configured.
+    """
     model = Path(config.model.path) if config.model.path else paths.model
     file = dataset_files(config, paths).demos
     if file is None:
-        raise ConfigError("data.demos", config.data.demos, "the warm-up (warmup.steps > 0) needs demonstrations")
+        raise ConfigError(
+            "data.demos", config.data.demos, "is needed by the warm-up: name a file, or set warmup.steps=0"
+        )
     return DemoDataset(file, TextTokenizer(model), chat_template=config.data.chat_template)

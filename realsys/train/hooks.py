@@ -1,4 +1,7 @@
-"""Hooks: functions that run before or after a model function call. Their names: ``realsys.config.doors.HOOK``."""
+"""Hooks: functions that run before or after a model function call.
+
+``realsys.config.doors.HOOK`` lists their names.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from realsys.config.doors import HOOK
 from realsys.train.calls import Role
 from realsys.types import MfcRequest
 
-#: Runs on every rank of the role's mesh, so it may be a collective. What it raises ends the worker.
+#: Runs on every rank of the role's mesh, so it may contain collectives. An error that it raises
+#: ends the worker.
 Hook = Callable[[Role, MfcRequest], None]
 
 
@@ -22,18 +26,20 @@ def find_hook(name: str) -> Hook:
 
 
 def onload(role: Role, request: MfcRequest) -> None:
-    """Bring back to the device what ``offload`` sent out; nothing when all of it is there."""
+    """Bring the role's offloaded tensors back to the device, if any are offloaded."""
     role.engine.onload()
 
 
 def offload(role: Role, request: MfcRequest) -> None:
-    """Send to host memory what the role's settings say: its optimizer state, or its parameters, too."""
+    """Move the role's optimizer state, or also its parameters, to host memory, as
+    ``roles.<role>.offload`` says.
+    """
     role.engine.offload()
 
 
 @contextlib.contextmanager
 def onloaded(role: Role) -> Iterator[None]:
-    """For what needs the role's tensors between its calls: they are on the device inside the block."""
+    """Keep the role's tensors on the device inside the block. For work between its calls."""
     role.engine.onload()
     try:
         yield

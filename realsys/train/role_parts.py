@@ -1,4 +1,4 @@
-"""Builds what a ModelWorker keeps of one model role: its shard, and the packer that feeds it."""
+"""Builds a model role on one ModelWorker: its shard, and the packer that feeds it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ logger = logging.getLogger(__name__)
 def make_role(
     config: Config, name: str, model: Path, groups: MeshGroups, data: DataManager, device: Device, *, trainable: bool
 ) -> Role:
-    """Load this rank's shard of ``name`` from the HF directory ``model``. Every rank of its mesh must call it.
+    """Load this rank's shard of ``name`` from the HF directory ``model``. Every rank of its mesh
+    must call it.
 
-    ``trainable``: with gradients and an optimizer. Raises ConfigError for a role that is not configured, ModelError
-    for a model that is unusable or does not fit.
+    ``trainable``: with gradients and an optimizer. Raises ConfigError for a role that is not
+    configured, ModelError for a model that is unusable or does not fit the layout.
     """
     start = time.perf_counter()
     settings = role_settings(config, name)

@@ -1,10 +1,11 @@
-"""The output projection, log-probs of given tokens and entropy, over a vocabulary sharded over the tensor ranks.
+"""The output projection, log-probs of given tokens and entropy, over a vocabulary sharded over the
+tensor ranks.
 
     hidden [n, h], weight [V/tp, h] -> logits [n, V/tp] -> log-probs [n], entropies [n]
 
-One autograd function for all of it, so that logits are never kept: the backward pass needs the softmax only, or, in
-chunks, nothing at all, and computes it again chunk by chunk. (Megatron's own cross entropy overwrites fp32 logits in
-place and knows no temperature and no entropy.)
+It is one autograd function, so that logits are never kept. The backward pass needs only the
+softmax; with chunks it keeps nothing and computes the softmax again, chunk by chunk. (Megatron's
+own cross entropy overwrites fp32 logits in place, and has no temperature and no entropy.)
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How tokens are scored.
+    """The settings of scoring.
 
     temperature       of the distribution, as in generation
-    chunk             rows whose logits exist at a time; 0: all
-    entropy_gradient  whether the entropy takes part in the backward pass
+    chunk             rows whose logits exist at the same time; 0: all
+    entropy_gradient  True if the entropy has a gradient
     group             the tensor ranks, each with its shard of the vocabulary in order; None: one rank has it all
     """
 
@@ -36,17 +37,19 @@ class Scoring:
         return self.group is not None and self.group.size() > 1
 
     def parts(self, rows: int) -> list[slice]:
-        """At least one, which is empty when there are no rows."""
+        """Return the chunks of ``rows`` rows: at least one, which is empty without rows."""
         step = self.chunk or max(1, rows)
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
 
     def reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """Over the shards, in place."""
+        """Reduce ``tensor`` over the shards, in place."""
         if self.sharded and tensor.numel():
             dist.all_reduce(tensor, op, group=self.group)
 
     def local(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Targets as columns [n, 1] of this rank's shard of ``size``; which lie on another rank (their column is 0)."""
+        """Return the targets as columns [n, 1] of this rank's shard of ``size``, and a mask of
+        those on another rank (column 0).
+        """
         if self.group is None or not self.sharded:
             return targets[:, None], None
         local = targets - self.group.rank() * size
@@ -56,7 +59,10 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """fp32 [n] each; ``normaliser`` is the log of the partition function. ``softmax`` fp32 [n, V/tp] only on demand."""
+    """Scores, fp32 [n] each.
+
+    ``normaliser``: log of the partition function. ``softmax``: fp32 [n, V/tp], or None.
+    """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -65,13 +71,20 @@ class _Scored:
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, how: Scoring) -> torch.Tensor:
-    """fp32 [n, V/tp], free to be overwritten. The product itself is in the model's dtype, as in generation."""
+    """Return the logits, fp32 [n, V/tp]; the caller may overwrite them.
+
+    The product is in the model's dtype, as in generation.
+    """
     logits = (hidden @ weight.t()).float()
     return logits if how.temperature == 1.0 else logits.div_(how.temperature)
 
 
 def _score(logits: torch.Tensor, targets: torch.Tensor, how: Scoring, *, keep: bool) -> _Scored:
-    """Overwrites ``logits``; beside them there is one more tensor of their size, the softmax."""
+    """Score ``targets``.
+
+    Overwrites ``logits``, and allocates one more tensor of their size, the softmax.
+    """
+    # The largest logit of all shards is subtracted, so that no exponential overflows.
     peak = logits.amax(-1)
     how.reduce(peak, dist.ReduceOp.MAX)
     z = logits.sub_(peak[:, None])
@@ -80,6 +93,7 @@ def _score(logits: torch.Tensor, targets: torch.Tensor, how: Scoring, *, keep: b
     if elsewhere is not None:
         target_z.masked_fill_(elsewhere, 0.0)
     p = z.exp()
+    # One reduction for the three sums: each reduction costs a latency.
     sums = torch.stack([target_z, p.sum(-1), z.mul_(p).sum(-1)])
     how.reduce(sums)
     target_z, total, weighted = sums
@@ -89,17 +103,19 @@ def _score(logits: torch.Tensor, targets: torch.Tensor, how: Scoring, *, keep: b
 
 
 class _ProjectedLogprobs(torch.autograd.Function):
+    """Projection, log-probs and entropy with one backward pass, in chunks."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, how: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
         parts = how.parts(len(targets))
-        # The softmax of a single part is what may exist at a time anyway: kept rather than computed again.
+        # With a single part the softmax fits into memory: it is kept, not computed again.
         keep = len(parts) == 1 and any(ctx.needs_input_grad)
         scored = [_score(_logits(hidden[part], weight, how), targets[part], how, keep=keep) for part in parts]
-        logprobs = _join([one.logprobs for one in scored])
-        entropy = _join([one.entropy for one in scored])
-        normaliser = _join([one.normaliser for one in scored])
+        logprobs = _join([chunk.logprobs for chunk in scored])
+        entropy = _join([chunk.entropy for chunk in scored])
+        normaliser = _join([chunk.normaliser for chunk in scored])
         ctx.save_for_backward(hidden, weight, targets, entropy, normaliser, scored[0].softmax)
         ctx.how = how
         if not how.entropy_gradient:
@@ -111,7 +127,7 @@ class _ProjectedLogprobs(torch.autograd.Function):
         hidden, weight, targets, entropy, normaliser, softmax = ctx.saved_tensors
         how: Scoring = ctx.how
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Chunks add up in fp32; a single part needs no sum.
+        # Chunks are summed in fp32; a single chunk needs no sum.
         grad_weight: torch.Tensor | None = None
         for part in how.parts(len(targets)):
             p = softmax
@@ -125,7 +141,7 @@ class _ProjectedLogprobs(torch.autograd.Function):
                 share = slope.t() @ hidden[part]
                 grad_weight = share if grad_weight is None else grad_weight.float().add_(share)
         if grad_hidden is not None:
-            how.reduce(grad_hidden)  # each shard of the vocabulary gave a part of it
+            how.reduce(grad_hidden)  # each rank computed the part of its shard of the vocabulary
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
@@ -137,7 +153,7 @@ def _logit_gradient(
     entropy: torch.Tensor,
     how: Scoring,
 ) -> torch.Tensor:
-    """Gradient of the logits, fp32 [n, V/tp], in the place of the softmax ``p``.
+    """Return the gradient of the logits, fp32 [n, V/tp], in the memory of the softmax ``p``.
 
     d logp / dz = onehot - p,   dH / dz = -p (log p + H),   z = logits / temperature
     """
@@ -160,10 +176,11 @@ def _join(parts: list[torch.Tensor]) -> torch.Tensor:
 def projected_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, how: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``hidden`` [n, h], this rank's ``weight`` [V/tp, h], ``targets`` int64 [n] -> log-probs, entropies, fp32 [n].
+    """Return log-probs and entropies of ``targets``, fp32 [n] each, in nats.
 
-    ``hidden`` is the same on all ranks of ``how.group``, and so are the results and the gradient of ``hidden``. In
-    nats; the entropy has a gradient only with ``how.entropy_gradient``.
+    ``hidden`` [n, h], this rank's ``weight`` [V/tp, h], ``targets`` int64 [n]. ``hidden`` is the
+    same on all ranks of ``how.group``, and so are the results and the gradient of ``hidden``. The
+    entropy has a gradient only with ``how.entropy_gradient``.
     """
     function: Any = _ProjectedLogprobs
     logprobs, entropy = function.apply(hidden, weight, targets, how)

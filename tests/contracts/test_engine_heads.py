@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from realsys.errors import ModelError
-from realsys.train.megatron.train_engine import LossFunction, Outputs, Stats
+from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.train_engine import LossFunction, Stats
 from realsys.train.packing import MicroBatch, split_rows
 from tests.support.serving.hf_models import make_model
 from tests.support.training.engine_ranks import (
@@ -83,10 +84,10 @@ def test_values_scores_and_their_gradients(
         batches = rank.micro_batches()
         values: dict[str, Any] = {}
         scores: dict[str, Any] = {}
-        for batch, found in zip(batches, rank.engine.values(batches), strict=rank.engine.last_stage):
+        for batch, found in zip(batches, rank.engine.values(batches), strict=rank.engine.groups.last_stage):
             assert found.dtype is torch.float32
             values |= split_rows(batch, found, end=True)
-        for batch, found in zip(batches, rank.engine.scores(batches), strict=rank.engine.last_stage):
+        for batch, found in zip(batches, rank.engine.scores(batches), strict=rank.engine.groups.last_stage):
             scores |= {ref.sample_id: score for ref, score in zip(batch.refs, found.tolist(), strict=True)}
         loss = sum(stats["loss"].item() for stats in rank.engine.accumulate(batches, to_target))
         return values, scores, loss, rank.gradients()
@@ -133,7 +134,7 @@ def test_log_probs_and_an_entropy_bonus(text: str, train: dict[str, Any], actor:
     def body(rank: Rank) -> tuple[dict[str, Any], float, dict[str, torch.Tensor]]:
         batches = rank.micro_batches()
         logprobs: dict[str, Any] = {}
-        for batch, found in zip(batches, rank.engine.logprobs(batches), strict=rank.engine.last_stage):
+        for batch, found in zip(batches, rank.engine.logprobs(batches), strict=rank.engine.groups.last_stage):
             logprobs |= split_rows(batch, found)
         loss = sum(stats["loss"].item() for stats in rank.engine.accumulate(batches, with_bonus))
         return logprobs, loss, rank.gradients()
@@ -170,9 +171,9 @@ def test_a_frozen_engine_has_no_gradients_and_refuses_to_train(actor: tuple[PreT
     def body(rank: Rank) -> tuple[list[torch.Tensor], list[bool]]:
         engine = rank.engine
         batches = rank.micro_batches()
-        with pytest.raises(ModelError, match="role actor is frozen: it has no gradients"):
+        with pytest.raises(ModelError, match="role actor is frozen, without gradients"):
             engine.accumulate(batches, NLL)
-        with pytest.raises(ModelError, match="role actor has head=lm; this call needs head=value"):
+        with pytest.raises(ModelError, match="role actor has head=lm: this call needs head=value"):
             engine.values(batches)
         assert engine.ddp_model is None and engine.module is not None
         parameters = list(engine.module.parameters())
@@ -186,7 +187,7 @@ def test_a_frozen_engine_has_no_gradients_and_refuses_to_train(actor: tuple[PreT
 
 def test_a_value_engine_does_not_score_tokens(critic: tuple[PreTrainedModel, Path]) -> None:
     def body(rank: Rank) -> None:
-        with pytest.raises(ModelError, match="role actor has head=value; this call needs head=lm"):
+        with pytest.raises(ModelError, match="role actor has head=value: this call needs head=lm"):
             rank.engine.logprobs(rank.micro_batches())
 
     on_ranks("d1", critic[1], body, make_config(), make_settings("value"))

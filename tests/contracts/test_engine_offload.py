@@ -106,11 +106,11 @@ def test_an_offloaded_engine_refuses_what_it_has_no_memory_for(path: Path) -> No
             lambda: engine.use_optimizer("warmup", ADAM),
             lambda: list(engine.export(gradients=True)),
         ):
-            with pytest.raises(ModelError, match="role actor.* offloaded: 'onload' comes before this call"):
+            with pytest.raises(ModelError, match="role actor.* offloaded: call 'onload' first"):
                 call()
         if gone:
             for call in (lambda: engine.logprobs(batches), lambda: list(engine.export())):
-                with pytest.raises(ModelError, match="model of role actor is offloaded: 'onload' comes before"):
+                with pytest.raises(ModelError, match="model of role actor is offloaded: call 'onload' first"):
                     call()
         else:
             assert all(torch.equal(a, b) for a, b in zip(engine.logprobs(batches), expected, strict=True))
@@ -148,7 +148,7 @@ def test_before_it_is_loaded_an_engine_says_so(path: Path) -> None:
     def body(rank: int, device: Any) -> None:
         engine = MegatronEngine(config, make_settings(offload="all"), FORMED[ACTOR], device)
         for call in (engine.offload, lambda: engine.logprobs([]), lambda: engine.parameter_count):
-            with pytest.raises(ModelError, match="this ModelWorker has no model yet: 'initialize' comes first"):
+            with pytest.raises(ModelError, match="this ModelWorker has no model yet: send 'initialize' first"):
                 call()
 
     run_ranks(1, body, config, ParallelLayout())

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
-from realsys.train.megatron.train_engine import Outputs, Stats
+from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.train_engine import Stats
 from realsys.train.packing import MicroBatch
 from tests.support.serving.hf_models import make_model
 from tests.support.training.engine_ranks import (
@@ -70,7 +71,7 @@ def test_a_rank_without_a_sequence_takes_part_and_adds_nothing(
         return share, {"loss": share.detach()}
 
     def body(rank: Rank) -> tuple[list[int], dict[str, torch.Tensor]]:
-        data, first = rank.layout.data, rank.engine.data_rank == 0
+        data, first = rank.layout.data, rank.engine.groups.data_rank == 0
         batches = [rank.packer.pack(refs if data == 1 or first else []) for refs in (REFS[:4], REFS[4:])]
         rank.engine.accumulate(batches, loss)
         gradients = rank.gradients()
@@ -203,6 +204,30 @@ def test_three_steps_are_those_of_torch(
         torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("text", ["d1", "d2m2"])
+def test_norm_just_above_limit_is_clipped(text: str, actor: tuple[PreTrainedModel, Path]) -> None:
+    """The gradient's norm is 1.2 times the limit, so a step of SGD is the gradient divided by 1.2."""
+    lr, model = 0.1, make_model()
+    (-plain_answers(model)[0].sum() / ANSWER_TOKENS).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+    settings = OptimizerConfig(name="sgd", momentum=0.0, weight_decay=0.0, clip_grad=norm / 1.2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= lr * parameter.grad / 1.2
+
+    def body(rank: Rank) -> tuple[float, dict[str, torch.Tensor]]:
+        rank.engine.use_optimizer("train", settings)
+        rank.engine.accumulate(rank.micro_batches(), NLL)
+        return rank.engine.step(lr).grad_norm, rank.weights()
+
+    results = on_ranks(text, actor[1], body, make_config(), make_settings())
+    assert [rank_norm for rank_norm, _ in results] == pytest.approx([norm] * len(results), rel=1e-4)
+    weights = cat_exports([part for _, part in results])
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=1e-5)
+
+
 def test_a_step_that_is_not_finite_is_not_taken_on_any_rank(actor: tuple[PreTrainedModel, Path]) -> None:
     def poisoned(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
         share, stats = NLL(batch, outputs)
@@ -242,7 +267,7 @@ def test_the_distributed_optimizer_is_refused_for_what_megatron_cannot_shard(
     actor: tuple[PreTrainedModel, Path],
 ) -> None:
     def body(rank: Rank) -> None:
-        with pytest.raises(ModelError, match="distributed_optimizer works with AdamW alone"):
+        with pytest.raises(ModelError, match="distributed_optimizer supports only AdamW"):
             rank.engine.use_optimizer("train", OptimizerConfig(name="sgd"))
 
     on_ranks("d1", actor[1], body, make_config(distributed_optimizer=True), make_settings())

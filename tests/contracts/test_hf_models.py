@@ -247,7 +247,7 @@ def test_a_rank_touches_only_its_own_slices(tmp_path: Path) -> None:
         before = status_bytes("VmRSS")
         other = load_engine(path, device)
         peak = status_bytes("VmHWM") - before
-        shards = ShardMap(read_model(path), engine.tensor_rank, 2)
+        shards = ShardMap(read_model(path), engine.groups.tensor_rank, 2)
         with HFReader(path) as reader:
             reader.check(shards.model)
             checked = mapped_bytes(path / "model.safetensors")

@@ -316,4 +316,4 @@ def test_training_without_a_learning_rate_is_refused(folders: dict[str, Path]) -
             worker.call("actor_train", "actor", [REFS])
         return str(caught.value)
 
-    assert run_ranks(1, body, config) == ["actor_train: args lack 'lr'; the master decides it for every call"]
+    assert run_ranks(1, body, config) == ["call 'actor_train' has no argument 'lr': the master must send it"]

@@ -150,8 +150,8 @@ def one_rank(rank: int, device: Device, path: Path, config: Config, layout: Para
         role.data.put(ref.sample_id, ARRAYS[ref.sample_id])
     find_handler("actor_inf").run(role, MfcRequest("actor_inf", "actor", "actor_inf", 0, 0, [parts]))
     prox = {}
-    if role.engine.last_stage:
-        own = parts[role.engine.data_rank]
+    if role.engine.groups.last_stage:
+        own = parts[role.engine.groups.data_rank]
         prox = {ref.sample_id: role.data.get(ref.sample_id, "prox_logprobs") for ref in own}
     request = MfcRequest("actor_train", "actor", "actor_train", 0, 0, [parts], args={"lr": 0.0})
     stats = find_handler("actor_train").run(role, request).stats

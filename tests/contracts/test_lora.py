@@ -20,7 +20,8 @@ from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.train.megatron.device import Device
-from realsys.train.megatron.train_engine import MegatronEngine, Outputs, Stats
+from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.train_engine import MegatronEngine, Stats
 from realsys.train.packing import MicroBatch
 from tests.support.serving.hf_models import SIZES, VOCAB, make_model
 from tests.support.training.records import make_ref
@@ -182,7 +183,7 @@ def one_rank(rank: int, device: Device, path: Path, config: Config, layout: Para
     drawn = {name: p.detach().clone() for name, p in adapters.items() if name.endswith(".a")}
     for name, parameter in adapters.items():
         if name.endswith(".b"):
-            parameter.data.copy_(fused_b(random_b(), name, engine.tensor_rank, layout.tensor))
+            parameter.data.copy_(fused_b(random_b(), name, engine.groups.tensor_rank, layout.tensor))
     batches = batches_of(layout, rank)
     logprobs = engine.logprobs(batches)
     engine.accumulate(batches, loss_of)

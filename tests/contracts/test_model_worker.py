@@ -23,20 +23,18 @@ from realsys.errors import ConfigError, ModelError
 from realsys.hf.config import read_model
 from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
-from realsys.train.call_service import ModelWorkerService
+from realsys.train.call_service import ModelWorkerService, WorkerParts
 from realsys.train.calls import CallOutcome, Role
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
+from realsys.train.checkpoint.messages import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.types import (
     ClearRequest,
     Empty,
-    FinishCheckpointRequest,
     InitializeRequest,
-    LoadCheckpointRequest,
     MfcReply,
     MfcRequest,
-    SaveCheckpointRequest,
     SaveWeightsReply,
     SaveWeightsRequest,
     Transfer,
@@ -99,7 +97,8 @@ class Played:
                 self.data.put(name, arrays)
         paths = TrialPaths.of(config)
         writer = DiskWriter(ShardWriter())
-        self._service = ModelWorkerService(config, paths, FORMED, rank, self.endpoint, self.data, device, writer)
+        parts = WorkerParts(rank, FORMED, self.endpoint, self.data, device, writer)
+        self._service = ModelWorkerService(config, paths, parts)
 
     def serve(self) -> list[Any]:
         self._service.run(self.stop)
@@ -306,7 +305,7 @@ def test_an_offloaded_role_is_written_and_stays_offloaded(models: dict[str, Path
         return worker.endpoint.errors
 
     [[error]] = run_ranks(1, body, config, meshes={"ref": whole_mesh(D1)})
-    assert "ref is offloaded: 'onload' comes before this call" in error
+    assert "ref is offloaded: call 'onload' first" in error
     before, after = (
         load_file(models["ref"] / "model.safetensors"),
         load_file(tmp_path / "model-00001-of-00001.safetensors"),
@@ -371,15 +370,15 @@ KNOWN_HANDLERS = "actor_inf, actor_train, advantages, critic_inf, critic_train, 
         ),
         (
             call("critic_inf", "critic", [[]]),
-            "ModelError: model_worker/0 has no role 'critic'; initialised here: actor ('initialize' comes first)",
+            "ModelError: model_worker/0 has no role 'critic' (it has actor): send 'initialize' first",
         ),
         (
             ("initialize", InitializeRequest("critic", "somewhere")),
-            "ModelError: model_worker/0 is on no mesh of role 'critic'; the roles here: actor",
+            "ModelError: model_worker/0 is on no mesh of role 'critic': its roles are actor",
         ),
         (
             ("save_checkpoint", SaveCheckpointRequest("ref", 1, "somewhere")),
-            "ModelError: model_worker/0 has no role 'ref'; initialised here: actor ('initialize' comes first)",
+            "ModelError: model_worker/0 has no role 'ref' (it has actor): send 'initialize' first",
         ),
     ],
     ids=["handler", "hook", "role of a call", "role to load", "role to save"],

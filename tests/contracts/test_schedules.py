@@ -124,7 +124,7 @@ async def run_case(case: Case, workers: SimulatedWorkers) -> dict[str, CallResul
     async with workers.serving():
         executor = GraphExecutor(case.flow, case.meshes, workers)
         results = await executor.run(plans, ownership, step=1, version=0, args={})
-        await workers.clear(sorted(ownership.forget(case.arrived)), list(case.arrived))
+        await workers.clear(sorted(ownership.discard_samples(case.arrived)), list(case.arrived))
     return results
 
 
@@ -344,7 +344,7 @@ async def drive(stream: MasterStream) -> tuple[int, int]:
         }
         plans = {role: plan_minibatches(refs, 2, mesh.layout.data) for role, mesh in MESHES.items()}
         results = await GraphExecutor(flow, MESHES, workers).run(plans, ownership, step=step, version=0, args=args)
-        await workers.clear(sorted(ownership.forget(arrived)), list(arrived))
+        await workers.clear(sorted(ownership.discard_samples(arrived)), list(arrived))
         calls += len(results)
         beside += sum(a.began < b.ended and b.began < a.ended for a, b in itertools.combinations(results.values(), 2))
     await routed.broadcast(range(REAL_WORKERS), "stop", Stop(), Empty)

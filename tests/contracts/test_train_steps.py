@@ -92,6 +92,32 @@ def test_skipping_zero_advantages_changes_no_gradient(model: Path) -> None:
         torch.testing.assert_close(some_grads[name], grad, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("term", [{"entropy_coef": 0.5}, {"kl": {"coef": 0.5}}], ids=["entropy", "kl"])
+def test_zero_advantages_keep_other_gradients(model: Path, term: dict[str, Any]) -> None:
+    """An entropy bonus and a KL in the loss have a gradient where the advantage is 0: no sample may be skipped."""
+    refs, arrays = make_batch()
+    reference = {name: {"ref_logprobs": values["behav_logprobs"] - 0.5} for name, values in arrays.items()}
+
+    def body(rank: int, device: Device) -> list[Any]:
+        results: list[Any] = []
+        for skip in (False, True):
+            advantage = {"mean": "group", "std": "group"}
+            config = make_config(ppo={"skip_zero_advantage": skip, "advantage": advantage, **term})
+            role = build_role(config, D1, rank, device, model)
+            fill(role, arrays)
+            fill(role, reference)
+            call(role, "actor_inf", [refs])
+            stats = call(role, "actor_train", [refs], lr=0.0, kl_coef=0.5)
+            results.append((stats, dict(role.engine.export(gradients=True))))
+        return results
+
+    [[(all_stats, all_grads), (some_stats, some_grads)]] = run_ranks(1, body, make_config(), D1)
+    assert some_stats["tokens"] == all_stats["tokens"] == sum(ref.loss_tokens for ref in refs)
+    assert some_stats["grad_norm"] == pytest.approx(all_stats["grad_norm"], rel=1e-6)
+    for name, grad in all_grads.items():
+        torch.testing.assert_close(some_grads[name], grad)
+
+
 def test_a_batch_without_any_advantage_still_steps_in_time_with_the_others(model: Path) -> None:
     refs, arrays = make_batch(groups=1)
     config = make_config(ppo={"skip_zero_advantage": True, "advantage": {"mean": "group", "std": "group"}})

@@ -104,6 +104,6 @@ def test_run_in_which_every_verification_fails_ends_and_says_why(tmp_path, probl
     assert job.returncode == 1, job.report()
     message = job.stderr.splitlines()[0]
     assert "master_worker/0" in message and "StuckError" in message
-    assert "5 x failed RewardError" in message and "no batch of 4" in message
+    assert "5 x failed RewardError" in message and "fewer than the 4 of a batch" in message
     assert job.records("train") == []
     assert processes_of(job.root) == []

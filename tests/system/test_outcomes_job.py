@@ -58,7 +58,7 @@ def test_dataset_that_runs_out_before_a_batch_fills_ends_by_name_with_what_becam
     job = run_arith(tmp_path, "used-up", *TINY, *ALL_FILTERED, "train.total_epochs=1")
     message = stuck(job)
     assert "all 20 groups have ended: 0 trained, 20 dropped (20 x success_rate)" in message
-    assert "no batch of 8 (train.batch_groups)" in message
+    assert "fewer than the 8 of a batch (train.batch_groups)" in message
 
 
 def test_endless_data_of_which_every_group_is_rejected_ends_by_name(tmp_path):

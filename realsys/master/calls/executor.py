@@ -1,20 +1,22 @@
 """Runs the dataflow graph of one batch over the meshes.
 
-    ready ──send──> transfer (sources, destinations) ─┐ into the workers' queues, before anything is awaited
+    ready ──send──> transfer (sources, destinations) ─┐ into the workers' queues, before any reply is awaited
                     mfc      (the role's mesh)       ─┘
-    replied ──> its outputs are available ──> keys that nobody reads any more are cleared ──> what is ready now ──> ...
+    replied ──> its outputs are available ──> keys without further readers are cleared ──> calls ready now ──> ...
 
-Consumes a batch (sequences in minibatches, per role) and who owns which arrays; waits for keys; a finished call
-unblocks the calls that read what it made; produces each call's statistics.
+Consumes a batch (sequences in minibatches, per role) and the owners of its arrays. It waits for
+keys; a finished call unblocks the calls that read its outputs. It produces the statistics of each
+call.
 
-**No deadlock.** A worker executes what it is sent one after the other, in the order of sending, and a request waits for
-nothing but collectives and messages among its own recipients. The executor sends each request to all its recipients
-before it sends another, so all requests stand in one global order that every worker's queue agrees with. By induction
-over that order every request completes: when those before it have completed, none of its recipients has anything left
-to do first, so each of them gets to it, and its collectives have all their participants. That holds for any meshes
-(disjoint, nested, overlapping) and any durations. Calls on disjoint meshes share no queue, so they run at the same
-time; calls that share a worker queue there. The queues are also why a transfer may count as done once it is sent: what
-is sent later finds its arrays in place.
+**No deadlock.** A worker serves its requests one at a time, in the order of sending. A request
+waits for nothing but collectives and messages among its own recipients. The executor sends each
+request to all its recipients before it sends another one, so there is one global order of requests
+that every worker's queue agrees with. By induction over that order every request completes: when
+all earlier requests have completed, no recipient has anything left to do before this one. So each
+recipient reaches it, and its collectives have all their participants. This holds for any meshes
+(disjoint, nested, overlapping) and any durations. Calls on disjoint meshes share no queue, so they
+run at the same time; calls that share a worker queue on it. The queues also explain why a transfer
+counts as done once it is sent: every request that is sent later finds its arrays in place.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any, Protocol
 import msgspec
 
 from realsys.buffer.redistribute import holders_of_outputs, plan_call
+from realsys.cluster.aio import first_completed
 from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.errors import RewardError
@@ -44,13 +47,16 @@ from realsys.types import (
     TransferRequest,
 )
 
-SCORES = "scores"  # the one key that comes with the replies instead of staying on the workers
+SCORES = "scores"  # the only key that replies carry; all others stay on the workers
 
 Minibatches = list[list[list[SequenceRef]]]  # [minibatch][dp rank] -> sequences
 
 
 class Workers(Protocol):
-    """Each call is sent to all ``workers`` before it returns; the future is their replies."""
+    """The requests that the executor sends.
+
+    Each is sent to all ``workers`` before the method returns.
+    """
 
     def transfer(self, workers: Iterable[int], payload: TransferRequest) -> asyncio.Future[list[TransferReply]]: ...
     def run_mfc(self, workers: Sequence[int], payload: MfcRequest) -> asyncio.Future[list[MfcReply]]: ...
@@ -61,11 +67,13 @@ class Workers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What one call reported.
+    """Result of one call.
 
-    ``stats`` are reduced over the mesh; ``scores`` are those of all its samples. ``seconds``: of the slowest rank,
-    without what it waited for in its queue; ``began`` and ``ended`` are the master's clock (perf_counter) at sending
-    and at the last reply. ``received``: bytes that its transfers moved.
+    stats        reduced over the mesh
+    scores       sample id -> reward of a reward model, for all samples of the call
+    seconds      of the slowest rank, without its wait for earlier requests
+    began, ended the master's clock (perf_counter) at sending and at the last reply
+    received     bytes that the call's transfers moved
     """
 
     stats: dict[str, float]
@@ -77,15 +85,19 @@ class CallResult:
 
 
 class GraphExecutor:
-    """Executes one graph; one instance per graph, used for every step.
+    """Executor of one graph, used for every step.
 
-    ``score_weight``: a call that reads ``scores`` sees a sequence's reward plus this times its score.
+    ``score_weight``: a call that reads ``scores`` sees a sequence's reward plus this times its
+    score.
     """
 
     def __init__(
         self, flow: Dataflow, meshes: Mapping[str, Mesh], workers: Workers, *, score_weight: float = 1.0
     ) -> None:
-        self._flow, self._meshes, self._workers, self._score_weight = flow, meshes, workers, score_weight
+        self._flow = flow
+        self._meshes = meshes
+        self._workers = workers
+        self._score_weight = score_weight
 
     async def run(
         self,
@@ -96,11 +108,14 @@ class GraphExecutor:
         version: int,
         args: Mapping[str, dict[str, Any]],
     ) -> dict[str, CallResult]:
-        """Run every call once. ``plans`` maps role to its minibatches, ``args`` call name to extra arguments.
+        """Run every call once; return the results by call name.
 
-        ``ownership`` is kept up to date; what is left in it afterwards is the caller's to clear. Raises what a worker
-        answered first (RemoteError, WorkerLost, WaitTimeout), RewardError for scores that are missing or not finite;
-        calls still running are then given up.
+        ``plans``: role -> its minibatches. ``args``: call name -> extra arguments. ``version``: of
+        the weights that the calls start with. ``ownership`` is kept up to date; the caller clears
+        the arrays that are left in it.
+
+        Raises the first error of a worker (RemoteError, WorkerLost, WaitTimeout), or RewardError
+        for scores that are missing or not finite. It stops waiting for the calls that still run.
         """
         graph_run = _GraphRun(
             self._flow, self._meshes, self._workers, self._score_weight, plans, ownership, step, version, args
@@ -110,7 +125,7 @@ class GraphExecutor:
 
 @dataclass(slots=True)
 class _GraphRun:
-    """One execution of the graph."""
+    """One execution of the graph: the calls that are sent, the calls that have replied."""
 
     flow: Dataflow
     meshes: Mapping[str, Mesh]
@@ -124,27 +139,41 @@ class _GraphRun:
     scores: dict[str, float] = field(default_factory=dict)
     started: set[str] = field(default_factory=set)
     results: dict[str, CallResult] = field(default_factory=dict)
-    running: dict[asyncio.Future[Any], FunctionCall | None] = field(default_factory=dict)  # None: a clearing
+    # None: a clear request
+    running: dict[asyncio.Future[Any], FunctionCall | None] = field(default_factory=dict)
 
     async def finish(self) -> dict[str, CallResult]:
+        """Send calls as they become ready, until all have replied; return their results."""
         try:
             self._send_ready()
             while self.running:
-                done, _ = await asyncio.wait(self.running, return_when=asyncio.FIRST_COMPLETED)
-                finished = []
-                for task in done:
-                    call, outcome = self.running.pop(task), task.result()
-                    if call is not None:
-                        self._take(call, outcome)
-                        finished.append(call)
-                # Clearings first: behind the next calls in the queues they would free nothing while those run.
+                finished = self._collect(await first_completed(self.running))
+                # Clear requests are sent first. Behind the next calls in a worker's queue they
+                # would free no memory until those calls have run, and the peak would be that of two
+                # waves.
                 self._clear_unread(finished)
                 self._send_ready()
         finally:
+            # Only the waiting is cancelled: a request that was sent runs on its workers all the
+            # same.
             for task in self.running:
                 task.cancel()
             await asyncio.gather(*self.running, return_exceptions=True)
         return self.results
+
+    def _collect(self, done: Iterable[asyncio.Future[Any]]) -> list[FunctionCall]:
+        """Record the results of completed requests; return the calls among them.
+
+        Raises a worker's error.
+        """
+        finished = []
+        for task in done:
+            call = self.running.pop(task)
+            result = task.result()
+            if call is not None:
+                self._record_result(call, result)
+                finished.append(call)
+        return finished
 
     @property
     def _available(self) -> set[str]:
@@ -152,13 +181,17 @@ class _GraphRun:
         return made | self.flow.source_keys
 
     def _send_ready(self) -> None:
-        """Send what is ready: transfers among idle workers, then the calls in the order of their declaration.
+        """Send what is ready: transfers among idle workers, then the calls in the order of their
+        declaration.
 
-        A source that got a call of its own first would keep the destination waiting for all of it. A destination that
-        is busy, in turn, would keep the source waiting: such a transfer goes right before its call.
+        A source that has a call in its queue first would make the destination wait for the whole
+        call, so transfers go before calls. A busy destination would make an idle source wait
+        instead: such a transfer goes right before its call.
         """
         ready = self.flow.ready(self._available, self.started)
         busy = {w for call in self.running.values() if call is not None for w in self.meshes[call.role].workers}
+        # No await until all is sent. In between, another coroutine could send a request, and the
+        # global order would no longer be the one that the transfers were planned in.
         moving: dict[str, asyncio.Future[list[TransferReply]]] = {}
         began = time.perf_counter()
         for call in ready:
@@ -166,6 +199,8 @@ class _GraphRun:
             if transfers and busy.isdisjoint(_workers_of(transfers)):
                 moving[call.name] = self._send_transfers(call, transfers)
         for call in ready:
+            # Planned again: an earlier call's transfer may have brought the same arrays to these
+            # workers.
             if call.name not in moving and (transfers := self._plan(call)):
                 moving[call.name] = self._send_transfers(call, transfers)
             self.running[self._send_call(call, moving.get(call.name), began)] = call
@@ -174,18 +209,22 @@ class _GraphRun:
         return plan_call(self.meshes[call.role], self.plans[call.role], call.inputs, self.ownership.owners)
 
     def _send_transfers(self, call: FunctionCall, transfers: Sequence[Transfer]) -> asyncio.Future[list[TransferReply]]:
+        # The destinations own the arrays from now on: their queues hold the transfer before
+        # anything sent later.
         moved: set[str] = set()
         for transfer in transfers:
             owners = {sample_id: [transfer.dst] for sample_id in transfer.sample_ids}
             self.ownership.add_owners(transfer.keys, owners)
             moved |= owners.keys()
         plan = self.plans[call.role]
+        # Lengths of the moved samples only: every worker of the transfer receives this list.
         refs = [ref for minibatch in plan for part in minibatch for ref in part if ref.sample_id in moved]
         return self.workers.transfer(_workers_of(transfers), TransferRequest(list(transfers), refs))
 
     def _send_call(
         self, call: FunctionCall, moving: asyncio.Future[list[TransferReply]] | None, began: float
     ) -> asyncio.Task[CallResult]:
+        # Marked before the reply: a later wave must not send the call a second time.
         self.started.add(call.name)
         mesh = self.meshes[call.role]
         request = MfcRequest(
@@ -203,44 +242,53 @@ class _GraphRun:
         return asyncio.create_task(_result(mesh, moving, computing, began), name=f"mfc {call.name} step {self.step}")
 
     def _minibatches(self, call: FunctionCall) -> Minibatches:
-        """The plan of the call's role; rewards include the scores if the call reads them."""
+        """Return the plan of the call's role. Rewards include the scores if the call reads them."""
         plan = self.plans[call.role]
         if SCORES not in call.inputs:
             return plan
         scored = iter(add_scores(_flat(plan), self.scores, self.score_weight))
         return [[[next(scored) for _ in part] for part in minibatch] for minibatch in plan]
 
-    def _take(self, call: FunctionCall, result: CallResult) -> None:
+    def _record_result(self, call: FunctionCall, result: CallResult) -> None:
+        """Make the outputs of ``call`` available to the calls that read them."""
         minibatches = self.plans[call.role]
         if SCORES in call.outputs:
             self._check_scores(call, result.scores)
             self.scores = result.scores
+        # Scores are no arrays on a worker. As owned arrays they would be planned into transfers.
         arrays = call.outputs - METADATA_KEYS
         self.ownership.add_owners(arrays, holders_of_outputs(self.meshes[call.role], minibatches))
         self.results[call.name] = result
 
     def _check_scores(self, call: FunctionCall, scores: Mapping[str, float]) -> None:
-        wanted = [ref.sample_id for ref in _flat(self.plans[call.role])]
-        bad = sorted(sample_id for sample_id in wanted if not math.isfinite(scores.get(sample_id, math.nan)))
+        # Checked here, on one process: a NaN reward would reach every advantage of its group on
+        # every rank.
+        planned = [ref.sample_id for ref in _flat(self.plans[call.role])]
+        bad = sorted(sample_id for sample_id in planned if not math.isfinite(scores.get(sample_id, math.nan)))
         if bad:
-            found = scores.get(bad[0], "no score")
+            score = scores.get(bad[0], "no score")
             raise RewardError(
-                f"{call.name} (role {call.role}), step {self.step}: {len(bad)} of {len(wanted)} samples have no finite "
-                f"score, the first is {bad[0]}: {found}; look at the model in roles.{call.role}.path"
+                f"{call.name} (role {call.role}), step {self.step}: {len(bad)} of {len(planned)} samples have no "
+                f"finite score, the first is {bad[0]}: {score}; check the model in roles.{call.role}.path"
             )
 
     def _clear_unread(self, finished: Sequence[FunctionCall]) -> None:
         """Clear, on all holders, the arrays that no call will read any more.
 
-        Only if one of ``finished`` was the last to read something, and not at the end, when the samples go as a whole.
+        Only after a call that was the last reader of a key. After the last call the caller clears
+        whole samples.
         """
         if len(self.results) == len(self.flow.calls):
             return
+        # A call that is sent counts as a reader until it has replied: only replied calls are
+        # subtracted.
         unread = {key for key in self.ownership.owners if not self._readers(key) - self.results.keys()}
         if not any(call.inputs & unread for call in finished):
             return
         samples = sorted({sample_id for key in unread for sample_id in self.ownership.owners[key]})
-        if holders := self.ownership.drop(unread):
+        if holders := self.ownership.discard_keys(unread):
+            # Awaited with the calls, so that an error of a worker that only clears ends the run as
+            # well.
             self.running[self.workers.clear(sorted(holders), samples, sorted(unread))] = None
 
     def _readers(self, key: str) -> set[str]:
@@ -248,7 +296,9 @@ class _GraphRun:
 
 
 def add_scores(refs: Sequence[SequenceRef], scores: Mapping[str, float], weight: float) -> list[SequenceRef]:
-    """Add ``weight`` times the score of an episode's last row to the reward of each of its rows."""
+    """Return ``refs`` whose rewards are increased by ``weight`` times the score of their episode's
+    last row.
+    """
     of_episode = {ref.episode: scores[ref.sample_id] for ref in refs if ref.last}
     return [msgspec.structs.replace(ref, reward=ref.reward + weight * of_episode[ref.episode]) for ref in refs]
 
@@ -258,7 +308,7 @@ def _flat(plan: Minibatches) -> list[SequenceRef]:
 
 
 def _workers_of(transfers: Sequence[Transfer]) -> list[int]:
-    """Sources and destinations."""
+    """Return the sources and destinations, sorted."""
     return sorted({worker for transfer in transfers for worker in (transfer.src, transfer.dst)})
 
 
@@ -268,14 +318,21 @@ async def _result(
     computing: asyncio.Future[list[MfcReply]],
     began: float,
 ) -> CallResult:
-    """The replies of transfer and call as one result. The first failure of either gives up the other."""
+    """Wait for the replies of transfer and call; return them as one result.
+
+    If either fails, cancel the other.
+    """
     both: list[asyncio.Future[Any]] = [computing] if moving is None else [computing, moving]
     try:
         await asyncio.gather(*both)
     finally:
+        # gather leaves the other future running after an error; its own error would then be logged
+        # as never retrieved.
         for future in both:
             future.cancel()
     replies = {reply.worker: reply for reply in computing.result()}
+    # Statistics are reduced over the mesh, so one head has them all. Scores are not: each head has
+    # its own samples.
     heads = [replies[worker] for worker in mesh.dp_heads()]
     return CallResult(
         stats=heads[0].stats,

@@ -10,21 +10,16 @@ import msgspec
 
 from realsys.cluster.topology import Mesh
 from realsys.stream.head_routing import RoutedStream
+from realsys.train.checkpoint.messages import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
+from realsys.train.records.messages import HoldRequest, LoadRecordRequest, RecordReply, RecordRequest
 from realsys.types import (
     ClearRequest,
     Empty,
-    FinishCheckpointRequest,
-    HoldRequest,
     InitializeRequest,
-    LoadCheckpointRequest,
     LoadDemosRequest,
-    LoadRecordRequest,
     MfcReply,
     MfcRequest,
-    RecordReply,
-    RecordRequest,
     SamplesArrived,
-    SaveCheckpointRequest,
     SaveWeightsReply,
     SaveWeightsRequest,
     TransferReply,
@@ -35,13 +30,16 @@ Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 
 class ModelWorkers:
-    """Sends each call to all ranks it concerns before it returns; the future is their replies.
+    """The requests to the ModelWorkers, one method each.
 
-    So all workers see all calls in one order, that in which they were made here.
+    Each method sends its request to all recipients before it returns; the future is their replies.
+    So all workers see all requests in one order, that of the method calls.
     """
 
     def __init__(self, stream: RoutedStream, meshes: Mapping[str, Mesh], timeout_s: float) -> None:
-        self._stream, self._meshes, self._timeout_s = stream, meshes, timeout_s
+        self._stream = stream
+        self._meshes = meshes
+        self._timeout_s = timeout_s
 
     def initialize(self, payload: InitializeRequest) -> asyncio.Future[list[Empty]]:
         return self._to_role(payload.role, "initialize", payload, Empty)
@@ -65,13 +63,13 @@ class ModelWorkers:
         return self._to_role(payload.role, "load_checkpoint", payload, Empty)
 
     def hold(self, payload: HoldRequest) -> asyncio.Future[list[Empty]]:
-        return self._stream.broadcast(self._everybody(), "hold", payload, Empty, timeout_s=self._timeout_s)
+        return self._stream.broadcast(self._all_workers(), "hold", payload, Empty, timeout_s=self._timeout_s)
 
     def record(self, payload: RecordRequest) -> asyncio.Future[list[RecordReply]]:
-        return self._stream.broadcast(self._everybody(), "record", payload, RecordReply, timeout_s=self._timeout_s)
+        return self._stream.broadcast(self._all_workers(), "record", payload, RecordReply, timeout_s=self._timeout_s)
 
     def load_record(self, payload: LoadRecordRequest) -> asyncio.Future[list[Empty]]:
-        return self._stream.broadcast(self._everybody(), "load_record", payload, Empty, timeout_s=self._timeout_s)
+        return self._stream.broadcast(self._all_workers(), "load_record", payload, Empty, timeout_s=self._timeout_s)
 
     def load_demos(self, head: int, indices: list[int]) -> asyncio.Future[SamplesArrived]:
         request = LoadDemosRequest(indices)
@@ -80,16 +78,19 @@ class ModelWorkers:
     def clear(
         self, workers: Iterable[int], sample_ids: list[str], keys: Sequence[str] = ()
     ) -> asyncio.Future[list[Empty]]:
-        """Forget samples; with ``keys`` only these arrays of them. What a worker does not hold is no error."""
+        """Discard samples; with ``keys`` only these arrays of them.
+
+        A sample that a worker does not hold is not an error.
+        """
         request = ClearRequest(sample_ids, list(keys))
         return self._stream.broadcast(workers, "clear", request, Empty, timeout_s=self._timeout_s)
 
-    def _everybody(self) -> list[int]:
+    def _all_workers(self) -> list[int]:
         return sorted({worker for mesh in self._meshes.values() for worker in mesh.workers})
 
     def _to_role(
         self, role: str, handler: str, payload: msgspec.Struct, reply_type: type[Reply]
     ) -> asyncio.Future[list[Reply]]:
-        """To the whole mesh of ``role``."""
+        """Send a request to the whole mesh of ``role``."""
         workers = self._meshes[role].workers
         return self._stream.broadcast(workers, handler, payload, reply_type, timeout_s=self._timeout_s)

@@ -1,4 +1,4 @@
-"""Who holds which array of which sample: the master's table, and what becomes of an array nobody reads any more."""
+"""The master's table of which worker holds which array of which sample."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Ownership:
-    """``owners[key][sample_id]``: the workers that hold the array, or will before they get to anything sent later."""
+    """The holders of each array.
+
+    ``owners[key][sample_id]``: the workers that hold the array when they serve the next request
+    that is sent.
+    """
 
     owners: dict[str, dict[str, set[int]]] = field(default_factory=dict)
 
@@ -16,20 +20,20 @@ class Ownership:
         self.owners.setdefault(key, {}).setdefault(sample_id, set()).add(worker)
 
     def add_owners(self, keys: Iterable[str], owners: Mapping[str, Iterable[int]]) -> None:
-        """``owners``: sample id -> workers that hold all of ``keys``."""
+        """Add holders. ``owners``: sample id -> workers that hold all of ``keys``."""
         for key in keys:
             for sample_id, workers in owners.items():
                 self.owners.setdefault(key, {}).setdefault(sample_id, set()).update(workers)
 
-    def drop(self, keys: Iterable[str]) -> set[int]:
-        """Forget these arrays of all samples; returns the workers that held any of them."""
+    def discard_keys(self, keys: Iterable[str]) -> set[int]:
+        """Discard these arrays of all samples; return the workers that held any of them."""
         return {worker for key in keys for workers in self.owners.pop(key, {}).values() for worker in workers}
 
-    def forget(self, sample_ids: Iterable[str]) -> set[int]:
-        """Forget these samples; returns the workers that held anything of them."""
+    def discard_samples(self, sample_ids: Iterable[str]) -> set[int]:
+        """Discard these samples; return the workers that held any array of them."""
         holders: set[int] = set()
-        gone = list(sample_ids)
+        discarded = list(sample_ids)
         for samples in self.owners.values():
-            for sample_id in gone:
+            for sample_id in discarded:
                 holders |= samples.pop(sample_id, set())
         return holders

@@ -1,4 +1,6 @@
-"""Who works on what in a step: the same minibatches for every role, spread over the data ranks of its own mesh."""
+"""Plans who works on what in a step: the same minibatches for every role, spread over the data
+ranks of its mesh.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,21 @@ from realsys.types import SequenceRef
 
 
 def cost_functions(config: Config, paths: TrialPaths, roles: Sequence[str]) -> dict[str, CostFunction]:
-    """For each role what its sequences cost. Raises ModelError for a model directory without its sizes."""
+    """Return for each role the cost of its sequences.
+
+    Raises ModelError for a model directory without its sizes.
+    """
     settings = {role: role_settings(config, role) for role in roles}
-    return {role: cost_function(config, read_sizes(own.model_dir(paths), own.head)) for role, own in settings.items()}
+    return {role: cost_function(config, read_sizes(s.model_dir(paths), s.head)) for role, s in settings.items()}
 
 
 def plan_roles(
     config: Config, meshes: Mapping[str, Mesh], costs: Mapping[str, CostFunction], refs: Sequence[SequenceRef]
 ) -> dict[str, Minibatches]:
-    """role -> ``plan[minibatch][data rank]``. A call that only infers runs over its role's plan in one pass."""
+    """Return role -> ``plan[minibatch][data rank]``.
+
+    A call that only infers runs its role's whole plan in one pass.
+    """
     ppo = config.train.ppo
     return {
         role: plan_minibatches(

@@ -32,8 +32,9 @@ from realsys.config.schema import Config
 from realsys.master.calls.executor import CallResult, Minibatches
 from realsys.train.checkpoint.checkpoint_files import FileInfo, complete_checkpoints, directory_name
 from realsys.train.records import record_files as files
+from realsys.train.records.messages import HoldRequest, Recorded, RecordReply, RecordRequest
 from realsys.train.records.record_files import StepRecord, number
-from realsys.types import METADATA_KEYS, Empty, HoldRequest, Recorded, RecordReply, RecordRequest, SampleMeta
+from realsys.types import METADATA_KEYS, Empty, SampleMeta
 
 log = logging.getLogger(__name__)
 

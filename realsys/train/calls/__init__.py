@@ -1,17 +1,18 @@
-"""Call handlers: one class for each kind of model function call. Their names: ``realsys.config.doors.CALL_HANDLER``.
+"""Call handlers: one class for each kind of model function call.
+``realsys.config.doors.CALL_HANDLER`` lists their names.
 
-    handler         reads                                     leaves                                  module
+    handler         reads                                     makes                                   module
     actor_inf       tokens                                    prox_logprobs                           inference.py
     ref_inf         tokens                                    ref_logprobs                            inference.py
     critic_inf      tokens                                    values                                  inference.py
     reward_inf      tokens                                    scores, in the reply                    inference.py
-    advantages      log-probs, ref_logprobs, values           advantages, returns                     advantages.py
+    advantages      log-probs, ref_logprobs, values           advantages, returns                 token_advantages.py
     actor_train     tokens, log-probs, advantages             one optimizer step per minibatch        actor.py
     critic_train    tokens, values, returns                   one optimizer step per minibatch        critic.py
     sft             tokens                                    one optimizer step per minibatch        sft.py
 
-Every rank of the role's mesh runs the same call; what it needs to know of the others it derives from the request, in
-which all ranks' sequences stand.
+Every rank of the role's mesh runs the same call. The request lists the sequences of all ranks, so
+each rank computes from it what it must know about the others.
 """
 
 from realsys.train.calls.actor import ActorTrain

@@ -12,19 +12,23 @@ from realsys.algorithm.losses import ConfiguredLoss, load_loss
 from realsys.algorithm.segments import Segments
 from realsys.train.calls.handlers import CallOutcome
 from realsys.train.calls.role import Role
-from realsys.train.calls.token_advantages import episode_advantages, left_out
+from realsys.train.calls.token_advantages import episode_advantages, skipped_samples
 from realsys.train.calls.train_steps import OptimizerSteps, call_argument
-from realsys.train.megatron.train_engine import LossFunction, Outputs, Stats
+from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.train_engine import LossFunction, Stats
 from realsys.train.packing import MicroBatch
 from realsys.types import MfcRequest, SequenceRef
 
-#: arrays of the loss; which of them there are is the dataflow's to say
+#: arrays that the loss may read; the dataflow decides which of them the call gets
 _READ = ("behav_logprobs", "prox_logprobs", "advantages", "ref_logprobs")
 
 
 class ActorTrain:
-    """The policy loss that the settings choose. Where the call reads ``advantages``, those of tokens, they are stored
-    arrays; else each episode has one, of the whole batch, from the metadata.
+    """Handler of ``actor_train``: the policy loss of the configuration, one optimizer step per
+    minibatch.
+
+    If the call reads ``advantages``, they are stored arrays with one value per token. Otherwise
+    each episode has one advantage, computed from the metadata of the whole batch.
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
@@ -36,11 +40,13 @@ class ActorTrain:
         keys = [key for key in _READ if key in inputs]
         of_episodes = episode_advantages(request, config) if "advantages" not in inputs else None
         kl_coef = call_argument(request, "kl_coef") if "ref_logprobs" in inputs else 0.0
-        skipped = left_out(request, config)
+        skipped = skipped_samples(request, config)
         may_stop = ppo.early_stop_ratio > 0 or ppo.early_stop_kl > 0
         stop = partial(should_stop, cfg=ppo) if may_stop else None
         for minibatch in request.minibatches:
             refs = [ref for part in minibatch for ref in part]
+            # The denominator counts the skipped samples too: their loss is 0, and skipping them
+            # must not change the mean.
             denominator = loss_denominator(refs, ppo, config.generation.sampling.max_new_tokens)
             computed = [
                 [r for r in part if counts_in_loss(r, ppo) and r.sample_id not in skipped] for part in minibatch
@@ -89,10 +95,11 @@ class ActorTrain:
 
 
 def segments_of(refs: Sequence[SequenceRef]) -> Segments:
-    """The rows of a micro-batch and the episodes that they belong to."""
+    """Return the rows of a micro-batch and the episodes that they belong to."""
     lengths = torch.tensor([ref.loss_tokens for ref in refs], dtype=torch.int64)
     episodes = [ref.episode for ref in refs]
-    # Without this shortcut every micro-batch of single-turn samples would sort its episodes for nothing.
+    # Without this shortcut every micro-batch of single-turn samples would sort its episodes for
+    # nothing.
     several = len(set(episodes)) < len(episodes)
     return Segments(
         lengths,

@@ -16,19 +16,22 @@ from realsys.train.calls.handlers import CallOutcome
 from realsys.train.calls.reductions import all_reduce
 from realsys.train.calls.role import Role
 from realsys.train.calls.train_steps import OptimizerSteps, call_argument, count_loss_tokens
-from realsys.train.megatron.train_engine import Outputs, Stats
+from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.train_engine import Stats
 from realsys.train.packing import MicroBatch
 from realsys.types import F32, MfcRequest, SequenceRef
 
-#: means that only the explained variance is made of
+#: means that only the explained variance is computed from
 _MOMENTS = ("return_square_mean", "error_mean", "error_square_mean")
 
 
 class CriticTrain:
-    """Clipped value loss towards the stored returns, in the units that the critic predicts.
+    """Handler of ``critic_train``: the clipped value loss towards the stored returns, in the units
+    that the critic predicts.
 
-    The returns of the whole batch enter the running statistics first, once. The old predictions are in the units they
-    were made in, so that the clip is around what the model said: value and old value agree before the first update.
+    First the returns of the whole batch enter the running statistics, once. The old predictions
+    keep the units in which they were made, so the clip is around the numbers that the model
+    predicted: before the first update, value and old value are equal.
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
@@ -43,26 +46,28 @@ class CriticTrain:
                 batch: MicroBatch, outputs: Outputs, denominator: float = denominator
             ) -> tuple[torch.Tensor, Stats]:
                 assert outputs.values is not None
-                everything = torch.ones_like(outputs.values, dtype=torch.bool)
+                mask = torch.ones_like(outputs.values, dtype=torch.bool)
                 old, returns = batch.arrays["values"], batch.arrays["returns"]
-                return critic_loss(outputs.values, old, returns, everything, denominator, role.config.train.ppo.critic)
+                return critic_loss(outputs.values, old, returns, mask, denominator, role.config.train.ppo.critic)
 
             steps.take(minibatch, self._pack(role, minibatch, before), loss, denominator)
-        return CallOutcome(self._report(role, steps))
+        return CallOutcome(self._finish_stats(role, steps))
 
     def _update_moments(self, role: Role, request: MfcRequest) -> None:
-        """With the returns of all ranks, on all ranks: a checkpoint may be written by any of them."""
+        """Update the running statistics with the returns of all ranks, on every rank: any of them
+        may write the checkpoint.
+        """
         sums = [0.0, 0.0, 0.0]
         if role.groups.last_stage and role.groups.tensor_rank == 0:
             own = _concatenate([role.data.get(ref.sample_id, "returns") for ref in role.own_sequences(request)])
             sums = [*moments(own)]
         count, total, squares = all_reduce(sums, role.groups.whole, role)
-        # NaN would stay in them for good; the step it comes from is skipped.
+        # A NaN would stay in the statistics for ever; the step with the NaN is skipped.
         if math.isfinite(total) and math.isfinite(squares):
             role.running_values.update(count, total, squares)
 
     def _pack(self, role: Role, per_rank: Sequence[Sequence[SequenceRef]], before: RunningMoments) -> list[MicroBatch]:
-        """Micro-batches with old values and returns, [a] each in the critic's units."""
+        """Return micro-batches with old values and returns, [a] each in the critic's units."""
         batches = role.microbatches(per_rank)
         for batch in batches if role.groups.last_stage else ():
             old = _concatenate([role.data.get(ref.sample_id, "values")[:-1] for ref in batch.refs])
@@ -71,8 +76,8 @@ class CriticTrain:
                 batch.arrays[key] = torch.from_numpy(array).to(role.device.device)
         return batches
 
-    def _report(self, role: Role, steps: OptimizerSteps) -> dict[str, float]:
-        """Values and returns in units of the reward."""
+    def _finish_stats(self, role: Role, steps: OptimizerSteps) -> dict[str, float]:
+        """Return the statistics of the call, with values and returns in units of the reward."""
         stats = steps.finish()
         if "tokens" not in stats:
             return stats

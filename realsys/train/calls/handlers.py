@@ -1,4 +1,4 @@
-"""The contract of call handlers. Their names are in ``realsys.config.doors.CALL_HANDLER``."""
+"""The contract of call handlers. ``realsys.config.doors.CALL_HANDLER`` lists their names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from realsys.types import MfcRequest
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """Result of a call on this rank, apart from the arrays that it stored.
+    """Result of a call on this rank. Arrays are stored instead (``role.data``).
 
     stats   reduced over the mesh on ranks of the last pipeline stage; on the others they may be partial
     scores  sample id -> reward of a reward model, for this rank's own sequences; last pipeline stage only
@@ -24,11 +24,13 @@ class CallOutcome:
 
 
 class CallHandler(Protocol):
-    """The work of a model function call on a role. Every rank of the role's mesh runs the same call.
+    """The work of a model function call on a role. Every rank of the role's mesh runs the same
+    call.
 
-    A handler is a class without constructor arguments; a process makes one instance of it. ``run`` reads and stores
-    arrays in ``role.data`` (ranks of the last stage hold those of the answers); the request lists the sequences of all
-    ranks. It may raise if all ranks raise, or if no other rank waits in a collective.
+    A handler is a class without constructor arguments; a process makes one instance of it. ``run``
+    reads and stores arrays in ``role.data``: ranks of the last stage hold the arrays of the loss
+    tokens. The request lists the sequences of all ranks. ``run`` may raise only if all ranks raise,
+    or if no other rank waits in a collective.
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome: ...

@@ -5,7 +5,7 @@
     critic_inf   tokens  -> values
     reward_inf   tokens  -> scores, in the reply
 
-Arrays are stored on the ranks of the last pipeline stage, each for the sequences of its data rank.
+The ranks of the last pipeline stage store the arrays, each for the sequences of its data rank.
 """
 
 from __future__ import annotations
@@ -19,59 +19,68 @@ import torch
 from realsys.train.calls.handlers import CallOutcome
 from realsys.train.calls.reductions import all_reduce, reduce_stats, token_means
 from realsys.train.calls.role import Role, sequences_per_rank
-from realsys.train.calls.token_advantages import left_out
+from realsys.train.calls.token_advantages import skipped_samples
 from realsys.train.data_manager import Array
 from realsys.train.packing import split_rows
 from realsys.types import MfcRequest, SequenceRef
 
 
 class ActorInference:
-    """Proximal log-probs: of the answer tokens under the weights before the step's first update.
+    """Handler of ``actor_inf``: log-probs of the loss tokens under the weights before the step's
+    first update.
 
-    Its statistics compare them with the recorded ones: over all tokens, where off-policyness comes on top, and over
-    those that were sampled with these very weights (``agreement/...``), where only numerics differ.
+    Its statistics compare them with the recorded log-probs. Over all tokens the difference contains
+    staleness; over the tokens that were sampled with these same weights (``agreement/...``) only
+    numerics differ.
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
-        skipped = left_out(request, role.config)
+        skipped = skipped_samples(request, role.config)
         per_rank = [[ref for ref in refs if ref.sample_id not in skipped] for refs in sequences_per_rank(request)]
-        found = store_logprobs(role, per_rank, "prox_logprobs")
+        computed = store_logprobs(role, per_rank, "prox_logprobs")
         if not role.groups.last_stage:
             return CallOutcome()
         for ref in role.own_sequences(request):
-            # Nobody will look at them, but the master may plan with every sequence having its array.
+            # No loss reads them, but the master may plan transfers of this array for every
+            # sequence.
             if ref.sample_id in skipped:
                 role.data.put(ref.sample_id, {"prox_logprobs": np.zeros(ref.loss_tokens, np.float32)})
-        differences, current = self._compare(role, request.version, found)
+        differences, current = self._compare(role, request.version, computed)
         absolute = differences.abs()
         stats = {
             "tokens": torch.tensor(float(len(absolute))),
             "logprob_difference_sum": absolute.sum(),
             "logprob_difference_max": absolute.amax() if len(absolute) else torch.zeros(()),
         }
-        return CallOutcome(token_means(stats, role) | agreement(differences[current], role))
+        return CallOutcome(token_means(stats, role) | measure_agreement(differences[current], role))
 
     @staticmethod
-    def _compare(role: Role, version: int, found: Mapping[str, Array]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Proximal minus recorded log-probs, float32 [tokens], and which tokens ``version`` sampled, bool [tokens]."""
+    def _compare(role: Role, version: int, computed: Mapping[str, Array]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return proximal minus recorded log-probs, float32 [tokens], and which tokens ``version``
+        sampled, bool [tokens].
+        """
         differences, current = [np.zeros(0, np.float32)], [np.zeros(0, np.bool_)]
-        for sample_id, proximal in found.items():
+        for sample_id, proximal in computed.items():
             if role.data.has(sample_id, "behav_logprobs"):
                 differences.append(proximal - role.data.get(sample_id, "behav_logprobs"))
-                known = role.data.has(sample_id, "versions")
+                has_versions = role.data.has(sample_id, "versions")
                 current.append(
-                    role.data.get(sample_id, "versions") == version if known else np.zeros(len(proximal), np.bool_)
+                    role.data.get(sample_id, "versions") == version
+                    if has_versions
+                    else np.zeros(len(proximal), np.bool_)
                 )
         return torch.from_numpy(np.concatenate(differences)), torch.from_numpy(np.concatenate(current))
 
 
-def agreement(differences: torch.Tensor, role: Role) -> dict[str, float]:
-    """How trainer and generation engine agree on tokens that the weights of this step sampled, over the data ranks.
+def measure_agreement(differences: torch.Tensor, role: Role) -> dict[str, float]:
+    """Return how trainer and generation engine agree on tokens that the weights of this step
+    sampled, over all data ranks.
 
-    ``differences``: trainer minus engine, float32 [tokens], natural logarithms. An answer whose weights changed on the
-    way has such tokens, too, and they compare exactly: the engine recomputed everything before them with the new
-    weights, so either side's number is log p(token | all tokens before it) under the same weights. Without any
-    token there are no means, only ``agreement/tokens`` 0.
+    ``differences``: trainer minus engine, float32 [tokens], natural logarithms. A completion whose
+    weights changed while it was sampled also has such tokens. They compare exactly, because the
+    engine recomputed the prefix with the new weights: both numbers are log p(token | all tokens
+    before it) under the same weights. Without such tokens there are no means, only
+    ``agreement/tokens`` 0.
     """
     stats = {
         "tokens": torch.tensor(float(len(differences))),
@@ -91,30 +100,38 @@ def agreement(differences: torch.Tensor, role: Role) -> dict[str, float]:
 
 
 class ReferenceInference:
-    """Log-probs of the answer tokens under a frozen model, at the sampling temperature as the actor's."""
+    """Handler of ``ref_inf``: log-probs of the loss tokens under a frozen model, at the sampling
+    temperature.
+    """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
-        found = store_logprobs(role, sequences_per_rank(request), "ref_logprobs")
-        flat = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *found.values()]))
+        computed = store_logprobs(role, sequences_per_rank(request), "ref_logprobs")
+        flat = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *computed.values()]))
         stats = {"tokens": torch.tensor(float(len(flat))), "ref_logprob_sum": flat.sum()}
         return CallOutcome(token_means(stats, role))
 
 
 def store_logprobs(role: Role, per_rank: Sequence[Sequence[SequenceRef]], key: str) -> dict[str, Array]:
-    """Log-probs of the answers under the role's model, stored as ``key``; {} before the last stage."""
+    """Compute the log-probs of the loss tokens under the role's model; store them as ``key`` and
+    return them by sample id.
+
+    Returns {} before the last stage.
+    """
     batches = role.microbatches(per_rank)
-    found: dict[str, Array] = {}
+    computed: dict[str, Array] = {}
     for batch, logprobs in zip(batches, role.engine.logprobs(batches), strict=role.groups.last_stage):
-        found |= split_rows(batch, logprobs)
-    for sample_id, values in found.items():
+        computed |= split_rows(batch, logprobs)
+    for sample_id, values in computed.items():
         role.data.put(sample_id, {key: values})
-    return found
+    return computed
 
 
 class CriticInference:
-    """Values of the state before each loss token and after the last of each row, in units of the rewards.
+    """Handler of ``critic_inf``: values of the state before each loss token and after the last one,
+    per row.
 
-    With value normalisation the model predicts in units of the running statistics; what is stored is not normalised.
+    They are stored in units of the reward. With value normalisation the model predicts in units of
+    the running statistics.
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
@@ -125,19 +142,22 @@ class CriticInference:
                 values = role.running_values.denormalise(prediction)
                 role.data.put(sample_id, {"values": values})
                 flat.append(torch.from_numpy(values[:-1]))
-        found = torch.cat(flat)
-        stats = {"tokens": torch.tensor(float(len(found))), "value_sum": found.sum()}
+        all_values = torch.cat(flat)
+        stats = {"tokens": torch.tensor(float(len(all_values))), "value_sum": all_values.sum()}
         return CallOutcome(token_means(stats, role))
 
 
 class RewardInference:
-    """The score of each row: the output of the value head at its last token. That of the last row is the episode's."""
+    """Handler of ``reward_inf``: the value head's output at the last token of each row.
+
+    The last row scores its episode.
+    """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
         batches = role.microbatches(sequences_per_rank(request))
         scores: dict[str, float] = {}
-        for batch, found in zip(batches, role.engine.scores(batches), strict=role.groups.last_stage):
-            scores |= dict(zip((ref.sample_id for ref in batch.refs), found.tolist(), strict=True))
+        for batch, batch_scores in zip(batches, role.engine.scores(batches), strict=role.groups.last_stage):
+            scores |= dict(zip((ref.sample_id for ref in batch.refs), batch_scores.tolist(), strict=True))
         if not role.groups.last_stage:
             return CallOutcome()
         own = torch.tensor([*scores.values()], dtype=torch.float64)

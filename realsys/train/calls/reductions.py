@@ -1,4 +1,4 @@
-"""Sums, maxima and flags over the ranks of a mesh; every rank of the group makes the same call."""
+"""Sums and maxima over the ranks of a mesh. Every rank of the group makes the same call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from realsys.train.megatron.train_engine import Stats
 
 
 def reduce_stats(stats: Stats, role: Role) -> dict[str, float]:
-    """Statistics of this rank -> of all data ranks of its stage, which must have the same names."""
+    """Reduce this rank's statistics over the data ranks of its stage, which must have the same
+    names.
+    """
     sums = sorted(name for name in stats if not is_maximum(name))
     maxima = sorted(name for name in stats if is_maximum(name))
     group = role.groups.data
@@ -23,15 +25,17 @@ def reduce_stats(stats: Stats, role: Role) -> dict[str, float]:
 
 
 def token_means(stats: Stats, role: Role) -> dict[str, float]:
-    """Statistics of this rank -> of all data ranks, divided by ``tokens``; {} before the last stage."""
+    """Reduce this rank's statistics over the data ranks, and divide them by ``tokens``; {} before
+    the last stage.
+    """
     return finish_stats(reduce_stats(stats, role)) if role.groups.last_stage else {}
 
 
 def all_reduce(values: Sequence[float], group: dist.ProcessGroup, role: Role, *, maximum: bool = False) -> list[float]:
-    """The sum (or maximum) of each value over ``group``, in float64."""
+    """Return the sum (or maximum) of each value over ``group``, in float64."""
     if group.size() == 1 or not values:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64, device=role.device.device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
-    found: list[float] = tensor.tolist()
-    return found
+    reduced: list[float] = tensor.tolist()
+    return reduced

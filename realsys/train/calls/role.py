@@ -1,4 +1,6 @@
-"""One model role on one rank: what its call handlers work with, and what of it outlives a call."""
+"""A model role on one rank: the objects that its call handlers use, and the state that outlives a
+call.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ _RUNNING_VALUES = "running_values."
 
 @dataclass(slots=True)
 class Role:
-    """One model role on this rank. ``data`` is the worker's and shared by its roles; the rest is the role's own."""
+    """One model role on this rank.
+
+    The roles of a worker share ``data``; everything else belongs to this role.
+    """
 
     name: str
     config: Config
@@ -35,10 +40,11 @@ class Role:
     data: DataManager
     packer: Packer
     device: Device
-    #: optimizer steps not taken because loss or gradient was not finite: since the start, and since the last one taken
+    #: optimizer steps that were skipped because loss or gradient was not finite: since the start,
+    #: and in a row until now
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    #: in whose units a critic predicts
+    #: statistics in whose units a critic predicts
     running_values: RunningMoments = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,21 +55,25 @@ class Role:
         return self.engine.groups
 
     def own_sequences(self, request: MfcRequest) -> list[SequenceRef]:
-        """The sequences of this data rank, over all minibatches."""
+        """Return the sequences of this data rank, of all minibatches."""
         return sequences_per_rank(request)[self.groups.data_rank]
 
     def call(self, request: MfcRequest) -> FunctionCall:
-        """The request's call in the dataflow, for the keys it reads and makes. Raises ModelError for an unknown one."""
+        """Return the request's call in the dataflow, for the keys that it reads and makes.
+
+        Raises ModelError if it is unknown.
+        """
         for call in dataflow_of(self.config).calls:
             if call.name == request.mfc:
                 return call
         algorithm = self.config.train.ppo.algorithm
-        raise ModelError(f"{request.mfc}: train.ppo.algorithm={algorithm} has no call of this name")
+        raise ModelError(f"call {request.mfc!r} is not part of train.ppo.algorithm={algorithm}: check its dataflow")
 
     def microbatches(self, per_rank: Sequence[Sequence[SequenceRef]], keys: Sequence[str] = ()) -> list[MicroBatch]:
-        """This rank's micro-batches of ``per_rank`` (all data ranks' sequences): as many as every other rank has.
+        """Return this rank's micro-batches of ``per_rank`` (the sequences of all data ranks), as
+        many as every other rank has.
 
-        Never none: the collectives of a step are run also when no rank has anything to compute.
+        At least one: a step runs its collectives even if no rank has anything to compute.
         """
         train = self.config.train
         units = [row_units(refs, train.microbatch_tokens) for refs in per_rank]
@@ -73,12 +83,14 @@ class Role:
         return [self.packer.pack([ref for i in batch for ref in own[i]], keys) for batch in plan or [[]]]
 
     def state_dict(self) -> dict[str, float | list[float]]:
-        """What a checkpoint keeps of the role beside model and optimizer; the same on every rank of the mesh."""
-        own = {name: float(getattr(self, name)) for name in _COUNTERS}
-        return {**own, **{_RUNNING_VALUES + name: x for name, x in self.running_values.state_dict().items()}}
+        """Return the role's state for a checkpoint, without model and optimizer; the same on every
+        rank of the mesh.
+        """
+        counters = {name: float(getattr(self, name)) for name in _COUNTERS}
+        return {**counters, **{_RUNNING_VALUES + name: x for name, x in self.running_values.state_dict().items()}}
 
     def load_state_dict(self, state: Mapping[str, float | list[float]]) -> None:
-        """Raises KeyError for a state that lacks an entry."""
+        """Restore the state. Raises KeyError if an entry is missing."""
         numbers = {name: x for name, x in state.items() if isinstance(x, float)}
         for name in _COUNTERS:
             setattr(self, name, int(numbers[name]))
@@ -87,6 +99,8 @@ class Role:
 
 
 def sequences_per_rank(request: MfcRequest) -> list[list[SequenceRef]]:
-    """For each data rank of the role's mesh its sequences of all minibatches, in their order."""
+    """Return for each data rank of the role's mesh its sequences of all minibatches, in their
+    order.
+    """
     data_ranks = range(len(request.minibatches[0]))
     return [[ref for minibatch in request.minibatches for ref in minibatch[d]] for d in data_ranks]

@@ -8,13 +8,16 @@ from realsys.algorithm.loss import sft_loss
 from realsys.train.calls.handlers import CallOutcome
 from realsys.train.calls.role import Role
 from realsys.train.calls.train_steps import OptimizerSteps, call_argument, count_loss_tokens
-from realsys.train.megatron.train_engine import Outputs, Stats
+from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.train_engine import Stats
 from realsys.train.packing import MicroBatch
 from realsys.types import MfcRequest
 
 
 class Sft:
-    """Negative log-likelihood of the demonstrated answers, with the warm-up's optimizer."""
+    """Handler of ``sft``: the negative log-likelihood of the demonstrated completions, with the
+    warm-up's optimizer.
+    """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
         role.engine.use_optimizer("warmup", role.config.warmup.optimizer)

@@ -1,7 +1,8 @@
-"""Advantages: of whole episodes, from metadata on every rank alike; of tokens, in a call of its own.
+"""Advantages of whole episodes, computed on every rank from metadata, and of tokens, computed by a
+call.
 
-rewards of all episodes --group level--> own outcomes --rewards of turns, KL, values--> own token advantages
-                       --batch level, sums over data ranks--> stored
+rewards of all episodes ──group level──> own outcomes ──rewards of turns, KL, values──> own token advantages
+                        ──batch level, sums over data ranks──> stored
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ from realsys.types import F32, MfcRequest, SequenceRef
 
 
 class Advantages:
-    """Advantages of tokens, and with a critic their returns, stored for this rank's own rows.
+    """Handler of ``advantages``: advantages of tokens, and with a critic their returns, stored for
+    this rank's own rows.
 
-    Group statistics come from the metadata, in which all episodes of the batch stand; batch statistics are over all
-    loss tokens of all data ranks.
+    Group statistics are computed from the metadata of all episodes of the batch; batch statistics
+    are over all loss tokens of all data ranks.
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
-        if not role.groups.last_stage:  # it has no arrays; and nothing here crosses stages
+        # earlier stages hold no arrays, and no collective here crosses stages
+        if not role.groups.last_stage:
             return CallOutcome()
         ppo, own, call = role.config.train.ppo, role.own_sequences(request), role.call(request)
         outcomes = _outcomes(request, role.config)
@@ -57,7 +60,8 @@ class Advantages:
             discounts = np.concatenate([np.zeros(0), *parts])
         values = _stored(role, own, "values") if "values" in call.inputs else None
         advantages, returns = token_advantages(rewards, lengths, truncated, ppo, values, discounts)
-        # A NaN stays with its own row, whose minibatch is skipped, and does not reach the others through the means.
+        # A NaN stays in its own row, whose minibatch is skipped. In the means it would reach all
+        # other rows.
         sums = [
             *moments(advantages[np.isfinite(advantages)]),
             float(len(returns)),
@@ -80,24 +84,30 @@ class Advantages:
         return CallOutcome(stats)
 
     def _divergence(self, role: Role, own: Sequence[SequenceRef]) -> F32:
-        """KL(policy || reference) of each token, a part of its reward; of the policy before the step's updates."""
+        """Return KL(policy || reference) of each token, a part of its reward, for the policy before
+        the step's updates.
+        """
         ppo = role.config.train.ppo
         policy = _stored(role, own, "prox_logprobs" if ppo.use_decoupled_loss else "behav_logprobs")
         reference = _stored(role, own, "ref_logprobs")
-        found: F32 = kl_estimate(torch.from_numpy(policy), torch.from_numpy(reference), ppo.kl.estimator).numpy()
-        return found
+        divergence: F32 = kl_estimate(torch.from_numpy(policy), torch.from_numpy(reference), ppo.kl.estimator).numpy()
+        return divergence
 
 
 def episode_advantages(request: MfcRequest, config: Config) -> dict[str, float]:
-    """Sample id -> advantage, over the whole batch; the same on every rank without a message."""
+    """Return sample id -> advantage for the whole batch; the same on every rank without
+    communication.
+    """
     refs = [ref for minibatch in request.minibatches for part in minibatch for ref in part]
     return advantages_by_id(refs, config.train.ppo, config.generation.sampling.max_new_tokens)
 
 
-def left_out(request: MfcRequest, config: Config) -> set[str]:
-    """Samples of the batch that no forward pass is spent on (``skip_zero_advantage``); the same on every rank.
+def skipped_samples(request: MfcRequest, config: Config) -> set[str]:
+    """Return the samples of the batch that need no forward pass (``skip_zero_advantage``); the same
+    on every rank.
 
-    None if an episode without advantage still has a loss: an entropy bonus, or a KL to the reference.
+    An entropy bonus and a KL to the reference have a gradient also where the advantage is 0: then
+    nothing is skipped.
     """
     ppo = config.train.ppo
     by_token = any("advantages" in call.outputs for call in dataflow_of(config).calls)
@@ -107,18 +117,21 @@ def left_out(request: MfcRequest, config: Config) -> set[str]:
 
 
 def _outcomes(request: MfcRequest, config: Config) -> dict[str, float]:
-    """Sample id -> the outcome that the row earns on its last loss token, over the whole batch."""
+    """Return sample id -> the reward of the row's last loss token, for the whole batch."""
     refs = _in_order(request)
-    found = outcome_rewards(refs, config.train.ppo, config.generation.sampling.max_new_tokens)
-    return dict(zip((ref.sample_id for ref in refs), found.tolist(), strict=True))
+    outcomes = outcome_rewards(refs, config.train.ppo, config.generation.sampling.max_new_tokens)
+    return dict(zip((ref.sample_id for ref in refs), outcomes.tolist(), strict=True))
 
 
 def _in_order(request: MfcRequest) -> list[SequenceRef]:
-    """All sequences in one order of summation, whatever the layout."""
+    """Return all sequences in one order.
+
+    Sums in another order differ in their last bits, so layouts would diverge.
+    """
     refs = (ref for minibatch in request.minibatches for part in minibatch for ref in part)
     return sorted(refs, key=lambda ref: ref.sample_id)
 
 
 def _stored(role: Role, refs: Sequence[SequenceRef], key: str) -> Array:
-    """The arrays ``key`` of these sequences, one after the other."""
+    """Return the arrays ``key`` of these sequences, concatenated."""
     return np.concatenate([np.zeros(0, np.float32), *(role.data.get(ref.sample_id, key) for ref in refs)])

@@ -1,9 +1,10 @@
-"""The optimizer steps of one training call, and what of it every rank must decide alike.
+"""The optimizer steps of one training call, and the decisions that all ranks must take alike.
 
     gradient -> loss finite on all ranks? -> moved too far? -> step, if the gradient is finite
                      no: skip, count             yes: leave out this minibatch and those after it
 
-Statistics live on the last pipeline stage, so each decision is a flag reduced over the whole mesh.
+Statistics exist on the last pipeline stage only, so each decision is a flag reduced over the whole
+mesh.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from realsys.types import MfcRequest, SequenceRef
 
 logger = logging.getLogger(__name__)
 
-#: a minibatch's means over all ranks (``finish_stats``) -> why it and those after it are left out, or None
+#: means of a minibatch over all ranks (``finish_stats``) -> why this minibatch and the following
+#: are left out, or None
 StopRule = Callable[[Mapping[str, float]], str | None]
 
 
 @dataclass(slots=True)
 class OptimizerSteps:
-    """The optimizer steps of one call: their statistics, and what became of them."""
+    """The optimizer steps of one call, and their statistics."""
 
     role: Role
     lr: float
     merged: Stats = field(default_factory=dict)
-    answer_tokens: int = 0
+    loss_tokens: int = 0
     denominator: float = 0.0
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
@@ -51,43 +53,49 @@ class OptimizerSteps:
         denominator: float,
         stop: StopRule | None = None,
     ) -> None:
-        """Gradient and step of ``minibatch``, of all data ranks; this one has packed ``batches`` of it.
+        """Compute the gradient of ``minibatch`` and take one optimizer step.
 
-        ``denominator``: what the loss is divided by, over all ranks; ``loss`` gives its share of the quotient.
-        Raises NotFiniteError when this was the last of ``train.max_skipped_steps`` skipped in a row.
+        ``minibatch``: the sequences of all data ranks. ``batches``: this rank's micro-batches of
+        it. ``loss`` returns a micro-batch's share of the loss, already divided by ``denominator``,
+        which counts all ranks. Raises NotFiniteError when this was the last of
+        ``train.max_skipped_steps`` skipped steps in a row.
         """
         role = self.role
-        found = merge_stats(role.engine.accumulate(batches, loss))
+        stats = merge_stats(role.engine.accumulate(batches, loss))
         bad_loss = role.groups.any_rank(
-            "loss_sum" in found and not math.isfinite(found["loss_sum"].item()), role.device
+            "loss_sum" in stats and not math.isfinite(stats["loss_sum"].item()), role.device
         )
-        if not bad_loss and stop is not None and self._moved_too_far(found, stop):
+        if not bad_loss and stop is not None and self._moved_too_far(stats, stop):
             self.stopped = True
             return
         outcome = role.engine.step(self.lr, skip=bad_loss)
         if not outcome.applied:
-            # Its NaN would hide what the other minibatches did.
+            # Its statistics are not merged: the NaN would hide the numbers of the other
+            # minibatches.
             self.skipped += 1
             role.skipped_steps += 1
             role.skipped_in_a_row += 1
             if role.skipped_in_a_row >= role.config.train.max_skipped_steps:
-                raise NotFiniteError(role.name, role.skipped_in_a_row, offenders(role, minibatch, batches))
+                raise NotFiniteError(role.name, role.skipped_in_a_row, find_not_finite(role, minibatch, batches))
             return
         role.skipped_in_a_row = 0
         self.grad_norms.append(outcome.grad_norm)
-        self.answer_tokens += count_loss_tokens(minibatch)
+        self.loss_tokens += count_loss_tokens(minibatch)
         self.denominator += denominator
-        self.merged = merge_stats([self.merged, found])
+        self.merged = merge_stats([self.merged, stats])
 
     def finish(self) -> dict[str, float]:
-        """Means are over the answer tokens that were computed (``tokens``), ``loss`` over the denominators."""
+        """Return the statistics of the call.
+
+        Means are over the computed loss tokens (``tokens``), ``loss`` over the denominators.
+        """
         norms = self.grad_norms
         stats = {
             "lr": self.lr,
             "optimizer_steps": float(len(norms)),
             "skipped_steps": float(self.skipped),
             "skipped_steps_total": float(self.role.skipped_steps),
-            "answer_tokens": float(self.answer_tokens),
+            "answer_tokens": float(self.loss_tokens),
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             "grad_norm_max": max(norms) if norms else math.nan,
         }
@@ -99,19 +107,21 @@ class OptimizerSteps:
             stats["loss"] = math.nan
         return stats
 
-    def _moved_too_far(self, found: Stats, stop: StopRule) -> bool:
+    def _moved_too_far(self, stats: Stats, stop: StopRule) -> bool:
+        """Return True on all ranks if the rule stops this call."""
         groups = self.role.groups
-        reason = stop(finish_stats(reduce_stats(found, self.role))) if groups.last_stage else None
+        reason = stop(finish_stats(reduce_stats(stats, self.role))) if groups.last_stage else None
         if reason is not None and groups.tensor_rank == groups.data_rank == 0:
-            logger.info("%s: the remaining minibatches are left out: %s", self.role.name, reason)
+            logger.info("%s: skipped the remaining minibatches: %s", self.role.name, reason)
         return groups.any_rank(reason is not None, self.role.device)
 
 
-def offenders(role: Role, minibatch: Sequence[Sequence[SequenceRef]], batches: Sequence[MicroBatch]) -> list[str]:
-    """The samples of a minibatch with a number that is not finite, on every rank; all of them if none has one.
+def find_not_finite(role: Role, minibatch: Sequence[Sequence[SequenceRef]], batches: Sequence[MicroBatch]) -> list[str]:
+    """Return the samples of a minibatch with a number that is not finite, on every rank; all
+    samples if none has one.
 
-    Looked at are its reward, the arrays that the loss reads, and what the model makes of its tokens: computed again,
-    with the parameters that the skipped step had.
+    It checks the reward, the arrays that the loss reads, and the model's outputs, which it computes
+    again with the parameters of the skipped step.
     """
     refs = [ref for part in minibatch for ref in part]
     own = {ref.sample_id for ref in refs if not math.isfinite(ref.reward)}
@@ -130,11 +140,12 @@ def _not_finite(arrays: Mapping[str, Array]) -> set[str]:
 
 
 def count_loss_tokens(minibatch: Iterable[Iterable[SequenceRef]]) -> int:
+    """Return the number of loss tokens of all data ranks."""
     return sum(ref.loss_tokens for part in minibatch for ref in part)
 
 
 def call_argument(request: MfcRequest, name: str) -> float:
-    """Raises ModelError when the master did not send it."""
+    """Return an argument of the call. Raises ModelError if the master did not send it."""
     if name not in request.args:
-        raise ModelError(f"{request.mfc}: args lack {name!r}; the master decides it for every call")
+        raise ModelError(f"call {request.mfc!r} has no argument {name!r}: the master must send it")
     return float(request.args[name])

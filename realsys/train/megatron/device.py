@@ -1,7 +1,8 @@
-"""What differs between CPU (gloo) and CUDA (NCCL) ranks, in one place.
+"""The differences between CPU (gloo) and CUDA (NCCL) ranks, in one place.
 
-Megatron-Core names CUDA in literals (``device="cuda"``, ``tensor.cuda()``, ``param.type()``). On a machine without CUDA
-those are redirected while an engine call runs; on CUDA nothing is touched.
+Megatron-Core names CUDA in literals (``device="cuda"``, ``tensor.cuda()``, ``param.type()``). On a
+machine without CUDA they are redirected while a call into the engine runs; on CUDA they stay as
+they are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _CUDA_TYPE_OF = {
 
 
 class _CudaLiteralsOnCpu(TorchFunctionMode):
-    """Redirects Megatron's CUDA literals to the CPU; about a microsecond per operation."""
+    """A redirection of Megatron's CUDA literals to the CPU. It costs about a microsecond per
+    operation.
+    """
 
     def __torch_function__(
         self,
@@ -53,69 +56,81 @@ class _CudaLiteralsOnCpu(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where this rank computes, and how its ranks talk."""
+    """The device on which this rank computes, and the backend with which its ranks communicate."""
 
     device: torch.device
-    backend: str  # of torch.distributed
+    backend: str  # name of a torch.distributed backend
 
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
 
     def active(self) -> contextlib.AbstractContextManager[object]:
-        """Enter around every call into Megatron."""
+        """Return a context for calls into Megatron. Enter it around every one."""
         return contextlib.nullcontext() if self.is_cuda else _CudaLiteralsOnCpu()
 
 
 def prepare_device(rank: int, threads: int) -> Device:
-    """Pick this rank's device, set the thread count, and make Megatron run on it. Once per process, before Megatron."""
+    """Choose this rank's device, set the thread count, and prepare torch for Megatron.
+
+    Call it once, before Megatron is imported.
+    """
     torch.set_num_threads(threads)
-    # Megatron relies on kernels starting in the order they are queued to overlap communication with compute.
+    # Megatron relies on kernels starting in the order they are queued to overlap communication with
+    # compute.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         index = rank % torch.cuda.device_count()
         torch.cuda.set_device(index)
         return Device(torch.device("cuda", index), "nccl")
     _stand_in_for_cuda()
-    # A record of the last 2,000 collectives, megabytes of it, that nobody asks gloo for.
+    # torch records the last 2,000 collectives, megabytes of memory; gloo has no tool that reads
+    # them.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     return Device(torch.device("cpu"), "gloo")
 
 
 def seed_megatron(device: Device, seed: int) -> None:
-    """Megatron's random states. Nothing of ours draws from them (no dropout), but its layers ask for them."""
+    """Set Megatron's random states.
+
+    The model draws no random numbers (no dropout), but Megatron's layers need the states.
+    """
     from realsys.train.megatron.megatron_core import megatron_random
 
     if device.is_cuda:
         megatron_random.model_parallel_cuda_manual_seed(seed)
         return
-    # The inference tracker forks nothing, so it needs no CUDA state.
+    # The inference tracker forks no state, so it works without CUDA.
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    # Activation recomputation saves and restores "the CUDA state" around each layer.
+    # Activation recomputation saves and restores the CUDA state around each layer. There is none
+    # here.
     megatron_random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.empty(0, dtype=torch.uint8)
     megatron_random._set_cuda_rng_state = lambda *_args, **_kwargs: None
     torch.manual_seed(seed)
 
 
 def bind_gloo_to(host: str) -> None:
-    """Make gloo listen on the interface that has ``host``, not on whatever the host name resolves to.
+    """Make gloo listen on the interface that has ``host``, not on the one that the host name
+    resolves to.
 
-    A trial on one machine must not open ports beyond loopback. An explicit GLOO_SOCKET_IFNAME wins.
+    A trial on one machine must not open ports beyond loopback. An explicit GLOO_SOCKET_IFNAME stays
+    in force. Raises ConfigError if no interface has the address.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ or advertised_host(host) != host:  # every interface: gloo asks the host name
+    # bound to every interface: the host name decides
+    if "GLOO_SOCKET_IFNAME" in os.environ or advertised_host(host) != host:
         return
     for name, addresses in psutil.net_if_addrs().items():
         if any(_same_address(entry.address, host) for entry in addresses):
             os.environ["GLOO_SOCKET_IFNAME"] = name
             return
-    raise ConfigError("cluster.host", host, "no network interface of this machine has this address")
+    raise ConfigError("cluster.host", host, "must be an address of a network interface of this machine")
 
 
-def _same_address(found: str, wanted: str) -> bool:
+def _same_address(address: str, host: str) -> bool:
     try:
-        return ipaddress.ip_address(found.split("%")[0]) == ipaddress.ip_address(wanted)
-    except ValueError:  # a hardware address, or wanted is a host name
-        return wanted == "localhost" and found == "127.0.0.1"
+        return ipaddress.ip_address(address.split("%")[0]) == ipaddress.ip_address(host)
+    except ValueError:  # a hardware address, or a host name
+        return host == "localhost" and address == "127.0.0.1"
 
 
 def _stand_in_for_cuda() -> None:

@@ -1,7 +1,7 @@
-"""Elementwise parts of the layer with their backward passes written out.
+"""Elementwise parts of the layer with explicit backward passes.
 
-On CPU a small model's step is bound by memory traffic between elementwise operations; each of these replaces a chain
-that autograd would replay operation by operation.
+On a CPU, memory traffic between elementwise operations bounds the step of a small model. Each
+function here replaces a chain of operations that autograd would run one by one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Swiglu(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embedding; its backward is the rotation the other way."""
+    """Rotary embedding. Its backward pass is the opposite rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,10 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float)
 
 
 class _Pad(torch.autograd.Function):
-    """Rows [n, ...] -> rows[gather]. What is selected beyond ``scatter`` is padding and gets no gradient."""
+    """Rows [n, ...] -> rows[gather].
+
+    Selected rows that ``scatter`` does not name are padding, without a gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gather: torch.Tensor, scatter: torch.Tensor) -> torch.Tensor:
@@ -99,7 +102,10 @@ class _Pad(torch.autograd.Function):
 
 
 class _Select(torch.autograd.Function):
-    """Distinct rows of x. Its backward copies rows, where index_select's would add them up one by one."""
+    """Distinct rows of x.
+
+    Its backward pass copies rows; that of index_select would add them up one by one.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -122,32 +128,36 @@ class _Select(torch.autograd.Function):
 
 
 def apply(function: Any, *inputs: Any) -> torch.Tensor:
-    """``function.apply``, typed: torch declares it for no types at all."""
+    """Call ``function.apply``, which torch leaves untyped."""
     out: torch.Tensor = function.apply(*inputs)
     return out
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dimension. CUDA has a kernel of its own."""
+    """Normalise over the last dimension. On CUDA this is torch's own kernel."""
     if x.is_cuda:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
     return apply(_RmsNorm, x, weight, eps)
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Return silu(first half) * second half over the last dimension, [..., 2n] -> [..., n]."""
     return apply(_Swiglu, x)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [t, heads, d]; cos, sin [t, 1, d / 2]."""
+    """Apply the rotary embedding to x [t, heads, d]; cos, sin [t, 1, d / 2]."""
     return apply(_Rotate, x, cos, sin)
 
 
 def pad_rows(x: torch.Tensor, gather: torch.Tensor, scatter: torch.Tensor) -> torch.Tensor:
-    """``x[gather]``; only its places ``scatter`` (one per row of x, in order) will get a gradient."""
+    """Return ``x[gather]``.
+
+    Only its places ``scatter`` (one per row of x, in order) get a gradient.
+    """
     return apply(_Pad, x, gather, scatter)
 
 
 def select_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``x[rows]`` for distinct ``rows``."""
+    """Return ``x[rows]``. The ``rows`` must be distinct."""
     return apply(_Select, x, rows)

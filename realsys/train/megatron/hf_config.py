@@ -1,4 +1,4 @@
-"""A Hugging Face model -> Megatron's TransformerConfig, for the layout that it is trained with."""
+"""Translates a Hugging Face model into Megatron's TransformerConfig for a layout."""
 
 from __future__ import annotations
 
@@ -17,25 +17,32 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def check_layout(model: HfModel, layout: ParallelLayout) -> None:
-    """Raise ModelError with the numbers when the model does not divide by the layout."""
+    """Check that the model divides by the layout. Raises ModelError with the numbers."""
     for name, size in model.split_sizes.items():
         if size % layout.tensor:
-            raise ModelError(f"{name}={size} does not divide by m{layout.tensor} of the training layout {layout}")
+            raise ModelError(
+                f"{name}={size} must divide by m{layout.tensor} of the training layout {layout}: choose another m"
+            )
     if model.layers % layout.pipeline:
         raise ModelError(
-            f"num_hidden_layers={model.layers} does not divide by p{layout.pipeline} of the training layout {layout}"
+            f"num_hidden_layers={model.layers} must divide by p{layout.pipeline} of the training layout {layout}: "
+            "choose another p"
         )
 
 
 def transformer_config(model: HfModel, layout: ParallelLayout, train: TrainConfig, dtype: str) -> TransformerConfig:
-    """Megatron's description of the model; raises ModelError when it does not fit the layout."""
+    """Return Megatron's description of the model.
+
+    Raises ModelError if it does not fit the layout.
+    """
     check_layout(model, layout)
     recompute: dict[str, Any] = {}
     if train.recompute:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     parameters = DTYPES[dtype]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="full scope is deprecated")  # of Megatron's own default
+        # the warning is about Megatron's own default
+        warnings.filterwarnings("ignore", message="full scope is deprecated")
         return _megatron_config(model, layout, train, parameters, recompute)
 
 
@@ -63,16 +70,18 @@ def _megatron_config(
         bf16=parameters is torch.bfloat16,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
-        # Sequence parallelism splits over the tensor ranks: with one there is nothing to split.
+        # With one tensor rank sequence parallelism has nothing to split.
         sequence_parallel=train.sequence_parallel and layout.tensor > 1,
-        # Every parameter is read from the checkpoint; drawing random ones first would be waste. (Megatron's own
-        # switch for that also drops the attributes that make the grad norm right under tensor parallelism.)
+        # The checkpoint fills every parameter, so random initial values would be wasted work.
+        # Megatron's own switch for that also drops the attributes that make the gradient norm right
+        # under tensor parallelism.
         init_method=_keep,
         output_layer_init_method=_keep,
         embedding_init_method=_keep,
         gradient_accumulation_fusion=False,  # needs Apex
         variable_seq_lengths=layout.pipeline > 1,
-        moe_token_dispatcher_type="alltoall",  # the default is refused together with variable lengths
+        # Megatron refuses its default together with variable lengths
+        moe_token_dispatcher_type="alltoall",
         **recompute,
     )
 

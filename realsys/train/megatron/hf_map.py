@@ -1,12 +1,12 @@
-"""HF checkpoints <-> Megatron shards, over tensor and pipeline ranks.
+"""Maps HF checkpoints to Megatron shards and back, over tensor and pipeline ranks.
 
     q, k, v       -> linear_qkv   interleaved by query group
     gate, up      -> linear_fc1   one below the other, within each tensor rank's shard
     the rest      one to one
 
-A rank reads only its own slice of every tensor: the files are mapped, and no page is touched that holds nothing of the
-slice. For export the tensors of a stage are dealt out over its data and tensor ranks, so all of them write at the same
-time and each tensor is written once.
+A rank reads only its own slice of every tensor: the files are memory-mapped, and pages outside the
+slice stay untouched. For export the tensors of a stage are divided among its data and tensor ranks.
+All of them write at the same time, and each tensor is written once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ _HEAD = "lm_head.weight"
 _SCORE = "score.weight"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_NAME_BYTES = 255  # of a file, at most
+_NAME_BYTES = 255  # longest file name
 _DTYPES = ("F32", "BF16", "F16", "F64")
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterMap:
-    """One Megatron parameter: the HF tensors it is made of, and along which dimension tensor ranks split them."""
+    """One Megatron parameter: its HF tensors, and the dimension along which tensor ranks split them
+    (None: not split).
+    """
 
     hf: tuple[str, ...]
     dim: int | None
@@ -48,7 +50,10 @@ class ParameterMap:
 
 
 def mapping_of(name: str, layer: int | None, tied: bool) -> ParameterMap:
-    """``name`` of a parameter of Megatron's GPTModel, ``layer`` counted from 0 over the whole model."""
+    """Return the mapping of the GPTModel parameter ``name``.
+
+    ``layer`` counts from 0 over the whole model.
+    """
     if name == "embedding.word_embeddings.weight":
         return ParameterMap((_EMBEDDING,), 0)
     if name == "output_layer.weight":
@@ -76,18 +81,21 @@ def mapping_of(name: str, layer: int | None, tied: bool) -> ParameterMap:
 
 
 class HFReader:
-    """Slices of the tensors of a HF directory, one file or several with an index. Closing it unmaps the files."""
+    """Reader of slices of the tensors of an HF directory: one file, or several with an index.
+
+    Closing it unmaps the files.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._open: dict[str, Any] = {}
-        self._listing = directory / _INDEX  # what says which tensors there are
+        self._listing = directory / _INDEX  # the file that lists the tensors
         if self._listing.exists():
             self._files = self._read_index()
             return
         self._listing = directory / _SINGLE
         if not self._listing.exists():
-            raise ModelError(f"{directory}: neither {_SINGLE} nor {_INDEX} is there; only safetensors are read")
+            raise ModelError(f"{directory} must contain {_SINGLE} or {_INDEX}: convert the model to safetensors")
         self._files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
 
     def __enter__(self) -> HFReader:
@@ -97,9 +105,13 @@ class HFReader:
         self._open.clear()
 
     def check(self, model: HfModel) -> None:
-        """Raises ModelError naming file and tensor, when one is missing, too many, or of another shape or kind."""
+        """Check the tensors against ``model``.
+
+        Raises ModelError with file and tensor if one is missing, unknown or of another shape or
+        dtype.
+        """
         shapes = model.tensor_shapes()
-        # A tied head may be stored all the same; a value role has no use for the head of a language model.
+        # Some writers store a tied head. A value role does not use the head of a language model.
         ignored = {_HEAD} if model.tied or model.head == "value" else set()
         extra = [n for n in self._files.keys() - shapes.keys() - ignored if not n.endswith("rotary_emb.inv_freq")]
         if extra:
@@ -108,18 +120,18 @@ class HFReader:
             )
         for name, shape in shapes.items():
             if name not in self._files:
-                raise ModelError(
-                    f"{self._listing}: tensor {name} is missing; config.json asks for one of shape {shape}"
-                )
+                raise ModelError(f"{self._listing}: tensor {name} not found; config.json requires one of shape {shape}")
             view = self._view(name)
-            path, found = self._directory / self._files[name], tuple(view.get_shape())
-            if found != shape:
-                raise ModelError(f"{path}: tensor {name} has shape {found}, config.json says {shape}")
+            path = self._directory / self._files[name]
+            if (stored := tuple(view.get_shape())) != shape:
+                raise ModelError(f"{path}: tensor {name} has shape {stored}, config.json requires {shape}")
             if view.get_dtype() not in _DTYPES:
-                raise ModelError(f"{path}: tensor {name} is {view.get_dtype()}; known: {', '.join(_DTYPES)}")
+                raise ModelError(f"{path}: tensor {name} is {view.get_dtype()}: must be one of {', '.join(_DTYPES)}")
 
     def read(self, name: str, dim: int | None, part: int, parts: int) -> torch.Tensor:
-        """Part ``part`` of ``parts`` along ``dim``: a view of the mapped file, in the file's dtype."""
+        """Return part ``part`` of ``parts`` along ``dim``: a view of the mapped file, in the file's
+        dtype.
+        """
         view = self._view(name)
         if dim is None or parts == 1:
             whole: torch.Tensor = view[:]
@@ -134,13 +146,15 @@ class HFReader:
             files: dict[str, str] = json.loads(self._listing.read_text())["weight_map"]
             names = set(files.values())
             if strange := [name for name in names if Path(name).name != name or len(name.encode()) > _NAME_BYTES]:
-                raise ValueError(f"{strange[0][:80]!r} is no file of the folder")
+                raise ValueError(f"{strange[0][:80]!r} is not a file in this directory")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ModelError(f"{self._listing}: no index of safetensors with a weight_map ({error!r})") from error
+            raise ModelError(
+                f"{self._listing} must be an index of safetensors with a weight_map ({error!r})"
+            ) from error
         for file in sorted(names):
             if not (self._directory / file).is_file():
-                owned = [tensor for tensor, owner in files.items() if owner == file]
-                problem = f"names {file} for {len(owned)} tensors, {min(owned)} among them, and it is not there"
+                tensors = [tensor for tensor, owner in files.items() if owner == file]
+                problem = f"file {file} not found, which should hold {len(tensors)} tensors, such as {min(tensors)}"
                 raise ModelError(f"{self._listing}: {problem}")
         return files
 
@@ -162,16 +176,17 @@ class HFReader:
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """The mapping for one rank: which of ``tensor_ranks`` shards it holds."""
+    """The mapping for one rank, which holds shard ``tensor_rank`` of ``tensor_ranks``."""
 
     model: HfModel
     tensor_rank: int
     tensor_ranks: int
 
     def parameters(self, module: torch.nn.Module) -> Iterator[tuple[str, ParameterMap, torch.nn.Parameter]]:
-        """The parameters of a GPTModel by name, in a fixed order, the same on all tensor and data ranks of a stage.
+        """Yield the parameters of a GPTModel by name, in the same order on all tensor and data
+        ranks of a stage.
 
-        Adapters are left out: no HF tensor is made of one alone.
+        Adapters are excluded: no HF tensor consists of one alone.
         """
         decoder: Any = module.decoder
         for name, parameter in module.named_parameters():
@@ -182,14 +197,17 @@ class ShardMap:
             yield name, mapping_of(name, layer, self.model.tied), parameter
 
     def load(self, module: torch.nn.Module, directory: Path) -> None:
-        """Fill the module from a HF directory. Raises ModelError when the directory is not this model."""
+        """Fill the module from an HF directory.
+
+        Raises ModelError if the directory does not hold this model.
+        """
         with HFReader(directory) as reader:
             reader.check(self.model)
             self.fill(module, reader)
 
     @torch.no_grad()
     def fill(self, module: torch.nn.Module, reader: HFReader) -> None:
-        """One parameter at a time: beside the module there is never more than one parameter in memory."""
+        """Fill one parameter at a time: apart from the module, only one parameter is in memory."""
         for _, mapping, parameter in self.parameters(module):
             if mapping.hf == (_SCORE,) and not self.model.has_score:
                 parameter.zero_()
@@ -208,19 +226,22 @@ class ShardMap:
         skip_head: bool,
         gradients: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The HF tensors that this rank writes, whole, adapters merged in. Every rank of ``group`` (tensor) must run it
-        to its end.
+        """Yield the HF tensors that this rank writes, whole, with adapters merged. Every rank of
+        ``group`` (tensor) must run it to its end.
 
-        ``skip_head``: the head of a tied model on a later stage is a copy of the first stage's embedding.
-        ``gradients``: of the parameters that are trained; none under adapters.
+        ``skip_head``: the head of a tied model on a later stage is a copy of the first stage's
+        embedding. ``gradients``: yield the gradients of the trained parameters instead; none under
+        adapters.
         """
         items = [item for item in self.parameters(module) if not gradients or item[2].requires_grad]
         writers = assign_writers([parameter.numel() for _, _, parameter in items], data_ranks * self.tensor_ranks)
         for (name, mapping, parameter), writer in zip(items, writers, strict=True):
             if skip_head and mapping.hf == (_EMBEDDING,):
                 continue
-            owner, tensor_owner = divmod(writer, self.tensor_ranks)
-            if owner != data_rank:
+            data_owner, tensor_owner = divmod(writer, self.tensor_ranks)
+            # Other data ranks hold the same shard. All tensor ranks of the writer's data rank take
+            # part in the gather.
+            if data_owner != data_rank:
                 continue
             if gradients:
                 source = parameter.main_grad  # type: ignore[attr-defined]
@@ -241,7 +262,7 @@ class ShardMap:
         return None if parts is None else torch.cat(parts, dim)
 
     def _join(self, mapping: ParameterMap, parts: list[torch.Tensor]) -> torch.Tensor:
-        """This rank's slices of the HF tensors -> its Megatron shard."""
+        """Join this rank's slices of the HF tensors to its Megatron shard."""
         if mapping.form == "plain":
             return parts[0]
         if mapping.form == "gate_up":
@@ -250,7 +271,9 @@ class ShardMap:
         return torch.cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).reshape(-1, *parts[0].shape[1:])
 
     def _split(self, mapping: ParameterMap, shard: torch.Tensor) -> list[torch.Tensor]:
-        """The inverse of ``_join``."""
+        """Split a Megatron shard into this rank's slices of the HF tensors: the inverse of
+        ``_join``.
+        """
         if mapping.form == "plain":
             return [shard]
         if mapping.form == "gate_up":
@@ -263,7 +286,9 @@ class ShardMap:
 
 
 def assign_writers(sizes: list[int], writers: int) -> list[int]:
-    """Item -> writer: largest first to the one with the least so far. The same answer on every rank."""
+    """Return the writer of each item: largest item first, to the writer with the least so far; the
+    same on every rank.
+    """
     loads = [0] * writers
     owner = [0] * len(sizes)
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):

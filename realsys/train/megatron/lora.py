@@ -2,14 +2,16 @@
 
     y = W x + (alpha / rank) B A x        W frozen, A [rank, in], B [out, rank] trained; B = 0 at first
 
-An adapter belongs to one of Megatron's *fused* matrices: q, k and v of a layer share one A, and so do gate and up. Over
-tensor ranks it is split like the matrix, and what is communicated has ``rank`` columns, never ``in`` or ``out``:
+An adapter belongs to one of Megatron's *fused* matrices: q, k and v of a layer share one A, and so
+do gate and up. Over tensor ranks it is split like the matrix. The ranks exchange tensors with
+``rank`` columns, never ``in`` or ``out``:
 
     linear_qkv, linear_fc1     A whole on every rank, B split by rows     the gradient of A x is summed over the ranks
     linear_proj, linear_fc2    A split by columns, B whole                A x is summed over the ranks
 
-So every gradient comes out complete, except, under sequence parallelism, that of the matrix that is whole on every
-rank: each saw its part of the tokens only. It is marked for Megatron to sum up, as the norms' weights are.
+So every gradient is complete on its rank, with one exception. Under sequence parallelism each rank
+sees a part of the tokens only, and the gradient of the whole matrix is a partial sum. It is marked,
+and Megatron sums it over the ranks as it does for the weights of norms.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from realsys.train.megatron.megatron_core import (
 )
 from realsys.train.megatron.mesh import MeshGroups
 
-#: what ``LoraConfig.targets`` calls them -> the module of a layer, and whether tensor ranks split its input
+#: name in ``LoraConfig.targets`` -> the module of a layer, and True if the tensor ranks split its
+#: input
 _TARGETS = {
     "qkv": ("self_attention.linear_qkv", False),
     "proj": ("self_attention.linear_proj", True),
@@ -43,9 +46,11 @@ _CHILD = "adapter"
 
 
 class Adapter(torch.nn.Module):
-    """The adapter of one linear layer on one tensor rank: ``a`` [rank, in], ``b`` [out, rank], or this rank's slices.
+    """The adapter of one linear layer on one tensor rank: ``a`` [rank, in], ``b`` [out, rank], or
+    this rank's slices.
 
-    ``whole_a``: A over all tensor ranks. ``weight``: the frozen weight on this rank, for shape, dtype and device.
+    ``whole_a``: A over all tensor ranks. ``weight``: the frozen weight on this rank, for shape,
+    dtype and device.
     """
 
     def __init__(
@@ -60,9 +65,11 @@ class Adapter(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.scale = scale
-        self._group, self._split_input, self._sequence_parallel = group, split_input, sequence_parallel
+        self._group = group
+        self._split_input = split_input
+        self._sequence_parallel = sequence_parallel
         a = whole_a.chunk(group.size(), 1)[group.rank()] if split_input else whole_a
-        # A copy: a slice would keep the whole alive.
+        # A copy: a slice would keep the whole matrix in memory.
         self.a = torch.nn.Parameter(a.to(weight.device, weight.dtype, copy=True).contiguous())
         self.b = torch.nn.Parameter(weight.new_zeros(weight.shape[0], whole_a.shape[0]))
         split, whole = (self.a, self.b) if split_input else (self.b, self.a)
@@ -71,18 +78,20 @@ class Adapter(torch.nn.Module):
         whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, the input of the linear layer -> what is to be added to its output."""
+        """Return the addition to the linear layer's output for its input ``x``."""
         low = linear(x, self.a) * self.scale
         if self._group.size() > 1:
             low = self._exchange(low)
         return linear(low, self.b)
 
     def delta(self) -> torch.Tensor:
-        """What the adapter adds to the weight on this rank, fp32 in the weight's shape."""
+        """Return the addition to the weight on this rank, fp32 in the weight's shape."""
         return (self.b.float() @ self.a.float()) * self.scale
 
     def _exchange(self, low: torch.Tensor) -> torch.Tensor:
-        """The step over the tensor ranks, of activations [t, 1, rank] (under sequence parallelism also [t / tp])."""
+        """Exchange activations [t, 1, rank] over the tensor ranks (under sequence parallelism also
+        [t / tp, 1, rank]).
+        """
         exchanged: torch.Tensor
         if self._split_input:
             if self._sequence_parallel:
@@ -97,10 +106,11 @@ class Adapter(torch.nn.Module):
 
 
 def attach(module: torch.nn.Module, lora: LoraConfig, groups: MeshGroups, seed: int) -> None:
-    """Freeze a GPTModel and put adapters on the layers that ``lora.targets`` names; its outputs do not change.
+    """Freeze a GPTModel and add adapters to the layers that ``lora.targets`` names; its outputs do
+    not change.
 
-    To be called when the weights are there and gradient buffers are not, so that frozen weights get none. ``seed``
-    draws every A, the same on any layout.
+    Call it when the weights are loaded and gradient buffers are not made yet, so that frozen
+    weights get none. ``seed`` determines every A, the same on any layout.
     """
     module.requires_grad_(False)
     decoder: Any = module.decoder
@@ -122,17 +132,20 @@ def attach(module: torch.nn.Module, lora: LoraConfig, groups: MeshGroups, seed: 
             owner.add_module(_CHILD, adapter)
             owner.register_forward_hook(_add)
     if groups.first_stage and config.recompute_granularity is not None:
-        # Recomputation drops the gradients of a layer whose input has none, as that of a frozen embedding.
+        # Recomputation drops the gradients of a layer whose input needs none, as the output of a
+        # frozen embedding.
         module.get_submodule("embedding").register_forward_hook(_require_grad)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of the module, by its name, is one of an adapter."""
+    """Return True if the parameter with this name belongs to an adapter."""
     return f".{_CHILD}." in name
 
 
 def merged(module: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter ``name`` of ``module`` with its adapter added, if it has one; in its own dtype."""
+    """Return the parameter ``name`` of ``module`` with its adapter added, if it has one; in its own
+    dtype.
+    """
     owner, _, kind = name.rpartition(".")
     adapter = dict(module.get_submodule(owner).named_children()).get(_CHILD) if kind == "weight" else None
     if not isinstance(adapter, Adapter):
@@ -141,7 +154,9 @@ def merged(module: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch
 
 
 def _draw(rank: int, columns: int, key: tuple[int, ...]) -> torch.Tensor:
-    """A whole A, fp32 on the host: uniform with variance 1 / (3 in), as in the reference implementation."""
+    """Draw a whole A, fp32 on the host: uniform with variance 1 / (3 in), as in the reference
+    implementation.
+    """
     generator = torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
     bound = 1.0 / math.sqrt(columns)
     return torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
@@ -150,7 +165,9 @@ def _draw(rank: int, columns: int, key: tuple[int, ...]) -> torch.Tensor:
 def _add(
     owner: torch.nn.Module, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Forward hook of a Megatron linear layer, which returns (product, bias not added yet)."""
+    """Add the adapter: a forward hook of a Megatron linear layer, which returns (product, bias that
+    is not added yet).
+    """
     product, bias = output
     return product + owner.get_submodule(_CHILD)(inputs[0]), bias
 

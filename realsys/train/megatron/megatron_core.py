@@ -1,7 +1,8 @@
-"""The names of Megatron-Core that the trainer uses, imported in one place.
+"""Imports the names of Megatron-Core that the trainer uses, in one place.
 
-Megatron hands its fused functions to ``torch.compile`` while it is imported, which loads the whole inductor: half of
-the seconds (and a third of the memory) of the import. Those functions are for GPUs, and we call none of them on CPU.
+While it is imported, Megatron passes its fused functions to ``torch.compile``. That loads the whole
+inductor: half of the import's seconds, and a third of its memory. The fused functions are for GPUs,
+and no CPU rank calls them.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ def _not_compiled(function: Callable[..., Any] | None = None, **_: Any) -> Calla
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    logging.getLogger("megatron").setLevel(logging.WARNING)  # its news is about packages that are not there
+    # it reports missing packages, which are optional
+    logging.getLogger("megatron").setLevel(logging.WARNING)
     torch_compile = torch.compile
     if not torch.cuda.is_available():
         torch.compile = _not_compiled  # type: ignore[assignment]
     try:
         with warnings.catch_warnings():
-            # Says in several modules that Apex and Transformer Engine are not installed. We know.
+            # Several modules warn that Apex and Transformer Engine are not installed. Both are
+            # optional here.
             warnings.filterwarnings("ignore", category=UserWarning)
             warnings.filterwarnings("ignore", category=DeprecationWarning)
             yield
     finally:
+        # Other users of torch in this process must find the real function.
         torch.compile = torch_compile
 
 

@@ -1,14 +1,16 @@
-"""The ModelWorkers find each other, and form the process groups of every mesh among them.
+"""Connects the ModelWorkers, and forms the process groups of every mesh among them.
 
 worker 0: binds a TCPStore on port 0 -> registers its address      others: wait for the address -> connect
 
-All workers are ranks of one world, and a worker's index is its rank there. A mesh is some of them; meshes may overlap:
+All workers are ranks of one world, and a worker's index is its rank there. A mesh is some of them;
+meshes may overlap:
 
     actor.d2p2,critic.m2        actor    stage 0:  workers 0 1      critic   tensor ranks:  workers 0 1
                                          stage 1:  workers 2 3
 
-Megatron keeps its groups in globals of ``parallel_state``, for one mesh. Here every mesh has its own values of those
-globals, and ``MeshGroups.active()`` puts them in place for as long as a call on that mesh runs.
+Megatron keeps the groups of one mesh in globals of ``parallel_state``. Here every mesh has its own
+values of those globals, and ``MeshGroups.active()`` puts them in place while a call on that mesh
+runs.
 """
 
 from __future__ import annotations
@@ -31,20 +33,25 @@ from realsys.config.schema import ClusterConfig
 from realsys.train.megatron.device import Device, bind_gloo_to
 from realsys.train.megatron.megatron_core import parallel_state
 
-#: Megatron's state as it is before anything is formed: what a mesh does not set must not be another mesh's.
+#: Megatron's globals before any group is formed. A mesh starts from these: a global that it does
+#: not set must not keep another mesh's group.
 _UNFORMED = {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 
 
 def rendezvous(
     store: NameStore, key: str, rank: int, world: int, cluster: ClusterConfig, device: Device
 ) -> contextlib.AbstractContextManager[None]:
-    """Join torch.distributed through the name store. ``key`` must be new for every start of the workers.
+    """Join torch.distributed through the name store. ``key`` must be new for every start of the
+    workers.
 
-    Raises WaitTimeout naming worker 0 when its address does not come within ``cluster.connect_timeout_s``.
+    Raises WaitTimeout naming worker 0 if its address does not arrive within
+    ``cluster.connect_timeout_s``.
     """
     timeout = timedelta(seconds=cluster.connect_timeout_s)
     if rank == 0:
-        # Our own socket: TCPStore by itself would listen on every interface.
+        # TCPStore's own socket would listen on every interface. This one is bound to the cluster's
+        # host only. Every worker connects at about the same time; a short backlog would refuse
+        # some.
         listener = socket.create_server((cluster.host, 0), backlog=max(128, world))
         port = listener.getsockname()[1]
         tcp = TCPStore(
@@ -53,9 +60,10 @@ def rendezvous(
             world,
             is_master=True,
             timeout=timeout,
-            wait_for_workers=False,
+            wait_for_workers=False,  # they learn the address only from the next statement
             master_listen_fd=listener.detach(),
         )
+        # Registered after the socket listens, so a worker that reads the address can connect.
         store.add(key, join_host_port(advertised_host(cluster.host), port), replace=True)
     else:
         address = store.wait(key, cluster.connect_timeout_s, "the torch store of model_worker/0")
@@ -68,29 +76,36 @@ def rendezvous(
 
 @contextlib.contextmanager
 def process_groups(tcp: Store, rank: int, world: int, cluster: ClusterConfig, device: Device) -> Iterator[None]:
-    """torch.distributed for as long as the block runs.
+    """Keep torch.distributed initialised inside the block.
 
-    After an error the groups are left as they are: taking them down may wait for ranks that wait for this one.
+    After an error the groups stay as they are: destroying them may wait for ranks that wait for
+    this one.
     """
     if device.backend == "gloo":
+        # Before the first group: gloo chooses its interface when a group is made.
         bind_gloo_to(cluster.host)
     dist.init_process_group(
         device.backend,
         store=tcp,
         rank=rank,
         world_size=world,
+        # A collective waits for the slowest rank, which may be in a whole call: as long as the
+        # master waits.
         timeout=timedelta(seconds=cluster.request_timeout_s),
         device_id=device.device if device.is_cuda else None,
     )
+    # No try/finally: see the docstring. The process ends after an error, and with it the groups.
     yield
     dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeshGroups:
-    """One mesh as one of its workers sees it: where that worker sits, and the process groups it is a member of.
+    """One mesh as one of its workers sees it: the worker's place on it, and the process groups the
+    worker is in.
 
-    Ranks of ``whole`` are ranks of the mesh; those of ``data``, ``tensor`` and ``pipeline`` count along that axis.
+    Ranks of ``whole`` are ranks of the mesh; those of ``data``, ``tensor`` and ``pipeline`` count
+    along that axis.
     """
 
     mesh: Mesh
@@ -102,7 +117,8 @@ class MeshGroups:
     data: dist.ProcessGroup
     tensor: dist.ProcessGroup
     pipeline: dist.ProcessGroup
-    _parallel_state: Mapping[str, Any] = field(repr=False)  # global of Megatron -> its value on this mesh
+    # name of a Megatron global -> its value on this mesh
+    _parallel_state: Mapping[str, Any] = field(repr=False)
 
     @property
     def first_stage(self) -> bool:
@@ -114,23 +130,35 @@ class MeshGroups:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Megatron works on this mesh inside the block; what was there before is back afterwards. May be nested.
+        """Make Megatron work on this mesh inside the block; restore the state before it afterwards.
+        May be nested.
 
-        Enter around every call into Megatron, and only on the thread that serves requests: globals are the process's.
+        Enter around every call into Megatron, and only on the thread that serves requests: the
+        globals belong to the process.
         """
         with _replaced(parallel_state, self._parallel_state), _replaced(dist, self._world_functions()):
             yield
 
     def _world_functions(self) -> dict[str, Any]:
-        """Megatron's optimizers agree on their parameter groups over the world: with these, over this mesh."""
+        """Return the functions of torch.distributed that Megatron calls without a group, for this
+        mesh.
+
+        Megatron's optimizers agree on their parameter groups over the whole world. Ranks outside
+        the mesh make no such call, so over the world it would never return.
+        """
+        # Taken from ``distributed_c10d``: ``dist`` itself has the replacements while a block is
+        # nested in another.
         size, gather = dist.distributed_c10d.get_world_size, dist.distributed_c10d.all_gather_object
         return {
             "get_world_size": lambda group=None: size(group or self.whole),
-            "all_gather_object": lambda found, own, group=None: gather(found, own, group or self.whole),
+            "all_gather_object": lambda gathered, own, group=None: gather(gathered, own, group or self.whole),
         }
 
     def any_rank(self, flag: bool, device: Device) -> bool:
-        """Whether ``flag`` is set on any rank of the mesh. Every rank must call it."""
+        """Return True on every rank if ``flag`` is set on any rank of the mesh.
+
+        Every rank must call it.
+        """
         if self.mesh.layout.world_size == 1:
             return flag
         value = torch.tensor([float(flag)], device=device.device)
@@ -139,63 +167,40 @@ class MeshGroups:
 
 
 def form_meshes(meshes: Mapping[str, Mesh], worker: int, device: Device) -> dict[str, MeshGroups]:
-    """Role -> its groups, for the roles whose mesh holds ``worker``. Needs ``process_groups``.
+    """Return role -> its groups, for the roles whose mesh includes ``worker``. Needs
+    ``process_groups``.
 
-    Every worker of the world calls it with the same ``meshes``, also one that is on none. Workers that are together
-    in several groups share one communicator: it costs memory on a GPU, and calls run one at a time.
+    Every worker of the world calls it with the same ``meshes``, including one that is on no mesh.
+    If workers are together in several groups, these share one communicator: it costs memory on a
+    GPU, and calls run one at a time.
     """
-    wanted = {
+    member_sets = {
         workers
         for mesh in meshes.values()
         for rank in range(mesh.layout.world_size)
         for workers in _workers_by_group(mesh, rank).values()
     }
-    # All workers make all groups in one order: each takes part of every worker, member or not.
-    made = {workers: dist.new_group(workers, backend=device.backend) for workers in sorted(wanted)}
+    # new_group is a collective of the whole world: all workers make all groups, in the same order,
+    # member or not. In another order two workers would wait for each other.
+    made = {workers: dist.new_group(workers, backend=device.backend) for workers in sorted(member_sets)}
+    # The buffer of sequence parallelism. Calls run one at a time, so all meshes share it.
     scratch = parallel_state.GlobalMemoryBuffer()
     formed = {mesh: _groups(mesh, worker, made, scratch) for mesh in set(meshes.values()) if worker in mesh.workers}
     return {role: formed[mesh] for role, mesh in meshes.items() if mesh in formed}
 
 
 def _groups(mesh: Mesh, worker: int, made: Mapping[tuple[int, ...], dist.ProcessGroup], scratch: object) -> MeshGroups:
+    """Return the groups of ``mesh`` for ``worker``.
+
+    ``made``: workers -> their group; ``scratch``: Megatron's buffer.
+    """
     rank = mesh.workers.index(worker)
     data_rank, tensor_rank, pipeline_rank = mesh.coordinates(rank)
     workers = _workers_by_group(mesh, rank)
     group = {name: made[members] for name, members in workers.items()}
-    values = {
-        "_TENSOR_MODEL_PARALLEL_GROUP": group["tensor"],
-        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": list(workers["tensor"]),
-        "_PIPELINE_MODEL_PARALLEL_GROUP": group["pipeline"],
-        "_PIPELINE_GLOBAL_RANKS": list(workers["pipeline"]),
-        "_MODEL_PARALLEL_GROUP": group["model"],
-        "_MODEL_PARALLEL_GLOBAL_RANKS": list(workers["model"]),
-        "_DATA_PARALLEL_GROUP": group["data"],
-        "_DATA_PARALLEL_GLOBAL_RANKS": list(workers["data"]),
-        "_DATA_PARALLEL_GROUP_WITH_CP": group["data"],
-        "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": list(workers["data"]),
-        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": group["data"],
-        "_TENSOR_AND_DATA_PARALLEL_GROUP": group["stage"],
-        "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": group["stage"],
-        "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": group["whole"],
-        # No context parallelism, no experts.
-        "_CONTEXT_PARALLEL_GROUP": group["alone"],
-        "_CONTEXT_PARALLEL_GLOBAL_RANKS": [worker],
-        "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": group["tensor"],
-        "_EXPERT_MODEL_PARALLEL_GROUP": group["alone"],
-        "_EXPERT_MODEL_PARALLEL_RANKS": [worker],
-        "_EXPERT_TENSOR_PARALLEL_GROUP": group["tensor"],
-        "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": group["tensor"],
-        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": group["model"],
-        "_EXPERT_DATA_PARALLEL_GROUP": group["data"],
-        "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": group["data"],
-        "_GLOBAL_MEMORY_BUFFER": scratch,  # of sequence parallelism
-    }
-    if worker in workers["embedding"]:
-        values |= {"_EMBEDDING_GROUP": group["embedding"], "_EMBEDDING_GLOBAL_RANKS": list(workers["embedding"])}
-    if worker in workers["position_embedding"]:
-        values["_POSITION_EMBEDDING_GROUP"] = group["position_embedding"]
-        values["_POSITION_EMBEDDING_GLOBAL_RANKS"] = list(workers["position_embedding"])
+    values = _megatron_globals(worker, workers, group) | {"_GLOBAL_MEMORY_BUFFER": scratch}
     unknown = values.keys() - _UNFORMED.keys()
+    # A renamed global would be set without effect, and Megatron would run on the whole world.
     assert not unknown, f"this Megatron-Core has no parallel_state.{', '.join(sorted(unknown))}"
     return MeshGroups(
         mesh,
@@ -211,13 +216,60 @@ def _groups(mesh: Mesh, worker: int, made: Mapping[tuple[int, ...], dist.Process
     )
 
 
-def _workers_by_group(mesh: Mesh, rank: int) -> dict[str, tuple[int, ...]]:
-    """The groups that concern ``rank``, by the workers in them.
+def _megatron_globals(
+    worker: int, workers: Mapping[str, tuple[int, ...]], group: Mapping[str, dist.ProcessGroup]
+) -> dict[str, Any]:
+    """Return the values of Megatron's globals for ``worker``.
 
-    It is a member of all but perhaps the embedding groups: the first and last stage, which share tied weights, and
-    the first stage for positions.
+    ``workers``, ``group``: group name -> members, group.
     """
-    assert list(mesh.workers) == sorted(mesh.workers), "torch.distributed orders the ranks of a group"
+    values: dict[str, Any] = {
+        "_TENSOR_MODEL_PARALLEL_GROUP": group["tensor"],
+        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": list(workers["tensor"]),
+        "_PIPELINE_MODEL_PARALLEL_GROUP": group["pipeline"],
+        "_PIPELINE_GLOBAL_RANKS": list(workers["pipeline"]),
+        "_MODEL_PARALLEL_GROUP": group["model"],
+        "_MODEL_PARALLEL_GLOBAL_RANKS": list(workers["model"]),
+        "_DATA_PARALLEL_GROUP": group["data"],
+        "_DATA_PARALLEL_GLOBAL_RANKS": list(workers["data"]),
+        "_DATA_PARALLEL_GROUP_WITH_CP": group["data"],
+        "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": list(workers["data"]),
+        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": group["data"],
+        "_TENSOR_AND_DATA_PARALLEL_GROUP": group["stage"],
+        "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": group["stage"],
+        # The norm of the distributed optimizer is reduced over this group: one instance spans the
+        # whole mesh.
+        "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": group["whole"],
+        # Without context parallelism and experts these are groups of one rank, or those of the
+        # dense layers.
+        "_CONTEXT_PARALLEL_GROUP": group["alone"],
+        "_CONTEXT_PARALLEL_GLOBAL_RANKS": [worker],
+        "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": group["tensor"],
+        "_EXPERT_MODEL_PARALLEL_GROUP": group["alone"],
+        "_EXPERT_MODEL_PARALLEL_RANKS": [worker],
+        "_EXPERT_TENSOR_PARALLEL_GROUP": group["tensor"],
+        "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": group["tensor"],
+        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": group["model"],
+        "_EXPERT_DATA_PARALLEL_GROUP": group["data"],
+        "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": group["data"],
+    }
+    if worker in workers["embedding"]:
+        values |= {"_EMBEDDING_GROUP": group["embedding"], "_EMBEDDING_GLOBAL_RANKS": list(workers["embedding"])}
+    if worker in workers["position_embedding"]:
+        values["_POSITION_EMBEDDING_GROUP"] = group["position_embedding"]
+        values["_POSITION_EMBEDDING_GLOBAL_RANKS"] = list(workers["position_embedding"])
+    return values
+
+
+def _workers_by_group(mesh: Mesh, rank: int) -> dict[str, tuple[int, ...]]:
+    """Return the groups around ``rank``: name -> the workers in it.
+
+    ``rank`` is a member of all, except perhaps of the embedding groups. These are the first and
+    last stage, which share tied weights, and the first stage for positions.
+    """
+    # torch.distributed sorts the ranks of a group: in an unsorted mesh they would differ from the
+    # ranks of the mesh.
+    assert list(mesh.workers) == sorted(mesh.workers), f"workers of a mesh must ascend: {mesh.workers}"
     layout = mesh.layout
     dp, tp, pp = mesh.coordinates(rank)
     pipeline = tuple(mesh.workers[mesh.rank(dp, tp, stage)] for stage in range(layout.pipeline))
@@ -229,6 +281,7 @@ def _workers_by_group(mesh: Mesh, rank: int) -> dict[str, tuple[int, ...]]:
         "model": tuple(mesh.dp_members(dp)),
         "stage": tuple(mesh.workers[mesh.rank(d, t, pp)] for d in range(layout.data) for t in range(layout.tensor)),
         "alone": (mesh.workers[rank],),
+        # With one stage, first and last are the same worker, which may be named only once.
         "embedding": tuple(dict.fromkeys((pipeline[0], pipeline[-1]))),
         "position_embedding": pipeline[:1],
     }
@@ -236,7 +289,7 @@ def _workers_by_group(mesh: Mesh, rank: int) -> dict[str, tuple[int, ...]]:
 
 @contextlib.contextmanager
 def _replaced(module: object, values: Mapping[str, Any]) -> Iterator[None]:
-    """``values`` are the module's attributes inside the block."""
+    """Set ``values`` as attributes of the module inside the block."""
     attributes = vars(module)
     before = {name: attributes[name] for name in values}
     attributes.update(values)

@@ -1,7 +1,7 @@
-"""Memory of a role that waits for its next call: to the host and back.
+"""Moves the memory of a role to the host between its calls, and back.
 
-What is moved are storages, not tensors: parameters and gradients are views into large buffers, and the views stay
-valid while the memory under them goes and comes back.
+It moves storages, not tensors. Parameters and gradients are views into large buffers, and a view
+stays valid while the memory under it is released and allocated again.
 """
 
 from __future__ import annotations
@@ -14,32 +14,37 @@ from realsys.train.megatron.device import Device
 
 
 def storages(tensors: Iterable[torch.Tensor], device: Device) -> dict[int, torch.UntypedStorage]:
-    """The storages under ``tensors`` that take memory of the device, by address."""
-    found = {}
+    """Return the storages under ``tensors`` that take memory of the device, by address."""
+    by_address = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if tensor.device.type == device.device.type and storage.nbytes():
-            found[storage.data_ptr()] = storage
-    return found
+            by_address[storage.data_ptr()] = storage
+    return by_address
 
 
 class OffloadedMemory:
-    """Device memory that is released for as long as this exists, with a host copy of ``kept``; ``scrap`` has none."""
+    """Device memory that is released until ``restore``.
+
+    ``kept`` has a copy on the host; ``scrap`` has none.
+    """
 
     def __init__(self, device: Device, kept: Iterable[torch.UntypedStorage], scrap: Iterable[torch.Tensor]) -> None:
         self._device = device
         self._kept = [(storage, self._host_copy(storage)) for storage in kept]
         self._scrap = [(tensor, tensor.untyped_storage().nbytes()) for tensor in scrap]
+        # The copies are asynchronous: released before they end, the host would get garbage.
         self._finish_copies()
         for storage, _ in self._kept:
             storage.resize_(0)
         for tensor, _ in self._scrap:
             tensor.untyped_storage().resize_(0)
         if device.is_cuda:
-            torch.cuda.empty_cache()  # for other processes on this device
+            # returns the cached blocks to the driver, for other processes on this device
+            torch.cuda.empty_cache()
 
-    def give_back(self) -> None:
-        """Everything kept as it was; scrap is zero. Once."""
+    def restore(self) -> None:
+        """Allocate the memory again: kept storages as they were, scrap zero. Call it once."""
         for tensor, size in self._scrap:
             tensor.untyped_storage().resize_(size)
             tensor.zero_()

@@ -1,4 +1,4 @@
-"""Megatron's optimizer over one role's gradients: fp32 master weights, global norm, clipping, skipped steps."""
+"""Megatron's optimizer for one role: fp32 master weights, global norm, clipping, skipped steps."""
 
 from __future__ import annotations
 
@@ -20,18 +20,25 @@ from realsys.train.megatron.megatron_core import (
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """``applied`` is False when the step was skipped because loss or gradient was not finite."""
+    """Result of an optimizer step.
+
+    ``applied`` is False if it was skipped because loss or gradient was not finite.
+    """
 
     grad_norm: float
     applied: bool
 
 
 def make_optimizer(model: Any, settings: OptimizerConfig, dtype: torch.dtype) -> Any:
-    """A MegatronOptimizer over the trainable parameters of ``model`` (DistributedDataParallel), with fresh state."""
+    """Return a MegatronOptimizer with fresh state for the trainable parameters of ``model``
+    (DistributedDataParallel).
+
+    Raises ModelError for settings that the distributed optimizer does not support.
+    """
     distributed: bool = model.ddp_config.use_distributed_optimizer
     if distributed and (settings.name != "adam" or not settings.decoupled_weight_decay):
         raise ModelError(
-            "train.distributed_optimizer works with AdamW alone; set name=adam and decoupled_weight_decay=true"
+            "train.distributed_optimizer supports only AdamW: set name=adam and decoupled_weight_decay=true"
         )
     config = MegatronOptimizerConfig(
         optimizer=settings.name,
@@ -49,19 +56,27 @@ def make_optimizer(model: Any, settings: OptimizerConfig, dtype: torch.dtype) ->
     )
     optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     for group in optimizer.param_groups:
-        # Norms and biases have a multiplier of 0, which only Megatron's own scheduler would apply.
+        # Norms and biases have a multiplier of 0, which only Megatron's own scheduler applies.
+        # Without this line they would decay like all other weights.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
     return optimizer
 
 
 def take_step(optimizer: Any, lr: float, clip_grad: float, *, skip: bool) -> StepOutcome:
-    """One step with the reduced gradients; not taken when ``skip`` or when their global norm is not finite."""
+    """Take one step with the reduced gradients, unless ``skip`` is set or their global norm is not
+    finite.
+
+    The norm is over all parameters of the mesh, before clipping.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.prepare_grads()
+    # Reduced over the mesh, so all ranks step or skip alike.
     norm = float(optimizer.get_grad_norm())
     if skip or not math.isfinite(norm):
         return StepOutcome(norm, applied=False)
+    # Megatron clips inside its own step. Here NaN is checked before, so clipping is done by hand.
+    # One norm scales all parts: a norm per part would change the direction of the gradient.
     if 0 < clip_grad < norm:
         for part in optimizer.chained_optimizers:
             parameters = part.get_parameters()
@@ -72,7 +87,9 @@ def take_step(optimizer: Any, lr: float, clip_grad: float, *, skip: bool) -> Ste
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Momenta and what the optimizer steps: master weights, or the parameters themselves where they are fp32."""
+    """Yield the momenta and the tensors that the optimizer steps: master weights, or fp32
+    parameters themselves.
+    """
     for group in optimizer.param_groups:
         yield from group["params"]
     for part in optimizer.chained_optimizers:

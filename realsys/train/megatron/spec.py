@@ -1,9 +1,10 @@
-"""The layer spec: what of Megatron's transformer layer is ours, since its own parts need Transformer Engine.
+"""The layer spec: replacements for the parts of Megatron's transformer layer that need Transformer
+Engine.
 
-* RMSNorm that knows sequence parallelism.
-* Core attention over packed sequences, with the rotary embedding in it: computed once per micro-batch, and its
-  positions restart with every sequence (Megatron's packed rotary embedding silently does not, when the longest segment
-  is as long as the whole).
+* RMSNorm with sequence parallelism.
+* Core attention over packed sequences, with the rotary embedding inside. Angles are computed once per micro-batch, and
+  positions restart with every sequence. (Megatron's packed rotary embedding does not restart them when the longest
+  segment is as long as the whole pack.)
 """
 
 from __future__ import annotations
@@ -26,17 +27,23 @@ from realsys.train.megatron.megatron_core import (
     get_gpt_layer_local_spec,
 )
 
-#: Token pairs whose attention costs about as much as one more kernel launch: how much padding is worth saving one.
+#: Token pairs whose attention costs about as much as one more kernel launch: the padding that is
+#: worth saving one.
 _LAUNCH_COST = 4096
 
 
 class RMSNorm(torch.nn.Module):
-    """Drop-in for Megatron's norm; its weight's gradient is summed over tensor ranks under sequence parallelism."""
+    """Replacement of Megatron's norm.
+
+    Under sequence parallelism its weight's gradient is summed over the tensor ranks.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Each tensor rank normalises its part of the tokens only. Megatron sums the gradients of
+        # weights with this mark.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,13 +52,13 @@ class RMSNorm(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Neighbouring segments of like length, attended as one padded batch.
+    """Neighbouring segments of similar length, attended as one padded batch.
 
     start, stop  the tokens of the bucket
     count, width its batch size and padded length
     gather       int64 [count * width] token of each padded place, relative to start; None when nothing is padded
     scatter      int64 [stop - start]  padded place of each token
-    real         [count * width, 1] 1 where a place holds a token, 0 where it is padding
+    real         [count * width, 1] 1 for a token, 0 for padding
     """
 
     start: int
@@ -64,13 +71,17 @@ class Bucket:
 
 
 def make_buckets(lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> list[Bucket]:
-    """Cut the segments into buckets: a new one where padding would cost more than another kernel launch."""
+    """Cut the segments into buckets.
+
+    A new bucket starts where padding would cost more than another kernel launch.
+    """
     buckets = []
     start = first = 0
     while first < len(lengths):
         width = lengths[first]
         last, wasted = first, 0
         while last < len(lengths):
+            # Attention is quadratic, so the waste of padding is counted in token pairs.
             wasted += abs(width * width - lengths[last] * lengths[last])
             if lengths[last] > width or wasted > _LAUNCH_COST:
                 break
@@ -92,7 +103,8 @@ def _padded_bucket(
     ends = size.cumsum(0)
     place = torch.arange(width)
     real = place[None, :] < size[:, None]
-    # Padding points at the segment's last token; being behind it, no real query attends to it.
+    # Padding repeats the segment's last token. It is behind all real tokens, so the causal mask
+    # hides it from their queries.
     gather = (ends - size)[:, None] + torch.minimum(place[None, :], size[:, None] - 1)
     return Bucket(
         start,
@@ -107,7 +119,10 @@ def _padded_bucket(
 
 @dataclass
 class PackedSegments(PackedSeqParams):
-    """What the attention needs to know of a packed micro-batch. ``cos``, ``sin``: [t, 1, head_dim / 2]."""
+    """The segments of a packed micro-batch, for the attention.
+
+    ``cos``, ``sin``: [t, 1, head_dim / 2].
+    """
 
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
@@ -117,9 +132,13 @@ class PackedSegments(PackedSeqParams):
 def pack_segments(
     lengths: Sequence[int], inverse_frequencies: torch.Tensor, dtype: torch.dtype, *, kernel: bool
 ) -> PackedSegments:
-    """``kernel``: for the variable-length kernel of CUDA; else for padded buckets."""
+    """Return the segments of ``lengths``, for CUDA's variable-length kernel if ``kernel``, else as
+    padded buckets.
+    """
     device = inverse_frequencies.device
+    # Positions restart with every segment, as if it were alone.
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    # In float32: bf16 has 8 bits, so positions above 256 would share angles.
     angles = positions[:, None].float() * inverse_frequencies
     packed = PackedSegments(
         qkv_format="thd",
@@ -137,7 +156,7 @@ def pack_segments(
 
 
 class _Unpad(torch.autograd.Function):
-    """Padded places -> tokens; padding's gradient is zero."""
+    """Padded places -> tokens. The gradient of padding is zero: its output is read by no token."""
 
     @staticmethod
     def forward(
@@ -153,7 +172,7 @@ class _Unpad(torch.autograd.Function):
 
 
 class SwigluMLP(MLP):
-    """Megatron's MLP without its branches: gate and up, no bias, one fused activation."""
+    """Megatron's MLP without its options: gate and up projection, no bias, one fused activation."""
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         gate_up, _bias = self.linear_fc1(hidden_states)
@@ -189,7 +208,8 @@ class PackedAttention(MegatronModule):
         query, key = rotate(query, packed.cos, packed.sin), rotate(key, packed.cos, packed.sin)
         if packed.buckets is None:
             return self._kernel(query, key, value, packed)
-        # One split per tensor: as many slices would each give a gradient of the whole size.
+        # One split per tensor. Each slice would have a gradient of the whole size, and these would
+        # be added up.
         sizes = [bucket.stop - bucket.start for bucket in packed.buckets]
         tensors = [torch.split(x, sizes) for x in (query, key, value)]
         parts = zip(*tensors, packed.buckets, strict=True)
@@ -199,6 +219,7 @@ class PackedAttention(MegatronModule):
     def _kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSegments
     ) -> torch.Tensor:
+        # Imported here: only the CUDA path needs it.
         from torch.nn.attention.varlen import varlen_attn
 
         out = varlen_attn(
@@ -237,7 +258,7 @@ class PackedAttention(MegatronModule):
 
 
 def block_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
-    """The decoder block of this pipeline stage, ``layers`` deep."""
+    """Return the spec of this pipeline stage's decoder block of ``layers`` layers."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm

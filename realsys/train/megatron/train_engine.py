@@ -1,4 +1,5 @@
-"""Megatron-Core around one model role on one rank: build, forward, forward and backward, optimizer step, export.
+"""The engine of one model role on one rank: build, forward, backward, optimizer step and export
+with Megatron-Core.
 
     load(HF directory) -> logprobs(micro-batches)                       actor_inf, ref_inf
                        -> values, scores(micro-batches)                 critic_inf, reward_inf
@@ -6,15 +7,14 @@
                        -> export() -> HF tensors                        save_weights
                        -> offload(), onload()                           between calls
 
-Every rank of the mesh makes the same calls in the same order, with the same number of micro-batches: they are
-collectives.
+The methods are collectives: every rank of the mesh calls them in the same order, with as many
+micro-batches as the others.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from realsys.hf.config import read_model
 from realsys.hf.rope import inverse_frequencies
 from realsys.train.megatron import lora
 from realsys.train.megatron.device import Device, seed_megatron
-from realsys.train.megatron.heads import HiddenStatesModel, build_model, select_states
+from realsys.train.megatron.heads import Head, HiddenStatesModel, Outputs, build_model
 from realsys.train.megatron.hf_config import DTYPES, transformer_config
 from realsys.train.megatron.hf_map import ShardMap
 from realsys.train.megatron.megatron_core import (
@@ -42,43 +42,79 @@ from realsys.train.megatron.megatron_core import (
 from realsys.train.megatron.mesh import MeshGroups
 from realsys.train.megatron.offload import OffloadedMemory, storages
 from realsys.train.megatron.optimizer import StepOutcome, make_optimizer, optimizer_tensors, take_step
-from realsys.train.megatron.spec import PackedSegments, pack_segments
+from realsys.train.megatron.spec import pack_segments
 from realsys.train.packing import MicroBatch, last_rows, loss_and_end_rows
-from realsys.train.vocab_logprob import Scoring, projected_logprobs
+from realsys.train.vocab_logprob import Scoring
 
 Stats = dict[str, torch.Tensor]
 
-
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """What a loss is made of, fp32 [a] over the micro-batch's answer tokens.
-
-    lm head     logprobs and entropy; the entropy has a gradient only if train.ppo.entropy_coef > 0
-    value head  values, of the state before each token
-    """
-
-    logprobs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-
-
-#: this micro-batch's share of the step's loss, statistics
+#: micro-batch and outputs -> its share of the step's loss, and its statistics
 LossFunction = Callable[[MicroBatch, Outputs], tuple[torch.Tensor, Stats]]
 
 
+class Schedule:
+    """Megatron's pipeline schedule: runs all micro-batches through all stages. Make it on the
+    active mesh.
+
+    ``inverse_frequencies``: of the rotary embedding, fp32 [head_dim / 2]; ``dtype``: of the model.
+    """
+
+    def __init__(self, inverse_frequencies: torch.Tensor, dtype: torch.dtype) -> None:
+        self._inverse_frequencies = inverse_frequencies
+        # The variable-length kernel of CUDA has no fp32.
+        self._kernel = inverse_frequencies.is_cuda and dtype is not torch.float32
+        self._dtype = dtype
+        # Chosen once: it depends on the pipeline depth of the active mesh.
+        self._run = get_forward_backward_func()
+
+    def run(
+        self, model: Any, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, torch.Tensor], Any], **how: Any
+    ) -> Any:
+        """Run ``batches`` through ``model``, with further arguments of Megatron's function in
+        ``how``.
+
+        ``finish``: micro-batch, hidden states -> result; it runs on the last stage. Returns the
+        results there, else [].
+        """
+
+        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            # The schedule calls it in the order of the micro-batches, on every stage.
+            batch = next(batches)
+            tokens = None if batch.tokens is None else batch.tokens[None]
+            segments = pack_segments(batch.lengths, self._inverse_frequencies, self._dtype, kernel=self._kernel)
+            hidden = model(tokens, None, None, packed_seq_params=segments)
+            # Megatron passes a flag for results that are not a loss. ``finish`` is the same for
+            # both.
+            return hidden, lambda hidden, non_loss_data=False: finish(batch, hidden)
+
+        return self._run(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[model],
+            num_microbatches=len(batches),
+            seq_length=1,  # ignored: lengths vary, and each stage sends the shape of its output
+            micro_batch_size=1,
+            **how,
+        )
+
+
 class MegatronEngine:
-    """One rank's shard of one role's model; if ``trainable`` its gradients and its optimizer."""
+    """One rank's shard of one role's model; if ``trainable``, also its gradients and its optimizer."""
 
     def __init__(
         self, config: Config, settings: RoleSettings, groups: MeshGroups, device: Device, *, trainable: bool = True
     ) -> None:
-        self.settings, self.groups = settings, groups
+        self.settings = settings
+        self.groups = groups
         self.module: HiddenStatesModel | None = None
         self.ddp_model: Any = None  # the module with gradient buffers, if it is trained
         self.optimizer: Any = None
-        #: what the optimizer's state belongs to
+        #: phase and settings for which the optimizer's state was made
         self.phase: tuple[str, OptimizerConfig] | None = None
-        self._train, self._seed, self._device, self._trainable = config.train, config.seed, device, trainable
+        self._train = config.train
+        self._seed = config.seed
+        self._device = device
+        self._trainable = trainable
         self._dtype = DTYPES[config.model.dtype]
         self._dtype_name = config.model.dtype
         self._sequence_parallel = config.train.sequence_parallel and groups.mesh.layout.tensor > 1
@@ -91,185 +127,206 @@ class MegatronEngine:
         self._offloaded: OffloadedMemory | None = None
 
     @property
-    def first_stage(self) -> bool:
-        return self.groups.first_stage
-
-    @property
-    def last_stage(self) -> bool:
-        return self.groups.last_stage
-
-    @property
-    def data_rank(self) -> int:
-        return self.groups.data_rank
-
-    @property
-    def tensor_rank(self) -> int:
-        return self.groups.tensor_rank
-
-    @property
     def token_multiple(self) -> int:
-        """The tokens of a micro-batch must divide by this."""
+        """Return the number by which the tokens of a micro-batch must divide."""
         return self.groups.mesh.layout.tensor if self._sequence_parallel else 1
 
     @property
     def parameter_count(self) -> int:
-        """Parameters on this rank."""
+        """Return the number of parameters on this rank."""
         return sum(parameter.numel() for parameter in self._require_model().parameters())
 
     def load(self, directory: Path) -> None:
-        """Build this rank's shard and fill it. Raises ModelError when the model is unusable or does not fit."""
+        """Build this rank's shard and fill it.
+
+        Raises ModelError when the model is unusable or does not fit the layout.
+        """
         layout = self.groups.mesh.layout
         model = read_model(directory, self.settings.head)
         megatron = transformer_config(model, layout, self._train, self._dtype_name)
         megatron.finalize_model_grads_func = finalize_model_grads
-        self._tied = model.tied
-        self._inverse_frequencies = inverse_frequencies(model.rope, model.head_dim).to(self._device.device)
-        self._map = ShardMap(model, self.tensor_rank, layout.tensor)
+        frequencies = inverse_frequencies(model.rope, model.head_dim)
+        self._map = ShardMap(model, self.groups.tensor_rank, layout.tensor)
         with self._active():
             seed_megatron(self._device, self._seed)
             module = build_model(model, megatron, self.groups)
+            # Filled before adapters are attached: these are no part of the HF directory.
             self._map.load(module, directory)
             self.module = module.to(self._device.device)
+            self._head = Head(
+                self.module,
+                self.groups,
+                self._scoring,
+                kind=self.settings.head,
+                sequence_parallel=self._sequence_parallel,
+            )
             if self._trainable:
                 self.ddp_model = self._trained(module, megatron)
             else:
                 module.requires_grad_(False)
-            self._schedule = get_forward_backward_func()
+            self._schedule = Schedule(frequencies.to(self._device.device), self._dtype)
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Log-probs of the loss tokens, fp32 [a] per micro-batch; [] before the last stage. For an lm head."""
+        """Return the log-probs of the loss tokens, fp32 [a] per micro-batch; [] before the last
+        stage. For an lm head.
+        """
         self._require_head("lm")
-        return self._read(batches, lambda batch, hidden: self._score(batch, hidden)[0])
+        return self._read(batches, lambda batch, hidden: self._head.score(batch, hidden)[0])
 
     def values(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Values of the states of the loss tokens, fp32 [a + n] per micro-batch of n rows; [] before the last stage.
+        """Return the values of the states of the loss tokens, fp32 [a + n] per micro-batch of n
+        rows. For a value head.
 
-        Each sequence in turn: the state before each of its loss tokens, then the one after the last. For a value
-        head.
+        Per sequence: the state before each of its loss tokens, then the one after the last. []
+        before the last stage.
         """
         self._require_head("value")
-        return self._read(batches, lambda batch, hidden: self._evaluate(hidden, loss_and_end_rows(batch)))
+        return self._read(batches, lambda batch, hidden: self._head.evaluate(hidden, loss_and_end_rows(batch)))
 
     def scores(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The value at each sequence's last token, fp32 [n] per micro-batch; [] before the last stage. Value head."""
+        """Return the value at each sequence's last token, fp32 [n] per micro-batch; [] before the
+        last stage. For a value head.
+        """
         self._require_head("value")
-        return self._read(batches, lambda batch, hidden: self._evaluate(hidden, last_rows(batch)))
+        return self._read(batches, lambda batch, hidden: self._head.evaluate(hidden, last_rows(batch)))
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Stats]:
-        """Gradient of the sum of ``loss`` over all micro-batches of all data ranks, reduced over the mesh in fp32.
+        """Compute the gradient of the sum of ``loss`` over all micro-batches of all data ranks,
+        reduced over the mesh in fp32.
 
         Returns the statistics per micro-batch; empty before the last stage.
         """
         self._require_training()
-        # Megatron divides by the micro-batches and by the data ranks; ours are shares of one sum already.
+        # Megatron's schedule divides the loss by the micro-batches, and its gradient reduction by
+        # the data ranks. The shares here are already parts of one sum, so both divisions are
+        # undone.
         scale = float(len(batches) * self.groups.mesh.layout.data)
 
         def scaled_loss(batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, Stats]:
-            share, stats = loss(batch, self._outputs(batch, hidden))
+            share, stats = loss(batch, self._head.outputs(batch, hidden))
             return share * scale, stats
 
         with self._active():
+            # The buffers accumulate over micro-batches, and so they would over optimizer steps.
             self.ddp_model.zero_grad_buffer()
             if self.optimizer is not None:
-                # The last step left each parameter's grad as an alias of the buffer, which the backward pass would
-                # then count twice.
+                # After a step each parameter's grad is an alias of the buffer. The backward pass
+                # would add it to the buffer again.
                 self.optimizer.zero_grad()
-            forward = self._step(scaled_loss)
-            stats: list[Stats] = self._run(self.ddp_model, batches, forward_only=False, forward_step_func=forward)
+            stats: list[Stats] = self._schedule.run(self.ddp_model, batches, scaled_loss, forward_only=False)
         return stats
 
     def use_optimizer(self, phase: str, settings: OptimizerConfig) -> None:
-        """Steps from here on belong to ``phase``; a new phase (or new settings) starts with fresh optimizer state."""
+        """Make the optimizer of ``phase``.
+
+        A new phase, or new settings, start with fresh optimizer state.
+        """
         self._require_training()
         if self.phase == (phase, settings):
             return
-        self.optimizer = None  # free the old state before the new is made
+        self.optimizer = None  # freed first: two optimizer states may not fit on the device
         with self._active():
             self.optimizer = make_optimizer(self.ddp_model, settings, self._dtype)
         self.phase = (phase, settings)
 
     def step(self, lr: float, *, skip: bool = False) -> StepOutcome:
-        """One optimizer step with the accumulated gradients; not taken when ``skip`` or when they are not finite.
+        """Take one optimizer step with the accumulated gradients, unless ``skip`` is set or they
+        are not finite.
 
         The norm is global, so all ranks decide alike.
         """
         self._require_training()
-        assert self.phase is not None, "use_optimizer comes before step"
+        assert self.phase is not None, "call use_optimizer before step"
         failpoint("train.step")
         with self._active():
             return take_step(self.optimizer, lr, self.phase[1].clip_grad, skip=skip)
 
     def export(self, *, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """The HF tensors that this rank writes, in the model's dtype. Run it to its end on every rank."""
+        """Yield the HF tensors that this rank writes, in the model's dtype; with ``gradients``,
+        their gradients in fp32.
+
+        Every rank must run it to its end: tensors are gathered from the tensor ranks on the way.
+        """
         if gradients:
             self._require_training()
         exported = self._map.export(
             self._require_parameters(),
-            data_rank=self.data_rank,
+            data_rank=self.groups.data_rank,
             data_ranks=self.groups.mesh.layout.data,
             group=self.groups.tensor,
-            skip_head=self._tied and not self.first_stage,
+            skip_head=self._map.model.tied and not self.groups.first_stage,
             gradients=gradients,
         )
         for name, tensor in exported:
             yield name, tensor.to(torch.float32 if gradients else self._dtype)
 
     def offload(self) -> None:
-        """Release device memory until ``onload``, as ``settings.offload`` says; between optimizer steps.
+        """Release device memory until ``onload``, as ``settings.offload`` says. Call it between
+        optimizer steps.
 
-        "optimizer": optimizer state, fp32 master weights, and gradients, which are not kept; "all": parameters, too.
+        "optimizer": the optimizer state and fp32 master weights move to the host, gradients are
+        dropped. "all": the parameters move too.
         """
         module = self._require_model()
         if self.settings.offload == "none" or self._offloaded is not None:
             return
+        # Storages, not tensors: many parameters are views into one buffer, which moves as a whole.
         parameters = storages(module.parameters(), self._device)
         kept = storages(optimizer_tensors(self.optimizer), self._device) if self.optimizer is not None else {}
         if self.settings.offload == "all":
             kept |= parameters
         else:
-            # Where there are no master weights the optimizer steps the parameters themselves.
+            # Without master weights the optimizer steps the parameters themselves; the next forward
+            # pass needs them here.
             kept = {address: storage for address, storage in kept.items() if address not in parameters}
         buffers = self.ddp_model.buffers if self.ddp_model is not None else []
         self._offloaded = OffloadedMemory(self._device, kept.values(), [buffer.grad_data for buffer in buffers])
 
     def onload(self) -> None:
-        """Undo ``offload``: everything is back bit by bit; gradients are zero."""
+        """Undo ``offload``: all tensors are back, bit by bit; gradients are zero."""
         if self._offloaded is not None:
-            self._offloaded.give_back()
+            self._offloaded.restore()
             self._offloaded = None
 
     def _require_model(self) -> HiddenStatesModel:
         if self.module is None:
-            raise ModelError("this ModelWorker has no model yet: 'initialize' comes first")
+            raise ModelError("this ModelWorker has no model yet: send 'initialize' first")
         return self.module
 
     def _require_parameters(self) -> HiddenStatesModel:
         module = self._require_model()
         if self._offloaded is not None and self.settings.offload == "all":
-            raise ModelError(f"the model of role {self.settings.name} is offloaded: 'onload' comes before this call")
+            raise ModelError(f"the model of role {self.settings.name} is offloaded: call 'onload' first")
         return module
 
     def _require_training(self) -> None:
         self._require_parameters()
         if self.ddp_model is None:
-            raise ModelError(f"role {self.settings.name} is frozen: it has no gradients and no optimizer")
+            raise ModelError(
+                f"role {self.settings.name} is frozen, without gradients and optimizer: it cannot be trained"
+            )
         if self._offloaded is not None:
-            problem = "the optimizer and the gradients are offloaded: 'onload' comes before this call"
+            problem = "optimizer and gradients are offloaded: call 'onload' first"
             raise ModelError(f"role {self.settings.name}: {problem}")
 
     def _require_head(self, head: Literal["lm", "value"]) -> None:
         if self.settings.head != head:
-            raise ModelError(f"role {self.settings.name} has head={self.settings.head}; this call needs head={head}")
+            raise ModelError(f"role {self.settings.name} has head={self.settings.head}: this call needs head={head}")
 
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
+        """Enter the role's mesh and device, for calls into Megatron."""
         with self.groups.active(), self._device.active():
             yield
 
     def _trained(self, module: HiddenStatesModel, megatron: TransformerConfig) -> Any:
-        """The module with what of it is trained marked, and fp32 gradient buffers for that."""
+        """Return the module with fp32 gradient buffers for its trained parameters; with LoRA these
+        are the adapters.
+        """
         if self.settings.lora.rank:
             lora.attach(module, self.settings.lora, self.groups, self._seed)
+        # In bf16 the sum over micro-batches and ranks would lose small gradients, and depend on the
+        # layout.
         gradients = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=self._train.distributed_optimizer
         )
@@ -278,60 +335,13 @@ class MegatronEngine:
     def _read(
         self, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, torch.Tensor], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Forward pass only; ``finish``: micro-batch, hidden states -> result."""
+        """Run the forward pass only.
+
+        ``finish``: micro-batch, hidden states -> result. Return the results per micro-batch.
+        """
         module = self._require_parameters()
         with self._active(), torch.no_grad():
-            found: list[torch.Tensor] = self._run(
-                module,
-                batches,
-                forward_only=True,
-                collect_non_loss_data=True,
-                forward_step_func=self._step(finish),
+            results: list[torch.Tensor] = self._schedule.run(
+                module, batches, finish, forward_only=True, collect_non_loss_data=True
             )
-        return found
-
-    def _run(self, model: Any, batches: Sequence[MicroBatch], **schedule: Any) -> Any:
-        return self._schedule(
-            data_iterator=iter(batches),
-            model=[model],
-            num_microbatches=len(batches),
-            seq_length=1,  # unused: lengths vary, and the stages tell each other
-            micro_batch_size=1,
-            **schedule,
-        )
-
-    def _step(self, finish: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's forward step: the next micro-batch through this stage; ``finish`` is for the last stage."""
-
-        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-            batch = next(batches)
-            tokens = None if batch.tokens is None else batch.tokens[None]
-            hidden = model(tokens, None, None, packed_seq_params=self._segments(batch))
-            # Megatron adds a flag where the result is not a loss.
-            return hidden, lambda hidden, non_loss_data=False: finish(batch, hidden)
-
-        return forward_step
-
-    def _segments(self, batch: MicroBatch) -> PackedSegments:
-        kernel = self._device.is_cuda and self._dtype is not torch.float32  # the CUDA kernel has no fp32
-        return pack_segments(batch.lengths, self._inverse_frequencies, self._dtype, kernel=kernel)
-
-    def _outputs(self, batch: MicroBatch, hidden: torch.Tensor) -> Outputs:
-        if self.settings.head == "value":
-            return Outputs(values=self._evaluate(hidden, batch.rows))
-        logprobs, entropy = self._score(batch, hidden)
-        return Outputs(logprobs=logprobs, entropy=entropy)
-
-    def _score(self, batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        module = self._require_model()
-        assert batch.targets is not None
-        tied = self._tied and self.first_stage  # with one stage the embedding is the head
-        weight = module.embedding.word_embeddings.weight if tied else module.output_layer.weight
-        return projected_logprobs(self._states(hidden, batch.rows), weight, batch.targets, self._scoring)
-
-    def _evaluate(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        values: torch.Tensor = self._require_model().value_head(self._states(hidden, rows))
-        return values
-
-    def _states(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return select_states(hidden, rows, self.groups.tensor, sequence_parallel=self._sequence_parallel)
+        return results

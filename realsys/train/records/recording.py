@@ -26,15 +26,8 @@ from realsys.train.calls import Role
 from realsys.train.data_manager import DataManager
 from realsys.train.hooks import onloaded
 from realsys.train.records import record_files as files
-from realsys.types import (
-    Empty,
-    GroupOrigin,
-    HoldRequest,
-    LoadRecordRequest,
-    Recorded,
-    RecordReply,
-    RecordRequest,
-)
+from realsys.train.records.messages import HoldRequest, LoadRecordRequest, Recorded, RecordReply, RecordRequest
+from realsys.types import Empty, GroupOrigin
 
 log = logging.getLogger(__name__)
 

@@ -70,7 +70,7 @@ class Rank:
 
     def micro_batches(self, count: int = 2) -> list[MicroBatch]:
         """This data rank's share of the sequences in ``count`` micro-batches. Data rank 0 has most of them."""
-        own = REFS if self.layout.data == 1 else (REFS[:6] if self.engine.data_rank == 0 else REFS[6:])
+        own = REFS if self.layout.data == 1 else (REFS[:6] if self.engine.groups.data_rank == 0 else REFS[6:])
         return [self.packer.pack(own[i::count]) for i in range(count)]
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -99,7 +99,11 @@ def on_ranks(
         for name, tokens in TOKENS.items():
             data.put(name, {"tokens": tokens, "loss_mask": MASKS[name]})
         packer = Packer(
-            data, device.device, multiple=engine.token_multiple, first=engine.first_stage, last=engine.last_stage
+            data,
+            device.device,
+            multiple=engine.token_multiple,
+            first=engine.groups.first_stage,
+            last=engine.groups.last_stage,
         )
         return body(Rank(engine, packer, layout))
 

@@ -32,7 +32,7 @@ from realsys.manager.state import ManagerState
 from realsys.master.calls.call_arguments import CallArguments
 from realsys.master.calls.plans import plan_roles
 from realsys.master.intake import Intake
-from realsys.master.loop import TrainLoop
+from realsys.master.loop import LoopParts, TrainLoop
 from realsys.master.step import StepRunner
 from realsys.types import MfcRequest, PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.support.processes.config_trees import changed
@@ -112,7 +112,7 @@ class Disk:
         self.wrote.append(f"v{version}")
         return {"save": 0.25, "publish": 0.5}
 
-    async def mend(self, status: Mapping[str, Any]) -> None:
+    async def repair(self, status: Mapping[str, Any]) -> None:
         self.looks.append(status["version"])
 
     async def export(self, target: Path) -> None:
@@ -147,23 +147,21 @@ class Run:
             keep=lambda group: keep_group([s.correct for s in group], config.train.ppo.filter),
             workers=self.workers,
             manager=manager,  # type: ignore[arg-type]
-            mend=self.disk.mend,
+            repair=self.disk.repair,
         )
         self.arguments = CallArguments(config, flow, config.train.total_steps)
         parts: Any = {"publisher": self.disk, "manager": manager, "checkpoints": self.disk, "step_log": self.records}
         plan = functools.partial(plan_roles, config, meshes, dict.fromkeys(meshes, token_costs))
-        self.loop = TrainLoop(
-            config,
+        loop_parts = LoopParts(
             runner=StepRunner(config, flow, meshes, plan, self.workers),
             intake=self.intake,
             arguments=self.arguments,
             evaluations=NoEvaluations(),  # type: ignore[arg-type]
             show=self._show,
-            hf_folder=Path("hf"),
-            total_steps=config.train.total_steps,
-            stop=self.stop,
             **parts,
         )
+        total_steps = config.train.total_steps
+        self.loop = TrainLoop(config, loop_parts, hf_folder=Path("hf"), total_steps=total_steps, stop=self.stop)
 
     async def _show(self, fields: dict[str, Any]) -> None:
         assert fields["step"] == self.records[-1]["step"]

@@ -29,7 +29,8 @@ from realsys.train.checkpoint.checkpoint_files import (
     find_checkpoint,
     read_state,
 )
-from realsys.types import Empty, FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
+from realsys.train.checkpoint.messages import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
+from realsys.types import Empty
 
 MESHES = {"actor": Mesh(ParallelLayout(data=2), (0, 1)), "critic": Mesh(ParallelLayout(), (2,))}
 POSITION = DataPosition(12, [4, 7], 20, 1)

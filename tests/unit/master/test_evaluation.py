@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,8 +29,8 @@ from realsys.manager.state import ManagerState
 from realsys.master import evaluation
 from realsys.master.evaluation import Evaluations
 from realsys.master.recovery import Start, eval_id_of, unanswered
+from realsys.master.run.phases import MasterRun
 from realsys.types import PublishedVersion
-from realsys.workers.master_worker import Master
 from tests.support.ledger.manager_states import ANSWER, ready, update, version
 
 BOUND_S = 60.0
@@ -59,7 +60,7 @@ class Answering:
     async def status(self) -> dict[str, Any]:
         return status(self.state, 0.0, 0.0)
 
-    async def mend(self, status: Mapping[str, Any]) -> None:
+    async def repair(self, status: Mapping[str, Any]) -> None:
         self.looks.append(status["version"])
 
     def starts(self, step: int, number: int) -> list[str]:
@@ -85,7 +86,7 @@ class Answering:
 
 def evaluations(manager: Answering) -> Evaluations:
     return Evaluations(
-        manager, trainer_incarnation=manager.state.trainer_incarnation, seed=1, timeout_s=BOUND_S, mend=manager.mend
+        manager, trainer_incarnation=manager.state.trainer_incarnation, seed=1, timeout_s=BOUND_S, repair=manager.repair
     )  # type: ignore[arg-type]
 
 
@@ -116,9 +117,9 @@ def test_what_was_started_beside_training_is_waited_for_at_its_end() -> None:
         asking = evaluations(Answering(ready()))
         await asking.start("step-1", 2, 1)
         await asking.start("step-2", 3, 2)
-        records = await asking.rest()
+        records = await asking.finish_all()
         assert sorted((r["eval_id"], r["problems"]) for r in records) == [("step-1", 2), ("step-2", 3)]
-        assert await asking.rest() == []
+        assert await asking.finish_all() == []
 
     run(body)
 
@@ -126,7 +127,7 @@ def test_what_was_started_beside_training_is_waited_for_at_its_end() -> None:
 def test_while_an_evaluation_is_waited_for_the_newest_version_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be one that no server can load, and at the end of a run none comes after it."""
     monkeypatch.setattr(evaluation, "POLL_S", 0.0)
-    monkeypatch.setattr(evaluation, "LOOK_S", -1.0)
+    monkeypatch.setattr(evaluation, "STATUS_INTERVAL_S", -1.0)
 
     async def body() -> None:
         manager = Answering(ready())
@@ -150,7 +151,7 @@ def test_every_evaluation_without_a_result_is_asked_for_again_after_a_recovery_a
             if step < 3:
                 await first.start(eval_id_of(step), 2, step)
             if step == 1:
-                log += await first.rest()
+                log += await first.finish_all()
             while step == 2 and (await manager.evaluation("step-2")).done < 2:
                 pass
         await first.start("step-4", 2, 4)  # of a step that was undone
@@ -158,13 +159,13 @@ def test_every_evaluation_without_a_result_is_asked_for_again_after_a_recovery_a
         assert asked == ["step-1", "step-2", "step-4"] and unanswered(log, asked, 3) == [2, 3]
         second = evaluations(manager)
         for step in unanswered(log, asked, 3):
-            await second.start(eval_id_of(step), 2, step, asked_at=3)
+            await second.start(eval_id_of(step), 2, step, requested_at=3)
         asked = manager.starts(3, 3)
         assert unanswered(log, asked, 3) == [2, 3], "step 2 is done and in no log, step 3 was forgotten again"
         third = evaluations(manager)
         for step in unanswered(log, asked, 3):
-            await third.start(eval_id_of(step), 2, step, asked_at=3)
-        log += await third.rest()
+            await third.start(eval_id_of(step), 2, step, requested_at=3)
+        log += await third.finish_all()
         assert [(r["eval_id"], r["step"]) for r in log] == [("step-1", 1), ("step-2", 2), ("step-3", 3)]
         assert unanswered(log, asked, 3) == []
 
@@ -182,8 +183,8 @@ def test_what_is_asked_for_again_is_logged_as_of_the_weights_that_answer() -> No
         asked = manager.starts(3, 2)
         assert unanswered([], asked, 3) == [1, 3]
         again = evaluations(manager)
-        await again.start("step-1", 2, 1, asked_at=3)
-        [record] = await again.rest()
+        await again.start("step-1", 2, 1, requested_at=3)
+        [record] = await again.finish_all()
         assert (record["eval_id"], record["step"], record["version_min"]) == ("step-1", 3, 3)
 
     run(body)
@@ -208,8 +209,9 @@ class Parts:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.stop = asyncio.Event()
-        self.master = Master.__new__(Master)
-        for name, part in {"_stop": self.stop, "_loop": self, "_checkpoints": self, "finished": False}.items():
+        self.master = MasterRun.__new__(MasterRun)
+        self.checkpoints = self
+        for name, part in {"_stop": self.stop, "_loop": self, "_parts": self, "finished": False}.items():
             setattr(self.master, name, part)
 
     async def run(self, done: int) -> int:
@@ -227,17 +229,17 @@ def test_stopped_in_its_last_evaluation_a_run_saves_what_it_has_trained(
     async def body() -> None:
         parts = Parts()
 
-        async def start(master: Master) -> int:
+        async def start(master: MasterRun) -> int:
             return 0
 
-        async def conclude(master: Master, steps: int) -> None:
+        async def conclude(master: MasterRun, steps: int) -> None:
             if stopped:
                 parts.stop.set()
                 await asyncio.Event().wait()
             master.finished = True
 
-        monkeypatch.setattr(Master, "_start", start)
-        monkeypatch.setattr(Master, "_conclude", conclude)
+        monkeypatch.setattr(MasterRun, "_start", start)
+        monkeypatch.setattr(MasterRun, "_conclude", conclude)
         await parts.master.run()
         assert parts.log == (["loop", "finish stopped=True"] if stopped else ["loop"])
         assert parts.master.finished is not stopped
@@ -253,9 +255,9 @@ def test_a_ledger_that_does_not_fit_the_checkpoint_ends_the_run_and_not_only_thi
             raise StreamError("gserver_manager /roll_back: status 400: version 9: the ledger ends at 4")
 
     async def body() -> None:
-        master = Master.__new__(Master)
-        for name in ("_manager", "_ctx"):
-            setattr(master, name, Refusing())
+        master: Any = MasterRun.__new__(MasterRun)
+        master._ctx = manager = Refusing()
+        master._parts = SimpleNamespace(connections=SimpleNamespace(manager=manager))
         with pytest.raises(StreamError, match="the ledger ends at 4") as refused:
             await master._roll_back(Start(step=9))
         assert refused.value.permanent and not StreamError.permanent

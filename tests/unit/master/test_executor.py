@@ -62,9 +62,9 @@ def execute(
             executor = GraphExecutor(flow, meshes, workers, score_weight=weight)
             plans = {role: spread(mesh) for role, mesh in meshes.items()}
             results = await executor.run(plans, ownership, step=3, version=2, args=args or {})
-            left = ownership.forget(NAMES)
+            left = ownership.discard_samples(NAMES)
             assert {worker for worker, held in workers.held.items() if held} <= left
-            assert ownership.forget(NAMES) == set()
+            assert ownership.discard_samples(NAMES) == set()
             await workers.clear(sorted(left), NAMES)
             assert not any(workers.held.values()), "something is left after the step"
         return workers, results

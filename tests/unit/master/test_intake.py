@@ -136,7 +136,7 @@ def test_the_step_under_way_is_ended_when_the_run_is_told_to_stop() -> None:
 def test_a_master_that_waits_tells_what_it_holds_so_that_what_was_lost_is_rolled_out_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(intake_module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(intake_module, "_STATUS_INTERVAL_S", 0.01)
 
     async def body() -> None:
         job = Run("train.total_steps=1", prompts=100)

@@ -95,14 +95,14 @@ def test_the_coefficient_of_the_reference_kl_follows_what_the_calls_report() -> 
     assert arguments.of_step(1)["ref_inf"] == {}
     assert arguments.of_step(1)["actor_train"]["kl_coef"] == 0.1
     result = CallResult({"kl_ref_mean": 1.1}, {}, 0.0, 0.0, 0.0, 0)
-    arguments.observe({"actor_train": result}, answers=50)
+    arguments.observe({"actor_train": result}, episodes=50)
     # 0.1 * (1 + 0.1 * 50 / 100)
     assert arguments.of_step(2)["actor_train"]["kl_coef"] == pytest.approx(0.105)
     resumed = CallArguments(config, dataflow_of(config), 10)
     resumed.load_state_dict(arguments.state_dict())
     assert resumed.of_step(3) == arguments.of_step(3)
     fixed = CallArguments(changed("train.ppo.kl.coef=0.1"), dataflow_of(config), 10)
-    fixed.observe({"actor_train": result}, answers=50)
+    fixed.observe({"actor_train": result}, episodes=50)
     assert fixed.of_step(2)["actor_train"]["kl_coef"] == 0.1 and fixed.state_dict() == {}
 
 
@@ -126,7 +126,7 @@ def test_filtered_groups_give_their_quota_to_other_prompts_at_once_and_only_once
         ledger = job.manager.state.ledger
         first = job.arrive((5.0, 5.0), (-5.0, -5.0), (5.0, -5.0), (5.0, 5.0))
         assert len(first) == 4 and job.arrive((5.0, -5.0)) == [], "2 groups x (0 + 1 + 1) are out"
-        giving = asyncio.create_task(job.serve(job.intake.give_back()))
+        giving = asyncio.create_task(job.serve(job.intake.report_drops()))
         try:
             await asyncio.wait_for(job.manager.changed.wait(), BOUND_S)
             assert job.manager.told == [

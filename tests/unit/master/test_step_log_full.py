@@ -27,7 +27,7 @@ def test_a_record_that_does_not_fit_is_an_error_and_leaves_nothing_of_it(tmp_pat
         try:
             log.append({"kind": "train", "step": 2})
         except RealsysError as error:
-            os._exit(7 if f"step log {path} cannot be written" in str(error) else 8)
+            os._exit(7 if f"cannot write the step log {path}" in str(error) else 8)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     log.append({"kind": "train", "step": 3})

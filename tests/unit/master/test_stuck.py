@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from realsys.config.schema_train import FilterConfig
-from realsys.master.stuck import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck, filtered_out
+from realsys.master.stuck import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck, check_filter
 
 
 def status(reason: str | None = None, **ledger: Any) -> dict[str, Any]:
@@ -16,41 +16,41 @@ def status(reason: str | None = None, **ledger: Any) -> dict[str, Any]:
 def test_exhausted_with_too_few_groups_left_says_what_became_of_them() -> None:
     check = StuckCheck(4)
     ended = status("exhausted", finished=3, dropped=3, dropped_by_reason={"failed RewardError": 3})
-    assert check.look(ended, ready=3) is None  # its notice may be on the way
-    reason = check.look(ended, ready=3)
-    assert reason is not None and "3 x failed RewardError" in reason and "no batch of 4" in reason
+    assert check.check(ended, ready=3) is None  # its notice may be on the way
+    reason = check.check(ended, ready=3)
+    assert reason is not None and "3 x failed RewardError" in reason and "fewer than the 4 of a batch" in reason
 
 
 def test_exhausted_is_no_dead_end_while_a_group_runs_waits_or_is_on_its_way() -> None:
     for open_ in ({"running": 1}, {"waiting": 1}, {"finished": 2}):
         check = StuckCheck(4)
-        assert [check.look(status("exhausted", **open_), ready=1) for _ in range(3)] == [None] * 3
+        assert [check.check(status("exhausted", **open_), ready=1) for _ in range(3)] == [None] * 3
 
 
 def test_staleness_and_missing_servers_are_waited_for() -> None:
     check = StuckCheck(4)
-    assert [check.look(status(reason), ready=0) for reason in ("staleness", "no_server", None) * 2] == [None] * 6
+    assert [check.check(status(reason), ready=0) for reason in ("staleness", "no_server", None) * 2] == [None] * 6
 
 
 def test_groups_that_only_fail_end_the_wait_and_earlier_drops_do_not_count() -> None:
     check = StuckCheck(4)
-    assert check.look(status(dropped=500), ready=0) is None
-    assert check.look(status(dropped=500 + FEWEST_FAILURES - 1), ready=0) is None
-    reason = check.look(status(dropped=500 + FEWEST_FAILURES, dropped_by_reason={"failed RewardError": 532}), ready=0)
+    assert check.check(status(dropped=500), ready=0) is None
+    assert check.check(status(dropped=500 + FEWEST_FAILURES - 1), ready=0) is None
+    reason = check.check(status(dropped=500 + FEWEST_FAILURES, dropped_by_reason={"failed RewardError": 532}), ready=0)
     assert reason is not None and "failed RewardError" in reason
 
 
-def test_groups_that_were_filtered_out_have_arrived_and_are_no_failures() -> None:
+def test_groups_that_were_check_filter_have_arrived_and_are_no_failures() -> None:
     check = StuckCheck(4)
-    assert check.look(status(), ready=0) is None
+    assert check.check(status(), ready=0) is None
     filtered = status(dropped=500, dropped_by_reason={"success_rate": 500})
-    assert [check.look(filtered, ready=0) for _ in range(2)] == [None] * 2
+    assert [check.check(filtered, ready=0) for _ in range(2)] == [None] * 2
 
 
 def test_a_filter_that_keeps_nothing_is_named_with_its_bounds() -> None:
     wanted = FilterConfig(min=0.1, max=0.9)
-    assert filtered_out(FEWEST_FILTERED - 1, 4, wanted) is None
-    reason = filtered_out(FEWEST_FILTERED, 4, wanted)
+    assert check_filter(FEWEST_FILTERED - 1, 4, wanted) is None
+    reason = check_filter(FEWEST_FILTERED, 4, wanted)
     assert reason is not None and "[0.1, 0.9] (train.ppo.filter)" in reason and "success_rate" in reason
-    assert filtered_out(FEWEST_FILTERED, 512, wanted) is None, "a large batch meets more of them by chance"
-    assert filtered_out(4 * 512, 512, wanted) is not None
+    assert check_filter(FEWEST_FILTERED, 512, wanted) is None, "a large batch meets more of them by chance"
+    assert check_filter(4 * 512, 512, wanted) is not None

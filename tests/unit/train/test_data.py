@@ -122,7 +122,7 @@ def test_clear_frees_the_arrays_and_leaves_the_rest() -> None:
     assert alive() is None
     assert 0 < data.nbytes < held
     assert len(data) == 1
-    with pytest.raises(KeyError, match="model_worker/0 has no tokens of sample t1.0/0.0: the sample is not here"):
+    with pytest.raises(KeyError, match="model_worker/0 has no tokens of sample t1.0/0.0: the sample is unknown"):
         data.get("t1.0/0.0", "tokens")
 
 
@@ -283,7 +283,7 @@ def test_rows_of_an_episode_are_samples_of_their_own() -> None:
 def test_a_row_that_fits_no_micro_batch_is_refused() -> None:
     data = DataManager(0)
     data.row_limit = 7
-    with pytest.raises(StreamError, match=r"has a row of 8 tokens, train.microbatch_tokens is 7"):
+    with pytest.raises(StreamError, match=r"has a row of 8 tokens, but train.microbatch_tokens is 7"):
         data.add_group(make_group("t1", [5]))
 
 
@@ -385,7 +385,7 @@ def test_a_key_of_a_dataflow_of_ones_own_is_stored_and_cannot_become_another() -
     try:
         for _ in range(2):  # twice is fine: every process imports the module that declares it
             register_key("entropies", "float32", "loss")
-        with pytest.raises(ValueError, match=r"entropies.*declared already"):
+        with pytest.raises(ValueError, match=r"entropies.*already declared"):
             register_key("entropies", "int32", "loss")
         with pytest.raises(ValueError, match=r"scores.*metadata"):
             register_key("scores", "float32", "loss")

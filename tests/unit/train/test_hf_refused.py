@@ -87,7 +87,7 @@ def test_sizes_that_do_not_divide_are_refused_with_the_numbers(
     said = str(caught.value)
     assert str(size) in said and axis in said and "divide by" in said and "\n" not in said
     layout = ParallelLayout(tensor=4) if axis == "m4" else ParallelLayout(pipeline=2)
-    with pytest.raises(ModelError, match=f"{name}={size} does not divide by {axis} of the training layout"):
+    with pytest.raises(ModelError, match=f"{name}={size} must divide by {axis} of the training layout"):
         check_layout(read_model(path), layout)
 
 
@@ -148,12 +148,12 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "config disagrees": (
         "single",
         lambda p: change_config(p, intermediate_size=64),
-        r"model\.safetensors: tensor \S+\.gate_proj\.weight has shape \(48, 32\), config\.json says \(64, 32\)",
+        r"model\.safetensors: tensor \S+\.gate_proj\.weight has shape \(48, 32\), config\.json requires \(64, 32\)",
     ),
     "more layers": (
         "single",
         lambda p: change_config(p, num_hidden_layers=5),
-        r"model\.safetensors: tensor model\.layers\.4\..* is missing; config\.json asks for one of shape \(32, 32\)",
+        r"model\.safetensors: tensor model\.layers\.4\..* not found; config\.json requires one of shape \(32, 32\)",
     ),
     "fewer layers": (
         "single",
@@ -163,7 +163,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "tensor missing": (
         "single",
         lambda p: edit(p, lambda t: t.pop(NORM)),
-        r"tensor model\.norm\.weight is missing; config\.json asks for one of shape \(32,\)",
+        r"tensor model\.norm\.weight not found; config\.json requires one of shape \(32,\)",
     ),
     "tensor too many": (
         "single",
@@ -173,25 +173,25 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "wrong shape": (
         "single",
         lambda p: edit(p, lambda t: t.update({UP: torch.zeros(48, 31)})),
-        r"tensor model\.layers\.0\.mlp\.up_proj\.weight has shape \(48, 31\), config\.json says \(48, 32\)",
+        r"tensor model\.layers\.0\.mlp\.up_proj\.weight has shape \(48, 31\), config\.json requires \(48, 32\)",
     ),
     "quantised": (
         "single",
         lambda p: edit(p, lambda t: t.update({NORM: torch.zeros(32, dtype=torch.int8)})),
-        r"tensor model\.norm\.weight is I8; known: F32, BF16, F16, F64",
+        r"tensor model\.norm\.weight is I8: must be one of F32, BF16, F16, F64",
     ),
     "another model": ("single", other_model, r"tensor model\.layers\.0\.self_attn\.k_norm\.weight is not part of"),
     "shard truncated": ("sharded", spoil_shard, r"model-00002-of-\d+\.safetensors: cannot be read"),
     "shard not there": (
         "sharded",
         remove_shard,
-        r"index\.json: names model-00002-of-\d+\.safetensors for \d+ tensors, \S+ among them, and it is not there",
+        r"index\.json: file model-00002-of-\d+\.safetensors not found, which should hold \d+ tensors, such as \S+",
     ),
     "index wrong": ("sharded", move_tensor, r"\.safetensors: tensor model\.norm\.weight: "),
     "index broken": (
         "sharded",
         lambda p: (p / "model.safetensors.index.json").write_text("{}"),
-        r"index\.json: no index of safetensors with a weight_map",
+        r"index\.json must be an index of safetensors with a weight_map",
     ),
 }
 

@@ -43,9 +43,9 @@ def read(directory: Path, **changes: Any) -> HfModel:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (ParallelLayout(tensor=8), r"num_attention_heads=4 does not divide by m8 of the training layout d1p1m8"),
-        (ParallelLayout(tensor=4), r"num_key_value_heads=2 does not divide by m4"),
-        (ParallelLayout(pipeline=3), r"num_hidden_layers=4 does not divide by p3"),
+        (ParallelLayout(tensor=8), r"num_attention_heads=4 must divide by m8 of the training layout d1p1m8"),
+        (ParallelLayout(tensor=4), r"num_key_value_heads=2 must divide by m4"),
+        (ParallelLayout(pipeline=3), r"num_hidden_layers=4 must divide by p3"),
     ],
 )
 def test_a_layout_that_does_not_divide_the_model_is_refused_with_the_numbers(
@@ -57,7 +57,7 @@ def test_a_layout_that_does_not_divide_the_model_is_refused_with_the_numbers(
 
 def test_a_vocabulary_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     model = read(tmp_path, num_key_value_heads=4)
-    with pytest.raises(ModelError, match="vocab_size=50 does not divide by m4"):
+    with pytest.raises(ModelError, match="vocab_size=50 must divide by m4"):
         check_layout(model, ParallelLayout(tensor=4))
 
 
@@ -73,8 +73,8 @@ def checkpoint(directory: Path, **changes: torch.Tensor | None) -> tuple[HfModel
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model.norm.weight": None}, "tensor model.norm.weight is missing"),
-        ({"model.norm.weight": torch.zeros(31)}, r"model.norm.weight has shape \(31,\), config.json says \(32,\)"),
+        ({"model.norm.weight": None}, "tensor model.norm.weight not found"),
+        ({"model.norm.weight": torch.zeros(31)}, r"model.norm.weight has shape \(31,\), config.json requires \(32,\)"),
         ({"visual.weight": torch.zeros(1)}, "visual.weight is not part of the model"),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_checkpoint_that_is_not_the_model_is_refused(
 
 
 def test_a_directory_without_safetensors_and_a_broken_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="only safetensors are read"):
+    with pytest.raises(ModelError, match="convert the model to safetensors"):
         HFReader(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(ModelError, match=r"model\.safetensors: cannot be read"):

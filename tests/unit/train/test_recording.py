@@ -5,8 +5,8 @@ import threading
 
 from realsys.train.data_manager import DataManager
 from realsys.train.records import recording
+from realsys.train.records.messages import RecordRequest
 from realsys.train.records.recording import SampleRecorder
-from realsys.types import RecordRequest
 
 
 def test_a_disk_that_hangs_costs_a_record_and_says_so(tmp_path, monkeypatch):

@@ -127,5 +127,6 @@ def test_an_array_of_another_length_than_its_sequence_is_not_sent() -> None:
             execute(TransferRequest([Transfer(0, 1, ["s1"], ["values"])], REFS), data, 0, device)
         return str(caught.value)
 
-    expected = "values of sample s1 has 2 elements, 3 belong to its 5 tokens, 2 of them in the loss"
-    assert run_ranks(1, body, Config()) == [expected]
+    expected = "values of sample s1 has 2 elements, the plan expects 3 for its 5 tokens, 2 of them in the loss: "
+    [problem] = run_ranks(1, body, Config())
+    assert problem.startswith(expected)

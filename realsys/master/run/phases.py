@@ -1,0 +1,184 @@
+"""The phases of a run, from the checkpoint it starts at to the exported model.
+
+    find start ─> roll the ledger back ─> connect ─> load, or warm up ─> publish ─> evaluate ─> train
+        ─> evaluate ─> export
+
+Every start takes this way: the first one, the restart of a training side that died, and a finished
+or stopped run that is started again (``realsys.master.recovery``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from realsys.cluster.aio import unless
+from realsys.cluster.disk import on_disk
+from realsys.cluster.worker import WorkerContext
+from realsys.config.allocation import ACTOR
+from realsys.config.roles import role_settings
+from realsys.errors import StreamError
+from realsys.manager.messages import RollBackRequest
+from realsys.master.recovery import Start, evaluated, find_start, has_trained, recovered_record, unanswered
+from realsys.master.run.parts import MasterParts, build_loop, build_warmup, model_dir
+from realsys.telemetry.steps import StepRecord, surviving_steps
+from realsys.types import InitializeRequest
+
+log = logging.getLogger(__name__)
+
+
+class MasterRun:
+    """One run of the MasterWorker.
+
+    ``finished`` is True when all steps are trained and the model is exported; it is False after a
+    run that was stopped.
+    """
+
+    def __init__(self, ctx: WorkerContext, parts: MasterParts, stop: asyncio.Event) -> None:
+        self.finished = False
+        self._ctx = ctx
+        self._parts = parts
+        self._stop = stop
+        self._status = parts.status
+        self._log = parts.connections.step_log
+        self._loop = build_loop(ctx, parts, stop)
+
+    async def run(self) -> None:
+        """Run all phases, or until ``stop`` is set and the trained steps are saved.
+
+        Raises Fenced when another training side has taken over.
+        """
+        done = await unless(self._stop, self._start())
+        if done is None:
+            return
+        steps = await self._loop.run(done)
+        await unless(self._stop, self._conclude(steps))
+        if not self.finished:
+            # The loop saves nothing at its end without ``checkpoint.at_end``, because it expects
+            # the run to finish.
+            await self._parts.checkpoints.finish(stopped=True)
+
+    async def _start(self) -> int:
+        """Run the phases before the first step; return the steps done.
+
+        It may be cancelled at any moment: its results are on disk, or the next start makes them
+        again.
+        """
+        parts, cluster = self._parts, self._ctx.config.cluster
+        start = await self._find_start()
+        requested = await self._roll_back(start)
+        await self._status.enter("connect")
+        await parts.connections.stream.barrier(range(parts.world_size), cluster.connect_timeout_s)
+        followers = self._followers(start)
+        await self._initialize((role for role in parts.meshes if role not in followers), self._model_dir)
+        done = await self._begin(start)
+        await self._status.enter("publish")
+        await parts.publisher.publish(done, done)
+        if followers:
+            warmed_up = self._ctx.paths.warmed_up
+            await parts.publisher.export(warmed_up)
+            await self._initialize(followers, lambda role: warmed_up)
+        if not start.own and (start.checkpoint or self._ctx.config.warmup.steps):
+            await parts.checkpoints.first(done)
+        if not has_trained(self._records()):
+            await self._evaluate("before", done)
+        await self._status.enter("train")
+        if start.own:
+            await self._repeat_evaluations(requested, done)
+        return done
+
+    async def _find_start(self) -> Start:
+        root = self._ctx.paths.checkpoints
+        # One process verifies what all ranks wrote, so it gets the time that one call gives to each
+        # rank.
+        timeout_s = self._ctx.config.cluster.request_timeout_s * self._parts.world_size
+        return await on_disk(f"verifying {root}", timeout_s, lambda: find_start(root, self._ctx.config.resume))
+
+    async def _roll_back(self, start: Start) -> list[str]:
+        """Undo everything later than ``start``; return the ids of all evaluations that were ever
+        requested.
+
+        This is the first request of a start: from here on the manager grants no ticket, and it
+        reissues the tickets that were granted once the weights of ``start`` are published. Raises
+        Fenced, and a permanent StreamError if ledger and checkpoint do not fit together.
+        """
+        incarnation = self._ctx.incarnation
+        request = RollBackRequest(start.step, start.step, incarnation, str(start.checkpoint or ""))
+        try:
+            reply = await self._parts.connections.manager.roll_back(request)
+        except StreamError as error:
+            # This checkpoint does not fit this ledger. Another start would meet the same two.
+            error.permanent = True
+            raise
+        if any(True for _ in self._records()):
+            self._log.append(recovered_record(start, incarnation))
+            log.info("rolled back to version %d; %d tickets are reissued", start.step, reply.reissued)
+        await self._parts.publisher.discard_unfinished()
+        return reply.evaluations
+
+    def _records(self) -> Iterator[StepRecord]:
+        """Read the records of the step log that no later recovery undid."""
+        return surviving_steps(self._ctx.paths.steps)
+
+    def _model_dir(self, role: str) -> Path:
+        return model_dir(self._ctx.config, self._ctx.paths, role)
+
+    def _followers(self, start: Start) -> list[str]:
+        """Return the roles that are copies of the warmed-up actor, such as the reference.
+
+        A reference loaded before the warm-up would be the untrained model, and its KL would pull
+        the actor back to it.
+        """
+        if start.checkpoint or not self._ctx.config.warmup.steps:
+            return []
+        return [role for role in self._parts.meshes if role_settings(self._ctx.config, role).as_actor]
+
+    async def _initialize(self, roles: Iterable[str], directory: Callable[[str], Path]) -> None:
+        """Load ``roles`` on their meshes, each from ``directory(role)``."""
+        trained = set(self._parts.flow.trained_roles)
+        if self._ctx.config.warmup.steps:
+            trained.add(ACTOR)
+        incarnation = self._ctx.incarnation
+        requests = [InitializeRequest(role, str(directory(role)), role in trained, incarnation) for role in roles]
+        # All requests are sent before one is awaited, so roles on separate workers load at the same
+        # time.
+        await asyncio.gather(*(self._parts.workers.initialize(request) for request in requests))
+
+    async def _begin(self, start: Start) -> int:
+        """Restore the checkpoint, or warm the actor up; return the steps done."""
+        if start.checkpoint:
+            await self._status.enter("recover" if start.own else "resume")
+            state = await self._parts.checkpoints.load(start.checkpoint)
+            self._parts.arguments.load_state_dict(state.kl)
+            return state.step
+        if self._ctx.config.warmup.steps:
+            await self._status.enter("warmup")
+            await build_warmup(self._ctx, self._parts).run()
+        return 0
+
+    async def _repeat_evaluations(self, requested: Iterable[str], done: int) -> None:
+        """Request the evaluations again whose results were lost with the predecessor of this
+        training side.
+        """
+        for step in unanswered(self._records(), requested, done):
+            if self._loop.evaluation_is_due(step):
+                await self._loop.start_evaluation(step, requested_at=done)
+
+    async def _conclude(self, steps: int) -> None:
+        """Wait for the evaluations, evaluate once more after ``steps``, and export the model."""
+        for record in await self._parts.evaluations.finish_all():
+            self._log.append(record)
+        await self._evaluate("after", steps)
+        await self._parts.publisher.export(self._ctx.paths.final_model)
+        await self._status.enter("done")
+        self.finished = True
+
+    async def _evaluate(self, eval_id: str, step: int) -> None:
+        """Measure held-out accuracy with the newest version, once per ``eval_id`` and step."""
+        problems = self._ctx.config.evaluation.problems
+        if not problems or evaluated(self._records(), eval_id, step):
+            return
+        await self._status.enter("evaluate")
+        self._log.append(await self._parts.evaluations.run(eval_id, problems, step))

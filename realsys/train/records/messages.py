@@ -1,0 +1,61 @@
+"""Requests, replies and the notice about the record of a step, between the MasterWorker and the
+ModelWorkers.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class HoldRequest(msgspec.Struct):
+    """Keep these arrays of the next step until its ``RecordRequest``, even if a request clears them
+    before.
+
+    ``arrays``: worker -> key -> sample ids; each array is on one worker only.
+    """
+
+    step: int
+    arrays: dict[int, dict[str, list[str]]]
+
+
+class RecordRequest(msgspec.Struct):
+    """Write the arrays held for ``step`` into ``directory``. Sent when the calls of the step have
+    run.
+
+    The reply does not wait for the file: it is written while later requests run. Notice
+    ``recorded`` follows.
+    """
+
+    step: int
+    directory: str
+
+
+class RecordReply(msgspec.Struct):
+    """``weights``: trained role -> parameter on this rank -> xxh3-64 of its bytes after the step,
+    hex.
+    """
+
+    worker: int
+    weights: dict[str, dict[str, str]]
+    seconds: float = 0.0
+
+
+class Recorded(msgspec.Struct):
+    """Notice ``recorded``: this worker's file of a record is written, or ``failure`` says why it is
+    not.
+    """
+
+    worker: int
+    step: int
+    size: int = 0  # bytes
+    checksum: str = ""  # xxh3-64 of the file, hex
+    failure: str = ""
+
+
+class LoadRecordRequest(msgspec.Struct):
+    """Store the samples of the recorded step in ``directory``, as they arrived from rollout.
+
+    Sent to every worker.
+    """
+
+    directory: str
