@@ -80,7 +80,7 @@ def _sampling(config: Config, tokens: int) -> Any:
 
 def _prompt(folder: Path) -> None:
     tokenizer = TextTokenizer(folder)
-    tokenizer.answer_text(tokenizer.encode_prompt("1+2="))
+    tokenizer.completion_text(tokenizer.encode_prompt("1+2="))
 
 
 def safetensors(valid: bytes) -> Callable[[Spoiler], bytes]:

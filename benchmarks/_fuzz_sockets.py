@@ -125,7 +125,7 @@ def master() -> Iterator[Target]:
         before = stream.bad_messages
         loop.run_until_complete(exchange(frames))
         assert stream._failure is None, stream._failure
-        stream._unclaimed.clear()
+        stream._notices.unclaimed.clear()
         if stream.bad_messages > before:
             raise DecodeError("counted as bad")
 

@@ -22,7 +22,7 @@ import torch
 from benchmarks._models import on_one_core, random_qwen2
 from benchmarks._table import report
 from benchmarks.generation import SIZES, VOCAB
-from realsys.generation.embedded.core import EngineCore
+from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.forward.weights import fuse, read_tensors
 from realsys.generation.embedded.scheduler import Request
 from realsys.generation.protocol import SamplingParams
@@ -66,7 +66,9 @@ def main() -> None:
         weights = fuse(arch, read_tensors(path), dtype=torch.float32, device=torch.device("cpu"))
     cores = {
         budget: EngineCore(
-            arch, weights, max_running=RUNNING + 1, max_queued=64, context=CONTEXT, prefill_tokens=budget
+            arch,
+            weights,
+            CoreSizes(max_running=RUNNING + 1, max_queued=64, context=CONTEXT, prefill_tokens=budget),
         )
         for budget in args.budgets
     }

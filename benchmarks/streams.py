@@ -29,7 +29,7 @@ import zmq
 from benchmarks._records import group_of, single_turn
 from benchmarks._table import report
 from realsys.stream.codec import encode_group, encode_message
-from realsys.stream.push_pull import Puller, Pusher
+from realsys.stream.push_pull import Puller, Pusher, PushLimits
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.types import Empty, Group, Ticket
 
@@ -258,7 +258,7 @@ async def measure(pipe: Connection, meter: Meter) -> list[dict[str, object]]:
         raise TimeoutError("the other process did not connect")
     route, _ = bare_master.recv_multipart()
     await stream.barrier([0], BOUND_MS / 1000)
-    pusher = Pusher(lambda dp: puller_address, [0], "rollout_worker/0", max_in_flight=IN_FLIGHT)
+    pusher = Pusher(lambda dp: puller_address, [0], "rollout_worker/0", limits=PushLimits(IN_FLIGHT))
     rows = []
     try:
         for case in CASES:

@@ -12,7 +12,7 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.config.allocation import ACTOR, parse_allocation
     from realsys.config.dataflow import dataflow_of
     from realsys.stream.push_pull import Puller
-    from realsys.stream.request_reply import WorkerEndpoint
+    from realsys.stream.request_reply import GroupIntake, WorkerEndpoint
     from realsys.stream.security import keys_for
     from realsys.train.call_service import ModelWorkerService, WorkerParts, load_calls
     from realsys.train.data_manager import DataManager
@@ -41,8 +41,7 @@ def serve(ctx: WorkerContext) -> None:
         endpoint = WorkerEndpoint(
             worker,
             master,
-            puller,
-            data.add_group if puller is not None else None,
+            GroupIntake(puller, data.add_group) if puller is not None else None,
             incarnation=ctx.incarnation,
             keys=keys,
             check_alive=ctx.check_alive,

@@ -21,7 +21,7 @@ from realsys.rollout.manager_client import ManagerClient
 from realsys.rollout.partial import PartialRolloutManager
 from realsys.rollout.sessions import GroupPlayer, group_rules, sampling_spec
 from realsys.rollout.worker_loop import LoopParts, RolloutLoop
-from realsys.stream.push_pull import Pusher
+from realsys.stream.push_pull import Pusher, PushLimits
 from realsys.stream.security import keys_for
 
 
@@ -47,7 +47,7 @@ async def serve(ctx: WorkerContext) -> None:
         keys=keys_for(cluster.host, ctx.paths.root / "keys"),
         # A head is away for as long as the training side starts again: a group that waits costs nothing, one that is
         # given up an attempt.
-        push_timeout_s=cluster.request_timeout_s,
+        limits=PushLimits(push_timeout_s=cluster.request_timeout_s),
         check_alive=ctx.check_alive,
     )
     ctx.count(lambda: {"bad_messages": pusher.bad_messages})

@@ -45,17 +45,17 @@ def _no_waiting(module: Any) -> None:
             stored.set_result(None)
 
     module._Link._send = send_and_forget
-    module.Slabs.give_back = lambda self, slab: None  # libzmq may still be sending from it
+    module.Slabs.release = lambda self, slab: None  # libzmq may still be sending from it
 
 
 def _no_acknowledgement(module: Any) -> None:
-    answer = module.Puller._answer
+    acknowledge = module.Puller._acknowledge
 
     def only_refusals(self: Any, route: bytes, message: Any) -> None:
         if not isinstance(message, module.PushAck):
-            answer(self, route, message)
+            acknowledge(self, route, message)
 
-    module.Puller._answer = only_refusals
+    module.Puller._acknowledge = only_refusals
 
 
 PATCHES: dict[str, Callable[[Any], None]] = {

@@ -2,7 +2,7 @@
 
     PYTHONPATH=docs/examples realsys run experiment=arith train.ppo.algorithm=distill:distill \
         train.ppo.skip_zero_advantage=false roles.custom.teacher.path=DIR \
-        allocation=sglang.d1+actor.d1+teacher.d1
+        allocation=serve.d1+actor.d1+teacher.d1
 """
 
 from realsys.config.dataflow import Dataflow, FunctionCall

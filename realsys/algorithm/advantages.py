@@ -1,11 +1,11 @@
-"""From rewards to advantages. Pure numpy functions.
+"""Computation of advantages from rewards. Pure numpy functions.
 
-An episode has one outcome; its advantage goes to all its rows and loss tokens. From metadata alone (no critic, no KL in
-the reward, no rewards of turns), the same on every rank:
+An episode has one outcome, and its advantage applies to all its rows and loss tokens. Without critic, KL in the reward
+and rewards of turns, metadata is enough, and every rank computes the same:
 
     reward --shape_rewards--> shaped --normalise--> outcome_advantages
 
-One advantage per token, each rank for its own rows, batch statistics over all ranks:
+Otherwise each rank computes one advantage per token of its own rows, with batch statistics over all ranks:
 
     reward --shape_rewards--> shaped --normalise, group level--> outcome_rewards
            --token_rewards, rewards of turns, KL--> rewards of tokens --token_advantages, values--> advantages, returns
@@ -32,7 +32,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class Moments(NamedTuple):
-    """Number, sum and sum of squares: of several parts they add up. ``Moments(*sums)`` of reduced ones."""
+    """Number, sum and sum of squares. Moments of disjoint parts add up: ``Moments(*sums)`` after a reduction."""
 
     number: float
     total: float
@@ -44,21 +44,26 @@ class Moments(NamedTuple):
 
     @property
     def std(self) -> float:
-        """Of the population. Good to about 1e-8 of the mean: squares of float32 are exact in float64, sums nearly."""
+        """Standard deviation of the population.
+
+        Its error is about 1e-8 of the mean: squares of float32 are exact in float64, and sums nearly.
+        """
         return math.sqrt(max(self.total_of_squares / self.number - self.mean**2, 0.0)) if self.number else 0.0
 
 
 def outcome_advantages(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> F32:
-    """Advantage of each row of a batch, float32 ``[len(refs)]``: that of its episode, for every loss token of the row.
+    """Compute the advantage of each row of a batch, float32 ``[len(refs)]``, for every loss token of the row.
 
-    With gamma = lambda = 1 and no critic, as in the paper, the return of each token is the reward of its episode.
-    Batch mean and std are over loss tokens, so an episode counts as often as it has loss tokens; group mean and std are
-    over the episodes of one prompt. The batch must be the whole train step's: a part has other means.
+    With gamma = lambda = 1 and no critic, as in the paper, the return of each token is the reward of its
+    episode, so all its rows have the same advantage. Batch mean and std are over loss tokens: the weight
+    of an episode is its number of loss tokens. Group mean and std are over the episodes of one prompt.
+    ``refs`` must be the whole batch of the train step: a part has other means.
 
-    Truncated episodes under ``truncated_answers=mask`` count like any other: DAPO's overlong filtering masks the loss,
-    not the statistics, so what the others of its group are compared with does not depend on a limit of length.
+    Truncated episodes under ``truncated_answers=mask`` count like all others. DAPO's overlong filtering
+    masks the loss, not the statistics: the baseline of a group does not depend on the limit of length.
 
-    Raises ConfigError when gamma * lam is not 1: discounting needs one advantage per token (``token_advantages``).
+    Raises ConfigError if gamma or lam is not 1: discounting needs one advantage per token
+    (``token_advantages``).
     """
     if cfg.gamma != 1.0 or cfg.lam != 1.0:
         field, value = ("gamma", cfg.gamma) if cfg.gamma != 1.0 else ("lam", cfg.lam)
@@ -70,19 +75,21 @@ def outcome_advantages(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_toke
 
 
 def advantages_by_id(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> dict[str, float]:
-    """``outcome_advantages`` of all rows of the train step by sample id, in one order of summation: the same to the
-    last bit wherever and in whichever order ``refs`` come.
+    """Compute ``outcome_advantages`` of all rows of the train step, by sample id.
+
+    The order of summation is fixed, so the results are equal to the last bit on every rank and for every
+    order of ``refs``.
     """
     ordered = sorted(refs, key=lambda ref: ref.sample_id)
-    found = outcome_advantages(ordered, cfg, max_new_tokens)
-    return dict(zip((ref.sample_id for ref in ordered), found.tolist(), strict=True))
+    advantages = outcome_advantages(ordered, cfg, max_new_tokens)
+    return dict(zip((ref.sample_id for ref in ordered), advantages.tolist(), strict=True))
 
 
 def outcome_rewards(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> F64:
-    """Outcome of each row's episode, float64 ``[len(refs)]``, earned on the row's last loss token: the shaped reward,
-    and where ``cfg.advantage`` has mean or std at group level, these taken off and divided by (as in
-    ``outcome_advantages``). Batch level waits for the advantages of tokens (``normalise_tokens``).
+    """Compute the outcome of each row's episode, float64 ``[len(refs)]``; the row's last loss token earns it.
 
+    It is the shaped reward, normalised at group level as in ``outcome_advantages`` if ``cfg.advantage`` has
+    such a mean or std. The batch level is applied to advantages of tokens later (``normalise_tokens``).
     ``refs``: all rows of the train step.
     """
     level = cfg.advantage.model_copy(
@@ -93,14 +100,14 @@ def outcome_rewards(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens:
 
 
 def shape_rewards(episodes: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> F64:
-    """Rewards as the algorithm sees them, float64 ``[len(episodes)]``; ``episodes``: one row of each.
+    """Shape the rewards for the algorithm, float64 ``[len(episodes)]``; ``episodes``: one row of each.
 
         shaped = clip(reward * scale + bias, -clip, clip)          0 if truncated and truncated_answers=zero_reward
                - penalty * clip((tokens - (max_new_tokens - buffer)) / buffer, 0, 1)          with overlong.buffer
 
-    The second line is DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), in units of the shaped reward;
-    ``tokens`` are the loss tokens of the episode. It falls on truncated episodes too, whatever becomes of their reward:
-    running into the limit must not pay.
+    The second line is DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), in units of the shaped
+    reward; ``tokens`` are the loss tokens of the episode. It also applies to truncated episodes: reaching the
+    limit must not be better than stopping before it.
     """
     shaped = np.array([r.reward for r in episodes], np.float64) * cfg.reward_scale + cfg.reward_bias
     shaped = np.clip(shaped, -cfg.reward_clip, cfg.reward_clip)
@@ -116,32 +123,35 @@ def shape_rewards(episodes: Sequence[SequenceRef], cfg: PPOConfig, max_new_token
 def token_rewards(
     outcomes: npt.ArrayLike, lengths: npt.ArrayLike, kl: npt.ArrayLike | None = None, kl_coef: float = 0.0
 ) -> F64:
-    """Reward of each loss token: the outcome on the last one of its row, less ``kl_coef * kl`` on every one.
+    """Compute the reward of each loss token: the outcome at the last one of its row, minus ``kl_coef * kl`` at each.
 
-    outcomes [n]      of the rows' episodes (``outcome_rewards``)
-    lengths  int [n]  loss tokens of each row, sum t
+    outcomes [n]      outcomes of the rows' episodes (``outcome_rewards``)
+    lengths  int [n]  loss tokens of each row; their sum is t
     kl       [t]      estimate of KL(policy || reference) at each token, if it is a part of the reward
 
-    Returns float64 [t]. Raises ValueError when the sizes do not agree.
+    Returns float64 [t]. Raises ValueError if the sizes do not agree.
     """
     n_tokens = np.asarray(lengths, np.int64)
     rewards = np.zeros(int(n_tokens.sum()), np.float64)
     if kl is not None:
         divergence = np.asarray(kl, np.float64)
         if divergence.shape != rewards.shape:
-            raise ValueError(f"token_rewards: KL of {len(divergence)} tokens for rows of {len(rewards)}")
+            raise ValueError(
+                f"token_rewards: kl has {len(divergence)} tokens: it must have {len(rewards)}, as the rows"
+            )
         rewards -= kl_coef * divergence
-    written = n_tokens > 0
-    rewards[(np.cumsum(n_tokens) - 1)[written]] += np.asarray(outcomes, np.float64)[written]
+    not_empty = n_tokens > 0
+    rewards[(np.cumsum(n_tokens) - 1)[not_empty]] += np.asarray(outcomes, np.float64)[not_empty]
     return rewards
 
 
 def turn_discounts(mask: npt.NDArray[np.bool_], gamma: float, turn_gamma: float) -> F64:
-    """Discount behind each loss token of a row, float64 ``[L]``: gamma, and times ``turn_gamma`` behind a turn.
+    """Return the discount after each loss token of a row, float64 ``[L]``.
 
-    mask [T]  loss_mask of the row; a turn is a run of loss tokens
+    mask bool [T]  loss_mask of the row; a turn is a run of loss tokens
 
-    The last token of the last turn has nothing behind it but the state in which the row ends: gamma.
+    The discount is gamma, and gamma * turn_gamma after the last token of a turn. After the last turn it is
+    gamma, because only the final state of the row follows.
     """
     positions = np.flatnonzero(mask)
     discounts = np.full(len(positions), gamma, np.float64)
@@ -157,19 +167,20 @@ def token_advantages(
     values: npt.ArrayLike | None = None,
     discounts: npt.ArrayLike | None = None,
 ) -> tuple[F32, F32]:
-    """Advantages and returns of tokens, before batch normalisation, float32 ``[t]`` each.
+    """Compute advantages and returns of tokens, before batch normalisation, float32 ``[t]`` each.
 
-    rewards   [t]       of tokens (``token_rewards``), packed
-    lengths   int [n]   loss tokens of each row, sum t
-    truncated bool [n]  the episode was cut off here: it would have gone on, and V behind the row's last token is the
-                        critic's; else 0
-    values    [t + n]   the critic's, in units of the reward: each row its L + 1, the state before each loss token and
-                        the one after the last
-    discounts [t]       discount behind each token (``turn_discounts``); default: gamma everywhere
+    rewards   [t]       rewards of tokens (``token_rewards``), packed
+    lengths   int [n]   loss tokens of each row; their sum is t
+    truncated bool [n]  True if the episode was cut off at the end of the row: V after its last token is then
+                        the critic's value, otherwise 0
+    values    [t + n]   values of the critic, in units of the reward: L + 1 per row, for the state before
+                        each loss token and the state after the last
+    discounts [t]       discount after each token (``turn_discounts``); None: gamma everywhere
 
-    With values this is GAE, and the returns are what the critic should have predicted (A + V). Without, V is 0
-    everywhere: both are the sum of the rewards from the token on, discounted by gamma * lam per token (the reward to go
-    of REINFORCE++), and by turn_gamma per turn. Raises ValueError when the sizes do not agree.
+    With values, this is GAE, and the returns are the targets of the critic (A + V). Without values, V is 0
+    everywhere: both results are the sum of the rewards from the token on, discounted by gamma * lam per
+    token (the reward to go of REINFORCE++) and by turn_gamma per turn. Raises ValueError if the sizes do not
+    agree.
     """
     n_tokens = np.asarray(lengths, np.int64)
     gamma = cfg.gamma if discounts is None else discounts
@@ -177,23 +188,23 @@ def token_advantages(
         return gae(rewards, np.zeros(int(n_tokens.sum())), n_tokens, np.zeros(len(n_tokens)), gamma, cfg.lam)
     flat = np.asarray(values, np.float64)
     if len(flat) != n_tokens.sum() + len(n_tokens):
-        raise ValueError(f"token_advantages: {len(flat)} values for lengths {n_tokens}; each needs one more")
+        raise ValueError(f"token_advantages: {len(flat)} values for lengths {n_tokens}: each row needs one more")
     ends = np.cumsum(n_tokens + 1) - 1
     bootstrap = np.where(np.asarray(truncated, bool), flat[ends], 0.0)
     return gae(rewards, np.delete(flat, ends), n_tokens, bootstrap, gamma, cfg.lam)
 
 
 def moments(x: npt.ArrayLike) -> Moments:
-    """Of this rank's tokens; their sums over ranks are the batch's."""
+    """Compute the moments of this rank's tokens; summed over ranks they are the moments of the batch."""
     values = np.asarray(x, np.float64)
     return Moments(float(values.size), float(values.sum()), float(np.square(values).sum()))
 
 
 def normalise_tokens(advantages: npt.ArrayLike, batch: Moments, cfg: NormalisationConfig) -> F32:
-    """The batch level of ``cfg`` on advantages of tokens, float32 of the same shape.
+    """Apply the batch level of ``cfg`` to advantages of tokens, float32 of the same shape.
 
-    Mean and std are over all loss tokens of the batch (``batch``), masked episodes included; group level has acted
-    on the outcomes already (``outcome_rewards``).
+    Mean and std are over all loss tokens of the batch (``batch``), masked episodes included. The group
+    level was applied to the outcomes before (``outcome_rewards``).
     """
     x = np.asarray(advantages, np.float64)
     if cfg.mean == "batch":
@@ -204,15 +215,15 @@ def normalise_tokens(advantages: npt.ArrayLike, batch: Moments, cfg: Normalisati
 
 
 def normalise(values: npt.ArrayLike, groups: npt.ArrayLike, weights: npt.ArrayLike, cfg: NormalisationConfig) -> F64:
-    """``(values - mean) / (std + eps)``, mean and std each over nothing, the group or the batch.
+    """Compute ``(values - mean) / (std + eps)``, mean and std each over nothing, the group or the batch.
 
-    values  [n]  shaped rewards of episodes, or advantages of tokens
-    groups  int [n]  which prompt each belongs to
-    weights [n]  how often each counts in batch mean and std (loss tokens); in a group all count the same
+    values  [n]      shaped rewards of episodes, or advantages of tokens
+    groups  int [n]  number of the prompt of each
+    weights [n]      weight of each in batch mean and std (loss tokens); within a group all weigh the same
 
-    The std is the population's, about the plain mean of the same level, of ``values`` as they come in. With
-    ``leave_one_out`` the mean leaves the value itself out. Where all values of a level are equal, the result is
-    exactly 0, not rounding noise divided by eps; so is a value that is alone in its level.
+    The std is that of the population, about the plain mean of the same level, of the unchanged ``values``.
+    With ``leave_one_out``, the mean of a value excludes the value itself. If all values of a level are
+    equal, the result is exactly 0, not rounding noise divided by eps; so it is for a level of one value.
     """
     x = np.asarray(values, np.float64)
     if x.size == 0:
@@ -238,16 +249,16 @@ def gae(
     gamma: npt.ArrayLike,
     lam: float,
 ) -> tuple[F32, F32]:
-    """Generalised advantage estimation over packed sequences (Schulman et al., arXiv 1506.02438).
+    """Compute generalised advantage estimates over packed sequences (Schulman et al., arXiv 1506.02438).
 
         delta_k = r_k + gamma_k * V_{k+1} - V_k        A_k = delta_k + gamma_k * lam * A_{k+1}
 
     rewards, values [t]  packed: the tokens of sequence 0, then of sequence 1, ...
-    lengths   int [n]  loss tokens of each sequence, sum t
-    bootstrap [n]  V behind the last token: the critic's value where the episode was cut off, 0 where it ended
-    gamma     [t], or one for all: discount from each token to the next
+    lengths   int [n]    loss tokens of each sequence; their sum is t
+    bootstrap [n]        V after the last token: the critic's value if the episode was cut off, 0 if it ended
+    gamma     [t] or []  discount from each token to the next
 
-    Returns advantages and value targets (A + V), float32 [t]. Raises ValueError when the sizes do not agree.
+    Returns advantages and value targets (A + V), float32 [t]. Raises ValueError if the sizes do not agree.
     """
     r, v = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
     n_tokens, tail = np.asarray(lengths, np.int64), np.asarray(bootstrap, np.float64)
@@ -255,8 +266,8 @@ def gae(
     if not (len(r) == len(v) == n_tokens.sum()) or len(tail) != len(n_tokens) or (n_tokens < 0).any():
         raise ValueError(f"gae: {len(r)} rewards, {len(v)} values, {len(tail)} bootstraps for lengths {n_tokens}")
     advantages = np.empty_like(r)
-    # Longest first: at k tokens before the end the sequences still running are a prefix, so a step of the scan
-    # touches exactly one token of each, and nothing is padded.
+    # Sorted, longest first: the sequences that have a token k places before their end are a prefix. A step
+    # of the scan then handles exactly one token of each, without padding.
     order = np.argsort(-n_tokens, kind="stable")
     last = (np.cumsum(n_tokens) - 1)[order]
     running = np.searchsorted(-n_tokens[order], -np.arange(n_tokens.max(initial=0)), side="left")
@@ -271,7 +282,7 @@ def gae(
 
 
 def _level_mean(x: F64, members: Indices, weights: F64, *, leave_one_out: bool) -> F64:
-    """For each value the weighted mean of its level, exact where the level is constant. [n] -> [n]"""
+    """Return for each value the weighted mean of its level, exact if the level is constant. [n] -> [n]"""
     total, weight = _totals(x * weights, members), _totals(weights, members)
     if leave_one_out:
         total, weight = total - x * weights, weight - weights
@@ -280,19 +291,19 @@ def _level_mean(x: F64, members: Indices, weights: F64, *, leave_one_out: bool) 
 
 
 def _level_std(x: F64, members: Indices, weights: F64) -> F64:
-    """For each value the weighted population std of its level. [n] -> [n]"""
+    """Return for each value the weighted population std of its level. [n] -> [n]"""
     deviation = x - _level_mean(x, members, weights, leave_one_out=False)
     variance = _totals(weights * deviation**2, members)
     return np.sqrt(np.divide(variance, _totals(weights, members), out=np.zeros_like(x), where=variance > 0))
 
 
 def _totals(x: F64, members: Indices) -> F64:
-    """For each value the sum over its level."""
+    """Return for each value the sum over its level."""
     return np.asarray(np.bincount(members, weights=x)[members], np.float64)
 
 
 def _constant(x: F64, members: Indices) -> npt.NDArray[np.bool_]:
-    """For each value whether its level holds no other value."""
+    """Return for each value True if all values of its level are equal."""
     low, high = np.full(members.max() + 1, np.inf), np.full(members.max() + 1, -np.inf)
     np.minimum.at(low, members, x)
     np.maximum.at(high, members, x)
@@ -300,14 +311,14 @@ def _constant(x: F64, members: Indices) -> npt.NDArray[np.bool_]:
 
 
 def _episodes(refs: Sequence[SequenceRef]) -> tuple[list[SequenceRef], Indices]:
-    """One row of each episode, in the order of their first rows; and for each row which of them is its episode."""
-    first: dict[int, int] = {}
-    chosen: list[SequenceRef] = []
+    """Return the first row of each episode, and for each row the index of its episode among them."""
+    index_of: dict[int, int] = {}
+    first_rows: list[SequenceRef] = []
     for ref in refs:
-        if ref.episode not in first:
-            first[ref.episode] = len(chosen)
-            chosen.append(ref)
-    return chosen, np.array([first[ref.episode] for ref in refs], np.int64)
+        if ref.episode not in index_of:
+            index_of[ref.episode] = len(first_rows)
+            first_rows.append(ref)
+    return first_rows, np.array([index_of[ref.episode] for ref in refs], np.int64)
 
 
 def _groups(refs: Sequence[SequenceRef]) -> Indices:

@@ -1,4 +1,4 @@
-"""The built-in algorithms: functions Config -> Dataflow. The master runs them, so this module does without torch."""
+"""The built-in algorithms: functions Config -> Dataflow. No torch: the master runs them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def ppo(config: Config) -> Dataflow:
     if ppo.reward_model.enabled:
         calls.append(FunctionCall("reward_inf", "reward", "reward_inf", tokens, scores))
     if prox:
-        # Which answers have advantage 0, and so need no proximal log-probs, is known only with their scores.
+        # Rows with advantage 0 need no proximal log-probs, but with a reward model only the scores tell
+        # which rows these are.
         needed = source | {"versions"} | (scores if ppo.skip_zero_advantage else frozenset())
         calls.append(FunctionCall("actor_inf", "actor", "actor_inf", needed, prox))
     if ppo.kl.coef > 0:

@@ -3,13 +3,13 @@
     theta, prox, behav --ratios--> u, w --losses/*.py--> token loss [t] --combine--> share of the step's mean
 
 All tensors are float32 ``[t]``, one entry per loss token; ``mask`` is bool ``[t]`` and marks the tokens that count.
-Where it is False the other tensors may hold anything, NaN included. Pure tensor functions.
+Entries at a False position may be anything, NaN included. Pure tensor functions.
 
-``denominator`` is a number of the whole optimizer step, over all micro-batches and ranks (``loss_denominator``), so the
-loss of a micro-batch is its share of one global mean and shares add up, whatever the layout.
+``denominator`` is a number of the whole optimizer step, over all micro-batches and ranks (``loss_denominator``). The
+loss of a micro-batch is therefore its share of one global mean, and shares add up for every layout.
 
-Statistics come as sums, counts and maxima, so that they can be reduced over micro-batches and ranks in any order:
-``*_max`` by maximum, the rest by sum (``merge_stats``); ``finish_stats`` divides them at the end.
+Statistics are sums, counts and maxima, so that they can be reduced over micro-batches and ranks in any order:
+``*_max`` by maximum, the others by sum (``merge_stats``). ``finish_stats`` divides them at the end.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ Stats = dict[str, Tensor]
 
 
 def counts_in_loss(ref: SequenceRef, cfg: PPOConfig) -> bool:
-    """Whether an answer takes part in the loss; where not, its tokens are masked and in no denominator."""
+    """Return True if a row counts in the loss; otherwise its tokens are masked and in no denominator."""
     return not (cfg.truncated_answers == "mask" and ref.truncated)
 
 
 def loss_denominator(refs: Iterable[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> float:
-    """What the actor's loss is divided by; ``refs``: all answers of one optimizer step, on all ranks.
+    """Return the divisor of the actor's loss; ``refs``: all rows of one optimizer step, on all ranks.
 
-    By ``cfg.aggregation``, counting the answers that ``counts_in_loss``:
+    It depends on ``cfg.aggregation`` and counts the rows that ``counts_in_loss``:
 
-        token     their loss tokens                   every token of the step weighs the same
-        sequence  their episodes                      ... every episode, whatever its length and number of rows
-        constant  their episodes * max_new_tokens     a sum over tokens; no length weighs anything
+        token     their loss tokens                   every token of the step has the same weight
+        sequence  their episodes                      every episode has the same weight
+        constant  their episodes * max_new_tokens     a sum over tokens, independent of lengths
 
-    Answers left out of the forward pass for an advantage of 0 are in ``refs``: they contribute 0 to the mean.
-    At least 1, so that a step without any answer is 0 and not NaN.
+    Rows that skip the forward pass because their advantage is 0 are in ``refs``: they contribute 0 to the
+    mean. The result is at least 1, so that a step without any row has loss 0 and not NaN.
     """
     counted = [ref for ref in refs if counts_in_loss(ref, cfg)]
     if cfg.aggregation == "token":
@@ -73,20 +73,22 @@ def actor_loss(
         u = exp(theta - prox)        w = exp(prox - behav), no gradient
         w * loss(u, advantages, ...) + kl_coef * KL(theta, ref) - cfg.entropy_coef * entropy, per token
 
-    theta       log-probs under the weights being trained; with ``entropy`` the only input with a gradient
-    prox        under the weights before the step's first update; not read without ``use_decoupled_loss``
-    behav       as recorded when the tokens were sampled
-    loss        token losses (``load_loss``); None: loaded here, which a caller with many micro-batches avoids
-    entropy     of the distribution at each token; with a gradient if there is a bonus
+    theta       log-probs under the weights being trained; only it and ``entropy`` have a gradient
+    prox        log-probs under the weights before the step's first update; not read without
+                ``use_decoupled_loss``
+    behav       log-probs recorded when the tokens were sampled
+    loss        token losses (``load_loss``); None: loaded here. A caller with many micro-batches passes it
+    entropy     entropy of the distribution at each token; with a gradient if there is a bonus
     ref         log-probs under the reference model; reported if given, a term of the loss if kl_coef > 0
     segments    needed for an episode-level loss (gspo) and for aggregation=sequence
 
-    A token with ``w > behav_imp_weight_cap`` adds nothing to the policy term and stays in the denominator (mode mask),
-    or its w is set to the cap (truncate). Raises ValueError for shapes that do not agree and for a missing input.
+    A token with ``w > behav_imp_weight_cap`` adds nothing to the policy term but stays in the denominator
+    (mode mask), or its w is set to the cap (truncate). Raises ValueError for shapes that do not agree and
+    for a missing input.
 
-    Statistics over the counted tokens: tokens, loss_sum (share * denominator), u_sum, u_max, w_sum, w_max (before the
-    cap), clip_count, dual_clip_count, capped_count, kl_behav_prox_sum and kl_prox_theta_sum (k3 estimators of
-    KL(behav || prox) and KL(prox || theta)), and if they are given entropy_sum and kl_ref_sum.
+    Statistics over the counted tokens: tokens, loss_sum (share * denominator), u_sum, u_max, w_sum, w_max
+    (before the cap), clip_count, dual_clip_count, capped_count, kl_behav_prox_sum and kl_prox_theta_sum
+    (k3 estimators of KL(behav || prox) and KL(prox || theta)); entropy_sum and kl_ref_sum if given.
     """
     optional = {name: x for name, x in (("entropy", entropy), ("ref", ref)) if x is not None}
     check_shapes(mask, theta=theta, prox=prox, behav=behav, advantages=advantages, **optional)
@@ -105,9 +107,9 @@ def actor_loss(
 def _ratios(
     theta: Tensor, prox: Tensor, behav: Tensor, mask: Tensor, episodes: Segments | None
 ) -> tuple[Tensor, Tensor, Stats]:
-    """Return u with the gradient of theta, w without, float32 [t], and their statistics.
+    """Return u (with the gradient of theta), w (without one), each float32 [t], and their statistics.
 
-    ``episodes``: for the ratios of whole episodes; None: each token has its own.
+    With ``episodes`` the ratios are those of whole episodes; None: each token has its own.
     """
     log_u = theta - prox
     log_w = prox - behav
@@ -117,8 +119,9 @@ def _ratios(
         "kl_prox_theta_sum": _k3_sum(log_u, mask),
     }
     if episodes is not None:
-        # The value is the episode's, the gradient the token's own (GSPO-token, section 4.3 of the paper): summed over
-        # an episode with one advantage that is the gradient of the mean, and advantages of tokens keep their meaning.
+        # The value is that of the episode, the gradient that of the token (GSPO-token, section 4.3 of the
+        # paper). Summed over an episode with one advantage, this is the gradient of the mean; advantages
+        # per token keep their meaning.
         log_u = episodes.means(log_u, mask) + theta - theta.detach()
         log_w = episodes.means(log_w, mask)
     u, w = (log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() for log_ratio in (log_u, log_w))
@@ -130,7 +133,7 @@ def _ratios(
 def _combine(
     surrogate: Surrogate, w: Tensor, penalties: Tensor, mask: Tensor, cfg: PPOConfig, segments: Segments | None
 ) -> tuple[Tensor, Stats]:
-    """Weigh, mask and aggregate the token losses. Returns their sum, and how many tokens each bound holds."""
+    """Weigh, mask and aggregate the token losses. Returns their sum, and the number of tokens at each bound."""
     none = torch.zeros_like(mask)
     capped = none
     if cfg.use_decoupled_loss and cfg.behav_imp_weight_cap > 0:
@@ -147,7 +150,7 @@ def _combine(
 def _penalties(
     theta: Tensor, mask: Tensor, cfg: PPOConfig, entropy: Tensor | None, ref: Tensor | None, kl_coef: float
 ) -> tuple[Tensor, Stats]:
-    """KL to the reference less the entropy bonus, per token [t]; and what is to report of both."""
+    """Return KL to the reference minus the entropy bonus, per token [t], and statistics of both."""
     total, stats = torch.zeros_like(theta), {}
     if ref is not None:
         kl = kl_estimate(theta, blank(ref.detach(), mask), cfg.kl.estimator)
@@ -155,20 +158,20 @@ def _penalties(
         if kl_coef > 0:
             total = total + kl_coef * kl
     elif kl_coef > 0:
-        raise ValueError(f"kl_coef {kl_coef} needs the log-probs of the reference model (ref)")
+        raise ValueError(f"kl_coef is {kl_coef}: pass the log-probs of the reference model (ref)")
     if entropy is not None:
         stats["entropy_sum"] = masked_sum(entropy.float(), mask)
         if cfg.entropy_coef > 0:
             total = total - cfg.entropy_coef * blank(entropy, mask)
     elif cfg.entropy_coef > 0:
-        raise ValueError(f"entropy_coef {cfg.entropy_coef} needs the entropy")
+        raise ValueError(f"entropy_coef is {cfg.entropy_coef}: pass the entropy")
     return total, stats
 
 
 def should_stop(means: Mapping[str, float], cfg: PPOConfig) -> str | None:
-    """Why a step's remaining minibatches are to be left out, from this one's ``finish_stats`` over all ranks, or None.
+    """Return the reason to skip the rest of the step, or None, from this minibatch's ``finish_stats`` over all ranks.
 
-    Looked at between gradient and update, so that the update which would carry the policy too far is not made.
+    Call it between gradient and update: the update that would move the policy too far must not happen.
     """
     for field, limit, name in (
         ("early_stop_ratio", cfg.early_stop_ratio, "u_mean"),
@@ -180,14 +183,17 @@ def should_stop(means: Mapping[str, float], cfg: PPOConfig) -> str | None:
 
 
 def sft_loss(theta: Tensor, mask: Tensor, denominator: float | Tensor) -> tuple[Tensor, Stats]:
-    """Negative log-likelihood of the counted tokens: the share of the token mean, and ``tokens``, ``loss_sum``."""
+    """Return the negative log-likelihood of the counted tokens as a share of the token mean, and statistics.
+
+    Statistics: ``tokens``, ``loss_sum``.
+    """
     check_shapes(mask, theta=theta)
     loss_sum = -blank(theta, mask).sum()
     return loss_sum / denominator, {"tokens": count(mask), "loss_sum": loss_sum.detach()}
 
 
 def merge_stats(parts: Iterable[Mapping[str, Tensor]]) -> Stats:
-    """Statistics of several micro-batches as of one: maxima of ``*_max``, sums of the rest."""
+    """Merge the statistics of several micro-batches: maxima of ``*_max``, sums of the others."""
     merged: Stats = {}
     for part in parts:
         for name, value in part.items():
@@ -201,15 +207,16 @@ def merge_stats(parts: Iterable[Mapping[str, Tensor]]) -> Stats:
 
 
 def is_maximum(name: str) -> bool:
-    """Whether the statistic ``name`` is reduced by maximum; all others are reduced by sum."""
+    """Return True if the statistic ``name`` is reduced by maximum; all others are reduced by sum."""
     return name.endswith("_max")
 
 
 def finish_stats(totals: Mapping[str, float]) -> dict[str, float]:
-    """Divide fully reduced statistics by ``tokens``: ``x_sum`` -> ``x_mean`` (``loss_sum`` -> ``loss``),
-    ``x_count`` -> ``x_fraction``. Maxima and ``tokens`` stay. With no tokens the means are 0.
+    """Divide fully reduced statistics by ``tokens``.
 
-    Where the loss is no token mean (aggregation), its caller divides ``loss_sum`` by the denominator instead.
+    ``x_sum`` becomes ``x_mean`` (``loss_sum`` becomes ``loss``), and ``x_count`` becomes ``x_fraction``.
+    Maxima and ``tokens`` stay. Without tokens the means are 0. If the loss is not a token mean (see
+    aggregation), the caller divides ``loss_sum`` by the denominator instead.
     """
     tokens = totals["tokens"]
     scale = 1.0 / tokens if tokens else 0.0
@@ -227,11 +234,11 @@ def finish_stats(totals: Mapping[str, float]) -> dict[str, float]:
 
 
 def _k3_sum(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Sum of r - 1 - log r, whose mean over samples of p is KL(p || q) where log r = log q - log p."""
+    """Sum r - 1 - log r. Its mean over samples of p is KL(p || q) if log r = log q - log p."""
     return masked_sum(kl_estimate(-log_ratio.detach(), torch.zeros_like(log_ratio), "k3"), mask)
 
 
 def _needed(segments: Segments | None, what: str) -> Segments:
     if segments is None:
-        raise ValueError(f"{what} needs to know which episode each token belongs to (segments)")
+        raise ValueError(f"{what} needs the episode of each token: pass segments")
     return segments

@@ -1,4 +1,4 @@
-"""Which row, and which episode, each loss token of a micro-batch belongs to.
+"""Rows and episodes of the loss tokens of a micro-batch.
 
     tokens    a a a b b c c c c     [t]  loss tokens, row after row
     lengths   3     2   4           [n]  tokens of each row
@@ -70,13 +70,13 @@ class Segments:
     def _check(self, name: str, tensor: Tensor) -> None:
         if tensor.shape != self.lengths.shape:
             shapes = f"shape {list(tensor.shape)}, lengths has {list(self.lengths.shape)}"
-            raise ValueError(f"{name} has {shapes}")
+            raise ValueError(f"{name} has {shapes}: they must agree")
 
     def _check_tokens(self, x: Tensor) -> None:
         if (total := int(self.lengths.sum())) != len(x):
-            raise ValueError(f"rows of {total} tokens in all for {len(x)} tokens")
+            raise ValueError(f"lengths sum up to {total}, but there are {len(x)} tokens: they must agree")
 
 
 def _ordered_sums(x: Tensor, lengths: Tensor) -> Tensor:
-    """Sum consecutive parts of ``x`` in a fixed order, which index_add_ on a GPU does not keep."""
+    """Sum consecutive parts of ``x`` in a fixed order; index_add_ on a GPU has none, so results would vary."""
     return torch.segment_reduce(x, "sum", lengths=lengths.to(x.device), unsafe=True)

@@ -1,4 +1,4 @@
-"""The critic's loss on flat answer tokens (conventions of loss.py), and how much of the returns it explains."""
+"""The critic's loss on flat loss tokens (conventions of loss.py), and the explained variance of the returns."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ def critic_loss(
     denominator: float | Tensor,
     cfg: CriticConfig,
 ) -> tuple[Tensor, Stats]:
-    """Clipped value loss (Schulman et al., arXiv 1707.06347 and its implementation): the share of the token mean.
+    """Return the share of the clipped value loss, and statistics (Schulman et al., arXiv 1707.06347).
 
-        l(v)   = (v - R)^2 / 2        huber: delta * (|v - R| - delta / 2) where |v - R| > delta
+        l(v)   = (v - R)^2 / 2        huber: delta * (|v - R| - delta / 2) if |v - R| > delta
         loss_t = max(l(v), l(old + clip(v - old, -eps, eps)))         eps_clip = 0: l(v)
 
-    values      under the weights being trained, of the state before each answer token; the only one with a gradient
-    old_values  under the weights before the step's first update; ``returns``: what they should have been
-    All three in the units that the critic predicts (value_norm.py). ``denominator``: answer tokens of the whole step,
-    over all micro-batches and ranks.
+    values       float32 [t]  under the weights being trained, of the state before each loss token; the
+                              only input with a gradient
+    old_values   float32 [t]  under the weights before the step's first update
+    returns      float32 [t]  targets R of the values
+    mask         bool [t]     True if the token counts
+    denominator               loss tokens of the whole step, over all micro-batches and ranks
 
-    Statistics: tokens, loss_sum, value_sum, return_sum, return_square_sum, error_sum, error_square_sum (of R - v) and
-    clip_count (tokens whose loss is the clipped one's).
+    Values and returns are in the units of the critic's predictions (value_norm.py). Statistics: tokens,
+    loss_sum, value_sum, return_sum, return_square_sum, error_sum, error_square_sum (error R - v) and
+    clip_count (tokens whose loss is the clipped one).
     """
     check_shapes(mask, values=values, old_values=old_values, returns=returns)
     values, old, returns = (blank(x, mask) for x in (values, old_values.detach(), returns.detach()))
@@ -57,8 +60,9 @@ def critic_loss(
 
 
 def explained_variance(means: Mapping[str, float]) -> float:
-    """``1 - Var(R - v) / Var(R)`` from the finished statistics of ``critic_loss``; 1 is perfect, 0 no better than a
-    constant. 0 where all returns are equal: there is nothing to explain.
+    """Compute ``1 - Var(R - v) / Var(R)`` from the finished statistics of ``critic_loss``.
+
+    1 is perfect, 0 no better than a constant. The result is 0 if all returns are equal.
     """
     spread = means["return_square_mean"] - means["return_mean"] ** 2
     left = means["error_square_mean"] - means["error_mean"] ** 2

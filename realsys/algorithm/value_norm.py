@@ -1,4 +1,4 @@
-"""Running mean and std of returns, in whose units a critic predicts. Plain numpy, float64."""
+"""Running mean and std of returns, which normalise the targets of a critic. Plain numpy, float64."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ import numpy.typing as npt
 from realsys.config.schema_train import CriticConfig
 from realsys.types import F32
 
-#: Smallest variance divided by: a first batch of equal returns must not make the next one's differences infinite.
+#: Lower bound of the variance: after a first batch of equal returns, the next differences would be infinite.
 MIN_VARIANCE = 1e-5
 
 
 class RunningMoments:
-    """Mean and std of the returns seen so far (Yu et al., arXiv 2103.01955; the statistics of PopArt, 1602.07714).
+    """Mean and std of the returns so far (Yu et al., arXiv 2103.01955; the statistics of PopArt, 1602.07714).
 
-        none         mean 0, std 1: values are predicted as they are
-        moving       over all returns ever seen, each counting once
-        exponential  of batch means, the newest weighing most: m = beta*m + (1-beta)*batch, divided by 1 - beta^k
+        none         mean 0, std 1: the critic predicts the returns themselves
+        moving       over all returns so far, all with the same weight
+        exponential  over batch means, the newest with the largest weight: m = beta*m + (1-beta)*batch,
+                     divided by 1 - beta^k
 
-    All three are one weight with two weighted sums; the division by the weight is the correction of the start's bias.
-    Identity before the first update. The critic's output layer is not rescaled when the statistics move (PopArt does):
-    its predictions shift by as much, and it learns the difference.
+    Each kind is one weight with two weighted sums; dividing by the weight corrects the bias of the start.
+    Before the first update, normalising is the identity. Unlike PopArt, the critic's output layer is not
+    rescaled when the statistics change: its predictions shift, and it learns the difference.
     """
 
     def __init__(self, cfg: CriticConfig) -> None:
-        self._kind, self._beta = cfg.value_norm, cfg.value_norm_beta
-        self._weight = self._total = self._total_of_squares = 0.0
+        self._kind = cfg.value_norm
+        self._beta = cfg.value_norm_beta
+        self._weight = 0.0
+        self._total = 0.0
+        self._total_of_squares = 0.0
 
     @property
     def mean(self) -> float:
@@ -42,7 +46,7 @@ class RunningMoments:
         return math.sqrt(max(self._total_of_squares / self._weight - self.mean**2, MIN_VARIANCE))
 
     def update(self, count: float, total: float, total_of_squares: float) -> None:
-        """With the returns of a batch: their number, sum and sum of squares, over all ranks. None: nothing changes."""
+        """Add the returns of a batch: their number, sum and sum of squares over all ranks."""
         if self._kind == "none" or count == 0:
             return
         keep, weight = 1.0, 1.0
@@ -53,17 +57,18 @@ class RunningMoments:
         self._total_of_squares = keep * self._total_of_squares + weight * total_of_squares
 
     def normalise(self, returns: npt.ArrayLike) -> F32:
-        """Returns -> what the critic should predict, float32 of the same shape."""
+        """Convert returns to targets of the critic, float32 of the same shape."""
         return ((np.asarray(returns, np.float64) - self.mean) / self.std).astype(np.float32)
 
     def denormalise(self, predictions: npt.ArrayLike) -> F32:
-        """What the critic predicts -> values in units of the reward, float32 of the same shape."""
+        """Convert predictions of the critic to values in units of the reward, float32 of the same shape."""
         return (np.asarray(predictions, np.float64) * self.std + self.mean).astype(np.float32)
 
     def state_dict(self) -> dict[str, float]:
         return {"weight": self._weight, "total": self._total, "total_of_squares": self._total_of_squares}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Raises KeyError for a state that lacks an entry."""
-        self._weight, self._total = state["weight"], state["total"]
+        """Restore the statistics. Raises KeyError if ``state`` lacks an entry."""
+        self._weight = state["weight"]
+        self._total = state["total"]
         self._total_of_squares = state["total_of_squares"]

@@ -1,4 +1,4 @@
-"""Splitting costs into parts of equal sum: DP ranks, minibatches, micro-batches."""
+"""Split of costs into parts of equal sum: DP ranks, minibatches, micro-batches."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from realsys.hf.architecture import ModelSizes
 from realsys.types import SequenceRef
 
 Costs = Sequence[int] | Sequence[float] | npt.NDArray[Any]
-#: Sequences -> what each costs, in any unit.
+#: Sequences -> cost of each, in any unit.
 CostFunction = Callable[[Sequence[SequenceRef]], list[float]]
 
-#: Differencing costs about `parts` times as much as greedy, so it runs only where greedy leaves more imbalance than
-#: this and the problem is of the size of a train step.
+#: Differencing costs about `parts` times as much as greedy. It therefore runs only if greedy leaves more imbalance
+#: than this and the problem is not larger than a train step.
 _GOOD_ENOUGH = 1e-3
 _DIFFERENCING_LIMIT = 400_000  # costs * parts
 
 
 def token_costs(refs: Sequence[SequenceRef]) -> list[float]:
-    """Tokens of each sequence: the cost of everything in a transformer but attention."""
+    """Return the tokens of each sequence: the cost of everything in a transformer except attention."""
     return [float(ref.length) for ref in refs]
 
 
 def flop_costs(lengths: Sequence[int] | npt.NDArray[Any], linear: float, quadratic: float) -> npt.NDArray[np.float64]:
-    """``linear * s + quadratic * s**2`` for each length s: attention counts where answers are long. [n] -> [n]"""
+    """Return ``linear * s + quadratic * s**2`` for each length s. The square is the cost of attention. [n] -> [n]"""
     s = np.asarray(lengths, np.float64)
     return linear * s + quadratic * s * s
 
 
 def training_flops(sizes: ModelSizes) -> tuple[float, float]:
-    """``(a, b)``: one forward and backward pass over a sequence of s tokens takes ``a*s + b*s^2`` FLOPs.
+    """Return ``(a, b)``: training on a sequence of s tokens, forwards and backwards, takes ``a*s + b*s^2`` FLOPs.
 
     A matrix of p weights takes 2p FLOPs per token forwards and twice that backwards (gradients of input and of weight):
 
         a = 6 * (layers * (hidden * (2*heads + 2*kv_heads) * head_dim + 3 * hidden * ffn) + hidden * outputs)
 
     for query and output (heads), key and value (kv_heads), gate, up and down (ffn), and the head. Causal attention
-    meets s^2/2 pairs of tokens in each head; a pair takes 2 * head_dim for its score and as much for its value:
+    has s^2/2 pairs of tokens in each head; a pair takes 2 * head_dim for its score and the same for its value:
 
         b = 3 * layers * heads * (2 + 2) * head_dim / 2 = 6 * layers * heads * head_dim
 
-    Left out, because they are small or alike for all sequences: norms, rotation, softmax, embedding, optimizer, and
-    that prompt tokens do not pass the head. Activation recomputation makes it 4/3 as much, bar the head; inference
-    takes a third.
+    Norms, rotation, softmax, embedding and optimizer are not counted, because they are small or equal for all
+    sequences; nor is it counted that prompt tokens skip the head. Activation recomputation multiplies all but the
+    head by 4/3; inference takes a third.
     """
     attention = sizes.hidden * (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
     weights = sizes.layers * (attention + 3 * sizes.hidden * sizes.ffn) + sizes.hidden * sizes.outputs
@@ -56,26 +56,27 @@ def training_flops(sizes: ModelSizes) -> tuple[float, float]:
 
 
 def cost_function(config: Config, sizes: ModelSizes) -> CostFunction:
-    """What ``train.balance`` shares out equally among minibatches and ranks: tokens, or the FLOPs of training.
+    """Return the cost that ``train.balance`` balances over minibatches and ranks: tokens, or FLOPs of training.
 
-    Each role has its own, with ``read_sizes(settings.model_dir(paths), settings.head)``.
+    ``sizes`` are those of the role: ``read_sizes(settings.model_dir(paths), settings.head)``.
     """
     if config.train.balance == "tokens":
         return token_costs
     linear, quadratic = training_flops(sizes)
 
     def costs(refs: Sequence[SequenceRef]) -> list[float]:
-        found: list[float] = flop_costs([ref.length for ref in refs], linear, quadratic).tolist()
-        return found
+        flops: list[float] = flop_costs([ref.length for ref in refs], linear, quadratic).tolist()
+        return flops
 
     return costs
 
 
 def split_balanced(costs: Costs, parts: int) -> list[list[int]]:
-    """Indices of ``costs`` in ``parts`` parts with the largest sum as small as can be.
+    """Split the indices of ``costs`` into ``parts`` parts so that the largest sum is small.
 
-    The better of greedy (largest first) and Karmarkar-Karp. Indices ascend within a part; with fewer costs than parts
-    some are empty. The same costs always give the same split. Raises ValueError on ``parts < 1`` or a negative cost.
+    Returns the better result of greedy (largest first) and Karmarkar-Karp. Indices ascend within a part.
+    With fewer costs than parts, some parts are empty. The same costs always give the same split. Raises
+    ValueError on ``parts < 1`` or a negative cost.
     """
     values = _checked(costs, parts)
     greedy = largest_first(values, parts)
@@ -87,7 +88,7 @@ def split_balanced(costs: Costs, parts: int) -> list[list[int]]:
 
 
 def largest_first(costs: Costs, parts: int) -> list[list[int]]:
-    """Greedy: from the largest cost down, each to the part with the smallest sum (ties to the first part)."""
+    """Split greedily: each cost, from the largest down, to the part with the smallest sum (ties: the first)."""
     values = _checked(costs, parts)
     order = np.argsort(-np.asarray(values), kind="stable").tolist() if values else []
     heap = [(0.0, part) for part in range(parts)]
@@ -100,10 +101,11 @@ def largest_first(costs: Costs, parts: int) -> list[list[int]]:
 
 
 def karmarkar_karp(costs: Costs, parts: int) -> list[list[int]]:
-    """Largest differencing: take the two partial splits with the widest spread, add the heavy end of one to the light
-    end of the other, until one split is left.
+    """Split by largest differencing (Karmarkar and Karp, 1982).
 
-    A partial split is its sums, heaviest first and less the lightest, each with a linked pair tree of its members.
+    Takes the two partial splits with the widest spread and adds the heavy end of one to the light end of
+    the other, until one split is left. A partial split is a list of sums, heaviest first, with the
+    lightest sum subtracted from all; each has a linked pair tree of its members.
     """
     values = _checked(costs, parts)
     if not values:
@@ -126,12 +128,12 @@ def karmarkar_karp(costs: Costs, parts: int) -> list[list[int]]:
 
 
 def heaviest_sum(split: Sequence[Sequence[int]], costs: Costs) -> float:
-    """The largest sum of a part."""
+    """Return the largest sum of a part."""
     return max((sum(float(costs[i]) for i in part) for part in split), default=0.0)
 
 
 def lower_bound_of_sum(costs: Costs, parts: int) -> float:
-    """No split has a smaller largest sum than the mean, or than the largest cost."""
+    """Return a lower bound of ``heaviest_sum``: the mean of the parts, or the largest cost."""
     values = [float(c) for c in costs]
     return max([sum(values) / parts, *values])
 
@@ -139,9 +141,9 @@ def lower_bound_of_sum(costs: Costs, parts: int) -> float:
 def _checked(costs: Costs, parts: int) -> list[float]:
     values = [float(c) for c in costs]
     if parts < 1:
-        raise ValueError(f"cannot split into {parts} parts")
+        raise ValueError(f"cannot split into {parts} parts: must be at least 1")
     if values and not min(values) >= 0:
-        raise ValueError(f"a cost is negative or not a number: {min(values)}")
+        raise ValueError(f"a cost is {min(values)}: it must be a number of at least 0")
     return values
 
 
@@ -152,13 +154,13 @@ def _join(x: Any, y: Any) -> Any:
 
 
 def _members(tree: Any) -> list[int]:
-    """Leaves of a pair tree; a loop, because the tree may be as deep as there are costs."""
-    found: list[int] = []
-    stack = [tree]
+    """Return the leaves of a pair tree."""
+    members: list[int] = []
+    stack = [tree]  # no recursion: the tree may be as deep as the number of costs
     while stack:
         node = stack.pop()
         if isinstance(node, tuple):
             stack.extend(node)
         elif node is not None:
-            found.append(node)
-    return found
+            members.append(node)
+    return members

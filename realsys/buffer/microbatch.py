@@ -1,9 +1,10 @@
-"""Dynamic micro-batching: sequences of very different lengths into few micro-batches of bounded size.
+"""Dynamic micro-batching: packs sequences of very different lengths into few micro-batches of bounded size.
 
     lengths --pack--> micro-batches of one DP rank --pack_equal--> the same number of micro-batches on every rank
 
-Three packers with one signature: ``fewest_sequences`` is Algorithm 1 of the paper, ``first_fit`` needs fewer
-micro-batches, ``balanced`` spreads those evenly. ``pack`` is the default, chosen by benchmarks/microbatch.py.
+Three packers have one signature: ``fewest_sequences`` is Algorithm 1 of the paper, ``first_fit`` needs fewer
+micro-batches, ``balanced`` spreads the tokens evenly over them. ``pack`` is the default; benchmarks/microbatch.py
+compares them.
 """
 
 from __future__ import annotations
@@ -21,31 +22,32 @@ from realsys.errors import DataError
 
 Lengths = Sequence[int] | npt.NDArray[np.integer]
 
-#: ``balanced`` leaves micro-batches alone that are filled to 1/_FULL on average.
+#: ``balanced`` does not change micro-batches that are filled to 1/_FULL on average.
 _FULL = 1.01
 
 
 class Packer(Protocol):
-    """Sequence lengths into micro-batches of at most ``capacity`` tokens, at least ``k_min`` of them."""
+    """Function that packs sequences into micro-batches of at most ``capacity`` tokens, at least ``k_min`` of them."""
 
     def __call__(self, lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]]: ...
 
 
 def fewest_sequences(lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]]:
-    """Algorithm 1: longest first, each into the fitting micro-batch with the fewest sequences.
+    """Pack by Algorithm 1: longest first, each into the fitting micro-batch with the fewest sequences.
 
-    A new micro-batch is opened while there are fewer than ``k_min``, and where none has room. Among those with equally
-    few sequences the one that has had room for longest is taken. Returns indices into ``lengths``. Raises DataError
-    naming a sequence that is longer than ``capacity`` tokens, or empty.
+    A new micro-batch is opened while there are fewer than ``k_min``, and if none has room. Of several with
+    equally few sequences, the one that has had room for the longest time is chosen. Returns indices into
+    ``lengths``. DataError names a sequence that is longer than ``capacity`` tokens, or empty.
     """
     order, distinct, starts = _runs_by_length(lengths, capacity)
     batches: list[list[int]] = []
     room: list[int] = []
-    # Lengths only fall, so a micro-batch with room keeps it until it is filled further. fitting[c]: those with c
-    # sequences and room for the current length. waking[d]: those that will have room when distinct[d] comes.
+    # Lengths only fall, so a micro-batch with room keeps it until it is filled further. fitting[c]:
+    # micro-batches with c sequences and room for the current length. waking[d]: micro-batches that have
+    # room from length distinct[d] on.
     fitting: list[deque[int]] = [deque(), deque()]
     waking: list[list[int]] = [[] for _ in distinct]
-    low = 1  # no fitting[c] with c < low holds anything
+    low = 1  # every fitting[c] with c < low is empty
     for d in range(len(distinct) - 1, -1, -1):
         length = distinct[d]
         for b in waking[d]:
@@ -64,8 +66,8 @@ def fewest_sequences(lengths: Lengths, capacity: int, k_min: int = 1) -> list[li
                 b, count = fitting[low].popleft(), low + 1
                 batches[b].append(index)
                 room[b] -= length
-                if count == len(fitting):
-                    fitting.append(deque())
+            if count == len(fitting):
+                fitting.append(deque())
             if room[b] >= length:
                 fitting[count].append(b)
             elif room[b] >= distinct[0]:
@@ -74,16 +76,17 @@ def fewest_sequences(lengths: Lengths, capacity: int, k_min: int = 1) -> list[li
 
 
 def first_fit(lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]]:
-    """First-fit decreasing, one micro-batch at a time: the longest sequence left that still fits, until none does.
+    """Pack by first-fit decreasing: fill one micro-batch at a time with the longest sequence that still fits.
 
-    With fewer than ``k_min`` micro-batches the largest are split. Same returns and errors as ``fewest_sequences``.
+    With fewer than ``k_min`` micro-batches the largest are split. Results and errors are those of
+    ``fewest_sequences``.
     """
     order, distinct, starts = _runs_by_length(lengths, capacity)
     left = [starts[d + 1] - starts[d] for d in range(len(distinct))]
-    below = list(range(-1, len(distinct) - 1))  # a chain from each used-up length down to one that is left
+    below = list(range(-1, len(distinct) - 1))  # a chain from each used-up length down to one with sequences left
 
     def longest_left(d: int) -> int:
-        """The largest d' <= d with sequences left, or -1; shortens the chain on its way."""
+        """Return the largest d' <= d with sequences left, or -1; shorten the chain on the way."""
         while d >= 0 and not left[d]:
             nearer = below[d]
             if nearer >= 0 and not left[nearer]:
@@ -116,16 +119,17 @@ def first_fit(lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]
 
 
 def balanced(lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]]:
-    """As few micro-batches as ``first_fit``, with the tokens spread evenly over them where the capacity allows.
+    """Pack into as few micro-batches as ``first_fit``, with the tokens spread evenly if the capacity allows.
 
-    First fit leaves the last micro-batch nearly empty. Spreading its count evenly costs no forward pass more, and the
-    largest micro-batch, which sets the peak of memory, gets smaller. Has ``max(count of first_fit, k_min)``
-    micro-batches, or one per sequence where that is less: ``pack_equal`` relies on it.
+    First fit leaves the last micro-batch nearly empty. Spreading the tokens costs no additional forward
+    pass, and the largest micro-batch, which determines the peak of memory, becomes smaller. Returns
+    ``max(count of first_fit, k_min)`` micro-batches, or one per sequence if those are fewer:
+    ``pack_equal`` relies on this.
     """
     packed = first_fit(lengths, capacity, k_min)
     total = int(np.sum(lengths))
     if len(packed) * capacity <= total * _FULL:
-        return packed  # nearly full, nothing to spread; the even split would take long and overflow
+        return packed  # nearly full: the even split would take long and then overflow
     return _spread(lengths, len(packed), capacity) or packed
 
 
@@ -133,21 +137,22 @@ pack: Packer = balanced
 
 
 def pack_equal(lengths: Sequence[Lengths], capacity: int, k_min: int = 1) -> list[list[list[int]]]:
-    """Micro-batches of every DP rank, the same number on each: the maximum over ranks, at least ``k_min``.
+    """Pack the sequences of every DP rank into the same number of micro-batches.
 
-    ``lengths[d]`` are those of rank d; ``result[d][m]`` indexes them. Pipeline schedules and collectives need the
-    ranks in step. A rank with fewer sequences than micro-batches gets empty ones, which it must run on a masked dummy.
+    The number is the maximum over ranks, at least ``k_min``. ``lengths[d]`` belong to rank d, and
+    ``result[d][m]`` indexes them. Pipeline schedules and collectives need the same number on every rank.
+    A rank with fewer sequences than micro-batches gets empty ones, which it must run on a masked dummy.
     """
-    needed = [len(first_fit(own, capacity)) for own in lengths]
+    needed = [len(first_fit(rank_lengths, capacity)) for rank_lengths in lengths]
     count = max([k_min, *needed])
-    equal = [pack(own, capacity, count) if len(own) else [] for own in lengths]
+    equal = [pack(rank_lengths, capacity, count) if len(rank_lengths) else [] for rank_lengths in lengths]
     return [batches + [[] for _ in range(count - len(batches))] for batches in equal]
 
 
 def split_to(batches: list[list[int]], lengths: Lengths, count: int) -> list[list[int]]:
-    """Split micro-batches until there are ``count`` or each holds one sequence. Splitting cannot exceed a capacity.
+    """Split micro-batches until there are ``count``, or each holds one sequence. No split exceeds a capacity.
 
-    The one with the most tokens is halved each time, longest first onto the lighter half.
+    Each time, the one with the most tokens is halved: its sequences, longest first, go to the lighter half.
     """
     tokens = [sum(int(lengths[i]) for i in batch) for batch in batches]
     result = [list(batch) for batch in batches]
@@ -169,12 +174,15 @@ def split_to(batches: list[list[int]], lengths: Lengths, count: int) -> list[lis
 
 
 def lower_bound(lengths: Lengths, capacity: int, k_min: int = 1) -> int:
-    """No packing has fewer micro-batches: ``ceil(sum / capacity)``, and ``k_min`` where there are enough sequences."""
+    """Return a lower bound of the number of micro-batches: ``ceil(sum / capacity)``, at least ``k_min``.
+
+    With fewer than ``k_min`` sequences, their number takes its place.
+    """
     return max(-(-int(np.sum(lengths)) // capacity), min(k_min, len(lengths)))
 
 
 def _spread(lengths: Lengths, count: int, capacity: int) -> list[list[int]] | None:
-    """Longest first, each into the micro-batch with the fewest tokens; None as soon as one does not fit."""
+    """Put each sequence, longest first, into the micro-batch with the fewest tokens; None if one does not fit."""
     array = np.asarray(lengths, np.int64)
     order = np.argsort(-array, kind="stable")
     result: list[list[int]] = [[] for _ in range(count)]
@@ -191,7 +199,7 @@ def _spread(lengths: Lengths, count: int, capacity: int) -> list[list[int]] | No
 
 
 def _runs_by_length(lengths: Lengths, capacity: int) -> tuple[list[int], list[int], list[int]]:
-    """Indices sorted by length (ascending, stable), the distinct lengths, and where each one's run starts.
+    """Sort the indices by length (ascending, stable): order, distinct lengths, and start of each one's run.
 
     ``order[starts[d]:starts[d + 1]]`` are the sequences of length ``distinct[d]``.
     """
@@ -201,8 +209,8 @@ def _runs_by_length(lengths: Lengths, capacity: int) -> tuple[list[int], list[in
     longest, shortest = int(array.argmax()), int(array.argmin())
     if array[longest] > capacity:
         raise DataError(
-            f"sequence {longest} has {array[longest]} tokens, a micro-batch holds {capacity}: raise"
-            " train.microbatch_tokens or lower generation.sampling.max_new_tokens"
+            f"sequence {longest} has {array[longest]} tokens, but a micro-batch holds {capacity}: increase"
+            " train.microbatch_tokens or decrease generation.sampling.max_new_tokens"
         )
     if array[shortest] < 1:
         raise DataError(f"sequence {shortest} has {array[shortest]} tokens: an empty sequence cannot be trained")

@@ -1,9 +1,9 @@
-"""From a batch of groups to who trains what: minibatches first, then DP ranks.
+"""Plan of a train step: which rows each DP rank trains in each minibatch.
 
 groups --sequence_refs--> refs --plan_minibatches--> minibatches[m][d]
 
-Rows of one episode stay together: in one minibatch always, so that an optimizer step sees whole episodes; on one rank
-and in one micro-batch as far as a micro-batch holds them (``row_units``).
+Rows of one episode are always in one minibatch, so that an optimizer step sees whole episodes. They are on one rank
+and in one micro-batch if they fit into a micro-batch (``row_units``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Unit = list[SequenceRef]
 
 
 def sequence_refs(groups: Sequence[Sequence[SampleMeta]]) -> list[SequenceRef]:
-    """The rows of a batch in order; groups and episodes are numbered from 0 over the batch."""
+    """Return the rows of a batch in order. Groups and episodes are numbered from 0 over the batch."""
     refs: list[SequenceRef] = []
     episodes: dict[tuple[str, int], int] = {}
     for number, group in enumerate(groups):
@@ -44,9 +44,9 @@ def sequence_refs(groups: Sequence[Sequence[SampleMeta]]) -> list[SequenceRef]:
 
 
 def row_units(refs: Sequence[SequenceRef], capacity: int) -> list[Unit]:
-    """Split neighbouring rows of each episode into units of at most ``capacity`` tokens (0: no limit), in their order.
+    """Join neighbouring rows of each episode into units of at most ``capacity`` tokens (0: no limit), in order.
 
-    A unit is never divided again: it goes whole to one rank and into one micro-batch. An episode that fits is one unit.
+    A unit is never divided: it goes to one rank and into one micro-batch. An episode that fits is one unit.
     """
     units: list[Unit] = []
     for _, rows in groupby(refs, key=lambda ref: ref.episode):
@@ -64,17 +64,18 @@ def row_units(refs: Sequence[SequenceRef], capacity: int) -> list[Unit]:
 def plan_minibatches(
     refs: Sequence[SequenceRef], n_minibatches: int, dp: int, cost: CostFunction = token_costs, *, capacity: int = 0
 ) -> list[list[list[SequenceRef]]]:
-    """``plan[m][d]``: what DP rank d trains in minibatch m; every row exactly once.
+    """Return ``plan[m][d]``, the rows that DP rank d trains in minibatch m; every row exactly once.
 
-    What a minibatch holds depends on the batch alone, not on ``dp``: the same run on another layout takes the same
-    optimizer steps. Both splits balance ``cost``. ``capacity``: tokens that a micro-batch may hold; 0: no limit is
-    known, and the rows of an episode all go to one rank. A minibatch is never empty (it would be an optimizer step on
-    nothing), so with fewer episodes than minibatches there are fewer; a rank's part may be empty.
+    The content of a minibatch depends on the batch alone, not on ``dp``: the same run on another layout
+    takes the same optimizer steps. Both splits balance ``cost``. ``capacity`` is the number of tokens of a
+    micro-batch; with 0 (no limit) all rows of an episode go to one rank. No minibatch is empty, because
+    it would be an optimizer step without data: with fewer episodes than ``n_minibatches``, the plan has
+    fewer minibatches. The part of a rank may be empty.
 
-    Raises ValueError when ``n_minibatches`` or ``dp`` is below 1.
+    Raises ValueError if ``n_minibatches`` or ``dp`` is below 1.
     """
     if n_minibatches < 1 or dp < 1:
-        raise ValueError(f"plan_minibatches: {n_minibatches} minibatches over {dp} ranks, both must be at least 1")
+        raise ValueError(f"plan_minibatches: {n_minibatches} minibatches over {dp} ranks: both must be at least 1")
     episodes = [list(rows) for _, rows in groupby(refs, key=lambda ref: ref.episode)]
     if not episodes:
         return []
@@ -83,7 +84,7 @@ def plan_minibatches(
 
 
 def _split(units: Sequence[Unit], parts: int, cost: CostFunction) -> list[list[SequenceRef]]:
-    """Deal whole units to ``parts`` of equal cost."""
+    """Distribute whole units over ``parts`` of equal cost."""
     costs = iter(cost([ref for unit in units for ref in unit]))
     sums = [sum(next(costs) for _ in unit) for unit in units]
     return [[ref for i in part for ref in units[i]] for part in split_balanced(sums, parts)]

@@ -1,7 +1,7 @@
-"""Which worker sends which samples to which: a plan, made from metadata alone.
+"""Plan of transfers: which worker sends which samples to which worker. It uses metadata only.
 
-Samples lie where the push-pull stream put them, and results where a call made them; the next call wants them on the
-ranks of its own mesh, split as its plan says. The master plans, the workers move.
+Samples are on the worker that received them, and outputs on the worker that computed them. The next call needs both on
+the ranks of its own mesh, split by its own plan. The master plans, and the workers transfer.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ Minibatches = Sequence[Sequence[Sequence[SequenceRef]]]  # [minibatch][data rank
 def plan_call(
     mesh: Mesh, minibatches: Minibatches, keys: Iterable[str], owners: Mapping[str, Mapping[str, Collection[int]]]
 ) -> list[Transfer]:
-    """Transfers after which every rank of ``mesh`` holds what a call on ``minibatches`` reads there.
+    """Plan the transfers after which every rank of ``mesh`` holds the arrays that a call on ``minibatches`` reads.
 
-    ``owners``: key -> sample id -> workers that hold the array now. Whole sequences go to every stage and tensor rank
-    of the data rank that works on them, loss masks and arrays of loss tokens to its last stage only; ``METADATA_KEYS``
-    are no arrays. Keys that take the same way share a ``Transfer``.
+    ``owners``: key -> sample id -> workers that hold the array now. Arrays of whole sequences go to every
+    stage and tensor rank of their data rank, loss masks and arrays of loss tokens to its last stage only.
+    ``METADATA_KEYS`` are not arrays, so they are ignored. Keys with the same source, destination and
+    samples share a ``Transfer``.
 
-    Raises StuckError naming a sample that nobody holds.
+    StuckError names a sample that no worker holds.
     """
     lengths = {ref.sample_id: ref.length for minibatch in minibatches for part in minibatch for ref in part}
     merged: dict[tuple[int, int, tuple[str, ...]], list[str]] = {}
@@ -38,7 +39,7 @@ def plan_call(
 
 
 def holders_of_outputs(mesh: Mesh, minibatches: Minibatches) -> dict[str, list[int]]:
-    """sample id -> the workers where a call on ``minibatches`` leaves what it makes: its last stage."""
+    """Return sample id -> workers that hold the outputs of a call on ``minibatches``: its last stage."""
     return {
         ref.sample_id: last_stage(mesh, dp)
         for minibatch in minibatches
@@ -48,13 +49,13 @@ def holders_of_outputs(mesh: Mesh, minibatches: Minibatches) -> dict[str, list[i
 
 
 def last_stage(mesh: Mesh, dp: int) -> list[int]:
-    """Workers of data rank ``dp`` that hold the last pipeline stage, all tensor ranks."""
+    """Return the workers of data rank ``dp`` with the last pipeline stage, one per tensor rank."""
     stage = mesh.layout.pipeline - 1
     return [mesh.workers[mesh.rank(dp, tp, stage)] for tp in range(mesh.layout.tensor)]
 
 
 def _needs(mesh: Mesh, minibatches: Minibatches, *, everywhere: bool) -> dict[int, list[str]]:
-    """worker -> ids of the samples it needs."""
+    """Return worker -> ids of the samples that it needs."""
     needs: dict[int, list[str]] = {}
     for dp in range(mesh.layout.data):
         ids = [ref.sample_id for minibatch in minibatches for ref in minibatch[dp]]
@@ -68,38 +69,38 @@ def plan_transfers(
     owners: Mapping[str, Collection[int]],
     sizes: Mapping[str, int] | None = None,
 ) -> list[Transfer]:
-    """Transfers after which each worker holds the arrays ``keys`` of all samples it needs.
+    """Plan the transfers after which each worker holds the arrays ``keys`` of all samples that it needs.
 
-    needs   worker -> sample ids it will use (repeats are fine)
-    owners  sample id -> workers that hold its ``keys`` now; every one may send
-    sizes   sample id -> tokens, to balance what the owners send; without it each sample counts 1
+    needs   worker -> sample ids; repeats are allowed
+    owners  sample id -> workers that hold its ``keys`` now; each of them may send
+    sizes   sample id -> tokens, to balance the load of the owners; without it each sample counts 1
 
-    What a worker holds already is not moved, nothing reaches a worker twice, and there is at most one transfer per
-    (source, destination). Ordered by source, then destination; within one, ids as the destination listed them.
-    Raises StuckError naming a sample that nobody holds.
+    A worker receives a sample at most once, and none that it holds already. There is at most one transfer
+    per (source, destination). Transfers are ordered by source, then destination; ids are in the order of
+    ``needs``. StuckError names a sample that no worker holds.
     """
-    wanted = _missing(needs, owners)
+    missing = _missing(needs, owners)
     sent: dict[int, int] = {}
     source: dict[tuple[int, str], int] = {}
-    # Those with least choice first, then the largest: the free and the small ones level out what these leave.
-    for dst, sample in sorted(wanted, key=lambda move: (len(owners[move[1]]), -_size(move[1], sizes), move)):
+    # Samples with the fewest owners first, then the largest: the others can still level the load afterwards.
+    for dst, sample in sorted(missing, key=lambda move: (len(owners[move[1]]), -_size(move[1], sizes), move)):
         src = min(owners[sample], key=lambda worker: (sent.get(worker, 0), worker))
         sent[src] = sent.get(src, 0) + _size(sample, sizes)
         source[dst, sample] = src
     merged: dict[tuple[int, int], list[str]] = {}
-    for dst, sample in wanted:
+    for dst, sample in missing:
         merged.setdefault((source[dst, sample], dst), []).append(sample)
     return [Transfer(src=src, dst=dst, sample_ids=ids, keys=list(keys)) for (src, dst), ids in sorted(merged.items())]
 
 
 def _missing(needs: Mapping[int, Sequence[str]], owners: Mapping[str, Collection[int]]) -> list[tuple[int, str]]:
-    """(worker, sample) for each sample a worker needs and does not hold, once."""
-    moves: dict[tuple[int, str], None] = {}  # ordered set
+    """Return (worker, sample) once for each sample that a worker needs and does not hold."""
+    moves: dict[tuple[int, str], None] = {}  # an ordered set
     for worker in sorted(needs):
         for sample in needs[worker]:
             holders = owners.get(sample, ())
             if not holders:
-                raise StuckError(f"worker {worker} needs sample {sample}, and no worker holds it")
+                raise StuckError(f"worker {worker} needs sample {sample}, but no worker holds it")
             if worker not in holders:
                 moves[worker, sample] = None
     return list(moves)

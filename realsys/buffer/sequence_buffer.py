@@ -1,12 +1,12 @@
-"""The replay buffer of the master: which groups are there, and which are trained next. Metadata only, no clock.
+"""The replay buffer of the master: the groups that have arrived, and the choice of the next batch. Metadata only.
 
     notices ──add──> incomplete ──(all of its rows)─────> ready ──take──> in training ──(next take)──> remembered
-              ├─> rejected (a copy)       │                 │   <─release─┘  └─release─> gone ─────────┤
+              ├─> rejected (a copy)       │                 │   <─release─┘  └─release─> excluded ─────┤
               │                           │                 └───take──> dropped (too stale) ───────────┤
               └─────────add───────────────┴─────> dropped (not worth training: ``keep``) ──────────────┘
 
-``add`` *consumes* what the stream delivers, in any order and possibly twice. ``take`` *waits for* nothing: it returns
-no groups while too few are ready. What the owners may forget comes back as ``clear``.
+``add`` *consumes* the notices of the stream, in any order and possibly twice. ``take`` *waits for* nothing: it returns
+no groups while too few are ready. Results name in ``clear`` the samples that their owners may discard.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from typing import Literal
 from realsys.types import SampleMeta
 
 StalePolicy = Literal["drop", "train"]
-#: the reasons of a drop here
+#: reasons for which the buffer drops a group
 STALE, SUCCESS_RATE = "stale", "success_rate"
-#: Whether a complete group is worth training on.
+#: Returns True if a complete group is worth training on.
 Keep = Callable[[Sequence[SampleMeta]], bool]
 
 
 @dataclass(slots=True)
 class Added:
-    """What ``add`` made of the samples. ``clear``: what nobody will train, to be forgotten by its owners.
+    """Result of ``add``.
 
-    ``dropped``: (ticket_id, reason) of groups that were complete and not worth training on.
+    accepted, rejected  numbers of samples
+    dropped             (ticket_id, reason) of groups that were complete and not worth training on
+    clear               samples that will not be trained: their owners may discard them
     """
 
     accepted: int = 0
@@ -40,30 +42,31 @@ class Added:
 
 @dataclass(slots=True)
 class Batch:
-    """The groups of one train step, oldest ticket first, and what was sorted out on the way.
+    """Groups of one train step, oldest ticket first, and the groups that were dropped before it.
 
-    ``groups`` is empty when fewer than the asked number remain after drops; those then stay in the buffer.
-    ``stale`` counts groups of this batch beyond the bound (policy ``train``). ``oldest_lag`` and ``newest_lag`` count
-    the batch's rows by the versions their oldest and newest token is behind.
+    ``groups`` is empty if too few groups remain after drops; they then stay in the buffer. ``stale``
+    counts groups of this batch beyond the bound (policy ``train``). ``oldest_staleness`` and
+    ``newest_staleness`` are histograms of the rows: versions that the oldest, or newest, token of a row
+    is behind -> number of rows.
     """
 
     groups: list[list[SampleMeta]] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)  # (ticket_id, reason)
     clear: list[SampleMeta] = field(default_factory=list)
     stale: int = 0
-    oldest_lag: dict[int, int] = field(default_factory=dict)
-    newest_lag: dict[int, int] = field(default_factory=dict)
+    oldest_staleness: dict[int, int] = field(default_factory=dict)
+    newest_staleness: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Group:
-    """The rows of one ticket from one attempt, by sample id."""
+    """Rows of one attempt of a ticket, by sample id."""
 
     attempt: int
     samples: dict[str, SampleMeta] = field(default_factory=dict)
 
     def ordered(self) -> list[SampleMeta]:
-        """Samples by episode, then row."""
+        """Return the samples, sorted by episode, then row."""
         return sorted(self.samples.values(), key=lambda s: (s.episode, s.row))
 
     def oldest_version(self) -> int:
@@ -71,15 +74,20 @@ class _Group:
 
 
 class SequenceBuffer:
-    """Groups by ticket; each ticket leaves at most once.
+    """Buffer of groups by ticket. Each ticket leaves it at most once.
 
-    Each sample says how many rows its group has (``group_rows``); with all of them the group is complete. One that
-    ``keep`` does not want leaves at once, with reason
-    ``success_rate`` (``filtered_in_a_row``: such groups since the last one that stayed). Until a ticket is in training
-    its latest attempt counts, for that is the one that the ledger goes by: it replaces an earlier one, and an earlier
-    one that comes late is rejected. A second copy of a ticket that is in training, trained or dropped is rejected,
-    whatever its attempt: for the ledger both ends are final, and a dropped ticket's place has been given away. The last
-    ``remember`` ended tickets are known; the ledger lets nobody claim one older than that a second time.
+    Each sample names the number of rows of its group (``group_rows``); a group with all of them is
+    complete. A complete group that ``keep`` refuses leaves with reason ``success_rate``;
+    ``filtered_in_a_row`` counts such groups since the last one that stayed.
+
+    latest-attempt  Until a ticket is in training, its latest attempt counts, because the ledger knows
+                    only that one. It replaces an earlier attempt; a late sample of an earlier one is
+                    rejected.
+    one-end         A copy of a ticket that is in training, trained or dropped is rejected, of any
+                    attempt. For the ledger both ends are final, and the place of a dropped ticket is
+                    already taken by another one.
+
+    The buffer knows the last ``remember`` ended tickets; the ledger refuses a second claim of older ones.
     """
 
     def __init__(self, keep: Keep = lambda group: True, remember: int = 65536) -> None:
@@ -87,16 +95,17 @@ class SequenceBuffer:
             raise ValueError(f"SequenceBuffer: remember={remember} must be at least 1")
         self.rejected = 0  # samples, since the start
         self.filtered_in_a_row = 0  # groups
-        self._keep, self._remember = keep, remember
+        self._keep = keep
+        self._remember = remember
         self._incomplete: dict[str, _Group] = {}
         self._ready: dict[str, _Group] = {}
         self._training: dict[str, _Group] = {}
-        self._deferred: list[SampleMeta] = []  # copies of what is in training
+        self._deferred: list[SampleMeta] = []  # copies of samples in training
         self._ended: OrderedDict[str, None] = OrderedDict()  # trained and dropped tickets, oldest first
 
     @property
     def ready_groups(self) -> int:
-        """Complete groups, stale ones included."""
+        """Number of complete groups, stale ones included."""
         return len(self._ready)
 
     @property
@@ -104,21 +113,22 @@ class SequenceBuffer:
         return len(self._incomplete)
 
     def held(self) -> dict[str, int]:
-        """Ticket -> attempt of every complete group that is here and not in training.
+        """Return ticket -> attempt of every complete group that is not in training.
 
-        Of one that is here in part the rest may be lost; another attempt takes its place.
+        Incomplete groups are excluded: their missing samples may be lost, and the ledger must be free to
+        reissue their tickets.
         """
         return {ticket: group.attempt for ticket, group in self._ready.items()}
 
     def fresh_groups(self, version: int, eta: int) -> int:
-        """Complete groups that ``take`` would not drop: what a step loop waits for under policy ``drop``."""
+        """Count the complete groups that ``take`` would not drop under policy ``drop``."""
         return sum(version - group.oldest_version() <= eta for group in self._ready.values())
 
     def __contains__(self, ticket_id: str) -> bool:
         return ticket_id in self._ready or ticket_id in self._incomplete
 
     def add(self, samples: Iterable[SampleMeta]) -> Added:
-        """Take in samples, complete groups or parts of them. Never raises on a copy: it is rejected and counted."""
+        """Add samples, of complete groups or parts of them. A copy is rejected and counted; it never raises."""
         result = Added()
         for sample in samples:
             if self._accept(sample, result):
@@ -129,17 +139,18 @@ class SequenceBuffer:
         return result
 
     def take(self, batch_groups: int, version: int, eta: int, stale_policy: StalePolicy) -> Batch:
-        """The ``batch_groups`` oldest complete groups, for training on top of version ``version``.
+        """Take the ``batch_groups`` oldest complete groups, for training on top of version ``version``.
 
-        Under ``drop`` every complete group whose oldest token is more than ``eta`` versions behind leaves the buffer
-        with reason ``stale``, whether or not the batch fills. The batch taken before counts as trained from here on.
+        Under policy ``drop``, every complete group whose oldest token is more than ``eta`` versions behind
+        leaves the buffer with reason ``stale``, even if the batch does not fill. The batch taken before
+        counts as trained from here on.
         """
         batch = Batch(clear=self._settle())
         if stale_policy == "drop":
             self._drop_stale(version, eta, batch)
         if len(self._ready) < batch_groups:
             return batch
-        # ids are zero-padded numbers, so their lexical order is the order of the grants
+        # Ids are zero-padded numbers, so their lexical order is the order of the grants.
         for ticket_id in sorted(self._ready)[:batch_groups]:
             group = self._ready.pop(ticket_id)
             self._training[ticket_id] = group
@@ -147,19 +158,23 @@ class SequenceBuffer:
             batch.groups.append(group.ordered())
             batch.stale += version - group.oldest_version() > eta
         for sample in (sample for group in batch.groups for sample in group):
-            _increment(batch.oldest_lag, version - sample.version_min)
-            _increment(batch.newest_lag, version - sample.version_max)
+            _increment(batch.oldest_staleness, version - sample.version_min)
+            _increment(batch.newest_staleness, version - sample.version_max)
         return batch
 
-    def release(self, gone: Collection[str]) -> list[SampleMeta]:
-        """The batch that was taken is not trained: the tickets ``gone`` must never be, the others are ready again.
+    def release(self, excluded: Collection[str]) -> list[SampleMeta]:
+        """Undo ``take`` for a batch that is not trained. Call it before any sample of it is transferred.
 
-        Before anything of it has been moved. Returns what may be cleared.
+        The tickets ``excluded`` end here and will not be trained; the others are ready again. Returns the
+        samples that may be cleared.
         """
-        result, copies = Added(), self._deferred
-        taken, self._training, self._deferred = self._training, {}, []
+        result = Added()
+        copies = self._deferred
+        taken = self._training
+        self._training = {}
+        self._deferred = []
         for ticket_id, group in taken.items():
-            if ticket_id in gone:
+            if ticket_id in excluded:
                 result.clear.extend(group.ordered())
                 self._end(ticket_id)
             else:
@@ -171,7 +186,8 @@ class SequenceBuffer:
     def _accept(self, sample: SampleMeta, result: Added) -> bool:
         ticket_id = sample.ticket_id
         if ticket_id in self._training:
-            # The batch plan may have brought the original to the copy's worker by now, under the same sample id.
+            # Not cleared before the step ends: the batch plan may have transferred the original to the
+            # copy's worker, under the same sample id.
             self._deferred.append(sample)
             return False
         if ticket_id in self._ended:
@@ -206,13 +222,16 @@ class SequenceBuffer:
         self._end(ticket_id)
 
     def _refuse(self, copy: SampleMeta, held: _Group, result: Added) -> None:
-        """One that came twice has one sample id: on the same owner clearing the copy would clear the original."""
+        """Clear a copy, unless it is on the same worker as the original.
+
+        Both have the same sample id there, so clearing the copy would clear the original.
+        """
         original = held.samples.get(copy.sample_id)
         if original is None or original.owner != copy.owner:
             result.clear.append(copy)
 
     def _discard(self, older: _Group, result: Added) -> None:
-        """A later attempt replaces one that is not in training."""
+        """Reject a group that a later attempt replaces; it is not in training."""
         result.rejected += len(older.samples)
         self.rejected += len(older.samples)
         result.clear.extend(older.ordered())
@@ -226,17 +245,18 @@ class SequenceBuffer:
             self._end(ticket_id)
 
     def _part_of(self, ticket_id: str) -> list[SampleMeta]:
-        """What has come of a later attempt, which will not be waited for."""
+        """Remove the incomplete later attempt of a ticket, which can no longer be trained; return its samples."""
         part = self._incomplete.pop(ticket_id, None)
         return part.ordered() if part else []
 
     def _settle(self) -> list[SampleMeta]:
-        """The batch taken before has been trained; returns the copies that may be cleared now."""
+        """End the tickets of the batch taken before; return the copies that may be cleared now."""
         for ticket_id in self._training:
             self._end(ticket_id)
         self._training.clear()
-        released, self._deferred = self._deferred, []
-        return released
+        copies = self._deferred
+        self._deferred = []
+        return copies
 
     def _end(self, ticket_id: str) -> None:
         self._ended[ticket_id] = None
@@ -244,19 +264,19 @@ class SequenceBuffer:
             self._ended.popitem(last=False)
 
 
-def lag_summary(lags: dict[int, int]) -> dict[str, float]:
-    """min, mean and max of a histogram lag -> count; zeros when it is empty."""
-    count = sum(lags.values())
+def staleness_summary(histogram: dict[int, int]) -> dict[str, float]:
+    """Return min, mean and max of a histogram staleness -> count; zeros if it is empty."""
+    count = sum(histogram.values())
     if not count:
         return {"min": 0.0, "mean": 0.0, "max": 0.0}
-    mean = sum(lag * n for lag, n in lags.items()) / count
-    return {"min": float(min(lags)), "mean": mean, "max": float(max(lags))}
+    mean = sum(staleness * n for staleness, n in histogram.items()) / count
+    return {"min": float(min(histogram)), "mean": mean, "max": float(max(histogram))}
 
 
 def owners_of(groups: Sequence[Sequence[SampleMeta]]) -> dict[str, set[int]]:
-    """sample id -> the worker the stream brought it to: what ``plan_transfers`` starts from."""
+    """Return sample id -> the worker that received it, for ``plan_transfers``."""
     return {sample.sample_id: {sample.owner} for group in groups for sample in group}
 
 
-def _increment(histogram: dict[int, int], lag: int) -> None:
-    histogram[lag] = histogram.get(lag, 0) + 1
+def _increment(histogram: dict[int, int], staleness: int) -> None:
+    histogram[staleness] = histogram.get(staleness, 0) + 1

@@ -2,10 +2,10 @@
 
     prompt  a3b5c7=          answer 15          demonstration  a0+3=3;b3+5=8;c8+7=15;#15
 
-Each step names its operand and adds it to the sum so far; the value after ``#`` is what the verifier compares. The
-number of operands has a heavy tail (P(n) ~ n^-alpha), so answers differ in length by an order of magnitude. A
-demonstrated sum is wrong with probability ``demo_noise`` and carried on: a model warmed up on these has the skill
-together with calibrated mistakes, and reinforcement has something to remove.
+Each step names its operand and adds it to the sum so far; the verifier compares the value after ``#``. The number of
+operands has a heavy tail (P(n) ~ n^-alpha), so completions differ in length by an order of magnitude. A demonstrated
+sum is wrong with probability ``demo_noise``, and the next steps continue from it: a model warmed up on these
+demonstrations has the skill and makes mistakes at a known rate, which reinforcement learning can remove.
 
 Problems are held out by a hash of the prompt alone: no prompt of eval.jsonl is in train.jsonl or demos.jsonl.
 """
@@ -26,8 +26,8 @@ from realsys.data.lines import Demonstration, Problem
 from realsys.errors import ConfigError
 
 LABELS = "abcdefghijklmnopqrstuvwxyz"
-END_OF_TEXT = "<eos>"  # of the tiny model's tokenizer
-HELD_OUT_OF = 8  # one prompt in eight
+END_OF_TEXT = "<eos>"  # end-of-text token of the tiny model's tokenizer
+HELD_OUT_OF = 8  # one prompt in eight is held out
 ERRORS = (-10, -2, -1, 1, 2, 10)
 MAX_DRAWS = 100_000  # a draw lands in a split with probability >= 1/8, unless the task has hardly any prompts
 
@@ -45,7 +45,7 @@ def problem(operands: list[int]) -> Problem:
 
 
 def demonstration(operands: list[int], noise: float, rng: random.Random) -> Demonstration:
-    """Each step's sum is wrong with probability ``noise``, and the wrong sum is carried on."""
+    """Build a demonstration. Each step's sum is wrong with probability ``noise``; the next steps continue from it."""
     total, steps = 0, []
     for label, operand in zip(LABELS, operands, strict=False):
         after = total + operand
@@ -60,14 +60,14 @@ def second_try(operands: list[int], solved: Demonstration, config: ArithConfig, 
     """Put a wrong first try and the feedback before a demonstration; only the second try is imitated."""
     answer = str(sum(operands))
     wrong = demonstration(operands, 1.0, rng)
-    while wrong.response.partition("#")[2] == answer:  # two errors may cancel out
+    while wrong.response.partition("#")[2] == answer:  # two errors may cancel each other
         wrong = demonstration(operands, 1.0, rng)
     feedback = config.feedback.replace("{prompt}", prompt_text(operands))
     return Demonstration(f"{prompt_text(operands)}{wrong.response}{END_OF_TEXT}{feedback}", solved.response)
 
 
 class Generator:
-    """Draws operands; ``stream`` separates the files made from one seed."""
+    """Random source of operands; ``stream`` separates the files of one seed."""
 
     def __init__(self, config: ArithConfig, seed: int, stream: str) -> None:
         self._config = config
@@ -76,21 +76,21 @@ class Generator:
         self._weights = list(accumulate(n**-config.alpha for n in self._counts))
 
     def operands(self, held_out: bool) -> list[int]:
-        """The operands of a prompt on that side of the hold-out. Raises ConfigError if there seems to be none."""
+        """Draw the operands of a prompt, held out or not. Raises ConfigError if no draw gives one."""
         for _ in range(MAX_DRAWS):
             count = self.rng.choices(self._counts, cum_weights=self._weights)[0]
             operands = [self.rng.randint(0, self._config.max_operand) for _ in range(count)]
             if is_held_out(prompt_text(operands)) == held_out:
                 return operands
         which = "to hold out" if held_out else "to train on"
-        reason = f"the task has hardly any prompts: none {which} in {MAX_DRAWS} draws; raise it, or max_operand"
+        reason = f"the task has too few prompts: none {which} in {MAX_DRAWS} draws; increase it, or max_operand"
         raise ConfigError("data.arith.max_operands", self._config.max_operands, reason)
 
 
 def write_dataset(config: ArithConfig, directory: Path, *, seed: int) -> None:
     """Write train.jsonl, eval.jsonl and demos.jsonl; each appears complete. The same seed gives the same files.
 
-    Short prompts repeat: there are few of them, and the distribution of lengths is kept.
+    Short prompts repeat, because there are few of them and the distribution of lengths must not change.
     """
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / "train.jsonl", _problems(config, seed, "train", config.train_size, held_out=False))

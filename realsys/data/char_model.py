@@ -1,6 +1,6 @@
-"""A small random Qwen2 with a character tokenizer, as an HF directory: for runs without a downloaded model.
+"""A small random Qwen2 with a character tokenizer, as an HF directory, for runs without a downloaded model.
 
-Made with numpy only. Any program that reads HF directories reads it, transformers and SGLang included.
+It needs numpy only. Every program that reads HF directories can read it, for example transformers and SGLang.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ ALPHABET = "0123456789+=;#abcdefghijklmnopqrstuvwxyz "
 SHARDS = 4  # tensor parallel 2 and 4 must divide the vocabulary
 VOCAB_SIZE = -(-(len(SPECIAL) + len(ALPHABET)) // SHARDS) * SHARDS
 EMBEDDING_STD = 0.02
-RESIDUAL_SCALE = 0.5  # what is added to the residual stream starts smaller
+RESIDUAL_SCALE = 0.5  # layers start with a smaller contribution to the residual stream
 
 
 def write_char_tokenizer(directory: Path) -> None:
-    """One token per character of ``ALPHABET``; BOS in front of a prompt. Makes the directory if it is not there."""
+    """Write a tokenizer with one token per character of ``ALPHABET``, and BOS before a prompt.
+
+    Creates the directory if it does not exist.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    # BPE without merges over byte-level characters, as in Qwen2's own tokenizer: transformers builds that class for
-    # a model of type qwen2 whatever tokenizer.json says, and would drop the blanks of any other character model.
+    # BPE without merges over byte-level characters, like Qwen2's tokenizer. For a model of type qwen2,
+    # transformers builds that class for any tokenizer.json, and drops the blanks of other character models.
     names = [*SPECIAL, *("Ġ" if character == " " else character for character in ALPHABET)]
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -47,7 +50,7 @@ def write_char_tokenizer(directory: Path) -> None:
         "bos_token": BOS,
         "eos_token": EOS,
         "pad_token": PAD,
-        "unk_token": None,  # else transformers adds one, beyond the embedding
+        "unk_token": None,  # otherwise transformers adds one, whose id is outside the embedding
         "clean_up_tokenization_spaces": False,
     }
     write_atomically(directory / "tokenizer.json", [tokenizer.to_str(pretty=True).encode()])
@@ -57,8 +60,8 @@ def write_char_tokenizer(directory: Path) -> None:
 def make_tiny_model(tiny: TinyModelConfig, directory: Path, *, seed: int) -> None:
     """Write config.json, generation_config.json and model.safetensors of a random model. Raises ModelError.
 
-    The same seed gives the same weights. Matrices have standard deviation fan_in^-0.5, those that write into the
-    residual stream half of it, embeddings and head 0.02.
+    The same seed gives the same weights. Matrices have standard deviation fan_in^-0.5, or half of it if they write
+    into the residual stream; embeddings and head have 0.02.
     """
     if tiny.num_attention_heads % tiny.num_key_value_heads or tiny.head_dim % 2:
         problem = "num_attention_heads must be a multiple of num_key_value_heads, and head_dim even"
@@ -93,7 +96,7 @@ def _token_ids() -> dict[str, int]:
 
 
 def _tensors(tiny: TinyModelConfig, rng: np.random.Generator) -> Iterator[tuple[str, F32]]:
-    """HF names and values, in a fixed order: the values depend on it."""
+    """Yield HF names and values, in a fixed order: the random values depend on it."""
     hidden, inner = tiny.hidden_size, tiny.intermediate_size
     query, key_value = tiny.num_attention_heads * tiny.head_dim, tiny.num_key_value_heads * tiny.head_dim
 

@@ -1,6 +1,6 @@
-"""Chat templates of HF model directories, rendered the way transformers does, without it.
+"""Chat templates of HF model directories, rendered as transformers renders them, but without it.
 
-A template is code that came with a model: it runs in jinja2's sandbox.
+A template is code from the model's author, so it runs in jinja2's sandbox.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from realsys.data.lines import Message
 from realsys.errors import DataError, ModelError
 
-_MARK = "realsys-completion"  # stands for a completion in a conversation that is rendered for its boundaries
+_MARK = "realsys-completion"  # placeholder for a completion, to find its end in a rendered conversation
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks the assistant's part for training masks; it changes nothing in the text."""
+    """Tag ``{% generation %}``. It marks the assistant's part for training masks and does not change the text."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -34,10 +34,11 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens it may mention."""
+    """A compiled template with the special tokens that it may use."""
 
     def __init__(self, source: str, origin: Path, special: dict[str, str]) -> None:
-        self._origin, self._special = origin, special
+        self._origin = origin
+        self._special = special
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -50,7 +51,7 @@ class ChatTemplate:
             raise ModelError(f"{origin}: chat template cannot be read: {error}") from None
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The text up to where the model's answer begins. DataError if the template refuses the messages."""
+        """Render the text before the model's completion. DataError if the template refuses the messages."""
         dicts = [{"role": message.role, "content": message.content} for message in messages]
         try:
             return self._template.render(
@@ -60,38 +61,38 @@ class ChatTemplate:
             raise DataError(f"chat template of {self._origin}: {error}") from None
 
     def user_turn(self, text: str) -> str:
-        """Render a user turn that follows a completion: what the template writes from the end of that on.
+        """Render a user turn after a completion: the text of the template from the end of the completion on.
 
-        The conversation before it is not needed, and never rendered again. Raises DataError for a template whose user
-        turn depends on the turns before.
+        The conversation before it is not needed and not rendered again. Raises DataError for a template whose
+        user turn depends on the turns before.
         """
         tails = []
         for before in ([], [Message("user", "b"), Message("assistant", "c")]):
             messages = [*before, Message("user", "a"), Message("assistant", _MARK), Message("user", text)]
             _, mark, tail = self.render(messages).partition(_MARK)
             if not mark or text.strip() not in tail:
-                raise DataError(f"chat template of {self._origin}: drops a turn that is followed by a user turn")
+                raise DataError(f"chat template of {self._origin}: it drops a turn that is followed by a user turn")
             tails.append(tail)
         if tails[0] != tails[1]:
-            problem = "writes a user turn that depends on the turns before, so it cannot be appended to a row"
+            problem = "its user turn depends on the turns before, so it cannot be appended to a row"
             raise DataError(f"chat template of {self._origin}: {problem}")
         return tails[0]
 
 
 def find_chat_template(model: Path, tokenizer_config: dict[str, Any], special: dict[str, str]) -> ChatTemplate | None:
-    """From ``chat_template.jinja``, else from tokenizer_config.json; None if the model has none. Raises ModelError."""
+    """Read ``chat_template.jinja``, else tokenizer_config.json; None if neither has a template. Raises ModelError."""
     file = model / "chat_template.jinja"
     if file.is_file():
         return ChatTemplate(file.read_text("utf-8"), file, special)
     origin = model / "tokenizer_config.json"
     value = tokenizer_config.get("chat_template")
-    if isinstance(value, list):  # several named ones
+    if isinstance(value, list):  # several templates with names
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default")
     if value is None:
         return None
     if not isinstance(value, str):
-        raise ModelError(f"{origin}: chat_template is no text")
+        raise ModelError(f"{origin}: chat_template must be a string")
     return ChatTemplate(value, origin, special)
 
 

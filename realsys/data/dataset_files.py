@@ -1,4 +1,4 @@
-"""Which dataset files a trial reads, and how generated ones are written."""
+"""Paths of the dataset files that a trial reads, and the writing of generated ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from realsys.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class DatasetFiles:
-    """``eval`` None: a fraction of ``train`` is held out. ``demos`` None: there are no demonstrations."""
+    """Dataset files. ``eval`` None: a fraction of ``train`` is held out. ``demos`` None: no demonstrations."""
 
     train: Path
     eval: Path | None
@@ -22,7 +22,7 @@ class DatasetFiles:
 
 
 def dataset_files(config: Config, paths: TrialPaths) -> DatasetFiles:
-    """The files of this trial: the user's, or those the arith generator wrote into the trial folder."""
+    """Return the files of this trial: the user's, or those that the arith generator wrote into the trial folder."""
     data = config.data
     if data.kind == "arith":
         return DatasetFiles(paths.data / "train.jsonl", paths.data / "eval.jsonl", paths.data / "demos.jsonl")
@@ -32,14 +32,14 @@ def dataset_files(config: Config, paths: TrialPaths) -> DatasetFiles:
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write a file that is there with all of its content or not at all, also after a crash."""
+    """Write a file that appears with all of its content or not at all, also after a crash."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)  # mkstemp makes it private; other users' workers may read it
+        os.chmod(name, 0o644)  # mkstemp makes the file private, but workers of other users may read it
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Records of JSONL files: their shape, their checks, and random access to them without holding the file in memory.
+"""Records of JSONL files: their types, checks, and random access without the whole file in memory.
 
-Every problem is a DataError that starts with ``file:line:`` and ends with what a line should look like.
+Every problem is a DataError that starts with ``file:line:`` and ends with an example of a valid line.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PromptText = str | list[Message]
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A prompt with the reference that a verifier compares the completion with.
+    """A prompt with the reference answer, which a verifier compares with the completion.
 
-    The line may have other keys. ``Lines.read_whole`` returns them; opening a file skips over them, which is faster.
+    The line may have other keys. ``Lines.read_whole`` returns them; opening a file skips them, which is faster.
     """
 
     prompt: str | list[Message]
@@ -42,7 +42,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Demonstration(msgspec.Struct, frozen=True):
-    """A prompt with the answer to imitate. Other keys are ignored."""
+    """A prompt with the response to imitate. Other keys are ignored."""
 
     prompt: str | list[Message]
     response: str
@@ -56,17 +56,17 @@ _OBJECT: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, A
 
 
 class RecordReader(Generic[Record]):
-    """Decodes lines of one kind."""
+    """Decoder of the lines of one record type."""
 
     def __init__(self, kind: type[Record]) -> None:
         self.kind = kind
         self._decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(kind)
 
     def decode(self, path: Path, number: int, line: bytes) -> Record:
-        """The record on line ``number`` (from 1). Raises DataError."""
+        """Decode and check the record on line ``number`` (from 1). Raises DataError."""
         try:
             if not line.isascii():
-                line.decode()  # The decoder does not check the characters of keys that it skips.
+                line.decode()  # the decoder does not check the characters of keys that it skips
             record = self._decoder.decode(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
         except MALFORMED as error:
             raise self._error(path, number, str(error)) from None
@@ -86,12 +86,12 @@ class RecordReader(Generic[Record]):
         return keys
 
     def scan(self, path: Path) -> Iterator[tuple[int, int, Record]]:
-        """(byte offset, line number, record) of every line that is not blank. Raises DataError at the first bad one."""
+        """Yield (byte offset, line number, record) of every line that is not blank. Raises DataError at a bad one."""
         for offset, number, line in scan_lines(path):
             yield offset, number, self.decode(path, number, line)
 
     def _error(self, path: Path, number: int, problem: str) -> DataError:
-        return DataError(f"{path}:{number}: {problem}; a line is {self.kind.EXAMPLE}")
+        return DataError(f"{path}:{number}: {problem}; a line must be {self.kind.EXAMPLE}")
 
 
 def _problem_of(record: Problem | Demonstration) -> str | None:
@@ -103,29 +103,32 @@ def _problem_of(record: Problem | Demonstration) -> str | None:
     elif not prompt:
         return "prompt has no messages"
     elif prompt[-1].role != "user":
-        return f"the last message of prompt is of role {prompt[-1].role!r}, it must be 'user'"
+        return f"the last message of prompt has role {prompt[-1].role!r}, but it must be 'user'"
     if isinstance(record, Problem) and not record.answer.strip():
-        return "answer is empty: nothing to verify against"
+        return "answer is empty: a verifier needs it"
     if isinstance(record, Demonstration) and not record.response:
-        return "response is empty: nothing to imitate"
+        return "response is empty: the warm-up needs it"
     return None
 
 
 def scan_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """(byte offset, line number from 1, content) of every line that is not blank. Raises DataError."""
+    """Yield (byte offset, line number from 1, content) of every line that is not blank. Raises DataError."""
+    return (entry for entry in _all_lines(path) if entry[2].strip())
+
+
+def _all_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    offset = 0
     try:
         with path.open("rb") as file:
-            offset = 0
             for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield offset, number, line
+                yield offset, number, line
                 offset += len(line)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 class Lines(Generic[Record]):
-    """Random access to some lines of a file, by their byte offsets: 16 bytes of memory a line."""
+    """Random access to some lines of a file, by their byte offsets; it takes 16 bytes of memory per line."""
 
     def __init__(self, path: Path, reader: RecordReader[Record], offsets: array[int], numbers: array[int]) -> None:
         self.path = path
@@ -137,7 +140,7 @@ class Lines(Generic[Record]):
         return len(self._offsets)
 
     def number(self, index: int) -> int:
-        """Line number of record ``index``, from 1."""
+        """Return the line number of record ``index``, from 1."""
         return int(self._numbers[index])
 
     def where(self, index: int) -> str:
@@ -148,7 +151,7 @@ class Lines(Generic[Record]):
         return self.read(range(index, index + 1))[0]
 
     def read(self, indices: range) -> list[Record]:
-        """Read several records with one opening of the file. Raises DataError."""
+        """Read several records, opening the file once. Raises DataError."""
         return [self._reader.decode(self.path, number, line) for number, line in self._raw(indices)]
 
     def read_whole(self, index: int) -> tuple[Record, dict[str, Any]]:
@@ -169,21 +172,23 @@ class Lines(Generic[Record]):
 
     def _check(self, index: int) -> None:
         if not 0 <= index < len(self):
-            raise DataError(f"{self.path}: there is no record {index}; it has {len(self)}")
+            raise DataError(f"{self.path}: record {index} not found: the file has {len(self)}")
 
     def chunks(self, size: int = 1024) -> Iterator[tuple[range, list[Record]]]:
-        """All records in their order, ``size`` at a time, with their indices."""
+        """Yield all records in order, ``size`` at a time, with their indices."""
         for start in range(0, len(self), size):
             indices = range(start, min(start + size, len(self)))
             yield indices, self.read(indices)
 
 
 class LinesBuilder(Generic[Record]):
-    """Collects offsets while a file is scanned."""
+    """Builder of Lines from the offsets of a scan."""
 
     def __init__(self, path: Path, reader: RecordReader[Record]) -> None:
-        self._path, self._reader = path, reader
-        self._offsets, self._numbers = array("q"), array("q")
+        self._path = path
+        self._reader = reader
+        self._offsets = array("q")
+        self._numbers = array("q")
 
     def add(self, offset: int, number: int) -> None:
         self._offsets.append(offset)
@@ -194,7 +199,7 @@ class LinesBuilder(Generic[Record]):
 
 
 def index_file(path: Path, reader: RecordReader[Record]) -> Lines[Record]:
-    """All lines of a file, each checked once. Raises DataError."""
+    """Check every line of a file and return all of them. Raises DataError."""
     builder = LinesBuilder(path, reader)
     for offset, number, _ in reader.scan(path):
         builder.add(offset, number)

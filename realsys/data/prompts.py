@@ -1,7 +1,7 @@
-"""The prompts to roll out, by split and index; every process that opens them sees the same ones.
+"""The prompts of a trial, by split and index; every process that opens them gets the same ones.
 
-``data.eval`` names the held-out problems. Without it they are part of ``data.train``, chosen by a hash of the prompt:
-the choice depends on nothing else, so a repeated prompt is never on both sides, and adding lines moves no other line.
+``data.eval`` names the held-out problems. Without it they are a part of ``data.train``, chosen by a hash of the prompt.
+The choice depends on nothing else: a repeated prompt is never in both splits, and a new line moves no other line.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Splits = dict[str, Lines[Problem]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt to roll out, with its dataset row.
+    """One prompt, with its dataset row.
 
     text    the prompt without chat template
-    answer  the reference that a verifier compares a completion with
-    ids     token ids that the model is given
+    answer  the reference answer, which a verifier compares with a completion
+    ids     token ids for the model
     extra   the other keys of the row, with any JSON values, unchanged
     """
 
@@ -40,7 +40,7 @@ class Prompt:
 
 
 class PromptDataset:
-    """Splits "train" and "eval". Opening checks every line; prompts are tokenised when they are asked for."""
+    """Splits "train" and "eval". Opening checks every line; ``prompt`` tokenises one prompt."""
 
     def __init__(self, config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -52,7 +52,7 @@ class PromptDataset:
         return len(self._lines(split))
 
     def prompt(self, split: str, index: int) -> Prompt:
-        """Raises DataError naming file and line, also when the prompt has too many tokens."""
+        """Read and tokenise one prompt. DataError names file and line, also if it has too many tokens."""
         lines = self._lines(split)
         problem, extra = lines.read_whole(index)
         ids = self._encode(lines, index, problem)
@@ -66,7 +66,8 @@ class PromptDataset:
                 try:
                     encoded = self._tokenizer.encode_prompts([p.prompt for p in problems], chat=self._chat)
                 except DataError:
-                    encoded = [self._encode(lines, i, p) for i, p in zip(indices, problems, strict=True)]  # finds it
+                    # The batch does not tell which prompt failed; one by one, the error names the line.
+                    encoded = [self._encode(lines, i, p) for i, p in zip(indices, problems, strict=True)]
                 for i, ids in zip(indices, encoded, strict=True):
                     self._check_length(lines, i, ids)
 
@@ -78,30 +79,30 @@ class PromptDataset:
 
     def _check_length(self, lines: Lines[Problem], index: int, ids: list[int]) -> None:
         if len(ids) > self._max_tokens:
-            problem = f"the prompt has {len(ids)} tokens, data.max_prompt_tokens is {self._max_tokens}"
-            raise DataError(f"{lines.where(index)}: {problem}; raise that or remove the line")
+            problem = f"the prompt has {len(ids)} tokens, but data.max_prompt_tokens is {self._max_tokens}"
+            raise DataError(f"{lines.where(index)}: {problem}: increase it or remove the line")
         if not ids:
-            raise DataError(f"{lines.where(index)}: the prompt has no tokens")
+            raise DataError(f"{lines.where(index)}: the prompt has no tokens: remove the line")
 
     def _lines(self, split: str) -> Lines[Problem]:
         try:
             return self._splits[split]
         except KeyError:
-            raise DataError(f"there is no split {split!r}; there are: {', '.join(self._splits)}") from None
+            raise DataError(f"split {split!r} not found: use one of {', '.join(self._splits)}") from None
 
 
 def split_sizes(config: Config, paths: TrialPaths) -> dict[str, int]:
-    """Prompts per split, without a tokenizer. Raises DataError."""
+    """Count the prompts per split, without a tokenizer. Raises DataError."""
     return {split: len(lines) for split, lines in open_splits(config, paths).items()}
 
 
 def check_file(path: Path) -> int:
-    """Check every line of a file of problems and return how many there are. Raises DataError at the first bad one."""
+    """Check every line of a file of problems and return their number. Raises DataError at the first bad one."""
     return len(index_file(path, RecordReader(Problem)))
 
 
 def open_splits(config: Config, paths: TrialPaths) -> Splits:
-    """Raises DataError for a bad line, or a split that is needed and empty."""
+    """Open all splits. Raises DataError for a bad line, or for a needed split that is empty."""
     files = dataset_files(config, paths)
     reader = RecordReader(Problem)
     if files.eval is not None:
@@ -121,23 +122,23 @@ def _hold_out(path: Path, reader: RecordReader[Problem], fraction: float) -> Spl
 
 
 def _hash(prompt: PromptText) -> float:
-    """In [0, 1), the same for the same prompt on any machine."""
+    """Hash a prompt to [0, 1), equal for the same prompt on any machine."""
     digest = hashlib.blake2b(msgspec.json.encode(prompt), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 def _check_sizes(splits: Splits, files: DatasetFiles, config: Config) -> None:
     if not len(splits["train"]):
-        raise DataError(f"{files.train}: no prompts to train on")
+        raise DataError(f"{files.train}: no prompts to train on: add lines")
     if len(splits["eval"]) or not config.evaluation.problems:
         return
     if files.eval is not None:
-        raise DataError(f"{files.eval}: no problems to evaluate on")
+        raise DataError(f"{files.eval}: no problems to evaluate on: add lines, or set evaluation.problems=0")
     total, fraction = len(splits["train"]), config.data.eval_fraction
-    remedy = "raise data.eval_fraction, name data.eval, or set evaluation.problems=0"
-    raise DataError(f"{files.train}: none of {total} prompts are held out at data.eval_fraction={fraction}; {remedy}")
+    remedy = "increase data.eval_fraction, set data.eval, or set evaluation.problems=0"
+    raise DataError(f"{files.train}: data.eval_fraction={fraction} holds out none of {total} prompts: {remedy}")
 
 
 def plain_text(prompt: PromptText) -> str:
-    """The prompt as a verifier may want to see it."""
+    """Return the text of a prompt, for a verifier."""
     return prompt if isinstance(prompt, str) else "\n".join(message.content for message in prompt)

@@ -1,6 +1,6 @@
-"""Text to token ids and back, from the tokenizer files of an HF model directory. No transformers, no torch.
+"""Conversion between text and token ids, with the tokenizer files of an HF model directory. No transformers, no torch.
 
-An answer's ids are never made from its text again: ``answer_text`` is for the reward only.
+The ids of a completion are never computed from its text: ``completion_text`` is for the reward only.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from realsys.hf.config import read_end_of_text
 
 
 class TextTokenizer:
-    """tokenizer.json with the special tokens and the chat template of its model. Raises ModelError."""
+    """Tokenizer of a model, with its special tokens and chat template. Raises ModelError."""
 
     def __init__(self, model_dir: Path) -> None:
         self.path = Path(model_dir)
         file = self.path / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # all that the tokenizers package raises
+        except Exception as error:  # the tokenizers package raises plain Exception
             raise ModelError(f"{file}: cannot be read as a tokenizer: {error}") from None
-        # Limits of the package's own pipelines: prompts are never cut or filled up here.
+        # tokenizer.json may ask for both, but a prompt must not be cut or padded silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = read_json(self.path / "tokenizer_config.json")
@@ -38,7 +38,7 @@ class TextTokenizer:
 
     @property
     def eos_token_id(self) -> int:
-        """The token that ends an answer: that of the tokenizer, else the model's first."""
+        """The token that ends a completion: that of the tokenizer, else the model's first."""
         return self.eos_token_ids[0]
 
     @property
@@ -50,76 +50,79 @@ class TextTokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     def encode_prompt(self, prompt: PromptText, *, chat: bool = True) -> list[int]:
-        """Ids of a prompt. With ``chat`` and a model that has a template, wrapped in it; else with the special tokens
-        (BOS) that the tokenizer itself puts in front. Raises DataError.
+        """Tokenise a prompt. Raises DataError.
+
+        With ``chat`` and a model that has a chat template, the template wraps the prompt. Otherwise the
+        tokenizer adds its special tokens (BOS).
         """
         text, special = self._prepare(prompt, chat)
         return self._encode(text, special)
 
     def encode_prompts(self, prompts: Sequence[PromptText], *, chat: bool = True) -> list[list[int]]:
-        """The same for many, on all cores. Raises DataError without saying which."""
+        """Tokenise many, on all cores. The DataError does not name the one that failed."""
         prepared = [self._prepare(prompt, chat) for prompt in prompts]
-        # Either all went through the template or none did.
+        # Equal for all of them: either every prompt went through the template or none did.
         return self._encode_many([text for text, _ in prepared], any(special for _, special in prepared))
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a text as it stands, nothing added. Raises DataError."""
+        """Tokenise a text without any addition. Raises DataError."""
         return self._encode(text, False)
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same for many, on all cores. Raises DataError without saying which."""
+        """Tokenise many, on all cores. The DataError does not name the one that failed."""
         return self._encode_many(texts, False)
 
     def encode_user_turn(self, text: str, *, chat: bool = True) -> list[int]:
-        """Ids of a user turn after a completion, to append to a row; the turns before it are not tokenised again.
+        """Tokenise a user turn after a completion, to append it to a row. Earlier turns are not tokenised again.
 
-        With ``chat`` and a model that has a template: the end of the assistant's turn, the user's turn, and the start
-        of the next assistant's turn. Else the text as it stands. Raises DataError.
+        With ``chat`` and a model that has a template, the result is the end of the assistant's turn, the
+        user's turn, and the start of the next assistant's turn; otherwise the text alone. Raises DataError.
         """
         return self._encode(self._chat.user_turn(text) if chat and self._chat is not None else text, False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of all tokens, special ones included."""
+        """Return the text of all tokens, special ones included."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def answer_text(self, ids: Sequence[int]) -> str:
-        """The text of an answer: without the end-of-text token it ends with, but with any other special token, so
-        that nothing an answer contains escapes the verifier.
+    def completion_text(self, ids: Sequence[int]) -> str:
+        """Return the text of a completion, without the end-of-text token at its end.
+
+        Other special tokens stay in the text, so that the verifier sees everything in a completion.
         """
         if len(ids) and int(ids[-1]) in self.eos_token_ids:
             ids = ids[:-1]
         return self.decode([int(token) for token in ids])
 
     def _prepare(self, prompt: PromptText, chat: bool) -> tuple[str, bool]:
-        """Text, and whether the tokenizer adds its special tokens: a chat template has written them already."""
+        """Return the text, and True if the tokenizer must add its special tokens: a chat template includes them."""
         if chat and self._chat is not None:
             messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
             return self._chat.render(messages), False
         if isinstance(prompt, str):
             return prompt, True
         reason = "the model has no chat template" if chat else "data.chat_template is false"
-        raise DataError(f"the prompt is a list of messages, but {reason}; write it as one text")
+        raise DataError(f"the prompt is a list of messages, but {reason}: write it as one text")
 
     def _encode(self, text: str, special: bool) -> list[int]:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
-        except Exception as error:  # all that the tokenizers package raises
+        except Exception as error:  # the tokenizers package raises plain Exception
             raise DataError(f"cannot be tokenised with {self.path}: {error}") from None
 
     def _encode_many(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
-        except Exception as error:  # all that the tokenizers package raises
+        except Exception as error:  # the tokenizers package raises plain Exception
             raise DataError(f"cannot be tokenised with {self.path}: {error}") from None
         return [list(encoding.ids) for encoding in encodings]
 
     def _find_eos(self, eos_token: str | None) -> tuple[int, ...]:
-        """Ids that end an answer, the tokenizer's own first."""
+        """Return the ids that end a completion, the tokenizer's own first."""
         ids: list[int] = []
         if eos_token is not None:
             token_id = self._tokenizer.token_to_id(eos_token)
             if token_id is None:
-                problem = f"eos_token {eos_token!r} is not in tokenizer.json"
+                problem = f"eos_token {eos_token!r} not found in tokenizer.json"
                 raise ModelError(f"{self.path / 'tokenizer_config.json'}: {problem}")
             ids.append(token_id)
         ids += read_end_of_text(self.path)
@@ -129,7 +132,7 @@ class TextTokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file of a model directory; empty if there is no such file. Raises ModelError."""
+    """Read the JSON object in a file of a model directory; empty if the file does not exist. Raises ModelError."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -137,12 +140,12 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
     if not isinstance(value, dict):
-        raise ModelError(f"{path}: holds no JSON object")
+        raise ModelError(f"{path}: must contain a JSON object")
     return value
 
 
 def _content(token: Any) -> str | None:
-    """A special token is written as text or as an object with its content."""
+    """Return the text of a special token, which is written as text or as an object with its content."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

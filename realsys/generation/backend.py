@@ -46,9 +46,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """News of an engine. ``serial``: it serves, with the weights it was started with; counts its starts, from 0.
+    """Change in the state of an engine.
 
-    None: it does not serve, for ``reason``; ``final``: and never will again.
+    ``serial`` counts the starts of the engine, from 0: it serves with the weights it was started with.
+    None: it does not serve, because of ``reason``; ``final``: and it never will again.
     """
 
     serial: int | None
@@ -69,8 +70,8 @@ class Staged(Protocol):
     def counts(self) -> Mapping[str, int]: ...
 
 
-#: (locator of a version, expected version) -> weights in host memory. Raises WeightsError if they are not that
-#: version or not whole. The next call may overwrite the tensors of this one.
+#: (locator of a version, expected version) -> weights in host memory. Raises WeightsError if they are another
+#: version or incomplete. The next call may overwrite the tensors of this one.
 Load = Callable[[str, int], Staged]
 
 
@@ -82,19 +83,21 @@ class Materialised:
     timings: Mapping[str, float]
 
 
-#: (locator of a version, expected version, folder to make if memory-backed storage has room) -> HF directory.
-#: Raises WeightsError if the version is not whole.
+#: (locator of a version, expected version, folder to create if memory-backed storage has room) -> HF directory.
+#: Raises WeightsError if the version is incomplete.
 Materialise = Callable[[str, int, Path], Materialised]
 
 
 class GenerationEngine(Protocol):
-    """Thread-safe. A call that the engine refuses, or that ends with it, raises GenerationError, directly or through
-    its future; ``retryable`` if another server may do it.
+    """Contract of a generation engine. All methods are thread-safe.
+
+    A call that the engine refuses, or that ends with it, raises GenerationError, directly or through
+    its future. It is ``retryable`` if another server may serve the call.
     """
 
     @property
     def model_path(self) -> str:
-        """Directory of the weights that sample now: at first, of the model that it was started with."""
+        """Directory of the weights that sample now; before the first update, of the initial model."""
 
     @property
     def version(self) -> int:
@@ -102,10 +105,10 @@ class GenerationEngine(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why it does not serve; None while it does."""
+        """Reason why the engine does not serve; None while it serves."""
 
     def start(self) -> None:
-        """Return when it can serve."""
+        """Start, and return when the engine can serve."""
 
     def close(self) -> None:
         """Stop; every caller that waits for a completion gets a retryable error."""
@@ -114,13 +117,16 @@ class GenerationEngine(Protocol):
         """Sample ``params.n`` completions of one prompt."""
 
     def update(self, path: str, version: int, *, abort_all: bool = False) -> Future[UpdateResult]:
-        """Stage and verify a weight version while generating, then swap it in. A refusal is a result."""
+        """Stage and verify a weight version while generating, then swap it in.
+
+        A refused version is a result with ``success`` False, not an error.
+        """
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop generating; new requests are queued. abort: end all requests with the tokens they have."""
+        """Stop generating and queue new requests. Mode abort ends all requests with the tokens they have."""
 
     def resume(self) -> Future[None]:
-        """Go on after a pause."""
+        """Continue after a pause."""
 
     def abort(self, rid: str) -> Future[bool]:
         """End one request with the tokens it has. False if no request has that id."""
@@ -129,7 +135,7 @@ class GenerationEngine(Protocol):
         """End all requests with the tokens they have."""
 
     def info(self) -> ServerInfo | Future[ServerInfo]:
-        """Limits, load and counters: a snapshot, or a future if the engine must ask for it."""
+        """Return limits, load and counters: a snapshot, or a future if the engine must request it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +146,8 @@ class EngineParts:
     index        number of this server, from 0
     load         reads and verifies a version into memory
     materialise  verifies a version and writes it as a plain HF directory, for engines that load from disk
-    on_change    takes the news of the engine; the server is registered after the first Change(serial)
-    on_stop      registers a function to call, from another thread, when the process is asked to stop
+    on_change    receives the changes of the engine; the server is registered after the first Change(serial)
+    on_stop      registers a function that another thread calls when the process must stop
     """
 
     config: Config
@@ -154,15 +160,15 @@ class EngineParts:
 
 
 class Backend(BackendRules, ABC):
-    """Base of the classes that ``generation.backend`` names. Overriding the rules of BackendRules is optional."""
+    """Base of the classes that ``generation.backend`` names. It may override the rules of BackendRules."""
 
     @abstractmethod
     def build(self, parts: EngineParts) -> GenerationEngine:
-        """Make the engine of one server; the server starts it. Raises ModelError or ConfigError."""
+        """Create the engine of one server; the server starts it. Raises ModelError or ConfigError."""
 
 
 def make_backend(config: Config) -> Backend:
-    """Make the backend that ``generation.backend`` names. Raises ConfigError."""
+    """Create the backend that ``generation.backend`` names. Raises ConfigError."""
     backend = backend_rules(config)
-    assert isinstance(backend, Backend)  # the door's contract
+    assert isinstance(backend, Backend)  # backend_rules has checked the class
     return backend

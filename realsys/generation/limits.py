@@ -1,4 +1,4 @@
-"""What a server can take, and the check of a request against it: the same for every backend. No torch."""
+"""Limits of a generation server, and the check of a request against them, for every backend. No torch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,29 @@ from realsys.types import I32
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one server and its model. ``answers``: that it runs and queues; ``tokenizer``: whether it can read text."""
+    """Limits of one server and its model.
+
+    vocabulary  number of token ids
+    eos         tokens that end every completion
+    context     tokens of the longest sequence, prompt and completion
+    capacity    completions that the server runs and queues
+    tokenizer   True if the server can search for stop strings
+    model_path  directory of the model, for error messages
+    """
 
     vocabulary: int
     eos: tuple[int, ...]
     context: int
-    answers: int
+    capacity: int
     tokenizer: bool
     model_path: str
 
     def stops(self, params: SamplingParams) -> tuple[int, ...]:
-        """All stop tokens of a request: its own and the model's end of text."""
+        """Return all stop tokens of a request: its own and the model's end of text."""
         return tuple(sorted({*params.stop_token_ids, *self.eos}))
 
     def checked_prompt(self, input_ids: Sequence[int], params: SamplingParams) -> I32:
-        """The prompt as int32. Raises GenerationError naming the first thing that is wrong with the request."""
+        """Return the prompt as int32. GenerationError names the first fault of the request."""
         if problem := params.problem() or self._problem(input_ids, params):
             raise GenerationError(problem)
         return np.asarray(input_ids, np.int32)
@@ -37,9 +45,10 @@ class Limits:
         if not input_ids:
             return "input_ids is empty: a prompt needs at least one token"
         if (bad := self._outside(input_ids)) is not None:
-            return f"input_ids holds token {bad}, the vocabulary has {self.vocabulary} tokens"
+            return f"input_ids contains token {bad}, but the vocabulary has {self.vocabulary} tokens"
         if (bad := self._outside(params.stop_token_ids)) is not None:
-            return f"sampling_params.stop_token_ids holds {bad}, the vocabulary has {self.vocabulary} tokens"
+            return f"sampling_params.stop_token_ids contains {bad}, but the vocabulary has {self.vocabulary} tokens"
+        # Otherwise every token could be banned, and the sampler would have nothing to draw from.
         if params.min_new_tokens and len(self.stops(params)) >= self.vocabulary:
             return "sampling_params.min_new_tokens > 0, but every token of the vocabulary is a stop token"
         if len(input_ids) + params.max_new_tokens > self.context:
@@ -51,12 +60,13 @@ class Limits:
             return f"sampling_params.answer_prefix={params.answer_prefix} leaves no prompt in {len(input_ids)} tokens"
         if params.stop and not self.tokenizer:
             return f"sampling_params.stop={list(params.stop)} needs a tokenizer.json, which {self.model_path} lacks"
-        if params.n > self.answers:
-            return f"sampling_params.n={params.n} is more than this server can run and queue"
+        if params.n > self.capacity:
+            return f"sampling_params.n={params.n} is more than this server can run and queue: at most {self.capacity}"
         return None
 
     def _outside(self, tokens: Sequence[int]) -> int | None:
-        """The first token that is not of the vocabulary. min and max first: they look at a long prompt in C."""
+        """Return the first token that is outside the vocabulary, or None."""
+        # min and max scan a long prompt in C; the loop in Python only runs to find the culprit.
         if not tokens or 0 <= min(tokens) <= max(tokens) < self.vocabulary:
             return None
         return next(token for token in tokens if not 0 <= token < self.vocabulary)

@@ -1,4 +1,4 @@
-"""What crosses HTTP between a generation server and its clients: the part of SGLang's API that realsys uses.
+"""HTTP messages between a generation server and its clients: the part of SGLang's API that realsys uses.
 
     POST /generate                   GenerateRequest -> CompletionReply, or a list of them when n > 1
     POST /update_weights_from_disk   UpdateRequest   -> UpdateResult
@@ -19,17 +19,20 @@ import msgspec
 from realsys.types import FinishReason
 
 PauseMode = Literal["abort", "retract", "in_place"]
-#: logits divided by less may be more than a float holds, and the log-probs no numbers
-LOWEST_TEMPERATURE, LOWEST_PENALTY = 1e-6, 1e-3
-UNSYNCED = -1  #: version of a server that has not loaded published weights yet
+#: logits divided by less may overflow a float32, and the log-probs would be NaN
+LOWEST_TEMPERATURE = 1e-6
+LOWEST_PENALTY = 1e-3
+#: version of a server that has not loaded published weights yet
+UNSYNCED = -1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to sample one request, with SGLang's names and meanings (docs/generation.md has the definitions).
+    """Sampling parameters of one request, with SGLang's names and meanings (docs/generation.md defines them).
 
-    temperature 0 means greedy; top_k -1 means off. Penalties and stop strings look at the tokens of the answer only.
-    ``answer_prefix`` is not SGLang's: so many of the last input_ids are earlier tokens of this very answer, which goes
-    on here. They count for penalties and stop strings, but not for min_new_tokens and max_new_tokens.
+    temperature 0 means greedy; top_k -1 means off. Penalties and stop strings apply to the tokens of the
+    completion only. ``answer_prefix`` is not part of SGLang's API: that number of the last input_ids are
+    earlier tokens of this completion, which continues here. They count for penalties and stop strings,
+    but not for min_new_tokens and max_new_tokens.
     """
 
     temperature: float = 1.0
@@ -49,11 +52,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def penalised(self) -> bool:
-        """Whether what an answer holds already changes what it may draw next."""
+        """True if the tokens of a completion change the probabilities of its next token."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def problem(self) -> str | None:
-        """What is wrong with the values, in one line; None when they are fine."""
+        """Describe in one line the first value that is not allowed; None if all are."""
         limits: tuple[tuple[str, object, bool, str], ...] = (
             (
                 "temperature",
@@ -83,14 +86,14 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("n", self.n, self.n >= 1, "at least 1"),
             ("answer_prefix", self.answer_prefix, self.answer_prefix >= 0, "at least 0"),
         )
-        for name, value, good, wanted in limits:
+        for name, value, good, allowed in limits:
             if not good:
-                return f"sampling_params.{name}={value}: must be {wanted}"
+                return f"sampling_params.{name}={value}: must be {allowed}"
         return None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of /generate. ``rid`` names the request for /abort_request; made up when absent."""
+    """Body of /generate. ``rid`` names the request for /abort_request; the server chooses one if it is empty."""
 
     input_ids: list[int]
     sampling_params: SamplingParams = SamplingParams()
@@ -99,7 +102,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Finish(msgspec.Struct, omit_defaults=True):
-    """Why an answer ended: ``matched`` is the stop token or the stop string, ``length`` the limit that was reached."""
+    """Reason for the end of a completion.
+
+    ``matched`` is the stop token or the stop string, ``length`` the limit that was reached.
+    """
 
     type: FinishReason
     matched: int | str | None = None
@@ -108,7 +114,7 @@ class Finish(msgspec.Struct, omit_defaults=True):
 
 
 class MetaInfo(msgspec.Struct, omit_defaults=True):
-    """About one answer. ``weight_versions`` are run-length segments over the output tokens, in order."""
+    """Facts about one completion. ``weight_versions``: (version, tokens) runs over the output tokens, in order."""
 
     id: str
     finish_reason: Finish
@@ -120,7 +126,7 @@ class MetaInfo(msgspec.Struct, omit_defaults=True):
 
 
 class CompletionReply(msgspec.Struct):
-    """One answer. A stop token, or the tokens of a stop string, are part of ``output_ids``."""
+    """One completion. ``output_ids`` include a stop token, or the tokens of a stop string."""
 
     output_ids: list[int]
     meta_info: MetaInfo
@@ -135,10 +141,15 @@ class UpdateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class UpdateResult(msgspec.Struct):
-    """``timings`` in seconds: stage_s, verify_s and drain_s pass while decoding goes on; pause_s is the whole pause,
-    of which load_s swaps the weights. first_token_s passes from the swap to the first token of the new version; it is
-    absent when no answer was running. The KV cache of interrupted answers is recomputed between decoding steps.
-    ``counts``: bytes of all tensors, bytes_read of them, and tensors that came whole, changed (a delta), or were kept.
+    """Result of a weight update, with ``timings`` in seconds and ``counts``.
+
+    stage_s, verify_s, drain_s  while decoding continues
+    pause_s                     the whole pause, of which load_s swaps the weights
+    first_token_s               from the swap to the first token of the new version; absent if no completion
+                                was running. The KV cache of interrupted completions is recomputed between
+                                decoding steps.
+    counts                      bytes of all tensors, bytes_read of them, and the number of tensors that were
+                                read whole, changed (a delta), or kept
     """
 
     success: bool
@@ -165,7 +176,7 @@ class Nothing(msgspec.Struct, frozen=True):
 
 
 class Acknowledged(msgspec.Struct):
-    """Reply of calls that have nothing else to say."""
+    """Reply of calls without a result."""
 
     success: bool = True
     message: str = ""
@@ -200,6 +211,8 @@ class ServerInfo(msgspec.Struct):
 
 
 class ErrorDetail(msgspec.Struct):
+    """Content of an ErrorReply."""
+
     message: str
 
 
@@ -210,7 +223,7 @@ class ErrorReply(msgspec.Struct):
 
 
 def parse_version(text: str) -> int:
-    """The number in a ``weight_version``. Raises ValueError saying what is expected."""
+    """Return the number in a ``weight_version``. Raises ValueError if it is none."""
     try:
         version = int(text)
     except ValueError:
@@ -221,5 +234,5 @@ def parse_version(text: str) -> int:
 
 
 def segments_of(versions: Sequence[tuple[int, int]]) -> list[tuple[str, int]]:
-    """Wire form of (version, count) segments; empty ones are left out."""
+    """Convert (version, count) segments to their wire form, without empty ones."""
     return [(str(version), count) for version, count in versions if count]

@@ -29,7 +29,7 @@ from realsys.generation.limits import Limits
 from realsys.generation.protocol import UNSYNCED, SamplingParams, ServerInfo, UpdateResult
 from realsys.generation.stop_strings import find_stop, read_tokenizer, window
 from realsys.generation.threaded import ThreadedEngine
-from realsys.generation.uniforms import answer_seed
+from realsys.generation.uniforms import completion_seed
 from realsys.hf.config import read_model
 from realsys.types import FinishReason
 
@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Request:
+    """One prompt, and its completions so far."""
+
     rid: str
     prompt: list[int]
     params: SamplingParams
@@ -54,9 +56,9 @@ class _Request:
 
 
 class SimpleEngine(ThreadedEngine):
-    """A GenerationEngine to derive from: write ``complete``, and ``load_weights`` if it has weights.
+    """Base of simple engines: write ``complete``, and ``load_weights`` if the engine has weights.
 
-    ``capacity``: completions that it queues; give what the backend's ``capacity`` returns.
+    ``capacity`` is the number of completions that it queues: pass the result of the backend's ``capacity``.
     """
 
     def __init__(self, parts: EngineParts, *, capacity: int = DEFAULT_CAPACITY) -> None:
@@ -69,7 +71,7 @@ class SimpleEngine(ThreadedEngine):
             vocabulary=arch.vocab,
             eos=arch.eos,
             context=longest_sequence(config),
-            answers=capacity,
+            capacity=capacity,
             tokenizer=self._tokenizer is not None,
             model_path=str(parts.model_path),
         )
@@ -87,14 +89,17 @@ class SimpleEngine(ThreadedEngine):
 
     @abstractmethod
     def complete(self, input_ids: Sequence[int], params: SamplingParams) -> tuple[Sequence[int], Sequence[float]]:
-        """Complete one prompt: tokens, and the natural log-prob of each in softmax(logits / params.temperature).
+        """Complete one prompt. Return tokens, and the natural log-prob of each in softmax(logits / temperature).
 
-        ``params`` has n=1 and a ``sampling_seed`` of this completion. The result is cut at the first stop token or
-        stop string and at ``max_new_tokens``. Called in the engine's thread.
+        ``params`` has n=1 and the ``sampling_seed`` of this completion. The base class cuts the result at
+        the first stop token or stop string and at ``max_new_tokens``. Runs in the engine thread.
         """
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take a verified version, by HF name; copy the tensors that are kept. Called in the engine's thread."""
+        """Load a verified version, tensors by HF name. Copy them: the next update overwrites their memory.
+
+        Runs in the engine thread.
+        """
 
     # ---- any thread
 
@@ -111,7 +116,10 @@ class SimpleEngine(ThreadedEngine):
         return self._version
 
     def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
-        """Queue a request. Raises GenerationError for a bad one; the future raises one for a full queue."""
+        """Queue a request and return the future of its completions.
+
+        Raises GenerationError for a bad request; the future raises one for a full queue.
+        """
         prompt: list[int] = self._limits.checked_prompt(input_ids, params).tolist()
         seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
         request = _Request(rid or secrets.token_hex(16), prompt, params, seed, self._mailbox.future())
@@ -123,13 +131,13 @@ class SimpleEngine(ThreadedEngine):
         return self._mailbox.call(lambda: self._update(path, version, abort_all))
 
     def info(self) -> ServerInfo:
-        """A snapshot taken without stopping the engine; its numbers may be of two neighbouring completions."""
+        """Take a snapshot without stopping the engine; its numbers may belong to two neighbouring completions."""
         return ServerInfo(
             backend=self.parts.config.generation.backend,
             weight_version=str(self._version),
             context_length=self._limits.context,
             max_running=1,
-            max_queued=self._limits.answers - 1,
+            max_queued=self._limits.capacity - 1,
             running=self._running,
             queued=self._queued,
             kv_tokens=0,
@@ -151,8 +159,8 @@ class SimpleEngine(ThreadedEngine):
             self._complete_one(self._queue[0])
 
     def _submit(self, request: _Request) -> None:
-        limit = self._limits.answers
-        if any(other.rid == request.rid for other in self._queue):
+        limit = self._limits.capacity
+        if any(queued.rid == request.rid for queued in self._queue):
             problem = f"rid={request.rid!r} is the id of a request in progress: ids must be unique"
             request.done.set_exception(GenerationError(problem))
         elif self._queued + request.params.n > limit:
@@ -163,8 +171,8 @@ class SimpleEngine(ThreadedEngine):
             self._queued += request.params.n
 
     def _complete_one(self, request: _Request) -> None:
-        """Add one completion to the first request of the queue, and answer it when it has all."""
-        seed = answer_seed(request.seed, len(request.results))
+        """Add one completion to the first request of the queue, and deliver the request with its last one."""
+        seed = completion_seed(request.seed, len(request.results))
         params = msgspec.structs.replace(request.params, n=1, sampling_seed=seed)
         self._queued -= 1
         self._running = 1
@@ -181,7 +189,7 @@ class SimpleEngine(ThreadedEngine):
             request.done.set_result(request.results)
 
     def _completion(self, request: _Request, tokens: list[int], logprobs: list[float]) -> Completion:
-        """Check what ``complete`` returned, and cut it where the request ends."""
+        """Check the result of ``complete``, and cut it at the end of the completion."""
         if not tokens or len(tokens) != len(logprobs):
             problem = f"complete() returned {len(tokens)} tokens and {len(logprobs)} log-probs"
             raise GenerationError(f"{problem}: return as many of both, at least one")

@@ -2,8 +2,8 @@
 
     any thread: generate, pause, abort, ... ──commands──> [mailbox] ──> engine thread: all commands, one turn, repeat
 
-The engine thread owns everything but the mailbox, so nothing needs a lock. It waits in ``Mailbox.wait`` only. An error
-in it ends all open calls with that error and leaves the thread: the process is meant to die of it.
+The engine thread owns everything but the mailbox, so nothing else needs a lock. It waits in ``Mailbox.wait`` only. An
+error in it ends all open calls with that error and leaves the thread, so that the process dies of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ T = TypeVar("T")
 class Mailbox:
     """Commands for one engine thread, and the futures of all open calls.
 
-    Every future is resolved, by a command or by ``end``. ``ended``: why the mailbox takes no more calls.
+    Every future is resolved, by a command or by ``end``. ``ended`` is the reason why the mailbox refuses
+    calls, None while it accepts them.
     """
 
     def __init__(self) -> None:
@@ -37,9 +38,11 @@ class Mailbox:
     # ---- any thread
 
     def future(self) -> Future[Any]:
-        """Make the future of a call. Raises GenerationError after the end."""
+        """Create the future of a call. Raises GenerationError after the end."""
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # a caller that goes away must abort, not cancel
+        # A caller that leaves must abort its request. A cancelled future would make set_result raise.
+        future.set_running_or_notify_cancel()
+        # Under the lock of ``end``: a future is either refused here or failed there, never missed.
         with self._wake:
             if self.ended is not None:
                 raise GenerationError(self.ended, retryable=True)
@@ -48,19 +51,19 @@ class Mailbox:
         return future
 
     def post(self, command: Callable[[], None]) -> None:
-        """Have the engine's thread run ``command``."""
+        """Queue ``command`` for the engine thread."""
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
 
     def call(self, command: Callable[[], T]) -> Future[T]:
-        """Have the engine's thread run ``command``; the future gives its result."""
+        """Queue ``command`` for the engine thread and return the future of its result."""
         future: Future[T] = self.future()
         self.post(lambda: future.set_result(command()))
         return future
 
     def stop(self) -> None:
-        """Have ``wait`` return False from now on."""
+        """Make ``wait`` return False from now on."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -68,28 +71,29 @@ class Mailbox:
     # ---- engine thread
 
     def wait(self, ready: Callable[[], object]) -> bool:
-        """Block until there is a command, or ``ready()`` is true; return False when asked to stop."""
+        """Block until a command is queued or ``ready()`` is true; return False after ``stop``."""
         with self._wake:
             self._wake.wait_for(lambda: self._stopping or self._commands or ready())
             return not self._stopping
 
     def run(self) -> None:
-        """Run the commands that are there."""
+        """Run the queued commands."""
         while self._commands:
             self._commands.popleft()()
 
     def end(self, reason: str) -> None:
-        """Take no more calls, and fail those that wait with a retryable error."""
+        """Refuse new calls, and fail those that wait with a retryable error."""
         with self._wake:
             self.ended = reason
             waiting = list(self._open)
+        # Outside the lock: a callback of a future may call ``future`` or ``post``.
         for future in waiting:
             if not future.done():
                 future.set_exception(GenerationError(reason, retryable=True))
 
 
 class ThreadedEngine(ABC):
-    """The calls of a GenerationEngine that only tell the engine thread to do something."""
+    """Base of engines with one thread: the calls of a GenerationEngine that only post a command to it."""
 
     def __init__(self) -> None:
         self._mailbox = Mailbox()
@@ -100,7 +104,7 @@ class ThreadedEngine(ABC):
 
     @property
     def failure(self) -> str | None:
-        """Why the engine serves no more; None while it does."""
+        """Reason why the engine serves no more; None while it serves."""
         return self._mailbox.ended
 
     def start(self) -> None:
@@ -112,10 +116,10 @@ class ThreadedEngine(ABC):
         join(self._thread, timeout_s)
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop taking turns; new requests are queued.
+        """Stop taking turns and queue new requests.
 
-        in_place keeps the cache of running completions, retract drops it (both continue at ``resume``), abort ends all
-        requests with the tokens they have.
+        in_place keeps the cache of running completions and retract drops it; both continue at
+        ``resume``. abort ends all requests with the tokens they have.
         """
 
         def pause() -> None:
@@ -128,16 +132,20 @@ class ThreadedEngine(ABC):
         return self._mailbox.call(pause)
 
     def resume(self) -> Future[None]:
+        """Continue after a pause."""
+
         def resume() -> None:
             self._paused = False
 
         return self._mailbox.call(resume)
 
     def abort(self, rid: str) -> Future[bool]:
-        """End one request now, with the tokens it has. False if no request has that id."""
+        """End one request now, with the tokens it has. The result is False if no request has that id."""
         return self._mailbox.call(lambda: self._end_requests(rid))
 
     def abort_all(self) -> Future[None]:
+        """End all requests now, with the tokens they have."""
+
         def abort_all() -> None:
             self._end_requests(None)
 
@@ -148,6 +156,7 @@ class ThreadedEngine(ABC):
     def _run(self) -> None:
         try:
             while self._mailbox.wait(self._has_work):
+                # All commands before the turn: a pause or an abort must not wait for many turns.
                 self._mailbox.run()
                 self._turn()
         except BaseException as error:
@@ -161,18 +170,18 @@ class ThreadedEngine(ABC):
 
     @abstractmethod
     def _turn(self) -> None:
-        """Do the work between two looks at the mailbox, if there is any."""
+        """Do one piece of work, or nothing; commands run before the next turn."""
 
     @abstractmethod
     def _end_requests(self, rid: str | None) -> bool:
-        """End one request, or all, with the tokens they have. Return True if there was one."""
+        """End one request, or all if None, with the tokens they have. Return True if any ended."""
 
     def _drop_cache(self) -> None:  # noqa: B027  (an engine may have no cache)
         """Drop the cache of running completions."""
 
 
 def join(thread: threading.Thread, timeout_s: float) -> None:
-    """Wait for the end of ``thread``. Raises WaitTimeout."""
+    """Wait until ``thread`` has ended. Raises WaitTimeout."""
     thread.join(timeout_s)
     if thread.is_alive():
         raise WaitTimeout(f"thread {thread.name} did not end within {timeout_s:g} s")

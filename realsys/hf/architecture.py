@@ -26,9 +26,9 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes that the cost of a sequence depends on; a checkpoint records them.
+    """Sizes that determine the cost of a sequence; a checkpoint records them.
 
-    ``outputs`` per token: the size of the vocabulary, or 1 with a value head.
+    ``outputs`` is the number of outputs per token: the size of the vocabulary, or 1 with a value head.
     """
 
     hidden: int
@@ -94,7 +94,7 @@ class HfModel:
         }
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """HF name -> shape of every tensor that the checkpoint must have."""
+        """Return HF name -> shape of every tensor that the checkpoint must have."""
         hidden = self.hidden
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocab, hidden),

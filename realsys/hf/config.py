@@ -5,8 +5,8 @@ launcher refuses every model that a worker would refuse, in the same words.
 
 Rules:
 
-- A key that the file leaves out has the value that transformers gives it for that family; but the sizes of a model
-  have no default, because a file without them is damaged.
+- A key that is not in the file has the value that transformers gives it for that family. The sizes of a model have
+  no default, because a file without them is damaged.
 - A key that is read here has the type that transformers demands.
 - A setting that changes the forward pass in a way that no code here knows is refused: to run the model as if the
   setting were off would be silently wrong.
@@ -28,7 +28,7 @@ from realsys.hf.architecture import Head, HfModel, ModelSizes, Rope
 class _Family:
     """Defaults of one ``model_type`` in transformers."""
 
-    classes: str  # how the names of its classes begin
+    classes: str  # prefix of the names of its classes
     positions: int
     kv_heads: int | None = None  # None: as many as query heads
     head_dim: int | None = None  # None: hidden_size // num_attention_heads
@@ -46,14 +46,18 @@ ROPE_TYPES = ("default", "linear", "llama3")
 _THETA = 10000.0
 _SLIDING_WINDOW = 4096
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# Other numbers are damage: tables of such a size would never be finished, float32 would overflow.
-_MOST_LAYERS, _MOST, _LEAST_NUMBER, _MOST_NUMBER = 4096, 1 << 24, 1e-12, 1e12
+# Numbers outside these bounds are damage: building a table of such a size would not end, and float32
+# would overflow.
+_MOST_LAYERS = 4096
+_MOST = 1 << 24
+_LEAST_NUMBER = 1e-12
+_MOST_NUMBER = 1e12
 
 
 def read_model(directory: Path, head: Head = "lm") -> HfModel:
     """Read config.json, and the end-of-text tokens of generation_config.json, for a role that needs ``head``.
 
-    Raises ModelError naming file, field and value for a model that cannot be trained or served.
+    ModelError names file, field and value of a model that cannot be trained or served.
     """
     path = directory / "config.json"
     values = _read_object(path)
@@ -69,7 +73,7 @@ def read_model(directory: Path, head: Head = "lm") -> HfModel:
         raise keys.refuse("hidden_size", f"must be a multiple of num_attention_heads ({heads})")
     stated = keys.size("max_position_embeddings", family.positions)
     rope = _read_rope(keys)
-    # llama3 is written with the positions after stretching, linear with those before.
+    # A llama3 file states the positions after stretching, a linear one those before.
     positions = int(stated * rope.factor) if rope.kind == "linear" else stated
     _refuse_sliding_window(keys, name, positions)
     return HfModel(
@@ -101,9 +105,9 @@ def read_sizes(directory: Path, head: Head = "lm") -> ModelSizes:
 def read_end_of_text(directory: Path) -> list[int]:
     """Return the ids of ``eos_token_id`` in generation_config.json, then those in config.json; often the same.
 
-    Raises ModelError for a file that cannot be read, or an id that is no integer.
+    Raises ModelError for a file that cannot be read, or an id that is not an integer.
     """
-    found: list[int] = []
+    all_ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         keys = _Keys(path, _read_object(path) or {})
@@ -111,8 +115,8 @@ def read_end_of_text(directory: Path) -> list[int]:
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int and abs(token) < 1 << 31 for token in ids):
             raise keys.refuse("eos_token_id", "must be a token id, or a list of them")
-        found += ids
-    return found
+        all_ids += ids
+    return all_ids
 
 
 class _Keys:
@@ -132,15 +136,16 @@ class _Keys:
     def first_object(self) -> str | None:
         return next((key for key, value in self._values.items() if isinstance(value, dict)), None)
 
-    def refuse(self, key: str, problem: str, known: str = "", default: object = None) -> ModelError:
-        """``known``: values that are supported; ``default``: the value where the file leaves the key out."""
+    def refuse(self, key: str, problem: str, supported: str = "", default: object = None) -> ModelError:
+        """Build the error for a key. ``default``: the value that a file without the key has."""
         name, value = self._prefix + key, self._values.get(key, default)
         if value is None and key not in self._values:
-            return ModelError(f"{self._path}: {name} is missing{f'; known: {known}' if known else f': it {problem}'}")
-        return ModelError(f"{self._path}: {name}={_shown(value)} {problem}{known and f'; known: {known}'}")
+            remedy = f"; known: {supported}" if supported else f": it {problem}"
+            return ModelError(f"{self._path}: {name} is missing{remedy}")
+        return ModelError(f"{self._path}: {name}={_shown(value)} {problem}{supported and f'; known: {supported}'}")
 
     def size(self, key: str, default: int | None = None, most: int = _MOST) -> int:
-        """``default`` where the file leaves the key out; without a default that is refused."""
+        """Return an integer; ``default`` if the file has no such key. A missing key without default is refused."""
         value = self._values.get(key, default)
         if type(value) is not int or not 1 <= value <= most:
             raise self.refuse(key, f"must be a positive integer (at most {most})")
@@ -153,7 +158,7 @@ class _Keys:
         return float(value)
 
     def switch(self, key: str) -> bool:
-        """False where the file leaves the key out."""
+        """Return a boolean; False if the file has no such key."""
         value = self._values.get(key, False)
         if type(value) is not bool:
             raise self.refuse(key, "must be true or false")
@@ -166,7 +171,7 @@ class _Keys:
         return str(value)
 
     def below(self, key: str) -> _Keys:
-        """The object under ``key``; empty where the file leaves it out or says null."""
+        """Return the object under ``key``; empty if the key is missing or null."""
         value = self._values.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.refuse(key, "must be an object")
@@ -176,10 +181,11 @@ class _Keys:
 def _has_score(keys: _Keys, family: _Family, head: Head) -> bool:
     """Return True if the checkpoint has a ``score.weight``. Raises ModelError if the role cannot use its head.
 
-    A model has a language-model head or, if it is a sequence classification with one label, a score. A value role
-    takes either, and starts from zero values without a score.
+    A model has a language-model head or, if it is a sequence classification with one label, a score. A
+    value role accepts either; without a score its values start at zero.
     """
-    plain, scoring = f"{family.classes}ForCausalLM", f"{family.classes}ForSequenceClassification"
+    plain = f"{family.classes}ForCausalLM"
+    scoring = f"{family.classes}ForSequenceClassification"
     architectures = keys.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if name == plain:
@@ -196,7 +202,7 @@ def _has_score(keys: _Keys, family: _Family, head: Head) -> bool:
 
 
 def _label_count(keys: _Keys) -> int:
-    """``num_labels``, else the length of ``id2label``, else 2, as in transformers."""
+    """Return ``num_labels``, else the length of ``id2label``, else 2, as transformers does."""
     named = keys.get("id2label")
     if named is not None and not isinstance(named, dict):
         raise keys.refuse("id2label", "must be an object")
@@ -212,7 +218,7 @@ def _refuse_unsupported(keys: _Keys, family: str) -> None:
     if keys.get("quantization_config") is not None:
         raise keys.refuse("quantization_config", f"is not supported for {family}: name a model that is not quantized")
     keys.choice("hidden_act", ("silu",), "silu")
-    # Qwen2 has its biases whatever the file says; the others would have one more, at the output projection.
+    # Qwen2 always has its biases; in the other families the key adds one at the output projection, too.
     biases = ("mlp_bias",) if family == "qwen2" else ("attention_bias", "mlp_bias")
     for name in biases:
         if keys.get(name, False) is not False:
@@ -223,29 +229,29 @@ def _read_kv_heads(keys: _Keys, family: _Family, heads: int) -> int:
     null = "num_key_value_heads" in keys and keys.get("num_key_value_heads") is None
     if null and family.null_kv_heads:
         return heads
-    found = keys.size("num_key_value_heads", family.kv_heads or heads)
-    if heads % found:
+    kv_heads = keys.size("num_key_value_heads", family.kv_heads or heads)
+    if heads % kv_heads:
         stated = "num_key_value_heads" in keys
         origin = "" if stated else f", the default of {family.classes}"
-        raise keys.refuse("num_attention_heads", f"is no multiple of num_key_value_heads={found}{origin}")
-    return found
+        raise keys.refuse("num_attention_heads", f"must be a multiple of num_key_value_heads={kv_heads}{origin}")
+    return kv_heads
 
 
 def _read_head_dim(keys: _Keys, family: _Family, derived: int) -> int:
     null = "head_dim" in keys and keys.get("head_dim") is None
     if "head_dim" not in keys or (null and family.null_head_dim):
-        found = family.head_dim or derived
+        head_dim = family.head_dim or derived
     else:
-        found = keys.size("head_dim")
-    if found < 2 or found % 2:  # positions rotate pairs of dimensions
+        head_dim = keys.size("head_dim")
+    if head_dim < 2 or head_dim % 2:  # the rotary embedding rotates pairs of dimensions
         if null or "head_dim" not in keys:
-            raise keys.refuse("hidden_size", f"gives heads of {found} dimensions: head_dim must be even")
+            raise keys.refuse("hidden_size", f"gives heads of {head_dim} dimensions: head_dim must be even")
         raise keys.refuse("head_dim", "must be even")
-    return found
+    return head_dim
 
 
 def _read_rope(keys: _Keys) -> Rope:
-    """Read ``rope_scaling``, else ``rope_parameters`` (which transformers writes since 5), as transformers does."""
+    """Read ``rope_scaling``, else ``rope_parameters`` (written by transformers 5 and later), as transformers does."""
     scaling = keys.below("rope_scaling" if keys.get("rope_scaling") else "rope_parameters")
     if (nested := scaling.first_object()) is not None:
         raise scaling.refuse(nested, "is not supported: all layers must have the same RoPE")
@@ -263,12 +269,13 @@ def _read_rope(keys: _Keys) -> Rope:
 
 
 def _read_llama3(keys: _Keys, scaling: _Keys, theta: float) -> Rope:
-    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    low = scaling.number("low_freq_factor")
+    high = scaling.number("high_freq_factor")
     original = scaling.size("original_max_position_embeddings")
     if high <= low:
         raise scaling.refuse("high_freq_factor", f"must be larger than low_freq_factor ({low:g})")
     if keys.get("original_max_position_embeddings", original) != original:
-        # transformers takes this one, SGLang the other
+        # transformers reads this key, SGLang the one inside rope_scaling.
         raise keys.refuse("original_max_position_embeddings", f"must be {original}, as for the RoPE")
     return Rope(theta, "llama3", scaling.number("factor"), low, high, original)
 
@@ -276,7 +283,7 @@ def _read_llama3(keys: _Keys, scaling: _Keys, theta: float) -> Rope:
 def _refuse_sliding_window(keys: _Keys, family: str, positions: int) -> None:
     """Raise ModelError for a window that is shorter than the model's positions.
 
-    Mistral slides whenever it has a window; the others have one in the file and switch it on.
+    Mistral uses its window if the file has one; the other families also need a switch.
     """
     layers = keys.get("layer_types") or []
     if not isinstance(layers, list) or not all(layer in _LAYER_TYPES for layer in layers):
@@ -290,7 +297,7 @@ def _refuse_sliding_window(keys: _Keys, family: str, positions: int) -> None:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in ``path``, None if there is no such file. Raises ModelError."""
+    """Return the JSON object in ``path``, None if the file does not exist. Raises ModelError."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -305,7 +312,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _shown(value: object) -> str:
-    """One line, however large or deep the value is."""
+    """Show a value of any size and depth in one short line."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 80
     return short.repr(value)

@@ -25,7 +25,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _stretch_low_frequencies(rope: Rope, inverse: Tensor) -> Tensor:
-    """Divide frequencies below the first bound by the factor, keep those above the second, and blend in between."""
+    """Divide the low frequencies by the factor, keep the high ones, and blend those between (Llama 3.1)."""
     wavelength = 2 * math.pi / inverse
     longest = rope.original_positions / rope.low_freq_factor
     shortest = rope.original_positions / rope.high_freq_factor

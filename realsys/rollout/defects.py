@@ -1,4 +1,4 @@
-"""Defects of a user's agent or environment: named with their place, logged once, and loud if they always happen."""
+"""Defects of a user's agent or environment: reported with their place, logged once, and fatal if they repeat."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from realsys.errors import AgentError, RealsysError
 from realsys.rollout.manager_client import RolloutSuperseded
 
-MOST_KNOWN = 1000  # distinct messages that are remembered as logged
+MAX_LOGGED = 1000  # distinct messages that are logged
 MAX_MESSAGE = 500  # characters of an exception's text
-MAX_LINE = 2000  # characters of what is told of an error to the manager, and to the head of a group
+MAX_LINE = 2000  # characters of an error in a report to the manager, and in the record of a group
 
 _LIBRARIES = (
     f"{Path(__file__).resolve().parents[1]}{os.sep}",
@@ -22,26 +22,25 @@ _LIBRARIES = (
 
 
 def one_line(text: str, limit: int = MAX_LINE) -> str:
-    """Make of any text one line that can be sent: bounded, without characters that have no UTF-8 (lone surrogates)."""
+    """Convert any text to one line that can be sent: bounded, without lone surrogates, which UTF-8 cannot encode."""
     return " ".join(text.split())[:limit].encode("utf-8", "replace").decode()
 
 
 def explain(error: BaseException) -> RealsysError:
-    """Return the error of an episode: a RealsysError as it is, anything else as AgentError with type and place.
+    """Return the error of an episode: a RealsysError unchanged, anything else as AgentError with type and place.
 
     Of an exception group (a TaskGroup of the agent) the first RealsysError counts, else its first exception.
     """
-    leaves = sorted(_leaves(error), key=lambda leaf: (not isinstance(leaf, RolloutSuperseded), not _known(leaf)))
-    first = leaves[0]
+
+    def priority(leaf: BaseException) -> tuple[bool, bool]:
+        return not isinstance(leaf, RolloutSuperseded), not isinstance(leaf, RealsysError)
+
+    first = min(_leaves(error), key=priority)
     if isinstance(first, RealsysError):
         return first
     kind, text = type(first).__name__, one_line(str(first), MAX_MESSAGE)
     place = _place(first)
     return AgentError(f"{kind}: {text} ({place})", defect=f"{kind} at {place}")
-
-
-def _known(error: BaseException) -> bool:
-    return isinstance(error, RealsysError)
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
@@ -53,7 +52,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _place(error: BaseException) -> str:
-    """File and line of the innermost frame in the user's code; of the innermost frame at all if none is."""
+    """Return file and line of the innermost frame in the user's code, else of the innermost frame."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not str(Path(frame.filename).resolve()).startswith(_LIBRARIES)]
     if not frames:
@@ -63,24 +62,24 @@ def _place(error: BaseException) -> str:
 
 
 class Defects:
-    """The defects that a RolloutWorker has met."""
+    """Memory of the defects in one RolloutWorker."""
 
     def __init__(self) -> None:
-        self._known: set[str] = set()
-        self._last = ""  # defect of every episode of the ticket before
+        self._logged: set[str] = set()
+        self._last = ""  # defect of every episode of the last ticket
 
     def is_new(self, error: AgentError) -> bool:
-        """Return True the first time a message comes, so that it is logged once."""
+        """Return True for a message that was not logged before."""
         message = str(error)
-        if message in self._known or len(self._known) >= MOST_KNOWN:
+        if message in self._logged or len(self._logged) >= MAX_LOGGED:
             return False
-        self._known.add(message)
+        self._logged.add(message)
         return True
 
     def repeated(self, episodes: int, errors: Sequence[RealsysError]) -> str:
-        """Note the errors of a ticket of ``episodes``; the problem if its defect ended the ticket before it as well.
+        """Record the errors of a ticket of ``episodes``. Return the problem if the last ticket had the same defect.
 
-        A ticket of one episode says nothing: its prompt may be to blame.
+        A ticket of one episode is ignored, because its prompt may be the cause.
         """
         if episodes < 2:
             return ""

@@ -21,11 +21,10 @@ _ARRAYS = (("tokens", INT), ("loss_mask", BOOL), ("logprobs", FLOAT), ("versions
 
 
 def check_episode(episode: Episode, longest_row: int, sampled: int) -> None:
-    """Check an episode, and turn numpy's numbers into plain ones.
+    """Check an episode, and convert numpy's numbers to plain ones. Raises AgentError.
 
-    ``longest_row``: in tokens. ``sampled``: tokens that the engine returned for this episode.
-
-    An episode without a token to train is right only if every completion was empty. Raises AgentError.
+    ``longest_row``: limit of a row in tokens. ``sampled``: tokens that the engine returned for this episode.
+    An episode without a token to train is valid only if every completion was empty.
     """
     if not isinstance(episode, Episode):
         raise AgentError(f"run returned {type(episode).__name__}: it must return an Episode")
@@ -49,7 +48,7 @@ def check_episode(episode: Episode, longest_row: int, sampled: int) -> None:
             raise AgentError(f"row {number}: {problem}")
         loss_tokens += len(row.logprobs)
     if sampled and not loss_tokens:
-        raise AgentError(f"{sampled} tokens were sampled and none is in a row with loss_mask")
+        raise AgentError(f"{sampled} tokens were sampled, but no row has a loss_mask: use RowBuilder.completion")
 
 
 def _number(what: str, value: Any) -> float:
@@ -65,7 +64,7 @@ def _number(what: str, value: Any) -> float:
 def _row_problem(row: Row, limit: int) -> str:
     """Return the problem of a row; "" if it has none."""
     if not isinstance(row, Row):
-        return f"is a {type(row).__name__}, it must be a Row"
+        return f"is a {type(row).__name__}: it must be a Row"
     arrays = (row.tokens, row.loss_mask, row.logprobs, row.versions)
     for (name, dtype), array in zip(_ARRAYS, arrays, strict=True):
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
@@ -79,7 +78,7 @@ def _row_problem(row: Row, limit: int) -> str:
         counts = f"{loss} tokens with loss_mask, {len(row.logprobs)} logprobs, {len(row.versions)} versions"
         return f"{counts}: they must be as many"
     if length > limit:
-        return f"{length} tokens, train.microbatch_tokens is {limit}"
+        return f"{length} tokens, but train.microbatch_tokens is {limit}: stop the episode earlier or increase it"
     if row.finish_reason not in FINISH_REASONS:
         return f"finish_reason {row.finish_reason!r}: use one of {', '.join(FINISH_REASONS)}"
     return _value_problem(row) or _route_problem(row, loss) or _reward_problem(row)
@@ -94,7 +93,7 @@ def _value_problem(row: Row) -> str:
 
 
 def _route_problem(row: Row, loss: int) -> str:
-    """Check the types as well: route and rewards travel as they are, and a number of numpy cannot be sent."""
+    """Return the problem of the route; types are checked too, because numpy's numbers cannot be encoded."""
     for server, count in row.route:
         if type(server) is not str or type(count) is not int or count < 1:
             return f"route has ({server!r}, {count!r}): it must be (name of a server, whole number of tokens)"
@@ -104,14 +103,14 @@ def _route_problem(row: Row, loss: int) -> str:
 
 
 def _reward_problem(row: Row) -> str:
-    """Check the rewards of single tokens, and turn numpy's numbers into plain ones."""
+    """Check the rewards of single tokens, and convert numpy's numbers to plain ones."""
     if not row.rewards:
         return ""
     row.rewards = tuple((int(position), float(reward)) for position, reward in row.rewards)
     before = -1
     for position, reward in row.rewards:
         if not 0 <= position < len(row.tokens) or not row.loss_mask[position]:
-            return f"reward at position {position}, which is no token with loss_mask"
+            return f"reward at position {position}, which has no loss_mask: use RowBuilder.reward"
         if position <= before:
             return f"reward at position {position} after one at {before}: positions must rise"
         if not math.isfinite(reward):

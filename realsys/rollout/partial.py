@@ -1,18 +1,18 @@
-"""Partial rollouts: a call of the engine, whose answers survive the server that began them.
+"""Partial rollouts: calls of the engine whose completions survive the server that began them.
 
-    schedule ──> generate n answers ──> all finished ──> done
+    schedule ──> generate n completions ──> all finished ──> done
        ^               │ some aborted, a piece is full, or the server failed
-       └── each unfinished answer goes on from prompt + its tokens, on whichever server the manager names next
+       └── each unfinished completion continues from prompt + its tokens, on the server that the manager names next
 
-Tokens, log-probs and versions of all segments are kept as they came; nothing is tokenised or recomputed. By the paper's
+Tokens, log-probs and versions of all segments stay unchanged; nothing is tokenised again or recomputed. By the paper's
 Proposition 1 the concatenation is a sample of one behaviour policy, whose log-probs are the recorded ones.
 
-A ticket may have many calls under way. Each has a name that is unique in its attempt, which is part of its request ids
+A ticket may have many calls in progress. Each has a name that is unique in its attempt and is part of its request ids
 (``ticket.attempt.call.trip``) and of its reservation. The next request for a server names the calls that have ended, so
-that a tool that runs for long keeps no load on a server.
+that an agent whose tool runs for a long time reserves no load on a server.
 
-With ``new_tokens_per_chunk`` an answer is asked for in pieces, and the manager is asked between them: a long answer is
-then not bound to the server that began it. Its sticky routing names the same one as long as that is good.
+With ``new_tokens_per_chunk`` a completion is sampled in pieces, with a request to the manager between them: a long
+completion is then not bound to the server that began it. Sticky routing names the same server while that is best.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from realsys.types import FinishReason, Ticket
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 8  # trips on which a server failed, per rollout
-MAX_STALLED = 20  # trips in a row that brought no token
-FIRST_DELAY_S, LAST_DELAY_S = 0.05, 1.0  # after a trip that brought no token; doubles
+MAX_FAILURES = 8  # trips on which a server failed, per call
+MAX_STALLED = 20  # trips in a row without a token
+#: delay after a trip without a token; doubles from the first to the last
+FIRST_DELAY_S = 0.05
+LAST_DELAY_S = 1.0
 
 
 class Scheduler(Protocol):
-    """The part of ManagerClient that is needed here."""
+    """The part of ManagerClient that this module needs."""
 
     async def schedule(self, request: ScheduleRequest) -> ScheduleReply: ...
 
 
 class Generator(Protocol):
-    """The part of GenerationClient that is needed here."""
+    """The part of GenerationClient that this module needs."""
 
     async def generate(
         self, url: str, input_ids: Sequence[int], spec: SamplingSpec, *, rid: str, seed: int
@@ -58,8 +60,8 @@ class Call:
     """One call of the engine: ``spec.n`` completions after ``token_ids``.
 
     name      unique in the attempt of its ticket
-    seed      of the first completion; completion k has seed + k if it is asked for alone
-    previous  (server, version) of the episode's call before: the server may have these tokens in its cache
+    seed      seed of the first completion; completion k has seed + k if a request samples it alone
+    previous  (server, version) of the episode's last call: the server may have these tokens in its cache
     """
 
     ticket: Ticket
@@ -74,7 +76,7 @@ class Call:
         return f"{self.ticket.ticket_id}.{self.ticket.attempt}.{self.name}"
 
 
-#: Takes the number of a completion in its call, and the completion.
+#: Receives the number of a completion in its call, and the completion.
 Deliver = Callable[[int, Generated], None]
 
 
@@ -83,11 +85,11 @@ def _ignore(number: int, completion: Generated) -> None:
 
 
 @dataclass(slots=True)
-class _Answer:
-    """One answer in the making: its segments so far."""
+class _PartialCompletion:
+    """One unfinished completion: its segments so far."""
 
     index: int
-    budget: int  # tokens it may still have
+    budget: int  # tokens that it may still have
     segments: list[Generated] = field(default_factory=list)
     finish_reason: FinishReason = "abort"
     pending: bool = True
@@ -100,17 +102,18 @@ class _Answer:
     def tokens(self) -> list[int]:
         return [int(token) for segment in self.segments for token in segment.tokens]
 
-    def extend(self, segment: Generated, asked: int, server: str) -> None:
-        """Add what came of a request to ``server`` for at most ``asked`` tokens."""
+    def extend(self, segment: Generated, limit: int, server: str) -> None:
+        """Append the result of a request to ``server`` for at most ``limit`` tokens."""
         if len(segment.tokens) or segment.finish_reason != "abort":
             self.segments.append(segment)
         if len(segment.tokens):
             self.route.append((server, len(segment.tokens)))
         self.budget -= len(segment.tokens)
-        # A server may cut an answer short of what was asked for, at the end of its context: that is the end.
-        cut = segment.finish_reason == "abort" or (segment.finish_reason == "length" and len(segment.tokens) >= asked)
+        # A server may return fewer tokens with reason "length", at the end of its context. To continue
+        # there would give no token, so the completion ends.
+        cut = segment.finish_reason == "abort" or (segment.finish_reason == "length" and len(segment.tokens) >= limit)
         self.pending = cut and self.budget > 0
-        # An abort on the very last token leaves nothing to go on with.
+        # After an abort at the very last token there is no budget to continue with.
         self.finish_reason = "length" if cut and self.budget <= 0 else segment.finish_reason
 
     def join(self) -> Generated:
@@ -127,39 +130,39 @@ class _Answer:
 
 
 class PartialRolloutManager:
-    """Runs calls of the engine to their end, across weight updates and deaths of servers."""
+    """Runner of engine calls: it completes each call across weight updates and failures of servers."""
 
     def __init__(self, manager: Scheduler, generator: Generator) -> None:
         self._manager = manager
         self._generator = generator
-        self._ended: dict[tuple[str, int], list[str]] = {}  # (ticket, attempt) -> calls the manager is to hear of
-        self.continued = 0  # answers that went on in a further segment, since the start
-        self.failures = 0  # requests that a server failed
+        self._ended: dict[tuple[str, int], list[str]] = {}  # (ticket, attempt) -> ended calls, not reported yet
+        self.continued = 0  # completions that got another segment, since the start
+        self.failures = 0  # requests that failed at a server
 
     async def generate(self, call: Call, deliver: Deliver = _ignore) -> list[Generated]:
-        """``call.spec.n`` answers, each with the tokens of all its segments and the finish reason of the last.
+        """Sample ``call.spec.n`` completions, with the tokens of all segments and the last finish reason.
 
-        ``deliver``: called with each answer when it has ended, while others go on. Raises GenerationError when a
-        request is refused or too many trips fail, and what ``schedule`` raises.
+        ``deliver`` receives each completion when it has ended, while others continue. Raises
+        GenerationError if a request is refused or too many trips fail, and the errors of ``schedule``.
         """
         try:
             return await self._generate(call, deliver)
         finally:
             self._ended.setdefault((call.ticket.ticket_id, call.ticket.attempt), []).append(call.name)
 
-    def forget(self, ticket: Ticket) -> None:
-        """The attempt is over: its end releases all its reservations, so the manager need not hear of its calls."""
+    def discard(self, ticket: Ticket) -> None:
+        """Discard the ended calls of an attempt that is over: its end releases all its reservations."""
         self._ended.pop((ticket.ticket_id, ticket.attempt), None)
 
     async def _generate(self, call: Call, deliver: Deliver) -> list[Generated]:
         prefix = prefix_hashes(call.token_ids)
-        answers = [_Answer(k, call.spec.max_new_tokens) for k in range(call.spec.n)]
+        completions = [_PartialCompletion(k, call.spec.max_new_tokens) for k in range(call.spec.n)]
         ended: dict[int, Generated] = {}
         failed: tuple[str, str] | None = None  # server, failure
         trip = failures = stalled = 0
         delay = FIRST_DELAY_S
-        while pending := [answer for answer in answers if answer.pending]:
-            before = sum(answer.length for answer in pending)
+        while pending := [completion for completion in completions if completion.pending]:
+            before = sum(completion.length for completion in pending)
             request = _schedule_request(call, prefix, pending, failed)
             request.released = self._take_ended()
             place = await self._manager.schedule(request)
@@ -167,24 +170,25 @@ class PartialRolloutManager:
             trip += 1
             failed = (place.server, problem) if problem else None
             failures += bool(problem)
-            progress = sum(answer.length for answer in pending) > before or not any(a.pending for a in pending)
+            progress = sum(completion.length for completion in pending) > before or not any(a.pending for a in pending)
             stalled, delay = (0, FIRST_DELAY_S) if progress else (stalled + 1, delay)
-            for answer in pending:
-                if not answer.pending:
-                    ended[answer.index] = answer.join()
-                    deliver(answer.index, ended[answer.index])
+            for completion in pending:
+                if not completion.pending:
+                    ended[completion.index] = completion.join()
+                    deliver(completion.index, ended[completion.index])
             if failures > MAX_FAILURES or stalled > MAX_STALLED:
                 what = f"{failures} failures and {stalled} trips without a token in {trip} trips"
                 raise GenerationError(
-                    f"ticket {call.ticket.ticket_id}: given up after {what}; last: {problem or 'aborted'}"
+                    f"ticket {call.ticket.ticket_id}: cancelled after {what}; last: {problem or 'aborted'}"
                 )
             if not progress:
-                await asyncio.sleep(delay)  # a server that is updating or dying says no more than this
+                # A server that updates or stops aborts each request immediately. Without a delay the loop would spin.
+                await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_DELAY_S)
-        return [ended[answer.index] for answer in answers]
+        return [ended[completion.index] for completion in completions]
 
     def _take_ended(self) -> list[tuple[str, int, str]]:
-        """Calls that have ended since the last request, as many as one request may name."""
+        """Take the calls that have ended since the last request, as many as one request may name."""
         taken: list[tuple[str, int, str]] = []
         while self._ended and len(taken) < MOST_RELEASED:
             attempt, calls = next(iter(self._ended.items()))
@@ -193,37 +197,41 @@ class PartialRolloutManager:
                 del self._ended[attempt]
         return taken
 
-    async def _trip(self, call: Call, trip: int, pending: list[_Answer], place: ScheduleReply) -> str:
-        """One visit to a server: extends the pending answers; the failure, or "". Raises GenerationError if refused."""
+    async def _trip(self, call: Call, trip: int, pending: list[_PartialCompletion], place: ScheduleReply) -> str:
+        """Extend the pending completions at one server. Return its failure, or "".
+
+        Raises GenerationError if the server refuses the request.
+        """
         rid, spec = f"{call.rid}.{trip}", call.spec
-        if len(pending) == spec.n and not any(answer.segments for answer in pending):
+        if len(pending) == spec.n and not any(completion.segments for completion in pending):
             piece = _piece(spec, spec.max_new_tokens)
             if piece < spec.max_new_tokens:
                 spec = replace(spec, max_new_tokens=piece, min_new_tokens=min(piece, spec.min_new_tokens))
             return await self._request(place, call.token_ids, spec, rid, call.seed, pending)
-        self.continued += sum(bool(answer.segments) for answer in pending)
+        self.continued += sum(bool(completion.segments) for completion in pending)
         tasks = [self._continue(place, call, f"{rid}.{a.index}", a) for a in pending]
-        # Every answer's tokens are kept, also when another one is refused.
+        # return_exceptions, so that a refused request does not lose the tokens of the others.
         results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
         return next((result for result in results if isinstance(result, str) and result), "")
 
-    async def _continue(self, place: ScheduleReply, call: Call, rid: str, answer: _Answer) -> str:
+    async def _continue(self, place: ScheduleReply, call: Call, rid: str, completion: _PartialCompletion) -> str:
         spec = call.spec
-        piece = _piece(spec, answer.budget)
+        piece = _piece(spec, completion.budget)
         rest = replace(
             spec,
             n=1,
             max_new_tokens=piece,
-            min_new_tokens=min(piece, max(0, spec.min_new_tokens - answer.length)),
-            answer_prefix=answer.length,
+            min_new_tokens=min(piece, max(0, spec.min_new_tokens - completion.length)),
+            answer_prefix=completion.length,
         )
-        seed = call.seed + answer.index
-        # A seed's random numbers start over with each request: the same one again would repeat the first segment's.
-        seed = sampling_seed(seed, answer.length) if answer.segments else seed
-        return await self._request(place, call.token_ids + answer.tokens(), rest, rid, seed, [answer])
+        seed = call.seed + completion.index
+        # The random numbers of a seed start again with each request: with the same seed, the second
+        # segment would be drawn with the numbers of the first one.
+        seed = sampling_seed(seed, completion.length) if completion.segments else seed
+        return await self._request(place, call.token_ids + completion.tokens(), rest, rid, seed, [completion])
 
     async def _request(
         self,
@@ -232,7 +240,7 @@ class PartialRolloutManager:
         spec: SamplingSpec,
         rid: str,
         seed: int,
-        answers: list[_Answer],
+        completions: list[_PartialCompletion],
     ) -> str:
         try:
             segments = await self._generator.generate(place.url, input_ids, spec, rid=rid, seed=seed)
@@ -240,27 +248,27 @@ class PartialRolloutManager:
             if not error.retryable:
                 raise
             self.failures += 1
-            log.warning("request %s: %s; going on elsewhere", rid, error)
+            log.warning("request %s: %s; continuing at another server", rid, error)
             return str(error)
-        for answer, segment in zip(answers, segments, strict=True):
-            answer.extend(segment, spec.max_new_tokens, place.server)
+        for completion, segment in zip(completions, segments, strict=True):
+            completion.extend(segment, spec.max_new_tokens, place.server)
         return ""
 
 
 def _piece(spec: SamplingSpec, budget: int) -> int:
-    """Tokens to ask for at once, of those that an answer may still have."""
+    """Return how many tokens of the remaining ``budget`` the next request samples."""
     return min(budget, spec.new_tokens_per_chunk or budget)
 
 
 def _schedule_request(
-    call: Call, prefix: list[int], pending: list[_Answer], failed: tuple[str, str] | None
+    call: Call, prefix: list[int], pending: list[_PartialCompletion], failed: tuple[str, str] | None
 ) -> ScheduleRequest:
-    """Ask for a server for the pending answers, with the one that failed them."""
+    """Build the request for a server, for the pending completions. ``failed``: the last server and its failure."""
     return ScheduleRequest(
         call.ticket.ticket_id,
         call.ticket.attempt,
-        prompt_len=len(call.token_ids) + max(answer.length for answer in pending),
-        max_new_tokens=max(answer.budget for answer in pending),
+        prompt_len=len(call.token_ids) + max(completion.length for completion in pending),
+        max_new_tokens=max(completion.budget for completion in pending),
         n=len(pending),
         failed_server=failed[0] if failed else None,
         failure=failed[1][:2000] if failed else None,

@@ -1,4 +1,4 @@
-"""Building the rows of an episode from the tokens that the engine was sent and returned.
+"""Construction of the rows of an episode from the tokens that the engine received and returned.
 
     RowBuilder(prompt) ──tokens──> session.generate ──> completion() ──> context(feedback) ──tokens──> generate ...
          └── branch() ──> another row that starts with the same tokens               row() ──> Row
@@ -19,7 +19,7 @@ from realsys.types import I32, FinishReason, Row
 
 
 class RowBuilder:
-    """One row in the making. ``tokens`` is what to send to the engine next."""
+    """Builder of one row. ``tokens`` is the input of the next call of the engine."""
 
     def __init__(self, token_ids: Sequence[int] | I32 = ()) -> None:
         self._parts: list[tuple[I32, Generated | None]] = []
@@ -36,7 +36,7 @@ class RowBuilder:
         return [token for tokens, _ in self._parts for token in tokens.tolist()]
 
     def context(self, token_ids: Sequence[int] | I32) -> None:
-        """Append tokens that the policy did not sample: a prompt, feedback, the result of a tool."""
+        """Append tokens that the policy did not sample: a prompt, feedback, or the result of a tool."""
         self._add(np.array(token_ids, np.int32), None)
 
     def completion(self, completion: Generated) -> None:
@@ -46,14 +46,14 @@ class RowBuilder:
     def reward(self, value: float) -> None:
         """Give a reward to the token before this point: the last one of the latest completion, usually one per turn.
 
-        It comes on top of ``Episode.reward``. Raises ValueError if the row does not end with a sampled token.
+        It is added to ``Episode.reward``. Raises ValueError if the row does not end with a sampled token.
         """
         if not self._parts or self._parts[-1][1] is None or not len(self._parts[-1][0]):
             raise ValueError("a reward belongs to a sampled token: call reward() right after completion()")
         self._rewards.append((self._length - 1, float(value)))
 
     def branch(self) -> RowBuilder:
-        """Start a further row with the tokens so far as its context.
+        """Start another row with the tokens so far as its context.
 
         They are not trained in the new row: a token that was sampled once is trained in one row only.
         """
@@ -93,7 +93,7 @@ def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDA
 
 
 def _route(sampled: Sequence[Generated]) -> tuple[tuple[str, int], ...]:
-    """Routes of all completions, neighbours on one server as one run; empty if one of them is not known."""
+    """Join the routes of all completions, neighbours on one server as one run; empty if one is not known."""
     runs: list[tuple[str, int]] = []
     for completion in sampled:
         if len(completion.tokens) and not completion.route:

@@ -1,11 +1,11 @@
-"""Playing the episodes of a ticket at the same time, and the engine as each of them sees it.
+"""Concurrent episodes of a ticket, and the view of the engine that each of them has.
 
     ticket ──> n episodes ──> agent.run(task, session) ──generate──> Calls ──> PartialRolloutManager
                    │                                      └─ first calls for the same tokens: one request
                    └─ Episode, or an error of this episode ──> Played: enough episodes for a group, or the first error
 
-Seeds are a function of (ticket seed, episode, number of the call), whatever the timing: the first call of episode k has
-seed + k, every later one a seed mixed from all three. A merged first call has the seed of its first episode.
+Seeds depend only on (ticket seed, episode, number of the call), never on timing: the first call of episode k has
+seed + k, and every later one a seed mixed from all three. A merged first call has the seed of its first episode.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 
 class Engine(Protocol):
-    """The part of PartialRolloutManager that is needed here."""
+    """The part of PartialRolloutManager that this module needs."""
 
     async def generate(self, call: Call, deliver: Deliver = ...) -> list[Generated]: ...
 
-    def forget(self, ticket: Ticket) -> None: ...
+    def discard(self, ticket: Ticket) -> None: ...
 
 
 @dataclass(slots=True)
@@ -55,9 +55,10 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class GroupRules:
-    """What makes a group. ``min_episodes``: how many must succeed; 0: all of them.
+    """Conditions for a group.
 
-    ``needs_correct``: its success rate is looked at (``train.ppo.filter``), so each episode must be right or wrong.
+    min_episodes   episodes that must succeed; 0: all of them
+    needs_correct  ``train.ppo.filter`` uses the success rate, so each episode must be right or wrong
     """
 
     min_episodes: int = 0
@@ -66,7 +67,7 @@ class GroupRules:
 
 @dataclass(frozen=True, slots=True)
 class _First:
-    """The first call of an episode, waiting for its siblings."""
+    """The first call of an episode, which waits for its siblings."""
 
     episode: int
     token_ids: tuple[int, ...]
@@ -88,22 +89,22 @@ class Calls:
     async def generate(
         self, episode: int, number: int, token_ids: Sequence[int], previous: tuple[str, int] | None
     ) -> Generated:
-        """Sample one completion for call ``number`` of ``episode``. Raises what the engine raises."""
+        """Sample one completion for call ``number`` of ``episode``; raise the errors of the engine."""
         if self._closed:
-            raise AgentError("a call of the engine after the end of its episode: run() must wait for all its calls")
+            raise AgentError("generate() was called after the end of the episode: run() must wait for all its calls")
         try:
             if number == 0:
                 return await self._first(episode, token_ids)
             seed = sampling_seed(self._ticket.seed, episode, number)
             call = Call(self._ticket, f"{episode}.{number}", [int(t) for t in token_ids], self._spec, seed, previous)
-            # A task of its own, so that close() can end it if the agent has left it behind.
+            # A separate task, so that close() can cancel it if the agent does not wait for it.
             return (await self._start(self._engine.generate(call)))[0]
         except RolloutSuperseded as error:
-            self.superseded = error  # an agent may catch it, and the attempt is over all the same
+            self.superseded = error  # the agent may catch it, but the attempt is over all the same
             raise
 
     async def close(self) -> None:
-        """Cancel what still runs or waits to be sent, and wait for its end."""
+        """Cancel the calls that run or wait to be sent, and wait for their end."""
         self._closed = True
         for first in self._waiting:
             first.completion.cancel()
@@ -111,12 +112,14 @@ class Calls:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._engine.forget(self._ticket)
+        self._engine.discard(self._ticket)
 
     async def _first(self, episode: int, token_ids: Sequence[int]) -> Generated:
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            loop.call_soon(self._send_first)  # after all tasks that are ready now: the siblings that ask in this turn
+            # call_soon runs after all tasks that are ready now, so siblings that call in this turn of the
+            # event loop join the request.
+            loop.call_soon(self._send_first)
         first = _First(episode, tuple(token_ids), loop.create_future())
         self._waiting.append(first)
         return await first.completion
@@ -135,7 +138,7 @@ class Calls:
         return task
 
     async def _send(self, run: list[_First]) -> None:
-        """One request for all of ``run``; each gets its completion, or all that have none the same error."""
+        """Send one request for all of ``run``. Each gets its completion; if it fails, the others get the error."""
 
         def deliver(number: int, completion: Generated) -> None:
             if not run[number].completion.done():
@@ -146,17 +149,17 @@ class Calls:
         call = Call(self._ticket, f"{episode}.0", token_ids, spec, self._ticket.seed + episode)
         try:
             await self._engine.generate(call, deliver)
-        except Exception as error:  # handed to the agents that wait for it
+        except Exception as error:  # passed on to the agents that wait for it
             for first in run:
                 if not first.completion.done():
                     first.completion.set_exception(error)
         finally:
             for first in run:
-                first.completion.cancel()  # nothing if it is done
+                first.completion.cancel()  # no effect if it is done
 
 
 def _runs(waiting: Sequence[_First]) -> list[list[_First]]:
-    """Neighbouring episodes that ask for the same tokens: completion k of a request has the seed of the k-th one."""
+    """Join neighbouring episodes with the same tokens: completion k of a request has the seed of the k-th one."""
     runs: list[list[_First]] = []
     latest: dict[tuple[int, ...], list[_First]] = {}
     for first in sorted(waiting, key=lambda first: first.episode):
@@ -174,7 +177,7 @@ def _cancel_unwanted(run: Sequence[_First], task: asyncio.Task[Any], _: asyncio.
 
 
 class EpisodeSession:
-    """The engine as one episode sees it (``agents.base.Session``)."""
+    """View of the engine for one episode (``agents.base.Session``)."""
 
     def __init__(self, calls: Calls, episode: int) -> None:
         self._calls = calls
@@ -201,12 +204,12 @@ class _Hopeless(Exception):
 
 
 class GroupPlayer:
-    """Plays all episodes of a ticket. One for a RolloutWorker."""
+    """Player of all episodes of a ticket; one object per RolloutWorker."""
 
     def __init__(
         self, agent: Agent, engine: Engine, spec: SamplingSpec, longest_row: int, group: GroupRules | None = None
     ) -> None:
-        """``longest_row``: in tokens."""
+        """``longest_row`` is the longest row that training accepts, in tokens."""
         self._agent = agent
         self._engine = engine
         self._spec = spec
@@ -217,8 +220,8 @@ class GroupPlayer:
     async def play(self, ticket: Ticket, prompt: Prompt) -> Played:
         """Play ``ticket.n`` episodes at the same time.
 
-        Raises RolloutSuperseded when the attempt is over, StuckError when the agent has the same defect in every
-        episode of two tickets in a row, and the first error when too few episodes succeeded.
+        Raises RolloutSuperseded if the attempt is over, StuckError if the agent has the same defect in every
+        episode of two tickets in a row, and the first error if too few episodes succeeded.
         """
         begin = time.perf_counter()
         calls = Calls(self._engine, ticket, self._spec)
@@ -245,12 +248,12 @@ class GroupPlayer:
         return Played([group.episodes[k] for k in sorted(group.episodes)], group.errors(), extra)
 
     async def _play_one(self, group: _Playing, task: Task, session: EpisodeSession) -> None:
-        """One episode, into ``group``. Raises only what ends the whole attempt."""
+        """Play one episode and add its result to ``group``. Raises only errors that end the whole attempt."""
         try:
             episode = await self._agent.run(task, session)
             check_episode(episode, self._longest_row, session.sampled)
             if self._rules.needs_correct and task.ticket.kind == "train" and episode.correct is None:
-                raise AgentError("correct is None, and train.ppo.filter needs to know it: set min to 0 and max to 1")
+                raise AgentError("correct is None, but train.ppo.filter needs it: return it, or set min=0 and max=1")
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if current is None or current.cancelling():
@@ -266,7 +269,7 @@ class GroupPlayer:
             group.episodes[task.episode] = episode
             return
         group.failed[task.episode] = error
-        # A defect of the agent cancels nothing: only if every episode has it is it known to be more than an accident.
+        # A defect of the agent cancels no other episode: only if every episode has it, it is no accident.
         if group.hopeless and not isinstance(error, AgentError):
             raise _Hopeless
 
@@ -282,22 +285,22 @@ class _Playing:
 
     @property
     def hopeless(self) -> bool:
-        """True if there can be no group any more."""
+        """True if too few episodes are left for a group."""
         return len(self.failed) > self.ticket.n - self.needed
 
     def errors(self) -> list[str]:
-        """One line for each episode that failed."""
+        """Return one line for each episode that failed."""
         return [one_line(f"episode {k}: {type(error).__name__}: {error}") for k, error in sorted(self.failed.items())]
 
 
 def group_rules(config: Config) -> GroupRules:
-    """The trial's settings of a group."""
+    """Return the conditions for a group from the trial's settings."""
     success = config.train.ppo.filter
     return GroupRules(config.rollout.min_episodes, needs_correct=success.min > 0 or success.max < 1)
 
 
 def sampling_spec(config: SamplingConfig, end_of_text: Sequence[int]) -> SamplingSpec:
-    """The trial's sampling settings, with the tokenizer's own stop tokens; ``n`` is set per call."""
+    """Return the trial's sampling settings, with the tokenizer's stop tokens; ``n`` is set per call."""
     return SamplingSpec(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,

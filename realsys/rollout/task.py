@@ -1,4 +1,4 @@
-"""What an agent and an environment are given: the task of one episode, and a response to judge."""
+"""Inputs of agents and environments: the task of one episode, and a response to judge."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from realsys.types import FinishReason, Ticket
 
 @dataclass(slots=True)
 class Task:
-    """One episode to play: the prompt with its dataset row, and which attempt of the group this is.
+    """One episode to play: the prompt with its dataset row, its ticket, and its number in the group.
 
-    ``prompt.extra`` holds the keys of the dataset row other than prompt and answer, unchanged.
+    ``prompt.extra`` has the keys of the dataset row other than prompt and answer, unchanged.
     """
 
     prompt: Prompt
     ticket: Ticket
     episode: int = 0  # number of the episode in its group, from 0
-    state: dict[str, Any] = field(default_factory=dict)  # of this episode: for the environment to keep what it needs
+    state: dict[str, Any] = field(default_factory=dict)  # free for the environment, private to this episode
 
 
 @dataclass(frozen=True, slots=True)

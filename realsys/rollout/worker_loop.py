@@ -4,9 +4,12 @@
        ^                                                       │ too few succeeded                │
        └── capacity is free again <──────────── finish: failed, with its reason <─────────────────┘
 
-Consumes tickets; waits for free capacity, then for the manager to grant (a held call, no polling); is unblocked by the
-end of a rollout, by a grant, or by ``stop``; produces groups on the push-pull stream and one finish per ticket. Holds
-no state that a restart would miss: what was running is re-issued by the manager.
+consumes    tickets
+waits for   free capacity, then for a grant of the manager (a held call, no polling)
+unblocked   by the end of a rollout, by a grant, or by ``stop``
+produces    groups on the push-pull stream, and one finish per ticket
+
+It has no state that a restart must recover: the manager reissues the tickets that were running.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ from realsys.types import Episode, Group, Ticket
 
 log = logging.getLogger(__name__)
 
-HOLD_S = 10.0  # how long the manager may hold an allocation
-MAX_TICKETS = 4096  # per allocation, the manager's bound
+HOLD_S = 10.0  # time that the manager may hold an allocation
+MAX_TICKETS = 4096  # per allocation, the manager's limit
 
 
 class Manager(Protocol):
-    """The part of ManagerClient that is needed here."""
+    """The part of ManagerClient that this module needs."""
 
     async def allocate(self, request: AllocateRequest) -> AllocateReply: ...
 
@@ -44,16 +47,20 @@ class Manager(Protocol):
 
 
 class Player(Protocol):
-    """The part of GroupPlayer that is needed here."""
+    """The part of GroupPlayer that this module needs."""
 
     async def play(self, ticket: Ticket, prompt: Prompt) -> Played: ...
 
 
 class Prompts(Protocol):
+    """The part of PromptDataset that this module needs."""
+
     def prompt(self, split: str, index: int) -> Prompt: ...
 
 
 class Push(Protocol):
+    """The part of Pusher that this module needs."""
+
     async def push(self, group: Group) -> None: ...
 
 
@@ -68,13 +75,13 @@ class LoopParts:
 
 
 class _Stopped(Exception):
-    """The loop was asked to stop."""
+    """Signal that ends the loop's tasks after ``stop``."""
 
 
 class RolloutLoop:
-    """Keeps up to ``max_groups`` groups of ``group_size`` episodes running.
+    """Loop that keeps up to ``max_groups`` groups of ``group_size`` episodes running.
 
-    Capacity is counted in episodes, so that problems of an evaluation, with one each, run as wide as training.
+    Capacity is counted in episodes, so that an evaluation, with one episode per problem, uses all of it.
     """
 
     def __init__(
@@ -94,12 +101,12 @@ class RolloutLoop:
         self._hold_s = hold_s
         self._free = max_groups * group_size  # episodes
         self._freed = asyncio.Event()
-        self.running = 0  # rollouts under way
+        self.running = 0  # rollouts in progress
         self.accepted = 0
         self.failed = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until ``stop``. Raises what must end the process: a manager that stays away, a wrong token."""
+        """Run until ``stop``. Raises errors that must end the process: no manager, or a wrong token."""
         try:
             async with asyncio.TaskGroup() as tasks:  # the first error, or the stop, cancels all others
                 tasks.create_task(_stop(stop), name="stop")
@@ -110,7 +117,7 @@ class RolloutLoop:
                     raise error from None
 
     async def _feed(self, tasks: asyncio.TaskGroup) -> None:
-        """Start a task for each ticket, for ever: while there is room, ask for as many as fit."""
+        """Request as many tickets as there is capacity for, and start a task for each, for ever."""
         while True:
             if self._free < self._group_size:
                 self._freed.clear()
@@ -125,7 +132,7 @@ class RolloutLoop:
         request = AllocateRequest(self._worker, count, self._hold_s, incarnation=self._incarnation)
         reply = await self._parts.manager.allocate(request)
         if not reply.tickets and time.monotonic() - begin < min(self._hold_s, reply.retry_after_s):
-            # It did not hold the call, because it is stopping: do not run hot.
+            # A manager that is stopping does not hold the call: without a delay this loop would spin.
             await asyncio.sleep(reply.retry_after_s)
         return reply
 
@@ -142,7 +149,7 @@ class RolloutLoop:
         task.add_done_callback(ended)
 
     async def _rollout(self, ticket: Ticket) -> None:
-        """One ticket from prompt to finish. Raises what keeps the finish from being reported, and StuckError."""
+        """Run one ticket from prompt to finish. Raises StuckError, and errors of reporting the finish."""
         stuck: StuckError | None = None
         try:
             episodes = await self._produce(ticket)
@@ -167,7 +174,7 @@ class RolloutLoop:
             raise stuck
 
     async def _produce(self, ticket: Ticket) -> list[Episode]:
-        """Play the episodes; a group to train on is with its DP head when this returns."""
+        """Play the episodes, and push a training group: its DP head has stored it when this returns."""
         started = time.time()
         failpoint("rollout.running")
         prompt = self._parts.prompts.prompt(ticket.split, ticket.prompt_index)
@@ -212,7 +219,7 @@ async def _stop(stop: asyncio.Event) -> None:
 
 
 def answer_of(ticket: Ticket, episode: Episode) -> Answer:
-    """Make the manager's record of an episode. ``finish_reason``: of the first row that was cut off."""
+    """Build the manager's record of an episode. ``finish_reason`` is that of the first row that was cut off."""
     reasons = [row.finish_reason for row in episode.rows]
     versions = [version for row in episode.rows for version in row.version_span or ()]
     return Answer(
@@ -227,7 +234,7 @@ def answer_of(ticket: Ticket, episode: Episode) -> Answer:
 
 
 def tokens_by_server(episodes: Sequence[Episode]) -> dict[str, int]:
-    """Tokens that each server sampled, as far as the rows know it."""
+    """Count the tokens that each server sampled, from the rows with a route."""
     counts: Counter[str] = Counter()
     for episode in episodes:
         for row in episode.rows:

@@ -1,15 +1,15 @@
-"""Groups of episodes and messages as bytes.
+"""Encoding and decoding of groups and messages.
 
 A group is two frames: a msgpack header, and its arrays as raw little-endian memory:
 
     [header, with loss masks, versions and routes as runs][tokens of all rows | logprobs of all rows]
 
-Loss mask and versions change seldom within a row, so runs say in a few bytes what would be half of the payload. The
-arrays share one frame, though joining them copies: a frame per array costs libzmq and the kernel more than the copy, at
-any size (twice the CPU time for a group of 8 x 32k tokens).
+Loss mask and versions seldom change within a row, so runs encode in a few bytes what would be half of the payload. The
+arrays share one frame, although joining them copies: one frame per array costs libzmq and the kernel more than the
+copy, at any size (twice the CPU time for a group of 8 x 32k tokens).
 
-``decode_group`` trusts nothing: whatever bytes come in, it returns a group in which every length, type and bound holds,
-or raises DecodeError. The arrays it returns are read-only views of one frame, which lives as long as any of them.
+``decode_group`` trusts nothing: for any bytes, it returns a group in which every length, type and bound holds, or
+raises DecodeError. The arrays it returns are read-only views of one frame, which lives as long as any of them.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ T = TypeVar("T")
 INT = np.dtype("<i4")
 FLOAT = np.dtype("<f4")
 BOOL = np.dtype(np.bool_)
-ITEM = 4  # bytes of an element of either
-CHUNK = 1 << 15  # elements checked at a time: several passes over them find them in the cache
+ITEM = 4  # bytes of one int32 or float32
+CHUNK = 1 << 15  # elements checked at a time: the second pass over them finds them in the CPU cache
 
 #: frames up to this many bytes are cheaper to copy than to share with libzmq
 COPY_LIMIT = 256 * 1024
+#: bounds for the decoder: without them a small header could claim arrays that exhaust the memory
 MAX_HEADER_BYTES = 16 * 1024 * 1024
-MAX_TOKENS = 1 << 26  # of one sequence
+MAX_TOKENS = 1 << 26  # per sequence
 MAX_EPISODES = 1 << 16
-MAX_ROWS = 1 << 16  # of one episode
+MAX_ROWS = 1 << 16  # per episode
 #: a log-prob is at most 0; engines that compute in low precision overshoot by rounding
 LOGPROB_SLACK = 1e-3
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
-
-
 Version = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Run = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPISODES)]
@@ -56,12 +55,13 @@ FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
 
 class RowHeader(msgspec.Struct, array_like=True, frozen=True):
-    """One row. Its array lengths follow from ``mask``: T is the sum of all runs, L that of every second one.
+    """One row of T tokens, L of them in the loss. Both lengths follow from ``mask``.
 
-    mask      lengths of the runs of loss_mask, False and True in turn, False first
+    mask      lengths of the runs of loss_mask, False and True in turn, False first: T is the sum of all
+              runs, L the sum of every second one
     finish    index into FINISH_REASONS
     versions  (version, tokens) runs over the L tokens
-    route     (index into the group's servers, tokens) runs; empty if it is not known
+    route     (index into the group's servers, tokens) runs; empty if the servers are not known
     rewards   (position, reward) of single tokens
     """
 
@@ -90,7 +90,7 @@ class EpisodeHeader(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GroupHeader(msgspec.Struct, array_like=True, frozen=True, tag="g2"):
-    """First frame of a group. ``servers``: the names that the routes point at."""
+    """First frame of a group. ``servers`` holds the names that the routes index."""
 
     ticket: Ticket
     worker: str
@@ -103,30 +103,31 @@ class GroupHeader(msgspec.Struct, array_like=True, frozen=True, tag="g2"):
 
 
 def encode_message(message: msgspec.Struct) -> bytes:
-    """A Struct as msgpack."""
+    """Encode a Struct as msgpack."""
     return msgspec.msgpack.encode(message)
 
 
 def decode_message(data: Buffer, kind: type[T]) -> T:
-    """The Struct of type ``kind`` in ``data``; DecodeError if it is not there."""
+    """Decode ``data`` as a Struct of type ``kind``; raise DecodeError if it is something else."""
     key: Any = kind
     decoder: msgspec.msgpack.Decoder[T] = _decoder(key)
     return decode_with(decoder, data, kind.__name__)
 
 
 def decode_with(decoder: msgspec.msgpack.Decoder[T], data: Buffer, what: str) -> T:
-    """Like ``decode_message``, for a decoder made beforehand (of a union of tagged Structs, say)."""
+    """Decode ``data`` with a decoder that exists already, for example of a union of tagged Structs."""
     try:
         return decoder.decode(data.buffer if isinstance(data, zmq.Frame) else data)
-    # ValueError covers msgspec's own errors and invalid UTF-8; RecursionError a bomb of nested arrays
+    # ValueError covers msgspec's own errors and invalid UTF-8. RecursionError: arrays nested too deep,
+    # which msgspec reports only once the stack is used up.
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as err:
         raise DecodeError(f"not a {what}: {' '.join(str(err).split())[:300]}") from err
 
 
 class Slabs:
-    """Memory for payloads, used again and again: fresh pages cost more than the copy into them.
+    """Reusable memory for payloads: fresh pages cost more than the copy into them.
 
-    ``give_back`` a slab only when nothing reads it any more.
+    ``release`` a slab only when nothing reads it any more: libzmq sends from it without a copy.
     """
 
     def __init__(self, keep: int) -> None:
@@ -134,24 +135,26 @@ class Slabs:
         self._keep = keep
 
     def take(self, size: int) -> memoryview:
-        """``size`` bytes of whatever content."""
-        for i in reversed(range(len(self._free))):  # the one used last: it may still be in the caches
+        """Return ``size`` bytes with undefined content."""
+        for i in reversed(range(len(self._free))):  # the slab used last may still be in the CPU caches
             if len(self._free[i]) >= size:
                 return memoryview(self._free.pop(i))[:size]
         return memoryview(bytearray(size))
 
-    def give_back(self, taken: memoryview) -> None:
+    def release(self, taken: memoryview) -> None:
+        """Keep the slab of ``taken`` for later use."""
         slab = taken.obj
         assert isinstance(slab, bytearray)
         self._free.append(slab)
-        if len(self._free) > self._keep:
+        if len(self._free) > self._keep:  # the smallest goes: it serves the fewest groups
             self._free.remove(min(self._free, key=len))
 
 
 def encode_group(group: Group, slabs: Slabs | None = None) -> list[bytes | memoryview]:
-    """Encode ``group`` as a header and a payload frame; the payload lies in one of ``slabs`` if given.
+    """Encode ``group`` as a header and a payload frame. With ``slabs``, the payload uses one of them.
 
-    Raises StreamError if an array has the wrong type or shape; the message names ticket, episode, row and array.
+    Raises StreamError if an array has the wrong type or shape; the message names ticket, episode, row
+    and array.
     """
     tokens: list[Any] = []
     logprobs: list[Any] = []
@@ -180,7 +183,7 @@ def encode_group(group: Group, slabs: Slabs | None = None) -> list[bytes | memor
 
 
 def _row_header(what: str, row: Row, servers: dict[str, int]) -> RowHeader:
-    """Check the row's arrays and describe them; adds the names of new servers to ``servers``."""
+    """Check the row's arrays and describe them; add the names of new servers to ``servers``."""
     length, loss_tokens = len(row.tokens), len(row.logprobs)
     for name, array, dtype, size in (
         ("tokens", row.tokens, INT, length),
@@ -190,24 +193,25 @@ def _row_header(what: str, row: Row, servers: dict[str, int]) -> RowHeader:
     ):
         if array.dtype != dtype or array.shape != (size,):
             shape = list(array.shape)
-            raise StreamError(f"{what}: {name} is {array.dtype}{shape}, needs {dtype.name}[{size}]")
+            raise StreamError(f"{what}: {name} is {array.dtype}{shape}, must be {dtype.name}[{size}]")
+    # The decoder relies on it, too: the runs of a mask begin with False.
     if not length or row.loss_mask[0]:
-        raise StreamError(f"{what}: the first token must be there and must not be in the loss: nothing predicts it")
+        raise StreamError(f"{what}: a row must begin with a token outside the loss: nothing predicts the first one")
     mask = _mask_runs(row.loss_mask)
     if sum(mask[1::2]) != loss_tokens:
-        raise StreamError(f"{what}: loss_mask marks {sum(mask[1::2])} tokens, there are {loss_tokens} logprobs")
+        raise StreamError(f"{what}: loss_mask marks {sum(mask[1::2])} tokens, but there are {loss_tokens} logprobs")
     for position, _ in row.rewards:
         if not (0 <= position < length and row.loss_mask[position]):
-            raise StreamError(f"{what}: a reward stands at position {position}, which is not in the loss")
+            raise StreamError(f"{what}: a reward is at position {position}, which is not in the loss")
     route = [(servers.setdefault(server, len(servers)), count) for server, count in row.route]
     finish = FINISH_REASONS.index(row.finish_reason)
     return RowHeader(mask, finish, _runs(row.versions), route, list(row.rewards))
 
 
 def _mask_runs(mask: Mask) -> list[int]:
-    """Lengths of the runs of a mask that begins with False."""
+    """Return the lengths of the runs of a mask that begins with False."""
     first = int(mask.argmax())
-    if first + np.count_nonzero(mask) == len(mask):  # one turn, the usual case: ten times as fast
+    if first + np.count_nonzero(mask) == len(mask):  # prompt and one completion: ten times as fast
         return [first, len(mask) - first]
     ends = np.flatnonzero(mask[1:] != mask[:-1]) + 1
     return np.diff(ends, prepend=0, append=len(mask)).tolist()  # type: ignore[no-any-return]
@@ -236,12 +240,13 @@ def _join(arrays: list[Any], size: int, slabs: Slabs | None) -> bytes | memoryvi
 
 
 def decode_group(frames: Sequence[Buffer]) -> Group:
-    """Decode the group in ``frames``. Raises DecodeError on anything malformed."""
+    """Decode the group in ``frames``; raise DecodeError on anything malformed."""
     if len(frames) != 2:
-        raise DecodeError(f"a group of {len(frames)} frames, needs 2")
+        raise DecodeError(f"a group of {len(frames)} frames: must be 2")
     if len(frames[0]) > MAX_HEADER_BYTES:
-        raise DecodeError(f"group header of {len(frames[0])} bytes, at most {MAX_HEADER_BYTES}")
+        raise DecodeError(f"a group header of {len(frames[0])} bytes: must be at most {MAX_HEADER_BYTES}")
     header = decode_message(frames[0], GroupHeader)
+    # The header before the payload: no array is made until its lengths are known to agree.
     _check_header(header)
     rows = [row for episode in header.episodes for row in episode.rows]
     n_tokens, n_loss = sum(row.length for row in rows), sum(row.loss_tokens for row in rows)
@@ -270,17 +275,20 @@ class _Arrays:
         self._logprobs = logprobs
         self._versions = versions
         self._masks = masks
-        self._t = 0
-        self._l = 0
+        self._next_token = 0
+        self._next_loss_token = 0
 
     def next_row(self, header: RowHeader, servers: Sequence[str]) -> Row:
-        t, n = self._t, self._l
-        self._t, self._l = t + header.length, n + header.loss_tokens
+        """Return the next row; its arrays are views."""
+        token_start = self._next_token
+        loss_start = self._next_loss_token
+        self._next_token += header.length
+        self._next_loss_token += header.loss_tokens
         return Row(
-            tokens=self._tokens[t : self._t],
-            loss_mask=self._masks[t : self._t],
-            logprobs=self._logprobs[n : self._l],
-            versions=self._versions[n : self._l],
+            tokens=self._tokens[token_start : self._next_token],
+            loss_mask=self._masks[token_start : self._next_token],
+            logprobs=self._logprobs[loss_start : self._next_loss_token],
+            versions=self._versions[loss_start : self._next_loss_token],
             finish_reason=FINISH_REASONS[header.finish],
             route=tuple((servers[server], count) for server, count in header.route),
             rewards=tuple(header.rewards),
@@ -308,24 +316,24 @@ def _check_row(what: str, row: RowHeader, servers: int) -> None:
     loss_tokens = row.loss_tokens
     counted = sum(count for _, count in row.versions)
     if counted != loss_tokens:
-        raise DecodeError(f"{what}: versions of {counted} tokens, {loss_tokens} are in the loss")
+        raise DecodeError(f"{what}: {counted} tokens have a version, but {loss_tokens} are in the loss")
     routed = sum(count for _, count in row.route)
     if row.route and routed != loss_tokens:
-        raise DecodeError(f"{what}: servers of {routed} tokens, {loss_tokens} are in the loss")
+        raise DecodeError(f"{what}: {routed} tokens have a server, but {loss_tokens} are in the loss")
     if any(server >= servers for server, _ in row.route):
         raise DecodeError(f"{what}: a route names a server beyond the {servers} of the group")
     _check_rewards(what, row)
 
 
 def _check_rewards(what: str, row: RowHeader) -> None:
-    """Refuse rewards that are not finite, or not at rising positions of tokens in the loss."""
+    """Refuse rewards that are not finite or whose positions do not rise or are outside the loss."""
     if not row.rewards:
         return
     ends = np.cumsum(row.mask)
     positions = np.array([position for position, _ in row.rewards], np.int64)
     inside = np.searchsorted(ends, positions, side="right")  # run number; odd runs are in the loss
     if (np.diff(positions) <= 0).any() or positions[-1] >= ends[-1] or (inside % 2 == 0).any():
-        raise DecodeError(f"{what}: rewards must stand at rising positions of tokens in the loss")
+        raise DecodeError(f"{what}: rewards must be at rising positions of tokens in the loss")
     if not all(math.isfinite(reward) for _, reward in row.rewards):
         raise DecodeError(f"{what}: a reward of a token is not finite")
 
@@ -335,17 +343,17 @@ def _check_values(ticket_id: str, tokens: I32, logprobs: F32) -> None:
         raise DecodeError(f"group {ticket_id}: token {tokens.min()} < 0")
     for start in range(0, len(logprobs), CHUNK):
         chunk = logprobs[start : start + CHUNK]
-        # NaN wins both min and max, so the bounds also say that every value between them is a number
+        # min and max of anything with a NaN are NaN, so finite bounds show that every value is a number
         low, high = float(chunk.min()), float(chunk.max())
         if not (math.isfinite(low) and high <= LOGPROB_SLACK):
-            raise DecodeError(f"group {ticket_id}: logprobs span [{low}, {high}], must be finite and at most 0")
+            raise DecodeError(f"group {ticket_id}: logprobs span [{low}, {high}]: must be finite and at most 0")
 
 
 def _expand(rows: Sequence[RowHeader]) -> I32:
-    """Versions of all rows, one after the other, read-only.
+    """Return the versions of all rows, concatenated, read-only.
 
-    If no update came meanwhile they are one number in memory: fresh pages for one per token cost more than all else
-    that is done to decode a large group.
+    If all versions are equal, the array is one number in memory: fresh pages for a number per token
+    would cost more than the rest of decoding a large group.
     """
     runs = [run for row in rows for run in row.versions]
     size = sum(count for _, count in runs)
@@ -361,7 +369,7 @@ def _expand(rows: Sequence[RowHeader]) -> I32:
 
 
 def _expand_masks(rows: Sequence[RowHeader], size: int) -> Mask:
-    """Loss masks of all rows, one after the other, read-only."""
+    """Return the loss masks of all rows, concatenated, read-only."""
     masks = np.zeros(size, np.bool_)
     start = 0
     for row in rows:
@@ -374,11 +382,13 @@ def _expand_masks(rows: Sequence[RowHeader], size: int) -> Mask:
 
 
 def _payload(frame: Buffer, size: int, what: str) -> I32:
-    """``frame`` as a read-only array of exactly ``size`` elements."""
+    """View ``frame`` as a read-only array of exactly ``size`` elements."""
     if len(frame) != ITEM * size:
-        raise DecodeError(f"group {what}: {len(frame)} bytes of arrays, header says {ITEM * size}")
+        raise DecodeError(f"group {what}: {len(frame)} bytes of arrays, but the header claims {ITEM * size}")
     array = np.frombuffer(frame.buffer if isinstance(frame, zmq.Frame) else frame, dtype=INT)
-    if not array.flags.aligned:  # ZMQ hands out small messages at any offset of its receive buffer
+    # libzmq hands out small messages at any offset of its receive buffer. Unaligned arrays are slow,
+    # and code that casts their pointer may fault.
+    if not array.flags.aligned:
         array = array.copy()
     array.flags.writeable = False
     return array

@@ -1,4 +1,4 @@
-"""Calls by handle: shards, DP heads and plain indices, as the routing table of the topology names them."""
+"""Calls by handle: shards, DP heads and plain indices, in the names of the topology's routing table."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class RoutedStream:
         self._stream, self._table = stream, dict(table)
 
     def worker(self, handle: Handle) -> int:
-        """The worker behind ``handle`` (``__data0__``, ``actor@d0t0p0``, ``"3"``, 3)."""
+        """Return the worker behind ``handle`` (``__data0__``, ``actor@d0t0p0``, ``"3"``, 3)."""
         try:
             return self._table[str(handle)]
         except KeyError:
-            known = ", ".join(sorted(self._table))
-            raise StreamError(f"no worker for handle={handle!r}; the routing table has {known}") from None
+            handles = ", ".join(sorted(self._table))
+            raise StreamError(f"no worker for handle={handle!r}: use one of the routing table: {handles}") from None
 
     def request(
         self,
@@ -39,7 +39,7 @@ class RoutedStream:
         *,
         timeout_s: float | None = None,
     ) -> asyncio.Future[Reply]:
-        """``MasterStream.request`` to the worker behind ``handle``."""
+        """Send a call to the worker behind ``handle``, as ``MasterStream.request`` does."""
         return self._stream.request(self.worker(handle), handler, payload, reply_type, timeout_s=timeout_s)
 
     def broadcast(
@@ -51,10 +51,11 @@ class RoutedStream:
         *,
         timeout_s: float | None = None,
     ) -> asyncio.Future[list[Reply]]:
-        """Send one call now to every worker behind ``handles``, once each; the future is the replies in that order.
+        """Send one call to every worker behind ``handles`` and return the future of all replies, in order.
 
-        All are sent before this returns, so broadcasts reach every worker in the order in which they were made. The
-        first failure is raised at once: the other ranks may wait in a collective for the one that failed.
+        A worker behind several handles gets the call once. All calls are sent before this returns, so
+        broadcasts reach every worker in the order in which they were made. The future fails with the
+        first failure, because the other ranks may wait in a collective for the rank that failed.
         """
         workers = list(dict.fromkeys(self.worker(handle) for handle in handles))
         data = encode_message(payload)
@@ -63,12 +64,15 @@ class RoutedStream:
 
 
 def gather_or_first_failure(replies: Sequence[asyncio.Future[Reply]]) -> asyncio.Future[list[Reply]]:
-    """A future of all results in order. It fails with the first failure; the others are then given up."""
-    gathered = asyncio.gather(*replies)  # also looks at the failures after the first: those are its consequences
+    """Return a future of all results in order. If one reply fails, it fails and cancels the others."""
+    # gather() also retrieves the errors after the first, which follow from it. They would otherwise be
+    # logged as never retrieved.
+    gathered = asyncio.gather(*replies)
 
-    def give_up(_: object) -> None:
+    def cancel_all(_: object) -> None:
         for reply in replies:
             reply.cancel()
 
-    gathered.add_done_callback(give_up)
+    # Also if the caller cancels the gathered future: no reply may keep its call alive after that.
+    gathered.add_done_callback(cancel_all)
     return gathered

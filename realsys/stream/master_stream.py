@@ -4,8 +4,15 @@
         future <──────────────────────── Reply ───
     on_notice callbacks <─────────────── Notice ──
 
-Runs on the master's event loop; every method is to be called there, and only ``barrier`` waits. A request is sent when
-it is made, so requests made in one order reach every worker in that order, and collectives match.
+Runs on the master's event loop; every method must be called there, and only ``barrier`` waits.
+
+Invariants
+    send-order        A request is sent when it is made. Requests therefore reach every worker in the
+                      order in which they were made, and the collectives inside them match.
+    keep-until-reply  A request keeps its frames until its reply, and is resent after a reconnection.
+    once              A reply or notice counts only if its number is above the peer's high-water mark.
+    one-incarnation   Of each worker only the newest incarnation may speak. One that was retired is
+                      refused for ever.
 """
 
 from __future__ import annotations
@@ -25,20 +32,21 @@ from realsys.stream import sockets
 from realsys.stream import wire as protocol
 from realsys.stream.codec import decode_message, decode_with, encode_message
 from realsys.stream.security import CurveKeys
-from realsys.stream.wire import Ack, Failure, Hello, NoticeHeader, Refused, ReplyHeader, RequestHeader, Welcome
+from realsys.stream.wire import Ack, Failure, Hello, Refused, ReplyHeader, RequestHeader, Welcome
 
 log = logging.getLogger(__name__)
 
-#: replies and notices are acknowledged together: until then the worker only keeps them a little longer
+#: one Ack covers all replies and notices of this time; the worker only keeps them a little longer
 ACK_DELAY_S = 0.02
-MAX_UNCLAIMED = 4096  # notices nobody has a callback for: kept until there is one, but not without bound
+#: notices that wait for their callback; bounded, because a misspelt handler would collect them for ever
+MAX_UNCLAIMED = 4096
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 Notice = TypeVar("Notice", bound=msgspec.Struct)
 
 
 @dataclass(slots=True)
 class _Call:
-    """A request without its reply yet."""
+    """A request that has no reply yet."""
 
     handler: str
     frames: list[bytes]
@@ -49,25 +57,66 @@ class _Call:
 
 @dataclass(slots=True)
 class _Peer:
-    """One incarnation of one worker."""
+    """One incarnation of one worker. A reconnection changes only ``route``; numbers and calls stay."""
 
     name: str
     incarnation: str
     route: bytes
     next_request: int = 1
-    last_message: int = 0
-    calls: dict[int, _Call] = field(default_factory=dict)  # by request number, ascending
-    ack: asyncio.TimerHandle | None = None  # to be sent; None: nothing new to acknowledge
+    last_message: int = 0  # high-water mark of replies and notices
+    calls: dict[int, _Call] = field(default_factory=dict)  # request number -> call, ascending
+    ack: asyncio.TimerHandle | None = None  # timer of the next Ack; None: nothing new to acknowledge
 
 
 @dataclass(frozen=True, slots=True)
 class _Barrier:
+    """A wait for workers to connect."""
+
     workers: frozenset[int]
     complete: asyncio.Future[None]
 
 
+class _Notices:
+    """Callbacks of the notices, and the notices that arrived before their callback."""
+
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self.unclaimed: dict[str, list[tuple[str, bytes]]] = {}  # handler -> (sender, payload)
+        self._callbacks: dict[str, tuple[type[msgspec.Struct], Callable[[Any], object]]] = {}
+        self._fail = fail
+
+    def register(self, handler: str, kind: type[Notice], callback: Callable[[Notice], object]) -> None:
+        """Call ``callback`` with each notice ``handler``, also with those that arrived before."""
+        self._callbacks[handler] = (kind, callback)
+        for sender, payload in self.unclaimed.pop(handler, []):
+            self._call(sender, handler, payload)
+
+    def receive(self, sender: str, handler: str, payload: zmq.Frame) -> None:
+        """Hand the notice to its callback, or keep it until one is registered."""
+        if handler in self._callbacks:
+            self._call(sender, handler, payload.bytes)
+        elif sum(map(len, self.unclaimed.values())) < MAX_UNCLAIMED:
+            self.unclaimed.setdefault(handler, []).append((sender, payload.bytes))
+        else:
+            waiting = f"{MAX_UNCLAIMED} notices wait, and {handler} has no callback"
+            self._fail(StreamError(f"{sender}: {waiting}: register one with on_notice"))
+
+    def _call(self, sender: str, handler: str, payload: bytes) -> None:
+        kind, callback = self._callbacks[handler]
+        try:
+            notice = decode_message(payload, kind)
+        except DecodeError as err:
+            # No worker sends it again, so the stream fails: the master would wait for its content.
+            self._fail(DecodeError(f"{sender}: notice {handler}: {err}"))
+            return
+        try:
+            callback(notice)
+        except Exception as exc:  # a boundary: the event loop would only log it, request() must raise it
+            exc.add_note(f"while handling notice {handler} of {sender}")
+            self._fail(exc)
+
+
 class MasterStream:
-    """Typed calls to ModelWorkers. To be made inside the event loop; ``address`` may be registered at once."""
+    """Typed calls to ModelWorkers. Create it inside the event loop; its ``address`` is bound."""
 
     def __init__(
         self,
@@ -77,7 +126,7 @@ class MasterStream:
         request_timeout_s: float = 1800.0,
         check_alive: CheckAlive = unleased,
     ) -> None:
-        """``check_alive``: asked before anything is sent; ``request`` raises what it raises."""
+        """``check_alive`` runs before anything is sent; ``request`` raises its error."""
         self._check_alive = check_alive
         self._loop = asyncio.get_running_loop()
         self._timeout_s = request_timeout_s
@@ -85,11 +134,10 @@ class MasterStream:
         self.address = self._server.address
         self.bad_messages = 0
         self._peers: dict[int, _Peer] = {}
-        self._index_of: dict[bytes, int] = {}  # route -> worker, of the current incarnations only
-        self._retired: dict[int, str] = {}  # worker -> the youngest of its incarnations that may not come back
+        self._index_of: dict[bytes, int] = {}  # route -> worker; only the current route of each peer
+        self._retired: dict[int, str] = {}  # worker -> its newest incarnation that may not return
         self._barriers: set[_Barrier] = set()
-        self._callbacks: dict[str, tuple[type[msgspec.Struct], Callable[[Any], object]]] = {}
-        self._unclaimed: dict[str, list[tuple[str, bytes]]] = {}  # notices that came before their callback
+        self._notices = _Notices(self._fail)
         self._failure: BaseException | None = None
         self._closed = False
         self._reader = sockets.LoopReader(self._server.socket, self._on_frames, self._fail)
@@ -97,16 +145,16 @@ class MasterStream:
 
     @property
     def rejected(self) -> int:
-        """Peers that were not let in: a wrong key, or none."""
+        """Number of peers that were not let in: a wrong key, or none."""
         return self._server.rejected
 
     @property
     def connected(self) -> list[int]:
-        """The workers that have said hello."""
+        """Indices of the workers that have said hello and are not lost."""
         return sorted(self._peers)
 
     async def barrier(self, workers: Collection[int], timeout_s: float) -> None:
-        """Return when all ``workers`` have connected; WaitTimeout naming those that have not."""
+        """Wait until all ``workers`` have connected; WaitTimeout names those that have not."""
         barrier = _Barrier(frozenset(workers), self._loop.create_future())
         self._barriers.add(barrier)
         self._check_barriers()
@@ -117,7 +165,7 @@ class MasterStream:
             missing = ", ".join(_name(w) for w in sorted(barrier.workers - self._peers.keys()))
             raise WaitTimeout(
                 f"master at {self.address}: {missing} did not connect in {timeout_s:g} s "
-                f"({len(self._peers)} connected); look at their logs"
+                f"({len(self._peers)} connected): read their logs"
             ) from None
         finally:
             self._barriers.discard(barrier)
@@ -131,17 +179,18 @@ class MasterStream:
         *,
         timeout_s: float | None = None,
     ) -> asyncio.Future[Reply]:
-        """Send a call now; the future is its reply.
+        """Send a call and return the future of its reply.
 
-        It fails with RemoteError (the handler raised), WorkerLost (not connected, or replaced by a new incarnation),
-        WaitTimeout, DecodeError (the reply is no ``reply_type``), or StreamError (closed).
+        The future fails with RemoteError (the handler raised), WorkerLost (not connected, or replaced
+        by a new incarnation), WaitTimeout, DecodeError (the reply is not a ``reply_type``), or
+        StreamError (closed).
         """
         return self.request_encoded(worker, handler, encode_message(payload), reply_type, timeout_s=timeout_s)
 
     def request_encoded(
         self, worker: int, handler: str, payload: bytes, reply_type: type[Reply], *, timeout_s: float | None = None
     ) -> asyncio.Future[Reply]:
-        """``request`` with a payload that is msgpack already, so that a broadcast encodes it once."""
+        """Send a call whose payload is msgpack already, so that a broadcast encodes it once."""
         self._check_alive()
         reply: asyncio.Future[Reply] = self._loop.create_future()
         peer = self._peers.get(worker)
@@ -150,41 +199,46 @@ class MasterStream:
         elif peer is None:
             reply.set_exception(WorkerLost(f"{_name(worker)} is not connected: {handler} needs a barrier before it"))
         else:
+            # Numbered and sent without an await in between: invariant send-order.
             number = peer.next_request
             peer.next_request += 1
             limit = self._timeout_s if timeout_s is None else timeout_s
-            timer = self._loop.call_later(limit, self._expire, peer, number, limit)
+            timer = self._loop.call_later(limit, _expire, peer, number, limit)
             frames = [encode_message(RequestHeader(number, handler)), payload]
             peer.calls[number] = _Call(handler, frames, reply_type, reply, timer)
-            reply.add_done_callback(lambda _: self._forget(peer, number))
+            # However the future ends (reply, timeout, cancellation, loss), the call must not be resent.
+            reply.add_done_callback(lambda _: _discard_call(peer, number))
             self._send(peer.route, frames)
         return reply
 
     def on_notice(self, handler: str, kind: type[Notice], callback: Callable[[Notice], object]) -> None:
-        """Call ``callback`` with each notice ``handler``; those that came earlier are handed over now.
+        """Call ``callback`` with each notice ``handler``, also with those that arrived before.
 
         An exception in it fails the stream: pending and later requests raise it.
         """
-        self._callbacks[handler] = (kind, callback)
-        for sender, payload in self._unclaimed.pop(handler, []):
-            self._hand_over(sender, handler, payload)
+        self._notices.register(handler, kind, callback)
 
     def lose(self, worker: int, reason: str) -> None:
-        """Fail what waits for ``worker`` with WorkerLost: its lease lapsed, say. This incarnation may not come back."""
+        """Fail the calls to ``worker`` with WorkerLost, for example because its lease has expired.
+
+        This incarnation and older ones are refused from now on.
+        """
         peer = self._peers.pop(worker, None)
         if peer is not None:
             self._index_of.pop(peer.route, None)
+            # A suspended process may wake up and say hello long after this: one-incarnation.
             self._retired[worker] = max(peer.incarnation, self._retired.get(worker, ""))
             for call in peer.calls.values():
                 if not call.reply.done():
                     call.reply.set_exception(WorkerLost(f"{peer.name} lost during {call.handler}: {reason}"))
 
     def close(self) -> None:
-        """Stop. Requests still waiting get a StreamError."""
+        """Stop. Requests that still wait raise StreamError."""
         if self._closed:
             return
         self._closed = True
         self._end_calls()
+        # The last Acks leave before the sockets close, because a worker's close() waits for them.
         for peer in self._peers.values():
             if peer.ack is not None:
                 peer.ack.cancel()
@@ -192,6 +246,7 @@ class MasterStream:
         for barrier in self._barriers:
             if not barrier.complete.done():
                 barrier.complete.set_exception(self._ended("barrier"))
+        # The readers first: they watch the descriptors of the sockets.
         self._reader.close()
         self._rejections.close()
         self._server.close()
@@ -201,7 +256,7 @@ class MasterStream:
     def _on_frames(self, frames: list[zmq.Frame]) -> None:
         try:
             if not 2 <= len(frames) <= 3:
-                raise DecodeError(f"{len(frames) - 1} frames")
+                raise DecodeError(f"{len(frames) - 1} frames, must be 1 or 2")
             header = decode_with(protocol.TO_MASTER, frames[1], "message of a worker")
             if isinstance(header, Hello) != (len(frames) == 2):
                 raise DecodeError(f"{type(header).__name__} with {len(frames) - 2} payloads")
@@ -214,26 +269,30 @@ class MasterStream:
             return
         index = self._index_of.get(route)
         if index is None:
-            return  # from before a reconnection (will be resent after the hello), or from a retired incarnation
+            # Sent before a reconnection, so it is resent after the Hello; or by a retired incarnation.
+            return
         peer = self._peers[index]
+        # A lower number was resent because its Ack was lost. It is acknowledged again, not handled.
         if header.number > peer.last_message:
             if isinstance(header, ReplyHeader):
-                self._on_reply(peer, header, frames[2])
+                _on_reply(peer, header, frames[2])
             else:
-                self._on_notice_frames(peer, header, frames[2])
+                self._notices.receive(peer.name, header.handler, frames[2])
             if self._failure is not None:
-                return  # not acknowledged: it was not taken in
+                return  # no acknowledgement, because the message was not handled
             peer.last_message = header.number
         if peer.ack is None:
             peer.ack = self._loop.call_later(ACK_DELAY_S, self._acknowledge, peer)
 
     def _on_hello(self, route: bytes, hello: Hello) -> None:
         peer = self._peers.get(hello.index)
+        # Incarnations compare as strings: they begin with the time at which the process started.
         if hello.incarnation <= self._retired.get(hello.index, "") or (peer and hello.incarnation < peer.incarnation):
             current = peer.incarnation if peer else "none"
             self._refuse(route, f"it was retired; current incarnation: {current}")
             return
         if peer is not None and peer.incarnation != hello.incarnation:
+            # The new process has none of the old one's state, so the old one's calls are not resent.
             self.lose(hello.index, f"incarnation {peer.incarnation} was replaced by {hello.incarnation}")
             self._refuse(peer.route, f"replaced by {hello.incarnation}")
             peer = None
@@ -241,47 +300,17 @@ class MasterStream:
             peer = self._peers[hello.index] = _Peer(_name(hello.index), hello.incarnation, route)
         else:
             log.warning("%s reconnected; %d calls pending", peer.name, len(peer.calls))
+            # From here on, messages queued under the old route are ignored. The worker resends them
+            # under the new one, in order.
             self._index_of.pop(peer.route, None)
             peer.route = route
         self._index_of[route] = hello.index
+        # The Welcome before the requests: the worker ignores a request until it is welcomed.
         self._send(route, [encode_message(Welcome(peer.last_message))])
         for number, call in peer.calls.items():
             if number > hello.last_request:
                 self._send(route, call.frames)
         self._check_barriers()
-
-    def _on_reply(self, peer: _Peer, header: ReplyHeader, payload: zmq.Frame) -> None:
-        call = peer.calls.get(header.request)
-        if call is None or call.reply.done():
-            log.warning("%s: late reply to request %d, which was given up", peer.name, header.request)
-        elif header.failure is not None:
-            call.reply.set_exception(_remote(peer, call, header.failure))
-        else:
-            try:
-                call.reply.set_result(decode_message(payload, call.reply_type))
-            except DecodeError as err:
-                call.reply.set_exception(DecodeError(f"{peer.name}: reply to {call.handler}: {err}"))
-
-    def _on_notice_frames(self, peer: _Peer, header: NoticeHeader, payload: zmq.Frame) -> None:
-        if header.handler in self._callbacks:
-            self._hand_over(peer.name, header.handler, payload.bytes)
-        elif sum(map(len, self._unclaimed.values())) < MAX_UNCLAIMED:
-            self._unclaimed.setdefault(header.handler, []).append((peer.name, payload.bytes))
-        else:
-            self._fail(StreamError(f"{peer.name}: {MAX_UNCLAIMED} notices, and nobody asked for {header.handler}"))
-
-    def _hand_over(self, sender: str, handler: str, payload: bytes) -> None:
-        kind, callback = self._callbacks[handler]
-        try:
-            notice = decode_message(payload, kind)
-        except DecodeError as err:  # what it said is lost, and nobody would say it again: better a loud end
-            self._fail(DecodeError(f"{sender}: notice {handler}: {err}"))
-            return
-        try:
-            callback(notice)
-        except Exception as exc:  # a boundary: the caller of request() must see it, the loop would only log it
-            exc.add_note(f"while handling notice {handler} of {sender}")
-            self._fail(exc)
 
     # failing
 
@@ -293,7 +322,7 @@ class MasterStream:
 
     def _fail(self, exc: BaseException) -> None:
         log.error("master: the request-reply stream failed", exc_info=exc)
-        self._failure = self._failure or exc
+        self._failure = self._failure or exc  # the first error is the cause; later ones follow from it
         self._end_calls()
 
     def _ended(self, what: str) -> StreamError:
@@ -308,30 +337,20 @@ class MasterStream:
                 if not call.reply.done():
                     call.reply.set_exception(self._ended(f"{peer.name}: {call.handler}"))
 
-    def _expire(self, peer: _Peer, number: int, limit: float) -> None:
-        call = peer.calls.get(number)
-        if call is not None and not call.reply.done():
-            call.reply.set_exception(WaitTimeout(f"{peer.name}: no reply to {call.handler} in {limit:g} s"))
-
-    def _forget(self, peer: _Peer, number: int) -> None:
-        call = peer.calls.pop(number, None)
-        if call is not None:
-            call.timer.cancel()
-
     # sending
 
     def _refuse(self, route: bytes, reason: str) -> None:
         self._send(route, [encode_message(Refused(reason))])
 
     def _send(self, route: bytes, frames: list[bytes]) -> None:
-        self._check_alive()
+        self._check_alive()  # directly before the send: the process may have slept past its lease
         try:
             self._server.socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as err:
             if err.errno != zmq.EHOSTUNREACH:
                 raise
-            # the connection is gone: the worker says hello when it is back, and gets what it has not received
-        self._reader.nudge()
+            # The connection is lost. The worker says hello when it is back, and the request is resent.
+        self._reader.nudge()  # the send may have swallowed the edge of a waiting message
 
     def _acknowledge(self, peer: _Peer) -> None:
         peer.ack = None
@@ -342,6 +361,32 @@ class MasterStream:
         for barrier in self._barriers:
             if not barrier.complete.done() and barrier.workers <= self._peers.keys():
                 barrier.complete.set_result(None)
+
+
+def _on_reply(peer: _Peer, header: ReplyHeader, payload: zmq.Frame) -> None:
+    call = peer.calls.get(header.request)
+    if call is None or call.reply.done():
+        # Acknowledged all the same, or the worker would keep it and send it again.
+        log.warning("%s: late reply to request %d, which was cancelled", peer.name, header.request)
+    elif header.failure is not None:
+        call.reply.set_exception(_remote(peer, call, header.failure))
+    else:
+        try:
+            call.reply.set_result(decode_message(payload, call.reply_type))
+        except DecodeError as err:
+            call.reply.set_exception(DecodeError(f"{peer.name}: reply to {call.handler}: {err}"))
+
+
+def _expire(peer: _Peer, number: int, limit: float) -> None:
+    call = peer.calls.get(number)
+    if call is not None and not call.reply.done():
+        call.reply.set_exception(WaitTimeout(f"{peer.name}: no reply to {call.handler} in {limit:g} s"))
+
+
+def _discard_call(peer: _Peer, number: int) -> None:
+    call = peer.calls.pop(number, None)
+    if call is not None:
+        call.timer.cancel()
 
 
 def _name(worker: int) -> str:

@@ -4,12 +4,12 @@
                         ^                               |
                         └────── PushAck | PushNack <────┘  after on_group has stored it
 
-A push is over when the puller has stored the group, so closing a pusher whose pushes have returned loses nothing. What
-is not acknowledged stays with the pusher: when the connection is lost it looks the address up again and resends. The
-puller hands over each (identity, sequence) once.
+``push`` returns when the puller has stored the group, so closing a pusher whose pushes have returned
+loses nothing. The pusher keeps a group until it is acknowledged: when the connection is lost, it looks
+up the address again and resends. The puller hands over each (identity, sequence) once.
 """
 
 from realsys.stream.puller import Puller, PullerStats
-from realsys.stream.pusher import Pusher
+from realsys.stream.pusher import Pusher, PushLimits
 
-__all__ = ["Puller", "PullerStats", "Pusher"]
+__all__ = ["Puller", "PullerStats", "PushLimits", "Pusher"]

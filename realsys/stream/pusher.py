@@ -1,4 +1,17 @@
-"""The sending end of the push-pull stream (see ``push_pull``)."""
+"""The sending end of the push-pull stream (see ``push_pull``).
+
+    push(group) ──> Pusher ──> _Link of one receiver ──> _Session: one connection
+                                     │                        │ lost
+                                     └── looks up the address, makes the next session, resends
+
+Invariants
+    keep-until-ack  A group stays in ``_pending`` of its link until a PushAck or PushNack names its
+                    sequence, or its push is cancelled. A lost connection therefore loses no group.
+    one-session     A session belongs to one address and never reconnects. The receiver may have been
+                    restarted at another address; only a new look-up finds it.
+    own-identity    Each Pusher has a new random identity, so a receiver never takes the sequences of
+                    a restarted worker for ones that it has stored already.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +36,30 @@ from realsys.types import Group
 
 log = logging.getLogger(__name__)
 
-FIRST_DELAY_S = 0.05  # between attempts to find and reach a puller that is gone; doubles up to the last
+#: between attempts to find and reach a puller that is gone; doubles from the first to the last
+FIRST_DELAY_S = 0.05
 LAST_DELAY_S = 1.0
 
 
-class Pusher:
-    """Pushes groups to ``receivers`` in turn.
+@dataclass(frozen=True, slots=True)
+class PushLimits:
+    """Bounds of a Pusher.
 
-    ``resolve(dp)`` gives the address of DP head ``dp``; it runs in a thread and may take a moment. A RealsysError from
-    it means "not there yet". To be used on one event loop.
+    max_in_flight      unacknowledged groups, over all receivers; ``push`` waits for a free slot
+    push_timeout_s     from the call of ``push`` to the acknowledgement
+    connect_timeout_s  from connecting to the end of the handshake, per attempt
+    """
+
+    max_in_flight: int = 8
+    push_timeout_s: float = 300.0
+    connect_timeout_s: float = 10.0
+
+
+class Pusher:
+    """Pushes groups to ``receivers`` in turn. Use it on one event loop.
+
+    ``resolve(dp)`` returns the address of DP head ``dp``; it runs in a thread and may block. A
+    RealsysError from it means that the head has no address yet.
     """
 
     def __init__(
@@ -41,37 +69,35 @@ class Pusher:
         identity: str,
         *,
         keys: CurveKeys | None = None,
-        max_in_flight: int = 8,
-        push_timeout_s: float = 300.0,
-        connect_timeout_s: float = 10.0,
+        limits: PushLimits = PushLimits(),
         check_alive: CheckAlive = unleased,
     ) -> None:
-        """``check_alive``: asked before a group is sent; what it raises ends the push."""
+        """``check_alive`` runs before a group is sent; an exception of it ends the push."""
         if not receivers:
-            raise ValueError(f"{identity}: a pusher needs at least one receiver")
+            raise ValueError(f"{identity}: receivers is empty: a pusher needs at least one")
         self.identity = identity
-        self._timeout_s = push_timeout_s
+        self.bad_messages = 0  # messages of pullers that did not decode
+        self._timeout_s = limits.push_timeout_s
         self._context: sockets.ZContext = zmq.Context()
-        # a restarted worker must not be taken for a resending one, even if it is given the same name
+        connector = _Connector(resolve, self._context, keys, limits.connect_timeout_s, check_alive, self._drop)
+        # own-identity: without the random part, a worker that is restarted under its old name would
+        # start again at sequence 0, and the receiver would drop its groups as duplicates.
         session = f"{identity}#{secrets.token_hex(6)}"
-        self._links = [
-            _Link(dp, f"{session}>{dp}", resolve, self._context, keys, connect_timeout_s, check_alive, self._dropped)
-            for dp in receivers
-        ]
-        self.bad_messages = 0  # of pullers, that did not decode
+        self._links = [_Link(dp, f"{session}>{dp}", connector) for dp in receivers]
         self._turn = 0
-        self._slabs = Slabs(keep=max_in_flight)
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._slabs = Slabs(keep=limits.max_in_flight)
+        self._slots = asyncio.Semaphore(limits.max_in_flight)
         self._closed = False
 
     async def push(self, group: Group) -> None:
-        """Return when a receiver has stored ``group``.
+        """Send ``group`` and return when a receiver has stored it.
 
-        StreamError: it cannot be encoded, or the puller refused it. WaitTimeout: nobody acknowledged it in time (it may
-        have been stored all the same; ticket and attempt tell the copies apart).
+        Raises StreamError if the group cannot be encoded or the puller refuses it, and WaitTimeout
+        if no acknowledgement arrives in time. The group may have been stored all the same: ticket
+        and attempt identify the copies.
         """
         if self._closed:
-            raise StreamError(f"{self.identity}: push after close")
+            raise StreamError(f"{self.identity}: push after close: create a new Pusher")
         what = f"group {group.ticket.ticket_id}"
         link: _Link | None = None
         try:
@@ -80,58 +106,67 @@ class Pusher:
                 self._turn += 1
                 frames = encode_group(group, self._slabs)
                 await link.deliver(frames, what)
-                if isinstance(frames[1], memoryview):  # acknowledged: the receiver has it, so libzmq is done with it
-                    self._slabs.give_back(frames[1])
+                # Only now: libzmq sends from this memory without a copy, and a push that failed may
+                # still be in its queue. Such a slab is left to the garbage collector.
+                if isinstance(frames[1], memoryview):
+                    self._slabs.release(frames[1])
         except TimeoutError:
-            waited = link.situation() if link else "a free slot (all groups in flight are unacknowledged)"
+            no_slot = "a free slot (all groups in flight are unacknowledged)"
+            waited_for = link.situation() if link else no_slot
             raise WaitTimeout(
-                f"{self.identity}: {what} not acknowledged in {self._timeout_s:g} s by {waited}"
+                f"{self.identity}: {what} not acknowledged in {self._timeout_s:g} s by {waited_for}"
             ) from None
 
-    def _dropped(self, puller: str, err: DecodeError) -> None:
-        self.bad_messages += 1
-        if sockets.worth_logging(self.bad_messages):
-            log.warning("%s: dropped message %d of %s: %s", self.identity, self.bad_messages, puller, err)
-
     async def close(self) -> None:
-        """Stop. Pushes still waiting get a StreamError."""
+        """Stop. Pushes that still wait raise StreamError."""
         if self._closed:
             return
         self._closed = True
         for link in self._links:
             await link.close()
-        self._context.term()
+        self._context.term()  # after the links: it waits for every socket of the context
+
+    def _drop(self, puller: str, err: DecodeError) -> None:
+        self.bad_messages += 1
+        if sockets.worth_logging(self.bad_messages):
+            source = f"dropped message {self.bad_messages} of {puller}"
+            log.warning("%s: %s: %s", self.identity, source, err)
+
+
+@dataclass(frozen=True, slots=True)
+class _Connector:
+    """The collaborators that all links of a pusher share."""
+
+    resolve: Callable[[int], str]
+    context: sockets.ZContext
+    keys: CurveKeys | None
+    connect_timeout_s: float
+    check_alive: CheckAlive
+    on_bad_message: Callable[[str, DecodeError], None]
 
 
 @dataclass(slots=True)
 class _Pending:
+    """A group that is not acknowledged yet."""
+
     frames: list[bytes | memoryview]
     what: str
     stored: asyncio.Future[None]
 
 
 class _Link:
-    """The way to one receiver.
+    """The path to one receiver, over any number of sessions.
 
-    Consumes groups from ``deliver``. Waits for an address, a handshake, and then for the connection to be lost;
-    acknowledgements unblock ``deliver``. Produces Push messages, in sequence, only while the connection is up.
+    Consumes groups from ``deliver``. Waits for an address, then for a handshake, then for the loss
+    of the connection. Acknowledgements unblock ``deliver``. Produces Push messages, in sequence,
+    only while the connection is up.
     """
 
-    def __init__(
-        self,
-        dp: int,
-        identity: str,
-        resolve: Callable[[int], str],
-        context: sockets.ZContext,
-        keys: CurveKeys | None,
-        connect_timeout_s: float,
-        check_alive: CheckAlive,
-        on_bad_message: Callable[[str, DecodeError], None],
-    ) -> None:
-        self._check_alive, self._on_bad_message = check_alive, on_bad_message
-        self._dp, self._identity, self._resolve = dp, identity, resolve
-        self._context, self._keys, self._connect_timeout_s = context, keys, connect_timeout_s
-        self._pending: dict[int, _Pending] = {}  # by sequence, ascending
+    def __init__(self, dp: int, identity: str, connector: _Connector) -> None:
+        self._dp = dp
+        self._identity = identity
+        self._connector = connector
+        self._pending: dict[int, _Pending] = {}  # sequence -> group, ascending
         self._next = 0
         self._session: _Session | None = None
         self._task: asyncio.Task[None] | None = None
@@ -140,8 +175,11 @@ class _Link:
         self._problem = "no address yet"
 
     async def deliver(self, frames: list[bytes | memoryview], what: str) -> None:
+        """Send ``frames`` and return when the receiver has stored them; StreamError if it refuses."""
         if self._failure is not None:
-            raise StreamError(f"{self._identity}: link to puller {self._dp} failed: {self._failure}") from self._failure
+            failed = f"link to puller {self._dp} failed: {self._failure}"
+            raise StreamError(f"{self._identity}: {failed}") from self._failure
+        # Started by the first group: a pusher that sends nothing makes no connection.
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name=f"push-link-{self._dp}")
             self._task.add_done_callback(self._ended)
@@ -150,44 +188,56 @@ class _Link:
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pending[sequence] = _Pending(frames, what, stored)
         try:
+            # If no session is up, ``_on_up`` of the next one sends the group.
             if self._session is not None and self._session.up:
                 self._send(self._session, sequence)
             await stored
         finally:
+            # Also if the push is cancelled: a group whose caller has left must not be resent, and the
+            # receiver learns from the floor of the next Push that this sequence is cancelled.
             self._pending.pop(sequence, None)
 
     def situation(self) -> str:
-        """Receiver, address and what is wrong with it, for an error message."""
+        """Describe receiver, address and problem, for an error message."""
         return f"puller {self._dp} at {self._address or 'unknown address'} ({self._problem or 'connected'})"
 
     async def close(self) -> None:
+        """Stop; pushes that still wait raise StreamError."""
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait([self._task])  # its error, if any, went to the pushes
+            await asyncio.wait([self._task])  # ``_ended`` has passed its error, if any, to the pushes
 
     async def _run(self) -> None:
         delay = FIRST_DELAY_S
         while True:
-            try:
-                self._address = await asyncio.to_thread(self._resolve, self._dp)
-                session = _Session(self._context, self._address, self._keys, self._on_up, self._on_message)
-            except RealsysError as err:
-                self._problem = str(err)
-            else:
-                self._session = session
-                try:
-                    if await session.outlive(self._connect_timeout_s):
-                        delay = FIRST_DELAY_S
-                finally:
-                    self._session = None
-                    session.close()
-                self._problem = session.problem
-                log.warning("%s: %s", self._identity, self.situation())
+            if await self._connect_once():
+                delay = FIRST_DELAY_S
             await asyncio.sleep(delay)
             delay = min(2 * delay, LAST_DELAY_S)
 
+    async def _connect_once(self) -> bool:
+        """Connect and stay until the connection is lost; return True if it had come up."""
+        connector = self._connector
+        try:
+            # Looked up for every session: a restarted receiver registers a new address.
+            self._address = await asyncio.to_thread(connector.resolve, self._dp)
+            session = _Session(connector.context, self._address, connector.keys, self._on_up, self._on_message)
+        except RealsysError as err:
+            self._problem = str(err)
+            return False
+        self._session = session
+        try:
+            came_up = await session.outlive(connector.connect_timeout_s)
+        finally:
+            # Before the socket closes: ``deliver`` must not send on a closed socket.
+            self._session = None
+            session.close()
+        self._problem = session.problem
+        log.warning("%s: %s", self._identity, self.situation())
+        return came_up
+
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """The link runs for ever: its end is the pusher's, or an error that every waiting push must see."""
+        """Fail every waiting push: the task only ends if the pusher closes or a defect stops it."""
         error = None if task.cancelled() else task.exception()
         self._failure = error or StreamError("the pusher was closed")
         for pending in self._pending.values():
@@ -197,15 +247,20 @@ class _Link:
                 pending.stored.set_exception(failure)
 
     def _on_up(self, session: _Session) -> None:
+        # Everything unacknowledged, in sequence: nothing tells how much the old connection delivered.
+        # The receiver acknowledges the groups that it has stored already, and stores the others.
         self._problem = ""
         for sequence in self._pending:
             self._send(session, sequence)
 
     def _send(self, session: _Session, sequence: int) -> None:
+        # The floor is the oldest pending sequence. The receiver discards all outcomes below it, so its
+        # memory stays bounded by the groups in flight.
         header = Push(self._identity, sequence, next(iter(self._pending)))
         frames = [msgspec.msgpack.encode(header), *self._pending[sequence].frames]
         fault = failpoint("push.send")
-        self._check_alive()
+        # Directly before the send: a process that slept past its lease must not push.
+        self._connector.check_alive()
         match fault:
             case "drop":
                 session.lose()  # TCP loses a message only together with its connection
@@ -220,32 +275,36 @@ class _Link:
         fault = failpoint("push.ack")
         try:
             data: Buffer = b"\xc1" if fault == "garbage" else frames[0]
-            answer = decode_with(protocol.TO_PUSHER, data, "acknowledgement")
+            acknowledgement = decode_with(protocol.TO_PUSHER, data, "acknowledgement")
         except DecodeError as err:
-            self._on_bad_message(f"puller {self._dp} at {self._address}", err)
+            self._connector.on_bad_message(f"puller {self._dp} at {self._address}", err)
             return
         if fault == "drop" and self._session is not None:
             self._session.lose()
             return
-        self._acknowledged(answer)
+        self._settle(acknowledgement)
         if fault == "duplicate":
-            self._acknowledged(answer)
+            self._settle(acknowledgement)
 
-    def _acknowledged(self, answer: PushAck | PushNack) -> None:
-        for sequence in answer.sequences if isinstance(answer, PushAck) else [answer.sequence]:
+    def _settle(self, acknowledgement: PushAck | PushNack) -> None:
+        if isinstance(acknowledgement, PushAck):
+            sequences = acknowledgement.sequences
+        else:
+            sequences = [acknowledgement.sequence]
+        for sequence in sequences:
             pending = self._pending.get(sequence)
             if pending is None or pending.stored.done():
-                continue  # acknowledged twice (after a resend), or given up
-            if isinstance(answer, PushAck):
+                continue  # acknowledged twice (after a resend), or the push was cancelled
+            if isinstance(acknowledgement, PushAck):
                 pending.stored.set_result(None)
             else:
                 puller = f"puller {self._dp} at {self._address}"
-                refusal = f"{self._identity}: {puller} refused {pending.what}: {answer.reason}"
-                pending.stored.set_exception(StreamError(refusal))
+                refusal = f"{puller} refused {pending.what}: {acknowledgement.reason}"
+                pending.stored.set_exception(StreamError(f"{self._identity}: {refusal}"))
 
 
 class _Session:
-    """One connection to one address, from connecting to its loss. Never reconnects: the address may have changed."""
+    """One connection to one address, from connecting to its loss (invariant one-session)."""
 
     def __init__(
         self,
@@ -260,41 +319,48 @@ class _Session:
         self._on_up = on_up
         loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[bool] = loop.create_future()
-        self._lost: asyncio.Future[None] = loop.create_future()  # an exception in it is a defect of ours
+        self._lost: asyncio.Future[None] = loop.create_future()  # an exception in it is a defect here
         self._dealer, self._monitor = sockets.connect_client(context, address, keys)
         self._reader = sockets.LoopReader(self._dealer, on_message, self._on_error)
         self._events = sockets.LoopReader(self._monitor, self._on_event, self._on_error)
 
     async def outlive(self, connect_timeout_s: float) -> bool:
-        """Return when the connection is lost (True) or did not come about in time (False)."""
+        """Wait for the loss of the connection.
+
+        Returns True when it is lost, False if it did not open within ``connect_timeout_s``.
+        """
         try:
-            # Not wait_for: in Python 3.11 it loses a cancellation that comes as the connection opens, and a pusher
-            # that is closed right after its first push would wait for ever.
+            # Not wait_for: in Python 3.11 it loses a cancellation that arrives as the connection
+            # opens, and a pusher that is closed right after its first push would wait for ever.
             async with asyncio.timeout(connect_timeout_s):
                 opened = await self._opened
         except TimeoutError:
             self.problem = f"no connection within {connect_timeout_s:g} s"
             return False
-        await self._lost  # done already if it did not open
+        await self._lost  # done already if the connection did not open
         return opened
 
     def send(self, frames: list[bytes | memoryview]) -> None:
+        """Queue one message; never blocks, because the socket has no high-water mark for sending."""
         self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        self._reader.nudge()
+        self._reader.nudge()  # sending may swallow the edge that announces an acknowledgement
 
     def lose(self) -> None:
-        """As if the connection had been cut."""
-        self.up, self.problem = False, "connection lost"
+        """Behave as if the connection had been cut (failpoint ``drop``)."""
+        self.up = False
+        self.problem = "connection lost"
         if not self._lost.done():
             self._lost.set_result(None)
 
     def close(self) -> None:
+        """Close the sockets. The readers go first: a closed socket has no descriptor to watch."""
         self.up = False
         self._reader.close()
         self._events.close()
         sockets.close_client(self._dealer, self._monitor)
 
     def _on_error(self, exc: BaseException) -> None:
+        # Both futures, so that ``outlive`` raises the error in whichever of its two waits it is.
         if not self._opened.done():
             self._opened.set_result(False)
         if not self._lost.done():
@@ -303,7 +369,9 @@ class _Session:
     def _on_event(self, frames: list[zmq.Frame]) -> None:
         event = sockets.monitor_event(frames)
         if self._lost.done():
-            return  # libzmq may reconnect by itself before this session is closed
+            # libzmq reconnects on its own until this session is closed. To use that connection would
+            # send to an address that may belong to another process by now.
+            return
         if event == zmq.Event.HANDSHAKE_SUCCEEDED:
             self.up = True
             self.problem = ""
@@ -311,6 +379,7 @@ class _Session:
                 self._opened.set_result(True)
             self._on_up(self)
             return
+        # The first event names the cause; those that follow it only repeat that there is no connection.
         if not self.problem or self.problem == "connecting":
             self.problem = sockets.describe_loss(event, was_up=self.up)
         self.up = False

@@ -1,4 +1,4 @@
-"""Sockets made in one place, so that all have the same limits, heartbeats and security."""
+"""Creation of all sockets, so that they have the same limits, heartbeats and security."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ log = logging.getLogger(__name__)
 ZContext = zmq.Context[zmq.Socket[bytes]]
 ZSocket = zmq.Socket[bytes]
 
-#: a peer that announces a larger frame is disconnected by libzmq before memory is taken for it
+#: libzmq disconnects a peer that announces a larger frame before it allocates memory for it
 MAX_FRAME_BYTES = 1 << 30
+#: TCP does not notice a dead host or a cut cable; a peer silent for the timeout counts as disconnected
 HEARTBEAT_MS = 5_000
-HEARTBEAT_TIMEOUT_MS = 20_000  # a peer silent for this long (host gone, cable cut) counts as disconnected
+HEARTBEAT_TIMEOUT_MS = 20_000
 
 CONNECTION_EVENTS = (
     zmq.Event.HANDSHAKE_SUCCEEDED
@@ -37,11 +38,11 @@ CONNECTION_EVENTS = (
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 )
-#: event of a refused handshake -> what was wrong with the peer, as far as libzmq tells
+#: event of a refused handshake -> the peer's fault, as far as libzmq reports it
 REJECTED_EVENTS = {
     zmq.Event.HANDSHAKE_FAILED_AUTH: "its key is not the trial's",
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "it broke the handshake off",
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it has no key, has that of another server, or speaks another protocol",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "it ended the handshake early",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it has no key, has the key of another server, or speaks another protocol",
 }
 
 
@@ -49,8 +50,8 @@ REJECTED_EVENTS = {
 class Server:
     """A bound ROUTER with its own context. ``address`` may be registered: the socket is bound.
 
-    ``monitor`` tells of peers that were not let in; its owner hands each message to ``reject``, or libzmq would
-    wait for it in the end. ``rejected`` counts them.
+    ``monitor`` reports peers that were not let in, and ``rejected`` counts them. The owner must hand
+    each message of the monitor to ``reject``: libzmq waits for unread ones when the context ends.
     """
 
     context: ZContext
@@ -61,36 +62,48 @@ class Server:
     rejected: int = 0
 
     def reject(self, frames: Sequence[zmq.Frame]) -> None:
-        """Count and log what the monitor said."""
+        """Count and log one message of the monitor."""
         self.rejected += 1
-        if worth_logging(self.rejected):
+        if worth_logging(self.rejected):  # a peer without the key tries again and again
             log.warning("%s: rejected peer %d: %s", self.address, self.rejected, REJECTED_EVENTS[monitor_event(frames)])
 
     def close(self) -> None:
+        """Close the sockets and the context; a last acknowledgement has one second to leave."""
+        # The monitor first: it is a socket of the same context, and term() waits for every one.
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
-        self.socket.close(linger=1000)  # lets a last acknowledgement out; bounded, so that term() returns
+        self.socket.close(linger=1000)
+        # After the sockets, before term(): the authenticator's thread has a socket of this context.
         if self.authenticator is not None:
             self.authenticator.stop()
         self.context.term()
 
 
 def bind_server(host: str, keys: CurveKeys | None, *, receive_limit: int = 0) -> Server:
-    """A ROUTER on ``host``, port chosen by the system; at most ``receive_limit`` messages of a peer wait (0: any)."""
+    """Bind a ROUTER on ``host`` at a port that the system chooses.
+
+    At most ``receive_limit`` messages of a peer wait in memory (0: no limit). Raises StreamError if
+    the address cannot be bound, or if ``host`` is not loopback and there are no keys.
+    """
+    # Without keys anyone who reaches the port could push groups or pose as a worker.
     if keys is None and not is_loopback(host):
-        raise StreamError(f"socket on host={host}: beyond loopback it needs keys; pass keys=ensure_keys(directory)")
+        raise StreamError(f"socket on host={host}: beyond loopback it needs keys: pass keys=ensure_keys(directory)")
+    # One context per server, so that close() ends these sockets and waits for no others.
     context: ZContext = zmq.Context()
+    # Before the bind: a handshake before the authenticator runs would not be checked.
     authenticator = keys.start_authenticator(context) if keys is not None else None
     router = context.socket(zmq.ROUTER)
     _limit(router)
     router.rcvhwm = receive_limit
-    router.router_mandatory = True  # an error instead of silence when the peer is gone
+    # Otherwise a ROUTER silently drops messages to an unknown route. Now the send raises EHOSTUNREACH.
+    router.router_mandatory = True
     if keys is not None:
         keys.secure_server(router)
     router.ipv6 = ":" in host
     rejections = REJECTED_EVENTS.keys()
     monitor = router.get_monitor_socket(int(functools.reduce(operator.or_, rejections)))
     try:
+        # Port 0: two processes of a host can never choose the same port.
         router.bind(f"tcp://{join_host_port(host, 0)}")
     except zmq.ZMQError as err:
         router.disable_monitor()
@@ -100,7 +113,7 @@ def bind_server(host: str, keys: CurveKeys | None, *, receive_limit: int = 0) ->
             authenticator.stop()
         context.term()
         raise StreamError(
-            f"socket on host={host}: cannot bind: {err.strerror}; is it an address of this host?"
+            f"socket on host={host}: cannot bind ({err.strerror}): check that it is an address of this host"
         ) from err
     endpoint = bytes(router.getsockopt(zmq.LAST_ENDPOINT))  # type: ignore[arg-type]
     port = int(endpoint.rstrip(b"\0").decode().rsplit(":", 1)[1])
@@ -108,15 +121,16 @@ def bind_server(host: str, keys: CurveKeys | None, *, receive_limit: int = 0) ->
 
 
 def connect_client(context: ZContext, address: str, keys: CurveKeys | None) -> tuple[ZSocket, ZSocket]:
-    """A DEALER that connects to ``address`` in the background, and the monitor that tells of its connection."""
+    """Return a DEALER that connects to ``address`` in the background, and its connection monitor."""
     dealer = context.socket(zmq.DEALER)
     _limit(dealer)
-    dealer.rcvhwm = 0
+    dealer.rcvhwm = 0  # an acknowledgement that libzmq held back would stall the sender
     dealer.reconnect_ivl = 50
     dealer.reconnect_ivl_max = 2_000
     dealer.ipv6 = "[" in address
     if keys is not None:
         keys.secure_client(dealer)
+    # Before connect(), or the monitor could miss the first handshake, and no Hello would be sent.
     monitor = dealer.get_monitor_socket(int(CONNECTION_EVENTS))
     try:
         dealer.connect(address)
@@ -127,19 +141,19 @@ def connect_client(context: ZContext, address: str, keys: CurveKeys | None) -> t
 
 
 def close_client(dealer: ZSocket, monitor: ZSocket) -> None:
-    """Close both; what is still queued is thrown away (callers keep what was not acknowledged)."""
+    """Close both sockets. Queued messages are lost; callers keep them until they are acknowledged."""
     dealer.disable_monitor()
     monitor.close(linger=0)
     dealer.close(linger=0)
 
 
 def monitor_event(frames: Sequence[zmq.Frame]) -> zmq.Event:
-    """The event of one message of a monitor socket."""
+    """Return the event of one message of a monitor socket."""
     return zmq.Event(parse_monitor_message([f.bytes for f in frames])["event"])
 
 
 def sender_of(frames: Sequence[zmq.Frame]) -> str:
-    """Who sent these frames, for a log line: network address and the socket's routing id."""
+    """Describe the sender of these frames for a log line: network address and routing id."""
     route = frames[0]
     try:
         peer = route.get("Peer-Address")
@@ -149,24 +163,26 @@ def sender_of(frames: Sequence[zmq.Frame]) -> str:
 
 
 def describe_loss(event: zmq.Event, *, was_up: bool) -> str:
-    """What ``event`` of a client's monitor says about its connection."""
+    """Describe for a log line why a client has no connection, from its monitor's ``event``."""
     if event in REJECTED_EVENTS:
         return "the peer rejected the handshake; do both sides use the same keys?"
     if was_up:
         return "connection lost"
+    # A server that rejects a key only closes the connection, so this is how wrong keys usually look.
     if event == zmq.Event.DISCONNECTED:
         return "closed during the handshake; do both sides use the same keys?"
     return "connection refused"
 
 
 def worth_logging(count: int) -> bool:
-    """Whether the ``count``-th event of a kind gets a line: the first ten, then each power of two."""
+    """Return True if the ``count``-th event of a kind gets a line: the first ten, then powers of two."""
     return count <= 10 or count & (count - 1) == 0
 
 
 def _limit(sock: ZSocket) -> None:
-    sock.linger = 0
-    sock.sndhwm = 0  # what may be in flight is bounded by the protocols above, not by the socket
+    sock.linger = 0  # everything unacknowledged is kept above the socket, so nothing needs to linger
+    # No limit: a full socket would block or drop. The protocols above bound the messages in flight.
+    sock.sndhwm = 0
     sock.copy_threshold = COPY_LIMIT
     sock.maxmsgsize = MAX_FRAME_BYTES
     sock.heartbeat_ivl = HEARTBEAT_MS
@@ -174,14 +190,14 @@ def _limit(sock: ZSocket) -> None:
 
 
 class LoopReader:
-    """Hands each message of a plain ZMQ socket to a callback on the event loop.
+    """Reader that hands each message of a plain ZMQ socket to a callback on the event loop.
 
-    A thin stand-in for ``zmq.asyncio``, which makes a future and a timer per message. ZMQ's descriptor is
-    edge-triggered and sending may swallow the edge, so whoever sends on the socket calls ``nudge`` afterwards. An
-    exception of ``on_message`` ends the reading and goes to ``on_error``.
+    It replaces ``zmq.asyncio``, which makes a future and a timer per message. ZMQ's descriptor is
+    edge-triggered and sending may swallow the edge, so the owner must call ``nudge`` after each send.
+    An exception of ``on_message`` ends the reading and goes to ``on_error``.
     """
 
-    BUDGET = 64  # messages per turn of the loop, so that other tasks get theirs
+    BUDGET = 64  # messages per turn of the event loop, so that other tasks can run
 
     def __init__(
         self,
@@ -189,21 +205,23 @@ class LoopReader:
         on_message: Callable[[list[zmq.Frame]], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
-        self._socket, self._on_message, self._on_error = sock, on_message, on_error
+        self._socket = sock
+        self._on_message = on_message
+        self._on_error = on_error
         self._loop = asyncio.get_running_loop()
         self._descriptor: int = sock.getsockopt(zmq.FD)  # type: ignore[assignment]
         self._scheduled = False
         self._closed = False
         self._loop.add_reader(self._descriptor, self._drain)
-        self._schedule()
+        self._schedule()  # messages that arrived before add_reader have used up their edge
 
     def nudge(self) -> None:
-        """Look again: to be called after each send on the socket."""
+        """Read again if messages wait; call it after each send on the socket."""
         if not self._scheduled and not self._closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._schedule()
 
     def close(self) -> None:
-        """Stop reading; before the socket is closed."""
+        """Stop reading; call it before the socket is closed."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._descriptor)
@@ -223,8 +241,9 @@ class LoopReader:
                 return
             try:
                 self._on_message(frames)
-            except Exception as exc:  # a boundary: the loop would log it and leave everyone waiting
+            except Exception as exc:  # a boundary: the event loop would only log it, and callers wait on
                 self.close()
                 self._on_error(exc)
+        # The budget is used up and the edge is gone: without a new turn the rest would wait for ever.
         if not self._closed:
             self._schedule()

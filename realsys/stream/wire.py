@@ -1,4 +1,4 @@
-"""Headers of the two streams: the first frame of every message. What follows it is the payload.
+"""Headers of the two streams: the first frame of every message. The payload follows it.
 
 Push-pull (Pusher -> Puller, then back)
 
@@ -13,9 +13,12 @@ Request-reply (WorkerEndpoint <-> MasterStream)
     Reply + payload | Notice + payload      ->
                                             <-  Ack
 
-Both directions of request-reply are numbered per worker incarnation, kept by the sender until acknowledged (a Request
-by its Reply, a Reply or Notice by an Ack), resent after a reconnection from where Hello and Welcome say the peer is,
-and dropped by the receiver when it has them already. So a cut connection loses and doubles nothing.
+Both directions of request-reply are numbered per worker incarnation. The sender keeps a message until it is
+acknowledged: a Request by its Reply, a Reply or Notice by an Ack. After a reconnection it resends those above the
+high-water mark that Hello or Welcome names. The receiver drops a number that it has already. A connection that is cut
+therefore loses no message and doubles none.
+
+The tags end in a version. Change it with the fields: a peer of another version must fail to decode the header.
 """
 
 from __future__ import annotations
@@ -25,12 +28,16 @@ from typing import Annotated
 import msgspec
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
-Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]  # of a worker; who greets is remembered, so there is an end
+#: worker index; bounded, because the master remembers every index that says hello
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Push(msgspec.Struct, array_like=True, frozen=True, tag="push/1"):
-    """``floor``: the lowest sequence the sender may still send or resend to this receiver."""
+    """Header of a pushed group.
+
+    ``floor`` is the lowest sequence that the sender may still send or resend to this receiver.
+    """
 
     identity: Label
     sequence: Number
@@ -38,20 +45,23 @@ class Push(msgspec.Struct, array_like=True, frozen=True, tag="push/1"):
 
 
 class PushAck(msgspec.Struct, array_like=True, frozen=True, tag="push-ack/1"):
-    """These are stored."""
+    """Acknowledgement that these groups are stored."""
 
     sequences: list[Number]
 
 
 class PushNack(msgspec.Struct, array_like=True, frozen=True, tag="push-nack/1"):
-    """The group is refused for good, or was given up by its sender; resending it would not help."""
+    """Refusal of a group, or a late copy of a push that its sender has cancelled. Resending does not help."""
 
     sequence: Number
     reason: str
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello/1"):
-    """``last_request``: number of the newest Request this incarnation has received (0: none)."""
+    """Opening of a connection by a worker.
+
+    ``last_request`` is the number of the newest Request this incarnation has received (0: none).
+    """
 
     index: Index
     incarnation: Label
@@ -59,24 +69,30 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello/1"):
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome/1"):
-    """``last_message``: number of the newest Reply or Notice the master has of this incarnation (0: none)."""
+    """Reply to a Hello.
+
+    ``last_message`` is the number of the newest Reply or Notice the master has received from this incarnation
+    (0: none).
+    """
 
     last_message: Number
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused/1"):
-    """The master talks to a newer incarnation of this worker."""
+    """Reply to a Hello of a retired incarnation, or to one whose successor has said hello."""
 
     reason: str
 
 
 class RequestHeader(msgspec.Struct, array_like=True, frozen=True, tag="request/1"):
+    """Header of a call of the master."""
+
     number: Number
     handler: Label
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """The exception a handler raised."""
+    """Exception that a handler raised."""
 
     type: str
     message: str
@@ -84,18 +100,22 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True, tag="reply/1"):
+    """Header of the reply to Request ``request``."""
+
     number: Number
     request: Number
     failure: Failure | None
 
 
 class NoticeHeader(msgspec.Struct, array_like=True, frozen=True, tag="notice/1"):
+    """Header of a message that is no reply."""
+
     number: Number
     handler: Label
 
 
 class Ack(msgspec.Struct, array_like=True, frozen=True, tag="ack/1"):
-    """The master has every Reply and Notice up to ``number``."""
+    """Acknowledgement that the master has every Reply and Notice up to ``number``."""
 
     number: Number
 

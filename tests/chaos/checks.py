@@ -89,7 +89,7 @@ def rejudge(paths: TrialPaths) -> tuple[int, list[str]]:
             for meta in group:
                 how = origin.episodes[meta.episode][meta.row]
                 tokens = arrays[meta.sample_id, "tokens"].tolist()
-                text = tokenizer.answer_text(tokens[prompt_len(meta) :])
+                text = tokenizer.completion_text(tokens[prompt_len(meta) :])
                 item = Item(prompt.text, text, prompt.answer, prompt.extra)
                 right = how.finish_reason == "stop" and verdict_of(verifier(item)).correct
                 wanted = config.rollout.reward.correct if right else config.rollout.reward.wrong

@@ -194,7 +194,7 @@ def test_full_server_answers_503(server):
         (
             "/generate",
             {"input_ids": [1], "sampling_params": {"stop_token_ids": [VOCAB]}},
-            f"stop_token_ids holds {VOCAB}",
+            f"stop_token_ids contains {VOCAB}",
         ),
         ("/generate", {"input_ids": [1], "sampling_params": {"stop": ["end"]}}, "needs a tokenizer.json"),
         ("/update_weights_from_disk", {"model_path": "x", "weight_version": "new"}, "weight_version='new'"),

@@ -126,7 +126,7 @@ def refused() -> list[Case]:
         Case("mistral", {"num_key_value_heads": None}, f"num_key_value_heads=None {integer}", False),
         Case("qwen2", {"num_key_value_heads": MISSING}, "num_key_value_heads=32, the default of Qwen2", False),
         Case("mistral", {"num_key_value_heads": MISSING}, "num_key_value_heads=8, the default of Mistral", False),
-        Case("llama", {"num_key_value_heads": 3}, "is no multiple of num_key_value_heads=3", False),
+        Case("llama", {"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads=3", False),
         Case("llama", {"hidden_size": 34}, "hidden_size=34 must be a multiple of num_attention_heads", False),
         *(Case("qwen2", {name: MISSING}, f"{name} is missing", None) for name in list(BASE)[:5]),
         Case("qwen2", {"num_hidden_layers": 2.0}, f"num_hidden_layers=2.0 {integer}", False),

@@ -15,7 +15,7 @@ from realsys.stream import endpoint as endpoints
 from realsys.stream import puller as pullers
 from realsys.stream.codec import decode_with, encode_group, encode_message
 from realsys.stream.push_pull import Puller, Pusher
-from realsys.stream.request_reply import MasterStream, WorkerEndpoint
+from realsys.stream.request_reply import GroupIntake, MasterStream, WorkerEndpoint
 from realsys.stream.wire import TO_MASTER, Hello, Push, PushAck, PushNack, Welcome
 from realsys.types import Empty
 from tests.support.streams.stream_parts import BOUND_S, make_group
@@ -33,7 +33,7 @@ def test_an_io_thread_that_hangs_does_not_hold_up_who_closes(
 
     async def run() -> None:
         stream, puller = MasterStream(), Puller()
-        worker = WorkerEndpoint(0, stream.address, puller, store)
+        worker = WorkerEndpoint(0, stream.address, GroupIntake(puller, store))
         await stream.barrier([0], BOUND_S)
         pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0")
         push = asyncio.create_task(pusher.push(make_group("t0")))
@@ -61,9 +61,9 @@ def test_a_worker_number_that_no_trial_has_is_refused_not_remembered() -> None:
             decode_with(TO_MASTER, encode_message(Hello(index, "1", 0)), "message")
 
 
-def test_what_a_sender_was_answered_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose floor never rises: what is forgotten is neither stored again nor called stored."""
-    monkeypatch.setattr(pullers, "MAX_ANSWERED", 8)
+def test_outcomes_of_a_broken_sender_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its floor never rises. A group whose outcome is discarded is neither stored again nor called stored."""
+    monkeypatch.setattr(pullers, "MAX_OUTCOMES", 8)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
@@ -82,9 +82,9 @@ def test_what_a_sender_was_answered_is_forgotten_in_the_end(monkeypatch: pytest.
         for sequence in range(100):
             assert push(sequence) == PushAck([sequence])
         (sender,) = puller._senders.values()
-        assert len(sender.answered) <= 9
+        assert len(sender.outcomes) <= 9
         assert push(99) == PushAck([99])
-        assert push(0) == PushNack(0, "its sender has given it up")
+        assert push(0) == PushNack(0, "its sender has cancelled it")
         assert len(stored) == 100 and puller.stats.duplicates == 2
     finally:
         context.destroy(linger=0)
@@ -183,11 +183,11 @@ def test_a_worker_without_its_lease_sends_nothing_again() -> None:
 
 def lose_on_welcome(worker: WorkerEndpoint, lease: Lease, welcome: threading.Event) -> None:
     """The lease is lost between the check of the loop and the sending."""
-    forget = worker._forget_up_to
+    discard = worker._io._discard_up_to
 
     def lose(number: int) -> None:
         lease.held = False
         welcome.set()
-        forget(number)
+        discard(number)
 
-    worker._forget_up_to = lose  # type: ignore[method-assign]
+    worker._io._discard_up_to = lose  # type: ignore[method-assign]

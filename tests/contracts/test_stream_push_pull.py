@@ -14,7 +14,7 @@ from zmq.utils import garbage
 from realsys.cluster.topology import group_contiguously
 from realsys.errors import KeyMissing, StreamError, WaitTimeout
 from realsys.stream.codec import encode_group
-from realsys.stream.push_pull import Pusher
+from realsys.stream.push_pull import Pusher, PushLimits
 from realsys.stream.wire import Push, PushAck, PushNack
 from realsys.types import Group
 from tests.support.streams.stream_parts import BOUND_S, PullerThread, make_group, names, pulling, push_all
@@ -32,7 +32,7 @@ def test_groups_arrive_in_order_and_whole() -> None:
     stored: list[Group] = []
 
     async def run(puller: PullerThread) -> None:
-        pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0", max_in_flight=4)
+        pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0", limits=PushLimits(max_in_flight=4))
         await push_all(pusher, names(30))
         await pusher.close()
 
@@ -47,7 +47,7 @@ def test_large_groups_reuse_their_memory_without_mixing() -> None:
     sums: list[int] = []
 
     async def run(puller: PullerThread) -> None:
-        pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0", max_in_flight=3)
+        pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0", limits=PushLimits(max_in_flight=3))
         groups = [make_group(str(length), episodes=1, length=length) for length in range(200_000, 200_012)]
         async with asyncio.timeout(BOUND_S):
             await asyncio.gather(*map(pusher.push, groups))
@@ -91,7 +91,7 @@ def test_a_push_nobody_acknowledges_names_group_receiver_and_reason() -> None:
         raise KeyMissing(f"no key pull/{dp}")
 
     async def run() -> None:
-        pusher = Pusher(resolve, [3], "rollout_worker/0", push_timeout_s=0.2)
+        pusher = Pusher(resolve, [3], "rollout_worker/0", limits=PushLimits(push_timeout_s=0.2))
         message = r"rollout_worker/0: group t0 not acknowledged in 0.2 s by puller 3 .*no key pull/3"
         with pytest.raises(WaitTimeout, match=message):
             await pusher.push(make_group("t0"))
@@ -145,7 +145,7 @@ def test_no_more_than_the_limit_is_in_flight() -> None:
         return route, msgspec.msgpack.decode(header, type=Push).sequence
 
     async def run() -> None:
-        pusher = Pusher(lambda dp: address, [0], "rollout_worker/0", max_in_flight=2)
+        pusher = Pusher(lambda dp: address, [0], "rollout_worker/0", limits=PushLimits(max_in_flight=2))
         pushes = asyncio.create_task(push_all(pusher, names(5)))
         (route, first), (_, second) = [await asyncio.to_thread(receive) for _ in range(2)]
         assert (first, second) == (0, 1)

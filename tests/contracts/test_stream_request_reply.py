@@ -10,7 +10,7 @@ import zmq
 
 from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout, WorkerLost
 from realsys.stream.push_pull import Puller, Pusher
-from realsys.stream.request_reply import MasterStream, WorkerEndpoint
+from realsys.stream.request_reply import GroupIntake, MasterStream, WorkerEndpoint
 from realsys.types import ClearRequest, Group, SampleMeta, SamplesArrived
 from tests.support.streams.stream_parts import BOUND_S, make_group
 from tests.support.streams.stream_workers import Answering, Number, with_workers
@@ -100,7 +100,7 @@ def test_notices_that_nobody_asks_for_are_bounded(monkeypatch: pytest.MonkeyPatc
     async def body(stream: MasterStream, workers: list[Answering]) -> None:
         for number in range(4):
             workers[0].endpoint.notify("unheard", Number(number))
-        with pytest.raises(StreamError, match="3 notices, and nobody asked for unheard"):
+        with pytest.raises(StreamError, match="3 notices wait, and unheard has no callback"):
             await asyncio.wait_for(stream.request(0, "hold", Number(1), Number), BOUND_S)
         workers[0].gate.set()
 
@@ -121,7 +121,7 @@ def test_groups_pushed_to_a_worker_are_announced_to_the_master() -> None:
             return SamplesArrived(metas)
 
         puller = Puller()
-        worker = Answering(2, stream.address, puller=puller, on_group=store)
+        worker = Answering(2, stream.address, groups=GroupIntake(puller, store))
         pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0")
         async with asyncio.timeout(BOUND_S):
             await asyncio.gather(*(pusher.push(make_group(f"t{i}")) for i in range(10)))

@@ -12,7 +12,7 @@ import zmq
 
 from realsys.errors import KeyMissing, StreamError
 from realsys.stream.codec import encode_group
-from realsys.stream.push_pull import Puller, Pusher
+from realsys.stream.push_pull import Puller, Pusher, PushLimits
 from realsys.stream.wire import Push
 from realsys.types import Group
 from tests.support.streams.stream_parts import (
@@ -103,7 +103,7 @@ def test_a_puller_killed_on_the_way_and_restarted_elsewhere_loses_nothing() -> N
         return PullerThread()
 
     async def run() -> PullerThread:
-        pusher = Pusher(lambda dp: addresses[-1], [0], "rollout_worker/0", max_in_flight=3)
+        pusher = Pusher(lambda dp: addresses[-1], [0], "rollout_worker/0", limits=PushLimits(max_in_flight=3))
 
         async def push(ticket: str) -> None:
             await pusher.push(make_group(ticket))
@@ -141,7 +141,7 @@ def test_a_group_that_was_stored_but_not_acknowledged_goes_to_the_next_incarnati
             asked.append(dp)
             return first.address if len(asked) == 1 else second.address
 
-        pusher = Pusher(resolve, [7], "rollout_worker/0", max_in_flight=2)
+        pusher = Pusher(resolve, [7], "rollout_worker/0", limits=PushLimits(max_in_flight=2))
         await push_all(pusher, names(6))
         await pusher.close()
         assert set(asked) == {7}

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from realsys.errors import StreamError, WaitTimeout
-from realsys.stream.push_pull import Puller, Pusher
+from realsys.stream.push_pull import Puller, Pusher, PushLimits
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.stream.security import KEY_FILE, CurveKeys, ensure_keys, keys_for, load_keys
 from realsys.types import Empty
@@ -42,10 +42,10 @@ def test_keys_are_made_once_and_kept_private(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda path: path.chmod(0o644), "mode 0644 lets others read them; chmod 600"),
+        (lambda path: path.chmod(0o644), "mode 0644 lets others read them: chmod 600"),
         (lambda path: path.write_text("{}"), "missing required field"),
         (lambda path: path.write_text(path.read_text().replace('"server_public":"', '"server_public":"x')), "40 char"),
-        (lambda path: path.unlink(), "No such file or directory; the launcher makes them"),
+        (lambda path: path.unlink(), "No such file or directory: the launcher creates them"),
     ],
 )
 def test_spoiled_keys_are_an_error_that_names_the_file(tmp_path: Path, spoil, message: str) -> None:
@@ -72,7 +72,7 @@ def test_a_socket_beyond_loopback_opens_with_keys(keys: CurveKeys) -> None:
 
 
 def test_an_address_of_another_host_is_an_error(keys: CurveKeys) -> None:
-    with pytest.raises(StreamError, match=r"host=192.0.2.1: cannot bind: .*; is it an address of this host"):
+    with pytest.raises(StreamError, match=r"host=192.0.2.1: cannot bind \(.*\): check that it is an address"):
         Puller("192.0.2.1", keys=keys)
 
 
@@ -111,7 +111,9 @@ def test_a_stranger_is_not_let_in_and_is_counted(keys: CurveKeys, who: str, capl
     stranger = strangers(keys)[who]
 
     async def run(puller: PullerThread) -> None:
-        pusher = Pusher(lambda dp: puller.address, [0], "stranger", keys=stranger, push_timeout_s=0.4)
+        pusher = Pusher(
+            lambda dp: puller.address, [0], "stranger", keys=stranger, limits=PushLimits(push_timeout_s=0.4)
+        )
         with pytest.raises(WaitTimeout, match="group t0 not acknowledged in 0.4 s by puller 0 .*"):
             await pusher.push(make_group("t0"))
         await asyncio.to_thread(puller.wait_until, lambda: puller.stats.rejected > 0)

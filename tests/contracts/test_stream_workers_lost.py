@@ -11,7 +11,7 @@ import zmq
 from realsys.errors import Fenced, StreamError, WorkerLost
 from realsys.stream.codec import encode_message
 from realsys.stream.push_pull import Puller, Pusher
-from realsys.stream.request_reply import MasterStream, WorkerEndpoint
+from realsys.stream.request_reply import GroupIntake, MasterStream, WorkerEndpoint
 from realsys.stream.wire import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome
 from realsys.types import Group, SamplesArrived
 from tests.support.streams.stream_parts import BOUND_S, CuttableProxy, make_group
@@ -122,7 +122,7 @@ def test_a_request_lost_with_its_connection_comes_again_before_those_behind_it(m
         reached += point == "request.receive"
         return "drop" if point == "request.receive" and reached == 5 else ""
 
-    monkeypatch.setattr("realsys.stream.endpoint.failpoint", drop_the_fifth)
+    monkeypatch.setattr("realsys.stream.worker_io.failpoint", drop_the_fifth)
 
     async def body(stream: MasterStream, workers: list[Answering]) -> None:
         replies = [stream.request(0, "echo", Number(value), Number) for value in range(200)]
@@ -154,7 +154,7 @@ def test_a_request_sent_twice_is_handled_once() -> None:
             router.send_multipart([route, *frames])
         requests = [endpoint.next_request(BOUND_S) for _ in range(2)]
         assert [request.handler for request in requests if request] == ["first", "third"]
-        assert endpoint.bad_messages == 2
+        assert endpoint.counters()["bad_messages"] == 2
     finally:
         endpoint.close()
         context.destroy(linger=0)
@@ -204,7 +204,7 @@ def test_an_exception_while_storing_a_group_ends_the_io_thread_loudly() -> None:
         def store(group: Group) -> None:
             raise ZeroDivisionError("a defect")
 
-        worker = Answering(0, stream.address, puller=puller, on_group=store)
+        worker = Answering(0, stream.address, groups=GroupIntake(puller, store))
         pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0")
         push = asyncio.create_task(pusher.push(make_group("t0")))
         await asyncio.to_thread(worker.wait_ended)

@@ -7,7 +7,7 @@
     reinforce.py  no ratio
     trial.py      a test of the user's loss before anything starts
 
-``realsys.algorithm.loss`` has the part that all of them share.
+``realsys.algorithm.loss`` contains the part that all losses share.
 """
 
 from __future__ import annotations

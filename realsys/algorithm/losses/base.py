@@ -96,7 +96,7 @@ def episode_level(loss: Function) -> Function:
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredLoss:
-    """A loss with its arguments. ``name``: how the configuration names it."""
+    """A loss with its arguments. ``name`` is its name in the configuration."""
 
     name: str
     function: Loss
@@ -108,8 +108,8 @@ class ConfiguredLoss:
 
     def __call__(self, inputs: LossInputs) -> Surrogate:
         """Return the token losses. Raises ValueError if they are not one number per token."""
-        found = self.function(inputs, **self.arguments)
-        surrogate = found if isinstance(found, Surrogate) else Surrogate(found)
+        result = self.function(inputs, **self.arguments)
+        surrogate = result if isinstance(result, Surrogate) else Surrogate(result)
         for name in ("loss", "clipped", "dual_clipped"):
             tensor = getattr(surrogate, name)
             if tensor is not None or name == "loss":
@@ -121,5 +121,5 @@ class ConfiguredLoss:
         if isinstance(tensor, Tensor) and tensor.shape == inputs.mask.shape:
             return
         got = f"shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-        wanted = f"a tensor of shape {list(inputs.mask.shape)}, one entry per token"
-        raise ValueError(f"train.ppo.loss={self.name}: {name} has {got}: return {wanted}")
+        needed = f"a tensor of shape {list(inputs.mask.shape)}, one entry per token"
+        raise ValueError(f"train.ppo.loss={self.name}: {name} has {got}: return {needed}")

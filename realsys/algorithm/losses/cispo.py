@@ -6,7 +6,7 @@ from realsys.algorithm.losses.base import LossInputs, Surrogate
 
 
 def cispo(inputs: LossInputs) -> Surrogate:
-    """``-sg(clip(u)) * A * theta``: every token keeps its gradient; u stops growing as a weight."""
+    """Compute ``-sg(clip(u)) * A * theta``: every token keeps its gradient, weighted with the clipped u."""
     bounded = inputs.clipped_u
     loss = -bounded.detach() * inputs.advantages * inputs.theta
     return Surrogate(loss, clipped=(bounded != inputs.u).detach())

@@ -8,5 +8,5 @@ from realsys.algorithm.losses.ppo import clipped_ratio
 
 @episode_level
 def gspo(inputs: LossInputs) -> Surrogate:
-    """``-min(u * A, clip(u) * A)`` with the u of the episode."""
+    """Compute ``-min(u * A, clip(u) * A)`` with the u of the episode."""
     return clipped_ratio(inputs)

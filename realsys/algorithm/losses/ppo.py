@@ -8,18 +8,18 @@ from realsys.algorithm.losses.base import LossInputs, Surrogate
 
 
 def ppo(inputs: LossInputs) -> Surrogate:
-    """``-min(u * A, clip(u) * A)``; for A < 0 at most ``-c_clip * A`` if ``cfg.c_clip`` is set."""
+    """Compute ``-min(u * A, clip(u) * A)``; if ``cfg.c_clip`` is set, at most ``-c_clip * A`` for A < 0."""
     surrogate, c_clip = clipped_ratio(inputs), inputs.cfg.c_clip
     if c_clip == 0:
         return surrogate
-    # The surrogate is never positive for A >= 0, so only tokens with A < 0 meet the bound.
+    # For A >= 0 the surrogate is never positive, so only tokens with A < 0 can reach the bound.
     bound = c_clip * inputs.advantages.abs()
     bounded = torch.minimum(surrogate.loss, bound)
     return Surrogate(bounded, surrogate.clipped, surrogate.loss.detach() > bound)
 
 
 def clipped_ratio(inputs: LossInputs) -> Surrogate:
-    """``-min(u * A, clip(u) * A)``."""
+    """Compute ``-min(u * A, clip(u) * A)``."""
     loose = -inputs.u * inputs.advantages
     tight = -inputs.clipped_u * inputs.advantages
     return Surrogate(torch.maximum(loose, tight), clipped=tight.detach() > loose.detach())

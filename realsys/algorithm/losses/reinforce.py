@@ -8,5 +8,5 @@ from realsys.algorithm.losses.base import LossInputs
 
 
 def reinforce(inputs: LossInputs) -> Tensor:
-    """``-A * theta``."""
+    """Compute ``-A * theta``."""
     return -inputs.advantages * inputs.theta

@@ -1,4 +1,4 @@
-"""A trial of a user's loss on two small batches: a broken loss ends the launcher before the run."""
+"""Trial of a user's loss on two small batches, so that the launcher refuses a broken loss before the run."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def _loss_and_gradient(loss: ConfiguredLoss, cfg: PPOConfig, tokens: int) -> tup
     columns = (theta, prox, behav, advantages)
     total, _ = actor_loss(*columns, mask, 5.0, cfg, loss=loss, segments=segments)
     if not total.requires_grad:
-        raise ValueError("its result has no gradient: compute it from inputs.theta or inputs.u")
+        raise ValueError("the result has no gradient: compute it from inputs.theta or inputs.u")
     [gradient] = torch.autograd.grad(total, theta)
     return total, gradient

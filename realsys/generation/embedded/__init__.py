@@ -1,1 +1,1 @@
-"""The embedded engine: continuous batching in plain torch, inside the GenerationServer process (docs/generation.md)."""
+"""The embedded engine: continuous batching in plain torch, in the GenerationServer process (docs/generation.md)."""

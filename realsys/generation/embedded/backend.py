@@ -1,4 +1,4 @@
-"""The built-in backend ``embedded``. No torch until an engine is built: the launcher imports this module."""
+"""The built-in backend ``embedded``. It imports torch only to build an engine: the launcher imports this module."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class EmbeddedBackend(Backend):
-    """Rules of the embedded engine."""
+    """Rules and factory of the embedded engine."""
 
     capacity_field = "generation.embedded.max_queued"
 
     def check(self, allocation: Allocation) -> None:
-        """Refuse a split model, and a context that cannot hold the longest sequence."""
+        """Refuse a model split over devices, and a context that cannot hold the longest sequence."""
         super().check(allocation)
         context = self.config.generation.embedded.context_length
         longest = longest_sequence(self.config)
@@ -50,5 +50,5 @@ class EmbeddedBackend(Backend):
             dtype=getattr(torch, config.model.dtype),
             interruptible=config.asynchronous.interruptible,
         )
-        parts.on_change(Change(0))  # the only news: the engine lives as long as the process
+        parts.on_change(Change(0))  # the only change: the engine lives as long as the process
         return engine

@@ -1,4 +1,4 @@
-"""From a model directory to an engine."""
+"""Construction of an embedded engine from a model directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from realsys.config.schema import GenerationConfig
 from realsys.generation.backend import Load
-from realsys.generation.embedded.core import EngineCore
+from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.engine import Engine
 from realsys.generation.embedded.forward.weights import fuse, read_tensors
 from realsys.generation.stop_strings import read_tokenizer
@@ -27,23 +27,21 @@ def build_engine(
     interruptible: bool = True,
     on_step: Callable[[EngineCore], None] | None = None,
 ) -> Engine:
-    """Read the model and allocate everything the engine will need; ``start`` it afterwards.
+    """Read the model and allocate everything that the engine needs; the caller starts it.
 
-    The engine begins with version -1 whatever the directory holds: only a verified update has a version.
-    ``context``: tokens of the longest sequence, if ``embedded.context_length`` does not say it.
-    Raises ModelError for a model it cannot run, ConfigError when the KV cache does not fit.
+    The engine begins with version -1 for any directory: only a verified update has a version.
+    ``context`` is the longest sequence in tokens, used if ``embedded.context_length`` is 0. Raises
+    ModelError for a model that it cannot run, ConfigError if the KV cache does not fit.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     embedded = config.embedded
     arch = read_model(model_path)
     weights = fuse(arch, read_tensors(model_path), dtype=dtype, device=device)
-    core = EngineCore(
-        arch,
-        weights,
+    sizes = CoreSizes(
         max_running=embedded.max_running,
         max_queued=embedded.max_queued,
         context=embedded.context_length or context,
         prefill_tokens=embedded.prefill_tokens,
-        tokenizer=read_tokenizer(model_path),
     )
+    core = EngineCore(arch, weights, sizes, read_tokenizer(model_path))
     return Engine(core, load, model_path=str(model_path), interruptible=interruptible, on_step=on_step)

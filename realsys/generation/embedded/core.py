@@ -1,11 +1,17 @@
 """The embedded engine without its thread: continuous batching, one step at a time.
 
-    step:  admit ──> prefill what fits the budget ──> decode all running rows ──> sample ──> store ──> finish
+    step:  admit ──> prefill within the budget ──> decode all running rows ──> sample ──> store ──> finish
 
-The prefill of a prompt stops before its last token; feeding that one through ``decode`` gives the first logits. So the
-cache always holds all tokens of an answer but the last, for new prompts and for interrupted answers alike, and what
-follows a weight update is the same prefill over prompt and tokens so far, a budget at a time, while those that are
-through decode already.
+The prefill of a prompt stops before its last token; feeding that one through ``decode`` gives the first logits.
+
+Invariants
+    last-uncached   The cache holds all tokens of a completion but the last, for new prompts and for interrupted
+                    completions alike. Recovery from a weight update is therefore the same prefill, over prompt and
+                    tokens so far, a budget at a time; completions that are through it decode already.
+    batch-is-owner  While a batch exists, it alone knows the lengths of the running completions. ``_retire_batch``
+                    writes them back; it must run before anything reads or changes a running completion.
+    one-version     A token belongs to the version whose weights computed its logits and all cached keys and values
+                    that they read. ``swap`` therefore drops the cache of everything, running or not.
 """
 
 from __future__ import annotations
@@ -22,98 +28,113 @@ from tokenizers import Tokenizer
 from realsys.errors import GenerationError
 from realsys.generation.backend import Completion
 from realsys.generation.embedded.forward.batch import Batch, PrefillBatch
-from realsys.generation.embedded.forward.kv_cache import KVCache
+from realsys.generation.embedded.forward.kv_cache import CacheShape, KVCache
 from realsys.generation.embedded.forward.model import Decoder
 from realsys.generation.embedded.forward.sampler import sample
 from realsys.generation.embedded.forward.token_store import TokenStore
 from realsys.generation.embedded.forward.weights import ModelWeights
 from realsys.generation.embedded.layout import LayoutPlanner
 from realsys.generation.embedded.prefill import Part, plan_pass
-from realsys.generation.embedded.scheduler import Answer, Request, Scheduler
+from realsys.generation.embedded.scheduler import LiveCompletion, Request, Scheduler
 from realsys.generation.protocol import UNSYNCED
 from realsys.generation.stop_strings import find_stop, window
 from realsys.generation.uniforms import uniforms
 from realsys.hf.architecture import HfModel
 from realsys.types import FinishReason
 
-#: entries of the attention mask of a prefill pass, at most
+#: upper bound on the entries of the attention mask of a prefill pass
 _MASK_ENTRIES = 1 << 24
 #: bytes of KV cache that can be read in the time that one more group of rows costs per layer
 _GROUP_COST = {"cpu": 200_000, "cuda": 64_000_000}
 
 
+@dataclass(frozen=True, slots=True)
+class CoreSizes:
+    """Sizes of an EngineCore.
+
+    max_running     completions that decode together
+    max_queued      completions that wait
+    context         tokens of the longest sequence, prompt and completion
+    prefill_tokens  upper bound on the tokens computed between two decoding steps
+    """
+
+    max_running: int
+    max_queued: int
+    context: int
+    prefill_tokens: int = 1024
+
+
 @dataclass(slots=True)
 class Counters:
-    """Since start."""
+    """Totals since the start."""
 
     steps: int = 0
     tokens: int = 0
-    prefilled: int = 0  # prompt and answer tokens computed by prefill, padding not counted
+    prefilled: int = 0  # prompt and completion tokens computed by prefill, without padding
     busy_s: float = 0.0
 
 
 class Ended(NamedTuple):
-    """An answer that is over, and why. ``matched``: the stop token or stop string."""
+    """A completion that has ended, and why. ``matched``: the stop token or stop string."""
 
-    answer: Answer
+    completion: LiveCompletion
     reason: FinishReason
     matched: int | str | None = None
 
 
 class EngineCore:
-    """Owns model, cache, tokens and schedule. Not thread-safe: everything happens in the thread that calls ``step``.
+    """Owner of model, cache, tokens and schedule. Not thread-safe: one thread makes all calls.
 
-    ``prefill_tokens``: computed between two decoding steps, at most. ``tokenizer``: for stop strings; none without it.
+    ``tokenizer`` serves stop strings; None if the model directory has none.
     """
 
     def __init__(
         self,
         arch: HfModel,
         weights: ModelWeights,
-        *,
-        max_running: int,
-        max_queued: int,
-        context: int,
-        prefill_tokens: int = 1024,
+        sizes: CoreSizes,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         embedding = weights.embedding
-        cache = KVCache(
+        shape = CacheShape(
             layers=arch.layers,
-            rows=max_running + 1,  # one for the answer whose prompt is computed in parts
+            rows=sizes.max_running + 1,  # the extra row is for the completion whose prompt is computed in parts
             kv_heads=arch.kv_heads,
-            context=context,
+            context=sizes.context,
             head_dim=arch.head_dim,
-            dtype=embedding.dtype,
-            device=embedding.device,
         )
+        cache = KVCache(shape, embedding.dtype, embedding.device)
         overhead = _GROUP_COST[embedding.device.type] // cache.bytes_per_token
-        self.arch, self.context, self.tokenizer = arch, context, tokenizer
+        self.arch = arch
+        self.context = sizes.context
+        self.tokenizer = tokenizer
+        # Even if the directory holds a known version: only a verified update has a version.
         self.version = UNSYNCED
         self.counters = Counters()
-        self.scheduler = Scheduler(max_running, max_queued, LayoutPlanner(overhead))
-        self.hold_admission = False  # while running answers drain before a weight swap
+        self.scheduler = Scheduler(sizes.max_running, sizes.max_queued, LayoutPlanner(overhead))
+        self.hold_admission = False  # while running completions drain before a weight swap
         self._model = Decoder(arch, weights, cache)
         self._cache = cache
-        self._store = TokenStore(max_running, context, embedding.device)
-        self._prefill_tokens = min(prefill_tokens, max(64, _MASK_ENTRIES // context))
-        self._batch: Batch | None = None  # None: somebody ended or joined since it was built
+        self._store = TokenStore(sizes.max_running, sizes.context, embedding.device)
+        # Bounds the attention mask, [tokens, context], whatever the configured budget.
+        self._prefill_tokens = min(sizes.prefill_tokens, max(64, _MASK_ENTRIES // sizes.context))
+        self._batch: Batch | None = None  # None: a completion has ended or joined since it was built
 
     # ---- requests
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises GenerationError when the queue is full or its id in use."""
+        """Queue a request. Raises GenerationError if the queue is full or its id is in use."""
         self.scheduler.submit(request)
 
     def abort(self, request: Request) -> None:
-        """End a request now; its answers keep the tokens they have."""
-        nothing = Completion(np.empty(0, np.int32), np.empty(0, np.float32), [], "abort")
-        self._deliver(self.scheduler.drop_waiting(request, nothing))
-        self._finish([Ended(answer, "abort") for answer in request.running])
+        """End a request now; its completions keep the tokens they have."""
+        empty = Completion(np.empty(0, np.int32), np.empty(0, np.float32), [], "abort")
+        _deliver(self.scheduler.drop_waiting(request, empty))
+        self._finish([Ended(completion, "abort") for completion in request.running])
 
     @property
     def idle(self) -> bool:
-        """Nothing to do in a step."""
+        """True if a step has nothing to do."""
         return not self.scheduler.active and (self.hold_admission or not self.scheduler.queued)
 
     @property
@@ -122,32 +143,39 @@ class EngineCore:
 
     @property
     def staging_device(self) -> torch.device:
-        """Where new weights are built while the old ones serve: host memory, also for an accelerator."""
+        """Device on which new weights are built while the old ones serve: always host memory.
+
+        On an accelerator, the cache may leave no room for two copies of the weights.
+        """
         return torch.device("cpu")
 
     @property
     def cached_tokens(self) -> int:
-        """Positions of the KV cache in use."""
-        batch, scheduler = self._batch, self.scheduler
-        running = int(batch.lengths.sum()) if batch is not None else sum(a.length for a in scheduler.running)
-        return running + sum(answer.cached for answer in scheduler.prefilling)
+        """Number of positions of the KV cache in use."""
+        scheduler = self.scheduler
+        # Read by other threads while a step runs: take the batch once, because the step may retire it.
+        batch = self._batch
+        running = int(batch.lengths.sum()) if batch is not None else sum(c.length for c in scheduler.running)
+        return running + sum(completion.cached for completion in scheduler.prefilling)
 
     # ---- weights
 
     @torch.inference_mode()
     def swap(self, weights: ModelWeights, version: int) -> None:
-        """Replace the weights between two steps. Running answers keep their tokens, and are prefilled again."""
+        """Replace the weights between two steps. Running completions keep their tokens and are prefilled again."""
         self.drop_cache()
-        for answer in self.scheduler.prefilling:
-            answer.close_segment(self.version)
+        # The tokens so far belong to the old version, and must be attributed before it changes.
+        for completion in self.scheduler.prefilling:
+            completion.close_segment(self.version)
         if self._store.device.type == "cpu":
-            self._model.weights = weights
+            self._model.weights = weights  # staged in host memory, so it can serve as it is
         else:
             self._model.weights.copy_from(weights)
         self.version = version
 
     def drop_cache(self) -> None:
-        """Forget all cached keys and values; the next steps compute them again."""
+        """Discard all cached keys and values; the next steps compute them again."""
+        # The lengths live in the batch until it is retired: suspend() sorts by length.
         self._retire_batch()
         self.scheduler.suspend()
 
@@ -155,7 +183,7 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit what fits, prefill within the budget, then sample one token for every running answer."""
+        """Admit queued completions, prefill within the budget, then sample one token for every running one."""
         started = time.perf_counter()
         if not self.hold_admission and self.scheduler.can_admit:
             self._admit()
@@ -164,103 +192,119 @@ class EngineCore:
             self._arrange()
         batch = self._batch
         assert batch is not None
-        if batch.answers:
+        if batch.completions:
             self._decode(batch)
         self.counters.busy_s += time.perf_counter() - started
 
     def _decode(self, batch: Batch) -> None:
         store = self._store
         logits = self._model.decode(batch.ids, batch.positions, batch.groups)
+        # One number per cell, drawn at admission: a token does not depend on which rows decode with it,
+        # nor on whether its completion was suspended.
         uniform = store.uniforms.index_select(0, batch.cells)
         counts = batch.counts(store, self.arch.vocab)
         tokens, logprobs = sample(logits, batch.params, uniform, batch.banned(), counts)
         store.write(batch.cells, tokens, logprobs)
         self.counters.steps += 1
-        self.counters.tokens += len(batch.answers)
+        self.counters.tokens += len(batch.completions)
         ended: dict[int, int | str | None] = {**batch.advance(tokens)}
         if batch.watched:
             ended |= self._stop_strings(batch, ended)
         if ended:
-            self._finish([Ended(batch.answers[row], "length" if m is None else "stop", m) for row, m in ended.items()])
+            # A row that ends without a match has reached its limit.
+            self._finish(
+                [Ended(batch.completions[row], "length" if m is None else "stop", m) for row, m in ended.items()]
+            )
 
     def _stop_strings(self, batch: Batch, ended: dict[int, int | str | None]) -> dict[int, str]:
-        """Rows whose answer holds one of its stop strings now, and which."""
+        """Return the rows whose completion now holds one of its stop strings: row -> string."""
         assert self.tokenizer is not None, "a request with stop strings was let in"
+        # A row that reached its limit in this step (None) is included: a stop string takes precedence.
         rows = [r for r in batch.watched if ended.get(r) is None and batch.lengths[r] >= batch.ban_lengths[r]]
         if not rows:
             return {}
-        strings = [batch.answers[row].request.params.stop for row in rows]
+        strings = [batch.completions[row].request.params.stop for row in rows]
         widths = [min(window(texts), self.context) for texts in strings]
+        # One copy from the device for all rows: each would otherwise wait for the device on its own.
         tails = self._store.tails(batch.cells[torch.tensor(rows, device=batch.cells.device)], max(widths))
-        found = {}
+        matches = {}
         for row, texts, width, tail in zip(rows, strings, widths, tails, strict=True):
-            own = min(width, int(batch.lengths[row]) - batch.answers[row].answer_start)
-            match = find_stop(self.tokenizer, tail[-own:], texts)
+            # Without the prompt: a stop string in it must not end the completion.
+            own_tokens = min(width, int(batch.lengths[row]) - batch.completions[row].completion_start)
+            match = find_stop(self.tokenizer, tail[-own_tokens:], texts)
             if match is not None:
-                found[row] = match
-        return found
+                matches[row] = match
+        return matches
 
     # ---- admission, prefill and rows
 
     def _admit(self) -> None:
-        """Move answers from the queue to slots."""
-        for answer in self.scheduler.admit():
-            request = answer.request
-            numbers = uniforms(request.seed, answer.index, request.params.max_new_tokens)
-            self._store.open(answer.slot, request.prompt, numbers)
+        """Move completions from the queue to slots."""
+        for completion in self.scheduler.admit():
+            request = completion.request
+            # All numbers of the completion now: they depend on (seed, index, position) only.
+            numbers = uniforms(request.seed, completion.index, request.params.max_new_tokens)
+            self._store.open(completion.slot, request.prompt, numbers)
 
     def _prefill(self) -> None:
-        """Compute what fits the budget for those first in line, and let who is complete run."""
-        scheduler, left = self.scheduler, self._prefill_tokens
+        """Prefill the front of the line within the budget, and let completed ones run."""
+        scheduler = self.scheduler
+        left = self._prefill_tokens
+        # Several passes: a completion that shares tokens with one of this pass copies them in the next.
         while scheduler.prefilling and left > 0:
             parts = plan_pass(scheduler.prefilling, scheduler.running, left)
             left -= self._compute(parts)
-            complete = [part.answer for part in parts if part.completes]
+            complete = [part.completion for part in parts if part.completes]
             if complete:
                 self._retire_batch()
                 scheduler.join(complete)
 
     def _compute(self, parts: Sequence[Part]) -> int:
-        """Fill free rows, or the extra row for the answer that is cut. Returns the number of tokens."""
+        """Fill free rows, or the extra row for the completion that is cut. Returns the number of tokens."""
         extra = self.scheduler.max_running
-        taken = {answer.row for answer in self.scheduler.active}
+        taken = {completion.row for completion in self.scheduler.active}
         free = (row for row in range(extra) if row not in taken)
         copies = []
         for part in parts:
-            answer = part.answer
-            if answer.row < 0:
-                answer.row = next(free) if part.completes else extra
+            completion = part.completion
+            if completion.row < 0:
+                # plan_pass cuts at most one completion, so one extra row is enough. It leaves the other
+                # rows to completions that can decode.
+                completion.row = next(free) if part.completes else extra
             if part.donor is not None:
-                copies.append((part.donor.row, answer.row, part.start))
-            answer.cached = part.stop
+                copies.append((part.donor.row, completion.row, part.start))
+            completion.cached = part.stop
+        # Before the pass: its tokens attend to the positions that are copied.
         self._copy_rows(copies)
+        # A part whose positions are all copied has nothing to compute.
         todo = [part for part in parts if part.stop > part.start]
         if todo:
             self._model.prefill(PrefillBatch.build(todo, self._store))
         for part in parts:
-            if part.completes and part.answer.row == extra:
-                part.answer.row = next(free)
-                self._copy_rows([(extra, part.answer.row, part.stop)])
+            if part.completes and part.completion.row == extra:
+                # It leaves the extra row to the next completion that is cut.
+                part.completion.row = next(free)
+                self._copy_rows([(extra, part.completion.row, part.stop)])
         tokens = sum(part.stop - part.start for part in todo)
         self.counters.prefilled += tokens
         return tokens
 
     def _arrange(self) -> None:
-        """Give all running answers their rows, move what is cached, and build the batch."""
+        """Give all running completions their rows, move their cached positions, and build the batch."""
         layout = self.scheduler.arrange()
         moves = zip(layout.sources.tolist(), layout.targets.tolist(), strict=True)
         self._copy_rows([(source, target, layout.moved_length) for source, target in moves])
         self._batch = Batch.build(self.scheduler.running, layout.groups, self._store)
 
     def _retire_batch(self) -> None:
-        """Write what the batch advanced back to the answers; call before anything that reads or changes them."""
+        """Write the lengths of the batch back to the completions (batch-is-owner)."""
         if self._batch is not None:
-            for answer, length in zip(self._batch.answers, self._batch.lengths.tolist(), strict=True):
-                answer.length = length
+            for completion, length in zip(self._batch.completions, self._batch.lengths.tolist(), strict=True):
+                completion.length = length
             self._batch = None
 
     def _copy_rows(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy rows, all at once: (source, target, positions)."""
+        """Copy (source, target, positions) rows together: a target may be the source of another copy."""
         if copies:
             sources, targets, lengths = zip(*copies, strict=True)
             device = self._store.device
@@ -272,20 +316,25 @@ class EngineCore:
         if not ended:
             return
         self._retire_batch()
-        complete = self.scheduler.finish([(end.answer, self._result(end)) for end in ended])
-        self._deliver(complete)
+        # All results are read before any slot becomes free: the next step may overwrite a free slot.
+        complete = self.scheduler.finish([(end.completion, self._result(end)) for end in ended])
+        _deliver(complete)
 
     def _result(self, end: Ended) -> Completion:
-        answer = end.answer
-        answer.close_segment(self.version)
-        tokens, logprobs = self._store.read(answer.slot, len(answer.request.prompt), answer.length)
+        completion = end.completion
+        completion.close_segment(self.version)
+        prompt_length = len(completion.request.prompt)
+        tokens, logprobs = self._store.read(completion.slot, prompt_length, completion.length)
+        # Checked once per completion, not per step: a check on every step would wait for the device.
         if not np.isfinite(logprobs).all():
             raise GenerationError(
-                f"weights of version {self.version} give log-probs that are not finite "
-                f"(request {answer.request.rid!r}, answer {answer.index}): the model has diverged or is corrupt"
+                f"weights of version {self.version} give log-probs that are not finite (request "
+                f"{completion.request.rid!r}, completion {completion.index}): the model has diverged or is corrupt"
             )
-        return Completion(tokens, logprobs, answer.segments, end.reason, end.matched)
+        return Completion(tokens, logprobs, completion.segments, end.reason, end.matched)
 
-    def _deliver(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            request.done.set_result([request.results[index] for index in range(request.params.n)])
+
+def _deliver(requests: Sequence[Request]) -> None:
+    """Complete the calls of ``requests``, results in the order of their indices."""
+    for request in requests:
+        request.done.set_result([request.results[index] for index in range(request.params.n)])

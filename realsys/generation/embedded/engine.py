@@ -1,11 +1,11 @@
-"""The embedded engine: a thread that runs decode steps, and a thread that stages weights beside it.
+"""The embedded engine: one thread runs decode steps, another stages weights.
 
     HTTP handlers ──commands──> [mailbox] ──> engine thread:  commands, weight swap if one is ready, step, repeat
     update() ──> [staging queue] ──> staging thread: load, verify, fuse ──command──> engine thread: swap
 
-The engine thread consumes commands and waits for nothing but the mailbox. All that touches the core happens in it
-between two steps, so the core needs no locks. An error in it ends all open calls with that error and leaves the
-thread: the process is meant to die of it.
+The engine thread consumes commands and waits for the mailbox only. It alone changes the core, between two steps, so
+the core needs no locks. An error in it ends all open calls with that error and leaves the thread, so that the process
+dies of it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from realsys.generation.threaded import ThreadedEngine, join
 class Engine(ThreadedEngine):
     """Thread-safe front of an EngineCore.
 
-    ``interruptible``: weights are swapped in the middle of answers; otherwise running answers finish first while new
-    ones wait. ``on_step`` is called in the engine thread after every step (tests, measurements).
+    ``interruptible`` swaps weights in the middle of completions; otherwise running completions finish
+    first while new ones wait. ``on_step`` is called in the engine thread after every step, for tests
+    and measurements.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class Engine(ThreadedEngine):
             vocabulary=core.arch.vocab,
             eos=core.arch.eos,
             context=core.context,
-            answers=core.scheduler.max_queued + core.scheduler.max_running,
+            capacity=core.scheduler.max_queued + core.scheduler.max_running,
             tokenizer=core.tokenizer is not None,
             model_path=model_path,
         )
         self._updates_done = 0
-        self._ready: deque[Update] = deque()  # staged, waiting for their moment
-        self._swapped: Update | None = None  # its call is answered with its first token
+        self._ready: deque[Update] = deque()  # staged updates that wait for their swap
+        self._swapped: Update | None = None  # its call returns with the first token of its version
         self._stager = Stager(core.arch, load, core.dtype, core.staging_device, self._on_staged)
 
     # ---- any thread
@@ -69,20 +70,23 @@ class Engine(ThreadedEngine):
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop after the current step; open calls fail with a retryable error."""
+        # Asked to stop first, joined last: a version that is being read takes longest to end.
         self._stager.stop()
         super().close(timeout_s)
         join(self._stager.thread, timeout_s)
 
     @property
     def version(self) -> int:
-        """Of the weights that sample now."""
+        """Version of the weights that sample now."""
         return self.core.version
 
     def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
-        """Queue a request; the future gives its n answers.
+        """Queue a request and return the future of its n completions.
 
-        Raises GenerationError for a bad request. The future raises one for a full queue (retryable) or an id in use.
+        Raises GenerationError for a bad request. The future raises one for a full queue (retryable) or
+        an id in use.
         """
+        # Checked in the caller's thread: a bad request must not cost the engine thread anything.
         prompt = self._limits.checked_prompt(input_ids, params)
         seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
         stops = self._limits.stops(params)
@@ -104,7 +108,7 @@ class Engine(ThreadedEngine):
         return update.done
 
     def info(self) -> ServerInfo:
-        """A snapshot taken without stopping the engine; its numbers may be of two neighbouring steps."""
+        """Take a snapshot without stopping the engine; its numbers may belong to two neighbouring steps."""
         core = self.core
         return ServerInfo(
             backend="embedded",
@@ -124,19 +128,22 @@ class Engine(ThreadedEngine):
         )
 
     def _on_staged(self, update: Update) -> None:
+        # A command, because _ready belongs to the engine thread. It also wakes an idle engine.
         self._mailbox.post(lambda: self._ready.append(update))
 
     # ---- engine thread
 
     def _turn(self) -> None:
+        # Without interruption, running completions must drain: new ones would keep the swap waiting.
         self.core.hold_admission = bool(self._ready) and not self._interruptible
-        if self._swap_is_due:
+        if self._swap_is_due:  # also while paused, so that an update does not wait for the resume
             self._swap(self._ready.popleft())
         elif not self._paused and not self.core.idle:
             self.core.step()
             self._report()
             if self._on_step is not None:
                 self._on_step(self.core)
+        # Again, for a turn without a step: a pause or an abort may have left nothing to wait for.
         self._report()
 
     def _has_work(self) -> bool:
@@ -147,18 +154,20 @@ class Engine(ThreadedEngine):
         return bool(self._ready) and (self._interruptible or not self.core.scheduler.active)
 
     def _swap(self, update: Update) -> None:
-        """The pause: everything slow happened in the staging thread."""
+        """Pause generation and replace the weights; all slow work was done in the staging thread."""
         assert update.weights is not None
         start = time.perf_counter()
         if update.abort_all:
             self._end_requests(None)
+        # The update before this one had no time to sample a token. Its call must return all the same.
         if self._swapped is not None:
-            self._answer(self._swapped)  # it had no time to sample anything
+            self._reply(self._swapped)
         loading = time.perf_counter()
         failpoint("server.load")
         self.core.swap(update.weights, update.version)
         self.model_path = update.path
-        update.swapped_at, update.tokens_before = time.perf_counter(), self.core.counters.tokens
+        update.swapped_at = time.perf_counter()
+        update.tokens_before = self.core.counters.tokens
         update.timings |= {
             "drain_s": start - update.staged_at,
             "pause_s": update.swapped_at - start,
@@ -169,17 +178,18 @@ class Engine(ThreadedEngine):
         self.core.hold_admission = False
 
     def _report(self) -> None:
-        """Answer the call of an update once its first token is there, or none is to come for now."""
+        """Complete the call of an update once its version has sampled a token, or has none to sample."""
         update = self._swapped
         if update is None:
             return
+        # Reported with the first token, because the prefill after a swap is part of its cost.
         sampled = self.core.counters.tokens > update.tokens_before
         if sampled:
             update.timings["first_token_s"] = time.perf_counter() - update.swapped_at
         if sampled or self._paused or self.core.idle:
-            self._answer(update)
+            self._reply(update)
 
-    def _answer(self, update: Update) -> None:
+    def _reply(self, update: Update) -> None:
         self._swapped = None
         message = f"serving version {update.version}"
         update.done.set_result(UpdateResult(True, message, update.timings, update.counts))

@@ -1,8 +1,9 @@
-"""Rows of the KV cache by length. Pure numpy.
+"""Layout of the KV cache: rows grouped by length. Pure numpy.
 
-Attention of a decode step reads rows x (longest row) positions, and reading them is what a step waits for. Answers have
-heavy-tailed lengths, so one long answer would make all others pay. Rows are therefore cut into groups of similar
-length, each read up to its own longest. All answers grow alike, so an arrangement stays good until some end or join.
+Attention of a decode step reads rows x (longest row) positions, and this reading dominates the step. Completions have
+heavy-tailed lengths, so one long completion would make all others pay. Rows are therefore cut into groups of similar
+length, and each group is read up to its own longest row. All completions grow alike, so a layout stays good until some
+end or join.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import numpy.typing as npt
 
 I64 = npt.NDArray[np.int64]
 
-#: reading and writing a moved position, against one read by attention
+#: cost of moving a position (read and write), in positions read by attention
 _MOVE_COST = 4
-#: steps over which a re-arrangement must pay for its moves
+#: steps over which a re-arrangement must pay for its moves: completions end or join about that often
 _HORIZON = 8
+#: every group is a separate kernel call per layer
 _MAX_GROUPS = 12
 
 
 @dataclass(slots=True)
 class RowGroup:
-    """Rows start..stop-1, the longest of which has ``length`` positions; ``equal`` when all have. Grows by the step."""
+    """Rows start..stop-1; the longest has ``length`` positions, and all have if ``equal``.
+
+    ``length`` grows by one with every step.
+    """
 
     start: int
     stop: int
@@ -33,7 +38,11 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """rows[i]: the row of the i-th answer. Rows ``sources`` of the cache move to ``targets``, all at once."""
+    """Plan of rows: rows[i] is the row of the i-th completion.
+
+    Rows ``sources`` of the cache move to ``targets`` together: a target may be the source of another
+    move. The first ``moved_length`` positions of each are valid or stale, never more.
+    """
 
     rows: I64
     sources: I64
@@ -44,34 +53,37 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutPlanner:
-    """``overhead``: positions whose reading costs as much as one more group."""
+    """Planner of rows and groups. ``overhead``: positions whose reading costs as much as one more group."""
 
     overhead: int
 
     def plan(self, current: I64, lengths: I64) -> Layout:
-        """Rows for answers of ``lengths`` that stand in rows ``current`` (-1: not cached yet).
+        """Plan rows for completions of ``lengths``, now in rows ``current`` (-1: not cached yet).
 
-        Either leaves everybody in place and only fills the holes, or sorts by length if that saves more reading over
+        Either keeps the rows and only fills the holes, or sorts by length if that saves more reading over
         the next steps than the moves cost.
         """
-        keep, tidy = self._keep(current, lengths), self._tidy(current, lengths)
+        keep = self._keep(current, lengths)
+        tidy = self._tidy(current, lengths)
         gain = (self._cost(keep.groups) - self._cost(tidy.groups)) * _HORIZON
         price = _MOVE_COST * (_moved(keep, lengths) - _moved(tidy, lengths))
         return tidy if gain + price > 0 else keep
 
     def _keep(self, current: I64, lengths: I64) -> Layout:
-        """Whoever stands in rows 0..n-1 stays; the others, longest first, take the rows that are free."""
+        """Keep the completions in rows 0..n-1; give the others, longest first, the free rows."""
+        # Rows n and above must move even here: a step works on the slice 0..n-1.
         stays = (current >= 0) & (current < len(current))
         rows = np.where(stays, current, -1)
         _fill(rows, lengths, np.setdiff1d(np.arange(len(rows)), current[stays]))
         return self._layout(current, lengths, rows)
 
     def _tidy(self, current: I64, lengths: I64) -> Layout:
-        """Groups as if sorted by length; whoever stands within its group's range already, stays."""
+        """Group as if sorted by length; keep the completions whose row is within their group's range."""
         order = np.argsort(-lengths, kind="stable")
         rows = np.full(len(current), -1)
         for start, stop in self.split(lengths[order]):
             members = order[start:stop]
+            # The order within a group does not matter, so a completion in its range saves a move.
             stays = members[(current[members] >= start) & (current[members] < stop)]
             rows[stays] = current[stays]
             free = np.setdiff1d(np.arange(start, stop), current[stays])
@@ -93,7 +105,7 @@ class LayoutPlanner:
         return sum((group.stop - group.start) * group.length + self.overhead for group in groups)
 
     def split(self, lengths: I64) -> list[tuple[int, int]]:
-        """Cut rows (in this order) into ranges, as long as a cut saves more than one more group costs."""
+        """Cut rows, in this order, into ranges while a cut saves more than one more group costs."""
         ranges: list[tuple[int, int]] = []
         todo = [(0, len(lengths))] if len(lengths) else []
         while todo:
@@ -107,8 +119,10 @@ class LayoutPlanner:
         return ranges
 
     def _best_cut(self, part: I64) -> int:
+        """Return how many rows the first of two ranges should have; 0 if no cut is worth it."""
         if len(part) < 2:
             return 0
+        # left[i], right[i]: longest row of either range if the first has i + 1 rows.
         left = np.maximum.accumulate(part)[:-1]
         right = np.maximum.accumulate(part[::-1])[::-1][1:]
         counts = np.arange(1, len(part))
@@ -119,11 +133,11 @@ class LayoutPlanner:
 
 
 def _moved(layout: Layout, lengths: I64) -> int:
-    """Positions that a layout copies."""
+    """Return the number of positions that a layout copies."""
     return layout.moved_length * len(layout.sources)
 
 
 def _fill(rows: I64, lengths: I64, free: I64) -> None:
-    """Give the free rows, in order, to those without one (-1), longest first."""
-    homeless = np.flatnonzero(rows < 0)
-    rows[homeless[np.argsort(-lengths[homeless], kind="stable")]] = free
+    """Give the ``free`` rows, in order, to the completions without a row (-1), longest first."""
+    without_row = np.flatnonzero(rows < 0)
+    rows[without_row[np.argsort(-lengths[without_row], kind="stable")]] = free

@@ -1,9 +1,10 @@
-"""Which prefixes to compute next, and from whom to copy what is there already. Pure bookkeeping, no torch.
+"""Plan of the next prefill pass: which positions to compute, and which to copy. Pure bookkeeping, no torch.
 
-Prompts of new answers, and prompts with the tokens so far of interrupted ones, wait in one line. A pass takes from its
-front what fits the budget, so that decoding goes on between two passes. Tokens that two prompts share are computed
-once: by the answers of one request, by continued answers of one prompt, or by prompts with a common beginning. Whoever
-shares more with an answer of the same pass than with one that decodes already waits for the next pass, and copies.
+Prompts of new completions, and prompts with the tokens so far of interrupted ones, wait in one line. A pass takes from
+its front as much as the budget allows, so that decoding continues between two passes. Tokens that two sequences share
+are computed once: by the completions of one request, by continued completions of one prompt, or by prompts with a
+common beginning. A completion that shares more with one of the same pass than with one that decodes already waits for
+the next pass, and copies.
 """
 
 from __future__ import annotations
@@ -12,83 +13,95 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from realsys.generation.embedded.scheduler import Answer
+from realsys.generation.embedded.scheduler import LiveCompletion
 from realsys.types import I32
 
-#: tokens that make waiting for another answer's prefix worth while, unless it is all there is to compute
+#: number of shared tokens that justifies waiting for another completion, unless nothing else is to compute
 MIN_SHARED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Positions start..stop-1 of an answer, to be computed; the ones before are cached, after a copy from ``donor``."""
+    """Positions start..stop-1 of a completion, to be computed.
 
-    answer: Answer
+    The positions before ``start`` are cached, if ``donor`` is set after a copy from its row.
+    """
+
+    completion: LiveCompletion
     start: int
     stop: int
-    donor: Answer | None
+    donor: LiveCompletion | None
 
     @property
     def completes(self) -> bool:
-        """Whether the answer can decode after this part."""
-        return self.stop == self.answer.length - 1
+        """True if the completion can decode after this part."""
+        return self.stop == self.completion.length - 1
 
 
 class PrefixIndex:
-    """Answers in lexicographic order of their prompts: who shares most with a prompt is next to its place."""
+    """Completions in lexicographic order of their prompts.
 
-    def __init__(self, answers: Iterable[Answer] = ()) -> None:
-        self._answers = sorted(answers, key=_key)
+    The prompt that shares most tokens with a given one is therefore next to its place.
+    """
 
-    def add(self, answer: Answer) -> None:
-        self._answers.insert(self._place(answer), answer)
+    def __init__(self, completions: Iterable[LiveCompletion] = ()) -> None:
+        self._completions = sorted(completions, key=_key)
 
-    def longest(self, answer: Answer) -> tuple[Answer | None, int]:
-        """Who shares most prompt tokens with ``answer``, and how many positions of its cache are therefore good."""
+    def add(self, completion: LiveCompletion) -> None:
+        self._completions.insert(self._place(completion), completion)
+
+    def longest(self, completion: LiveCompletion) -> tuple[LiveCompletion | None, int]:
+        """Find the completion that shares most prompt tokens with ``completion``.
+
+        Returns it, and the number of its cached positions that are valid for ``completion`` too.
+        """
         best, most = None, 0
-        at = self._place(answer)
-        for other in self._answers[max(at - 1, 0) : at + 1]:
-            # The last token of a sequence is not cached yet.
-            shared = min(_common(answer.request.prompt, other.request.prompt), other.length - 1, answer.length - 1)
+        place = self._place(completion)
+        for neighbour in self._completions[max(place - 1, 0) : place + 1]:
+            common = _common(completion.request.prompt, neighbour.request.prompt)
+            # The last token of a sequence is not cached yet, on either side.
+            shared = min(common, neighbour.length - 1, completion.length - 1)
             if shared > most:
-                best, most = other, shared
+                best, most = neighbour, shared
         return best, most
 
-    def _place(self, answer: Answer) -> int:
-        return bisect_left(self._answers, answer.request.key, key=_key)
+    def _place(self, completion: LiveCompletion) -> int:
+        return bisect_left(self._completions, completion.request.key, key=_key)
 
 
-def plan_pass(waiting: Sequence[Answer], decoding: Iterable[Answer], budget: int) -> list[Part]:
-    """The parts of one pass, at least one, of at most ``budget`` tokens together.
+def plan_pass(waiting: Sequence[LiveCompletion], decoding: Iterable[LiveCompletion], budget: int) -> list[Part]:
+    """Plan one pass: at least one part, together at most ``budget`` tokens.
 
-    Only the first in line is ever cut, so no more than one answer is cached in part.
+    Only the first in line is ever cut, so at most one completion is cached in part.
     """
-    cached, coming = PrefixIndex(decoding), PrefixIndex()
+    # Only completions that decode are donors. The rows of this pass are filled while it runs.
+    cached = PrefixIndex(decoding)
+    this_pass = PrefixIndex()
     parts: list[Part] = []
-    for answer in waiting:
-        start, stop, donor = answer.cached, answer.length - 1, None
-        other, shared = cached.longest(answer)
+    for completion in waiting:
+        start, stop, donor = completion.cached, completion.length - 1, None
+        neighbour, shared = cached.longest(completion)
         if shared > start:
-            start, donor = shared, other
-        soon = coming.longest(answer)[1]
-        if soon > start and soon >= min(start + MIN_SHARED, stop):
-            continue
+            start, donor = shared, neighbour
+        shared_soon = this_pass.longest(completion)[1]
+        if shared_soon > start and shared_soon >= min(start + MIN_SHARED, stop):
+            continue  # the next pass copies these tokens instead of computing them again
         if stop - start > budget:
             if parts:
-                break
+                break  # a second cut would need a second extra row
             stop = start + budget
         budget -= stop - start
-        parts.append(Part(answer, start, stop, donor))
-        coming.add(answer)
+        parts.append(Part(completion, start, stop, donor))
+        this_pass.add(completion)
     return parts
 
 
-def _key(answer: Answer) -> bytes:
-    return answer.request.key
+def _key(completion: LiveCompletion) -> bytes:
+    return completion.request.key
 
 
 def _common(a: I32, b: I32) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common beginning."""
     length = min(len(a), len(b))
     differ = a[:length] != b[:length]
     return int(differ.argmax()) if differ.any() else length

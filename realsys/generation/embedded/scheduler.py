@@ -1,11 +1,12 @@
-"""Who decodes where: admission queue, slots, rows and length groups. Pure bookkeeping, no torch.
+"""Schedule of completions: admission queue, slots, rows and length groups. Pure bookkeeping, no torch.
 
     submit ──> queue ──admit──> prefilling (has a slot) ──join──> running (and a full row of the KV cache) ──finish──>
                                     ^──────────────── suspend ────────────────┘
 
-A *slot* is where an answer's tokens, log-probs and random numbers stay for its whole life. A *row* is its place in the
-KV cache; rows 0..n-1 are always the running answers, so that a step works on slices, and ``arrange`` moves answers
-between rows to keep similar lengths together. Answers of one request are admitted one by one as slots get free.
+A *slot* is the place of a completion's tokens, log-probs and random numbers for its whole life. A *row* is its place
+in the KV cache. Rows 0..n-1 are always the running completions, so that a step works on slices; ``arrange`` moves
+completions between rows to keep similar lengths together. Completions of one request are admitted one by one as slots
+become free.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from realsys.generation.embedded.layout import Layout, LayoutPlanner, RowGroup
 from realsys.generation.protocol import SamplingParams
 from realsys.types import I32
 
-__all__ = ["Answer", "Layout", "Request", "RowGroup", "Scheduler"]
+__all__ = ["Layout", "LiveCompletion", "Request", "RowGroup", "Scheduler"]
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt and the answers asked for. ``stops`` are its stop tokens with the model's own."""
+    """One prompt and the completions of it. ``stops``: its stop tokens and those of the model."""
 
     rid: str
     prompt: I32
@@ -36,12 +37,13 @@ class Request:
     seed: int
     stops: tuple[int, ...]
     done: Future[list[Completion]]
-    admitted: int = 0  # answers taken from the queue so far
-    running: list[Answer] = field(default_factory=list)
+    admitted: int = 0  # completions taken from the queue so far
+    running: list[LiveCompletion] = field(default_factory=list)
     results: dict[int, Completion] = field(default_factory=dict)
     key: bytes = field(init=False)  # sorts requests by prompt
 
     def __post_init__(self) -> None:
+        # Big-endian: the order of the bytes is then the order of the tokens, which PrefixIndex needs.
         self.key = self.prompt.astype(">i4").tobytes()
 
     @property
@@ -50,10 +52,11 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
-    """One admitted answer. ``length`` counts prompt and answer tokens; the last of them is never in the cache.
+class LiveCompletion:
+    """One admitted completion, until it ends. ``length`` counts prompt and completion tokens.
 
-    ``cached`` positions of its row are good while it is prefilling; when it runs, all but the last are.
+    The last token is never in the cache. While it is prefilling, the first ``cached`` positions of its
+    row are valid; while it runs, all but the last.
     """
 
     request: Request
@@ -69,8 +72,11 @@ class Answer:
         return self.length - len(self.request.prompt)
 
     @property
-    def answer_start(self) -> int:
-        """Position of the answer's first token; before the end of the prompt when an earlier request began it."""
+    def completion_start(self) -> int:
+        """Position of the completion's first token.
+
+        It is before the end of the prompt if an earlier request began the completion.
+        """
         return len(self.request.prompt) - self.request.params.answer_prefix
 
     @property
@@ -80,7 +86,7 @@ class Answer:
 
     @property
     def limit(self) -> int:
-        """Length at which the answer is cut."""
+        """Length at which the completion is cut."""
         return len(self.request.prompt) + self.request.params.max_new_tokens
 
     def close_segment(self, version: int) -> None:
@@ -91,78 +97,85 @@ class Answer:
 
 
 class Scheduler:
-    """Owns slots, queue and the line of those to be prefilled. ``running`` is in row order after ``arrange``."""
+    """Owner of slots, queue and prefill line. ``running`` is in row order after ``arrange``."""
 
     def __init__(self, max_running: int, max_queued: int, planner: LayoutPlanner) -> None:
-        self.max_running, self.max_queued = max_running, max_queued
-        self.running: list[Answer] = []
-        self.prefilling: list[Answer] = []
-        self.queued = 0  # answers
+        self.max_running = max_running
+        self.max_queued = max_queued
+        self.running: list[LiveCompletion] = []
+        self.prefilling: list[LiveCompletion] = []
+        self.queued = 0  # completions
         self._planner = planner
         self._queue: deque[Request] = deque()
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._by_rid: dict[str, Request] = {}
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises GenerationError when the queue is full or the id is in use."""
+        """Queue a request. Raises GenerationError if the queue is full or the id is in use."""
         if request.rid in self._by_rid:
-            raise GenerationError(f"rid={request.rid!r} is the id of a request in progress; ids must be unique")
+            raise GenerationError(f"rid={request.rid!r} is the id of a request in progress: ids must be unique")
         count = request.params.n
+        # Free slots count as queue: the next step admits that many.
         if self.queued + count > self.max_queued + len(self._free_slots):
             raise GenerationError(
-                f"queue full: {self.queued} answers wait and {count} more were asked for, "
-                f"max_queued={self.max_queued}; try again later or another server",
+                f"queue full: {self.queued} completions wait and {count} more are requested, "
+                f"max_queued={self.max_queued}: try again later or use another server",
                 retryable=True,
             )
         self._by_rid[request.rid] = request
         self._queue.append(request)
         self.queued += count
 
-    def admit(self) -> list[Answer]:
-        """Give free slots to queued answers, first come first served."""
-        admitted: list[Answer] = []
+    def admit(self) -> list[LiveCompletion]:
+        """Give free slots to queued completions, in the order in which they were queued."""
+        admitted: list[LiveCompletion] = []
         while self._queue and self._free_slots:
             request = self._queue[0]
-            answer = Answer(request, request.admitted, self._free_slots.pop(), len(request.prompt))
+            completion = LiveCompletion(request, request.admitted, self._free_slots.pop(), len(request.prompt))
             request.admitted += 1
-            request.running.append(answer)
-            admitted.append(answer)
+            request.running.append(completion)
+            admitted.append(completion)
             self.queued -= 1
             if not request.waiting:
                 self._queue.popleft()
         self.prefilling += admitted
         return admitted
 
-    def join(self, answers: Sequence[Answer]) -> None:
-        """Let prefilled answers run. Call ``arrange`` before the next step."""
-        gone = {id(answer) for answer in answers}
-        self.prefilling = [answer for answer in self.prefilling if id(answer) not in gone]
-        self.running += answers
+    def join(self, completions: Sequence[LiveCompletion]) -> None:
+        """Let prefilled completions run. Call ``arrange`` before the next step."""
+        joined = {id(completion) for completion in completions}
+        self.prefilling = [completion for completion in self.prefilling if id(completion) not in joined]
+        self.running += completions
 
     def suspend(self) -> None:
-        """Send all running answers back to be prefilled: nothing that is cached is good any more."""
-        for answer in self.active:
-            answer.row, answer.cached = -1, 0
-        # Short ones first: most answers are back soonest. New ones have waited less.
-        self.prefilling = sorted(self.running, key=lambda answer: answer.length) + self.prefilling
+        """Send all running completions back to prefill: no cached position is valid any more."""
+        for completion in self.active:
+            completion.row = -1
+            completion.cached = 0
+        # Short ones first, so that most completions decode again soonest; new ones have waited less.
+        self.prefilling = sorted(self.running, key=lambda completion: completion.length) + self.prefilling
         self.running = []
 
-    def finish(self, ended: Sequence[tuple[Answer, Completion]]) -> list[Request]:
-        """Free the slots of admitted answers. Returns the requests that are complete with them."""
-        gone = {id(answer) for answer, _ in ended}
-        self.running = [answer for answer in self.running if id(answer) not in gone]
-        self.prefilling = [answer for answer in self.prefilling if id(answer) not in gone]
+    def finish(self, ended: Sequence[tuple[LiveCompletion, Completion]]) -> list[Request]:
+        """Free the slots of admitted completions. Returns the requests that are complete with them."""
+        ended_ids = {id(completion) for completion, _ in ended}
+        self.running = [completion for completion in self.running if id(completion) not in ended_ids]
+        # An aborted completion may not have run yet.
+        self.prefilling = [completion for completion in self.prefilling if id(completion) not in ended_ids]
         complete = []
-        for answer, result in ended:
-            self._free_slots.append(answer.slot)
-            request = answer.request
-            request.running.remove(answer)
-            request.results[answer.index] = result
+        for completion, result in ended:
+            self._free_slots.append(completion.slot)
+            request = completion.request
+            request.running.remove(completion)
+            request.results[completion.index] = result
             complete += self._completed(request)
         return complete
 
     def drop_waiting(self, request: Request, result: Completion) -> list[Request]:
-        """End the answers of a request that wait for a slot, each with ``result``. Returns it if it is complete."""
+        """End the completions of a request that wait for a slot, each with ``result``.
+
+        Returns the request if it is complete with them.
+        """
         if not request.waiting:
             return []
         self._queue.remove(request)
@@ -173,8 +186,8 @@ class Scheduler:
         return self._completed(request)
 
     @property
-    def active(self) -> list[Answer]:
-        """All answers that have a slot."""
+    def active(self) -> list[LiveCompletion]:
+        """All completions that have a slot."""
         return self.running + self.prefilling
 
     @property
@@ -185,17 +198,20 @@ class Scheduler:
         return self._by_rid.get(rid)
 
     def requests(self) -> list[Request]:
-        """All requests in progress."""
+        """Return all requests in progress."""
         return list(self._by_rid.values())
 
     def arrange(self) -> Layout:
-        """Give every running answer its row for the next steps; returns the moves of cached rows and the groups."""
-        current = np.fromiter((a.row for a in self.running), np.int64, len(self.running))
-        lengths = np.fromiter((a.length for a in self.running), np.int64, len(self.running))
+        """Give every running completion its row for the next steps.
+
+        Returns the moves of cached rows, which the caller must make, and the groups.
+        """
+        current = np.fromiter((c.row for c in self.running), np.int64, len(self.running))
+        lengths = np.fromiter((c.length for c in self.running), np.int64, len(self.running))
         layout = self._planner.plan(current, lengths)
-        for answer, row in zip(self.running, layout.rows.tolist(), strict=True):
-            answer.row = row
-        self.running.sort(key=lambda a: a.row)
+        for completion, row in zip(self.running, layout.rows.tolist(), strict=True):
+            completion.row = row
+        self.running.sort(key=lambda c: c.row)
         return layout
 
     def _completed(self, request: Request) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Weights staged beside decoding: read, verified and fused in a thread of their own, handed over when complete."""
+"""Staging of weights while the engine decodes: a thread reads, verifies and fuses them, then hands them over."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """One weight update on its way. Its moments are of time.perf_counter."""
+    """One weight update in progress. Times are those of time.perf_counter."""
 
     path: str
     version: int
@@ -35,11 +35,14 @@ class Update:
     counts: dict[str, int] = field(default_factory=dict)
     staged_at: float = 0.0
     swapped_at: float = 0.0
-    tokens_before: int = 0  # sampled since the engine's start until then
+    tokens_before: int = 0  # tokens sampled from the engine's start to the swap
 
 
 class Stager:
-    """Consumes updates in order, one at a time; produces staged ones for ``on_ready``, or ends them with the reason."""
+    """Thread that consumes updates in order, one at a time.
+
+    It hands staged ones to ``on_ready``, and completes the call of a failed one with the reason.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,10 @@ class Stager:
         device: torch.device,
         on_ready: Callable[[Update], None],
     ) -> None:
-        self._arch, self._load, self._dtype, self._device = arch, load, dtype, device
+        self._arch = arch
+        self._load = load
+        self._dtype = dtype
+        self._device = device
         self._on_ready = on_ready
         self._todo: queue.SimpleQueue[Update | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
@@ -58,7 +64,7 @@ class Stager:
         self._todo.put(update)
 
     def stop(self) -> None:
-        """End the thread after what is queued."""
+        """End the thread after the queued updates."""
         self._todo.put(None)
 
     def _run(self) -> None:
@@ -68,13 +74,8 @@ class Stager:
                 staged = self._load(update.path, update.version)
                 loaded = time.perf_counter()
                 update.weights = fuse(self._arch, staged.tensors, dtype=self._dtype, device=self._device)
-            except Exception as error:  # a boundary: whatever is wrong with a version must not end serving the old one
-                level = logging.WARNING if isinstance(error, RealsysError) else logging.ERROR
-                unexpected = level == logging.ERROR
-                _log.log(level, "update to version %d failed: %s", update.version, error, exc_info=unexpected)
-                reason = str(error) if isinstance(error, RealsysError) else f"{type(error).__name__}: {error}"
-                with contextlib.suppress(InvalidStateError):  # the engine ended meanwhile and has said so
-                    update.done.set_result(UpdateResult(False, reason, {"stage_s": time.perf_counter() - start}))
+            except Exception as error:  # a boundary: a bad version must not stop serving the current one
+                self._refuse(update, error, time.perf_counter() - start)
                 continue
             update.staged_at = time.perf_counter()
             update.timings = {
@@ -83,7 +84,18 @@ class Stager:
                 "fuse_s": update.staged_at - loaded,
             }
             update.counts = dict(staged.counts)
-            # What was staged is in the engine's own form now: do not keep it until the next update.
+            # Both names would keep a whole model alive until the next update: the tensors that were read,
+            # and the version that the engine replaces later.
             del staged
             self._on_ready(update)
             del update
+
+    def _refuse(self, update: Update, error: Exception, stage_s: float) -> None:
+        """Log why the update failed and report it to the caller."""
+        expected = isinstance(error, RealsysError)
+        level = logging.WARNING if expected else logging.ERROR
+        _log.log(level, "update to version %d failed: %s", update.version, error, exc_info=not expected)
+        reason = str(error) if expected else f"{type(error).__name__}: {error}"
+        # InvalidStateError: the engine has ended and has failed all open calls, with this one.
+        with contextlib.suppress(InvalidStateError):
+            update.done.set_result(UpdateResult(False, reason, {"stage_s": stage_s}))

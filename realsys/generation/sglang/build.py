@@ -80,7 +80,7 @@ def build_sglang_engine(
         vocabulary=arch.vocab,
         eos=arch.eos,
         context=context,
-        answers=generation.sglang.max_answers,
+        capacity=generation.sglang.max_answers,
         tokenizer=tokenizer is not None,
         model_path=str(model_path),
     )

@@ -69,7 +69,7 @@ class SglangEngine:
         self._tokenizer = tokenizer
         self._started_with = str(launch.model_path)
         self._limits, self._settings, self._on_change = limits, settings, on_change
-        self._traffic = Traffic(limits.answers, settings.request_timeout_s)
+        self._traffic = Traffic(limits.capacity, settings.request_timeout_s)
         self._updater = Updater(
             self._traffic, shapes, materialise, drain=settings.drain, timeout_s=settings.load_timeout_s
         )
@@ -200,7 +200,7 @@ class SglangEngine:
             weight_version=str(self.version),
             context_length=self._limits.context,
             max_running=max_running,
-            max_queued=self._limits.answers - max_running,
+            max_queued=self._limits.capacity - max_running,
             running=running,
             queued=sent - running + held,
             kv_tokens=sum(load.num_used_tokens for load in loads),

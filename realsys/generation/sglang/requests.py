@@ -20,7 +20,7 @@ from realsys.generation.backend import Completion
 from realsys.generation.protocol import UNSYNCED, SamplingParams
 from realsys.generation.sglang.api import Piece, Reply
 from realsys.generation.stop_strings import find_stop, window
-from realsys.generation.uniforms import answer_seed
+from realsys.generation.uniforms import completion_seed
 from realsys.types import I32, FinishReason
 
 _UNNAMED = "default"  # SGLang's name for the weights that it started with
@@ -77,7 +77,7 @@ class Request:
         seed: int,
         tokenizer: Tokenizer | None = None,
     ) -> Request:
-        return cls(rid, prompt, params, stops, [Answer(answer_seed(seed, k)) for k in range(params.n)], tokenizer)
+        return cls(rid, prompt, params, stops, [Answer(completion_seed(seed, k)) for k in range(params.n)], tokenizer)
 
     @property
     def open(self) -> list[Answer]:

@@ -1,4 +1,4 @@
-"""The door ``rollout.agent``: from the configuration to an agent."""
+"""The door ``rollout.agent``: construction of the agent that the configuration names."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def build(config: Config, tokenizer: TextTokenizer, environment: Environment) ->
 
 
 def check(config: Config, tokenizer: TextTokenizer) -> None:
-    """Let the agent look at the model's tokenizer before anything starts. Raises ConfigError."""
-    look = getattr(AGENT.load(config.rollout.agent), "check", None)
-    if look is not None:
+    """Let the agent check the model's tokenizer before anything starts. Raises ConfigError."""
+    check_of_agent = getattr(AGENT.load(config.rollout.agent), "check", None)
+    if check_of_agent is not None:
         with AGENT.guard(config.rollout.agent, "check raised"):
-            look(config, tokenizer, **config.rollout.agent_args)
+            check_of_agent(config, tokenizer, **config.rollout.agent_args)

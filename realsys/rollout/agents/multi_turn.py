@@ -1,10 +1,10 @@
-"""The agent ``multi_turn``: a wrong completion gets feedback and another try, in one growing row.
+"""The agent ``multi_turn``: after a wrong completion it adds feedback and tries again, in one growing row.
 
     prompt ──> completion ──> judge ──right, done, cut off, last turn, no room──> end: reward of this judgement
                   ^             └─ wrong ──> feedback (tokenised alone, mask False) ──┐
                   └─────────────────────────────────────────────────────────────────┘
 
-Only the feedback is ever tokenised; sampled tokens stay as they are, with the end-of-text token.
+Only the feedback is tokenised; sampled tokens stay unchanged, with the end-of-text token.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from realsys.rollout.rows import RowBuilder
 from realsys.rollout.task import Task
 from realsys.types import Episode
 
-#: Lower case and without newlines, so that the character tokenizer of the tiny model knows every character.
+#: Lower case without newlines, so that the character tokenizer of the tiny model knows every character.
 FEEDBACK = "that is wrong; try again"
 PROMPT = "{prompt}"  # replaced by the text of the prompt in the feedback
-TEMPLATE_TOKENS = 64  # bound on what a chat template writes around a user turn
+TEMPLATE_TOKENS = 64  # upper bound on the tokens that a chat template adds around a user turn
 
 
 class MultiTurn:
-    """The episode of a question that may be answered ``max_turns`` times."""
+    """Agent for a problem with up to ``max_turns`` tries."""
 
     def __init__(
         self, parts: AgentParts, max_turns: int = 2, feedback: str = FEEDBACK, feedback_tokens: int = 0
     ) -> None:
-        """Raises ConfigError for arguments out of bounds, or a chat template that cannot add a turn."""
+        """Check the arguments. Raises ConfigError if one is out of bounds, or the template cannot add a turn."""
         self._parts = parts
         self._max_turns = max_turns
         self._feedback = feedback
@@ -42,18 +42,18 @@ class MultiTurn:
 
     @staticmethod
     def longest_row(config: Config, max_turns: int = 2, feedback: str = FEEDBACK, feedback_tokens: int = 0) -> int:
-        """Tokens of the longest prompt with ``max_turns`` completions and the feedback between them.
+        """Return the tokens of the longest prompt with ``max_turns`` completions and the feedback between them.
 
-        ``feedback_tokens``: bound on one feedback turn; 0: enough for ``feedback``, at one token per byte.
+        ``feedback_tokens`` bounds one feedback turn; 0: enough for ``feedback``, at one token per byte.
         Raises ConfigError.
         """
         field = "rollout.agent_args"
         if type(max_turns) is not int or max_turns < 1:
-            raise ConfigError(f"{field}.max_turns", max_turns, "must be a whole number of at least 1")
+            raise ConfigError(f"{field}.max_turns", max_turns, "must be an integer of at least 1")
         if not isinstance(feedback, str) or not feedback:
-            raise ConfigError(f"{field}.feedback", feedback, "must be a text")
+            raise ConfigError(f"{field}.feedback", feedback, "must be a text that is not empty")
         if type(feedback_tokens) is not int or feedback_tokens < 0:
-            raise ConfigError(f"{field}.feedback_tokens", feedback_tokens, "must be a whole number of at least 0")
+            raise ConfigError(f"{field}.feedback_tokens", feedback_tokens, "must be an integer of at least 0")
         prompt = config.data.max_prompt_tokens
         if not feedback_tokens:
             feedback_tokens = len(feedback.replace(PROMPT, "").encode()) + prompt * feedback.count(PROMPT)
@@ -74,10 +74,11 @@ class MultiTurn:
         except DataError as error:
             raise ConfigError("rollout.agent", config.rollout.agent, str(error)) from None
         if not tokens and PROMPT not in feedback:
-            raise ConfigError("rollout.agent_args.feedback", feedback, "has no tokens in the model's vocabulary")
+            problem = "has no tokens in the model's vocabulary: use other characters"
+            raise ConfigError("rollout.agent_args.feedback", feedback, problem)
 
     async def run(self, task: Task, session: Session) -> Episode:
-        """Play turns until one is right or no further one is possible. The last judgement counts."""
+        """Play turns until one is right or no other is possible. The last judgement counts."""
         row, verdicts = RowBuilder(task.prompt.ids), list[bool | None]()
         while True:
             completion = await session.generate(row.tokens)

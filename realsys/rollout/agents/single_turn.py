@@ -10,18 +10,18 @@ from realsys.types import Episode
 
 
 class SingleTurn:
-    """The episode of a question that is answered once."""
+    """Agent with one completion per episode."""
 
     def __init__(self, parts: AgentParts) -> None:
         self._parts = parts
 
     @staticmethod
     def longest_row(config: Config) -> int:
-        """Tokens of the longest prompt with the longest completion."""
+        """Return the tokens of the longest prompt with the longest completion."""
         return config.data.max_prompt_tokens + config.generation.sampling.max_new_tokens
 
     async def run(self, task: Task, session: Session) -> Episode:
-        """Sample one completion and have it judged."""
+        """Sample one completion and let the environment judge it."""
         row = RowBuilder(task.prompt.ids)
         completion = await session.generate(row.tokens)
         row.completion(completion)

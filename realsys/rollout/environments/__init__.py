@@ -1,4 +1,4 @@
-"""Environments judge completions: one file for each. Contract: ``base.py``; names: ``realsys.config.doors``."""
+"""The environments that judge completions. Contract: ``base.py``; names: ``realsys.config.doors``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of an environment: it judges what an agent's policy wrote, and may answer with feedback."""
+"""The contract of an environment: it judges a completion, and may return feedback."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from realsys.rollout.task import Response, Task
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What an environment says of a response.
+    """Judgement of a response.
 
-    reward    finite; the agent decides what it makes of the rewards of several turns
+    reward    finite; the agent combines the rewards of several turns
     correct   None if the task has no right or wrong
     metrics   numbers for the step log, averaged over episodes by name
-    feedback  text of the next user turn; None: the agent's own feedback, if it has any
-    done      the episode ends here, whatever turns are left
+    feedback  text of the next user turn; None: the default feedback of the agent, if it has one
+    done      True ends the episode, even if turns are left
     """
 
     reward: float
@@ -30,13 +30,13 @@ class Judgement:
     done: bool = False
 
 
-#: Runs ``data.verifier`` in a verifier process. Raises RewardError when there is no verdict; an error is not data.
+#: Runs ``data.verifier`` in a verifier process. Raises RewardError without a verdict: an error is no reward.
 Verify = Callable[[Task, Response], Awaitable[Verdict]]
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentParts:
-    """What an environment is built from: ``rollout.environment=module:Class`` is called as ``Class(parts, **args)``."""
+    """Collaborators of an environment: ``rollout.environment=module:Class`` is called as ``Class(parts, **args)``."""
 
     config: Config
     tokenizer: TextTokenizer
@@ -44,8 +44,8 @@ class EnvironmentParts:
 
 
 class Environment(Protocol):
-    """One object per RolloutWorker, for many episodes at a time: state of an episode belongs into ``task.state``."""
+    """Judge of responses. One object per RolloutWorker serves many episodes: keep their state in ``task.state``."""
 
     async def judge(self, task: Task, response: Response) -> Judgement:
-        """Judge one response. Raises RewardError when it cannot: the episode then fails, and has no reward."""
+        """Judge one response. Raises RewardError if it cannot: the episode then fails and has no reward."""
         ...

@@ -1,4 +1,4 @@
-"""The environment ``verifier``: the verdict of ``data.verifier`` is the judgement."""
+"""The environment ``verifier``: its judgement is the verdict of ``data.verifier``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from realsys.rollout.task import Response, Task
 
 
 class VerifierEnvironment:
-    """Asks the verifier about each finished completion. A completion that was cut off is wrong without asking."""
+    """Environment that verifies each finished completion; one that was cut off is wrong without a verdict."""
 
     def __init__(self, parts: EnvironmentParts) -> None:
         self._verify = parts.verify

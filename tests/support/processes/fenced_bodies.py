@@ -97,7 +97,7 @@ def pushes(ctx: WorkerContext) -> None:
 def receives(ctx: WorkerContext) -> None:
     """A DP head: stores what comes, acknowledges it, and tells the master."""
     from realsys.stream.push_pull import Puller
-    from realsys.stream.request_reply import WorkerEndpoint
+    from realsys.stream.request_reply import GroupIntake, WorkerEndpoint
     from realsys.types import Group
 
     def store(group: Group) -> None:
@@ -105,7 +105,7 @@ def receives(ctx: WorkerContext) -> None:
 
     puller = Puller(check_alive=ctx.check_alive)
     master = ctx.store.get(ctx.names.request_reply("0"))
-    endpoint = WorkerEndpoint(0, master, puller, store, check_alive=ctx.check_alive)
+    endpoint = WorkerEndpoint(0, master, GroupIntake(puller, store), check_alive=ctx.check_alive)
     endpoint.wait_connected(60)
     ready(ctx, puller.address)
     ctx.stop.wait()

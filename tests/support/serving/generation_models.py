@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from realsys.generation.backend import Completion
-from realsys.generation.embedded.core import EngineCore
+from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.forward.weights import ModelWeights, fuse, read_tensors
 from realsys.generation.embedded.scheduler import Request
 from realsys.generation.protocol import SamplingParams
@@ -86,10 +85,16 @@ def read_weights(path: Path) -> ModelWeights:
 
 
 def make_core(
-    path: Path, *, max_running: int = 8, max_queued: int = 64, context: int = 128, **options: Any
+    path: Path,
+    *,
+    max_running: int = 8,
+    max_queued: int = 64,
+    context: int = 128,
+    tokenizer: Tokenizer | None = None,
+    **sizes: int,
 ) -> EngineCore:
     arch, weights = read_model(path), read_weights(path)
-    return EngineCore(arch, weights, max_running=max_running, max_queued=max_queued, context=context, **options)
+    return EngineCore(arch, weights, CoreSizes(max_running, max_queued, context, **sizes), tokenizer)
 
 
 def make_tokenizer(path: Path) -> None:
@@ -127,7 +132,7 @@ def finish(core: EngineCore) -> None:
 def reference_logprobs(
     model: PreTrainedModel, prompt: list[int], tokens: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    """Log-probs of transformers for every token of the vocabulary at each answer position: [len(tokens), vocab]."""
+    """Log-probs of transformers for every token of the vocabulary at each completion position: [len(tokens), vocab]."""
     ids = torch.tensor([[*prompt, *tokens]])
     logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
     return (logits / temperature).log_softmax(-1)
@@ -140,7 +145,7 @@ def chosen(logprobs: torch.Tensor, tokens: list[int]) -> np.ndarray:
 def check_logprobs(
     model: PreTrainedModel, prompt: list[int], result: Completion, temperature: float = 1.0, tolerance: float = 1e-4
 ) -> None:
-    """Those of an answer are those of transformers."""
+    """Those of a completion are those of transformers."""
     tokens = result.tokens.tolist()
     expected = chosen(reference_logprobs(model, prompt, tokens, temperature), tokens)
     assert np.abs(expected - result.logprobs).max() <= tolerance

@@ -145,5 +145,5 @@ class FakeEngine:
         ones = np.ones(self.length, np.int32)
         return Generated(tokens, -ones.astype(np.float32), 7 * ones, "stop", (("a", self.length),))
 
-    def forget(self, ticket: Ticket) -> None:
+    def discard(self, ticket: Ticket) -> None:
         self.forgotten.append(ticket.ticket_id)

@@ -236,7 +236,7 @@ def test_a_tensor_that_would_broadcast_is_refused() -> None:
     one = torch.zeros(3)
     with pytest.raises(ValueError, match=r"advantages has shape \[1\]"):
         actor_loss(one, one, one, torch.zeros(1), torch.ones(3, dtype=torch.bool), 1, PPOConfig())
-    with pytest.raises(ValueError, match="mask must be bool"):
+    with pytest.raises(ValueError, match="it must be bool"):
         actor_loss(one, one, one, one, torch.ones(3), 1, PPOConfig())
 
 

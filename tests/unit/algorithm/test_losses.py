@@ -119,7 +119,7 @@ def test_episode_level_loss_gets_ratios_of_episodes() -> None:
 
 def test_episode_level_loss_needs_segments() -> None:
     x = torch.zeros(4)
-    with pytest.raises(ValueError, match=rf"loss={HERE}:episode_ratio needs to know which episode"):
+    with pytest.raises(ValueError, match=rf"loss={HERE}:episode_ratio needs the episode of each token"):
         actor_loss(x, x, x, x, torch.ones(4, dtype=torch.bool), 1, config("episode_ratio"))
 
 
@@ -146,7 +146,7 @@ def test_good_losses_pass_the_trial(loss: str) -> None:
     ("function", "problem"),
     [
         ("mean", "fails on a trial batch: ValueError: train.ppo.loss="),
-        ("detached", "fails on a trial batch: ValueError: its result has no gradient"),
+        ("detached", "fails on a trial batch: ValueError: the result has no gradient"),
         ("asks_for_more", "fails on a trial batch: AttributeError: 'LossInputs' object has no attribute"),
         ("largest_ratio", "fails on an empty micro-batch: RuntimeError: max(): "),
         ("log_of_less_than_nothing", "loss or gradient is not finite on a trial batch"),

@@ -98,9 +98,9 @@ def test_penalties_of_a_capped_token_stay() -> None:
 
 def test_missing_inputs_are_named() -> None:
     x = torch.zeros(4)
-    with pytest.raises(ValueError, match=r"kl_coef 0\.1 needs the log-probs of the reference"):
+    with pytest.raises(ValueError, match=r"kl_coef is 0\.1: pass the log-probs of the reference"):
         actor_loss(x, x, x, x, ALL, 1, config(), kl_coef=0.1)
-    with pytest.raises(ValueError, match=r"entropy_coef 0\.2 needs the entropy"):
+    with pytest.raises(ValueError, match=r"entropy_coef is 0\.2: pass the entropy"):
         actor_loss(x, x, x, x, ALL, 1, config(entropy_coef=0.2))
     with pytest.raises(ValueError, match=r"ref has shape \[1\]"):
         actor_loss(x, x, x, x, ALL, 1, config(), ref=torch.zeros(1))

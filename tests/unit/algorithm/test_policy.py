@@ -248,9 +248,9 @@ def test_a_masked_answer_contributes_nothing() -> None:
 @pytest.mark.parametrize("fields", [{"loss": "gspo"}, {"aggregation": "sequence"}])
 def test_what_needs_segments_says_so(fields: dict[str, str]) -> None:
     x = torch.zeros(4)
-    with pytest.raises(ValueError, match="which episode each token belongs to"):
+    with pytest.raises(ValueError, match="needs the episode of each token"):
         actor_loss(x, x, x, x, ALL, 1, config(**fields))
-    with pytest.raises(ValueError, match="rows of 3 tokens in all for 4 tokens"):
+    with pytest.raises(ValueError, match="lengths sum up to 3, but there are 4 tokens"):
         actor_loss(x, x, x, x, ALL, 1, config(**fields), segments=segments(2, 1))
 
 

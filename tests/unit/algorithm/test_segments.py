@@ -138,8 +138,8 @@ def test_empty_micro_batch_has_no_loss() -> None:
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        (Segments(torch.tensor([3])), "rows of 3 tokens in all for 4 tokens"),
-        (Segments(torch.tensor([3]), None, torch.tensor([5.0])), "rows of 3 tokens in all for 4 tokens"),
+        (Segments(torch.tensor([3])), "lengths sum up to 3, but there are 4 tokens"),
+        (Segments(torch.tensor([3]), None, torch.tensor([5.0])), "lengths sum up to 3, but there are 4 tokens"),
         (Segments(torch.tensor([3, 1]), torch.tensor([0])), r"episodes has shape \[1\], lengths has \[2\]"),
         (
             Segments(torch.tensor([3, 1]), None, torch.tensor([4.0])),

@@ -76,7 +76,7 @@ def test_an_answer_without_tokens_earns_nothing() -> None:
 
 
 def test_kl_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="KL of 1 tokens for rows of 3"):
+    with pytest.raises(ValueError, match="kl has 1 tokens: it must have 3"):
         token_rewards([1.0, 2.0], [2, 1], [0.1], 1.0)
 
 

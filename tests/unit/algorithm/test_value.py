@@ -220,7 +220,7 @@ def test_filter(correct: list[bool | None], cfg: FilterConfig, kept: bool) -> No
 
 
 def test_filter_without_correctness_is_a_named_error() -> None:
-    with pytest.raises(ConfigError, match=r"train\.ppo\.filter\.min.*the environment does not say"):
+    with pytest.raises(ConfigError, match=r"train\.ppo\.filter\.min.*the environment returned None"):
         keep_group([True, None], DAPO)
 
 

@@ -76,11 +76,11 @@ def test_split_of_many_costs_is_nearly_even() -> None:
     assert heaviest_sum(split_balanced(costs, 8), costs) <= lower_bound_of_sum(costs, 8) * 1.001
 
 
-@pytest.mark.parametrize(("costs", "parts", "message"), [([1], 0, "0 parts"), ([1, -1], 2, "negative")])
+@pytest.mark.parametrize(("costs", "parts", "message"), [([1], 0, "0 parts"), ([1, -1], 2, "a cost is -1.0")])
 def test_impossible_splits_are_refused(costs: list[int], parts: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_balanced(costs, parts)
-    with pytest.raises(ValueError, match="negative or not a number"):
+    with pytest.raises(ValueError, match="it must be a number of at least 0"):
         split_balanced([float("nan")], 1)
 
 
@@ -246,7 +246,7 @@ def test_a_sole_owner_is_counted_before_the_free_choices() -> None:
 
 
 def test_sample_that_nobody_holds_is_named() -> None:
-    with pytest.raises(StuckError, match="worker 3 needs sample s9, and no worker holds it"):
+    with pytest.raises(StuckError, match="worker 3 needs sample s9, but no worker holds it"):
         plan_transfers({3: ["s9"]}, ["tokens"], {"s9": set()})
 
 
@@ -304,5 +304,5 @@ def test_another_role_on_other_workers_gathers_scatters_and_broadcasts() -> None
 def test_scores_are_no_arrays_and_what_is_in_place_stays() -> None:
     mesh = whole_mesh(ParallelLayout())
     assert moves(mesh, [[[A]]], "tokens scores", {"tokens": {"a": {0}}}) == set()
-    with pytest.raises(StuckError, match="worker 0 needs sample a, and no worker holds it"):
+    with pytest.raises(StuckError, match="worker 0 needs sample a, but no worker holds it"):
         plan_call(mesh, [[[A]]], ["values"], {})

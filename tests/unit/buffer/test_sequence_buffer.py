@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from realsys.buffer.sequence_buffer import SequenceBuffer, lag_summary, owners_of
+from realsys.buffer.sequence_buffer import SequenceBuffer, owners_of, staleness_summary
 from realsys.types import SampleMeta
 
 
@@ -125,9 +125,9 @@ def test_lags_are_counted_per_answer_at_both_ends() -> None:
     buffer = SequenceBuffer()
     buffer.add([sample("t1", 0, versions=(3, 5)), sample("t1", 1, versions=(4, 5))])
     batch = buffer.take(1, 6, 4, "drop")
-    assert (batch.oldest_lag, batch.newest_lag) == ({3: 1, 2: 1}, {1: 2})
-    assert lag_summary(batch.oldest_lag) == {"min": 2.0, "mean": 2.5, "max": 3.0}
-    assert lag_summary({}) == {"min": 0.0, "mean": 0.0, "max": 0.0}
+    assert (batch.oldest_staleness, batch.newest_staleness) == ({3: 1, 2: 1}, {1: 2})
+    assert staleness_summary(batch.oldest_staleness) == {"min": 2.0, "mean": 2.5, "max": 3.0}
+    assert staleness_summary({}) == {"min": 0.0, "mean": 0.0, "max": 0.0}
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
@@ -343,7 +343,7 @@ class BufferMachine(RuleBasedStateMachine):
             self.trained.append(members[0].ticket_id)
             self.in_training |= {s.sample_id for s in members}
         assert not any(self.is_needed(s) for s in batch.clear)
-        assert sum(batch.oldest_lag.values()) == GROUP_SIZE * len(batch.groups)
+        assert sum(batch.oldest_staleness.values()) == GROUP_SIZE * len(batch.groups)
         if batch.groups:
             self.version += 1
 

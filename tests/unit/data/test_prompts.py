@@ -131,7 +131,7 @@ def test_a_file_for_evaluation_leaves_all_of_train_to_train_on(tmp_path):
 
 def test_an_empty_split_that_is_needed_is_an_error(tmp_path):
     one = jsonl(tmp_path / "one", problems(1))
-    with pytest.raises(DataError, match="held out at data.eval_fraction=0.0"):
+    with pytest.raises(DataError, match="data.eval_fraction=0.0 holds out none of 1 prompts"):
         split_sizes(jsonl_config(one, eval_fraction=0.0), trial(tmp_path))
     assert split_sizes(jsonl_config(one, eval_fraction=0.0, problems=0), trial(tmp_path)) == {"train": 1, "eval": 0}
     with pytest.raises(DataError, match="no prompts to train on"):
@@ -146,7 +146,7 @@ def test_a_prompt_that_is_too_long_is_named_by_check_and_by_prompt(tmp_path):
     config = jsonl_config(train, eval_fraction=0.0, problems=0, max_prompt_tokens=16)
     dataset = PromptDataset(config, trial(tmp_path), tokenizer)
     for call in (dataset.check, lambda: dataset.prompt("train", 1)):
-        with pytest.raises(DataError, match=f"{train}:2: the prompt has 41 tokens, data.max_prompt_tokens is 16"):
+        with pytest.raises(DataError, match=f"{train}:2: the prompt has 41 tokens, but data.max_prompt_tokens is 16"):
             call()
     assert len(dataset.prompt("train", 0).ids) == 4
 
@@ -155,9 +155,9 @@ def test_an_index_or_split_that_is_not_there_is_an_error(tmp_path):
     config = jsonl_config(jsonl(tmp_path / "t", problems(4)), eval_fraction=0.0, problems=0)
     dataset = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
     for index in (4, -1):
-        with pytest.raises(DataError, match="it has 4"):
+        with pytest.raises(DataError, match="the file has 4"):
             dataset.prompt("train", index)
-    with pytest.raises(DataError, match="no split 'test'"):
+    with pytest.raises(DataError, match="split 'test' not found"):
         dataset.prompt("test", 0)
 
 
@@ -175,7 +175,7 @@ def test_demonstrations_end_with_the_end_of_text_token(tmp_path):
     demos = DemoDataset(path, tokenizer)
     prompt, response = demos.sequence(0)
     assert len(demos) == 1 and prompt == tokenizer.encode_prompt("a1b2=")
-    assert response[-1] == tokenizer.eos_token_id and tokenizer.answer_text(response) == "a0+1=1;b1+2=3;#3"
+    assert response[-1] == tokenizer.eos_token_id and tokenizer.completion_text(response) == "a0+1=1;b1+2=3;#3"
     demos.check(6, 17)
     with pytest.raises(DataError, match=f"{path}:1: the response has 17 tokens"):
         demos.check(6, 16)

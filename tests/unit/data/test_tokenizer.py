@@ -33,11 +33,11 @@ def test_vocabulary_divides_by_four(chars):
 
 def test_answer_text_drops_only_the_final_end_of_text(chars):
     fifteen = chars.encode_text("#15")
-    assert chars.answer_text([*fifteen, EOS_ID]) == "#15"
-    assert chars.answer_text(fifteen) == "#15"
-    assert chars.answer_text([*fifteen, EOS_ID, EOS_ID]) == "#15<eos>"
-    assert chars.answer_text([*fifteen[:2], BOS_ID, *fifteen[2:]]) == "#1<bos>5"  # would read #15 if it were skipped
-    assert chars.answer_text([]) == ""
+    assert chars.completion_text([*fifteen, EOS_ID]) == "#15"
+    assert chars.completion_text(fifteen) == "#15"
+    assert chars.completion_text([*fifteen, EOS_ID, EOS_ID]) == "#15<eos>"
+    assert chars.completion_text([*fifteen[:2], BOS_ID, *fifteen[2:]]) == "#1<bos>5"  # not "#15"
+    assert chars.completion_text([]) == ""
 
 
 def test_many_prompts_are_encoded_as_one_by_one(chars):
@@ -93,7 +93,7 @@ def test_models_without_an_end_of_text_or_with_broken_files_are_refused(tmp_path
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
     assert TextTokenizer(tmp_path).eos_token_ids == (1, 7)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    with pytest.raises(ModelError, match="eos_token '<end>' is not in tokenizer.json"):
+    with pytest.raises(ModelError, match="eos_token '<end>' not found in tokenizer.json"):
         TextTokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": "{% for"}))
     with pytest.raises(ModelError, match="chat template cannot be read"):

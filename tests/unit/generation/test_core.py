@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realsys.errors import GenerationError
-from realsys.generation.embedded.core import EngineCore
+from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.forward.weights import fuse, read_tensors
 from realsys.hf.config import read_model
 from tests.support.serving.generation_models import (
@@ -34,7 +34,7 @@ def two_models(tmp_path_factory):
 @pytest.mark.parametrize("tied", [False, True])
 def test_logprobs_equal_transformers(tmp_path, kind, tied):
     model = make_model(kind, tmp_path, tied=tied)
-    # Three rows for seven answers of unequal length: admission, copies between rows and compaction all happen.
+    # Three rows for seven completions of unequal length: admission, copies between rows and compaction all happen.
     core = make_core(tmp_path, max_running=3)
     requests = [
         make_request(str(i), prompt, seed=i, n=1 + i % 2, max_new_tokens=8 + 15 * i, temperature=(1.0, 0.6)[i % 2])
@@ -51,13 +51,13 @@ def test_bfloat16_stays_close_to_transformers(tmp_path):
     model = make_model("qwen3", tmp_path)
     arch = read_model(tmp_path)
     weights = fuse(arch, read_tensors(tmp_path), dtype=torch.bfloat16, device=torch.device("cpu"))
-    core = EngineCore(arch, weights, max_running=4, max_queued=4, context=64)
+    core = EngineCore(arch, weights, CoreSizes(max_running=4, max_queued=4, context=64))
     [[result]] = run(core, make_request("a", PROMPTS[1], max_new_tokens=30))
     expected = chosen(reference_logprobs(model.to(torch.bfloat16), PROMPTS[1], result.tokens.tolist()), result.tokens)
     assert np.abs(expected - result.logprobs).mean() < 0.1
 
 
-def test_answers_of_one_request_share_one_prefill(two_models):
+def test_completions_of_one_request_share_one_prefill(two_models):
     model, path = two_models[0]
     core = make_core(path, max_running=8)
     [results] = run(core, make_request("a", PROMPTS[2], n=6, max_new_tokens=5))
@@ -67,10 +67,10 @@ def test_answers_of_one_request_share_one_prefill(two_models):
         check_logprobs(model, PROMPTS[2], result)
 
 
-def test_answers_admitted_later_copy_the_prompt_of_a_running_sibling(two_models):
+def test_completions_admitted_later_copy_the_prompt_of_a_running_sibling(two_models):
     model, path = two_models[0]
     core = make_core(path, max_running=3)
-    # The short request leaves one row after two steps, then the others: answers of "b" join one by one.
+    # The short request leaves one row after two steps, then the others: completions of "b" join one by one.
     short = make_request("a", PROMPTS[1], n=2, max_new_tokens=2)
     long = make_request("b", PROMPTS[3], n=5, max_new_tokens=12)
     _, results = run(core, short, long)
@@ -95,7 +95,7 @@ def test_a_long_prompt_is_computed_in_parts_while_others_decode(two_models):
     while len(core.scheduler.running) < 3:
         core.step()
         lengths.append(core.counters.tokens)
-    # 299 tokens to compute, 64 a step: the fifth completes it, and a token of the short answer came with each of them.
+    # 299 tokens to compute, 64 a step: the fifth completes it, and each brings a token of the short one.
     assert lengths == [2, 3, 4, 5, 8]
     assert core.counters.prefilled == 2 + 299
     finish(core)
@@ -154,7 +154,7 @@ def test_an_update_recomputes_the_prompt_of_a_group_once(two_models):
         assert np.abs(expected - result.logprobs)[9:].max() <= 1e-4
 
 
-def test_continued_answers_of_a_group_share_its_prompt(two_models):
+def test_continued_completions_of_a_group_share_its_prompt(two_models):
     model, path = two_models[0]
     core = make_core(path)
     begun = [[*PROMPTS[2], 90 - i, i, 3, 2] for i in range(5)]
@@ -164,10 +164,10 @@ def test_continued_answers_of_a_group_share_its_prompt(two_models):
     assert core.counters.prefilled == 40 + 5 * 3  # the last token of each is fed by decoding
 
 
-# ---- weight updates in the middle of answers
+# ---- weight updates in the middle of completions
 
 
-def test_update_in_the_middle_of_answers(two_models):
+def test_update_in_the_middle_of_completions(two_models):
     (old, old_path), (new, new_path) = two_models
     core = make_core(old_path, max_running=4)
     requests = [make_request(str(i), p, seed=i, max_new_tokens=20 + i) for i, p in enumerate(PROMPTS)]
@@ -251,7 +251,7 @@ def test_full_queue_refuses_and_recovers(two_models):
     accepted = [make_request(str(i), [1], max_new_tokens=2) for i in range(5)]
     for request in accepted:
         core.submit(request)
-    with pytest.raises(GenerationError, match="queue full: 5 answers wait.*max_queued=3") as refused:
+    with pytest.raises(GenerationError, match="queue full: 5 completions wait.*max_queued=3") as refused:
         core.submit(make_request("late", [1], max_new_tokens=2))
     assert refused.value.retryable
     finish(core)

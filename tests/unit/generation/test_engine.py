@@ -105,7 +105,7 @@ def test_update_stages_beside_decoding_and_swaps_between_two_steps(start, steps,
         return Weights(read_tensors(models / "new"), {"verify_s": 0.25})
 
     engine = start(load)
-    answer = held_after(engine, steps, 10)
+    completion = held_after(engine, steps, 10)
     ready = staged(engine)
     update = engine.update("v2", 2)
     steps.stop_at(20)
@@ -116,7 +116,7 @@ def test_update_stages_beside_decoding_and_swaps_between_two_steps(start, steps,
     assert ready.wait(BOUND)
     steps.go()
     result = update.result(BOUND)
-    [generated] = answer.result(BOUND)
+    [generated] = completion.result(BOUND)
     assert generated.segments == [(1, 20), (2, 80)]
     assert result.success
     assert result.timings["verify_s"] == 0.25
@@ -129,12 +129,12 @@ def test_weights_of_a_lower_version_are_taken_and_each_token_has_the_version_tha
     """Training went back to a checkpoint: what publishes is younger, the number is lower."""
     engine = start()
     engine.core.version = 7
-    answer = held_after(engine, steps, 20)
+    completion = held_after(engine, steps, 20)
     ready = staged(engine)
     update = engine.update("weights/v5.0002", 5)
     assert ready.wait(BOUND)
     steps.go()
-    [generated] = answer.result(BOUND)
+    [generated] = completion.result(BOUND)
     assert generated.segments == [(7, 20), (5, 80)]
     assert update.result(BOUND).success and (engine.version, engine.model_path) == (5, "weights/v5.0002")
 
@@ -147,7 +147,7 @@ def test_an_update_is_answered_at_once_when_no_token_is_to_come(start):
 
 def test_two_updates_in_a_row_are_both_answered(start, steps):
     engine = start()
-    answer = held_after(engine, steps, 10)
+    completion = held_after(engine, steps, 10)
     ready = staged(engine)
     first = engine.update("v2", 2)
     assert ready.wait(BOUND)
@@ -157,7 +157,7 @@ def test_two_updates_in_a_row_are_both_answered(start, steps):
     steps.go()
     assert "first_token_s" not in first.result(BOUND).timings  # the second one followed without a step between them
     assert "first_token_s" in second.result(BOUND).timings
-    assert answer.result(BOUND)[0].segments == [(1, 10), (3, 90)]
+    assert completion.result(BOUND)[0].segments == [(1, 10), (3, 90)]
 
 
 def test_an_update_does_not_wait_for_the_cache_of_those_it_interrupts(start, steps):
@@ -172,7 +172,7 @@ def test_an_update_does_not_wait_for_the_cache_of_those_it_interrupts(start, ste
     steps.stop_at(11)
     steps.go()
     steps.wait()
-    # One answer of about 55 tokens fits a budget of 64: it has its first token of the new version, the others wait.
+    # One completion of about 55 tokens fits a budget of 64: it has its first token of the new version, the others wait.
     assert "first_token_s" in update.result(BOUND).timings
     assert len(engine.core.scheduler.running) == 1
     assert len(engine.core.scheduler.prefilling) == 3
@@ -183,7 +183,7 @@ def test_an_update_does_not_wait_for_the_cache_of_those_it_interrupts(start, ste
         assert len(result.tokens) == 60
 
 
-def test_without_interruption_running_answers_finish_and_new_ones_wait(start, steps):
+def test_without_interruption_running_completions_finish_and_new_ones_wait(start, steps):
     engine = start(interruptible=False)
     running = held_after(engine, steps, 10)
     ready = staged(engine)
@@ -205,12 +205,12 @@ def test_failed_update_keeps_the_old_weights_serving(start, steps, error, reason
         raise error
 
     engine = start(load)
-    answer = held_after(engine, steps, 10)
+    completion = held_after(engine, steps, 10)
     result = engine.update("v2", 2).result(BOUND)
     assert not result.success
     assert result.message == reason
     steps.go()
-    assert answer.result(BOUND)[0].segments == [(1, 100)]
+    assert completion.result(BOUND)[0].segments == [(1, 100)]
 
 
 def test_update_to_another_architecture_is_refused(start, models):
@@ -227,7 +227,7 @@ def test_update_to_another_architecture_is_refused(start, models):
 def test_pause_keeps_requests_and_they_go_on_unchanged(start, steps, models, mode):
     [[undisturbed]] = run(make_core(models / "old"), make_request("a", [1, 2, 3], seed=1, max_new_tokens=100))
     engine = start()
-    answer = held_after(engine, steps, 10)
+    completion = held_after(engine, steps, 10)
     pause = engine.pause(mode)
     steps.go()
     pause.result(BOUND)
@@ -236,44 +236,44 @@ def test_pause_keeps_requests_and_they_go_on_unchanged(start, steps, models, mod
     late = engine.generate("b", [7], SamplingParams(max_new_tokens=3))
     engine.abort("no such request").result(BOUND)  # the engine still takes commands
     assert steps.count == 10
-    assert not answer.done() and not late.done()
+    assert not completion.done() and not late.done()
     engine.resume().result(BOUND)
-    assert answer.result(BOUND)[0].tokens.tolist() == undisturbed.tokens.tolist()
+    assert completion.result(BOUND)[0].tokens.tolist() == undisturbed.tokens.tolist()
     assert len(late.result(BOUND)[0].tokens) == 3
 
 
 def test_update_while_paused_takes_effect_at_resume(start, steps):
     engine = start()
-    answer = held_after(engine, steps, 10)
+    completion = held_after(engine, steps, 10)
     pause = engine.pause("in_place")
     steps.go()
     pause.result(BOUND)
     assert engine.update("v2", 2).result(BOUND).success
     assert steps.count == 10
     engine.resume().result(BOUND)
-    assert answer.result(BOUND)[0].segments == [(1, 10), (2, 90)]
+    assert completion.result(BOUND)[0].segments == [(1, 10), (2, 90)]
 
 
 def test_pause_abort_ends_all_requests_with_what_they_have(start, steps):
     engine = start()
-    answer = held_after(engine, steps, 10, SamplingParams(max_new_tokens=100, n=5))
+    completion = held_after(engine, steps, 10, SamplingParams(max_new_tokens=100, n=5))
     pause = engine.pause("abort")
     steps.go()
     pause.result(BOUND)
-    results = answer.result(BOUND)
+    results = completion.result(BOUND)
     assert [len(r.tokens) for r in results] == [10, 10, 10, 10, 0]
     assert {r.finish_reason for r in results} == {"abort"}
 
 
 def test_update_with_abort_all(start, steps):
     engine = start()
-    answer = held_after(engine, steps, 10)
+    completion = held_after(engine, steps, 10)
     ready = staged(engine)
     update = engine.update("v2", 2, abort_all=True)
     assert ready.wait(BOUND)
     steps.go()
     assert update.result(BOUND).success
-    [result] = answer.result(BOUND)
+    [result] = completion.result(BOUND)
     assert (result.finish_reason, result.segments) == ("abort", [(1, 10)])
 
 
@@ -302,13 +302,13 @@ def test_full_queue_fails_the_future_with_a_retryable_error(start, steps):
 
 def test_close_fails_open_requests_and_refuses_new_ones(start, steps):
     engine = start()
-    answer = held_after(engine, steps, 3)
+    completion = held_after(engine, steps, 3)
     update_never_staged = threading.Thread(target=engine.close, args=(BOUND,))
     update_never_staged.start()
     steps.go()
     update_never_staged.join(BOUND)
     with pytest.raises(GenerationError, match="stopping") as error:
-        answer.result(BOUND)
+        completion.result(BOUND)
     assert error.value.retryable
     with pytest.raises(GenerationError, match="stopping"):
         engine.generate("b", [1], LONG)
@@ -320,11 +320,11 @@ def test_error_in_the_engine_thread_reaches_the_thread_hook_and_every_caller(sta
     caught = []
     monkeypatch.setattr(threading, "excepthook", lambda args: (caught.append(args.exc_value), seen.set()))
     engine = start()
-    answer = held_after(engine, steps, 3)
+    completion = held_after(engine, steps, 3)
     engine.core._model = None  # the next step fails
     steps.go()
     with pytest.raises(GenerationError, match="the engine failed: AttributeError"):
-        answer.result(BOUND)
+        completion.result(BOUND)
     assert seen.wait(BOUND)
     assert isinstance(caught[0], AttributeError)
     with pytest.raises(GenerationError, match="the engine failed"):
@@ -343,10 +343,10 @@ def test_requests_without_a_seed_differ(start):
     ("ids", "params", "message"),
     [
         ([], {}, "input_ids is empty"),
-        ([1, 97], {}, "token 97, the vocabulary has 97"),
+        ([1, 97], {}, "token 97, but the vocabulary has 97"),
         ([-1], {}, "token -1"),
         ([1] * 100, {"max_new_tokens": 29}, "input_ids of 100 tokens and max_new_tokens=29 exceed the context of 128"),
-        ([1], {"stop_token_ids": (200,)}, "stop_token_ids holds 200"),
+        ([1], {"stop_token_ids": (200,)}, "stop_token_ids contains 200"),
         ([1], {"n": 13}, "n=13 is more than this server"),
         ([1], {"min_new_tokens": 1, "stop_token_ids": tuple(range(97))}, "every token"),
         ([1], {"top_p": 1.5}, "top_p=1.5"),

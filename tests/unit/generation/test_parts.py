@@ -16,7 +16,7 @@ from realsys.generation.client import SamplingSpec
 from realsys.generation.embedded.forward.sampler import RowParams, sample
 from realsys.generation.embedded.layout import LayoutPlanner
 from realsys.generation.embedded.prefill import PrefixIndex, plan_pass
-from realsys.generation.embedded.scheduler import Answer, Request
+from realsys.generation.embedded.scheduler import LiveCompletion, Request
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.uniforms import uniforms
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @st.composite
 def rows_in_use(draw):
-    """Some rows of a cache with holes in it, and some answers that are not cached yet."""
+    """Some rows of a cache with holes in it, and some completions that are not cached yet."""
     used = draw(st.lists(st.integers(0, 40), unique=True, max_size=30))
     current = np.asarray(used + [-1] * draw(st.integers(0, 10)), np.int64)
     lengths = draw(st.lists(st.integers(1, 500), min_size=len(current), max_size=len(current)))
@@ -58,7 +58,7 @@ def test_layout_is_dense_and_its_groups_cover_every_row_and_length(case):
         assert layout.moved_length == max(lengths[current == source].item() for source in moved)
 
 
-def test_one_long_answer_does_not_make_the_short_ones_pay():
+def test_one_long_completion_does_not_make_the_short_ones_pay():
     lengths = np.asarray([20, 21, 900, 22, 20, 23], np.int64)
     layout = LayoutPlanner(50).plan(np.arange(6), lengths)
     read = sum((g.stop - g.start) * g.length for g in layout.groups)
@@ -76,10 +76,10 @@ def test_nobody_moves_without_a_gain():
 # ---- prefill
 
 
-def answer(prompt, generated=0, cached=0):
+def completion(prompt, generated=0, cached=0):
     params = SamplingParams(max_new_tokens=64)
     request = Request("r", np.asarray(prompt, np.int32), params, 0, (), Future())
-    return Answer(request, 0, 0, len(prompt) + generated, cached=cached)
+    return LiveCompletion(request, 0, 0, len(prompt) + generated, cached=cached)
 
 
 def common(a, b):
@@ -92,11 +92,11 @@ few_tokens = st.lists(st.sampled_from([0, 1, 256, 70000]), min_size=1, max_size=
 @settings(max_examples=150, deadline=None)
 @given(st.lists(few_tokens, min_size=1, max_size=12), few_tokens, st.integers(0, 5))
 def test_the_neighbour_in_the_index_shares_the_longest_prefix(prompts, prompt, generated):
-    others = [answer(other, generated=20) for other in prompts]
+    others = [completion(other, generated=20) for other in prompts]
     index = PrefixIndex(others[: len(others) // 2])
     for other in others[len(others) // 2 :]:
         index.add(other)
-    best, shared = index.longest(answer(prompt, generated))
+    best, shared = index.longest(completion(prompt, generated))
     longest = max(min(common(prompt, other), len(prompt) + generated - 1) for other in prompts)
     assert shared == longest
     if best is not None:
@@ -108,7 +108,7 @@ def spans(parts):
 
 
 def test_a_pass_takes_from_the_front_what_fits():
-    waiting = [answer([i] * length) for i, length in enumerate([31, 41, 301, 11])]
+    waiting = [completion([i] * length) for i, length in enumerate([31, 41, 301, 11])]
     assert spans(plan_pass(waiting, [], 100)) == [(0, 30), (0, 40)]  # the third does not fit: it waits to be first
     long = waiting[2:]
     assert spans(plan_pass(long, [], 100)) == [(0, 100)]
@@ -120,24 +120,24 @@ def test_a_pass_takes_from_the_front_what_fits():
 
 def test_those_who_share_wait_for_the_first_and_then_copy():
     prompt = list(range(40))
-    group = [answer(prompt, generated) for generated in (3, 5, 9)]
-    stranger = answer([7] * 20)
-    assert [part.answer for part in plan_pass([*group, stranger], [], 500)] == [group[0], stranger]
+    group = [completion(prompt, generated) for generated in (3, 5, 9)]
+    stranger = completion([7] * 20)
+    assert [part.completion for part in plan_pass([*group, stranger], [], 500)] == [group[0], stranger]
     parts = plan_pass(group[1:], [group[0], stranger], 500)
     assert spans(parts) == [(40, 44), (40, 48)]
     assert {id(part.donor) for part in parts} == {id(group[0])}
 
 
 def test_a_short_common_beginning_is_not_worth_waiting_for():
-    waiting = [answer([1, 2, 3, *([i] * 30)]) for i in range(3)]
+    waiting = [completion([1, 2, 3, *([i] * 30)]) for i in range(3)]
     assert spans(plan_pass(waiting, [], 500)) == [(0, 32)] * 3
 
 
 def test_everything_shared_leaves_nothing_to_compute():
     prompt = [4, 5, 6]
-    [first] = plan_pass([answer(prompt), answer(prompt)], [], 500)
+    [first] = plan_pass([completion(prompt), completion(prompt)], [], 500)
     assert spans([first]) == [(0, 2)]
-    assert spans(plan_pass([answer(prompt)], [first.answer], 500)) == [(2, 2)]
+    assert spans(plan_pass([completion(prompt)], [first.completion], 500)) == [(2, 2)]
 
 
 # ---- what a client sends
@@ -161,8 +161,8 @@ def test_defaults_of_client_and_server_agree():
 # ---- random numbers
 
 
-def test_uniforms_are_uniform_and_differ_by_seed_answer_and_position():
-    numbers = np.concatenate([uniforms(seed, answer, 500) for seed in range(20) for answer in range(4)])
+def test_uniforms_are_uniform_and_differ_by_seed_completion_and_position():
+    numbers = np.concatenate([uniforms(seed, completion, 500) for seed in range(20) for completion in range(4)])
     assert numbers.min() >= 0 and numbers.max() < 1
     counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
     expected = len(numbers) / 20

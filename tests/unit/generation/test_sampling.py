@@ -1,4 +1,4 @@
-"""What the embedded engine samples and where an answer ends: penalties, stop tokens, stop strings."""
+"""What the embedded engine samples and where a completion ends: penalties, stop tokens, stop strings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_sampling_does_not_depend_on_the_batch(two_models):
     assert [r.tokens.tolist() for r in alone] != [r.tokens.tolist() for r in other_seed]
 
 
-def test_stop_token_ends_the_answer_and_is_part_of_it(two_models):
+def test_stop_token_ends_the_completion_and_is_part_of_it(two_models):
     _, path = two_models[0]
     [[free]] = run(make_core(path), make_request("a", PROMPTS[1], max_new_tokens=30))
     stop = int(free.tokens[10])
@@ -71,13 +71,13 @@ def test_min_new_tokens_bans_stops_but_keeps_the_logprobs(two_models):
 
 
 def penalised_greedy(model, prompt, count, prefix=0, **penalties):
-    """The definition, token by token: what the answer holds changes the logits of the next token."""
-    answer = prompt[len(prompt) - prefix :]
+    """The definition, token by token: what the completion holds changes the logits of the next token."""
+    completion = prompt[len(prompt) - prefix :]
     tokens: list[int] = []
     for _ in range(count):
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].detach().numpy().copy()
-        for token in {*answer, *tokens}:
-            times = [*answer, *tokens].count(token)
+        for token in {*completion, *tokens}:
+            times = [*completion, *tokens].count(token)
             rate = penalties.get("repetition_penalty", 1.0)
             logits[token] = logits[token] / rate if logits[token] > 0 else logits[token] * rate
             logits[token] -= penalties.get("presence_penalty", 0.0) + times * penalties.get("frequency_penalty", 0.0)
@@ -94,7 +94,7 @@ def penalised_greedy(model, prompt, count, prefix=0, **penalties):
         {"repetition_penalty": 0.6, "presence_penalty": -0.5, "frequency_penalty": 0.4},
     ],
 )
-def test_penalties_look_at_the_answer_and_leave_the_logprobs_alone(two_models, penalties):
+def test_penalties_look_at_the_completion_and_leave_the_logprobs_alone(two_models, penalties):
     model, path = two_models[0]
     greedy = {"temperature": 0.0, "max_new_tokens": 30}
     plain = make_request("plain", PROMPTS[1], **greedy)
@@ -105,7 +105,7 @@ def test_penalties_look_at_the_answer_and_leave_the_logprobs_alone(two_models, p
     assert free.tokens.tolist() == penalised_greedy(model, PROMPTS[1], 30)  # the neighbour in the batch
 
 
-def test_a_continued_answer_is_penalised_for_its_earlier_tokens(two_models):
+def test_a_continued_completion_is_penalised_for_its_earlier_tokens(two_models):
     model, path = two_models[0]
     params = {"temperature": 0.0, "frequency_penalty": 0.8}
     [[whole]] = run(make_core(path), make_request("a", PROMPTS[3], max_new_tokens=24, **params))
@@ -127,7 +127,7 @@ def tokenizer(tmp_path):
     return read_tokenizer(tmp_path)
 
 
-def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(two_models, tokenizer):
+def test_a_stop_string_ends_the_completion_with_the_token_that_completes_it(two_models, tokenizer):
     model, path = two_models[0]
     [[free]] = run(make_core(path), make_request("a", PROMPTS[1], max_new_tokens=40))
     text = letters(free.tokens)
@@ -142,7 +142,7 @@ def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(two_mode
     check_logprobs(model, PROMPTS[1], result)
 
 
-def test_a_stop_string_is_looked_for_in_the_answer_only_and_not_too_early(two_models, tokenizer):
+def test_a_stop_string_is_looked_for_in_the_completion_only_and_not_too_early(two_models, tokenizer):
     _, path = two_models[0]
     params = {"max_new_tokens": 20, "temperature": 0.0}
     [[free]] = run(make_core(path), make_request("a", PROMPTS[1], **params))
@@ -157,5 +157,5 @@ def test_a_stop_string_is_looked_for_in_the_answer_only_and_not_too_early(two_mo
     )
     assert across not in letters(free.tokens) and len(whole.tokens) == 20
     assert len(late.tokens) > 2  # two tokens completed the string, but three were asked for
-    # A string may begin in the part of the answer that an earlier request brought.
+    # A string may begin in the part of the completion that an earlier request brought.
     assert (len(continued.tokens), continued.matched) == (1, early)

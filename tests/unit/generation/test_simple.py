@@ -132,12 +132,12 @@ def test_wrong_reply_ends_the_engine(engine, reply, problem) -> None:
 
 def test_update_comes_between_two_completions(engine, changes) -> None:
     engine.go.clear()
-    answers = engine.generate("a", [5], SamplingParams(max_new_tokens=8, n=2))
+    completions = engine.generate("a", [5], SamplingParams(max_new_tokens=8, n=2))
     assert engine.entered.acquire(timeout=BOUND)
     update = engine.update("/v3", 3)
     assert (engine.version, engine.info().running, engine.info().queued) == (-1, 1, 1)
     engine.go.set()
-    assert [result.segments for result in answers.result(BOUND)] == [[(-1, 3)], [(3, 3)]]
+    assert [result.segments for result in completions.result(BOUND)] == [[(-1, 3)], [(3, 3)]]
     assert update.result(BOUND).success and {"verify_s", "stage_s", "load_s"} <= update.result(BOUND).timings.keys()
     assert (engine.version, engine.model_path, engine.loaded) == (3, "/v3", [{"w": 3}])
     assert changes == [Change(0)]
@@ -152,11 +152,11 @@ def test_refused_version_leaves_the_old_one(engine) -> None:
 
 def test_abort_keeps_the_completions_there_are(engine) -> None:
     engine.go.clear()
-    answers = engine.generate("a", [5], SamplingParams(max_new_tokens=8, n=3))
+    completions = engine.generate("a", [5], SamplingParams(max_new_tokens=8, n=3))
     assert engine.entered.acquire(timeout=BOUND)
     aborted, unknown = engine.abort("a"), engine.abort("b")
     engine.go.set()
-    reasons = [(result.finish_reason, len(result.tokens)) for result in answers.result(BOUND)]
+    reasons = [(result.finish_reason, len(result.tokens)) for result in completions.result(BOUND)]
     assert reasons == [("stop", 3), ("abort", 0), ("abort", 0)]
     assert (aborted.result(BOUND), unknown.result(BOUND)) == (True, False)
     assert engine.info().queued == 0

@@ -100,7 +100,7 @@ def test_bad_fields_of_an_episode_are_refused(fields, problem):
 def test_a_row_beyond_the_limit_is_refused():
     long = RowBuilder([1] * 6)
     long.completion(completion())
-    with pytest.raises(AgentError, match="row 0: 9 tokens, train.microbatch_tokens is 8"):
+    with pytest.raises(AgentError, match="row 0: 9 tokens, but train.microbatch_tokens is 8"):
         check(Episode([long.row()], 1.0))
     check(Episode([row()] * 3, 1.0), sampled=9)
 
@@ -109,7 +109,7 @@ def test_an_episode_without_trained_tokens_needs_empty_completions():
     empty = RowBuilder([9, 9])
     empty.completion(completion(0))
     check(Episode([empty.row()], 0.0), sampled=0)
-    with pytest.raises(AgentError, match="3 tokens were sampled and none is in a row"):
+    with pytest.raises(AgentError, match="3 tokens were sampled, but no row has a loss_mask"):
         check(Episode([empty.row()], 0.0), sampled=3)
 
 

@@ -115,7 +115,7 @@ def test_a_request_that_the_server_calls_wrong_is_not_repeated():
 def test_failures_are_bounded_and_the_last_is_named(monkeypatch):
     monkeypatch.setattr(partial, "MAX_FAILURES", 2)
     monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.001)
-    with pytest.raises(GenerationError, match="ticket 17: given up after 3 failures .*connection failed"):
+    with pytest.raises(GenerationError, match="ticket 17: cancelled after 3 failures .*connection failed"):
         run([dead()] * 10)
 
 
@@ -173,7 +173,7 @@ def test_calls_that_ended_are_named_in_the_next_request():
         manager, spec = PartialRolloutManager(scheduler, servers), SamplingSpec(max_new_tokens=5)
         for name in ("0.0", "1.0", "0.1"):
             await manager.generate(Call(ticket(), name, PROMPT, spec, 1, ("a", 3)))
-        manager.forget(ticket())
+        manager.discard(ticket())
         await manager.generate(Call(Ticket("18", 0, 0), "0.0", PROMPT, spec, 1))
         assert [request.released for request in scheduler.requests] == [[], [("17", 2, "0.0")], [("17", 2, "1.0")], []]
         assert [request.previous for request in scheduler.requests] == [("a", 3)] * 3 + [None]

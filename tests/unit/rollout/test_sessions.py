@@ -247,7 +247,7 @@ def test_a_call_after_the_end_of_its_episode_is_refused():
     async def body():
         agent = Leaks()
         await player(agent, FakeEngine()).play(Ticket("1", 0, 0, n=1), PROMPT)
-        with pytest.raises(AgentError, match="after the end of its episode"):
+        with pytest.raises(AgentError, match="after the end of the episode"):
             await agent.session.generate([1])
 
     asyncio.run(body())
@@ -334,6 +334,6 @@ def test_unknown_correctness_is_refused_if_groups_are_filtered():
     rules = group_rules(changed("train.ppo.filter.min=0.1"))
     assert rules == GroupRules(0, needs_correct=True) and group_rules(changed()) == GroupRules()
     group = GroupPlayer(Script(), FakeEngine(), SPEC, 1000, rules)
-    with pytest.raises(AgentError, match="correct is None, and train.ppo.filter needs to know it"):
+    with pytest.raises(AgentError, match="correct is None, but train.ppo.filter needs it"):
         asyncio.run(group.play(Ticket("t", 0, 0, n=2), PROMPT))
     asyncio.run(group.play(Ticket("t", 0, 0, kind="eval", n=2), PROMPT))

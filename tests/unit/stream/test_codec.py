@@ -129,9 +129,9 @@ def test_slabs_are_used_again_and_kept_few() -> None:
     slabs = Slabs(keep=2)
     taken = [slabs.take(size) for size in (10, 20, 30)]
     for slab in taken:
-        slabs.give_back(slab)
+        slabs.release(slab)
     assert slabs.take(5).obj is taken[2].obj  # the one given back last
-    slabs.give_back(taken[2])
+    slabs.release(taken[2])
     assert slabs.take(25).obj is taken[2].obj
     assert slabs.take(5).obj is taken[1].obj  # the smallest of the three was let go
     assert len(slabs.take(5).obj) == 5
@@ -140,14 +140,14 @@ def test_slabs_are_used_again_and_kept_few() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": np.zeros(40, np.int64)}, r"t1: episode 0, row 0: tokens is int64\[40\], needs int32\[40\]"),
-        ({"logprobs": np.zeros(30)}, r"logprobs is float64\[30\], needs float32\[30\]"),
-        ({"versions": np.zeros(29, np.int32)}, r"versions is int32\[29\], needs int32\[30\]"),
-        ({"loss_mask": np.arange(40)}, r"loss_mask is int64\[40\], needs bool\[40\]"),
-        ({"loss_mask": make_mask(40, 11)}, r"loss_mask marks 29 tokens, there are 30 logprobs"),
-        ({"loss_mask": make_mask(40, 10)[::-1].copy()}, r"the first token must be there and must not be in the loss"),
-        ({"rewards": ((3, 1.0),)}, r"a reward stands at position 3, which is not in the loss"),
-        ({"rewards": ((40, 1.0),)}, r"a reward stands at position 40, which is not in the loss"),
+        ({"tokens": np.zeros(40, np.int64)}, r"t1: episode 0, row 0: tokens is int64\[40\], must be int32\[40\]"),
+        ({"logprobs": np.zeros(30)}, r"logprobs is float64\[30\], must be float32\[30\]"),
+        ({"versions": np.zeros(29, np.int32)}, r"versions is int32\[29\], must be int32\[30\]"),
+        ({"loss_mask": np.arange(40)}, r"loss_mask is int64\[40\], must be bool\[40\]"),
+        ({"loss_mask": make_mask(40, 11)}, r"loss_mask marks 29 tokens, but there are 30 logprobs"),
+        ({"loss_mask": make_mask(40, 10)[::-1].copy()}, r"a row must begin with a token outside the loss"),
+        ({"rewards": ((3, 1.0),)}, r"a reward is at position 3, which is not in the loss"),
+        ({"rewards": ((40, 1.0),)}, r"a reward is at position 40, which is not in the loss"),
     ],
 )
 def test_a_wrong_array_is_named_by_the_encoder(change: dict[str, object], message: str) -> None:

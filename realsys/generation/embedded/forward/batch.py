@@ -1,4 +1,4 @@
-"""Tensors of a forward pass: for decoding, what stays the same until an answer ends or joins; for prefill, one pass."""
+"""Tensors of forward passes: a Batch serves decoding until a completion ends or joins, a PrefillBatch one pass."""
 
 from __future__ import annotations
 
@@ -14,55 +14,61 @@ from realsys.generation.embedded.forward.sampler import RowParams
 from realsys.generation.embedded.forward.token_store import TokenStore
 from realsys.generation.embedded.layout import LayoutPlanner, RowGroup
 from realsys.generation.embedded.prefill import Part
-from realsys.generation.embedded.scheduler import Answer
+from realsys.generation.embedded.scheduler import LiveCompletion
 
 I64 = npt.NDArray[np.int64]
 
-#: one more group of a prefill pass costs about as much as attention of this many padding tokens
+#: one more group of a prefill pass costs about as much as attention over this many padding tokens
 _PREFILL_PLANNER = LayoutPlanner(overhead=256)
 
 
 @dataclass(slots=True)
 class Batch:
-    """The n running answers in row order. ``advance`` moves everything by one token."""
+    """The n running completions in row order. ``advance`` moves everything by one token."""
 
-    answers: list[Answer]
+    completions: list[LiveCompletion]
     groups: list[RowGroup]
     params: RowParams
-    ids: Tensor  # int64 [n], fed next
-    positions: Tensor  # int64 [n], of ids
-    cells: Tensor  # int64 [n], of the token sampled next, in the TokenStore
-    starts: Tensor | None  # int64 [m], cells of the first tokens of the answers with penalties
+    # On the device, so that a step copies nothing to it.
+    ids: Tensor  # int64 [n], tokens to feed next
+    positions: Tensor  # int64 [n], positions of ``ids``
+    cells: Tensor  # int64 [n], cells of the TokenStore for the tokens that are sampled next
+    starts: Tensor | None  # int64 [m], cells of the first tokens of the completions with penalties
+    # In host memory, because Python decides with them which rows end.
     lengths: I64  # [n]
-    limits: I64  # [n], length at which an answer is cut
-    ban_lengths: I64  # [n], length below which an answer must not stop
+    limits: I64  # [n], length at which a completion is cut
+    ban_lengths: I64  # [n], length below which a completion must not stop
     stops: I64  # [n, k] stop tokens, padded with -1
     watched: list[int]  # rows that have stop strings
 
     @classmethod
-    def build(cls, answers: Sequence[Answer], groups: list[RowGroup], store: TokenStore) -> Batch:
+    def build(cls, completions: Sequence[LiveCompletion], groups: list[RowGroup], store: TokenStore) -> Batch:
+        """Build the batch of ``completions``, which are in row order."""
         device = store.device
-        lengths = np.asarray([a.length for a in answers], np.int64)
-        slots = np.asarray([a.slot for a in answers], np.int64)
+        lengths = np.asarray([a.length for a in completions], np.int64)
+        slots = np.asarray([a.slot for a in completions], np.int64)
         cells = torch.from_numpy(slots * store.context + lengths).to(device)
-        starts = [a.slot * store.context + a.answer_start for a in answers if a.request.params.penalised]
+        starts = [a.slot * store.context + a.completion_start for a in completions if a.request.params.penalised]
         return cls(
-            answers=list(answers),
+            completions=list(completions),
             groups=groups,
-            params=RowParams.build([a.request.params for a in answers], device),
+            params=RowParams.build([a.request.params for a in completions], device),
             ids=store.tokens.index_select(0, cells - 1),
             positions=torch.from_numpy(lengths - 1).to(device),
             cells=cells,
             starts=torch.tensor(starts, device=device) if starts else None,
             lengths=lengths,
-            limits=np.asarray([a.limit for a in answers], np.int64),
-            ban_lengths=np.asarray([a.ban_length for a in answers], np.int64),
-            stops=_stop_table(answers),
-            watched=[row for row, a in enumerate(answers) if a.request.params.stop],
+            limits=np.asarray([a.limit for a in completions], np.int64),
+            ban_lengths=np.asarray([a.ban_length for a in completions], np.int64),
+            stops=_stop_table(completions),
+            watched=[row for row, a in enumerate(completions) if a.request.params.stop],
         )
 
     def banned(self) -> Tensor | None:
-        """(row, token) pairs that may not be drawn in this step: stop tokens of answers that are too short."""
+        """Return the (row, token) pairs that must not be drawn in this step, int64 [b, 2], or None.
+
+        They are the stop tokens of completions that are too short to end.
+        """
         rows = np.flatnonzero(self.lengths < self.ban_lengths)
         if not len(rows):
             return None
@@ -71,44 +77,45 @@ class Batch:
         return torch.from_numpy(pairs).to(self.ids.device) if len(pairs) else None
 
     def counts(self, store: TokenStore, vocabulary: int) -> Tensor | None:
-        """How often the answers with penalties hold each token: float32 [m, vocabulary]."""
+        """Count each token in the completions that have penalties: float32 [m, vocabulary], or None."""
         penalties = self.params.penalties
         if penalties is None or self.starts is None:
             return None
         return store.counts(self.starts, self.cells.index_select(0, penalties.rows), vocabulary)
 
     def advance(self, tokens: Tensor) -> dict[int, int | None]:
-        """Account for the tokens just sampled. Returns the rows that end, with the stop token that did it."""
+        """Account for the sampled tokens. Returns the rows that end, with their stop token or None."""
+        # In place, without a new batch: a step must cost the same for any number of rows in Python.
         self.ids = tokens
         self.positions.add_(1)
         self.cells.add_(1)
         self.lengths += 1
         for group in self.groups:
             group.length += 1
-        drawn = tokens.cpu().numpy()
+        drawn = tokens.cpu().numpy()  # the one wait for the device in a step
         hit = (self.stops == drawn[:, None]).any(axis=1)
         ended = np.flatnonzero(hit | (self.lengths >= self.limits))
         return {int(row): int(drawn[row]) if hit[row] else None for row in ended}
 
 
-def _stop_table(answers: Sequence[Answer]) -> I64:
-    width = max((len(a.request.stops) for a in answers), default=0)
-    table = np.full((len(answers), width), -1, np.int64)
-    for row, answer in enumerate(answers):
-        table[row, : len(answer.request.stops)] = answer.request.stops
+def _stop_table(completions: Sequence[LiveCompletion]) -> I64:
+    width = max((len(a.request.stops) for a in completions), default=0)
+    table = np.full((len(completions), width), -1, np.int64)
+    for row, completion in enumerate(completions):
+        table[row, : len(completion.request.stops)] = completion.request.stops
     return table
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillGroup:
-    """b parts of similar length: their attention is one call over [b, width], most of it real tokens."""
+    """b parts of similar length. Their attention is one call over [b, width] with little padding."""
 
-    tokens: slice  # of the pass
-    places: Tensor  # int64 [tokens], of each token in the padded [b * width]
+    tokens: slice  # range of the pass's tokens
+    places: Tensor  # int64 [tokens], index of each token in the padded [b * width]
     rows: Tensor  # int64 [b]
     starts: Tensor | None  # int64 [b], first position; None: all begin at 0
     width: int
-    reach: int  # positions of the cache that are read
+    reach: int  # number of cache positions that are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +129,12 @@ class PrefillBatch:
 
     @classmethod
     def build(cls, parts: Sequence[Part], store: TokenStore) -> PrefillBatch:
-        """``parts`` with at least one token each; answers must have their rows."""
-        parts = sorted(parts, key=lambda part: part.start - part.stop)
+        """Build the pass over ``parts`` of at least one token each; completions must have their rows."""
+        parts = sorted(parts, key=lambda part: part.start - part.stop)  # longest first, for the planner
         starts = np.asarray([part.start for part in parts], np.int64)
         lengths = np.asarray([part.stop for part in parts], np.int64) - starts
-        slots = np.asarray([part.answer.slot for part in parts], np.int64)
-        rows = np.asarray([part.answer.row for part in parts], np.int64)
+        slots = np.asarray([part.completion.slot for part in parts], np.int64)
+        rows = np.asarray([part.completion.row for part in parts], np.int64)
         offsets = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         positions = np.repeat(starts, lengths) + offsets
         first, groups = 0, []

@@ -1,10 +1,13 @@
-"""Preallocated key-value cache: one row of ``context`` positions per running answer.
+"""Preallocated key-value cache: one row of ``context`` positions per running completion.
 
-Running answers always occupy rows 0..n-1, so that a decode step works on plain slices; the scheduler plans the moves
-that keep it so. What lies beyond an answer's length is stale and masked in attention, never read as data.
+Running completions always occupy rows 0..n-1, so that a decode step works on plain slices. The scheduler plans the
+moves that keep it so. Positions beyond a completion's length are stale: attention masks them.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,47 +15,55 @@ from torch import Tensor
 from realsys.errors import ConfigError
 
 
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Shape of a KVCache."""
+
+    layers: int
+    rows: int
+    kv_heads: int
+    context: int
+    head_dim: int
+
+
 class KVCache:
     """Keys and values, each [layers, rows * kv_heads, context, head_dim]."""
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        rows: int,
-        kv_heads: int,
-        context: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.rows, self.kv_heads, self.context, self.head_dim = rows, kv_heads, context, head_dim
-        shape = (layers, rows * kv_heads, context, head_dim)
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.rows = shape.rows
+        self.kv_heads = shape.kv_heads
+        self.context = shape.context
+        self.head_dim = shape.head_dim
+        dimensions = (shape.layers, shape.rows * shape.kv_heads, shape.context, shape.head_dim)
         try:
-            self.keys = torch.zeros(shape, dtype=dtype, device=device)
-            self.values = torch.zeros(shape, dtype=dtype, device=device)
+            # Zeros, because a NaN in fresh memory would survive the mask: NaN - inf and 0 * NaN are NaN.
+            self.keys = torch.zeros(dimensions, dtype=dtype, device=device)
+            self.values = torch.zeros(dimensions, dtype=dtype, device=device)
         except RuntimeError as error:  # torch's out-of-memory errors, on CPU and on CUDA
-            size = 2 * dtype.itemsize * layers * rows * kv_heads * context * head_dim
+            size = 2 * dtype.itemsize * math.prod(dimensions)
             problem = (
-                f"the KV cache of {rows} x {context} tokens needs {size >> 20} MiB, which this device does not have"
+                f"the KV cache of {shape.rows} x {shape.context} tokens needs {size >> 20} MiB, "
+                f"which this device does not have"
             )
-            raise ConfigError("generation.embedded.max_running", rows, problem) from error
+            raise ConfigError("generation.embedded.max_running", shape.rows, problem) from error
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one layer."""
+        """Bytes that one token takes in one layer."""
         return 2 * self.kv_heads * self.head_dim * self.keys.element_size()
 
     def read(self, layer: int, rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Copies of the first ``length`` positions of ``rows``: keys and values [len(rows), kv_heads, length, D]."""
+        """Copy the first ``length`` positions of ``rows``: keys and values [len(rows), kv_heads, length, D]."""
         keys, values = (self._by_row(store[layer], length).index_select(0, rows) for store in (self.keys, self.values))
         return keys, values
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` positions of row source[i] to row target[i]; the two may overlap."""
         for store in (self.keys, self.values):
+            # Layer by layer: the temporary copy of all layers could be as large as the cache.
             for layer in store:
                 by_row = self._by_row(layer, length)
+                # index_select first reads all sources, so a target that is also a source is safe.
                 by_row.index_copy_(0, target, by_row.index_select(0, source))
 
     def _by_row(self, layer: Tensor, length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Forward passes of the embedded engine: prefill of whole prompts, and one decode step for all running answers."""
+"""Forward passes of the embedded engine: prefill of prompts, and one decode step for all running completions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from realsys.hf.rope import inverse_frequencies
 
 
 class Decoder:
-    """A decoder-only model over a KV cache.
+    """Decoder-only model over a KV cache.
 
     Shapes: n rows, H kv heads, G query heads per kv head, D head_dim, T positions.
     """
 
     def __init__(self, arch: HfModel, weights: ModelWeights, cache: KVCache) -> None:
-        self.arch, self.weights, self.cache = arch, weights, cache
+        self.arch = arch
+        self.weights = weights
+        self.cache = cache
         device = weights.embedding.device
         self._dtype = weights.embedding.dtype
         self._scale = 1.0 / math.sqrt(arch.head_dim)
@@ -39,12 +41,15 @@ class Decoder:
         self._zero = torch.zeros((), dtype=self._dtype, device=device)
 
     def decode(self, ids: Tensor, positions: Tensor, groups: Sequence[RowGroup]) -> Tensor:
-        """Feed token ids[r] at positions[r] to rows 0..n-1; returns float32 logits [n, vocab].
+        """Feed token ids[r] at positions[r] to rows 0..n-1; return float32 logits [n, vocab].
 
-        ``groups`` cut the rows into ranges of similar length: attention of each reads only up to its longest row.
+        ``groups`` cut the rows into ranges of similar length; attention of a group reads only up to its
+        longest row.
         """
         arch, weights = self.arch, self.weights
-        n, kv_heads, head_dim = len(ids), arch.kv_heads, arch.head_dim
+        n = len(ids)
+        kv_heads = arch.kv_heads
+        head_dim = arch.head_dim
         x = weights.embedding.index_select(0, ids)
         rotary = self._rotary.index_select(0, positions).view(n, 1, 1, -1)
         slots = (self._origins[:n] + positions.unsqueeze(1)).view(-1)
@@ -55,14 +60,16 @@ class Decoder:
             self._rotate(heads[:, :, :-1], rotary)
             heads = heads.view(n * kv_heads, arch.group + 2, head_dim)
             keys, values = self.cache.keys[index], self.cache.values[index]
+            # Written before attention: a token attends to its own key and value.
             keys.view(-1, head_dim).index_copy_(0, slots, heads[:, -2])
             values.view(-1, head_dim).index_copy_(0, slots, heads[:, -1])
             queries = heads[:, :-2]
             for group, mask in zip(groups, masks, strict=True):
                 rows = slice(group.start * kv_heads, group.stop * kv_heads)
+                # Views, not copies: this reading of the cache is the cost of a decode step.
                 k, v = keys[rows, : group.length], values[rows, : group.length]
                 q = queries[rows]
-                if mask is None:
+                if mask is None:  # beta=0 ignores the first argument, which only has to be a tensor
                     scores = torch.baddbmm(self._zero, q, k.transpose(1, 2), beta=0, alpha=self._scale)
                 else:
                     scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=self._scale)
@@ -72,10 +79,10 @@ class Decoder:
         return self._head(x)
 
     def prefill(self, batch: PrefillBatch) -> None:
-        """Compute the cache of the batch's tokens; what stands before them in their rows must be there.
+        """Fill the cache for the batch's tokens; earlier positions of their rows must be cached.
 
-        No logits: an engine feeds the last token of a prompt through ``decode``, which also samples.
-        Tokens are packed, N in all; only attention pads them, group by group.
+        Returns no logits: the engine feeds the last token of a prompt through ``decode``, which also
+        samples. The N tokens are packed; only attention pads them, group by group.
         """
         arch, tokens = self.arch, len(batch.ids)
         x = self.weights.embedding.index_select(0, batch.ids)
@@ -89,7 +96,7 @@ class Decoder:
             for store, new in ((self.cache.keys, heads[:, :, -2]), (self.cache.values, heads[:, :, -1])):
                 store[index].view(-1, arch.head_dim).index_copy_(0, slots, new.reshape(-1, arch.head_dim))
             if index == last:
-                return  # what follows would only give logits
+                return  # the rest of the last layer only serves the logits
             queries = heads[:, :, :-2].reshape(tokens, -1)
             context = torch.empty_like(queries)
             for group, mask in zip(batch.groups, masks, strict=True):
@@ -100,8 +107,9 @@ class Decoder:
     # ---- parts
 
     def _attend(self, layer: int, group: PrefillGroup, mask: Tensor | None, queries: Tensor) -> Tensor:
-        """Attention of packed queries [tokens of the group, heads * D] to their rows of the cache; same shape."""
+        """Attend from packed queries [tokens of the group, heads * D] to their cache rows; same shape."""
         rows, width = len(group.rows), group.width
+        # Padded queries give results, too; index_select at the end leaves them out.
         padded = queries.new_zeros(rows * width, queries.shape[1]).index_copy_(0, group.places, queries)
         q = padded.view(rows, width, self.arch.heads, self.arch.head_dim).transpose(1, 2)
         k, v = self.cache.read(layer, group.rows, group.reach)
@@ -111,23 +119,24 @@ class Decoder:
         return context.transpose(1, 2).reshape(rows * width, -1).index_select(0, group.places)
 
     def _prefix_mask(self, group: PrefillGroup) -> Tensor | None:
-        """[rows, 1, width, reach] of 0 and -inf; None when no row has a prefix: plain causal attention."""
+        """Return a mask [rows, 1, width, reach] of 0 and -inf; None if no row has a prefix (plain causal)."""
         if group.starts is None:
             return None
         positions = group.starts.view(-1, 1, 1, 1) + self._positions[: group.width].view(-1, 1)
         return torch.where(self._positions[: group.reach] > positions, self._minus_infinity, self._zero)
 
     def _mask(self, group: RowGroup, positions: Tensor) -> Tensor | None:
-        """[rows * H, 1, T] of 0 and -inf; None when all rows of the group are equally long."""
+        """Return a mask [rows * H, G, T] of 0 and -inf; None if all rows of the group are equally long."""
         if group.equal:
             return None
+        # Positions beyond a row's length are stale: an earlier completion, or an earlier version.
         last = positions[group.start : group.stop].repeat_interleave(self.arch.kv_heads).view(-1, 1, 1)
         return torch.where(self._positions[: group.length] > last, self._minus_infinity, self._zero).expand(
             -1, self.arch.group, -1
         )
 
     def _qkv(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        """[tokens, H * (G + 2) * D]: per kv head its queries, its key, its value."""
+        """Project to [tokens, H * (G + 2) * D]: per kv head its queries, its key, its value."""
         projected = F.linear(self._norm(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
         if layer.q_norm is None or layer.k_norm is None:
             return projected
@@ -138,11 +147,14 @@ class Decoder:
         return projected
 
     def _rotate(self, heads: Tensor, rotary: Tensor) -> None:
-        """Rotary embedding in place; pairs are neighbours in memory (see weights.py), so it is one complex product."""
+        """Apply the rotary embedding in place.
+
+        Pairs are neighbours in memory (see weights.py), so it is one complex product.
+        """
         pairs = heads.view(*heads.shape[:-1], -1, 2)
         if heads.dtype == torch.float32:
             torch.view_as_complex(pairs).mul_(rotary)
-        else:
+        else:  # torch has no complex type of 2 x bfloat16
             heads.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * rotary).flatten(-2))
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> None:
@@ -154,15 +166,18 @@ class Decoder:
         return F.linear(self._norm(x, self.weights.norm), self.weights.head).float()
 
     def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
-        """RMSNorm. Without a gain: x / sqrt(|x|^2 + hidden * eps), what is missing is folded into the next matrix."""
+        """Apply RMSNorm. Without a gain, return x / sqrt(|x|^2 + hidden * eps).
+
+        The missing factor, sqrt(hidden) * gain, is folded into the next matrix (weights.py).
+        """
         if gain is None:
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return x / torch.hypot(norm, self._norm_eps)
+            return x / torch.hypot(norm, self._norm_eps)  # hypot: squaring the norm could overflow
         return F.rms_norm(x, (self.arch.hidden,), gain, self.arch.norm_eps)
 
 
 def rotary_table(arch: HfModel, context: int) -> Tensor:
-    """exp(i * position * frequency), complex64 [context, head_dim / 2]."""
+    """Return exp(i * position * frequency), complex64 [context, head_dim / 2]."""
     frequencies = inverse_frequencies(arch.rope, arch.head_dim)
     angles = torch.outer(torch.arange(context).float(), frequencies)
     return torch.polar(torch.ones_like(angles), angles)

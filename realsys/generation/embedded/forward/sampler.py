@@ -2,7 +2,7 @@
 
 The log-prob returned is the natural log of the token's probability under softmax(logits / temperature), before
 penalties, the ban on early stops, top-k, top-p and min-p: the distribution that a trainer can recompute. At temperature
-0 (greedy) it is that of temperature 1. Every row's result depends on its own logits, counts and uniform only.
+0 (greedy) it is the log-prob at temperature 1. A row's result depends on its own logits, counts and uniform only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from realsys.generation.protocol import SamplingParams
 
 @dataclass(slots=True)
 class Filters:
-    """top-k, top-p and min-p of the ``rows`` that have any, int64 [m]; the others [m, 1]."""
+    """top-k, top-p and min-p, each [m, 1], of the ``rows`` that have any, int64 [m]."""
 
     rows: Tensor
     top_k: Tensor
@@ -28,7 +28,10 @@ class Filters:
 
 @dataclass(slots=True)
 class Penalties:
-    """Of the ``rows`` that have any, int64 [m]; the others [m, 1], ``presence`` and ``frequency`` per temperature."""
+    """Penalties, each [m, 1], of the ``rows`` that have any, int64 [m].
+
+    ``presence`` and ``frequency`` are divided by the temperature.
+    """
 
     rows: Tensor
     repetition: Tensor
@@ -38,7 +41,7 @@ class Penalties:
 
 @dataclass(slots=True)
 class RowParams:
-    """Sampling parameters of the running rows as tensors; None where no row needs the step."""
+    """Sampling parameters of the running rows as tensors; None if no row needs the step."""
 
     temperature: Tensor | None  # [n, 1]
     greedy: Tensor | None  # bool [n]
@@ -73,7 +76,8 @@ def _penalties(params: Sequence[SamplingParams], temperatures: list[float], devi
     rows = [i for i, p in enumerate(params) if p.penalised]
     if not rows:
         return None
-    # They are defined on logits, and applied to logits / temperature; a factor commutes with the division.
+    # Penalties are defined on logits, but applied to logits / temperature. The repetition penalty is a
+    # factor, which commutes with the division; the two others are summands and must be divided too.
     return Penalties(
         torch.tensor(rows, device=device),
         repetition=_column([params[i].repetition_penalty for i in rows], device),
@@ -93,16 +97,18 @@ def sample(
     banned: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """float32 logits [n, V] (overwritten), uniform [n] in [0, 1) -> tokens int64 [n], log-probs float32 [n].
+    """Sample one token per row: tokens int64 [n], log-probs float32 [n].
 
-    ``banned`` [b, 2] lists (row, token) that must not be drawn. ``counts`` [m, V]: how often the answers in
-    ``params.penalties.rows`` hold each token.
+    logits   float32 [n, V], overwritten
+    uniform  float32 [n], in [0, 1)
+    banned   int64 [b, 2], (row, token) pairs that must not be drawn
+    counts   float32 [m, V], number of each token in the completions of ``params.penalties.rows``
     """
     if params.temperature is not None:
         logits.div_(params.temperature)
     probabilities = logits.softmax(-1)
     weights, changed = probabilities, banned is not None or counts is not None
-    before = logits.clone() if changed else logits
+    before = logits.clone() if changed else logits  # the log-prob is of the logits before the changes
     if counts is not None:
         _penalise(logits, params, counts)
     if banned is not None:
@@ -112,16 +118,21 @@ def sample(
     if params.filters is not None:
         rows = params.filters.rows
         weights = weights.index_copy(0, rows, _cut(weights.index_select(0, rows), params.filters))
+    # Inverse CDF with one uniform per row, not torch.multinomial: that would read a shared generator,
+    # and a token would depend on the rows that happen to be in the batch.
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
-    # Strictly below the total, so that the first entry above it exists and has a weight of its own.
+    # Strictly below the total (which is not exactly 1 in float32), so that an entry above the threshold
+    # exists, and the first one has a positive weight: a token that was cut off is never drawn.
     threshold = torch.minimum(total * uniform.unsqueeze(1), torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, threshold, right=True)
     if params.greedy is not None:
         tokens = torch.where(params.greedy.unsqueeze(1), weights.argmax(-1, keepdim=True), tokens)
     # NaN weights (from weights that overflow) would index past the end; the engine reports them by their log-prob.
     tokens.clamp_(max=logits.shape[1] - 1)
-    if changed:  # what is drawn may have had next to no probability: as a float it may be 0, its logarithm is a number
+    if changed:
+        # A token that was very improbable before the changes may be drawn. Its probability may round to
+        # 0 in float32, so its log-prob is computed from the logits.
         logprobs = before.gather(1, tokens) - before.logsumexp(-1, keepdim=True)
     else:
         logprobs = probabilities.gather(1, tokens).log_()
@@ -129,22 +140,24 @@ def sample(
 
 
 def _penalise(logits: Tensor, params: RowParams, counts: Tensor) -> None:
-    """Change the logits of tokens that their answers hold already, in place."""
+    """Change, in place, the logits of tokens that the completions contain already."""
     penalties = params.penalties
     assert penalties is not None
     rows = logits.index_select(0, penalties.rows)
     seen = counts > 0
+    # Towards improbable, whatever the sign: dividing a negative logit would make the token more probable.
     scaled = torch.where(rows > 0, rows / penalties.repetition, rows * penalties.repetition)
     rows = torch.where(seen, scaled - penalties.presence, rows) - penalties.frequency * counts
     logits.index_copy_(0, penalties.rows, rows)
 
 
 def _cut(weights: Tensor, filters: Filters) -> Tensor:
-    """Zero what top-k, top-p or min-p cut off, each looking at all of ``weights``.
+    """Set the weights that top-k, top-p or min-p cut off to zero; each filter sees all of ``weights``.
 
-    top-p keeps the smallest set of most probable tokens that reaches it, min-p those of at least that share of the most
-    probable one's weight. The most probable token stays.
+    top-p keeps the smallest set of most probable tokens that reaches it. min-p keeps the tokens with at
+    least that share of the most probable token's weight. The most probable token always stays.
     """
+    # A stable sort, so that equal weights are cut in the same order on every device and in every batch.
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
     ranks = torch.arange(weights.shape[1], device=weights.device)

@@ -1,9 +1,9 @@
 """Weights of a decoder, fused for fast decoding.
 
-Per key-value head, its query heads, its key and its value stand together in one projection, so that one matrix product
-gives [rows * kv_heads, group + 2, head_dim] and the parts are views. Rotary pairs (i, i + head_dim/2) are made
-neighbours in the rows of q and k: rotating is then one complex product, and q.k does not change because both are
-permuted alike. In float32 the RMSNorm gains are folded into the matrices that follow them.
+The query heads, key and value of a key-value head are neighbours in one projection, so that one matrix product gives
+[rows * kv_heads, group + 2, head_dim] and the parts are views. Rotary pairs (i, i + head_dim/2) become neighbours in
+the rows of q and k: rotating is then one complex product, and q.k does not change because both are permuted alike. In
+float32 the RMSNorm gains are folded into the matrices that follow them; in bfloat16 the product would be rounded.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel
 
-#: buffers of older checkpoints that are computed here
+#: buffer of older checkpoints; the engine computes these values
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One decoder layer. ``attention_norm`` and ``mlp_norm`` are None when folded."""
+    """Weights of one decoder layer. ``attention_norm`` and ``mlp_norm`` are None if folded."""
 
     attention_norm: Tensor | None
     qkv: Tensor  # [kv_heads * (group + 2) * head_dim, hidden]
@@ -50,6 +50,7 @@ class ModelWeights:
     head: Tensor  # [vocab, hidden]
 
     def tensors(self) -> list[Tensor]:
+        """Return all tensors, in the same order for every version of a model."""
         parts = [self.embedding, self.norm, self.head]
         for layer in self.layers:
             parts += [getattr(layer, field.name) for field in fields(layer)]
@@ -62,10 +63,10 @@ class ModelWeights:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of an HF directory. Raises ModelError naming the file that is missing or broken."""
+    """Read all tensors of an HF directory; ModelError names the file that is missing or broken."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"{directory} has no *.safetensors file")
+        raise ModelError(f"{directory}: no *.safetensors file found: save the model in that format")
     tensors: dict[str, Tensor] = {}
     for path in files:
         try:
@@ -77,9 +78,9 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def fuse(arch: HfModel, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Check names and shapes, and build the fused weights; ``tensors`` are left alone.
+    """Check names and shapes, and build the fused weights; ``tensors`` do not change.
 
-    Raises ModelError naming the first tensor that is missing, unknown or of another shape.
+    ModelError names the first tensor that is missing, unknown or of another shape.
     """
     _check(arch, tensors)
     fold = dtype == torch.float32
@@ -88,14 +89,15 @@ def fuse(arch: HfModel, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, de
         return tensors[name].to(torch.float32)
 
     def put(tensor: Tensor) -> Tensor:
-        # A copy even where nothing changes: the source may be a mapped file, or be freed by its owner.
+        # Always a copy: the source may be a mapped file, or memory that its owner overwrites.
         return tensor.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
 
     def norm(name: str) -> Tensor | None:
         return None if fold else put(get(name))
 
     def after_norm(matrix: Tensor, name: str) -> Tensor:
-        # The forward pass divides by the vector norm instead of the root mean square: sqrt(hidden) is made up for here.
+        # The forward pass divides by the vector norm instead of the root mean square. The factor
+        # sqrt(hidden) between the two goes into the matrix, with the gain.
         return put(matrix * (get(name) * math.sqrt(arch.hidden))) if fold else put(matrix)
 
     layers = []
@@ -127,12 +129,12 @@ def fuse(arch: HfModel, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, de
 
 
 def _pairs_together(rows: Tensor) -> Tensor:
-    """[..., head_dim] (i, i + head_dim/2) -> neighbours, along the last dimension."""
+    """Make the pairs (i, i + head_dim/2) of the last dimension neighbours."""
     return rows.reshape(*rows.shape[:-1], 2, -1).transpose(-1, -2).reshape(rows.shape)
 
 
 def _interleave(arch: HfModel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Rows of the three projections (or biases), grouped by key-value head: its queries, its key, its value."""
+    """Group the rows of the three projections (or biases) by key-value head: queries, key, value."""
     tail = q.shape[1:]
 
     def per_head(rows: Tensor, count: int, rotary: bool) -> Tensor:
@@ -151,8 +153,9 @@ def _check(arch: HfModel, tensors: Mapping[str, Tensor]) -> None:
         if name not in tensors:
             raise ModelError(f"tensor {name} is missing: the weights do not fit config.json ({arch.family})")
         if tuple(tensors[name].shape) != shape:
-            raise ModelError(f"tensor {name} has shape {tuple(tensors[name].shape)}, config.json says {shape}")
+            raise ModelError(f"tensor {name} has shape {tuple(tensors[name].shape)}: config.json requires {shape}")
     for name in tensors:
-        known = name in expected or name.endswith(_IGNORED_SUFFIX) or (arch.tied and name == "lm_head.weight")
-        if not known:
-            raise ModelError(f"tensor {name} is not part of a {arch.family} model as config.json describes it")
+        # Some exporters save the head of a tied model, too; it equals the embedding.
+        ignored = name.endswith(_IGNORED_SUFFIX) or (arch.tied and name == "lm_head.weight")
+        if name not in expected and not ignored:
+            raise ModelError(f"tensor {name} is not part of the {arch.family} model that config.json describes")

@@ -1,0 +1,385 @@
+"""The I/O thread of a WorkerEndpoint, and the outbox through which other threads reach it.
+
+    any thread ──Outgoing──> Outbox ──> [I/O thread] numbers it, keeps it, sends it ──> master
+                                          ^      │
+    master ──Request, Ack, Welcome────────┘      └──Request──> requests (a queue)
+    pushers ──groups──> puller ──> store() ──its notice──> Outbox
+
+Invariants
+    one-owner        Only the I/O thread uses a ZMQ socket. The one exception is the waking end of the outbox,
+                     which is used under a lock. ZMQ sockets are not thread-safe.
+    keep-until-ack   A Reply or Notice keeps its number and its frames until the master has acknowledged it.
+                     A connection that is cut can therefore lose nothing.
+    rising-requests  A Request is handed over only if its number is higher than all before it. A resent Request
+                     is therefore handled once.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from realsys.cluster.failpoint import failpoint
+from realsys.cluster.fence import CheckAlive
+from realsys.errors import DecodeError, Fenced, StreamError
+from realsys.stream import sockets
+from realsys.stream import wire as protocol
+from realsys.stream.codec import Buffer, decode_message, decode_with, encode_message
+from realsys.stream.puller import Puller
+from realsys.stream.security import CurveKeys
+from realsys.stream.wire import (
+    Ack,
+    Failure,
+    Hello,
+    NoticeHeader,
+    Refused,
+    ReplyHeader,
+    RequestHeader,
+    Welcome,
+)
+from realsys.types import Group
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call of the master. ``payload`` is its Struct, still encoded."""
+
+    number: int
+    handler: str
+    payload: Buffer
+
+    def decode(self, kind: type[T]) -> T:
+        """Decode the payload as ``kind``; raise DecodeError if it is something else."""
+        try:
+            return decode_message(self.payload, kind)
+        except DecodeError as err:
+            raise DecodeError(f"request {self.number} for handler {self.handler}: {err}") from err
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """The name under which a worker speaks to the master, and its right to speak."""
+
+    index: int
+    incarnation: str
+    master_address: str
+    check_alive: CheckAlive
+
+    @property
+    def name(self) -> str:
+        return f"model_worker/{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupIntake:
+    """Groups that a worker receives.
+
+    ``store`` runs in the I/O thread and must be short, because requests wait for it. The Struct
+    that it returns, if any, goes to the master as notice ``notice``. It may raise StreamError to
+    refuse a group; any other exception ends the I/O thread.
+    """
+
+    puller: Puller
+    store: Callable[[Group], msgspec.Struct | None]
+    notice: str = "samples_arrived"
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A reply (``request`` > 0) or a notice, before it has a number."""
+
+    payload: bytes
+    request: int = 0
+    failure: Failure | None = None
+    handler: str = ""
+
+    def frames(self, number: int) -> list[bytes]:
+        """Encode header and payload, with ``number`` as the message's number."""
+        if self.handler:
+            return [encode_message(NoticeHeader(number, self.handler)), self.payload]
+        return [encode_message(ReplyHeader(number, self.request, self.failure)), self.payload]
+
+
+class Outbox:
+    """Messages from any thread to the I/O thread, and the socket pair that wakes it.
+
+    ``idle`` is set while nothing waits to be sent or acknowledged. ``stopping`` ends the I/O thread.
+    The lock is never held across anything slow.
+    """
+
+    def __init__(self, context: sockets.ZContext) -> None:
+        self.idle = threading.Event()
+        self.idle.set()
+        self.stopping = False
+        # An inproc pair, because the I/O thread sleeps in zmq.Poller, which wakes for sockets only.
+        self.woken = context.socket(zmq.PAIR)
+        self.woken.bind("inproc://wake")
+        self._waking = context.socket(zmq.PAIR)
+        self._waking.connect("inproc://wake")
+        self._lock = threading.Lock()
+        self._queue: deque[Outgoing] = deque()
+        self._ended = False
+
+    def post(self, outgoing: Outgoing) -> bool:
+        """Queue ``outgoing`` and wake the I/O thread; return False if that thread has ended."""
+        with self._lock:
+            if self._ended:
+                return False
+            self._queue.append(outgoing)
+            # Under the lock: ``settle`` must not set ``idle`` for a queue that it saw empty before.
+            self.idle.clear()
+            # If more is queued, the I/O thread has been woken and has not yet emptied the queue.
+            # One wake-up for many messages keeps the pair from filling up.
+            if len(self._queue) == 1:
+                self._waking.send(b"", zmq.NOBLOCK)
+        return True
+
+    def take(self) -> deque[Outgoing]:
+        """Empty the queue and return its messages."""
+        with self._lock:
+            queued = self._queue
+            self._queue = deque()
+        return queued
+
+    def settle(self) -> None:
+        """Set ``idle`` unless something was queued since; call it when nothing is unacknowledged."""
+        with self._lock:
+            if not self._queue:
+                self.idle.set()
+
+    def stop(self) -> None:
+        """End the I/O thread soon. Further calls have no effect."""
+        with self._lock:
+            # The far end of the pair is closed once the thread has ended: a send would raise.
+            if not self._ended and not self.stopping:
+                self.stopping = True
+                self._waking.send(b"", zmq.NOBLOCK)
+
+    def end(self) -> None:
+        """Refuse further messages; the I/O thread calls this last."""
+        with self._lock:
+            self._ended = True
+            self.idle.set()  # nothing will be sent any more, so close() need not wait
+        self.woken.close(linger=0)
+
+    def close(self) -> None:
+        """Close the waking end, after the I/O thread has ended."""
+        self._waking.close(linger=0)
+
+
+class WorkerIO:
+    """The work of the I/O thread: ``run`` is its body. Creates the sockets and closes them.
+
+    ``requests`` receives each Request of the master once and in order, then None when the thread
+    ends. ``failure`` is the exception that ended it, ``problem`` the state of the connection.
+    """
+
+    def __init__(
+        self,
+        me: WorkerIdentity,
+        keys: CurveKeys | None,
+        groups: GroupIntake | None,
+        requests: queue.SimpleQueue[Request | None],
+    ) -> None:
+        self.connected = threading.Event()
+        self.problem = "no connection yet"
+        self.failure: BaseException | None = None
+        self.bad_messages = 0
+        self._me = me
+        self._groups = groups
+        self._requests = requests
+        self._last_request = 0  # high-water mark of rising-requests; survives a reconnection
+        self._welcomed = False
+        self._unacked: dict[int, list[bytes]] = {}  # message number -> frames, ascending
+        self._next_number = 1
+        self._context: sockets.ZContext = zmq.Context()
+        try:
+            self._dealer, self._monitor = sockets.connect_client(self._context, me.master_address, keys)
+        except StreamError:
+            self._context.term()
+            raise
+        self.outbox = Outbox(self._context)
+
+    def run(self) -> None:
+        """Serve the sockets until ``outbox.stop`` or an error; then close them."""
+        try:
+            self._loop()
+        except BaseException as exc:
+            self.failure = exc
+            raise
+        finally:
+            # First refuse new messages, then wake the reader of ``requests``: a caller that is woken
+            # and tries to send gets the error of this thread, not silence.
+            self.outbox.end()
+            self._requests.put(None)
+            sockets.close_client(self._dealer, self._monitor)
+            if self._groups is not None:
+                self._groups.puller.close()
+
+    def close(self) -> None:
+        """Free the context; call it after the thread has ended, because term() waits for all sockets."""
+        self.outbox.close()
+        self._context.term()
+
+    def _loop(self) -> None:
+        puller = self._groups.puller if self._groups is not None else None
+        poller = zmq.Poller()
+        for sock in (self.outbox.woken, self._monitor, self._dealer):
+            poller.register(sock, zmq.POLLIN)
+        if puller is not None:
+            poller.register(puller.socket, zmq.POLLIN)
+            poller.register(puller.monitor, zmq.POLLIN)
+        while not self.outbox.stopping:
+            ready = dict(poller.poll())
+            # A process that slept past its lease wakes up here: it must not take in the waiting messages.
+            self._me.check_alive()
+            if self.outbox.woken in ready:
+                _receive(self.outbox.woken)  # the wake-up says nothing; the outbox is emptied below
+            # Events first: they decide whether the messages below belong to the current connection.
+            if self._monitor in ready:
+                for frames in _receive(self._monitor):
+                    self._on_event(sockets.monitor_event(frames))
+            if self._dealer in ready:
+                for frames in _receive(self._dealer):
+                    self._on_message(frames)
+            if puller is not None and puller.socket in ready:
+                puller.drain(self._store)
+            if puller is not None and puller.monitor in ready:
+                puller.count_rejected()
+            # Last and on every turn: the notices of the groups stored above leave without a wake-up.
+            self._send_outbox()
+
+    def _store(self, group: Group) -> None:
+        assert self._groups is not None
+        announcement = self._groups.store(group)
+        if announcement is not None:
+            notice = Outgoing(encode_message(announcement), handler=self._groups.notice)
+            self.outbox.post(notice)
+
+    def _on_event(self, event: zmq.Event) -> None:
+        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+            # Every connection opens with a Hello, also one that libzmq made again without us: Hello
+            # and Welcome carry the high-water marks from which both sides resend.
+            hello = Hello(self._me.index, self._me.incarnation, self._last_request)
+            self._send([encode_message(hello)])
+            return
+        was_up = self._welcomed
+        self._welcomed = False
+        problem = sockets.describe_loss(event, was_up=was_up)
+        # libzmq reports each attempt to reconnect; only a change is worth a line in the log.
+        if was_up or problem != self.problem:
+            log.warning("%s: master at %s: %s", self._me.name, self._me.master_address, problem)
+        self.problem = problem
+        if not was_up:
+            self.outbox.idle.set()  # no master can acknowledge now, so close() need not wait
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        try:
+            header = decode_with(protocol.TO_WORKER, frames[0], "message of the master")
+            if isinstance(header, RequestHeader) and len(frames) != 2:
+                call = f"request {header.number} for handler {header.handler}"
+                raise DecodeError(f"{call} has {len(frames)} frames, must have 2")
+        except DecodeError as err:
+            self._drop(err)
+            return
+        match header:
+            case RequestHeader(number, handler):
+                self._on_request(number, handler, frames[1])
+            case Ack(number):
+                self._discard_up_to(number)
+            case Welcome(last_message):
+                self._on_welcome(last_message)
+            case Refused(reason):
+                # A newer incarnation has this worker's place: two workers would serve one index.
+                refused = f"the master refused incarnation {self._me.incarnation}: {reason}"
+                raise Fenced(f"{self._me.name}: {refused}")
+
+    def _on_request(self, number: int, handler: str, payload: Buffer) -> None:
+        if not self._welcomed:
+            # A request of a connection that is lost. The master sends it again after the welcome. If it
+            # were taken now, an older one that is resent would look like a duplicate.
+            return
+        fault = failpoint("request.receive")
+        if fault == "drop":
+            self._reconnect()
+            return
+        if fault == "garbage":
+            payload = b"\xc1"
+        for _ in range(1 + (fault == "duplicate")):
+            if number > self._last_request:  # otherwise it was resent, and is here already
+                self._last_request = number
+                self._requests.put(Request(number, handler, payload))
+
+    def _on_welcome(self, last_message: int) -> None:
+        self._welcomed = True
+        self.connected.set()
+        # The master may have taken messages whose Ack was lost with the connection.
+        self._discard_up_to(last_message)
+        if self._unacked:
+            self.outbox.idle.clear()
+        for frames in self._unacked.values():  # ascending: the master drops a number below its mark
+            self._send(frames)
+
+    def _drop(self, err: DecodeError) -> None:
+        self.bad_messages += 1
+        if sockets.worth_logging(self.bad_messages):
+            source = f"dropped message {self.bad_messages} of the master at {self._me.master_address}"
+            log.warning("%s: %s: %s", self._me.name, source, err)
+
+    def _send_outbox(self) -> None:
+        for outgoing in self.outbox.take():
+            # Numbered here, not in ``post``: one thread gives the numbers, so they leave in order.
+            frames = outgoing.frames(self._next_number)
+            self._unacked[self._next_number] = frames
+            self._next_number += 1
+            if not self._welcomed:
+                continue  # the welcome sends all that is unacknowledged
+            match failpoint("notice.send") if outgoing.handler else failpoint("reply.send"):
+                case "drop":
+                    self._reconnect()
+                    continue
+                case "duplicate":
+                    self._send(frames)
+                case "garbage":
+                    frames = [frames[0], b"\xc1"]
+            self._send(frames)
+
+    def _send(self, frames: list[bytes]) -> None:
+        # Asked again right before each send: the process may have slept since the check in the loop.
+        self._me.check_alive()
+        self._dealer.send_multipart(frames, zmq.NOBLOCK)
+
+    def _reconnect(self) -> None:
+        """Lose everything in transit, as a cut connection does (failpoint ``drop``)."""
+        self._welcomed = False
+        self._dealer.disconnect(self._me.master_address)
+        self._dealer.connect(self._me.master_address)
+
+    def _discard_up_to(self, number: int) -> None:
+        # The numbers ascend, so the loop stops at the first one that is not acknowledged yet.
+        while self._unacked and (first := next(iter(self._unacked))) <= number:
+            del self._unacked[first]
+        if not self._unacked:
+            self.outbox.settle()
+
+
+def _receive(sock: sockets.ZSocket, budget: int = 64) -> list[list[zmq.Frame]]:
+    """Take the messages that wait on ``sock``, at most ``budget``, so that no socket starves the others."""
+    messages: list[list[zmq.Frame]] = []
+    while len(messages) < budget:
+        try:
+            messages.append(sock.recv_multipart(zmq.NOBLOCK, copy=False))
+        except zmq.Again:
+            break
+    return messages
