@@ -9,7 +9,6 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from realsys.generation.sglang.update import check_shapes
 from realsys.hf.config import read_model, read_sizes
 from realsys.reward.frames import LENGTH, MAX_REPLY, Reply
 from realsys.reward.outcomes import JournalReader
-from realsys.reward.verifier_process import Child
+from realsys.reward.verifier_process import VerifierProcess
 from realsys.reward.verifiers.base import Verdict
 from realsys.train.checkpoint.checkpoint_files import FileInfo, Piece, RankIndex, data_file, rank_stem
 
@@ -174,6 +173,18 @@ def _pieces(folder: Path) -> Iterator[Target]:
     yield Target("checkpoint: pieces", make, read, (CheckpointError,))
 
 
+class _Ended:
+    """A process that has exited with code 0."""
+
+    pid = 1
+
+    async def exits_within(self, timeout_s: float) -> bool:
+        return True
+
+    def reap(self) -> int:
+        return 0
+
+
 def verifier(_: Path) -> Iterator[Target]:
     """What comes from a verifier process, which a verifier may have damaged."""
 
@@ -183,8 +194,8 @@ def verifier(_: Path) -> Iterator[Target]:
         return spoiler.spoil_bytes(data) if spoiler.rng.random() < 0.2 else data
 
     async def read(data: bytes) -> object:
-        process: Any = Child.__new__(Child)
-        process._popen, process._printed = SimpleNamespace(pid=1, returncode=0), io.BytesIO()
+        process: Any = VerifierProcess.__new__(VerifierProcess)
+        process.process, process._printed = _Ended(), io.BytesIO()
         process._printed.close()
         process._batches, process._reader = 1, asyncio.StreamReader()
         process._reader.feed_data(data)

@@ -19,8 +19,8 @@ from benchmarks._fuzz_stream import frames_of
 from benchmarks._mutations import Spoiler, example
 from benchmarks._targets import Target
 from realsys.cluster.http.http_guard import Guard
+from realsys.cluster.http.http_server import HttpServer
 from realsys.errors import DecodeError
-from realsys.generation.server import HttpServer
 from realsys.stream import wire as protocol
 from realsys.stream.codec import encode_message
 from realsys.stream.push_pull import Puller

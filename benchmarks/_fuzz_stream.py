@@ -16,6 +16,7 @@ from benchmarks._mutations import Spoiler, example, examples
 from benchmarks._records import group_of, single_turn
 from benchmarks._targets import Target
 from realsys import types
+from realsys.cluster.http.http_client import reason_of
 from realsys.errors import DecodeError, GenerationError, StreamError
 from realsys.generation import client as generation_client
 from realsys.generation import protocol as p
@@ -128,7 +129,7 @@ def replies() -> Iterator[Target]:
     yield Target(
         "reply: SGLang",
         examples(list[sglang_api.Reply]),
-        lambda data: [r.logprobs for r in sglang_api._decode("/generate", data, list[sglang_api.Reply])],
+        lambda data: [r.logprobs for r in generation_client.decode_reply("SGLang", data, list[sglang_api.Reply])],
         (GenerationError,),
     )
     manager = ManagerClient(lambda: "", "")
@@ -139,7 +140,7 @@ def replies() -> Iterator[Target]:
             lambda data, kind=kind: manager._decode("/call", data, kind),
             (StreamError,),
         )
-    yield Target("reply: error body", examples(p.ErrorReply), generation_client._error_message, ())
+    yield Target("reply: error body", examples(p.ErrorReply), reason_of, ())
 
 
 def _generated(data: bytes) -> object:

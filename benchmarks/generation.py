@@ -40,6 +40,7 @@ from transformers import PreTrainedModel
 
 from benchmarks._models import on_one_core, random_qwen2
 from benchmarks._table import report
+from realsys.cluster.http.http_server import HttpServer
 from realsys.cluster.network import free_ports
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.errors import WeightsError
@@ -48,7 +49,7 @@ from realsys.generation.client import GenerationClient, SamplingSpec
 from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.engine import Engine
 from realsys.generation.protocol import SamplingParams
-from realsys.generation.server import HttpServer, build_app
+from realsys.generation.server import build_app
 from realsys.generation.sglang.arguments import Launch
 from realsys.hf.architecture import ModelSizes
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from realsys.cluster.failure import ErrorRecord, read_errors
+from realsys.cluster.failure import read_errors
 from realsys.config.compose import compose
 from realsys.config.doors import LOSS
 from realsys.config.paths import TrialPaths
@@ -31,8 +31,8 @@ from realsys.launch.prepare import Ready, examine, find, prepare, refuse_taken_a
 from realsys.launch.processes.failures import FirstFailure, first_failure
 from realsys.launch.processes.logs import keep_bounded
 from realsys.launch.processes.own_etcd import etcd_answers
-from realsys.launch.processes.supervisor import Supervisor
-from realsys.launch.processes.verdict import NO_CHECKPOINT, Outcome
+from realsys.launch.processes.restart_policy import NO_CHECKPOINT, Outcome
+from realsys.launch.processes.supervisor import Bounds, Hooks, Supervisor
 from realsys.launch.recover import remove_half_written
 from realsys.launch.resume import check_resume
 from realsys.launch.screen.display import make_view, print_plan
@@ -41,8 +41,6 @@ from realsys.launch.screen.progress import Progress
 from realsys.launch.screen.report import Summary, draw_curves, print_summary, summarise, write_summary
 from realsys.telemetry.steps import StepTail
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
-
-EXIT_BAD_INPUT = 2  # RealsysError.exit_code of ConfigError, DataError, ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,18 +156,15 @@ async def _supervise(
         say()
         return progress.phase == "done"
 
-    supervisor = Supervisor(
-        specs,
-        stop_timeout_s=cluster.stop_timeout_s,
-        master_stop_s=cluster.master_stop_s,
-        max_restarts=cluster.max_restarts,
+    hooks = Hooks(
         say=say,
-        permanent=lambda pids: any(_is_permanent(e) for e in read_errors(paths.errors) if e.pid in pids),
+        errors=lambda: read_errors(paths.errors),
         checkpoint=lambda: _newest_step(paths),
         finished=finished,
         name_store_ready=lambda _: etcd_answers(cluster.name_store.address, cluster.connect_timeout_s),
-        inherit=[ready.lock.fd],
     )
+    bounds = Bounds(cluster.stop_timeout_s, cluster.master_stop_s, cluster.max_restarts)
+    supervisor = Supervisor(specs, bounds, hooks, inherit=[ready.lock.fd])
     outcome, trouble, unbounded = Outcome("failed", "the display could not be opened"), None, None
     with _reported("show the run"), view:
         watching = asyncio.create_task(monitor.run())
@@ -187,11 +182,6 @@ async def _supervise(
     if isinstance(unbounded, Exception):
         _tell(f"realsys: the logs were not bounded: {type(unbounded).__name__}: {unbounded}")
     return outcome
-
-
-def _is_permanent(error: ErrorRecord) -> bool:
-    """Whether a restart would meet the same end: then it is reported. Bad input is the user's to change."""
-    return error.permanent or error.exit_code == EXIT_BAD_INPUT
 
 
 def _newest_step(paths: TrialPaths) -> int:

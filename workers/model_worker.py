@@ -25,7 +25,7 @@ def serve(ctx: WorkerContext) -> None:
     flow = dataflow_of(config)
     load_calls(flow)
     allocation = parse_allocation(config.allocation)
-    # The actor also where no call of the dataflow is its own: the warm-up trains it, and its heads receive the groups.
+    # The actor even if no call of the dataflow is its own: the warm-up trains it, and its heads receive the groups.
     meshes = place(allocation, [ACTOR, *flow.roles])
     heads = meshes[ACTOR].dp_heads()
     keys = keys_for(cluster.host, ctx.paths.root / "keys")

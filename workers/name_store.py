@@ -1,7 +1,6 @@
-"""The name store of a run that starts its own: becomes etcd, at the configured address, with its data in the trial.
+"""The name store of a run that starts its own: becomes etcd at the configured address, with its data in the trial.
 
-The process is replaced, so that what is signalled and waited for is etcd itself. What it was asked of the kernel stays:
-it ends with its parent.
+The process is replaced by etcd, so that signals reach etcd itself. The kernel's order to die with the parent stays.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _MEMBER = "realsys"
 
 
 def command(address: str, peer: str, data: Path) -> list[str]:
-    """etcd with one member. Nobody connects to ``peer``, but etcd does not start without."""
+    """Return argv of etcd with one member. ``peer`` is unused, but etcd does not start without it."""
     client, peer = f"http://{address}", f"http://{peer}"
     return [
         "etcd",
@@ -34,7 +33,7 @@ def command(address: str, peer: str, data: Path) -> list[str]:
         "--logger=zap",
         "--log-level=warn",
         "--log-outputs=stderr",
-        # Its keys are those of live processes: they need not outlive the machine.
+        # The keys belong to live processes, so they need not survive a crash of the machine.
         "--unsafe-no-fsync",
         # Short elections: etcd grants no lease shorter than one and a half of them.
         "--heartbeat-interval=50",

@@ -35,7 +35,7 @@ async def serve(ctx: WorkerContext) -> None:
         lambda: ctx.store.wait(names.gserver_manager, cluster.connect_timeout_s, "the address of the gserver_manager"),
         ctx.token,
         retry_timeout_s=cluster.connect_timeout_s,
-        # A server that is started again, and then given its weights.
+        # Time for a server to restart and to load its weights.
         no_server_retry_timeout_s=backend_rules(config).start_timeout_s() + config.manager.update_timeout_s,
         check_alive=ctx.check_alive,
     )
@@ -45,8 +45,8 @@ async def serve(ctx: WorkerContext) -> None:
         group_contiguously(config.rollout.workers, heads)[ctx.index],
         ctx.name,
         keys=keys_for(cluster.host, ctx.paths.root / "keys"),
-        # A head is away for as long as the training side starts again: a group that waits costs nothing, one that is
-        # given up an attempt.
+        # A head is away while the trainer restarts. A group that waits costs nothing; one that is given up costs an
+        # attempt.
         limits=PushLimits(push_timeout_s=cluster.request_timeout_s),
         check_alive=ctx.check_alive,
     )
@@ -71,7 +71,7 @@ async def serve(ctx: WorkerContext) -> None:
         ctx.set_state("rolling out")
         await loop.run(stop_event(ctx))
     finally:
-        ctx.store.interrupt()  # the event loop waits for its threads, and one may be looking up an address
+        ctx.store.interrupt()  # the event loop waits for its threads, and one may wait for an address
         await pool.close()
         await pusher.close()
         await generation.close()
@@ -79,7 +79,7 @@ async def serve(ctx: WorkerContext) -> None:
 
 
 def main() -> None:
-    # Each call of the engine that is under way has a connection: together more than the usual soft limit of files.
+    # Each running call of an engine has a connection: together more than the usual soft limit of open files.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     worker_main("rollout_worker", lambda ctx: uvloop.run(serve(ctx)))

@@ -25,7 +25,7 @@ from realsys.config.schema import ClusterConfig, Config
 from realsys.errors import CheckpointError, RealsysError, RecordError
 from realsys.launch.plan import ProcessSpec, plan
 from realsys.launch.processes.failures import first_failure
-from realsys.launch.processes.supervisor import Supervisor
+from realsys.launch.processes.supervisor import Bounds, Hooks, Supervisor
 from realsys.launch.recover import changes
 from realsys.master.records.replayer import ReplayJob, ReplayResult, replay_job
 from realsys.train.checkpoint.checkpoint_files import STATE, verify
@@ -121,9 +121,8 @@ async def _run(config: Config, paths: TrialPaths, job: ReplayJob) -> ReplayResul
     run_id = f"replay-{uuid.uuid4().hex[:8]}"
     specs = processes(plan(config, paths, Machine.here(), run_id, os.environ.get("PYTHONPATH", "")))
     cluster = config.cluster
-    supervisor = Supervisor(
-        specs, stop_timeout_s=cluster.stop_timeout_s, master_stop_s=0.0, max_restarts=0, say=lambda text: None
-    )
+    bounds = Bounds(cluster.stop_timeout_s, master_stop_s=0.0, max_restarts=0)
+    supervisor = Supervisor(specs, bounds, Hooks(say=lambda text: None))
     outcome = await supervisor.run()
     if outcome.status == "interrupted":
         interrupted = RealsysError(f"the replay was {outcome.reason}")

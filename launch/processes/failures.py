@@ -1,37 +1,33 @@
-"""Which failure came first, and what its log says. The loudest failure is seldom the first one."""
+"""Finds the first failure, and what its log has about it. The loudest failure is seldom the first one."""
 
 from __future__ import annotations
 
+import re
+import site
+import sysconfig
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
+from realsys.cluster.failure import ErrorRecord
 from realsys.launch.processes.logs import ending
-from realsys.launch.processes.verdict import KILL_HEARD_AFTER_S, Outcome
+from realsys.launch.processes.restart_policy import KILL_HEARD_AFTER_S, Cause, Death, Outcome
 
 _LOG_LINES = 15
 _TAIL_BYTES = 1 << 16
-
-
-class ErrorRecord(Protocol):
-    """What an error file of a process says (realsys.cluster.failure)."""
-
-    @property
-    def time(self) -> float: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def index(self) -> int: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def type(self) -> str: ...
-    @property
-    def message(self) -> str: ...
-    @property
-    def exit_code(self) -> int: ...
+_PROBLEM = 1000  # characters of a line of a log
+_FULL = "No space left on device"
+_TRACEBACK = "Traceback (most recent call last):"
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_LOGGED = re.compile(r" (?:ERROR|CRITICAL) \S+: (.*)")
+_LIBRARIES = (sysconfig.get_path("stdlib"), *site.getsitepackages())
+#: exceptions that another process, the lease or the load of the machine causes: the next start may be spared them
+_FROM_OUTSIDE = {
+    *("Fenced", "WaitTimeout", "NameStoreError", "KeyMissing", "KeyExists", "StreamError", "WorkerLost"),
+    *("TimeoutError", "ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError"),
+    *("OutOfMemoryError", "DistBackendError", "DistNetworkError", "DistStoreError"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,34 +40,87 @@ class FirstFailure:
     problem: str
     log: Path
     log_tail: list[str]
-    exit_code: int = 1  # 2 where a worker found that the user's input is wrong
+    exit_code: int = 1  # 2 if a worker found that the user's input is wrong
 
 
 def first_failure(outcome: Outcome, errors: Iterable[ErrorRecord], logs: Path) -> FirstFailure | None:
-    """The earliest of all error files and all deaths without one.
+    """Return the cause of a failed run, or None if there is neither a death nor an error file.
 
-    Errors of processes that were restarted are no cause: the run went on after them.
+    Errors of processes that were restarted do not count: the run continued after them.
     """
-    mended = outcome.mended
-    found = [
-        FirstFailure(f"{e.kind}/{e.index}", e.pid, e.time, f"{e.type}: {e.message}", _log(e, logs), [], e.exit_code)
-        for e in errors
-        if e.pid not in mended
-    ]
-    explained = {failure.pid for failure in found}
-    silent = [d for d in outcome.deaths if d.pid not in explained]
-    killed = {d.pid for d in silent if d.killed}
-    found += [FirstFailure(d.name, d.pid, d.time, d.how, d.log, []) for d in silent]
-    if not found:
+    left = [error for error in errors if error.pid not in outcome.recovered]
+    cause = first_cause(outcome.deaths, left, lambda name: logs / f"{name.replace('/', '-')}.log")
+    if cause is None:
         return None
-    first = min(found, key=lambda failure: failure.time - KILL_HEARD_AFTER_S * (failure.pid in killed))
-    return replace(first, log_tail=tail(first.log, _LOG_LINES))
+    named = any(error.pid == cause.pid for error in left)
+    problem = cause.problem if named else ": ".join(part for part in (cause.how, cause.problem) if part)
+    lines = tail(cause.log, _LOG_LINES)
+    return FirstFailure(cause.process, cause.pid, cause.time, problem, cause.log, lines, cause.exit_code)
 
 
-def _log(error: ErrorRecord, logs: Path) -> Path:
-    return logs / f"{error.kind}-{error.index}.log"
+def first_cause(deaths: Iterable[Death], errors: Iterable[ErrorRecord], log_of: Callable[[str], Path]) -> Cause | None:
+    """Return the earliest of all error files, and of all deaths without one."""
+    ends = {death.pid: death for death in deaths}
+    causes: list[tuple[float, Cause]] = []
+    for error in errors:
+        death = ends.pop(error.pid, None)
+        how = "failed" if death is None else death.how
+        problem = f"{error.type}: {error.message}"
+        defect = defect_of(error.type, error.traceback)
+        log = log_of(error.worker) if death is None else death.log
+        causes.append(
+            (error.time, Cause(error.worker, error.pid, error.time, how, problem, log, error.exit_code, defect))
+        )
+    for death in ends.values():
+        cause = Cause(death.name, death.pid, death.time, death.how, death.error, death.log, 1, death.defect)
+        causes.append((death.time - KILL_HEARD_AFTER_S * death.killed, cause))
+    return min(causes, key=lambda timed: timed[0])[1] if causes else None
+
+
+def defect_of(kind: str, traceback: str) -> tuple[str, ...]:
+    """Return the type and stack of an exception, innermost frame last; () if its cause lies outside the process.
+
+    Frames of libraries do not count, unless there are no others.
+    """
+    frames = _FRAME.findall(traceback)
+    own = [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, "<frozen"))] or frames
+    if not own or kind.rpartition(".")[2] in _FROM_OUTSIDE:
+        return ()
+    return (kind, *(f"{file}:{line}" for file, line in own))
+
+
+def last_error(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the last exception in the log of a process, or else its last ERROR line, and the defect.
+
+    A full disk wins over both, because it explains them and may have kept the error file from being written.
+    """
+    exception, traceback, logged, full = "", "", "", ""
+    frames: list[str] | None = None
+    for line in text.splitlines():
+        if line == _TRACEBACK:
+            frames = []
+        elif frames is not None and line[:1].isspace():
+            frames.append(line)
+        elif frames is not None and line:
+            exception, traceback, frames = line, "\n".join(frames), None
+        elif match := _LOGGED.search(line):
+            logged = match[1]
+        if _FULL in line:
+            full = next(text for text in (exception, logged, line) if _FULL in text)
+    problem = full or exception or logged
+    return problem.strip()[:_PROBLEM], defect_of(exception.partition(":")[0], traceback)
+
+
+def log_since(log: Path, start: int) -> str:
+    """Return the end of a log that was written after byte ``start``, or after the log was emptied since."""
+    try:
+        size = log.stat().st_size
+    except OSError:
+        return ""
+    new = size - start if size >= start else _TAIL_BYTES
+    return ending(log, min(new, _TAIL_BYTES)).decode("utf-8", "replace")
 
 
 def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a log; empty when there is none."""
+    """Return the last lines of a log; [] without a log."""
     return list(deque(ending(path, _TAIL_BYTES).decode("utf-8", "replace").splitlines(), maxlen=lines))

@@ -1,12 +1,12 @@
-"""The log of a process: everything that it and what descends from it say, over its restarts, within a bound.
+"""The log of a process and its descendants over all restarts, within a bound.
 
-    model_worker-0.log         what is said now
-    model_worker-0.log.1       what was said before that
-    model_worker-0.log.died    what the first process of the run that was restarted had said last
+    model_worker-0.log         current output
+    model_worker-0.log.1       output before that
+    model_worker-0.log.died    last output of the first process of the run that was restarted
 
-Whoever writes has the file open for appending, be it a worker, an engine that it started or a library that knows of no
-logging. So the launcher does not exchange the file: it copies what is there and empties it (what logrotate calls
-copytruncate), and the next line of everybody goes to its beginning.
+All writers (a worker, an engine that it started, a library that prints) have the file open for appending. So the
+launcher does not replace the file: it copies the content and truncates the file (copytruncate in logrotate), and the
+next line of each writer goes to its beginning.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ _LAST_WORDS = 1 << 16  # bytes
 
 
 def before(log: Path) -> Path:
-    """Where what was in ``log`` is, since it was emptied."""
+    """Return the file to which the content of ``log`` is moved."""
     return log.with_name(f"{log.name}.1")
 
 
 def last_words(log: Path) -> Path:
+    """Return the file with the last output of the first process that died."""
     return log.with_name(f"{log.name}.died")
 
 
 async def keep_bounded(logs: Sequence[Path], limit: int) -> None:
-    """Look at the logs once a second, until cancelled: none gets much longer than ``limit`` bytes."""
+    """Check the logs once a second, until cancelled: none gets much longer than ``limit`` bytes."""
     while True:
         await asyncio.to_thread(_shorten, logs, limit)
         await asyncio.sleep(_LOOK_S)
@@ -40,15 +41,15 @@ async def keep_bounded(logs: Sequence[Path], limit: int) -> None:
 
 def _shorten(logs: Sequence[Path], limit: int) -> None:
     for log in logs:
-        with contextlib.suppress(OSError):  # a full disk, a folder that is gone: no reason to end a run
+        with contextlib.suppress(OSError):  # a full disk or a missing folder must not end a run
             shorten(log, limit)
 
 
 def shorten(log: Path, limit: int) -> None:
-    """If ``log`` has more than ``limit`` bytes, put all of them in the place of what was there before, and empty it.
+    """If ``log`` has more than ``limit`` bytes, move them to ``before(log)``, over earlier ones.
 
-    What is written between the last look at its size and the cut, some microseconds, is lost. Raises OSError, with
-    the log as it was.
+    Output of the few microseconds between the last check of the size and the truncation is lost. Raises OSError; the
+    log is unchanged then.
     """
     if not log.exists() or log.stat().st_size <= limit:
         return
@@ -60,7 +61,7 @@ def shorten(log: Path, limit: int) -> None:
 
 
 def ending(log: Path, size: int) -> bytes:
-    """The last ``size`` bytes of a log, as far as they are there, also when it was emptied since."""
+    """Return the last ``size`` bytes of a log, or all, including those that were moved to ``before(log)``."""
     text = b""
     for path in (log, before(log)):
         with contextlib.suppress(OSError), path.open("rb") as file:
@@ -71,6 +72,6 @@ def ending(log: Path, size: int) -> bytes:
 
 
 def keep_last_words(log: Path) -> None:
-    """Before the first restart: the successors may say so much that nobody finds why the first process died."""
+    """Copy the end of the log. Called at the first restart: later output may bury why the first process died."""
     with contextlib.suppress(OSError):
         last_words(log).write_bytes(ending(log, _LAST_WORDS))

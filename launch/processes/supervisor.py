@@ -1,19 +1,19 @@
-"""Starts the processes of a trial, restarts what may be restarted, stops all of them.
+"""Starts the processes of a trial, restarts those that may be restarted, stops all of them.
 
     consumes     ProcessSpecs
     waits for    the exit of any child (a pidfd each, on the event loop), SIGINT/SIGTERM/SIGHUP
     ends when    the MasterWorker has finished and exits 0 (done), a death ends the run or a restart budget is spent
                  (failed), or a signal arrives (interrupted)
-    leaves       no process: every child leads a session of its own, and the launcher is the subreaper of them all
+    leaves       no process: every child leads its own session, and the launcher is the subreaper of all descendants
 
-An exception in here is a failed run like any other: everything is stopped, and it is said.
+An exception in the launcher fails the run like any other: all processes are stopped and the error is reported.
 
-What a death means is decided in verdict.py. The training side (ModelWorkers and MasterWorker) is lost as a whole: the
-others of it are killed, and when all are gone they are started again together.
+restart_policy.py decides what a death means. The trainer (ModelWorkers and MasterWorker) ends as a whole: if one of its
+processes dies, the others are killed, and then all are started together.
 
 An interrupted run stops its MasterWorker first, which takes a checkpoint while the ModelWorkers still answer; then all
-others get SIGTERM, and the name store last. What is left after ``stop_timeout_s`` gets SIGKILL with its whole group,
-and so does any descendant.
+others get SIGTERM, and the name store last. Processes that are left after ``stop_timeout_s`` get SIGKILL with their
+group, and so does every descendant.
 """
 
 from __future__ import annotations
@@ -24,34 +24,75 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Concatenate, ParamSpec
 
+from realsys.cluster.child_process import child_pids, kill_descendants, reap_orphans
+from realsys.cluster.failure import ErrorRecord
+from realsys.cluster.prctl import subreaper
 from realsys.cluster.process import TRAINING_START
 from realsys.errors import RealsysError
 from realsys.launch.plan import NAME_STORE, ProcessSpec
-from realsys.launch.processes.children import Child, Descendants, subreaper
-from realsys.launch.processes.verdict import NO_CHECKPOINT, Death, End, Judge, Loss, Outcome
+from realsys.launch.processes.children import Child
+from realsys.launch.processes.failures import first_cause, last_error, log_since
+from realsys.launch.processes.restart_policy import (
+    NO_CHECKPOINT,
+    Cause,
+    Death,
+    End,
+    Failure,
+    Outcome,
+    Restart,
+    RestartPolicy,
+)
+from realsys.launch.processes.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_FIRST_BACKOFF_S = 0.5
 _KILL_TIMEOUT_S = 2.0
-_LAST_WORDS_S = 2.0  # what the peers of a failed process get to say why: the cause may be one of theirs
-_SIDE = "the training side"
+_BAD_INPUT = 2  # RealsysError.exit_code of ConfigError, DataError, ModelError
 
 
-async def _at_once(_: ProcessSpec) -> None:
+async def _ready(_: ProcessSpec) -> None:
     return None
 
 
-Called = Callable[Concatenate["Supervisor", P], None]
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds of a run. The MasterWorker has ``master_stop_s`` of ``stop_timeout_s`` for itself."""
+
+    stop_timeout_s: float
+    master_stop_s: float
+    max_restarts: int
+    first_backoff_s: float = 0.5
 
 
-def _from_the_loop(method: Called[P]) -> Called[P]:
-    """For what the event loop calls: it would log an exception and go on, with a process missing that nobody starts."""
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Functions of the run that the supervisor calls.
+
+    say               takes a line for each restart and kill
+    errors            returns the error files of the trial's processes
+    checkpoint        returns the step of the newest complete one, or NO_CHECKPOINT
+    finished          returns True if a MasterWorker that exited 0 has finished the run
+    name_store_ready  returns when the run's own name store answers
+    """
+
+    say: Callable[[str], None]
+    errors: Callable[[], Sequence[ErrorRecord]] = lambda: ()
+    checkpoint: Callable[[], int] = lambda: NO_CHECKPOINT
+    finished: Callable[[], bool] = lambda: True
+    name_store_ready: Callable[[ProcessSpec], Awaitable[None]] = _ready
+
+
+Method = Callable[Concatenate["Supervisor", P], None]
+
+
+def _from_the_loop(method: Method[P]) -> Method[P]:
+    """Fail the run for an exception: the event loop would log it and continue, and a process would stay missing."""
 
     def guarded(supervisor: Supervisor, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
@@ -65,48 +106,20 @@ def _from_the_loop(method: Called[P]) -> Called[P]:
 class Supervisor:
     """Owns the child processes of one trial from start to end."""
 
-    def __init__(
-        self,
-        specs: Sequence[ProcessSpec],
-        *,
-        stop_timeout_s: float,
-        master_stop_s: float,
-        max_restarts: int,
-        say: Callable[[str], None],
-        permanent: Callable[[frozenset[int]], bool] = lambda pids: False,
-        checkpoint: Callable[[], int] = lambda: NO_CHECKPOINT,
-        finished: Callable[[], bool] = lambda: True,
-        name_store_ready: Callable[[ProcessSpec], Awaitable[None]] = _at_once,
-        inherit: Sequence[int] = (),
-        first_backoff_s: float = _FIRST_BACKOFF_S,
-    ) -> None:
-        """``say`` gets a line per restart and kill; ``inherit``: descriptors that every child keeps open.
-
-        ``permanent``: whether one of these processes failed in a way that would come again. ``checkpoint``: step of the
-        newest complete one, or NO_CHECKPOINT. ``finished``: whether a MasterWorker that exits 0 says so itself.
-        ``name_store_ready`` returns when the name store of this run's own answers. The MasterWorker has
-        ``master_stop_s`` of ``stop_timeout_s`` for itself.
-        """
-        self._children = [Child(spec) for spec in specs]
-        self._side = [child for child in self._children if child.spec.on_death == "restart_training"]
-        self._stop_timeout_s, self._master_stop_s = stop_timeout_s, master_stop_s
-        self._say = say
-        self._permanent, self._checkpoint, self._finished = permanent, checkpoint, finished
-        self._name_store_ready = name_store_ready
+    def __init__(self, specs: Sequence[ProcessSpec], bounds: Bounds, hooks: Hooks, inherit: Sequence[int] = ()) -> None:
+        """``inherit``: descriptors that every child keeps open."""
+        self._bounds = bounds
+        self._hooks = hooks
         self._inherit = tuple(inherit)
-        self._descendants = Descendants()
-        self._judge = Judge(max_restarts, first_backoff_s)
-        self._max_restarts = max_restarts
+        self._children = [Child(spec) for spec in specs]
+        self._trainer = Trainer([child for child in self._children if child.spec.on_death == "restart_training"])
+        self._policy = RestartPolicy(bounds.max_restarts, bounds.first_backoff_s)
+        self._earlier = child_pids()  # not ours to kill
         self._outcome: Outcome | None = None
         self._deaths: list[Death] = []
         self._restarted: list[Death] = []
-        self._side_deaths: list[Death] = []  # since it was last whole
-        self._side_pids: frozenset[int] = frozenset()  # when it was last whole
-        self._side_starts = 1
-        self._side_timer: asyncio.TimerHandle | None = None  # its kill, or its next start
-        self._side_killed = False
-        self._changed = asyncio.Event()  # a process has ended, or the run is to
-        self._hurry = False  # a second signal: do not wait for an orderly stop
+        self._changed = asyncio.Event()  # a process has ended, or the run has to end
+        self._hurry = False  # after a second signal: no orderly stop
         self._killing = False
 
     @property
@@ -114,12 +127,12 @@ class Supervisor:
         return len(self._restarted)
 
     def running(self) -> dict[str, int]:
-        """Name -> pid of the processes that are up."""
+        """Return name -> pid of the processes that run."""
         return {c.spec.name: c.process.pid for c in self._children if c.process is not None}
 
     async def run(self) -> Outcome:
         """Start everything, wait for the end of the run, stop everything."""
-        with subreaper(), self._signals():
+        with subreaper(), _stop_signals(self.interrupt):
             try:
                 await self._start_all()
                 await self._until(lambda: self._outcome is not None)
@@ -129,12 +142,14 @@ class Supervisor:
                 killed = await self._stop()
         assert self._outcome is not None
         outcome = self._outcome
-        outcome.deaths, outcome.restarted, outcome.mended = self._deaths, self._restarted, self._judge.mended
+        outcome.deaths = self._deaths
+        outcome.restarted = self._restarted
+        outcome.recovered = self._policy.recovered
         outcome.killed = killed
         return outcome
 
     def interrupt(self, signum: int) -> None:
-        """End the run as a signal does; the second call stops it the hard way."""
+        """End the run as a signal does; the second call kills what still runs."""
         if self._outcome is not None:
             self._hurry = True
             self._changed.set()
@@ -153,11 +168,11 @@ class Supervisor:
             self._start(child)
             if child.spec.kind == NAME_STORE:
                 await self._wait_for_name_store(child.spec)
-        self._side_pids = self._pids(self._side)
+        self._trainer.mark_complete()
 
     async def _wait_for_name_store(self, spec: ProcessSpec) -> None:
-        """Until it answers, or the run ends before."""
-        ready = asyncio.ensure_future(self._name_store_ready(spec))
+        """Return when it answers, or when the run ends before that."""
+        ready = asyncio.ensure_future(self._hooks.name_store_ready(spec))
         ready.add_done_callback(lambda _: self._changed.set())
         try:
             await self._until(lambda: ready.done() or self._outcome is not None)
@@ -174,7 +189,7 @@ class Supervisor:
         child.pending = None
         if self._outcome is not None:
             return
-        env = {TRAINING_START: str(self._side_starts)} if child.spec.on_training_side else {}
+        env = {TRAINING_START: str(self._trainer.starts)} if child.spec.on_training_side else {}
         try:
             child.start(env, self._inherit, self._on_exit)
         except OSError as exc:
@@ -185,88 +200,73 @@ class Supervisor:
     @_from_the_loop
     def _on_exit(self, child: Child) -> None:
         pid, returncode = child.reap()
-        self._descendants.reap_orphans(list(self.running().values()))
-        death = Death(child.spec.name, pid, returncode, time.time(), child.spec.log)
+        reap_orphans(self._earlier.union(self.running().values()))
+        # No error for a signal: the log does not hold its cause.
+        failed = self._outcome is None and returncode > 0
+        error, defect = last_error(log_since(child.spec.log, child.log_start)) if failed else ("", ())
+        death = Death(child.spec.name, pid, returncode, time.time(), child.spec.log, error, defect)
         if self._outcome is None:
             self._consider(child, death)
-        elif death.killed and not self._killing and not (self._side_killed and child.spec.on_training_side):
-            self._deaths.append(death)  # not by us: others may have ended because of it, and been noticed first
+        elif death.killed and not self._killing and not self._trainer.killed(child, death):
+            # Killed from outside: other processes may have failed because of it, and been noticed first.
+            self._deaths.append(death)
         self._changed.set()
 
     def _consider(self, child: Child, death: Death) -> None:
-        """A death nobody asked for, or one of the training side that is being taken down."""
+        """Act on an unrequested death, or on the end of a trainer process that was killed because of one."""
         spec = child.spec
-        if spec.kind == "master_worker" and death.returncode == 0 and self._finished():
+        if spec.kind == "master_worker" and death.returncode == 0 and self._hooks.finished():
             self._end(Outcome("done", "the MasterWorker finished"))
         elif spec.on_death == "end":
             self._deaths.append(death)
             self._end(Outcome("failed", f"{spec.name} {death.how}"))
         elif spec.on_death == "restart":
-            self._restart_one(child, death)
+            ran_s = time.monotonic() - child.started
+            if decided := self._decide(death.name, [death], frozenset({death.pid}), ran_s):
+                restart, cause = decided
+                child.pending = asyncio.get_running_loop().call_later(restart.delay_s, self._start, child)
+                self._say_restart(cause, restart)
         else:
-            self._lose_side(death)
+            self._trainer.add_death(death)
+            if not self._trainer.running:
+                self._restart_trainer()
 
-    def _restart_one(self, child: Child, death: Death) -> None:
-        pids = frozenset({death.pid})
-        ran_s = time.monotonic() - child.started
-        verdict = self._judge.judge(Loss(death.name, [death], pids, ran_s, self._permanent(pids)))
-        if isinstance(verdict, End):
-            self._give_up(verdict)
-            return
-        self._restarted.append(death)
-        child.pending = asyncio.get_running_loop().call_later(verdict.delay_s, self._start, child)
-        times = f"restart {verdict.number}/{self._max_restarts} in {verdict.delay_s:.1f} s"
-        self._say(f"{death.name} {death.how}; {times} ({death.log})")
-
-    def _lose_side(self, death: Death) -> None:
-        if not self._side_killed or not death.killed:
-            self._side_deaths.append(death)
-        if len(self._side_deaths) == 1 and not self._side_killed:
-            grace = 0.0 if death.killed else _LAST_WORDS_S
-            self._side_timer = asyncio.get_running_loop().call_later(grace, self._kill_side)
-        if not self._pids(self._side):
-            self._restart_side()
+    def _restart_trainer(self) -> None:
+        trainer = self._trainer
+        checkpoint = self._hooks.checkpoint()
+        if decided := self._decide("trainer", trainer.take_deaths(), trainer.pids, trainer.ran_s, checkpoint):
+            restart, cause = decided
+            trainer.later(restart.delay_s, self._start_trainer)
+            start = "from the beginning" if checkpoint == NO_CHECKPOINT else f"from step {checkpoint}"
+            self._say_restart(cause, restart, " of the trainer", f", {start}")
 
     @_from_the_loop
-    def _kill_side(self) -> None:
-        self._side_killed = True
-        for child in self._side:
-            child.kill()
-
-    def _restart_side(self) -> None:
-        """All of it is gone."""
-        self._cancel_side()
-        deaths, self._side_deaths, self._side_killed = self._side_deaths, [], False
-        ran_s = time.monotonic() - min(child.started for child in self._side)
-        pids = self._side_pids
-        checkpoint = self._checkpoint()
-        verdict = self._judge.judge(Loss(_SIDE, deaths, pids, ran_s, self._permanent(pids), checkpoint))
-        if isinstance(verdict, End):
-            self._give_up(verdict)
-            return
-        self._restarted.append(verdict.cause)
-        self._side_timer = asyncio.get_running_loop().call_later(verdict.delay_s, self._start_side)
-        cause = verdict.cause
-        start = "from the beginning" if checkpoint == NO_CHECKPOINT else f"from step {checkpoint}"
-        times = f"restart {verdict.number}/{self._max_restarts} of the training side in {verdict.delay_s:.1f} s"
-        self._say(f"{cause.name} {cause.how}; {times}, {start} ({cause.log})")
-
-    @_from_the_loop
-    def _start_side(self) -> None:
-        self._side_timer = None
-        self._side_starts += 1
-        for child in self._side:
+    def _start_trainer(self) -> None:
+        self._trainer.starts += 1
+        for child in self._trainer.children:
             self._start(child)
-        self._side_pids = self._pids(self._side)
+        self._trainer.mark_complete()
 
-    def _cancel_side(self) -> None:
-        if self._side_timer is not None:
-            self._side_timer.cancel()
-            self._side_timer = None
+    def _decide(
+        self, who: str, deaths: list[Death], pids: frozenset[int], ran_s: float, checkpoint: int = NO_CHECKPOINT
+    ) -> tuple[Restart, Cause] | None:
+        """Ask the policy. Returns the restart to make and the cause; None if the run ends."""
+        errors = [error for error in self._hooks.errors() if error.pid in pids]
+        logs = {child.spec.name: child.spec.log for child in self._children}
+        cause = first_cause(deaths, errors, lambda name: logs.get(name, deaths[0].log))
+        assert cause is not None
+        permanent = any(error.permanent or error.exit_code == _BAD_INPUT for error in errors)
+        decision = self._policy.decide(Failure(who, deaths, pids, ran_s, cause, permanent, checkpoint))
+        if isinstance(decision, End):
+            self._deaths += decision.deaths
+            self._end(Outcome("failed", decision.reason))
+            return None
+        self._restarted.append(next((death for death in deaths if death.pid == cause.pid), deaths[0]))
+        return decision, cause
 
-    def _give_up(self, verdict: End) -> None:
-        self._deaths += verdict.deaths
-        self._end(Outcome("failed", verdict.reason))
+    def _say_restart(self, cause: Cause, restart: Restart, of: str = "", start: str = "") -> None:
+        number = f"restart {restart.number}/{self._bounds.max_restarts}{of} in {restart.delay_s:.1f} s"
+        self._hooks.say(f"{cause}; {number}{start} ({cause.log})")
 
     def _end(self, outcome: Outcome) -> None:
         if self._outcome is None:
@@ -280,9 +280,8 @@ class Supervisor:
         self._end(Outcome("failed", "the launcher was cancelled"))  # unless it has ended otherwise
         assert self._outcome is not None
         began = time.monotonic()
-        if self._side_deaths:  # it was being taken down: what it said last counts
-            self._deaths += self._side_deaths
-        self._cancel_side()
+        self._deaths += self._trainer.deaths  # it was being killed: its failures are causes, too
+        self._trainer.cancel()
         workers = [child for child in self._children if child.spec.kind != NAME_STORE]
         for child in self._children:
             child.cancel()
@@ -290,67 +289,70 @@ class Supervisor:
             await self._stop_master()
         for child in workers:
             child.terminate()
-        left = self._stop_timeout_s - (time.monotonic() - began)
-        await self._until(lambda: self._hurry or not self._pids(workers), left)
-        killed, self._killing = self._names(workers), True
-        for child in workers:
-            child.kill()
-        await self._until(lambda: not self._pids(workers), _KILL_TIMEOUT_S)
-        killed += await self._stop_name_store(self._stop_timeout_s + _KILL_TIMEOUT_S - (time.monotonic() - began))
-        killed += self._descendants.sweep(_KILL_TIMEOUT_S)
-        await self._until(lambda: not self._pids(self._children), _KILL_TIMEOUT_S)  # killed, and not heard of yet
+        left = self._bounds.stop_timeout_s - (time.monotonic() - began)
+        await self._until(lambda: self._hurry or not _names(workers), left)
+        self._killing = True
+        killed = await self._kill(workers)
+        left = self._bounds.stop_timeout_s + _KILL_TIMEOUT_S - (time.monotonic() - began)
+        killed += await self._stop_name_store(left)
+        killed += kill_descendants(_KILL_TIMEOUT_S, self._earlier.union(self.running().values()))
+        await self._until(lambda: not _names(self._children), _KILL_TIMEOUT_S)  # killed, but not yet reaped
         if killed:
-            self._say(f"killed, because they did not stop within {self._stop_timeout_s:g} s: {', '.join(killed)}")
+            names = ", ".join(killed)
+            self._hooks.say(f"killed, because they did not stop within {self._bounds.stop_timeout_s:g} s: {names}")
         return killed
 
     async def _stop_master(self) -> None:
-        """It needs every ModelWorker for its checkpoint; without one of them it is not waited for."""
-        training = [child for child in self._children if child.spec.on_training_side]
-        if not training or len(self._pids(training)) < len(training):
+        """Stop the MasterWorker first: it needs every ModelWorker for its checkpoint. Skipped if one is missing."""
+        trainer = [child for child in self._children if child.spec.on_training_side]
+        if not trainer or len(_names(trainer)) < len(trainer):
             return
-        for child in training:
+        for child in trainer:
             if child.spec.kind == "master_worker":
                 child.terminate()
-        await self._until(lambda: self._hurry or len(self._pids(training)) < len(training), self._master_stop_s)
+        await self._until(lambda: self._hurry or len(_names(trainer)) < len(trainer), self._bounds.master_stop_s)
 
     async def _stop_name_store(self, timeout_s: float) -> list[str]:
         stores = [child for child in self._children if child.spec.kind == NAME_STORE]
         for child in stores:
             child.terminate()
-        await self._until(lambda: self._hurry or not self._pids(stores), timeout_s)
-        killed = self._names(stores)
-        for child in stores:
+        await self._until(lambda: self._hurry or not _names(stores), timeout_s)
+        return await self._kill(stores)
+
+    async def _kill(self, children: Sequence[Child]) -> list[str]:
+        """Kill the children that still run; returns their names."""
+        killed = _names(children)
+        for child in children:
             child.kill()
-        await self._until(lambda: not self._pids(stores), _KILL_TIMEOUT_S)
+        await self._until(lambda: not _names(children), _KILL_TIMEOUT_S)
         return killed
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Look again whenever a process has ended, until the condition holds or the time is over."""
+        """Check the condition whenever a process has ended, until it holds or the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not condition():
                     self._changed.clear()
                     await self._changed.wait()
 
-    @staticmethod
-    def _pids(children: Sequence[Child]) -> frozenset[int]:
-        return frozenset(child.process.pid for child in children if child.process is not None)
 
-    @staticmethod
-    def _names(children: Sequence[Child]) -> list[str]:
-        return [child.spec.name for child in children if child.process is not None]
+def _names(children: Sequence[Child]) -> list[str]:
+    """Return the names of those that run."""
+    return [child.spec.name for child in children if child.process is not None]
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        # nohup means that SIGHUP does not end the run. SIGINT counts even where it was ignored: a shell that starts a
-        # command in the background does that, and whoever sends one all the same wants the run to stop.
-        hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        taken = [signum for signum in _STOP_SIGNALS if not (signum == signal.SIGHUP and hangup_ignored)]
+
+@contextlib.contextmanager
+def _stop_signals(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call ``handle`` on the event loop for each stop signal inside the block."""
+    loop = asyncio.get_running_loop()
+    # nohup means that SIGHUP does not end the run. SIGINT counts even if it was ignored before: a shell that starts a
+    # command in the background does that, and who sends a SIGINT to such a run wants to stop it.
+    hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    taken = [signum for signum in _STOP_SIGNALS if not (signum == signal.SIGHUP and hangup_ignored)]
+    for signum in taken:
+        loop.add_signal_handler(signum, handle, signum)
+    try:
+        yield
+    finally:
         for signum in taken:
-            loop.add_signal_handler(signum, self.interrupt, signum)
-        try:
-            yield
-        finally:
-            for signum in taken:
-                loop.remove_signal_handler(signum)
+            loop.remove_signal_handler(signum)

@@ -11,7 +11,7 @@ from rich.console import Console
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.processes.failures import FirstFailure
-from realsys.launch.processes.verdict import Outcome
+from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.screen.display import fmt
 from realsys.launch.screen.progress import TIME_PARTS, Record, mean, number
 from realsys.launch.screen.totals import COURSE_STEPS, Totals, course

@@ -1,11 +1,11 @@
-"""A worker's body as a coroutine: the request to stop, on its event loop."""
+"""Coroutines that end early: at the request to stop, or with another coroutine."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from realsys.cluster.worker import WorkerContext
@@ -16,10 +16,10 @@ Result = TypeVar("Result")
 
 
 def stop_event(ctx: WorkerContext) -> asyncio.Event:
-    """Set, on the running event loop, when the worker is asked to stop."""
+    """Return an event that the request to stop sets on the running event loop."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
-    def request_stop() -> None:  # from the signal thread
+    def request_stop() -> None:  # called on the signal thread
         with contextlib.suppress(RuntimeError):  # the loop has closed, perhaps just now
             loop.call_soon_threadsafe(stop.set)
 
@@ -28,41 +28,27 @@ def stop_event(ctx: WorkerContext) -> asyncio.Event:
 
 
 async def run_until_stopped(ctx: WorkerContext, work: Coroutine[Any, Any, None], grace_s: float = 0.0) -> bool:
-    """Run ``work`` until it ends or the worker is asked to stop, whichever is first; then it is cancelled.
+    """Run ``work`` until it ends or a request to stop comes; in that case cancel it after ``grace_s``.
 
-    ``grace_s``: how long work that was told to stop by itself, too, has for that. Returns whether it ended by itself.
-    What it raises comes out here.
+    The grace is for work that also learns of the stop elsewhere. Returns True if ``work`` was not cancelled. Raises its
+    exception.
     """
-    task = asyncio.ensure_future(work)
-    stopping = asyncio.create_task(stop_event(ctx).wait(), name="stop")
-    try:
-        await first_completed((task, stopping))
+    async with _racing(work, stop_event(ctx).wait()) as (task, _):
         if not task.done():
             log.info("asked to stop")
             if not grace_s or not (await asyncio.wait({task}, timeout=grace_s))[0]:
                 return False
         task.result()
         return True
-    finally:
-        for pending in (task, stopping):
-            if not pending.done():
-                pending.cancel()
-                await asyncio.wait({pending})
 
 
 async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of ``work``; None, and ``work`` is cancelled, when ``stop`` is set before it ends."""
+    """Return the result of ``work``; or cancel it and return None if ``stop`` is set before it ends."""
     if stop.is_set():
         work.close()
         return None
-    task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait(), name="stop")
-    try:
-        await first_completed((task, stopping))
+    async with _racing(work, stop.wait()) as (task, _):
         return task.result() if task.done() else None
-    finally:
-        for pending in (task, stopping):
-            pending.cancel()
-        await asyncio.wait({task, stopping})
 
 
 async def first_completed(futures: Iterable[asyncio.Future[Any]]) -> set[asyncio.Future[Any]]:
@@ -72,17 +58,26 @@ async def first_completed(futures: Iterable[asyncio.Future[Any]]) -> set[asyncio
 
 
 async def run_beside(work: Coroutine[Any, Any, Result], service: Coroutine[Any, Any, None]) -> Result:
-    """Run ``work`` to its end while ``service``, which is to run for ever, runs beside it.
+    """Run ``work`` to its end while ``service``, which normally does not end, runs at the same time.
 
-    What either raises comes out here; the other is then cancelled.
+    If either raises, the other is cancelled and the exception is raised here.
     """
-    main, beside = asyncio.ensure_future(work), asyncio.ensure_future(service)
-    try:
-        await first_completed((main, beside))
-        if beside.done():
-            beside.result()
+    async with _racing(work, service) as (main, other):
+        if other.done():
+            other.result()
         return await main
+
+
+@contextlib.asynccontextmanager
+async def _racing(
+    first: Coroutine[Any, Any, Result], second: Coroutine[Any, Any, Any]
+) -> AsyncIterator[tuple[asyncio.Task[Result], asyncio.Task[Any]]]:
+    """Run both until one has ended; cancel what still runs after the block, and wait for it."""
+    tasks = asyncio.ensure_future(first), asyncio.ensure_future(second)
+    try:
+        await first_completed(tasks)
+        yield tasks
     finally:
-        for task in (main, beside):
+        for task in tasks:
             task.cancel()
-        await asyncio.wait({main, beside})
+        await asyncio.wait(tasks)

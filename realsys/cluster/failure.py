@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """Why a process ended. ``time`` is unix seconds, when it failed."""
+    """Why a process ended. ``time``: of the failure, in unix seconds."""
 
     time: float
     kind: str
@@ -31,8 +31,8 @@ class ErrorRecord:
     type: str
     message: str
     traceback: str
-    exit_code: int = 1  # what the `realsys` command should return for it
-    permanent: bool = False  # a restart would meet the same end
+    exit_code: int = 1  # the `realsys` command returns it if this failure ends the run
+    permanent: bool = False  # a restart would fail in the same way
 
     @property
     def worker(self) -> str:
@@ -43,7 +43,7 @@ class ErrorRecord:
 
 
 def record_of(kind: str, index: int, exc: BaseException) -> ErrorRecord:
-    """The record of ``exc``, failing now, in this process."""
+    """Return the record of ``exc``, as a failure of this process now."""
     lines = str(exc).strip().splitlines() or ["no message"]
     return ErrorRecord(
         time=time.time(),
@@ -60,7 +60,7 @@ def record_of(kind: str, index: int, exc: BaseException) -> ErrorRecord:
 
 
 def write_error(directory: Path, record: ErrorRecord) -> Path:
-    """Write ``{kind}-{index}-{pid}.json``, whole or not at all. An earlier process of the same pid keeps its file."""
+    """Write ``{kind}-{index}-{pid}.json`` atomically. An earlier process of the same pid keeps its file."""
     directory.mkdir(parents=True, exist_ok=True)
     stem = f"{record.kind}-{record.index}-{record.pid}"
     staged = directory / f".{stem}.{uuid.uuid4().hex}"
@@ -81,12 +81,12 @@ def write_error(directory: Path, record: ErrorRecord) -> Path:
 
 
 def read_errors(directory: Path) -> list[ErrorRecord]:
-    """Every record, earliest first. A file that is no record is logged and left out: the others still count."""
+    """Return all records, earliest first. A file that is not a record is logged and skipped."""
     records: list[ErrorRecord] = []
     for path in directory.glob("[!.]*.json"):
         try:
-            # Not msgspec's own parser: it has no lone surrogates, which the text of an exception may hold.
+            # Not msgspec's own parser: it refuses lone surrogates, which the text of an exception may hold.
             records.append(msgspec.convert(json.loads(path.read_text(encoding="utf-8")), ErrorRecord))
         except (OSError, ValueError, *MALFORMED) as exc:
-            log.warning("%s is no error record: %s", path, exc)
+            log.warning("%s is not an error record: %s", path, exc)
     return sorted(records, key=lambda record: record.time)

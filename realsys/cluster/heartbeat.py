@@ -1,14 +1,14 @@
-"""A worker's leased heartbeat key, and what notices that it is lost.
+"""A worker's leased heartbeat key, and the threads that notice its loss.
 
     beat thread      every heartbeat_s: renew the lease, check that the key is still ours, write it again
     deadline thread  waits until the lease must have lapsed by our own clock; a good beat moves that moment
 
     check()          any thread, before an act that others see: raises once that moment has passed
 
-Two threads, because the beat may hang inside the store (a dead file server, an etcd that went away) for longer than
-the lease; to everyone else this worker is dead by then, and it must not go on. Whichever finds the loss first calls
-``on_lost``, once. A thread that holds the GIL for a whole lease (no known library does) would look dead too. Neither
-need be the first to run in a process that wakes up after a suspension: hence ``check``.
+Two threads, because the beat may hang inside the store (a dead file server, an unreachable etcd) for longer than the
+lease; all other processes then treat this worker as dead, and it must stop. The thread that finds the loss first calls
+``on_lost``, once. A thread that holds the GIL for a whole lease (no known library does) would look dead too. In a
+process that wakes up after a suspension neither thread need be the first to run: hence ``check``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from realsys.cluster.store.base import NameStore
@@ -29,43 +30,57 @@ log = logging.getLogger(__name__)
 
 
 def lease_clock(backend: str) -> Callable[[], float]:
-    """The clock by which a lease of that name store lapses, as seen from here, in seconds.
+    """Return the clock by which a lease of that name store lapses, in seconds.
 
-    One that is on this machine stands still while the machine is suspended, as everything here does. One that may be
-    elsewhere goes on: then the suspension counts.
+    A name store of files is on this machine and is suspended with it, so its clock stops. Another one may be on another
+    machine, so the time of a suspension counts.
     """
     return time.monotonic if backend == "file" else lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+@dataclass(frozen=True, slots=True)
+class LeaseTerms:
+    """Settings of a worker's lease.
+
+    clock  lapses the lease, in seconds
+    last   file with the greatest incarnation so far at this index, which outlives the key
+    """
+
+    lease_s: float
+    heartbeat_s: float
+    clock: Callable[[], float] = time.monotonic
+    last: Path | None = None
+
+
 class Heartbeat:
-    """Owns the lease and the key; ``on_lost`` must end the process."""
+    """Owns the lease and the key of one worker; ``on_lost`` must end the process."""
 
     def __init__(
         self,
         store: NameStore,
         key: str,
-        *,
         kind: str,
         index: int,
-        lease_s: float,
-        heartbeat_s: float,
+        terms: LeaseTerms,
         on_lost: Callable[[Fenced], None],
-        clock: Callable[[], float] = time.monotonic,
-        last: Path | None = None,
     ) -> None:
-        """``last``: file with the youngest incarnation so far at this index, which outlives the key."""
-        self._store, self._key, self._on_lost = store, key, on_lost
-        self._beat_s, self._clock = heartbeat_s, clock
+        """Take the lease and write the key, over one of a predecessor. Raises NameStoreError."""
+        self._store = store
+        self._key = key
+        self._identity = {"kind": kind, "index": index, "host": socket.gethostname(), "pid": os.getpid()}
+        self._beat_s = terms.heartbeat_s
+        self._clock = terms.clock
+        self._on_lost = on_lost
         self._counters: Callable[[], Mapping[str, int]] = dict
         self._state = "starting"
-        self._host, self._pid, self._kind, self._index = socket.gethostname(), os.getpid(), kind, index
-        self._incarnation = self._next_incarnation(last)
+        self._incarnation = self._next_incarnation(terms.last)
         self._due = threading.Event()
         self._condition = threading.Condition()
-        self._stopping = self._lost = False
-        began = clock()
-        self.lease = store.lease(lease_s)
-        # Counted from before the call: what the store believes can only end later than this.
+        self._stopping = False
+        self._lost = False
+        began = self._clock()
+        self.lease = store.lease(terms.lease_s)
+        # Counted from before the call: the store's own lease can only end later than this.
         self._deadline = began + self.lease.ttl_s
         self._write()
         self._threads = [
@@ -79,23 +94,24 @@ class Heartbeat:
         return f"{self._incarnation:019d}"
 
     def start(self) -> None:
+        """Start both threads."""
         for thread in self._threads:
             thread.start()
 
     def set_state(self, state: str) -> None:
-        """Shown in the heartbeat's value, at once."""
+        """Show ``state`` in the heartbeat's value; a change is written immediately."""
         if state != self._state:
             self._state = state
             self._due.set()
 
     def count(self, counters: Callable[[], Mapping[str, int]]) -> None:
-        """Show in the value what ``counters`` says at each beat, from the beat thread: what was refused, above all."""
+        """Show the result of ``counters`` in the value. It is called at each beat, on the beat thread."""
         self._counters = counters
 
     def check(self) -> None:
-        """Raises Fenced from the moment on at which the lease must have lapsed; ``on_lost`` has then been called.
+        """Raise Fenced once the lease must have lapsed; ``on_lost`` is called first.
 
-        One look at the clock: for every act that others see.
+        It only reads the clock, so that every act that others see can call it.
         """
         if self._lost:
             raise Fenced(f"{self._key}: this worker has lost its lease; it must stop")
@@ -105,7 +121,7 @@ class Heartbeat:
             raise reason
 
     def stop(self) -> None:
-        """No beat and no loss after this. The lease still runs: revoke it to take the keys away."""
+        """Stop both threads: no beat and no loss after this. The lease still runs; revoke it to remove the keys."""
         with self._condition:
             self._stopping = True
             self._condition.notify_all()
@@ -115,15 +131,15 @@ class Heartbeat:
                 thread.join(self.lease.ttl_s)
 
     def _next_incarnation(self, last: Path | None) -> int:
-        """Nanoseconds of the wall clock, unless it was set back since a predecessor started."""
+        """Return the wall clock in nanoseconds, or one more than a predecessor's if the clock was set back."""
         previous = max(self._holder() or 0, 0 if last is None else _read_last(last))
-        found = max(time.time_ns(), previous + 1)
+        incarnation = max(time.time_ns(), previous + 1)
         if last is not None:
-            _write_last(last, found)
-        return found
+            _write_last(last, incarnation)
+        return incarnation
 
     def _holder(self) -> int | None:
-        """The incarnation that holds the key, None if nobody does."""
+        """Return the incarnation that holds the key, or None."""
         try:
             value = self._store.get(self._key)
         except KeyMissing:
@@ -131,15 +147,12 @@ class Heartbeat:
         try:
             return incarnation_in(value)
         except ValueError:
-            problem = f"name store: {self._key} holds {value[:80]!r}, which is no heartbeat; delete the key"
+            problem = f"name store: {self._key} holds {value[:80]!r}, which is not a heartbeat: delete the key"
             raise NameStoreError(problem) from None
 
     def _write(self) -> None:
         value = {
-            "kind": self._kind,
-            "index": self._index,
-            "host": self._host,
-            "pid": self._pid,
+            **self._identity,
             "incarnation": self.incarnation,
             "state": self._state,
             "time": time.time(),
@@ -148,7 +161,7 @@ class Heartbeat:
         self._store.add(self._key, json.dumps(value), lease=self.lease, replace=True)
 
     def _beat_loop(self) -> None:
-        """Waits for the next beat or a change of state; ends with ``stop`` or a loss."""
+        """Wait for the next beat or a change of state; end with ``stop`` or a loss."""
         while not self._stopping:
             self._due.wait(self._beat_s)
             self._due.clear()
@@ -177,7 +190,7 @@ class Heartbeat:
             self._condition.notify_all()
 
     def _deadline_loop(self) -> None:
-        """Waits for the deadline; moved by a good beat; ends with ``stop`` or a loss."""
+        """Wait for the deadline, which a good beat moves; end with ``stop`` or a loss."""
         with self._condition:
             while not (self._stopping or self._lost):
                 left = self._deadline - self._clock()
@@ -191,7 +204,7 @@ class Heartbeat:
     def _lapsed(self) -> Fenced:
         return Fenced(
             f"{self._key}: no heartbeat for the whole lease of {self.lease.ttl_s:g} s (process paused, or the name "
-            "store out of reach); this worker must stop"
+            "store not reachable); this worker must stop"
         )
 
     def _lose(self, reason: Fenced) -> None:
@@ -209,7 +222,7 @@ def _read_last(path: Path) -> int:
     except FileNotFoundError:
         return 0
     if not text.isdigit():  # a power cut may leave it empty
-        log.warning("%s holds %r, which is no incarnation: the clock alone counts", path, text[:80])
+        log.warning("%s holds %r, which is not an incarnation: only the clock counts", path, text[:80])
         return 0
     return int(text)
 
@@ -222,11 +235,11 @@ def _write_last(path: Path, incarnation: int) -> None:
 
 
 def incarnation_in(value: str) -> int:
-    """Of a heartbeat's value. Raises ValueError where it is none."""
+    """Return the incarnation in a heartbeat's value. Raises ValueError if it has none."""
     try:
         incarnation = json.loads(value)["incarnation"]
         if isinstance(incarnation, str):
             return int(incarnation)
     except (KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"no heartbeat: {error}") from None
-    raise ValueError(f"no heartbeat: incarnation={incarnation!r:.80}")
+        raise ValueError(f"not a heartbeat: {error}") from None
+    raise ValueError(f"not a heartbeat: incarnation={incarnation!r:.80}")

@@ -1,10 +1,9 @@
-"""What every worker process does with the operating system: signals, the death of its parent, its log, its end."""
+"""OS integration that all workers share: signals, parent death, logging, exit."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import logging
 import os
@@ -14,19 +13,19 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
+from realsys.cluster import prctl
 from realsys.errors import RealsysError
 
 log = logging.getLogger(__name__)
 
 PARENT_PID = "REALSYS_PARENT_PID"  # set by a launcher that is the direct parent
 RUN_ID = "REALSYS_RUN_ID"
-TRAINING_START = "REALSYS_TRAINING_START"  # number of the training side's start, for its processes
-_PR_SET_PDEATHSIG = 1
+TRAINING_START = "REALSYS_TRAINING_START"  # number of the trainer's start, for its processes
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def configure_logging(worker: str) -> None:
-    """Log to stderr, which the launcher sends to a file; dump all stacks there on SIGUSR1 and on a crash."""
+    """Log to stderr, which the launcher writes to a file; dump all stacks there on SIGUSR1 and on a crash."""
     logging.basicConfig(
         stream=sys.stderr,
         level=os.environ.get("REALSYS_LOG_LEVEL", "INFO").upper(),
@@ -40,25 +39,29 @@ def configure_logging(worker: str) -> None:
 
 
 def die_with_parent() -> None:
-    """SIGTERM to this process when its parent ends. The kernel means the parent *thread* that started it.
+    """Have the kernel send SIGTERM to this process when the parent *thread* that started it ends.
 
     The parent may have died before this call; a launcher that sets REALSYS_PARENT_PID closes that gap.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
-        raise RealsysError(f"cannot ask to die with the parent: {os.strerror(ctypes.get_errno())}")
     expected = os.environ.get(PARENT_PID)
-    if expected is not None and expected != str(os.getppid()):
+    try:
+        alive = prctl.die_with_parent(signal.SIGTERM, None if expected is None else int(expected))
+    except OSError as exc:
+        raise RealsysError(f"cannot ask to die with the parent: {exc}") from exc
+    if not alive:
         raise RealsysError(f"the launcher (pid {expected}) has ended already; nothing to work for")
 
 
 def training_start() -> str:
-    """This start of the training side, the same for all its processes: what one before it left must not be found."""
+    """Return the id of the trainer's present start, equal for all its processes.
+
+    It is part of their keys in the name store, so that no process finds a key that an earlier start left behind.
+    """
     return "-".join(os.environ.get(name, "0") for name in (RUN_ID, TRAINING_START))
 
 
 def flush() -> None:
-    """Push out what was logged, as far as that works: used just before ``os._exit``."""
+    """Flush stdout and stderr as far as possible. Call it before ``os._exit``, which does not."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
@@ -66,11 +69,11 @@ def flush() -> None:
 
 
 def exit_within(grace_s: float, code: int, why: str) -> None:
-    """From now on this process has ``grace_s`` to end by itself; then it dumps its stacks and ends with ``code``."""
+    """Give this process ``grace_s`` to exit; after that it dumps its stacks and exits with ``code``."""
 
     def expire() -> None:
         threading.Event().wait(grace_s)
-        log.error("%s, but still here after %.1f s; stacks of what holds it follow", why, grace_s)
+        log.error("%s, but still here after %.1f s; the stacks of all threads follow", why, grace_s)
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(all_threads=True)
         flush()
@@ -80,10 +83,10 @@ def exit_within(grace_s: float, code: int, why: str) -> None:
 
 
 def end(code: int, grace_s: float) -> NoReturn:
-    """End this process: its exit handlers, which have ``grace_s``, and nothing else.
+    """Run the exit handlers within ``grace_s`` and end this process.
 
-    Neither waits for threads nor takes the interpreter down: with torch in it that takes seconds, in which whoever is
-    to succeed this process waits for nothing.
+    It neither waits for threads nor shuts the interpreter down: with torch that takes seconds, and the process that
+    will replace this one would wait for them.
     """
     exit_within(grace_s, code, "done")
     atexit._run_exitfuncs()
@@ -92,20 +95,20 @@ def end(code: int, grace_s: float) -> NoReturn:
 
 
 def bounded(action: Callable[[], None], timeout_s: float, what: str) -> None:
-    """Run ``action`` for at most ``timeout_s``: on the way out a dead disk or name store must not hold the process."""
+    """Run ``action`` for at most ``timeout_s``: a dead disk or name store must not keep the process from its exit."""
     thread = threading.Thread(target=action, name=what, daemon=True)
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
-        log.error("%s did not finish within %.1f s; going on without it", what, timeout_s)
+        log.error("%s did not finish within %.1f s; continuing without it", what, timeout_s)
 
 
 class StopSignals:
-    """SIGTERM and SIGINT set ``stop``, any number of times.
+    """Sets ``stop`` on SIGTERM and SIGINT, any number of times.
 
-    They are taken up by a thread, through a pipe: a handler runs between any two instructions of the main thread, also
-    inside ``Event.wait``, where ``Event.set`` would deadlock. The pipe is the wake-up descriptor too, so that a main
-    thread that sits in a C function does not delay it.
+    A thread reads the signals from a pipe: a handler runs between any two instructions of the main thread, also inside
+    ``Event.wait``, where ``Event.set`` would deadlock. The pipe is the wake-up descriptor too, so a main thread inside
+    a C function does not delay it.
     """
 
     def __init__(self, stop: threading.Event) -> None:
@@ -118,14 +121,14 @@ class StopSignals:
         os.set_blocking(self._writer, False)
 
     def install(self) -> None:
-        """Only from the main thread."""
+        """Install the handlers. Call it from the main thread."""
         threading.Thread(target=self._take_up, name="signals", daemon=True).start()
         for number in _STOP_SIGNALS:
             signal.signal(number, self._handle)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
     def on_stop(self, callback: Callable[[], None]) -> None:
-        """Call back when asked to stop, from the signal thread; at once if that was before."""
+        """Call ``callback`` from the signal thread at the first signal, or now if there was one."""
         with self._lock:
             if not self.stop.is_set():
                 self._callbacks.append(callback)
@@ -133,12 +136,12 @@ class StopSignals:
         callback()
 
     def _handle(self, number: int, _frame: object) -> None:
-        # Needed beside the wake-up descriptor: an event loop may have put its own in place.
+        # The wake-up descriptor is not enough: an event loop may have installed its own.
         with contextlib.suppress(BlockingIOError):
             os.write(self._writer, bytes([number]))
 
     def _take_up(self) -> None:
-        """Consumes signal numbers; waits in the pipe for the life of the process."""
+        """Consume signal numbers; wait in the pipe for the life of the process."""
         while numbers := os.read(self._reader, 64):
             for number in set(numbers) & {int(n) for n in _STOP_SIGNALS}:
                 self._request_stop(signal.Signals(number))
@@ -153,7 +156,7 @@ class StopSignals:
         orphaned = os.getppid() != self._parent
         log.info("%s: stopping%s", number.name, "; the parent process has ended" if orphaned else "")
         if orphaned:
-            # Nobody is left who would kill a process that does not stop.
+            # The launcher is gone, so it cannot kill this process if it does not stop.
             exit_within(self.orphan_grace_s, 1, "asked to stop, without a parent")
         for callback in callbacks:
             callback()

@@ -1,7 +1,7 @@
 """The life of a worker process, the same for every kind.
 
     parse ─> log, signals, parent ─> config ─> name store ─> lease + heartbeat ─> body(ctx) ─> revoke ─> exit
-                                                               │ lapses: error file, exit 75, at once
+                                                               │ lapses: error file, exit 75
     any exception, in any thread: error file, exit 1
 
 ``python -m workers.<kind> --trial-dir DIR --index I`` calls ``worker_main(kind, body)``. Arguments are parsed before
@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,36 +38,44 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXIT_FAILED, EXIT_FENCED, EXIT_STOPPED = 1, 75, 143
-LAST_WORDS_S = 2.0  # bound on writing the error file and on revoking the lease: what waits for us must not wait long
+LAST_WORDS_S = 2.0  # bound on writing the error file, and on revoking the lease: peers wait for the end of the process
 
 Body = Callable[["WorkerContext"], None]
 
 
-class WorkerContext:
-    """What a worker's body gets. ``stop`` is set by SIGTERM and SIGINT: return soon after (name store waits end)."""
+@dataclass(frozen=True, slots=True)
+class TrialParts:
+    """The trial as each of its workers sees it."""
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        paths: TrialPaths,
-        names: Names,
-        store: NameStore,
-        kind: str,
-        index: int,
-        heartbeat: Heartbeat,
-        signals: StopSignals,
-    ) -> None:
-        self.config, self.paths, self.names, self.store = config, paths, names, store
-        self.kind, self.index, self.name = kind, index, f"{kind}/{index}"
+    config: Config
+    paths: TrialPaths
+    names: Names
+    store: NameStore
+
+
+class WorkerContext:
+    """Argument of a worker's body. ``stop`` is set by SIGTERM and SIGINT: the body must then return soon.
+
+    Waits in the name store end with ``stop``, too.
+    """
+
+    def __init__(self, trial: TrialParts, kind: str, index: int, heartbeat: Heartbeat, signals: StopSignals) -> None:
+        self.config = trial.config
+        self.paths = trial.paths
+        self.names = trial.names
+        self.store = trial.store
+        self.kind = kind
+        self.index = index
+        self.name = f"{kind}/{index}"
         self.incarnation: str = heartbeat.incarnation
         self.lease: Lease = heartbeat.lease
         self.stop: threading.Event = signals.stop
-        self._heartbeat, self._signals = heartbeat, signals
+        self._heartbeat = heartbeat
+        self._signals = signals
 
     @functools.cached_property
     def token(self) -> str:
-        """The trial's secret for state-changing calls of the manager."""
+        """The trial's secret, which HTTP calls that change state must carry. Raises RealsysError."""
         try:
             return self.paths.token.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as exc:
@@ -78,20 +87,22 @@ class WorkerContext:
         self.store.add(key, value, lease=self.lease, replace=True)
 
     def set_state(self, state: str) -> None:
-        """A word for the heartbeat's value: what this worker is doing."""
+        """Show in the heartbeat's value what this worker is doing, in a word."""
         self._heartbeat.set_state(state)
 
     def check_alive(self) -> None:
-        """Before every act that others see: see ``realsys.cluster.fence``. Ends the process if its lease is over."""
+        """Call it before every act that others see (``realsys.cluster.fence``). Without a lease the process ends."""
         self._heartbeat.check()
 
     def count(self, counters: Callable[[], Mapping[str, int]]) -> None:
-        """What to show beside the state, asked for at each beat from another thread: refusals by what was wrong."""
+        """Show the result of ``counters`` in the heartbeat's value: refusals by cause. Called on another thread."""
         self._heartbeat.count(counters)
 
     def on_stop(self, callback: Callable[[], None]) -> None:
-        """Call back, from another thread, when asked to stop; at once if that was before. For event loops:
-        ``ctx.on_stop(lambda: loop.call_soon_threadsafe(stopped.set))``."""
+        """Call ``callback`` from another thread at the request to stop, or now if it was made before.
+
+        For event loops: ``ctx.on_stop(lambda: loop.call_soon_threadsafe(stopped.set))``.
+        """
         self._signals.on_stop(callback)
 
 
@@ -99,17 +110,20 @@ class _FailureReporter:
     """Writes the error file of this process, for its first failure only."""
 
     def __init__(self, kind: str, index: int, directory: Path) -> None:
-        self._kind, self._index, self._directory = kind, index, directory
+        self._kind = kind
+        self._index = index
+        self._directory = directory
         self._lock = threading.Lock()
-        self._reported, self._written = False, threading.Event()
-        self.release: Callable[[], None] = lambda: None  # gives the lease back, once there is one
+        self._reported = False
+        self._written = threading.Event()
+        self.release: Callable[[], None] = lambda: None  # revokes the lease, once the worker has one
 
     def report(self, exc: BaseException, where: str) -> None:
         log.critical("%s: %s: %s", where, type(exc).__name__, exc, exc_info=exc)
         with self._lock:
             first, self._reported = not self._reported, True
         if not first:
-            self._written.wait(2 * LAST_WORDS_S)  # whoever calls may end the process next
+            self._written.wait(2 * LAST_WORDS_S)  # the caller may end the process next
             return
         record = record_of(self._kind, self._index, exc)
         bounded(lambda: self._write(record), LAST_WORDS_S, "writing the error file")
@@ -131,20 +145,20 @@ class _FailureReporter:
             return
         name = args.thread.name if args.thread is not None else "unknown"
         self.report(args.exc_value, f"thread {name!r} failed")
-        # The main thread may be blocked on what this thread was to deliver: end here and now.
+        # The main thread may wait for this thread's result for ever: end the process here.
         bounded(self.release, LAST_WORDS_S, "revoking the lease")
         flush()
         os._exit(EXIT_FENCED if isinstance(args.exc_value, Fenced) else EXIT_FAILED)
 
 
 def worker_main(kind: str, body: Body, argv: Sequence[str] | None = None) -> NoReturn:
-    """Run ``body`` as worker ``kind`` and exit. ``argv``: without the program's name; default ``sys.argv[1:]``."""
+    """Run ``body`` as worker ``kind`` and exit. ``argv`` has no program name; default ``sys.argv[1:]``."""
     trial_dir, index = _parse(kind, argv)
     name = f"{kind}/{index}"
     configure_logging(name)
     signals = StopSignals(threading.Event())
     signals.install()
-    from realsys.config.paths import TrialPaths  # pydantic: after the arguments are known to be right
+    from realsys.config.paths import TrialPaths  # imports pydantic: not before the arguments are parsed
 
     paths = TrialPaths(trial_dir)
     reporter = _FailureReporter(kind, index, paths.errors)
@@ -175,8 +189,8 @@ def _parse(kind: str, argv: Sequence[str] | None) -> tuple[Path, int]:
 
 
 def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSignals, reporter: _FailureReporter) -> int:
-    """Set up, run the body, take down. The exit code."""
-    from realsys.cluster.heartbeat import Heartbeat, lease_clock
+    """Set up, run the body, take down. Returns the exit code."""
+    from realsys.cluster.heartbeat import Heartbeat, LeaseTerms, lease_clock
     from realsys.cluster.store.connect import make_name_store, trial_names
     from realsys.config.dump import read_config
 
@@ -187,17 +201,13 @@ def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSign
     names = trial_names(config)
     store = make_name_store(config, paths)
     signals.on_stop(store.interrupt)
-    heartbeat = Heartbeat(
-        store,
-        names.heartbeat(f"{kind}/{index}"),
-        kind=kind,
-        index=index,
-        lease_s=config.cluster.lease_s,
-        heartbeat_s=config.cluster.heartbeat_s,
-        on_lost=reporter.fence,
+    terms = LeaseTerms(
+        config.cluster.lease_s,
+        config.cluster.heartbeat_s,
         clock=lease_clock(config.cluster.name_store.backend),
         last=paths.incarnation(kind, index),
     )
+    heartbeat = Heartbeat(store, names.heartbeat(f"{kind}/{index}"), kind, index, terms, on_lost=reporter.fence)
     heartbeat.start()
 
     def release() -> None:
@@ -208,16 +218,7 @@ def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSign
             log.warning("cannot revoke the lease, it will lapse: %s", exc)
 
     reporter.release = release
-    context = WorkerContext(
-        config=config,
-        paths=paths,
-        names=names,
-        store=store,
-        kind=kind,
-        index=index,
-        heartbeat=heartbeat,
-        signals=signals,
-    )
+    context = WorkerContext(TrialParts(config, paths, names, store), kind, index, heartbeat, signals)
     log.info("started: pid %d, incarnation %s", os.getpid(), context.incarnation)
     try:
         return _run_body(body, context, reporter)
@@ -225,7 +226,7 @@ def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSign
         bounded(release, LAST_WORDS_S, "revoking the lease")
         try:
             store.close()
-        except RealsysError as exc:  # a blocked callback; the result of the body stands
+        except RealsysError as exc:  # a blocked callback; it does not change the result of the body
             log.warning("closing the name store: %s", exc)
 
 

@@ -12,7 +12,7 @@ No torch here. Unknown fields are refused: a misspelt parameter must not silentl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -90,6 +90,12 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not good:
                 return f"sampling_params.{name}={value}: must be {allowed}"
         return None
+
+
+def not_default(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that differ from their defaults, by name."""
+    fields = msgspec.structs.fields(params)
+    return {f.name: value for f in fields if (value := getattr(params, f.name)) != f.default}
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

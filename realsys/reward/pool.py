@@ -20,7 +20,7 @@ import msgspec
 
 from realsys.errors import RewardError
 from realsys.reward.frames import MAX_ITEMS, Outcome, encode_item
-from realsys.reward.verifier_process import Child
+from realsys.reward.verifier_process import VerifierProcess
 from realsys.reward.verifiers.base import Item, Verdict
 
 log = logging.getLogger(__name__)
@@ -52,24 +52,15 @@ class _Call:
 class VerifierPool:
     """``processes`` verifiers at a time; ``timeout_s`` bounds the time spent on one item. For one event loop."""
 
-    def __init__(
-        self,
-        processes: int,
-        timeout_s: float,
-        *,
-        memory_bytes: int = MEMORY_BYTES,
-        start_timeout_s: float = START_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, processes: int, timeout_s: float) -> None:
         if processes < 1:
             raise ValueError(f"a verifier pool needs at least one process, got {processes}")
         self.restarts = 0  # processes replaced since the start
         self._processes = processes
         self._timeout_s = timeout_s
-        self._start_timeout_s = start_timeout_s
-        self._memory = memory_bytes
         self._queue: dict[str, deque[_Call]] = {}  # keyed by verifier; the first key is served next
-        self._idle: list[Child | None] = [None] * processes  # None: to be started when needed
-        self._running: set[Child] = set()
+        self._idle: list[VerifierProcess | None] = [None] * processes  # None: to be started when needed
+        self._running: set[VerifierProcess] = set()
         self._workers: set[asyncio.Task[None]] = set()  # one for each process that is not idle
         self._closed = False
 
@@ -102,7 +93,7 @@ class VerifierPool:
         """Kill the processes. Items that are being judged or that wait get a RewardError."""
         self._closed = True
         for child in self._running:
-            child.signal()
+            child.process.kill()
         for calls in self._queue.values():
             for call in calls:
                 call.fail(_CLOSED)
@@ -112,7 +103,7 @@ class VerifierPool:
         for child in list(self._running):
             await self._discard(child)
 
-    async def _work(self, child: Child | None) -> None:
+    async def _work(self, child: VerifierProcess | None) -> None:
         """Judge what waits, trip after trip, until nothing waits."""
         try:
             while calls := self._take():
@@ -142,7 +133,7 @@ class VerifierPool:
         elif calls:
             self._queue.setdefault(calls[0].name, deque()).extendleft(reversed(calls))
 
-    async def _trip(self, child: Child | None, calls: deque[_Call]) -> Child | None:
+    async def _trip(self, child: VerifierProcess | None, calls: deque[_Call]) -> VerifierProcess | None:
         """Have a process judge the calls. Those that it did not get to are put back. Returns the process, if usable."""
         keep = False
         try:
@@ -165,26 +156,26 @@ class VerifierPool:
             self._put_back(calls)
         return child if keep else None
 
-    async def _start(self) -> Child:
+    async def _start(self) -> VerifierProcess:
         if self._closed:
             raise RewardError(_CLOSED)
         try:
-            child = Child(self._memory)
+            child = VerifierProcess(MEMORY_BYTES)
         except OSError as error:
             raise RewardError(f"a verifier process cannot be started: {error}") from error
         self._running.add(child)
         try:
-            await child.open(self._start_timeout_s)
+            await child.open(START_TIMEOUT_S)
         except BaseException:
             await self._discard(child)
             raise
         return child
 
-    async def _load(self, child: Child, calls: deque[_Call]) -> bool:
+    async def _load(self, child: VerifierProcess, calls: deque[_Call]) -> bool:
         """Have the verifier loaded, or fail all calls. Returns True if the process can be used."""
         name = calls[0].name
         try:
-            refused = await child.load(name, self._start_timeout_s)
+            refused = await child.load(name, START_TIMEOUT_S)
         except RewardError as error:
             self._fail(calls, str(error))
             return False
@@ -193,7 +184,7 @@ class VerifierPool:
         self._fail(calls, f"verifier {name} cannot be loaded: {refused.message}")
         return not refused.spent
 
-    async def _judge(self, child: Child, calls: deque[_Call]) -> bool:
+    async def _judge(self, child: VerifierProcess, calls: deque[_Call]) -> bool:
         """Settle calls in their order. Returns True if the process can be used further."""
 
         def deliver(outcomes: list[Outcome]) -> None:
@@ -212,7 +203,7 @@ class VerifierPool:
         while calls:
             calls.popleft().fail(problem)
 
-    async def _discard(self, child: Child) -> None:
+    async def _discard(self, child: VerifierProcess) -> None:
         if child in self._running:
             self._running.discard(child)
             self.restarts += not self._closed

@@ -2,13 +2,12 @@
 
 Consumes batches from SOCKET; waits for the next one; ends when the other side is closed, or with its parent. Adds the
 outcome of each item to the shared memory JOURNAL before it begins the next item; reports the count of them on SOCKET.
-It leads a session of its own: a verifier that signals its group, or leaves processes behind, meets nobody else's.
-Nothing is imported here that is not needed: the process is to be small and to start fast.
+It leads its own session: a verifier that signals its group, or leaves processes behind, affects no other processes.
+Only needed modules are imported, so that the process is small and starts fast.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import resource
@@ -21,22 +20,24 @@ from collections.abc import Callable
 import msgspec
 
 from realsys.cluster import failpoint
+from realsys.cluster.prctl import die_with_parent
 from realsys.config.doors import VERIFIER
 from realsys.reward.frames import LENGTH, Batch, Done, NotLoaded, decode_item, frame
 from realsys.reward.outcomes import JournalWriter
 from realsys.reward.verifiers.base import Verifier, verdict_of
 
-_PR_SET_PDEATHSIG = 1
 _MESSAGE_LIMIT = 500  # characters of an exception
-_FILE_BYTES = 256 << 20  # of one file that a verifier writes; what it prints goes into one
+_FILE_BYTES = 256 << 20  # bound on one file that a verifier writes; its printed output is one, too
 _OPEN_FILES = 1024
-#: the system's refusals that a process may go on meeting
+#: refusals of the system that a process may meet again and again
 _SPENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EFBIG, errno.EBADF}
 
 
 def main(argv: list[str]) -> None:
     descriptor, outcomes, parent, memory = (int(argument) for argument in argv)
-    _end_with(parent)
+    # SIGKILL: a verifier may hang, and then nothing would read the end of the channel.
+    if not die_with_parent(signal.SIGKILL, parent):
+        sys.exit(0)
     failpoint.arm("verifier/0")
     _limit(memory)
     journal = JournalWriter(outcomes)
@@ -49,13 +50,13 @@ def main(argv: list[str]) -> None:
 def _limit(memory: int) -> None:
     if memory:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    for limit, wanted in (
+    for limit, bound in (
         (resource.RLIMIT_FSIZE, _FILE_BYTES),
         (resource.RLIMIT_NOFILE, _OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
     ):
         _, most = resource.getrlimit(limit)
-        value = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        value = bound if most == resource.RLIM_INFINITY else min(bound, most)
         resource.setrlimit(limit, (value, value))
 
 
@@ -93,7 +94,7 @@ def verify_batch(
             send(Done(batch.serial, count))
             told, reported = count, time.monotonic()
         outcome, spent = _judge(verifier, item)
-        if os.getpid() != process:  # the verifier has forked, and come back twice
+        if os.getpid() != process:  # the verifier forked, and returned in both processes
             os._exit(0)
         journal.append(outcome)
         count += 1
@@ -103,7 +104,7 @@ def verify_batch(
 
 
 def _judge(verifier: Verifier, item: bytes) -> tuple[bytes, bool]:
-    """Return the framed outcome, and True if the process lacks something of the system's."""
+    """Return the framed outcome, and True if the process lacks a resource of the system."""
     try:
         failpoint.failpoint("verifier.judge")
         return frame(verdict_of(verifier(decode_item(item)))), False
@@ -113,7 +114,7 @@ def _judge(verifier: Verifier, item: bytes) -> tuple[bytes, bool]:
 
 
 def _is_spent(error: BaseException | None) -> bool:
-    """Return True if the process lacks something that it may go on lacking: memory, files, processes."""
+    """Return True if the process lacks something that it may lack for good: memory, files, processes."""
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SPENT)
 
 
@@ -136,7 +137,7 @@ def _receive(channel: socket.socket) -> Batch | None:
 
 
 def _read(channel: socket.socket, size: int) -> bytes | None:
-    """Exactly ``size`` bytes; None when the other side has closed."""
+    """Return exactly ``size`` bytes, or None if the other side has closed."""
     data = bytearray()
     while len(data) < size:
         chunk = channel.recv(min(size - len(data), 1 << 20))
@@ -144,13 +145,6 @@ def _read(channel: socket.socket, size: int) -> bytes | None:
             return None
         data += chunk
     return bytes(data)
-
-
-def _end_with(parent: int) -> None:
-    """SIGKILL when the parent ends, also while a verifier hangs and nobody reads the channel."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(0)
 
 
 if __name__ == "__main__":

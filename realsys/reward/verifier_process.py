@@ -1,7 +1,6 @@
-"""Child: one verifier process as its pool sees it, with the socket, the journal of outcomes and the printed output.
+"""VerifierProcess: one verifier process as its pool sees it: socket, journal of outcomes, printed output.
 
-The process leads a session of its own, which is killed with it. Its output goes to a file of its own, and the end of
-that to our log.
+The process group is killed with the process. Its output goes to a temporary file, and the end of that file to our log.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from realsys.cluster.child_process import ChildProcess, how_it_ended
 from realsys.errors import MALFORMED, RewardError
 from realsys.reward.frames import LENGTH, MAX_REPLY, Batch, Done, NotLoaded, Outcome, Reply, frame
 from realsys.reward.outcomes import JournalReader
@@ -33,15 +31,16 @@ _SHOWN = 300  # characters of what a verifier printed
 _REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-class Child:
+class VerifierProcess:
     """A verifier process. After a RewardError of ``open``, ``load`` or ``judge`` it must be killed."""
 
     def __init__(self, memory_bytes: int) -> None:
+        """Start the process, on the running event loop. Raises OSError."""
         self._loaded: set[str] = set()
         self._batches = 0  # given to the process
         self._talks = 0  # times that it had printed something
         self._writer: asyncio.StreamWriter | None = None
-        # Not our log, which it could fill; a file has an end (process.py).
+        # A file, because a verifier could fill our log; RLIMIT_FSIZE bounds the file (verifier_main.py).
         self._printed = tempfile.TemporaryFile("a+b", buffering=0, prefix="realsys-verifier-")  # noqa: SIM115
         self._journal = JournalReader()
         ours, theirs = socket.socketpair()
@@ -50,15 +49,8 @@ class Child:
         arguments = [str(number) for number in (*descriptors, os.getpid(), memory_bytes)]
         try:
             with theirs:
-                self._popen = subprocess.Popen(
-                    [sys.executable, "-m", "realsys.reward.verifier_main", *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._printed,
-                    stderr=self._printed,
-                    pass_fds=descriptors,
-                    env=_environment(),
-                    start_new_session=True,
-                )
+                argv = [sys.executable, "-m", "realsys.reward.verifier_main", *arguments]
+                self.process = ChildProcess(argv, _environment(), self._printed, inherit=descriptors)
         except OSError:
             self._close()
             raise
@@ -98,7 +90,7 @@ class Child:
                 reply = await self._reply(timeout_s + report_s, f"verifier {name}")
                 if not isinstance(reply, Done) or not told < reply.count <= len(items):
                     problem = f"said {reply} after {told} of {len(items)} outcomes"
-                    raise RewardError(f"verifier process {self._popen.pid} {problem} (verifier {name})")
+                    raise RewardError(f"verifier process {self.process.pid} {problem} (verifier {name})")
                 told, spent = reply.count, reply.spent
                 deliver(self._journal.read(told, len(items)))
         except RewardError:
@@ -116,7 +108,7 @@ class Child:
         self._writer.write(frame(Batch(self._batches, name, list(items), report_s)))
 
     async def _reply(self, timeout_s: float, doing: str) -> Reply:
-        pid = self._popen.pid
+        pid = self.process.pid
         try:
             async with asyncio.timeout(timeout_s):
                 (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
@@ -136,30 +128,9 @@ class Child:
         return reply
 
     async def _how_it_ended(self) -> str:
-        if not await self._exits_within(_LAST_S):
+        if not await self.process.exits_within(_LAST_S):
             return "it closed its end of the socket"
-        await self._end()
-        code = self._popen.returncode
-        if code is None:
-            return "it cannot be collected"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-    async def _exits_within(self, timeout_s: float) -> bool:
-        """Return True if the process exits within ``timeout_s``. It stays a zombie, so its pid stays its own."""
-        if self._popen.returncode is not None:
-            return True
-        loop, exited = asyncio.get_running_loop(), asyncio.Event()
-        descriptor = os.pidfd_open(self._popen.pid)
-        loop.add_reader(descriptor, exited.set)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await exited.wait()
-        except TimeoutError:
-            return False
-        finally:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
-        return True
+        return how_it_ended(self.process.reap())
 
     def _said(self) -> str:
         """Return the end of the output since the last call, in one line."""
@@ -173,7 +144,7 @@ class Child:
         if said := self._said():
             self._talks += 1
             if self._talks <= 10 or self._talks & (self._talks - 1) == 0:
-                log.info("verifier process %d printed: %s", self._popen.pid, said)
+                log.info("verifier process %d printed: %s", self.process.pid, said)
 
     def _with_last_words(self, problem: str) -> str:
         return f"{problem}; it printed: {said}" if (said := self._said()) else problem
@@ -183,23 +154,13 @@ class Child:
         await self._end()
         self._close()
 
-    def signal(self) -> None:
-        """Send SIGKILL to the process and its group."""
-        if self._popen.returncode is not None:  # its pid may be another's by now
-            return
-        with contextlib.suppress(ProcessLookupError):  # it leads its group no longer
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.kill()
-
     async def _end(self) -> None:
         """Kill the process and collect it."""
-        if self._popen.returncode is not None:
-            return
-        self.signal()
-        if await self._exits_within(_KILL_S):
-            self._popen.poll()
+        self.process.kill()
+        if await self.process.exits_within(_KILL_S):
+            self.process.reap()
         else:
-            log.error("verifier process %d was killed and is still there after %g s", self._popen.pid, _KILL_S)
+            log.error("verifier process %d was killed and is still there after %g s", self.process.pid, _KILL_S)
 
     def _close(self) -> None:
         if self._writer is not None:

@@ -20,10 +20,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from realsys.errors import GenerationError
 from realsys.generation.client import Generated, SamplingSpec

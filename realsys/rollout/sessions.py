@@ -14,9 +14,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
+
+from msgspec.structs import replace
 
 from realsys.config.schema import Config, SamplingConfig
 from realsys.data.prompts import Prompt
@@ -300,18 +302,7 @@ def group_rules(config: Config) -> GroupRules:
 
 
 def sampling_spec(config: SamplingConfig, end_of_text: Sequence[int]) -> SamplingSpec:
-    """Return the trial's sampling settings, with the tokenizer's stop tokens; ``n`` is set per call."""
-    return SamplingSpec(
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k or -1,
-        min_p=config.min_p,
-        repetition_penalty=config.repetition_penalty,
-        presence_penalty=config.presence_penalty,
-        frequency_penalty=config.frequency_penalty,
-        min_new_tokens=config.min_new_tokens,
-        stop=tuple(config.stop),
-        stop_token_ids=tuple(dict.fromkeys((*end_of_text, *config.stop_token_ids))),
-        new_tokens_per_chunk=config.new_tokens_per_chunk,
-    )
+    """Return the trial's sampling settings, with the tokenizer's own stop tokens; ``n`` is set per call."""
+    stops = tuple(dict.fromkeys((*end_of_text, *config.stop_token_ids)))
+    settings = {**config.model_dump(), "top_k": config.top_k or -1, "stop": tuple(config.stop), "stop_token_ids": stops}
+    return SamplingSpec(**settings)

@@ -16,9 +16,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from realsys.cluster.http import http_client
+from realsys.cluster.http.http_server import HttpServer
 from realsys.errors import GenerationError, WaitTimeout
 from realsys.generation.client import GenerationClient
-from realsys.generation.server import HttpServer
 from realsys.generation.sglang.api import SglangApi
 from realsys.rollout.manager_client import ManagerClient
 
@@ -74,9 +74,9 @@ async def ask_server(url: str) -> None:
 
 
 async def ask_sglang(url: str) -> None:
-    async with http_client.open_session({}) as session:
-        await SglangApi(session, url).pause("abort")
-        await SglangApi(session, url).loads(BOUND_S)
+    async with http_client.HttpClient() as http:
+        await SglangApi(http, url).pause("abort")
+        await SglangApi(http, url).loads(BOUND_S)
 
 
 async def ask_manager(url: str) -> None:
@@ -97,7 +97,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("ask", "error"), [(ask_server, GenerationError), (ask_sglang, GenerationError), (ask_manager, WaitTimeout)]
 )
-def test_reply_over_the_limit_is_an_error_and_not_kept(answer: Answer, ask: Any, error: type[Exception]) -> None:
+def test_reply_over_the_limit_is_an_error(answer: Answer, ask: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="the reply is over the limit of 1000 bytes") as caught:
         with_server(answer, ask)
     assert getattr(caught.value, "retryable", True)
@@ -125,6 +125,53 @@ def serving(host: str) -> Iterator[HttpServer]:
 @pytest.mark.parametrize(
     ("host", "advertised"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("0.0.0.0", socket.gethostname())]
 )
-def test_server_that_binds_every_address_advertises_one_that_others_can_reach(host: str, advertised: str) -> None:
+def test_server_advertises_a_reachable_address(host: str, advertised: str) -> None:
     with serving(host) as server:
         assert server.url.removeprefix("http://").rpartition(":")[0] == advertised
+
+
+def test_server_serves_on_the_loop_of_its_caller() -> None:
+    async def hello(request: Any) -> PlainTextResponse:
+        return PlainTextResponse("hello")
+
+    async def body() -> None:
+        server = HttpServer(Starlette(routes=[Route("/", hello)]))
+        ready = asyncio.Event()
+        serving = asyncio.create_task(server.serve(ready.set))
+        async with asyncio.timeout(BOUND_S), http_client.HttpClient() as http:
+            await ready.wait()
+            assert await http.call(server.url, None, BOUND_S) == b"hello"
+            with pytest.raises(http_client.CallFailed, match="^status 404: Not Found$") as missing:
+                await http.call(f"{server.url}/nowhere", {"some": "body"}, BOUND_S)
+            assert missing.value.status == 404
+            server.stop()
+            await serving
+            with pytest.raises(http_client.CallFailed, match="^connection failed: ") as refused:
+                await http.call(server.url, None, BOUND_S)
+            assert refused.value.status == 0 and not await http.answers(server.url, BOUND_S)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (b'{"error": {"message": "queue\\nfull"}}', "queue full"),
+        (b'{"error": "stale"}', "stale"),
+        (b'{"message": "bad rid"}', "bad rid"),
+        (b"plain text", "plain text"),
+        (b'{"error": 3}', "no reason given"),
+        (b"[]", "no reason given"),
+        (b"", "no reason given"),
+    ],
+)
+def test_reason_of_an_error_reply(payload: bytes, reason: str) -> None:
+    assert http_client.reason_of(payload) == reason
+
+
+def test_attempts_end_with_their_limit() -> None:
+    async def count(limit_s: float) -> int:
+        return len([number async for number in http_client.attempts(limit_s, 0.001, 0.004)])
+
+    assert asyncio.run(count(0.0)) == 1
+    assert asyncio.run(count(0.03)) > 3

@@ -1,4 +1,4 @@
-"""What stands before every HTTP service: token, limits. Over real sockets where the transport matters."""
+"""The guard of every HTTP service: token, limits. Over real sockets if the transport matters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from starlette.routing import Route
 
 from realsys.cluster.http import http_guard
 from realsys.cluster.http.http_guard import MAX_HEAD, Guard
+from realsys.cluster.http.http_server import HttpServer
 from realsys.errors import GenerationError
 from realsys.generation.client import GenerationClient
-from realsys.generation.server import HttpServer
 from realsys.generation.server import build_app as generation_app
 from realsys.manager.http import ManagerApp
 
@@ -55,7 +55,7 @@ def call(guard: Guard, method: str, path: str, headers: dict[str, str]) -> tuple
 
 @pytest.mark.parametrize("service", SERVICES)
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer secret ", "bearer secret", "secret", "Bearer \xff"])
-def test_every_call_that_changes_something_needs_the_token(service: str, given: str | None) -> None:
+def test_every_changing_call_needs_the_token(service: str, given: str | None) -> None:
     guard = guarded(service, "secret")
     headers = {} if given is None else {"authorization": given}
     routes = [(m, r.path) for r in cast(Any, guard)._app.routes for m in r.methods - {"GET", "HEAD"}]
@@ -92,7 +92,7 @@ def served() -> Iterator[tuple[Guard, str]]:
 
 
 def talk(url: str, *pieces: bytes) -> bytes:
-    """What comes back until the other side closes."""
+    """Return the bytes that arrive until the other side closes."""
     where = urlsplit(url)
     with socket.create_connection((where.hostname, where.port), timeout=BOUND_S) as connection:
         answer = b""
@@ -116,7 +116,7 @@ def test_body_up_to_the_limit_is_served(served: tuple[Guard, str]) -> None:
     assert not served[0].refused
 
 
-def test_declared_size_over_the_limit_is_refused_before_the_body_comes(served: tuple[Guard, str]) -> None:
+def test_declared_size_over_the_limit_is_refused(served: tuple[Guard, str]) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for length in (LIMIT + 1, 1 << 40, (1 << 63) - 1):
         assert talk(served[1], head(length)).startswith(b"HTTP/1.1 413")
@@ -124,14 +124,14 @@ def test_declared_size_over_the_limit_is_refused_before_the_body_comes(served: t
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100 << 10  # KiB
 
 
-def test_chunked_body_is_refused_as_soon_as_it_is_over_the_limit(served: tuple[Guard, str]) -> None:
+def test_chunked_body_over_the_limit_is_refused(served: tuple[Guard, str]) -> None:
     chunk = b"1f4\r\n" + bytes(500) + b"\r\n"
     begin = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
     assert talk(served[1], begin, *[chunk] * 3, b"0\r\n\r\n").startswith(b"HTTP/1.1 413")
 
 
 def test_head_without_end_is_cut_off(served: tuple[Guard, str]) -> None:
-    """Before anything of ours could look at it; h11 has such a limit, httptools has none."""
+    """Before our code sees it; h11 has such a limit, httptools has none."""
     lines = [f"X-{n}: ".encode() + b"y" * 8000 + b"\r\n" for n in range(200)]
     answer = talk(served[1], b"POST /echo HTTP/1.1\r\nHost: x\r\n", *lines)
     assert b"400" in answer[:20] or answer == b""
@@ -151,7 +151,7 @@ def test_head_without_end_is_cut_off(served: tuple[Guard, str]) -> None:
 def test_request_that_never_ends_is_closed(
     served: tuple[Guard, str], monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    """Also of those who have no token: nobody can keep connections for nothing."""
+    """Callers without a token must not keep connections open."""
     monkeypatch.setattr(http_guard, "REQUEST_S", 0.2)
     talk(served[1], sent)  # returns when the other side closes
 
@@ -188,7 +188,7 @@ def test_answer_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_get_has_no_body(served: tuple[Guard, str]) -> None:
-    """It needs no token, so whoever comes could have each service hold as many bytes as a call may have."""
+    """It needs no token, so any caller could make the service hold as many bytes as a call may have."""
     get = head(1).replace(b"POST", b"GET")
     assert talk(served[1], get + b"x").startswith(b"HTTP/1.1 413")
     assert talk(served[1], get.replace(b"Content-Length: 1", b"X: y")).startswith(b"HTTP/1.1 405")

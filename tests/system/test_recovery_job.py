@@ -67,7 +67,7 @@ def test_training_side_restarts_from_its_checkpoint_while_the_servers_stay_up(tm
     summary = check_complete(job, STEPS)
     assert summary["recoveries"] == 1
     assert [entry["process"] for entry in summary["restarts"]] == [victim]
-    assert restarts_shown(job, victim) == 1 and "of the training side" in job.stdout
+    assert restarts_shown(job, victim) == 1 and "of the trainer" in job.stdout
     # Its peers may have said that they lost it, before they were killed.
     assert {error.pid for error in read_errors(job.paths.errors)} <= set(training.values()), job.report()
 
@@ -146,7 +146,7 @@ def test_training_that_dies_again_without_a_new_checkpoint_ends_with_its_first_c
     assert (
         "master_worker/0 was killed by SIGKILL (out of memory?), after 1 restarts (cluster.max_restarts)" in job.stderr
     )
-    assert "restart 1/1 of the training side in 0.5 s, from the beginning" in job.stdout
+    assert "restart 1/1 of the trainer in 0.5 s, from the beginning" in job.stdout
     assert processes_of(root) == []
 
 

@@ -1,17 +1,126 @@
-"""What the clients of the trial's HTTP services have in common: a reply has a bound on its size, as a request has."""
+"""HttpClient: how every client of a trial's HTTP services makes a call.
+
+    lease? ──> POST or GET, with token, within a time limit ──> status 200: the body, at most MAX_REPLY bytes
+                                                            └── else CallFailed: status and one line
+
+A client adds to this what its reply means, and whether to try again (``attempts``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Self
 
 import aiohttp
+import msgspec
+
+from realsys.cluster.fence import CheckAlive, unleased
+from realsys.errors import MALFORMED
 
 MAX_REPLY = 1 << 30  # bytes; 64 answers of 32,768 tokens are 90 MB
-_PLAIN = {"Accept-Encoding": "identity"}  # what is small on the wire may be anything in memory
+_CONNECT_TIMEOUT_S = 10.0
+_SHOWN = 300  # characters of a reply that is not the JSON of an error
+_HEADERS = {"Content-Type": "application/json"}
+_PLAIN = {"Accept-Encoding": "identity"}  # unpacked, a reply that is small on the wire could have any size
+
+
+class CallFailed(Exception):
+    """A call without a usable reply. ``status`` is 0 if no reply came. The message is one line."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+class HttpClient:
+    """One session, made with the first call. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        token: str | None = None,
+        *,
+        check_alive: CheckAlive = unleased,
+        faults: Callable[[bool], str] = lambda replied: "",
+        keepalive_timeout: float = 15.0,
+    ) -> None:
+        """``faults`` names the fault of a test, "" for none; called with False before a request, True after a reply.
+
+        ``keepalive_timeout``: seconds after which an idle connection is not used again.
+        """
+        self._headers = _HEADERS if token is None else {**_HEADERS, "Authorization": f"Bearer {token}"}
+        self._check_alive = check_alive
+        self._faults = faults
+        self._keepalive_timeout = keepalive_timeout
+        self._session: aiohttp.ClientSession | None = None
+
+    async def call(
+        self, url: str, body: object, timeout_s: float, connect_timeout_s: float = _CONNECT_TIMEOUT_S
+    ) -> bytes:
+        """POST ``body`` as JSON, or GET if it is None. Returns the body of the reply.
+
+        Raises CallFailed for any status but 200, and if no reply comes. Raises Fenced without a lease.
+        """
+        data = None if body is None else msgspec.json.encode(body)
+        repeat = 1
+        fault = self._faults(False)
+        self._check_alive()  # immediately before the call: a process without its lease must change nothing
+        try:
+            match fault:
+                case "drop":
+                    raise ConnectionResetError("the request was lost")
+                case "duplicate":
+                    repeat = 2
+                case "garbage":
+                    data = b"{\xff"
+            for _ in range(repeat):
+                status, payload = await self._exchange(url, data, timeout_s, connect_timeout_s)
+            match self._faults(True):
+                case "drop":
+                    raise ConnectionResetError("the reply was lost")
+                case "garbage":
+                    payload = b"{\xff"
+        except TimeoutError as error:
+            raise CallFailed(f"no answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise CallFailed(f"connection failed: {str(error) or type(error).__name__}") from error
+        if status != 200:
+            raise CallFailed(f"status {status}: {reason_of(payload)}", status)
+        return payload
+
+    async def answers(self, url: str, timeout_s: float) -> bool:
+        """Return True if a GET is answered with status 200 within ``timeout_s``."""
+        try:
+            await self.call(url, None, timeout_s)
+        except CallFailed:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _exchange(
+        self, url: str, data: bytes | None, timeout_s: float, connect_timeout_s: float
+    ) -> tuple[int, bytes]:
+        if self._session is None:
+            self._session = open_session(self._headers, keepalive_timeout=self._keepalive_timeout)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_timeout_s)
+        method = "GET" if data is None else "POST"
+        async with self._session.request(method, url, data=data, timeout=timeout) as response:
+            return response.status, await read_reply(response)
 
 
 def open_session(headers: Mapping[str, str], **connector: float) -> aiohttp.ClientSession:
-    """``connector``: of aiohttp's. Hundreds of calls wait on one service at a time: no limit but the service's own."""
+    """Return a session. No limit on connections: hundreds of calls wait on one service, which has its own limit."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, **connector),  # type: ignore[arg-type]
         headers={**headers, **_PLAIN},
@@ -19,8 +128,22 @@ def open_session(headers: Mapping[str, str], **connector: float) -> aiohttp.Clie
     )
 
 
+async def attempts(limit_s: float, first_delay_s: float = 0.05, last_delay_s: float = 1.0) -> AsyncIterator[int]:
+    """Yield 0, 1, 2, ... and sleep in between, twice as long each time; end when ``limit_s`` are over."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + limit_s
+    number, delay = 0, first_delay_s
+    while True:
+        yield number
+        left = deadline - loop.time()
+        if left <= 0:
+            return
+        await asyncio.sleep(min(delay, left))
+        number, delay = number + 1, min(2 * delay, last_delay_s)
+
+
 async def read_reply(response: aiohttp.ClientResponse) -> bytes:
-    """The whole body. Raises aiohttp.ClientPayloadError as soon as it is known to be too large."""
+    """Return the whole body. Raises aiohttp.ClientPayloadError as soon as it is known to be too large."""
     if (response.content_length or 0) > MAX_REPLY:
         raise _too_large(response)
     body = bytearray()
@@ -29,6 +152,19 @@ async def read_reply(response: aiohttp.ClientResponse) -> bytes:
         if len(body) > MAX_REPLY:
             raise _too_large(response)
     return bytes(body)
+
+
+def reason_of(payload: bytes) -> str:
+    """Return the message of an error reply in one line, in whatever form the service puts it."""
+    try:
+        reply = msgspec.json.decode(payload)
+    except MALFORMED:
+        text = payload[:_SHOWN].decode("utf-8", "replace")
+    else:
+        error = reply.get("error", reply) if isinstance(reply, dict) else None
+        message = error.get("message") if isinstance(error, dict) else error
+        text = message if isinstance(message, str) else ""
+    return " ".join(text.split()) or "no reason given"
 
 
 def _too_large(response: aiohttp.ClientResponse) -> aiohttp.ClientPayloadError:

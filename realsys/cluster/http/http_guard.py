@@ -1,11 +1,11 @@
-"""What stands in front of every HTTP service of a trial, so that no route can be forgotten.
+"""Guard: the checks in front of every HTTP service of a trial, so that no route can lack them.
 
     connection ──> head of at most MAX_HEAD bytes ──> token ──> body of at most max_body ──> lease ──> app
                └────────── within REQUEST_S ───────────────────────────────┘
     answer     <────────────────────────────────────────────────────────────────── lease <─────────────┘
 
-The token is asked for before a byte of the body is kept. Whatever is not a GET changes state and needs it; a GET has no
-body. A process that has lost its lease neither accepts a request nor gives the answer to one that it accepted before.
+The token is checked before a byte of the body is kept. Every request but GET changes state and needs it; a GET has no
+body. A process that has lost its lease neither accepts a request nor answers one that it accepted before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from realsys.errors import Fenced
 log = logging.getLogger(__name__)
 
 MAX_HEAD = 64 << 10  # bytes of request line and headers
-REQUEST_S = 60.0  # from the begin of a connection or of a request to the end of its body
+REQUEST_S = 60.0  # bound on the time from the beginning of a connection or request to the end of its body
 SAFE = ("GET", "HEAD", "OPTIONS")
 
 
@@ -35,7 +35,8 @@ class Refused(Exception):
     """Ends a request with this status and one line."""
 
     def __init__(self, status: int, message: str) -> None:
-        self.status, self.message = status, message
+        self.status = status
+        self.message = message
         super().__init__(message)
 
 
@@ -52,10 +53,13 @@ class Guard:
         secret: Collection[str] = (),
         check_alive: CheckAlive = unleased,
     ) -> None:
-        """``token``: None lets everybody in (tools and tests on loopback). ``error``: the body that says what is wrong,
-        as the service words it. ``secret``: paths that need the token for a GET too.
+        """``token``: None admits every caller (tools and tests on loopback). ``error`` makes the body of a refusal from
+        its message, in the form of the service. ``secret``: paths that need the token for a GET too.
         """
-        self._app, self._max_body, self._error, self._check_alive = app, max_body, error, check_alive
+        self._app = app
+        self._max_body = max_body
+        self._error = error
+        self._check_alive = check_alive
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._secret = frozenset(secret)
         self.refused: Counter[str] = Counter()
@@ -67,21 +71,24 @@ class Guard:
             self._admit(scope)
             body = await self._read(scope, receive)
             if body is None:
-                return  # the caller has gone
+                return  # the caller closed the connection
             await self._alive()
             await self._app(scope, self._replay(body, receive), self._guarded(send))
         except Refused as refused:
             await self._refuse(refused, send)
 
     def _admit(self, scope: Scope) -> None:
-        """The caller has the token, where one is needed. Compared in constant time."""
+        """Refuse a caller without the token if one is needed. The comparison takes constant time."""
         if self._authorization is None or (scope["method"] in SAFE and scope["path"] not in self._secret):
             return
         if not hmac.compare_digest(_header(scope, b"authorization"), self._authorization):
             raise self._counted("token", 401, f"{_path(scope)}: needs the trial's token: Authorization: Bearer <token>")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; refused as soon as it is known to be too large. None: the caller went away."""
+        """Return the whole body, or None if the caller closed the connection.
+
+        A body is refused as soon as it is known to be too large.
+        """
         limit = 0 if scope["method"] in SAFE else self._max_body
         declared = _header(scope, b"content-length")
         if declared.isdigit() and int(declared[:20]) > limit:
@@ -101,9 +108,7 @@ class Guard:
         return self._counted("size", 413, f"{_path(scope)}: body is over the limit of {limit} bytes")
 
     async def _alive(self) -> None:
-        """Return only with the lease. Without it the process is about to end, and its connections with it: no answer at
-        all, not even a refusal.
-        """
+        """Return only with the lease. Without it the process ends soon, so there is no answer, not even a refusal."""
         try:
             self._check_alive()
         except Fenced as error:
@@ -113,13 +118,13 @@ class Guard:
     def _counted(self, cause: str, status: int, message: str) -> Refused:
         self.refused[cause] += 1
         count = self.refused[cause]
-        if count <= 10 or count & (count - 1) == 0:  # a flood of them must not fill the log
+        if count <= 10 or count & (count - 1) == 0:  # a flood of refusals must not fill the log
             log.warning("refused request %d for its %s: %s", count, cause, message)
         return Refused(status, message)
 
     @staticmethod
     def _replay(body: bytes, receive: Receive) -> Receive:
-        """What was read, and then whatever else comes: the end of the connection."""
+        """Return a ``receive`` that gives the body that was read, and later the end of the connection."""
         pending = [body]
 
         async def replay() -> Message:
@@ -130,7 +135,7 @@ class Guard:
         return replay
 
     def _guarded(self, send: Send) -> Send:
-        """Lets an answer out only while the lease holds."""
+        """Return a ``send`` that starts an answer only with the lease."""
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -141,19 +146,17 @@ class Guard:
 
     async def _refuse(self, refused: Refused, send: Send) -> None:
         body = msgspec.json.encode(self._error(refused.message))
-        # The connection stays: uvicorn discards what is left of the body, and closing it could cut off this answer.
+        # The connection stays open: uvicorn discards the rest of the body, and closing could cut off this answer.
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": refused.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
 
 class BoundedRequest(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, which takes headers without end and waits for them for ever, with bounds on both: for
-    ``uvicorn.Config(http=...)``.
-    """
+    """uvicorn's HTTP protocol with bounds on the size of the headers and on the wait for them; uvicorn has neither."""
 
-    _head: int | None = None  # bytes since what came with its begin; None: in a body, or between messages
-    _deadline: asyncio.TimerHandle | None = None  # of the request that is coming in
+    _head: int | None = None  # bytes of the head so far; None: in a body, or between messages
+    _deadline: asyncio.TimerHandle | None = None  # for the request that is being received
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -167,8 +170,8 @@ class BoundedRequest(HttpToolsProtocol):
         began_before = self._head is not None
         super().data_received(data)
         if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
-            self._begin_wait()  # what has come begins no request, but has ended uvicorn's own wait for one
-        if self._head is None or not began_before:  # what came with the begin may belong to the message before
+            self._begin_wait()  # the data begins no request, but it ended uvicorn's own wait for one
+        if self._head is None or not began_before:  # the first data of a head may belong to the message before
             return
         self._head += len(data)
         if self._head > MAX_HEAD and not self.transport.is_closing():
@@ -198,9 +201,9 @@ class BoundedRequest(HttpToolsProtocol):
             self._deadline = None
 
     def _give_up(self) -> None:
-        """Nobody who means it takes so long; and what is not bounded here, strangers could keep open for ever."""
+        """Close the connection: without this bound, callers without a token could keep connections open for ever."""
         if self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body):
-            self._begin_wait()  # the one before is being answered, and holds this one up
+            self._begin_wait()  # the request before this one is being answered, which delays this one
         elif not self.transport.is_closing():
             log.info("closed a connection of %s: no whole request within %g s", self.client, REQUEST_S)
             self.transport.close()

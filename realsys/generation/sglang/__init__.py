@@ -1,1 +1,1 @@
-"""SGLang's own server as a backend: a child process that is started, watched and updated from here (docs/sglang.md)."""
+"""Backend that runs SGLang's own server in a child process: docs/sglang.md."""

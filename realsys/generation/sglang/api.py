@@ -1,7 +1,7 @@
-"""The part of SGLang's HTTP API that is used here, and what its replies mean. One client per run of the server.
+"""Client for the part of SGLang's HTTP API that realsys uses. One client per run of the server.
 
-A reply is read by name and tolerantly: SGLang adds fields with every version. What is missing although we rely on it
-is an error.
+Replies are decoded tolerantly, because SGLang adds fields with every version. A missing field that realsys needs is an
+error.
 """
 
 from __future__ import annotations
@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import aiohttp
 import msgspec
 
-from realsys.cluster.http.http_client import read_reply
-from realsys.errors import MALFORMED, GenerationError
+from realsys.cluster.http.http_client import CallFailed, HttpClient
+from realsys.errors import GenerationError
+from realsys.generation.client import decode_reply
 from realsys.generation.protocol import PauseMode
 from realsys.types import FinishReason
 
-T = TypeVar("T")
-
-CALL_TIMEOUT_S = 30.0  # of calls that do not generate
+CALL_TIMEOUT_S = 30.0  # bound on calls that do not generate
 
 
 class Span(msgspec.Struct):
@@ -45,7 +43,7 @@ class _Meta(msgspec.Struct):
 
 
 class Reply(msgspec.Struct):
-    """One answer, or one piece of it. A stop token is part of ``output_ids``."""
+    """One completion, or one piece of it. A stop token is part of ``output_ids``."""
 
     output_ids: list[int]
     meta_info: _Meta
@@ -56,7 +54,7 @@ class Reply(msgspec.Struct):
 
 
 class Load(msgspec.Struct):
-    """Of one data-parallel rank. SGLang publishes it now and then, not with every step."""
+    """Load of one data-parallel rank. SGLang publishes it from time to time, not with every step."""
 
     num_used_tokens: int = 0
     max_total_num_tokens: int = 0
@@ -72,18 +70,9 @@ class _Updated(msgspec.Struct):
     message: str = ""
 
 
-class _ErrorDetail(msgspec.Struct):
-    message: str = ""
-
-
-class _Error(msgspec.Struct):
-    error: _ErrorDetail | None = None
-    message: str | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One prompt to complete. ``rid``: no other's may begin with it, as SGLang aborts by prefix."""
+    """One prompt to complete. ``rid`` must not be a prefix of another one: SGLang aborts by prefix."""
 
     rid: str
     input_ids: list[int]
@@ -91,26 +80,27 @@ class Piece:
 
 
 class SglangApi:
-    """Calls one server. Every failure is a retryable GenerationError, except a request that SGLang calls wrong."""
+    """Calls one server. Every failure is a retryable GenerationError, except status 400: the request is wrong."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self._session, self._url = session, url
+    def __init__(self, http: HttpClient, url: str) -> None:
+        self._http = http
+        self._url = url
 
     async def generate(self, pieces: Sequence[Piece], timeout_s: float) -> list[Reply]:
-        """Complete all in one request; returns when the last is done."""
+        """Complete all pieces in one request. Returns when the last one is complete."""
         body = {
             "rid": [piece.rid for piece in pieces],
             "input_ids": [piece.input_ids for piece in pieces],
             "sampling_params": [piece.sampling_params for piece in pieces],
             "return_logprob": True,
         }
-        replies = _decode("/generate", await self._send("/generate", body, timeout_s), list[Reply])
+        replies = decode_reply("SGLang/generate", await self._send("/generate", body, timeout_s), list[Reply])
         if len(replies) != len(pieces):
-            raise GenerationError(f"SGLang gave {len(replies)} answers to {len(pieces)} prompts", retryable=True)
+            raise GenerationError(f"SGLang gave {len(replies)} completions for {len(pieces)} prompts", retryable=True)
         return replies
 
     async def abort(self, rids: Sequence[str]) -> None:
-        """End requests. SGLang ignores one that it has not read yet, and says nothing about it."""
+        """End requests. SGLang silently ignores the abort of a request that it has not read yet."""
         for rid in rids:
             await self._send("/abort_request", {"rid": rid})
 
@@ -124,54 +114,21 @@ class SglangApi:
         await self._send("/continue_generation", {})
 
     async def load(self, directory: Path, version: int, timeout_s: float) -> None:
-        """Load weights and drop the cache. Raises GenerationError when it did not: what it then serves is unknown."""
+        """Load weights and drop the cache. After a GenerationError the weights that SGLang serves are unknown."""
         body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
-        reply = _decode(
-            "/update_weights_from_disk", await self._send("/update_weights_from_disk", body, timeout_s), _Updated
-        )
+        path = "/update_weights_from_disk"
+        reply = decode_reply(f"SGLang{path}", await self._send(path, body, timeout_s), _Updated)
         if not reply.success:
             raise GenerationError(f"SGLang did not load version {version}: {reply.message}", retryable=True)
 
     async def loads(self, timeout_s: float) -> list[Load]:
-        """Of every data-parallel rank. Raises GenerationError where this version does not tell."""
+        """Return the load of every data-parallel rank. Raises GenerationError if this SGLang does not report it."""
         path = "/v1/loads?include=core"
-        return _decode(path, await self._send(path, None, timeout_s), _Loads).loads
+        return decode_reply(f"SGLang{path}", await self._send(path, None, timeout_s), _Loads).loads
 
     async def _send(self, path: str, body: Any, timeout_s: float = CALL_TIMEOUT_S) -> bytes:
-        """POST ``body`` as JSON, or GET when there is none; the reply's bytes."""
-        method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
+        """POST ``body`` as JSON, or GET if it is None. Returns the body of the reply."""
         try:
-            async with self._session.request(
-                method,
-                self._url + path,
-                data=data,
-                timeout=aiohttp.ClientTimeout(total=timeout_s),
-                headers={"Content-Type": "application/json"},
-            ) as response:
-                payload, status = await read_reply(response), response.status
-        except TimeoutError as error:
-            raise GenerationError(f"SGLang{path}: no answer within {timeout_s:g} s", retryable=True) from error
-        except (aiohttp.ClientError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise GenerationError(f"SGLang{path}: connection failed: {reason}", retryable=True) from error
-        if status != 200:
-            raise GenerationError(f"SGLang{path}: status {status}: {_reason(payload)}", retryable=status != 400)
-        return payload
-
-
-def _decode(path: str, payload: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(payload, type=kind)
-    except MALFORMED as error:
-        raise GenerationError(f"SGLang{path}: reply cannot be read: {error}", retryable=True) from error
-
-
-def _reason(payload: bytes) -> str:
-    """The message of an error reply, in one line."""
-    try:
-        error = msgspec.json.decode(payload, type=_Error)
-    except MALFORMED:
-        text = payload[:300].decode("utf-8", "replace")
-    else:
-        text = (error.error.message if error.error is not None else error.message) or ""
-    return " ".join(text.split()) or "no reason given"
+            return await self._http.call(self._url + path, body, timeout_s)
+        except CallFailed as error:
+            raise GenerationError(f"SGLang{path}: {error}", retryable=error.status != 400) from error

@@ -1,4 +1,4 @@
-"""SGLang's command line and environment. Pure, but for a look whether the model has a tokenizer."""
+"""SGLang's command line and environment. Pure, except that it checks if the model has a tokenizer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from realsys.config.rules.sglang import flags
 
 CPU_SUPPORT = Path(__file__).with_name("cpu_support")
 LOOPBACK = "127.0.0.1"
-#: SGLang counts the positions of a request its own way; so many more than ours never refuse what we let through
+#: SGLang counts the positions of a request in another way; with these it accepts every request that we accept
 _CONTEXT_SLACK = 16
-#: of our interpreter, and wrong in another
+#: variables of our interpreter that are wrong in another one
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 _CPU_TOKENS = 65536  # KV cache of a server on CPU, unless the context is longer
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What to start. ``context``: tokens of a sequence; ``options``: the user's, names as SGLang's without dashes."""
+    """Settings of one start. ``context``: tokens of a sequence; ``options``: of the user, by name without dashes."""
 
     python: str
     model_path: Path
@@ -36,7 +36,7 @@ class Launch:
     options: Mapping[str, Any]
 
     def command(self, port: int) -> list[str]:
-        """argv. The user's options replace ours, except where to listen and what to serve (checked before)."""
+        """Return argv. The user's options replace ours, except the address and the model (checked before)."""
         module = "sglang.launch_server" if self.gpus else "realsys_sglang_cpu.server"
         options = {**self._own_options(), **self.options}
         fixed = {"model-path": str(self.model_path), "host": LOOPBACK, "port": port}
@@ -44,22 +44,22 @@ class Launch:
 
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
         env = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
-        # torch's own default, which its temporary folder would move: that one is gone with each run.
+        # torch's default is a folder in TMPDIR, which is removed with each run.
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
         env |= {
             "OMP_NUM_THREADS": str(self.threads),
             "PYTHONUNBUFFERED": "1",
-            # Everything is on disk: a lookup on the network would only be a way to hang.
+            # Everything is on disk: a lookup on the network could only hang.
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             # /health answers without generating: a paused server is healthy.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
             # Log-probs of softmax(logits / temperature), the distribution that is trained on, not of temperature 1.
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for _CONTEXT_SLACK; the true limit is checked by us
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # allows _CONTEXT_SLACK; realsys checks the true limit
         }
         if not self.gpus:
-            # The copy of this very realsys, also where `make sglang-cpu` has installed one before.
+            # The copy of this realsys, even if `make sglang-cpu` installed an older one.
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(CPU_SUPPORT)}
         return env
 

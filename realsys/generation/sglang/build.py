@@ -13,7 +13,8 @@ from realsys.config.schema import Config
 from realsys.generation.backend import Backend, Change, EngineParts, Materialise
 from realsys.generation.limits import Limits
 from realsys.generation.sglang.arguments import Launch
-from realsys.generation.sglang.engine import Settings, SglangEngine
+from realsys.generation.sglang.engine import Model, SglangEngine
+from realsys.generation.sglang.keeper import Settings
 from realsys.generation.stop_strings import read_tokenizer
 from realsys.hf.config import read_model
 
@@ -21,12 +22,12 @@ _CPU_BYTES = 2560 << 20  # SGLang's processes, of one server on a CPU with a sma
 
 
 class SglangBackend(Backend):
-    """Rules of SGLang. It has an interpreter and a torch of its own, so it may use GPUs that the trainer cannot."""
+    """Rules of SGLang. It has its own interpreter and torch, so it may use GPUs that the trainer cannot."""
 
     capacity_field = "generation.sglang.max_answers"
 
     def check(self, allocation: Allocation) -> None:
-        """Refuse an interpreter that cannot be run, options that are ours, and sampling that spoils log-probs."""
+        """Refuse an interpreter that cannot run, options that realsys sets, and sampling that changes the log-probs."""
         check_sglang(self.config.generation.sglang)
         check_sglang_sampling(self.config.generation.sampling)
 
@@ -58,9 +59,9 @@ def build_sglang_engine(
     *,
     index: int = 0,
 ) -> SglangEngine:
-    """Everything but the start of SGLang. ``index`` of the server: each draws random numbers of its own.
+    """Make an engine that is not started yet. ``index`` is the server's: each draws other random numbers.
 
-    Raises ModelError for a model that this system cannot train.
+    Raises ModelError for a model that realsys cannot train.
     """
     generation, arch = config.generation, read_model(model_path)
     given, tokenizer = options(generation.sglang), read_tokenizer(model_path)
@@ -92,4 +93,5 @@ def build_sglang_engine(
         silence_timeout_s=generation.sglang.silence_timeout_s,
         drain=not config.asynchronous.interruptible,
     )
-    return SglangEngine(launch, limits, arch.tensor_shapes(), materialise, settings, on_change, tokenizer)
+    model = Model(limits, arch.tensor_shapes(), tokenizer)
+    return SglangEngine(launch, model, materialise, settings, on_change)

@@ -1,4 +1,4 @@
-"""SGLang as a GenerationEngine: requests in, answers out, whatever happens to the child process in between.
+"""SGLang as a GenerationEngine: requests in, completions out, across restarts of the child process.
 
 HTTP handlers ──calls──> event loop of a thread:  Traffic (requests)  Updater (weights)  Keeper (the child)
                                                       └────────HTTP, loopback────────┴──> SGLang
@@ -22,7 +22,7 @@ from realsys.generation.limits import Limits
 from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
 from realsys.generation.sglang.api import Load
 from realsys.generation.sglang.arguments import Launch
-from realsys.generation.sglang.keeper import Keeper, Run
+from realsys.generation.sglang.keeper import Keeper, Listener, Run, Settings
 from realsys.generation.sglang.loop_thread import LoopThread
 from realsys.generation.sglang.requests import Request
 from realsys.generation.sglang.traffic import Traffic
@@ -35,61 +35,45 @@ _CLOSE_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """``drain``: an update waits for running answers. ``load_timeout_s`` bounds that wait, and the load.
+class Model:
+    """The model that SGLang serves. ``shapes`` by HF name; ``tokenizer`` is None if the model has none."""
 
-    ``silence_timeout_s``: SGLang is taken for hung when it samples nothing for so long.
-    """
-
-    start_timeout_s: float
-    max_restarts: int
-    request_timeout_s: float
-    load_timeout_s: float
-    silence_timeout_s: float
-    drain: bool = False
-    first_backoff_s: float = 1.0
+    limits: Limits
+    shapes: Shapes
+    tokenizer: Tokenizer | None = None
 
 
 class SglangEngine:
     """Thread-safe front of one SGLang server and its successors.
 
-    ``on_change`` is called from the event loop, which it must not hold up.
+    ``on_change`` is called on the event loop and must not block.
     """
 
     def __init__(
         self,
         launch: Launch,
-        limits: Limits,
-        shapes: Shapes,
+        model: Model,
         materialise: Materialise,
         settings: Settings,
         on_change: Callable[[Change], None] = lambda change: None,
-        tokenizer: Tokenizer | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
         self._started_with = str(launch.model_path)
-        self._limits, self._settings, self._on_change = limits, settings, on_change
-        self._traffic = Traffic(limits.capacity, settings.request_timeout_s)
+        self._limits = model.limits
+        self._tokenizer = model.tokenizer
+        self._on_change = on_change
+        self._traffic = Traffic(model.limits.capacity, settings.request_timeout_s)
         self._updater = Updater(
-            self._traffic, shapes, materialise, drain=settings.drain, timeout_s=settings.load_timeout_s
+            self._traffic, model.shapes, materialise, drain=settings.drain, timeout_s=settings.load_timeout_s
         )
-        self._keeper = Keeper(
-            launch,
-            start_timeout_s=settings.start_timeout_s,
-            max_restarts=settings.max_restarts,
-            silence_timeout_s=settings.silence_timeout_s,
-            on_up=self._up,
-            on_down=self._down,
-            held=lambda: bool(self._traffic.holds),
-            first_backoff_s=settings.first_backoff_s,
-        )
+        listener = Listener(self._up, self._down, held=lambda: bool(self._traffic.holds))
+        self._keeper = Keeper(launch, settings, listener)
         self._started: Future[None] = Future()
         self._loop = LoopThread("sglang-engine", self._keep)
 
     # ---- any thread
 
     def start(self) -> None:
-        """Return when SGLang serves. Raises GenerationError with its last lines when it does not come up."""
+        """Return when SGLang serves. Raises GenerationError with its last lines if it does not start."""
         self._loop.start()
         try:
             self._started.result()  # the keeper bounds the start
@@ -98,9 +82,9 @@ class SglangEngine:
             raise
 
     def abandon_start(self) -> None:
-        """Have ``start`` raise, if it still waits. From any thread."""
+        """Make ``start`` raise if it still waits. Thread-safe."""
         with contextlib.suppress(InvalidStateError):
-            self._started.set_exception(GenerationError("the start of SGLang was given up: asked to stop"))
+            self._started.set_exception(GenerationError("the start of SGLang was cancelled: asked to stop"))
 
     def close(self) -> None:
         """Kill SGLang; open calls fail with a retryable error."""
@@ -112,16 +96,16 @@ class SglangEngine:
 
     @property
     def version(self) -> int:
-        """Of the weights that sample now; UNSYNCED after every start of SGLang."""
+        """Version of the weights that sample now; UNSYNCED after every start of SGLang."""
         return self._traffic.version
 
     @property
     def failure(self) -> str | None:
-        """Why it does not serve now; None while it does."""
+        """Reason why SGLang does not serve now; None while it serves."""
         return self._traffic.failure
 
     def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
-        """Sample the answers. Raises GenerationError for a bad request; the future raises the others."""
+        """Sample the completions. Raises GenerationError for a bad request; the future raises all others."""
         prompt = self._limits.checked_prompt(input_ids, params)
         seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
         stops = self._limits.stops(params)
@@ -132,7 +116,7 @@ class SglangEngine:
         return self._loop.call(lambda: self._updater.update(path, version, abort_all=abort_all))
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """in_place and retract are SGLang's own where it tells the version of every token."""
+        """Stop sampling. SGLang does in_place and retract itself if it reports the version of every token."""
         return self._loop.call(lambda: self._updater.pause(mode))
 
     def resume(self) -> Future[None]:
@@ -145,7 +129,7 @@ class SglangEngine:
         return self._loop.call(self._abort_all)
 
     def info(self) -> Future[ServerInfo]:
-        """Asks SGLang for its load. ``generated_tokens`` counts those handed over; ``steps`` SGLang does not tell."""
+        """Return load and counters. ``generated_tokens`` counts returned tokens; SGLang does not report ``steps``."""
         return self._loop.call(self._info)
 
     # ---- the event loop
@@ -157,7 +141,7 @@ class SglangEngine:
             self._traffic.down(str(error))
             try:
                 self._started.set_exception(error)
-            except InvalidStateError:  # it has started before
+            except InvalidStateError:  # it had started before
                 self._on_change(Change(None, str(error), final=True))
 
     def _up(self, run: Run) -> None:
@@ -171,15 +155,15 @@ class SglangEngine:
         self._on_change(Change(None, reason))
 
     async def _abort(self, rid: str) -> bool:
-        found = rid in self._traffic
+        running = rid in self._traffic
         self._loop.spawn(self._recall_aborted(rid))
-        return found
+        return running
 
     async def _abort_all(self) -> None:
         self._loop.spawn(self._recall_aborted(None))
 
     async def _recall_aborted(self, rid: str | None) -> None:
-        """Beside the call: its caller need not wait for the requests, whose own callers do."""
+        """Wait for SGLang in a task: only the callers of the requests have to wait for their end."""
         try:
             await self._traffic.recall(self._traffic.abort(rid))
         except GenerationError as error:
@@ -191,8 +175,8 @@ class SglangEngine:
             try:
                 loads = await self._traffic.run.api.loads(_INFO_TIMEOUT_S)
             except GenerationError as error:
-                log.debug("SGLang does not tell its load: %s", error)
-        sent, held = self._traffic.open_answers()
+                log.debug("SGLang does not report its load: %s", error)
+        sent, held = self._traffic.open_completions()
         max_running = sum(load.max_running_requests for load in loads) or sent
         running = min(sent, max_running)
         return ServerInfo(

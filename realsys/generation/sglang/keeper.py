@@ -1,9 +1,9 @@
 """Keeps one SGLang server running.
 
     start ──> serving ──ended, or samples nothing──> back-off ──> start ...    at most ``max_restarts`` times in a row
-      └── the very first start fails: that is the end, for the next would fail too
+      └── if the very first start fails, the keeper gives up: the next start would fail too
 
-consumes    the exit of the child, and its answers to the question whether it samples
+consumes    the exit of the process, and its replies to the probe that it samples
 produces    on_up(run) when a run serves, on_down(reason) when it no longer does; GenerationError when it gives up
 """
 
@@ -19,93 +19,105 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import aiohttp
-
-from realsys.cluster.http.http_client import open_session
+from realsys.cluster.child_process import Backoff
+from realsys.cluster.http.http_client import HttpClient
 from realsys.cluster.network import free_ports, join_host_port
 from realsys.errors import GenerationError
 from realsys.generation.sglang.api import Piece, SglangApi
 from realsys.generation.sglang.arguments import LOOPBACK, Launch
-from realsys.generation.sglang.child import Child
+from realsys.generation.sglang.child import SglangProcess
 
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-_LONGEST_BACKOFF_S = 30.0
-_HEALTHY_AFTER_S = 300.0  # a run that lasted this long makes up for the failures before it
-_REUSE_WITHIN_S = 2.0  # SGLang closes a connection that was idle for 5 s: a request on it then would be lost
+_REUSE_WITHIN_S = 2.0  # SGLang closes a connection that was idle for 5 s, and a request on it would be lost
 _PROBE_TIMEOUT_S = 120.0  # a first forward pass may compile
 _CHECK_INTERVAL_S = 10.0
 _CHECK_TIMEOUT_S = 30.0  # SGLang's own limit is 20 s
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Bounds on SGLang and its calls.
+
+    drain              an update waits for running answers
+    load_timeout_s     bounds that wait, and the load of weights
+    silence_timeout_s  SGLang that samples nothing for this time is taken for hung, and killed
+    """
+
+    start_timeout_s: float
+    max_restarts: int
+    request_timeout_s: float
+    load_timeout_s: float
+    silence_timeout_s: float
+    drain: bool = False
+    first_backoff_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Takes the news of the keeper. ``held`` returns True while SGLang is paused or loads weights."""
+
+    on_up: Callable[[Run], None]
+    on_down: Callable[[str], None]
+    held: Callable[[], bool]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """One run of the server, from when it serves. ``scratch``: a folder that is gone with it.
+    """One run of the server, once it serves. The folder ``scratch`` is removed when the run ends.
 
-    ``reports``: it tells for every token which weights sampled it (SGLang from 0.5.18 or so; tried, not assumed).
+    ``reports`` is True if SGLang reports for every token which weights sampled it (0.5.18 and newer do; it is tried).
     """
 
     serial: int
-    child: Child
+    child: SglangProcess
     api: SglangApi
     scratch: Path
     reports: bool
 
 
 class Keeper:
-    """Starts, watches and restarts. Lives on one event loop."""
+    """Starts, watches and restarts SGLang. Lives on one event loop."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        *,
-        start_timeout_s: float,
-        max_restarts: int,
-        silence_timeout_s: float,
-        on_up: Callable[[Run], None],
-        on_down: Callable[[str], None],
-        held: Callable[[], bool],
-        first_backoff_s: float = 1.0,
-    ) -> None:
-        """``held``: whether SGLang is meant to sample nothing now, in a pause or a load of weights."""
-        self._launch, self._start_timeout_s, self._max_restarts = launch, start_timeout_s, max_restarts
-        self._silence_timeout_s, self._held = silence_timeout_s, held
-        self._on_up, self._on_down, self._first_backoff_s = on_up, on_down, first_backoff_s
+    def __init__(self, launch: Launch, settings: Settings, listener: Listener) -> None:
+        self._launch = launch
+        self._settings = settings
+        self._listener = listener
 
     async def keep(self) -> NoReturn:
-        """Run the server for ever. Raises GenerationError when that cannot be done; cancel to stop."""
-        failures = 0
-        async with open_session({}, keepalive_timeout=_REUSE_WITHIN_S) as session:
+        """Keep the server running. Raises GenerationError if that is impossible; cancel to stop."""
+        backoff = Backoff(self._settings.max_restarts, self._settings.first_backoff_s)
+        async with HttpClient(keepalive_timeout=_REUSE_WITHIN_S) as http:
             for serial in itertools.count():
                 begin = time.monotonic()
-                reason = await self._run(serial, session)
-                failures = 1 if time.monotonic() - begin > _HEALTHY_AFTER_S else failures + 1
-                if failures > self._max_restarts:
-                    problem = f"after {self._max_restarts} restarts in a row (generation.sglang.max_restarts)"
+                reason = await self._run(serial, http)
+                delay = backoff.next_delay(time.monotonic() - begin)
+                if delay is None:
+                    problem = f"after {backoff.restarts} restarts in a row (generation.sglang.max_restarts)"
                     raise GenerationError(f"SGLang {reason}, {problem}")
-                delay = min(_LONGEST_BACKOFF_S, self._first_backoff_s * 2 ** (failures - 1))
-                log.warning("SGLang %s; restart %d/%d in %.1f s", reason, failures, self._max_restarts, delay)
+                numbers = f"{backoff.restarts}/{backoff.max_restarts}"
+                log.warning("SGLang %s; restart %s in %.1f s", reason, numbers, delay)
                 await asyncio.sleep(delay)
         raise AssertionError("count() ended")
 
-    async def _run(self, serial: int, session: aiohttp.ClientSession) -> str:
-        """One run from start to end; how it ended."""
+    async def _run(self, serial: int, http: HttpClient) -> str:
+        """Run the server from start to end. Returns how it ended."""
         [port] = free_ports(1)
         url = f"http://{join_host_port(LOOPBACK, port)}"
         scratch = _scratch()
-        child = await Child.start(self._launch.command(port), self._launch.environment(), url, scratch)
+        child = SglangProcess(self._launch.command(port), self._launch.environment(), url, scratch)
         try:
-            await child.healthy(session, self._start_timeout_s)
-            api = SglangApi(session, url)
+            await child.wait_healthy(http, self._settings.start_timeout_s)
+            api = SglangApi(http, url)
             reports = await _reports_versions(api)
             log.info("SGLang serves at %s, %s", url, "with versions per token" if reports else "one version per answer")
-            self._on_up(Run(serial, child, api, scratch, reports))
+            self._listener.on_up(Run(serial, child, api, scratch, reports))
             reason = "is being stopped"
             try:
-                reason = await self._watch(child, session)
+                reason = await self._watch(child, http)
             finally:
-                self._on_down(f"SGLang {reason}")
+                self._listener.on_down(f"SGLang {reason}")
         except GenerationError as error:
             if serial == 0:
                 raise
@@ -114,15 +126,18 @@ class Keeper:
             await child.stop()
         return f"{reason}; its last lines: {child.tail()}"
 
-    async def _watch(self, child: Child, session: aiohttp.ClientSession) -> str:
-        """Return when it has ended, or is alive and does nothing; which of them."""
-        limit = self._silence_timeout_s
-        interval, timeout_s = min(_CHECK_INTERVAL_S, limit / 4), min(_CHECK_TIMEOUT_S, limit)
+    async def _watch(self, child: SglangProcess, http: HttpClient) -> str:
+        """Wait until the process exits, or is alive and samples nothing. Returns which of the two, in words."""
+        limit = self._settings.silence_timeout_s
+        interval = min(_CHECK_INTERVAL_S, limit / 4)
+        timeout_s = min(_CHECK_TIMEOUT_S, limit)
+        held = self._listener.held
         heard = time.monotonic()
         while time.monotonic() - heard < limit:
             if (await asyncio.wait({child.ended}, timeout=interval))[0]:
                 return child.ended.result()
-            if self._held() or await child.samples(session, timeout_s) or self._held():
+            # ``held`` before and after: a pause that begins or ends during the probe explains its silence.
+            if held() or await child.samples(http, timeout_s) or held():
                 heard = time.monotonic()
         if child.ended.done():
             return child.ended.result()
@@ -130,13 +145,13 @@ class Keeper:
 
 
 def _scratch() -> Path:
-    """A new folder in memory-backed storage where there is one."""
+    """Make a folder, in memory-backed storage if the machine has it."""
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     return Path(tempfile.mkdtemp(prefix="realsys-sglang-", dir=base))
 
 
 async def _reports_versions(api: SglangApi) -> bool:
-    """Generate one token, and see what comes with it."""
+    """Generate one token. Returns True if its version is in the reply."""
     piece = Piece("probe", [0], {"max_new_tokens": 1, "temperature": 0.0})
     [reply] = await api.generate([piece], _PROBE_TIMEOUT_S)
     return reply.meta_info.weight_versions is not None

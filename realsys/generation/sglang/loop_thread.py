@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, called from other threads."""
+"""An event loop in its own thread, called from other threads."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs ``main`` until it returns or ``close`` is called. Calls that are open then fail, with a retryable error."""
+    """Runs ``main`` until it returns or ``close`` is called. Open calls then fail with a retryable error."""
 
     def __init__(self, name: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._main = main
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name=name, daemon=True)
-        self._lock = threading.Lock()  # over the two below: nothing is handed to a loop that has closed
+        self._lock = threading.Lock()  # guards _loop and _tasks: a loop that has closed must get no work
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stop: asyncio.Event
         self._running = threading.Event()
 
     def start(self, timeout_s: float = 30.0) -> None:
-        """Return when work is taken. Raises WaitTimeout when the loop does not come up."""
+        """Return when the loop accepts work. Raises WaitTimeout if it does not start."""
         self._thread.start()
         if not self._running.wait(timeout_s):
             raise WaitTimeout(f"thread {self._thread.name} did not start its event loop within {timeout_s:g} s")
 
     def close(self, timeout_s: float) -> None:
-        """Cancel everything and wait for the end of the thread."""
+        """Cancel everything and wait for the end of the thread. Raises WaitTimeout."""
         with self._lock:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -42,9 +42,9 @@ class LoopThread:
             raise WaitTimeout(f"thread {self._thread.name} did not end within {timeout_s:g} s")
 
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Run ``work()`` on the loop. Raises GenerationError when the thread has ended."""
+        """Run ``work()`` on the loop. Raises GenerationError if the thread has ended."""
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # a caller who goes away must abort, not cancel
+        future.set_running_or_notify_cancel()  # a caller that leaves must abort, not cancel
         with self._lock:
             if self._loop is None:
                 raise GenerationError("the server is stopping", retryable=True)
@@ -52,7 +52,7 @@ class LoopThread:
         return future
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """From the loop itself: run ``work`` beside, kept until it is done."""
+        """Run ``work`` as a task, kept until it is done. Call it on the loop."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -74,7 +74,7 @@ class LoopThread:
     async def _run(self) -> None:
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        # What is handed to threads (reading weights, removing files) goes one after the other anyway.
+        # One thread is enough: its jobs (reading weights, removing files) run one after the other anyway.
         self._loop.set_default_executor(ThreadPoolExecutor(1, f"{self._thread.name}-files"))
         main = asyncio.create_task(self._main(), name="main")
         stopping = asyncio.create_task(self._stop.wait(), name="stop")
@@ -84,7 +84,7 @@ class LoopThread:
         finally:
             with self._lock:
                 self._loop = None
-            await asyncio.sleep(0)  # what was handed over before that becomes a task
+            await asyncio.sleep(0)  # work that was passed in before that becomes a task
             tasks = {main, stopping, *self._tasks}
             for task in tasks:
                 task.cancel()

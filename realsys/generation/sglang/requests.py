@@ -1,8 +1,8 @@
-"""A request and its answers while SGLang works on them. Pure bookkeeping.
+"""A request and its completions while SGLang works on them. Pure bookkeeping.
 
-open answers ──pieces──> SGLang ──replies──> take ──> finished, or open again (interrupted: goes on from its tokens)
+open completions ──pieces──> SGLang ──replies──> take ──> finished, or open again (interrupted: continues later)
 
-SGLang looks for stop strings in what one piece has sampled. One that began in the tokens before is found in ``take``.
+SGLang searches stop strings only in the tokens of one piece. ``take`` finds those that began in earlier tokens.
 """
 
 from __future__ import annotations
@@ -17,28 +17,20 @@ from tokenizers import Tokenizer
 
 from realsys.errors import GenerationError
 from realsys.generation.backend import Completion
-from realsys.generation.protocol import UNSYNCED, SamplingParams
+from realsys.generation.protocol import UNSYNCED, SamplingParams, not_default
 from realsys.generation.sglang.api import Piece, Reply
 from realsys.generation.stop_strings import find_stop, window
 from realsys.generation.uniforms import completion_seed
 from realsys.types import I32, FinishReason
 
 _UNNAMED = "default"  # SGLang's name for the weights that it started with
-_AS_IN_SGLANG = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-_DEFAULTS = SamplingParams()
+#: parameters that SGLang gets in another form; all others go to it under their own name
+_ADAPTED = {"max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "n", "sampling_seed", "answer_prefix"}
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
-    """One answer so far."""
+class PartialCompletion:
+    """One completion so far."""
 
     seed: int
     tokens: list[int] = field(default_factory=list)
@@ -50,22 +42,23 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt and the answers asked for. ``stops``: its stop tokens with the model's own.
+    """One prompt and its completions.
 
-    ``tokenizer``: for stop strings; none, and there are none.
+    stops      stop tokens of the request and of the model
+    tokenizer  finds stop strings; None if the model has none, then no request has stop strings
     """
 
     rid: str
     prompt: I32
     params: SamplingParams
     stops: tuple[int, ...]
-    answers: list[Answer]
+    completions: list[PartialCompletion]
     tokenizer: Tokenizer | None = None
-    aborted: bool = False  # ends with what it has
-    recalled: bool = False  # SGLang was asked to give back what is under way
-    rids: list[str] = field(default_factory=list)  # of the pieces under way
-    trip: asyncio.Future[list[Reply]] | None = None  # under way in SGLang
-    go: asyncio.Future[None] | None = None  # held back: resolved when it may go to SGLang
+    aborted: bool = False  # ends with the tokens so far
+    recalled: bool = False  # SGLang has to return its pieces early
+    rids: list[str] = field(default_factory=list)  # ids of its pieces in SGLang
+    trip: asyncio.Future[list[Reply]] | None = None  # pieces in SGLang
+    go: asyncio.Future[None] | None = None  # while it is held back; resolved when it may be sent to SGLang
 
     @classmethod
     def of(
@@ -77,28 +70,41 @@ class Request:
         seed: int,
         tokenizer: Tokenizer | None = None,
     ) -> Request:
-        return cls(rid, prompt, params, stops, [Answer(completion_seed(seed, k)) for k in range(params.n)], tokenizer)
+        return cls(
+            rid,
+            prompt,
+            params,
+            stops,
+            [PartialCompletion(completion_seed(seed, k)) for k in range(params.n)],
+            tokenizer,
+        )
+
+    def let_go(self, error: Exception | None = None) -> None:
+        """If the request is held back, let it continue, or fail with ``error``."""
+        if self.go is not None and not self.go.done():
+            self.go.set_result(None) if error is None else self.go.set_exception(error)
 
     @property
-    def open(self) -> list[Answer]:
-        return [answer for answer in self.answers if answer.finish is None]
+    def open(self) -> list[PartialCompletion]:
+        return [completion for completion in self.completions if completion.finish is None]
 
     def pieces(self, serials: Iterator[int]) -> list[Piece]:
-        """What is left to do, as SGLang is asked for it."""
+        """Return the rest of the work, in SGLang's form."""
         prompt: list[int] = self.prompt.tolist()
-        # Of one width: SGLang aborts every request whose id begins with the one it is given.
+        # All ids have one width, because SGLang aborts every request whose id begins with the given one.
         pieces = [
-            Piece(f"{next(serials):012d}", prompt + answer.tokens, self._sampling(answer)) for answer in self.open
+            Piece(f"{next(serials):012d}", prompt + completion.tokens, self._sampling(completion))
+            for completion in self.open
         ]
         self.rids = [piece.rid for piece in pieces]
         return pieces
 
     def take(self, replies: Sequence[Reply], version: int | None) -> None:
-        """Add what came back for the open answers. ``version`` of all tokens; None: the replies tell.
+        """Add the replies for the open completions. ``version`` of all tokens; None: it is in the replies.
 
-        Raises GenerationError when tokens, log-probs and versions do not match up.
+        Raises GenerationError if the numbers of tokens, log-probs and versions differ.
         """
-        for answer, reply in zip(self.open, replies, strict=True):
+        for completion, reply in zip(self.open, replies, strict=True):
             count = len(reply.output_ids)
             segments = [(version, count)] if version is not None else _segments(reply)
             logprobs = reply.logprobs
@@ -106,55 +112,54 @@ class Request:
                 raise GenerationError(
                     f"SGLang gave {count} tokens with {len(logprobs)} log-probs and versions {segments}", retryable=True
                 )
-            begin = len(answer.tokens)
-            answer.tokens += reply.output_ids
-            answer.logprobs += logprobs
-            answer.segments = _joined(answer.segments + segments)
-            self._finish(answer, reply)
-            self._cut(answer, begin)
+            begin = len(completion.tokens)
+            completion.tokens += reply.output_ids
+            completion.logprobs += logprobs
+            completion.segments = _joined(completion.segments + segments)
+            self._finish(completion, reply)
+            self._cut(completion, begin)
 
     def results(self) -> list[Completion]:
         return [
             Completion(
-                np.asarray(answer.tokens, np.int32),
-                np.asarray(answer.logprobs, np.float32),
-                answer.segments,
-                answer.finish or "abort",
-                answer.matched,
+                np.asarray(completion.tokens, np.int32),
+                np.asarray(completion.logprobs, np.float32),
+                completion.segments,
+                completion.finish or "abort",
+                completion.matched,
             )
-            for answer in self.answers
+            for completion in self.completions
         ]
 
-    def _finish(self, answer: Answer, reply: Reply) -> None:
+    def _finish(self, completion: PartialCompletion, reply: Reply) -> None:
         finish = reply.meta_info.finish_reason
         if finish.type != "abort":
-            answer.finish = finish.type
-            # A list is of stop tokens that only match together; none are sent, so the last token is as good a name.
-            answer.matched = answer.tokens[-1] if isinstance(finish.matched, list) else finish.matched
-        elif len(answer.tokens) >= self.params.max_new_tokens:
-            answer.finish = "length"
+            completion.finish = finish.type
+            # A list is for stop tokens that match only together. realsys sends none, so the last token names it.
+            completion.matched = completion.tokens[-1] if isinstance(finish.matched, list) else finish.matched
+        elif len(completion.tokens) >= self.params.max_new_tokens:
+            completion.finish = "length"
         elif self.aborted or not self.recalled:
-            answer.finish = "abort"
+            completion.finish = "abort"
 
-    def _cut(self, answer: Answer, begin: int) -> None:
-        """End the answer where a stop string is complete that began before token ``begin``, the first of this piece."""
+    def _cut(self, completion: PartialCompletion, begin: int) -> None:
+        """Cut the completion after a stop string that began before ``begin``, the first token of this piece."""
         earlier: list[int] = self.prompt[len(self.prompt) - self.params.answer_prefix :].tolist()
         if self.tokenizer is None or not self.params.stop or not begin + len(earlier):
             return
-        text, reach = earlier + answer.tokens, window(self.params.stop)
+        text, reach = earlier + completion.tokens, window(self.params.stop)
         first = max(begin + 1, self.params.min_new_tokens)
-        for count in range(first, min(len(answer.tokens), begin + reach) + 1):
+        for count in range(first, min(len(completion.tokens), begin + reach) + 1):
             end = len(earlier) + count
             if (match := find_stop(self.tokenizer, text[max(0, end - reach) : end], self.params.stop)) is not None:
-                del answer.tokens[count:], answer.logprobs[count:]
-                answer.segments = _first(answer.segments, count)
-                answer.finish, answer.matched = "stop", match
+                del completion.tokens[count:], completion.logprobs[count:]
+                completion.segments = _first(completion.segments, count)
+                completion.finish, completion.matched = "stop", match
                 return
 
-    def _sampling(self, answer: Answer) -> dict[str, Any]:
-        done = len(answer.tokens)
-        values = {name: getattr(self.params, name) for name in _AS_IN_SGLANG}
-        sampling = {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
+    def _sampling(self, completion: PartialCompletion) -> dict[str, Any]:
+        done = len(completion.tokens)
+        sampling = {name: value for name, value in not_default(self.params).items() if name not in _ADAPTED}
         sampling["max_new_tokens"] = self.params.max_new_tokens - done
         if self.params.min_new_tokens > done:
             sampling["min_new_tokens"] = self.params.min_new_tokens - done
@@ -162,13 +167,15 @@ class Request:
             sampling["stop"] = list(self.params.stop)
         if self.stops:
             sampling["stop_token_ids"] = list(self.stops)
-        return {**sampling, "sampling_seed": answer.seed, "no_stop_trim": True}
+        return {**sampling, "sampling_seed": completion.seed, "no_stop_trim": True}
 
 
 def _segments(reply: Reply) -> list[tuple[int, int]]:
     spans = reply.meta_info.weight_versions
     if spans is None:
-        raise GenerationError("SGLang gave an answer without weight_versions, though it has them", retryable=True)
+        raise GenerationError(
+            "SGLang gave a completion without weight_versions, although it reports them", retryable=True
+        )
     return [
         (UNSYNCED if span.version == _UNNAMED else int(span.version), span.end - span.start)
         for span in spans
@@ -177,7 +184,7 @@ def _segments(reply: Reply) -> list[tuple[int, int]]:
 
 
 def _first(segments: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """The segments of the first ``count`` tokens."""
+    """Return the segments of the first ``count`` tokens."""
     kept: list[tuple[int, int]] = []
     for version, length in segments:
         kept.append((version, min(length, count)))
@@ -186,7 +193,7 @@ def _first(segments: Sequence[tuple[int, int]], count: int) -> list[tuple[int, i
 
 
 def _joined(segments: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbours of one version as one; empty ones left out."""
+    """Merge neighbours of the same version and drop empty segments."""
     joined: list[tuple[int, int]] = []
     for version, count in segments:
         if not count:

@@ -1,7 +1,7 @@
-"""The requests of one server: held back, under way in SGLang, interrupted, finished. On one event loop, no locks.
+"""The requests of one server: held back, running in SGLang, interrupted, finished. On one event loop, no locks.
 
-serve ──> [held?] ──> trip to SGLang ──> all answers finished? ──no──> [held?] ──> ...
-             │ abort: ends with what it has      └──yes──> results
+serve ──> [held?] ──> trip to SGLang ──> all completions finished? ──no──> [held?] ──> ...
+             │ abort: ends with the tokens so far     └──yes──> results
 """
 
 from __future__ import annotations
@@ -22,36 +22,46 @@ _RECALL_TIMEOUT_S = 60.0
 
 
 class Traffic:
-    """Owns what is under way. ``version``, ``path``: of the weights that SGLang has now, "" for those it was started
-    with. ``holds``: why new trips wait.
+    """Owns the open requests.
+
+    version, path  of the weights that SGLang has now; UNSYNCED and "" for those it was started with
+    holds          reasons why new trips wait
     """
 
     def __init__(self, max_answers: int, request_timeout_s: float) -> None:
-        self._max_answers, self._request_timeout_s = max_answers, request_timeout_s
+        self._max_answers = max_answers
+        self._request_timeout_s = request_timeout_s
         self._requests: dict[str, Request] = {}
         self._serials = itertools.count()
         self.run: Run | None = None
-        self.failure: str | None = "SGLang is starting"  # why there is no run
-        self.version, self.path = UNSYNCED, ""
+        self.failure: str | None = "SGLang is starting"  # reason while ``run`` is None
+        self.version = UNSYNCED
+        self.path = ""
         self.holds: set[str] = set()
-        self.tokens = 0  # handed over
-        self._busy_s, self._busy_since = 0.0, 0.0
+        self.tokens = 0  # returned to callers
+        self._busy_s = 0.0
+        self._busy_since = 0.0
 
     # ---- the run
 
     def up(self, run: Run) -> None:
-        """SGLang serves, with the weights that it was started with."""
-        self.run, self.failure, self.version, self.path = run, None, UNSYNCED, ""
+        """Note that SGLang serves, with the weights that it was started with."""
+        self._set_run(run, None)
 
     def down(self, reason: str) -> None:
-        """It does not. What is under way fails by itself, with its connection; what is held back fails here."""
-        self.run, self.failure, self.version, self.path = None, reason, UNSYNCED, ""
+        """Note that SGLang does not serve. Running requests fail with their connection, those held back fail here."""
+        self._set_run(None, reason)
         for request in self._requests.values():
-            if request.go is not None and not request.go.done():
-                request.go.set_exception(self._unserved())
+            request.let_go(self._unserved())
+
+    def _set_run(self, run: Run | None, failure: str | None) -> None:
+        self.run = run
+        self.failure = failure
+        self.version = UNSYNCED
+        self.path = ""
 
     def serving(self) -> Run:
-        """The run. Raises GenerationError when there is none."""
+        """Return the run. Raises GenerationError while SGLang does not serve."""
         if self.run is None:
             raise self._unserved()
         return self.run
@@ -59,14 +69,14 @@ class Traffic:
     # ---- requests
 
     async def serve(self, request: Request) -> list[Completion]:
-        """Its answers. Raises GenerationError: it cannot be taken, or SGLang refused or lost it."""
+        """Return the completions. Raises GenerationError if the queue is full, or SGLang refuses or loses it."""
         self.serving()
         if request.rid in self._requests:
             raise GenerationError(f"rid={request.rid!r} is the id of a request in progress; ids must be unique")
-        waiting, wanted = sum(len(r.open) for r in self._requests.values()), request.params.n
-        if waiting + wanted > self._max_answers:
+        waiting = sum(self.open_completions())
+        if waiting + request.params.n > self._max_answers:
             raise GenerationError(
-                f"queue full: {waiting} answers are open and {wanted} more were asked for, "
+                f"queue full: {waiting} completions are open and {request.params.n} more were requested, "
                 f"max_answers={self._max_answers}; try again later or another server",
                 retryable=True,
             )
@@ -97,19 +107,18 @@ class Traffic:
             request.trip = None
             if not self.under_way():
                 self._busy_s += time.perf_counter() - self._busy_since
-        # Where SGLang does not say: while a trip is under way the version cannot change (Updater).
+        # Without a report from SGLang our version is right: it cannot change while a trip is under way (Updater).
         request.take(replies, None if run.reports else version)
 
     def hold(self, why: str) -> None:
-        """Start no trip until ``release`` was called for every hold."""
+        """Start no trip until ``release`` is called for every hold."""
         self.holds.add(why)
 
     def release(self, why: str) -> None:
         self.holds.discard(why)
         if not self.holds:
             for request in self._requests.values():
-                if request.go is not None and not request.go.done():
-                    request.go.set_result(None)
+                request.let_go()
 
     def under_way(self) -> list[Request]:
         return [request for request in self._requests.values() if request.trip is not None]
@@ -117,22 +126,20 @@ class Traffic:
     # ---- interruption
 
     def abort(self, rid: str | None = None) -> list[Request]:
-        """Mark one request, or all, to end with what it has. Returns those that SGLang must be asked to give back."""
+        """Mark one request, or all, to end with the tokens so far. Returns those that SGLang must return."""
         chosen = [r for r in self._requests.values() if rid is None or r.rid == rid]
         for request in chosen:
             request.aborted = True
-            if request.go is not None and not request.go.done():
-                request.go.set_result(None)
+            request.let_go()
         return [request for request in chosen if request.trip is not None]
 
     def __contains__(self, rid: str) -> bool:
         return rid in self._requests
 
     async def recall(self, requests: Iterable[Request]) -> None:
-        """Have SGLang end what it does for these, and return when it has. Those not aborted go on when not held.
+        """Make SGLang return these requests early. Those not aborted continue once nothing holds them.
 
-        SGLang forgets an abort for a request that it has not read yet, so it is asked again. Raises GenerationError
-        when it does not give them back in time.
+        Raises GenerationError if SGLang does not return them in time.
         """
         trips = {request.trip: request for request in requests if request.trip is not None}
         for request in trips.values():
@@ -141,6 +148,7 @@ class Traffic:
         while left := {trip for trip in trips if not trip.done()}:
             if time.monotonic() > deadline:
                 raise GenerationError(f"SGLang did not end {len(left)} requests within {_RECALL_TIMEOUT_S:g} s")
+            # Repeated, because SGLang forgets an abort for a request that it has not read yet.
             api = self.serving().api
             if len(left) == len(self.under_way()):
                 await api.abort_all()
@@ -149,7 +157,7 @@ class Traffic:
             await asyncio.wait(left, timeout=_RECALL_INTERVAL_S)
 
     async def drained(self, timeout_s: float) -> None:
-        """Return when nothing is under way. Raises GenerationError when that takes too long."""
+        """Return when no request is running. Raises GenerationError if that takes too long."""
         trips = {request.trip for request in self.under_way() if request.trip is not None}
         if not trips:
             return
@@ -159,13 +167,13 @@ class Traffic:
 
     # ---- counters
 
-    def open_answers(self) -> tuple[int, int]:
-        """Answers in SGLang, and held back."""
+    def open_completions(self) -> tuple[int, int]:
+        """Return the numbers of completions in SGLang, and held back."""
         running = sum(len(request.open) for request in self.under_way())
         return running, sum(len(request.open) for request in self._requests.values()) - running
 
     def busy_s(self) -> float:
-        """Seconds in which something was under way."""
+        """Return the seconds in which at least one request was running."""
         return self._busy_s + (time.perf_counter() - self._busy_since if self.under_way() else 0.0)
 
     def _unserved(self) -> GenerationError:

@@ -1,24 +1,24 @@
-"""New weights for SGLang: staged and verified beside generation, loaded in a pause.
+"""New weights for SGLang: staged and verified during generation, loaded in a pause.
 
-    stage, verify ──> hold ──> [drain] ──> interrupt ──> load ──> go on
-                                              │ SGLang tells versions per token: it retracts what runs, and resumes it
-                                              └ it does not: it gives back what runs, which goes on as a new request,
-                                                so that every piece has one version
+    stage, verify ──> hold ──> [drain] ──> interrupt ──> load ──> resume
+                                              │ SGLang reports versions per token: it retracts and resumes requests
+                                              └ it does not: it returns them early, and the rest of each is a new
+                                                request, so that every piece has one version
 
-Where answers were open, one token is asked for behind them: when it is there, SGLang samples with the new weights.
-A load that fails leaves weights that nobody knows: SGLang is then killed, and starts again unsynced.
+If completions were open, one token is requested behind them: once it arrives, SGLang samples with the new weights.
+After a load that failed the weights are unknown: SGLang is killed, and starts again unsynced.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import shutil
-import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from realsys.errors import GenerationError, RealsysError, WeightsError
 from realsys.generation.backend import Materialise, Materialised
@@ -31,23 +31,25 @@ log = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[int, ...]]  # HF name -> shape
 
-PAUSE, LOAD = "pause", "load"  # why trips are held
+PAUSE, LOAD = "pause", "load"  # reasons to hold trips
 _FIRST_TOKEN_TIMEOUT_S = 60.0
-_MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
 class Updater:
-    """Puts updates in order, and keeps pauses out of a load."""
+    """Runs one update at a time, and no pause during a load."""
 
     def __init__(
         self, traffic: Traffic, shapes: Shapes, materialise: Materialise, *, drain: bool, timeout_s: float
     ) -> None:
-        self._traffic, self._shapes, self._materialise = traffic, shapes, materialise
-        self._drain, self._timeout_s = drain, timeout_s
+        self._traffic = traffic
+        self._shapes = shapes
+        self._materialise = materialise
+        self._drain = drain
+        self._timeout_s = timeout_s
         self._order = asyncio.Lock()
         self._control = asyncio.Lock()
-        self._stopped: Run | None = None  # the run that was told to pause
-        self._probe: asyncio.Future[list[Reply]] | None = None  # one token of the new version, asked for
+        self._stopped: Run | None = None  # the run that was paused
+        self._probe: asyncio.Future[list[Reply]] | None = None  # request for one token of the new version
         self.done = 0  # updates that succeeded
 
     async def pause(self, mode: PauseMode) -> None:
@@ -61,11 +63,11 @@ class Updater:
     async def resume(self) -> None:
         async with self._control:
             run = self._traffic.serving()
-            await self._go_on(run)
+            await self._resume_sglang(run)
             self._traffic.release(PAUSE)
 
     async def update(self, path: str, version: int, *, abort_all: bool) -> UpdateResult:
-        """Stage, verify, load. What is wrong with a version is a result; GenerationError: SGLang is not there."""
+        """Stage, verify and load. A bad version is a result; raises GenerationError if SGLang does not serve."""
         async with self._order:
             run, begin = self._traffic.serving(), time.perf_counter()
             target = run.scratch / f"v{version:08d}"
@@ -118,12 +120,12 @@ class Updater:
         begin, end = loaded
         self.done += 1
         timings |= {"drain_s": drained - ready, "pause_s": time.perf_counter() - drained, "load_s": end - begin}
-        if any(traffic.open_answers()) and await self._samples(run, version):
+        if any(traffic.open_completions()) and await self._samples(run, version):
             timings["first_token_s"] = time.perf_counter() - end
         return UpdateResult(True, f"serving version {version}", timings)
 
     async def _samples(self, run: Run, version: int) -> bool:
-        """Wait for one token of the new version, in line with the answers. False when a pause or an end comes first."""
+        """Wait for one token of the new version, queued behind the completions. False if a pause or an end is first."""
         piece = Piece(f"first{version:08d}", [0], {"max_new_tokens": 1, "temperature": 0.0})
         if PAUSE in self._traffic.holds:
             return False
@@ -136,7 +138,7 @@ class Updater:
             self._probe = None
 
     async def _load(self, run: Run, directory: Path, version: int, mode: PauseMode) -> tuple[float, float] | str:
-        """Interrupt, load, go on. When the load began and ended, or why SGLang had to be killed."""
+        """Interrupt, load, resume. Returns when the load began and ended, or why SGLang had to be killed."""
         traffic = self._traffic
         try:
             await self._interrupt(run, mode)
@@ -145,20 +147,20 @@ class Updater:
             loaded = time.perf_counter()
             traffic.version = version
             if PAUSE not in traffic.holds:
-                await self._go_on(run)
+                await self._resume_sglang(run)
         except GenerationError as error:
-            log.error("update to version %d failed, SGLang is started again: %s", version, error)
-            traffic.down(f"SGLang is killed, for its weights are not known: {error}")
+            log.error("update to version %d failed, SGLang is restarted: %s", version, error)
+            traffic.down(f"SGLang is killed, because its weights are unknown: {error}")
             run.child.kill()
             return str(error)
         return begin, loaded
 
     async def _interrupt(self, run: Run, mode: PauseMode) -> None:
-        """Stop SGLang's work. What is under way stays there, or comes back (module's drawing)."""
+        """Stop SGLang's work. Running requests stay there, or are returned early (see the module's drawing)."""
         traffic = self._traffic
         if mode == "abort":
             if self._stopped is run:
-                await run.api.pause("retract")  # an answer that is paused in place would not come back
+                await run.api.pause("retract")  # a completion that is paused in place would not be returned
             await traffic.recall(traffic.abort())
         elif not run.reports:
             await traffic.recall(traffic.under_way())
@@ -166,34 +168,29 @@ class Updater:
             await run.api.pause("retract" if mode == "abort" else mode)
             self._stopped = run
 
-    async def _go_on(self, run: Run) -> None:
+    async def _resume_sglang(self, run: Run) -> None:
         if self._stopped is run:
             await run.api.resume()
             self._stopped = None
 
 
 def check_shapes(directory: Path, expected: Shapes) -> None:
-    """Raise WeightsError unless the directory holds just these tensors: SGLang keeps old values for missing ones."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Raise WeightsError unless the directory has exactly these tensors: SGLang keeps old values for missing ones."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        found.update(_shapes_in(path))
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        shapes.update(_shapes_in(path))
+    wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
     if wrong:
         name = wrong[0]
         raise WeightsError(
-            f"{directory}: tensor {name} has shape {found.get(name, 'missing')}, the model that is served has "
+            f"{directory}: tensor {name} has shape {shapes.get(name, 'missing')}, the served model has "
             f"{expected.get(name, 'no such tensor')}; {len(wrong)} tensors differ"
         )
 
 
-def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape from the header of a safetensors file. Raises WeightsError when it has none."""
+def _shapes_in(path: Path) -> Shapes:
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _MAX_HEADER:
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(file.read(length))
-        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as error:
-        raise WeightsError(f"{path} is no safetensors file: {error}") from error
+        with safe_open(path, framework="numpy") as file:  # reads the header only
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} is not a safetensors file: {error}") from error

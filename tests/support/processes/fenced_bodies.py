@@ -136,9 +136,10 @@ def manages(ctx: WorkerContext) -> None:
 
 def generates(ctx: WorkerContext) -> None:
     """A GenerationServer with the embedded engine."""
+    from realsys.cluster.http.http_server import HttpServer
     from realsys.config.schema import EmbeddedConfig, GenerationConfig
     from realsys.generation.embedded.build import build_engine
-    from realsys.generation.server import HttpServer, build_app
+    from realsys.generation.server import build_app
     from realsys.weights.disk.stage import DiskReader
     from tests.support.serving.generation_models import make_model
 

@@ -7,14 +7,15 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from realsys.launch.plan import TRAINING, Kind, OnDeath, ProcessSpec
-from realsys.launch.processes.supervisor import Supervisor
-from realsys.launch.processes.verdict import NO_CHECKPOINT, Outcome
+from realsys.launch.processes.restart_policy import Outcome
+from realsys.launch.processes.supervisor import Bounds, Hooks, Supervisor
 
 READY = """
 import os, signal, socket, sys
@@ -47,12 +48,12 @@ class Trial:
         until: Sequence[str] = (),
         then: Callable[[Supervisor], None] | None = None,
         stop_timeout_s: float = 5.0,
-        permanent: Callable[[frozenset[int]], bool] = lambda pids: False,
-        checkpoint: Callable[[], int] = lambda: NO_CHECKPOINT,
-        finished: Callable[[], bool] = lambda: True,
-        name_store_ready: Callable[[ProcessSpec], Awaitable[None]] | None = None,
+        **hooks: Any,
     ) -> Outcome:
-        """Run to the end; once every process in ``until`` is ready, call ``then``. Checks that no process is left."""
+        """Run to the end; once every process in ``until`` is ready, call ``then``. Checks that no process is left.
+
+        ``hooks``: of the supervisor, besides ``say``.
+        """
 
         async def body() -> Outcome:
             waiting, all_ready = set(until), asyncio.Event()
@@ -67,18 +68,8 @@ class Trial:
 
             asyncio.get_running_loop().add_reader(server, on_ready)
             async with asyncio.timeout(90):
-                supervisor = Supervisor(
-                    specs,
-                    stop_timeout_s=stop_timeout_s,
-                    master_stop_s=stop_timeout_s / 2,
-                    max_restarts=2,
-                    say=self.notes.append,
-                    permanent=permanent,
-                    checkpoint=checkpoint,
-                    finished=finished,
-                    first_backoff_s=0.01,
-                    **({"name_store_ready": name_store_ready} if name_store_ready else {}),
-                )
+                bounds = Bounds(stop_timeout_s, stop_timeout_s / 2, max_restarts=2, first_backoff_s=0.01)
+                supervisor = Supervisor(specs, bounds, Hooks(say=self.notes.append, **hooks))
                 running = asyncio.create_task(supervisor.run())
                 if then is not None:
                     await all_ready.wait()

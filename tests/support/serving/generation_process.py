@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 
+from realsys.cluster.http.http_server import HttpServer
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.core import EngineCore
-from realsys.generation.server import HttpServer, build_app
+from realsys.generation.server import build_app
+from realsys.generation.serving import stop_serving
 from realsys.weights.disk.stage import DiskReader
-from realsys.workers.generation_server import stop_serving
 
 
 def main() -> None:

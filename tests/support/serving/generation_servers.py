@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 import torch
 
+from realsys.cluster.http.http_server import HttpServer
 from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig
 from realsys.generation.backend import EngineParts, GenerationEngine, Materialised, make_backend
 from realsys.generation.client import Generated, GenerationClient, SamplingSpec
 from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.forward.weights import read_tensors
-from realsys.generation.server import HttpServer, build_app
+from realsys.generation.server import build_app
 from realsys.generation.sglang.engine import SglangEngine
 from realsys.weights.disk import manifest
 from realsys.weights.disk.shards import ShardWriter

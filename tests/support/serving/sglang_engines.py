@@ -19,7 +19,8 @@ from realsys.errors import WeightsError
 from realsys.generation.backend import Change, Completion, Materialised
 from realsys.generation.limits import Limits
 from realsys.generation.protocol import SamplingParams
-from realsys.generation.sglang.engine import Settings, SglangEngine
+from realsys.generation.sglang.engine import Model, SglangEngine
+from realsys.generation.sglang.keeper import Settings
 from tests.support.serving import sglang_stand_in
 
 SHAPES = {"a": (2, 3), "b": (4,)}
@@ -69,7 +70,7 @@ class Engines:
         limits = Limits(vocabulary=97, eos=(96,), context=64, answers=8, tokenizer=False, model_path="/models/base")
         bounds = ("start_timeout_s", "request_timeout_s", "load_timeout_s", "silence_timeout_s")
         values = {**dict.fromkeys(bounds, WAIT_S), "max_restarts": 2, "first_backoff_s": 0.01, **settings}
-        engine = SglangEngine(StandIn(flags), limits, SHAPES, materialise, Settings(**values), changes.put)
+        engine = SglangEngine(StandIn(flags), Model(limits, SHAPES), materialise, Settings(**values), changes.put)
         if start:
             engine.start()
             self._started.append(engine)

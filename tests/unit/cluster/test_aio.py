@@ -77,7 +77,7 @@ def test_work_that_stops_by_itself_has_its_grace() -> None:
     run(body())
 
 
-def test_work_that_does_not_stop_in_its_grace_is_cancelled() -> None:
+def test_work_is_cancelled_after_its_grace() -> None:
     async def body() -> None:
         for grace in (0.0, 0.01):
             ctx: Any = Context()

@@ -21,7 +21,7 @@ def test_records_come_back_earliest_first(tmp_path):
     assert [r.time for r in read_errors(tmp_path / "errors")] == [1.0, 2.0, 3.0]
 
 
-def test_file_is_named_for_the_process_and_a_reused_pid_overwrites_nothing(tmp_path):
+def test_reused_pid_overwrites_no_error_file(tmp_path):
     first = write_error(tmp_path, record(1.0, pid=7))
     second = write_error(tmp_path, record(2.0, pid=7))
     assert first.name == "model_worker-0-7.json" and second != first
@@ -29,7 +29,7 @@ def test_file_is_named_for_the_process_and_a_reused_pid_overwrites_nothing(tmp_p
     assert all(p.suffix == ".json" for p in tmp_path.iterdir())
 
 
-def test_record_of_an_exception_says_who_what_and_where():
+def test_record_names_worker_type_and_place():
     try:
         raise ConfigError("train.lr", -1, "must be > 0\nand more")
     except ConfigError as exc:

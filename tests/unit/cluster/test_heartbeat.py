@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from realsys.cluster.heartbeat import Heartbeat
+from realsys.cluster.heartbeat import Heartbeat, LeaseTerms
 from realsys.cluster.store.memory_store import MemoryNameStore
 from realsys.errors import Fenced, NameStoreError
 
@@ -26,8 +26,7 @@ def store() -> Iterator[MemoryNameStore]:
 
 
 def heartbeat(store: MemoryNameStore, losses: Losses, lease_s: float = 60.0, **options: Any) -> Heartbeat:
-    settings = {"kind": "rollout_worker", "index": 1, "lease_s": lease_s, "heartbeat_s": 0.02, "on_lost": losses.put}
-    return Heartbeat(store, KEY, **settings, **options)
+    return Heartbeat(store, KEY, "rollout_worker", 1, LeaseTerms(lease_s, 0.02, **options), losses.put)
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def losses() -> Losses:
     return queue.SimpleQueue()
 
 
-def test_value_says_who_it_is_and_follows_the_state(store, losses):
+def test_value_has_identity_and_state(store, losses):
     beating = heartbeat(store, losses)
     values: queue.SimpleQueue[dict] = queue.SimpleQueue()
     with store.watch(KEY, lambda tree: values.put(json.loads(tree[KEY]))):
@@ -51,24 +50,24 @@ def test_value_says_who_it_is_and_follows_the_state(store, losses):
     assert losses.empty()
 
 
-def test_incarnations_grow_though_the_clock_was_set_back_and_the_key_is_gone(store, losses, tmp_path):
+def test_incarnations_grow_without_key_and_clock(store, losses, tmp_path):
     last, future = tmp_path / "incarnations" / "rollout_worker-1", 4_000_000_000_000_000_000
     before = heartbeat(store, losses, last=last).incarnation
     assert last.read_text() == before
     store.delete(KEY)
-    last.write_text(str(future))  # as a machine whose clock was ahead has left it
+    last.write_text(str(future))  # left by a machine whose clock was ahead
     for step in (1, 2):
         assert heartbeat(store, losses, last=last).incarnation == f"{future + step:019d}"
         store.delete(KEY)
     assert [path.name for path in last.parent.iterdir()] == ["rollout_worker-1"]
 
 
-def test_file_of_the_last_incarnation_that_cannot_be_read_is_named_and_replaced(store, losses, tmp_path, caplog):
+def test_unreadable_incarnation_file_is_replaced(store, losses, tmp_path, caplog):
     last = tmp_path / "incarnations" / "rollout_worker-1"
     last.parent.mkdir()
     last.write_bytes(b"")
     made = heartbeat(store, losses, last=last)
-    assert f"{last} holds b'', which is no incarnation" in caplog.text
+    assert f"{last} holds b'', which is not an incarnation" in caplog.text
     assert last.read_text() == made.incarnation
 
 
@@ -96,7 +95,7 @@ def test_newer_incarnation_wins_and_the_older_stops(store, losses):
     assert newer_losses.empty()
 
 
-def test_incarnation_grows_although_the_clock_was_set_back(store, losses, monkeypatch):
+def test_incarnation_grows_after_clock_was_set_back(store, losses, monkeypatch):
     first = heartbeat(store, losses)
     monkeypatch.setattr("realsys.cluster.heartbeat.time.time_ns", lambda: 5)
     assert heartbeat(store, losses).incarnation > first.incarnation
@@ -111,7 +110,7 @@ def test_loss_is_told_once(store, losses):
     assert losses.empty()
 
 
-def test_store_out_of_reach_is_borne_until_the_lease_is_over(store, losses, monkeypatch, caplog):
+def test_unreachable_store_ends_worker_with_its_lease(store, losses, monkeypatch, caplog):
     now = 100.0
     beating = heartbeat(store, losses, lease_s=60.0, clock=lambda: now)
 
@@ -123,12 +122,12 @@ def test_store_out_of_reach_is_borne_until_the_lease_is_over(store, losses, monk
 
     monkeypatch.setattr(store, "renew_lease", fail)
     beating.start()
-    for _ in range(2):  # by the second try, the first has been told
+    for _ in range(2):  # at the second try, the first has been logged
         tries.get(timeout=BOUND_S)
     assert losses.empty()
     now = 160.0
     with beating._condition:
-        beating._condition.notify_all()  # as if the seconds had passed
+        beating._condition.notify_all()  # the seconds have passed
     assert "whole lease of 60 s" in str(losses.get(timeout=BOUND_S))
     beating.stop()
     assert "trying again" in caplog.text
@@ -140,8 +139,8 @@ def test_foreign_value_under_the_key_is_named(store, losses):
         heartbeat(store, losses)
 
 
-def test_check_raises_from_the_deadline_on_before_any_other_thread_has_run(store, losses):
-    """A process that wakes up after a suspension: the store still takes it for alive, no thread of ours has run yet."""
+def test_check_raises_before_any_thread_has_run(store, losses):
+    """After a suspension: the store still treats the process as alive, and no thread of the heartbeat has run yet."""
     now = 100.0
     beating = heartbeat(store, losses, lease_s=60.0, clock=lambda: now)
     now = 159.9
@@ -156,7 +155,7 @@ def test_check_raises_from_the_deadline_on_before_any_other_thread_has_run(store
     assert store.get(KEY)
 
 
-def test_good_beat_moves_the_deadline_to_a_lease_after_its_begin(store, losses):
+def test_good_beat_moves_the_deadline(store, losses):
     now = 100.0
     beating = heartbeat(store, losses, lease_s=60.0, clock=lambda: now)
     now = 150.0
@@ -168,7 +167,7 @@ def test_good_beat_moves_the_deadline_to_a_lease_after_its_begin(store, losses):
         beating.check()
 
 
-def test_beat_that_the_suspension_cut_in_two_does_not_bring_the_lease_back(store, losses, monkeypatch):
+def test_suspended_beat_does_not_renew_the_lease(store, losses, monkeypatch):
     """Suspended inside the store's call: its answer is from before, and so is the deadline that it earns."""
     now = 100.0
     beating = heartbeat(store, losses, lease_s=60.0, clock=lambda: now)
@@ -194,7 +193,7 @@ def test_check_raises_once_the_key_was_taken_over(store, losses):
     old.stop()
 
 
-def test_counters_are_in_the_value_with_the_next_beat(store, losses):
+def test_counters_are_in_the_next_beat(store, losses):
     beating = heartbeat(store, losses)
     assert json.loads(store.get(KEY))["counters"] == {}
     beating.count(lambda: {"malformed": 3})

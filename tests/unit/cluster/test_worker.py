@@ -28,7 +28,7 @@ def trial(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trial]:
     made.close()
 
 
-def test_body_gets_its_context_and_nothing_is_left_of_it(trial):
+def test_body_gets_its_context_and_leaves_nothing(trial):
     body = """
     quick()
     ctx.set_state("serving")
@@ -49,7 +49,7 @@ def test_body_gets_its_context_and_nothing_is_left_of_it(trial):
 
 
 @pytest.mark.needs("etcd")
-def test_worker_with_etcd_registers_is_fenced_after_a_pause_and_cleans_up(tmp_path, etcd_server):
+def test_worker_with_etcd_is_fenced_and_cleans_up(tmp_path, etcd_server):
     trial = Trial(tmp_path, lease_s=3.0, backend="etcd", address=etcd_server.address)
     try:
         paused = trial.start("quick(); threading.Event().wait()")
@@ -66,7 +66,7 @@ def test_worker_with_etcd_registers_is_fenced_after_a_pause_and_cleans_up(tmp_pa
         trial.close()
 
 
-def test_exception_in_the_body_ends_with_an_error_file_and_without_its_keys(trial):
+def test_exception_in_body_leaves_only_an_error_file(trial):
     process = trial.start("quick(); raise RewardError('verifier 4 hung')")
     log = trial.ends(process, 1)
     assert "RewardError: verifier 4 hung" in log and "Traceback" in log
@@ -82,7 +82,7 @@ def test_exception_in_the_body_ends_with_an_error_file_and_without_its_keys(tria
     assert trial.store.get_subtree(trial.names.root) == {}
 
 
-def test_process_that_fails_twice_does_not_end_before_its_first_failure_is_written(trial):
+def test_first_failure_is_written_before_the_exit(trial):
     """Its file waits for the disk while the main thread fails because of it."""
     slow = (
         "import realsys.cluster.worker as w; write = w.write_error; writing, disk = (threading.Event() for _ in '12');"
@@ -96,7 +96,7 @@ def test_process_that_fails_twice_does_not_end_before_its_first_failure_is_writt
     assert record.type == "IndexError" and "RewardError: late" in log
 
 
-def test_thread_that_dies_takes_the_process_with_it(trial):
+def test_dead_thread_ends_the_process(trial):
     """The main thread waits for what the thread was to deliver: it would wait for ever."""
     body = """
     quick()
@@ -112,7 +112,7 @@ def test_thread_that_dies_takes_the_process_with_it(trial):
 
 
 @LAPSES
-def test_paused_process_fences_itself_when_it_wakes_up(trial):
+def test_paused_process_fences_itself(trial):
     """Longer than its lease it was dead to everyone; its work has been given to others."""
     process = trial.start("quick(); threading.Event().wait()")
     trial.ready()
@@ -137,7 +137,7 @@ def test_short_pause_does_no_harm(trial):
 
 
 @LAPSES
-def test_restarted_worker_takes_over_at_once_from_a_killed_one(trial):
+def test_restarted_worker_takes_over_from_a_killed_one(trial):
     first = trial.start("quick(); threading.Event().wait()")
     incarnation = trial.ready()
     first.kill()
@@ -152,7 +152,7 @@ def test_restarted_worker_takes_over_at_once_from_a_killed_one(trial):
     trial.ends(second, 0)
 
 
-def test_restarted_worker_is_younger_than_its_predecessor_whatever_the_clock_says(trial):
+def test_restarted_worker_is_younger_whatever_the_clock(trial):
     last = trial.paths.incarnation("tester", 0)
     last.parent.mkdir()
     last.write_text(str(4 * 10**18))  # a start in the year 2096
@@ -181,8 +181,8 @@ def test_stop_ends_a_wait_in_the_name_store(trial):
     assert read_errors(trial.paths.errors) == []
 
 
-def test_body_that_stops_before_it_is_done_says_so_and_has_not_failed(trial):
-    """Not 0: whoever started it must not take the run for finished."""
+def test_body_that_stops_early_has_not_failed(trial):
+    """Not 0: the launcher must not take the run for finished."""
     process = trial.start("quick(); ctx.stop.wait(30); raise SystemExit(143)")
     trial.ready()
     process.terminate()
@@ -211,7 +211,7 @@ def test_second_sigterm_changes_nothing(trial):
     trial.ends(process, 0)
 
 
-def test_signal_while_the_main_thread_is_in_wait_does_not_deadlock(trial):
+def test_signal_inside_wait_does_not_deadlock(trial):
     """Event.set() in a handler deadlocks when the signal hits inside Event.wait()."""
     body = """
     quick()
@@ -224,8 +224,8 @@ def test_signal_while_the_main_thread_is_in_wait_does_not_deadlock(trial):
 
 
 @LAPSES
-def test_orphan_is_told_to_stop_and_does_not_outlive_its_grace(trial):
-    """Its parent is killed and its body ignores ``stop``: there is nobody left to kill it."""
+def test_orphan_does_not_outlive_its_grace(trial):
+    """Its parent is killed and its body ignores ``stop``: no process is left to kill it."""
     child = [sys.executable, "-c", PRELUDE.format(body="quick(); threading.Event().wait()")]
     child += ["--trial-dir", str(trial.paths.root), "--index", "0"]
     code = f"import subprocess, threading; subprocess.Popen({child!r}); threading.Event().wait()"
@@ -243,19 +243,19 @@ def test_orphan_is_told_to_stop_and_does_not_outlive_its_grace(trial):
     trial.gone(trial.names.root)
 
 
-def test_worker_whose_launcher_has_ended_before_it_began_does_not_start(trial):
+def test_worker_of_a_dead_launcher_does_not_start(trial):
     process = trial.start("quick()", REALSYS_PARENT_PID="1")
     assert "nothing to work for" in trial.ends(process, 1)
 
 
-def test_finished_worker_runs_its_exit_handlers_and_waits_for_no_thread(trial):
+def test_finished_worker_waits_for_no_thread(trial):
     lingering = "threading.Thread(target=threading.Event().wait, name='lingering').start()"
     process = trial.start(f"import atexit; atexit.register(lambda: logging.info('handled')); {lingering}")
     log = trial.ends(process, 0)
     assert log.index(" exit 0") < log.index(" handled") and "still here" not in log
 
 
-def test_exit_handler_that_never_ends_does_not_hold_a_finished_worker(trial):
+def test_endless_exit_handler_does_not_hold_worker(trial):
     process = trial.start("import atexit; atexit.register(threading.Event().wait)")
     assert "done, but still here after 0.5 s" in trial.ends(process, 0)
 
@@ -290,7 +290,7 @@ def test_unreadable_config_is_reported_like_any_failure(trial):
     ("arguments", "problem"),
     [(["--index", "0"], "--trial-dir"), (["--trial-dir", "/nowhere", "--index", "0"], "no such directory")],
 )
-def test_wrong_arguments_end_with_2_before_anything_slow_is_imported(arguments, problem):
+def test_wrong_arguments_end_before_slow_imports(arguments, problem):
     code = (
         "import sys, atexit; atexit.register(lambda: print('pydantic' in sys.modules));"
         "from realsys.cluster.worker import worker_main; worker_main('tester', print)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from concurrent.futures import Future
 
 import msgspec
@@ -12,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realsys.config.schema import SamplingConfig
 from realsys.generation.client import SamplingSpec
 from realsys.generation.embedded.forward.sampler import RowParams, sample
 from realsys.generation.embedded.layout import LayoutPlanner
@@ -19,6 +19,7 @@ from realsys.generation.embedded.prefill import PrefixIndex, plan_pass
 from realsys.generation.embedded.scheduler import LiveCompletion, Request
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.uniforms import uniforms
+from realsys.rollout.sessions import sampling_spec
 
 CPU = torch.device("cpu")
 
@@ -151,11 +152,28 @@ def test_what_is_off_is_not_sent():
     msgspec.convert(sent, SamplingParams)  # every name is known, and no field of the chunking is sent
 
 
-def test_defaults_of_client_and_server_agree():
-    server = SamplingParams()
-    for field in dataclasses.fields(SamplingSpec):
-        if field.name not in ("max_new_tokens", "new_tokens_per_chunk"):
-            assert getattr(server, field.name) == field.default, field.name
+#: of one request, not of a trial
+PER_REQUEST = {"n", "sampling_seed", "answer_prefix"}
+
+
+def test_config_offers_every_sampling_parameter():
+    """generation.sampling is the user's page of SamplingParams: same names, same defaults."""
+    server, settings = msgspec.structs.fields(SamplingParams), SamplingConfig()
+    assert {f.name for f in server} - PER_REQUEST == set(SamplingConfig.model_fields) - {"new_tokens_per_chunk"}
+    for field in server:
+        if field.name not in PER_REQUEST | {"max_new_tokens"}:
+            value = getattr(settings, field.name)
+            assert (tuple(value) if isinstance(value, list) else value) == field.default, field.name
+
+
+@pytest.mark.parametrize("name", sorted(set(SamplingConfig.model_fields) - {"stop", "stop_token_ids"}))
+def test_config_accepts_only_what_a_server_does(name):
+    for value in (-10, -3, -2, -1, -1e-9, 0, 1e-7, 1e-6, 1e-3, 0.5, 1, 1.5, 2, 3, 1e9, float("inf"), float("nan")):
+        try:
+            given = SamplingConfig(**{"max_new_tokens": 10**10, name: value})
+        except ValueError:
+            continue
+        assert sampling_spec(given, ()).problem() is None, value
 
 
 # ---- random numbers

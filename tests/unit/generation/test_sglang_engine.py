@@ -35,7 +35,7 @@ def test_answers_come_back_and_output_is_passed_on(make, caplog):
 
 
 def test_versions_are_derived_where_they_are_not_reported(make):
-    """Half of the answer is of the first weights; it is given back for the update, and goes on from there."""
+    """Half of the answer is of the first weights; it is returned for the update, and continues from there."""
     engine, _ = make()
     running = engine.generate("a", [5], STALLING)
     result = engine.update("/weights/v7", 7).result(WAIT_S)
@@ -48,7 +48,7 @@ def test_versions_are_derived_where_they_are_not_reported(make):
     assert answer.finish_reason == "length"
 
 
-def test_pause_gives_back_what_runs_and_resume_goes_on(make):
+def test_pause_returns_requests_and_resume_continues(make):
     engine, _ = make()
     running = engine.generate("a", [5], STALLING)
     engine.pause("retract").result(WAIT_S)
@@ -61,7 +61,7 @@ def test_pause_gives_back_what_runs_and_resume_goes_on(make):
     assert answer.segments == [(-1, 5), (7, 5)]
 
 
-def test_a_pause_does_not_wait_for_the_first_token_of_an_update(make):
+def test_pause_does_not_wait_for_first_token(make):
     engine, _ = make()
     running = engine.generate("a", [5], STALLING)
     update = engine.update("/weights/v13", 13)
@@ -74,10 +74,10 @@ def test_a_pause_does_not_wait_for_the_first_token_of_an_update(make):
     assert running.result(WAIT_S)[0].segments == [(-1, 5), (13, 5)]
 
 
-def test_reported_versions_are_taken_and_sglang_holds_the_requests_itself(make):
+def test_reported_versions_are_used(make):
     engine, _ = make("--reports")
     update = engine.update("/weights/v7", 7).result(WAIT_S)
-    assert update.success and "first_token_s" not in update.timings  # nobody waits for one
+    assert update.success and "first_token_s" not in update.timings  # no completion was open
     [answer] = generate(engine, [5]).result(WAIT_S)
     assert answer.segments == [(7, 4)]
 
@@ -120,7 +120,7 @@ def test_full_queue_is_refused_as_retryable(make):
     engine, _ = make()
     engine.pause("in_place").result(WAIT_S)
     held = generate(engine, [5], n=8)
-    with pytest.raises(GenerationError, match="queue full: 8 answers are open") as refused:
+    with pytest.raises(GenerationError, match="queue full: 8 completions are open") as refused:
         generate(engine, [5]).result(WAIT_S)
     assert refused.value.retryable
     engine.resume().result(WAIT_S)
@@ -139,9 +139,9 @@ def test_two_requests_cannot_share_an_id(make):
 
 def test_shapes_are_compared_by_name(tmp_path):
     save_file({"a": torch.zeros(3, 2), "b": torch.zeros(4), "c": torch.zeros(1)}, tmp_path / "m.safetensors")
-    with pytest.raises(WeightsError, match=r"tensor a has shape \(3, 2\), the model that is served has \(2, 3\); 2 "):
+    with pytest.raises(WeightsError, match=r"tensor a has shape \(3, 2\), the served model has \(2, 3\); 2 "):
         check_shapes(tmp_path, SHAPES)
     for damaged in (b"\xff" * 4, b"\xff" * 16, bytes([2]) + bytes(7) + b"[]", bytes([3]) + bytes(7) + b"[[["):
         (tmp_path / "m.safetensors").write_bytes(damaged)
-        with pytest.raises(WeightsError, match="no safetensors file"):
+        with pytest.raises(WeightsError, match="not a safetensors file"):
             check_shapes(tmp_path, SHAPES)

@@ -30,7 +30,7 @@ def make() -> Iterator[Engines]:
         yield made
 
 
-def test_start_that_fails_is_named_with_the_last_lines(make):
+def test_failed_start_shows_the_last_lines(make):
     engine, _ = make("--fail", start=False)
     with pytest.raises(GenerationError, match=r"exited with code 9 before it answered.*RuntimeError: no such model"):
         engine.start()
@@ -96,7 +96,7 @@ def test_nothing_outlives_a_killed_server(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_sglang_had_in_shared_memory_is_removed(make, caplog):
+def test_shared_memory_of_killed_sglang_is_removed(make, caplog):
     with caplog.at_level(logging.INFO, logger="sglang"):
         _, changes = make("--loads")
         deadline = time.monotonic() + WAIT_S
@@ -110,7 +110,7 @@ def test_what_a_killed_sglang_had_in_shared_memory_is_removed(make, caplog):
     assert not segment.exists()
 
 
-def test_death_fails_what_runs_and_a_restart_serves_unsynced(make):
+def test_restarted_sglang_serves_unsynced(make):
     engine, changes = make()
     assert engine.update("/weights/v7", 7).result(WAIT_S).success
     assert engine.version == 7
@@ -139,7 +139,7 @@ def test_held_requests_fail_with_the_death(make):
 
 
 @pytest.mark.parametrize("how", ["samples nothing", "says nothing"])
-def test_a_server_that_is_alive_and_does_nothing_is_started_again(make, how):
+def test_silent_server_is_restarted(make, how):
     engine, changes = make(silence_timeout_s=2.0)
     [server] = psutil.Process(engine._traffic.run.child.pid).children()
     if how == "says nothing":
@@ -155,7 +155,7 @@ def test_a_server_that_is_alive_and_does_nothing_is_started_again(make, how):
     assert ended(server.pid)
 
 
-def test_silence_counts_only_while_sglang_is_meant_to_sample(monkeypatch):
+def test_silence_counts_only_without_a_pause(monkeypatch):
     """Half a limit passes with every question; for twenty of them it is paused."""
     now, asked = [0.0], []
 
@@ -164,7 +164,7 @@ def test_silence_counts_only_while_sglang_is_meant_to_sample(monkeypatch):
         return len(asked) < 20
 
     class Silent:
-        async def samples(self, session: object, timeout_s: float) -> bool:
+        async def samples(self, http: object, timeout_s: float) -> bool:
             asked.append("samples")
             return False
 
@@ -180,8 +180,8 @@ def test_silence_counts_only_while_sglang_is_meant_to_sample(monkeypatch):
 
     monkeypatch.setattr(keepers, "_CHECK_INTERVAL_S", 0.0)
     monkeypatch.setattr(keepers, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    news = {"on_up": print, "on_down": print, "held": held_and_counted}
-    keeper = keepers.Keeper(StandIn(), start_timeout_s=1.0, max_restarts=0, silence_timeout_s=100.0, **news)
+    settings = keepers.Settings(1.0, 0, 1.0, 1.0, silence_timeout_s=100.0)
+    keeper = keepers.Keeper(StandIn(), settings, keepers.Listener(print, print, held_and_counted))
     assert asyncio.run(body()).startswith("has sampled nothing for 100 s")
     assert asked == ["held"] * 20 + ["samples"]
 
@@ -198,7 +198,7 @@ def test_restarts_are_bounded(make):
     assert engine.failure == last.reason
 
 
-def test_failed_load_restarts_sglang_rather_than_serve_what_nobody_knows(make):
+def test_failed_load_restarts_sglang(make):
     engine, changes = make()
     assert engine.update("/weights/v6", 6).result(WAIT_S).success
     result = engine.update("/weights/broken", 7).result(WAIT_S)

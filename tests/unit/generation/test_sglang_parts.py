@@ -20,7 +20,7 @@ from realsys.generation.sglang.api import Reply
 from realsys.generation.sglang.arguments import CPU_SUPPORT, Launch
 from realsys.generation.sglang.requests import Request
 from realsys.generation.stop_strings import read_tokenizer
-from realsys.generation.uniforms import answer_seed
+from realsys.generation.uniforms import completion_seed
 from tests.support.serving.generation_models import make_tokenizer
 
 GPU = Launch(
@@ -67,12 +67,12 @@ def test_command_on_a_cpu():
     assert flags_of(replace(cpu, context=40_000))["--max-total-tokens"] == str(2 * 40_016)
 
 
-def test_a_model_with_a_tokenizer_is_served_with_it(tmp_path):
+def test_tokenizer_of_a_model_is_used(tmp_path):
     (tmp_path / "tokenizer.json").touch()
     assert "--skip-tokenizer-init" not in flags_of(replace(GPU, model_path=tmp_path))
 
 
-def test_options_of_the_user_win_and_are_written_as_on_a_command_line():
+def test_options_of_the_user_replace_ours():
     given = {"tp-size": 4, "enable-metrics": True, "log-level": False, "random-seed": None, "cuda-graph-bs": [1, 2]}
     command = replace(GPU, options=given).command(1)
     text = " ".join(command)
@@ -81,7 +81,7 @@ def test_options_of_the_user_win_and_are_written_as_on_a_command_line():
     assert "--log-level" not in text and "--random-seed" not in text
 
 
-def test_options_may_be_written_with_underscores_or_dashes():
+def test_options_accept_underscores_and_dashes():
     settings = SglangConfig(args={"max_total_tokens": 5, "--mem-fraction-static": 0.7})
     assert options(settings) == {"max-total-tokens": 5, "mem-fraction-static": 0.7}
 
@@ -97,7 +97,7 @@ def test_environment_is_that_of_another_interpreter():
     assert (CPU_SUPPORT / "realsys_sglang_cpu" / "server.py").is_file()
 
 
-def test_interpreter_is_the_configured_one_or_that_of_the_checkout_or_this_one(tmp_path):
+def test_interpreter_is_chosen_in_order(tmp_path):
     assert interpreter(SglangConfig(python="/other/python"), tmp_path) == "/other/python"
     assert interpreter(SglangConfig(), tmp_path) == sys.executable
     python = tmp_path / "bin" / "python"
@@ -122,7 +122,7 @@ def request(**params: object) -> Request:
 
 
 def reply(tokens: list[int], kind: str = "length", spans: list[tuple[str, int, int]] | None = None) -> Reply:
-    """As JSON gives it."""
+    """Decode a reply from JSON."""
     meta = {
         "id": "x",
         "finish_reason": {"type": kind, "matched": tokens[-1] if kind == "stop" else None, "length": 1},
@@ -139,7 +139,7 @@ def test_pieces_say_what_is_wanted_in_sglangs_words():
     first, second = one.pieces(itertools.count())
     assert first.input_ids == [1, 2]
     seeds = [piece.sampling_params.pop("sampling_seed") for piece in (first, second)]
-    assert seeds == [answer_seed(5, 0), answer_seed(5, 1)]
+    assert seeds == [completion_seed(5, 0), completion_seed(5, 1)]
     assert first.sampling_params == {
         "top_p": 0.5,
         "max_new_tokens": 6,
@@ -152,7 +152,7 @@ def test_pieces_say_what_is_wanted_in_sglangs_words():
 
 
 def test_seeds_of_answers_differ_and_fit_sglang():
-    seeds = {answer_seed(seed, answer) for seed in (0, 1, 2**63 - 1) for answer in range(100)}
+    seeds = {completion_seed(seed, answer) for seed in (0, 1, 2**63 - 1) for answer in range(100)}
     assert len(seeds) == 300
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -167,7 +167,7 @@ def test_spans_become_segments():
     assert not one.open
 
 
-def test_an_interrupted_answer_goes_on_from_its_tokens():
+def test_interrupted_completion_continues_from_its_tokens():
     one = request(min_new_tokens=3)
     one.recalled = True
     one.take([reply([3, 4], "abort")], 1)
@@ -182,7 +182,7 @@ def test_an_interrupted_answer_goes_on_from_its_tokens():
     assert result.finish_reason == "length"
 
 
-def test_an_answer_interrupted_at_its_last_token_is_at_its_length():
+def test_completion_interrupted_at_its_limit_has_finished():
     one = request()
     one.recalled = True
     one.take([reply([3, 4, 5, 6, 7, 8], "abort")], 1)
@@ -190,7 +190,7 @@ def test_an_answer_interrupted_at_its_last_token_is_at_its_length():
 
 
 @pytest.mark.parametrize(("aborted", "recalled"), [(True, True), (False, False)])
-def test_an_abort_of_the_caller_or_of_sglang_itself_ends_the_answer(aborted, recalled):
+def test_abort_ends_the_completion(aborted, recalled):
     one = request()
     one.aborted, one.recalled = aborted, recalled
     one.take([reply([3], "abort")], 1)
@@ -207,7 +207,7 @@ def test_an_abort_of_the_caller_or_of_sglang_itself_ends_the_answer(aborted, rec
         (0, "a", "xyz", "axyz", None),
     ],
 )
-def test_a_stop_string_across_pieces_ends_the_answer(tmp_path, prefix, earlier, later, kept, matched):
+def test_stop_string_across_pieces_ends_the_completion(tmp_path, prefix, earlier, later, kept, matched):
     def ids(text: str) -> list[int]:
         return [ord(letter) - ord("0") for letter in text]
 
@@ -225,7 +225,7 @@ def test_a_stop_string_across_pieces_ends_the_answer(tmp_path, prefix, earlier, 
     assert (result.finish_reason, result.matched) == (("stop", matched) if matched else ("length", None))
 
 
-def test_a_stop_string_across_pieces_waits_for_min_new_tokens(tmp_path):
+def test_stop_string_across_pieces_respects_min_new_tokens(tmp_path):
     make_tokenizer(tmp_path)
     sampling = SamplingParams(max_new_tokens=30, min_new_tokens=12, stop=("bc",))
     one = Request.of("r", np.asarray([1], np.int32), sampling, (), 5, read_tokenizer(tmp_path))

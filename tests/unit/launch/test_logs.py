@@ -26,7 +26,7 @@ child.wait()
 """
 
 
-def test_a_log_within_its_bound_and_one_that_is_not_there_stay_as_they_are(tmp_path: Path) -> None:
+def test_log_within_its_bound_stays_unchanged(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     shorten(log, 10)
     assert not log.exists()
@@ -35,7 +35,7 @@ def test_a_log_within_its_bound_and_one_that_is_not_there_stay_as_they_are(tmp_p
     assert log.read_bytes() == b"0123456789" and not before(log).exists()
 
 
-def test_what_two_processes_write_goes_on_in_the_emptied_log_and_no_line_is_lost(tmp_path: Path) -> None:
+def test_no_line_of_two_writers_is_lost(tmp_path: Path) -> None:
     """The second one got the open file from the first, as an engine gets it from its worker."""
     log = tmp_path / "x.log"
     seen: list[str] = []
@@ -60,7 +60,7 @@ def test_what_two_processes_write_goes_on_in_the_emptied_log_and_no_line_is_lost
     assert b"\0" not in log.read_bytes(), "written at the beginning, not where the file had ended"
 
 
-def test_the_last_lines_are_found_when_the_log_was_emptied_just_before(tmp_path: Path) -> None:
+def test_last_lines_are_found_after_emptying(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_text("".join(f"line {number}\n" for number in range(100)))
     shorten(log, 10)
@@ -71,7 +71,7 @@ def test_the_last_lines_are_found_when_the_log_was_emptied_just_before(tmp_path:
     assert ending(tmp_path / "none.log", 10) == b""
 
 
-def test_a_total_of_two_files_is_never_exceeded_for_long(tmp_path: Path) -> None:
+def test_logs_never_exceed_two_files_for_long(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     for number in range(100):
         with log.open("a") as file:
@@ -81,7 +81,7 @@ def test_a_total_of_two_files_is_never_exceeded_for_long(tmp_path: Path) -> None
     assert tail(log, 1) == ["line 099"]
 
 
-def test_logs_are_looked_at_until_the_run_ends_also_after_one_that_cannot_be_shortened(tmp_path: Path) -> None:
+def test_logs_are_bounded_although_one_cannot_be(tmp_path: Path) -> None:
     bad, good = tmp_path / "bad.log", tmp_path / "good.log"
     for log in (bad, good):
         log.write_bytes(b"x" * 100)
@@ -100,7 +100,7 @@ def test_logs_are_looked_at_until_the_run_ends_also_after_one_that_cannot_be_sho
     assert bad.stat().st_size == 100 and before(good).read_bytes() == b"x" * 100
 
 
-def test_the_words_of_the_first_process_that_died_are_kept_whatever_its_successors_say(tmp_path: Path) -> None:
+def test_last_words_of_the_first_death_are_kept(tmp_path: Path) -> None:
     trial, marker = Trial(tmp_path), tmp_path / "marker"
     script = f"import os, sys; print('again' if os.path.exists({str(marker)!r}) else 'the cause'); "
     script += f"open({str(marker)!r}, 'w').close(); sys.exit(3)"

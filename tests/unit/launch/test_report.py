@@ -19,7 +19,7 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.commands.status import newest_trial, show_status
 from realsys.launch.processes.failures import FirstFailure
-from realsys.launch.processes.verdict import Death, Outcome
+from realsys.launch.processes.restart_policy import Death, Outcome
 from realsys.launch.screen.display import LiveView, PlainView, make_view, sparkline
 from realsys.launch.screen.monitor import look_once
 from realsys.launch.screen.progress import SHOWN_EVALS, WINDOW, Progress

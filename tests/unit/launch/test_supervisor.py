@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from realsys.cluster.failure import ErrorRecord
 from realsys.errors import WaitTimeout
 from realsys.launch.plan import Kind, ProcessSpec
 from realsys.launch.processes.supervisor import Supervisor
@@ -49,16 +50,14 @@ def test_run_is_done_when_the_master_exits_zero(trial: Trial) -> None:
         ("model_worker", "import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
     ],
 )
-def test_death_of_the_training_side_ends_a_run_without_recovery(
-    trial: Trial, kind: Kind, script: str, how: str
-) -> None:
+def test_death_of_trainer_ends_run_without_recovery(trial: Trial, kind: Kind, script: str, how: str) -> None:
     outcome = trial.run(trial.spec("rollout_worker", 0, FOREVER), trial.spec(kind, 0, script))
     assert outcome.status == "failed"
     assert how in outcome.reason and f"{kind}/0" in outcome.reason
     assert [death.name for death in outcome.deaths] == [f"{kind}/0"]
 
 
-def test_stateless_worker_is_restarted_until_its_budget_is_spent(trial: Trial) -> None:
+def test_stateless_worker_is_restarted_within_its_budget(trial: Trial) -> None:
     crash = "print('hello'); raise SystemExit(4)"
     outcome = trial.run(trial.spec("master_worker", 0, FOREVER), trial.spec("rollout_worker", 0, crash))
     assert outcome.status == "failed"
@@ -67,14 +66,38 @@ def test_stateless_worker_is_restarted_until_its_budget_is_spent(trial: Trial) -
     assert (trial.folder / "rollout_worker-0.log").read_text().count("hello") == 3
 
 
-def test_worker_that_met_bad_input_is_not_restarted(trial: Trial) -> None:
-    specs = [trial.spec("generation_server", 0, "raise SystemExit(1)"), trial.spec("master_worker", 0, FOREVER)]
-    outcome = trial.run(*specs, permanent=lambda pids: True)
+BAD_INPUT = "import os; print(os.getpid(), flush=True); raise SystemExit(1)"
+
+
+def test_worker_with_bad_input_is_not_restarted(trial: Trial) -> None:
+    specs = [trial.spec("generation_server", 0, BAD_INPUT), trial.spec("master_worker", 0, FOREVER)]
+    outcome = trial.run(*specs, errors=lambda: records_of(trial, exit_code=2))
     assert outcome.status == "failed" and not outcome.restarted
     assert outcome.reason == "generation_server/0 exited with code 1"
 
 
-def test_restarted_worker_that_recovers_does_not_end_the_run(trial: Trial) -> None:
+def records_of(trial: Trial, exit_code: int) -> list[ErrorRecord]:
+    """An error file of each process that printed its pid."""
+    pids = [int(line) for path in trial.folder.glob("*.log") for line in path.read_text().split() if line.isdigit()]
+    return [ErrorRecord(1.0, "generation_server", 0, pid, "h", "ModelError", "bad", "", exit_code) for pid in pids]
+
+
+def test_restart_line_carries_the_exception(trial: Trial) -> None:
+    crash = "import sys\nif len(sys.argv) > 2: print('hello')\ndef fail(): {}['x']\nfail()"
+    specs = [trial.spec("rollout_worker", 0, crash), trial.spec("master_worker", 0, FOREVER)]
+    trial.run(*specs)
+    assert trial.notes[0].startswith("rollout_worker/0 exited with code 1: KeyError: 'x'; restart 1/2 in 0.0 s (")
+
+
+def test_same_exception_twice_ends_the_run(trial: Trial) -> None:
+    """A bug fails again at every start, so more restarts only cost time."""
+    specs = [trial.spec("rollout_worker", 0, "def fail(): {}['x']\nfail()"), trial.spec("master_worker", 0, FOREVER)]
+    outcome = trial.run(*specs)
+    assert outcome.status == "failed" and len(outcome.restarted) == 1
+    assert outcome.reason.startswith("rollout_worker/0 exited with code 1, twice in a row with the same exception at ")
+
+
+def test_restarted_worker_does_not_end_the_run(trial: Trial) -> None:
     once = READY + "path = sys.argv[1] + '.again'\n"
     once += f"os.chdir({str(trial.folder)!r})\n"
     once += "if not os.path.exists(path): open(path, 'w').close(); sys.exit(1)\nready(); signal.pause()"
@@ -89,7 +112,7 @@ def test_restarted_worker_that_recovers_does_not_end_the_run(trial: Trial) -> No
     assert not outcome.deaths
 
 
-def test_child_that_ignores_sigterm_is_killed_after_the_bound(trial: Trial) -> None:
+def test_child_that_ignores_sigterm_is_killed(trial: Trial) -> None:
     began = time.monotonic()
     outcome = trial.run(
         trial.spec("model_worker", 0, STUBBORN),
@@ -104,7 +127,7 @@ def test_child_that_ignores_sigterm_is_killed_after_the_bound(trial: Trial) -> N
     assert any("model_worker/0" in note for note in trial.notes)
 
 
-def test_second_signal_does_not_wait_for_an_orderly_stop(trial: Trial) -> None:
+def test_second_signal_ends_the_orderly_stop(trial: Trial) -> None:
     outcome = trial.run(
         trial.spec("model_worker", 0, STUBBORN),
         until=["model_worker/0"],
@@ -114,8 +137,8 @@ def test_second_signal_does_not_wait_for_an_orderly_stop(trial: Trial) -> None:
     assert outcome.killed == ["model_worker/0"]
 
 
-def test_grandchild_in_a_session_of_its_own_does_not_outlive_the_run(trial: Trial) -> None:
-    """What SGLang or a double fork does: neither the group's SIGKILL nor the parent's death reaches it."""
+def test_grandchild_in_own_session_does_not_outlive_run(trial: Trial) -> None:
+    """SGLang or a double fork can do that: neither the group's SIGKILL nor the parent's death reaches it."""
     marker = trial.folder / "grandchild.pid"
     child = READY + "import subprocess\n"
     child += "p = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'], start_new_session=True)\n"
@@ -125,7 +148,7 @@ def test_grandchild_in_a_session_of_its_own_does_not_outlive_the_run(trial: Tria
     assert not psutil.pid_exists(int(marker.read_text()))
 
 
-def test_children_of_a_restarted_worker_do_not_outlive_it(trial: Trial) -> None:
+def test_children_die_with_a_restarted_worker(trial: Trial) -> None:
     """A verifier process of a crashed RolloutWorker must be gone before the next one starts."""
     marker = trial.folder / "pids"
     child = READY + "import subprocess\n"
@@ -147,7 +170,7 @@ def test_real_signal_reaches_the_supervisor(trial: Trial) -> None:
     assert outcome.status == "interrupted" and outcome.signal == signal.SIGTERM
 
 
-def test_ctrl_c_stops_a_run_that_a_shell_started_in_the_background(trial: Trial) -> None:
+def test_ctrl_c_stops_a_background_run(trial: Trial) -> None:
     """Such a shell has its commands ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -161,7 +184,7 @@ def test_ctrl_c_stops_a_run_that_a_shell_started_in_the_background(trial: Trial)
     assert outcome.status == "interrupted" and outcome.signal == signal.SIGINT
 
 
-def test_hang_up_that_is_ignored_at_the_start_stays_so(trial: Trial) -> None:
+def test_ignored_hang_up_stays_ignored(trial: Trial) -> None:
     """nohup: the terminal goes, the run stays."""
 
     def hang_up(supervisor: Supervisor) -> None:
@@ -185,7 +208,7 @@ def test_program_that_cannot_be_started_fails_the_run(trial: Trial) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_stateless_worker_that_ends_is_restarted_whatever_its_exit_code(trial: Trial, code: int) -> None:
+def test_stateless_worker_is_restarted_for_any_exit_code(trial: Trial, code: int) -> None:
     once = READY + f"path = {str(trial.folder / 'again')!r}\n"
     once += f"if not os.path.exists(path): open(path, 'w').close(); sys.exit({code})\nready(); signal.pause()"
     outcome = trial.run(
@@ -199,9 +222,7 @@ def test_a_stateless_worker_that_ends_is_restarted_whatever_its_exit_code(trial:
     assert trial.notes[0].startswith(f"rollout_worker/0 exited with code {code}{early}; restart 1/2 ")
 
 
-def test_a_process_whose_end_could_not_be_heard_of_is_not_left_behind(
-    trial: Trial, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_without_pidfd_is_not_left_behind(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     def too_many(pid: int, flags: int = 0) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -218,7 +239,7 @@ def no_space(*_: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_display_that_fails_at_a_restart_ends_the_run_and_does_not_hang_it(trial: Trial) -> None:
+def test_failing_display_ends_the_run(trial: Trial) -> None:
     class Full(list[str]):
         append = no_space  # type: ignore[assignment]
 
@@ -228,7 +249,7 @@ def test_a_display_that_fails_at_a_restart_ends_the_run_and_does_not_hang_it(tri
     assert outcome.reason == "the launcher failed: OSError: [Errno 28] No space left on device"
 
 
-def test_a_folder_of_checkpoints_that_cannot_be_read_ends_the_run_and_does_not_hang_it(trial: Trial) -> None:
+def test_unreadable_checkpoints_end_the_run(trial: Trial) -> None:
     trial.recover = True
     outcome = trial.run(
         trial.spec("rollout_worker", 0, FOREVER),
@@ -239,7 +260,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_ends_the_run_and_does_not_h
     assert outcome.status == "failed" and "the launcher failed: OSError" in outcome.reason
 
 
-def test_an_exception_at_the_start_ends_the_run_and_stops_what_was_started(trial: Trial) -> None:
+def test_exception_at_the_start_ends_the_run(trial: Trial) -> None:
     async def broken(spec: ProcessSpec) -> None:
         raise ValueError("no such thing")
 
@@ -272,7 +293,7 @@ def test_nothing_is_left_behind_but_the_logs(trial: Trial) -> None:
 # ---- the order of stopping
 
 
-def test_master_is_stopped_first_and_finds_the_others_alive(trial: Trial) -> None:
+def test_master_is_stopped_before_the_others(trial: Trial) -> None:
     """It takes its last checkpoint with them."""
     asked = trial.folder / "asked"
     rank = waits_for("SIGTERM") + f"open({str(asked)!r}, 'w').close()"
@@ -288,7 +309,7 @@ def test_master_is_stopped_first_and_finds_the_others_alive(trial: Trial) -> Non
     assert log(trial, "master_worker/0") == ["first"] and asked.exists()
 
 
-def test_master_that_does_not_stop_leaves_the_others_their_time(trial: Trial) -> None:
+def test_stubborn_master_leaves_the_others_their_time(trial: Trial) -> None:
     outcome = trial.run(
         trial.spec("model_worker", 0, FOREVER),
         trial.spec("master_worker", 0, STUBBORN),
@@ -299,7 +320,7 @@ def test_master_that_does_not_stop_leaves_the_others_their_time(trial: Trial) ->
     assert outcome.killed == ["master_worker/0"]
 
 
-def test_name_store_is_waited_for_at_the_start_and_stopped_last(trial: Trial) -> None:
+def test_name_store_starts_first_and_stops_last(trial: Trial) -> None:
     order = trial.folder / "order"
     script = READY + f"out = open({str(order)!r}, 'a', buffering=1)\n"
     script += "def ended(*_):\n    out.write('end ' + sys.argv[2] + chr(10)); os._exit(0)\n"
@@ -327,7 +348,7 @@ def test_name_store_is_waited_for_at_the_start_and_stopped_last(trial: Trial) ->
     ]
 
 
-def test_name_store_that_does_not_answer_ends_the_run_by_name(trial: Trial) -> None:
+def test_silent_name_store_ends_the_run(trial: Trial) -> None:
     async def silent(spec: ProcessSpec) -> None:
         raise WaitTimeout("etcd at 127.0.0.1:1 did not answer within 1 s")
 
@@ -339,7 +360,7 @@ def test_name_store_that_does_not_answer_ends_the_run_by_name(trial: Trial) -> N
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signal_while_the_name_store_is_waited_for_ends_the_run(trial: Trial, signum: signal.Signals) -> None:
+def test_signal_ends_the_wait_for_name_store(trial: Trial, signum: signal.Signals) -> None:
     async def interrupted(spec: ProcessSpec) -> None:
         os.kill(os.getpid(), signum)
         await asyncio.Event().wait()
@@ -350,7 +371,7 @@ def test_signal_while_the_name_store_is_waited_for_ends_the_run(trial: Trial, si
     assert not (trial.folder / "master_worker-0.log").exists(), "nothing more is started"
 
 
-def test_second_signal_while_the_name_store_is_waited_for_waits_for_nothing(trial: Trial) -> None:
+def test_second_signal_ends_the_wait_for_name_store(trial: Trial) -> None:
     waiting = asyncio.Event()
 
     async def silent(spec: ProcessSpec) -> None:

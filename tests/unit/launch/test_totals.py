@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.launch.processes.verdict import Outcome
+from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.screen.progress import TIME_PARTS, Record, mean, number
 from realsys.launch.screen.report import EVALUATION_KEYS, summarise
 from realsys.launch.screen.totals import COURSE_STEPS, CURVE_POINTS, course

@@ -37,7 +37,7 @@ async def correct(pool, completion, answer="a", prompt=""):
 
 
 async def outcomes(pool, items):
-    """Verdicts and errors of items that are asked for in one turn of the event loop."""
+    """Return verdicts and errors of items that are given in one turn of the event loop."""
     calls = (pool.verify(BEHAVE, item) for item in items)
     return await asyncio.gather(*calls, return_exceptions=True)
 
@@ -133,7 +133,7 @@ def test_hung_verifier_is_killed_and_replaced():
 
 def test_dead_process_is_an_error_and_replaced():
     async def body(pool):
-        assert "exit code 7" in await error_of(pool, "crash")
+        assert "exited with code 7" in await error_of(pool, "crash")
         assert await correct(pool, "a") is True
         assert pool.restarts == 1
 
@@ -146,7 +146,7 @@ def test_dead_process_is_an_error_and_replaced():
         ("raise", "ArithmeticError: cannot tell", 0),
         ("none", "TypeError: returned None", 0),
         ("memory", "MemoryError", 1),
-        ("crash", "exit code 7", 1),
+        ("crash", "exited with code 7", 1),
         ("hang", "no result within", 1),
     ],
 )
@@ -174,7 +174,7 @@ def test_process_killed_between_items_fails_nothing():
     async def body(pool):
         await correct(pool, "a")
         (child,) = pool._running
-        os.kill(child._popen.pid, signal.SIGKILL)
+        os.kill(child.process.pid, signal.SIGKILL)
         await until(child.has_ended)
         assert await correct(pool, "a") is True
         assert pool.restarts == 1
@@ -203,7 +203,7 @@ def test_exception_is_an_error_and_the_process_stays():
         ("print without end", "File too large"),
     ],
 )
-def test_a_process_that_lacks_something_of_the_systems_is_replaced(answer, problem):
+def test_process_without_system_resources_is_replaced(answer, problem):
     """Else it would fail every answer from then on, and nothing would be trained any more."""
 
     async def body(pool):
@@ -219,10 +219,10 @@ def test_a_process_that_lacks_something_of_the_systems_is_replaced(answer, probl
     [
         ("ignore SIGTERM", "no result within"),
         ("signal its group", "killed by SIGTERM"),
-        ("exit", "exit code 0"),
+        ("exit", "exited with code 0"),
     ],
 )
-def test_a_verifier_that_ends_or_stalls_its_process_harms_nobody_else(answer, problem):
+def test_verifier_that_ends_its_process_harms_no_other(answer, problem):
     async def body(pool):
         assert await correct(pool, "a") is True  # loaded, so that the limit is that of an answer
         assert problem in await error_of(pool, answer)
@@ -242,7 +242,7 @@ def test_verdict_stands_though_the_process_cannot_report():
 
 
 def test_a_verifier_that_forks_gives_its_verdict_once():
-    """The twin comes back into our code, with our socket: its verdict would be taken for that on the next answer."""
+    """The forked process returns into our code with our socket: its verdict would count for the next item."""
 
     async def body(pool):
         for _ in range(5):
@@ -372,7 +372,7 @@ def test_verdicts_arrive_while_later_items_run():
     with_pool(body, timeout_s=5.0)
 
 
-def test_one_hung_verifier_does_not_hold_up_another_process():
+def test_hung_verifier_does_not_delay_another_process():
     async def body(pool):
         hung = asyncio.create_task(error_of(pool, "hang"))
         await asyncio.sleep(0)
@@ -403,24 +403,24 @@ def test_cancelled_call_leaves_nothing_to_the_next():
     with_pool(body)
 
 
-def test_close_ends_the_processes_and_what_waits_for_them():
+def test_close_ends_processes_and_waiting_calls():
     async def body(pool):
         await correct(pool, "a")
         (child,) = pool._running
         running = asyncio.create_task(error_of(pool, "hang"))
-        behind = asyncio.create_task(error_of(pool, "a"))  # in the same trip
+        behind = asyncio.create_task(error_of(pool, "a"))  # it is in the same trip
         await until(lambda: trips(pool) == 2)
         waiting = asyncio.create_task(error_of(pool, "a"))
         await asyncio.sleep(0)
         await pool.close()
         assert "died" in await running
         assert await behind == await waiting == await error_of(pool, "a") == "the verifier pool is closed"
-        assert child._popen.returncode == -signal.SIGKILL and pool.restarts == 0
+        assert child.process.returncode == -signal.SIGKILL and pool.restarts == 0
 
     with_pool(body)
 
 
-def test_verifier_processes_die_with_their_parent_even_while_they_hang():
+def test_hanging_verifier_process_dies_with_its_parent():
     script = (
         "import asyncio\n"
         "from realsys.reward.pool import VerifierPool\n"
@@ -428,7 +428,7 @@ def test_verifier_processes_die_with_their_parent_even_while_they_hang():
         "async def main():\n"
         "    pool = VerifierPool(1, 100.0)\n"
         f"    await pool.verify({BEHAVE!r}, Item('', 'a', 'a'))\n"
-        "    print(next(iter(pool._running))._popen.pid, flush=True)\n"
+        "    print(next(iter(pool._running)).process.pid, flush=True)\n"
         f"    await pool.verify({BEHAVE!r}, Item('', 'hang', ''))\n"
         "asyncio.run(main())\n"
     )
@@ -451,7 +451,7 @@ def test_wait_for_a_dying_process_blocks_nothing():
     async def body(pool):
         await correct(pool, "a")
         (child,) = pool._running
-        waiting, turns = asyncio.create_task(child._exits_within(0.2)), 0
+        waiting, turns = asyncio.create_task(child.process.exits_within(0.2)), 0
         while not waiting.done():
             turns += 1
             await asyncio.sleep(0)
@@ -460,12 +460,12 @@ def test_wait_for_a_dying_process_blocks_nothing():
     with_pool(body)
 
 
-def test_pool_works_on_the_event_loop_of_the_workers():
+def test_pool_works_on_uvloop():
     async def run():
         pool = VerifierPool(1, 5.0)
         try:
             async with asyncio.timeout(60):
-                assert "exit code 7" in await error_of(pool, "crash")
+                assert "exited with code 7" in await error_of(pool, "crash")
                 assert await correct(pool, "a") is True
         finally:
             await pool.close()

@@ -1,4 +1,4 @@
-"""The supervisor when a process of the training side dies: all of it comes back, and nothing else is touched."""
+"""The supervisor when a process of the trainer dies: all of them restart, and no others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from realsys.cluster.failure import ErrorRecord
 from realsys.launch.processes.failures import first_failure
 from realsys.launch.processes.supervisor import Supervisor
 from tests.support.processes.supervised import FOREVER, READY, STUBBORN, Trial, log, stop, waits_for
@@ -35,9 +36,9 @@ def at_second_start(then: str) -> str:
         ("os._exit(0)", "exited with code 0, before its work was done"),
     ],
 )
-def test_death_of_a_rank_restarts_the_whole_training_side_and_nothing_else(trial: Trial, victim: str, how: str) -> None:
+def test_death_of_a_rank_restarts_only_the_trainer(trial: Trial, victim: str, how: str) -> None:
     trial.recover = True
-    # The others ignore SIGTERM, and wait for ever: they have to be killed for the side to come back.
+    # The others ignore SIGTERM, and wait for ever: they have to be killed before the trainer can restart.
     other = at_second_start("signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()")
     outcome = trial.run(
         trial.spec("gserver_manager", 0, SHOWN),
@@ -52,15 +53,15 @@ def test_death_of_a_rank_restarts_the_whole_training_side_and_nothing_else(trial
     assert outcome.status == "interrupted" and not outcome.killed and not outcome.deaths
     assert [death.name for death in outcome.restarted] == ["model_worker/1"]
     [note] = trial.notes
-    assert note.startswith(f"model_worker/1 {how}; restart 1/2 of the training side in 0.0 s, from step 40 (")
+    assert note.startswith(f"model_worker/1 {how}; restart 1/2 of the trainer in 0.0 s, from step 40 (")
     for name in ("model_worker/0", "model_worker/1", "master_worker/0"):
         assert log(trial, name)[-1].startswith("2 ")
     for name in ("gserver_manager/0", "rollout_worker/0"):
         assert len(log(trial, name)) == 1 and log(trial, name)[0].startswith("None ")
-    assert len(outcome.mended) == 3
+    assert len(outcome.recovered) == 3
 
 
-def test_a_stateless_worker_that_dies_while_the_training_side_is_down_comes_back_too(trial: Trial) -> None:
+def test_worker_that_dies_with_the_trainer_restarts_too(trial: Trial) -> None:
     """Both in their own time; neither counts for the other's budget."""
     trial.recover = True
     pipe, again = trial.folder / "pipe", trial.folder / "again"
@@ -79,7 +80,7 @@ def test_a_stateless_worker_that_dies_while_the_training_side_is_down_comes_back
     assert all("restart 1/2" in note for note in trial.notes) and len(trial.notes) == 2
 
 
-def test_training_side_that_dies_again_and_again_ends_with_its_first_death(trial: Trial) -> None:
+def test_spent_trainer_budget_reports_the_first_death(trial: Trial) -> None:
     trial.recover = True
     dies = "import os; n = int(os.environ['REALSYS_TRAINING_START']); os._exit(10 + n)"
     outcome = trial.run(
@@ -93,7 +94,7 @@ def test_training_side_that_dies_again_and_again_ends_with_its_first_death(trial
     assert failure is not None and failure.problem == "exited with code 11"
 
 
-def test_a_master_that_exits_0_before_it_has_finished_is_lost_like_any_other(trial: Trial) -> None:
+def test_master_that_exits_0_early_is_restarted(trial: Trial) -> None:
     """Code of the user that calls sys.exit(): its run must not count as done."""
     trial.recover = True
     done = iter([False, True])
@@ -102,7 +103,7 @@ def test_a_master_that_exits_0_before_it_has_finished_is_lost_like_any_other(tri
     assert trial.notes[0].startswith("master_worker/0 exited with code 0, before its work was done; restart 1/2 ")
 
 
-def test_new_checkpoint_gives_the_training_side_its_budget_back(trial: Trial) -> None:
+def test_new_checkpoint_gives_trainer_budget_back(trial: Trial) -> None:
     trial.recover = True
     dies = "import os; n = int(os.environ['REALSYS_TRAINING_START']); os._exit(10 + n if n < 6 else 0)"
     steps = iter([0, 0, 20, 20, 40, 40])
@@ -111,7 +112,11 @@ def test_new_checkpoint_gives_the_training_side_its_budget_back(trial: Trial) ->
     assert [note.split("restart ")[1].split()[0] for note in trial.notes] == ["1/2", "2/2", "1/2", "2/2", "1/2"]
 
 
-def test_failure_of_a_peer_that_would_come_again_ends_the_run(trial: Trial) -> None:
+def bad_input(pid: int) -> ErrorRecord:
+    return ErrorRecord(1.0, "model_worker", 0, pid, "host", "DataError", "line 3", "", exit_code=2)
+
+
+def test_permanent_failure_of_a_peer_ends_run(trial: Trial) -> None:
     """The MasterWorker ends of what a rank told it; that the input is bad, the rank says itself."""
     trial.recover = True
     said, master = trial.folder / "said", trial.folder / "master"
@@ -127,13 +132,13 @@ def test_failure_of_a_peer_that_would_come_again_ends_the_run(trial: Trial) -> N
         trial.spec("master_worker", 0, waits_for("SIGUSR1") + "os._exit(1)"),
         until=["model_worker/0", "master_worker/0"],
         then=fail,
-        permanent=lambda pids: said.exists() and int(said.read_text()) in pids,
+        errors=lambda: [bad_input(int(said.read_text()))] if said.exists() else [],
     )
-    assert outcome.status == "failed" and not outcome.restarted and not outcome.mended
+    assert outcome.status == "failed" and not outcome.restarted and not outcome.recovered
     assert 2 in {death.returncode for death in outcome.deaths}
 
 
-def test_signal_while_the_training_side_is_down_ends_the_run(trial: Trial) -> None:
+def test_signal_while_trainer_is_down_ends_run(trial: Trial) -> None:
     trial.recover = True
     outcome = trial.run(
         trial.spec("rollout_worker", 0, FOREVER),
