@@ -7,10 +7,12 @@ SGLANG_VENV := .venv-sglang
 SGLANG_TESTS := tests/unit/generation/test_sglang_parts.py tests/unit/generation/test_sglang_engine.py tests/unit/generation/test_sglang_lifecycle.py \
 	tests/contracts/test_generation_http.py tests/contracts/test_generation_updates.py tests/system/test_sglang_job.py
 SGLANG_CPU  := realsys/generation/sglang/cpu_support
-# Several at a time, one process per core; whole jobs, which are several processes each, one after the other.
-TESTS_SIDE_BY_SIDE := tests/unit tests/contracts
-TESTS_IN_A_ROW     := tests/system tests/chaos
+# Several at a time, one process per core. Whole jobs too: a job computes for two thirds of its time on two cores, and
+# waits for the rest. Tests that read one job run in one process (tests/conftest.py), those marked `alone` one after the other.
+TESTS_OF_PARTS     := tests/unit tests/contracts
+TESTS_OF_JOBS      := tests/chaos tests/system
 SIDE_BY_SIDE       := -n auto --maxprocesses 4 --dist worksteal
+JOBS_SIDE_BY_SIDE  := -n auto --maxprocesses 4 --dist loadscope
 TESTS  ?=
 ARGS   ?=
 BENCHES ?= microbatch dp_balance train_step train_throughput memory streams weights router generation prefill interruption \
@@ -50,8 +52,9 @@ run: setup  ## train the small model of experiment=arith on this machine; ARGS="
 test: setup  ## unit, contract, system and chaos tests, or TESTS=...; each part ends with what was skipped and the slowest
 ifeq ($(TESTS),)
 	@status=0; set -x; \
-	$(PY) -m pytest $(TESTS_SIDE_BY_SIDE) $(SIDE_BY_SIDE) --durations=15 $(ARGS) || status=$$?; \
-	$(PY) -m pytest $(TESTS_IN_A_ROW) --durations=15 $(ARGS) || status=$$?; exit $$status
+	$(PY) -m pytest $(TESTS_OF_PARTS) $(SIDE_BY_SIDE) --durations=15 $(ARGS) || status=$$?; \
+	$(PY) -m pytest $(TESTS_OF_JOBS) -m "not alone" $(JOBS_SIDE_BY_SIDE) --durations=15 $(ARGS) || status=$$?; \
+	$(PY) -m pytest $(TESTS_OF_JOBS) -m alone --durations=5 $(ARGS) || status=$$?; exit $$status
 else
 	$(PY) -m pytest $(TESTS) --durations=15 $(ARGS)
 endif

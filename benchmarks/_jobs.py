@@ -1,4 +1,4 @@
-"""Whole jobs for benchmarks: run one to its end, begin from a model that was warmed up once, read what was recorded."""
+"""Whole jobs for benchmarks: run one to its end, begin from a model that was warmed up once, read its records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks of generation and training share: random models, and the one core that they are measured on."""
+"""Common parts of benchmarks of generation and training: random models, and the one core of the measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from realsys.hf.architecture import ModelSizes
 def random_qwen2(
     sizes: ModelSizes, directory: Path, *, positions: int, end_of_text: int | None = None, dtype: str = "float32"
 ) -> Qwen2ForCausalLM:
-    """Saved as an HF directory. Without ``end_of_text`` answers are as long as they are asked for."""
+    """Save a random model as an HF directory. Without ``end_of_text`` every completion has its full length."""
     torch.manual_seed(1)
     transformers_logging.disable_progress_bar()
     config = Qwen2Config(

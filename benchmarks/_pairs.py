@@ -46,7 +46,7 @@ class Side:
         return (sys.executable, "-m", "realsys.launch.cli" if inside else "launch.cli")
 
     def launch(self, root: Path, trial: str, overrides: list[str]) -> tuple[TrialPaths, float]:
-        """Run the arith job to its end; returns where it is and the CPU seconds of all its processes."""
+        """Run the arith job to its end; return its folder and the CPU seconds of all its processes."""
         command = [*self.realsys, "run", "experiment=arith", f"fileroot={root}", f"trial={trial}"]
         before = os.times()
         result = subprocess.run(
@@ -61,7 +61,7 @@ class Side:
         if result.returncode:
             words = result.stdout[-3000:] + result.stderr[-3000:]
             raise SystemExit(f"{self.checkout}: {' '.join(command)} failed with {result.returncode}:\n{words}")
-        after = os.times()  # of children that were waited for, and of theirs
+        after = os.times()  # includes children that were waited for, and their children
         seconds = after.children_user + after.children_system - before.children_user - before.children_system
         return TrialPaths(root / "arith" / trial), seconds
 
@@ -87,7 +87,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def ratios(rows: list[dict[str, Any]], first: str, second: str, figure: str) -> dict[str, float]:
-    """Of ``figure``, first over second, pair by pair."""
+    """Return the ratios of ``figure``, first over second, pair by pair."""
     by_pair: dict[int, dict[str, float]] = {}
     for row in rows:
         by_pair.setdefault(row["pair"], {})[row["mode"]] = row[figure]

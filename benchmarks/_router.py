@@ -1,4 +1,4 @@
-"""The contenders of ``benchmarks.router``, each a process on a core of its own, and servers for the manager."""
+"""The contenders of ``benchmarks.router``, each a process on another core, and servers for the manager."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def pin(core: int | None) -> None:
 
 @contextlib.contextmanager
 def running(target: Callable[..., None], *args: Any) -> Iterator[int]:
-    """A contender in a process of its own; its port."""
+    """Start a contender in a new process; return its port."""
     mine, other = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(target=target, args=(*args, other), daemon=True)
     process.start()

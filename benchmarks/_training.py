@@ -1,4 +1,4 @@
-"""What the training benchmarks share: random models, heavy-tailed batches, and one real rank in this process."""
+"""Common parts of the training benchmarks: random models, heavy-tailed batches, one real rank in this process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from benchmarks._models import random_qwen2
-from benchmarks._records import make_ref
 from realsys.buffer.balance import flop_costs, training_flops
 from realsys.cluster.topology import whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
@@ -29,6 +27,8 @@ from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import form_meshes, process_groups
 from realsys.train.role_parts import make_role
 from realsys.types import MfcRequest, SequenceRef
+from tests.support.training.lengths import PROMPT
+from tests.support.training.records import make_ref
 
 PRESETS = {
     "arith": ModelSizes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=256, outputs=44),
@@ -37,14 +37,13 @@ PRESETS = {
     "0.5b": ModelSizes(hidden=896, layers=24, heads=14, kv_heads=2, head_dim=64, ffn=4864, outputs=151_936),
     "1.5b": ModelSizes(hidden=1536, layers=28, heads=12, kv_heads=2, head_dim=128, ffn=8960, outputs=151_936),
 }
-PROMPT = 8  # tokens
 #: Advantages that are the rewards themselves: normalised ones give a loss near 0, which is hard to compare.
 RAW_ADVANTAGES = {"mean": "none", "std": "none"}
 Samples = dict[str, dict[str, Array]]
 
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:
-    """An option per size of the model; what is not given is the preset's."""
+    """Add an option per size of the model; the preset is the default."""
     for field in fields(ModelSizes):
         name = "vocab" if field.name == "outputs" else field.name.replace("_", "-")
         parser.add_argument(f"--{name}", type=int, dest=field.name, help="instead of the preset's")
@@ -62,12 +61,6 @@ def make_model(sizes: ModelSizes, directory: Path, *, positions: int, dtype: str
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def heavy_lengths(n: int, limit: int, seed: int) -> npt.NDArray[np.int64]:
-    """Pareto tail of exponent 1.1 from limit/48 on, clipped at ``limit``, as `heavy` of benchmarks/microbatch.py."""
-    rng = np.random.default_rng(seed)
-    return np.clip((limit / 48 * (1 + rng.pareto(1.1, n))).astype(np.int64), PROMPT + 1, limit)
-
-
 def make_batch(lengths: Sequence[int], vocab: int, seed: int) -> tuple[list[SequenceRef], Samples]:
     """Random tokens, six in ten rewarded; recorded log-probs near those of a random model, 0.1 off."""
     rng = np.random.default_rng(seed)
@@ -75,7 +68,7 @@ def make_batch(lengths: Sequence[int], vocab: int, seed: int) -> tuple[list[Sequ
     samples: Samples = {}
     for i, length in enumerate(int(n) for n in lengths):
         name, answer = f"t{i:06d}/0", length - PROMPT
-        refs.append(make_ref(name, length, PROMPT, 5.0 if rng.random() < 0.6 else -5.0, i))
+        refs.append(make_ref(name, length, PROMPT, 5.0 if rng.random() < 0.6 else -5.0, group=i))
         samples[name] = {
             "tokens": rng.integers(2, vocab, length).astype(np.int32),
             "loss_mask": np.arange(length) >= PROMPT,
@@ -112,7 +105,7 @@ def clock_of(device: Device) -> tuple[str, Callable[[], float]]:
 
 
 def timed(call: Callable[[], Any], clock: Callable[[], float]) -> tuple[float, Any]:
-    """Seconds that ``call`` takes until the device has finished, and what it returns."""
+    """Return the seconds until the device has finished ``call``, and its result."""
     torch.cuda.synchronize()  # stood in for on CPU by prepare_device
     start = clock()
     result = call()

@@ -35,7 +35,7 @@ SMALL = [
     "train.ppo.advantage.std=none",
     "evaluation.problems=0",
 ]
-START_AND_STOP_S = 120  # more than the phases beside training take
+START_AND_STOP_S = 120  # more than the phases before and after training take
 
 
 def run(folder: str, versions: int, eta: int, lr: float, seconds: float) -> list[dict[str, Any]]:

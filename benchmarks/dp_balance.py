@@ -1,4 +1,4 @@
-"""How evenly one minibatch's work is spread over data-parallel ranks.
+"""Balance of one minibatch's work over data-parallel ranks.
 
     python -m benchmarks.dp_balance [--draws 10]
 
@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks._table import report
-from benchmarks.microbatch import LIMIT, Array, bimodal, heavy
 from realsys.buffer.balance import flop_costs, heaviest_sum, lower_bound_of_sum, split_balanced, training_flops
 from realsys.hf.architecture import ModelSizes
+from tests.support.training.lengths import LIMIT, Array, bimodal, heavy
 
 QWEN2_1_5B = ModelSizes(hidden=1536, layers=28, heads=12, kv_heads=2, head_dim=128, ffn=8960, outputs=151_936)
 RANKS = (2, 4, 8, 16, 32, 64)

@@ -1,5 +1,7 @@
-"""Every decoder against inputs that are wrong in as many ways as there is time for: seeded mutations of valid messages,
-and noise. A decoder takes an input or names what is wrong with it; a crash, a hang or memory without bound is a defect.
+"""Every decoder against seeded mutations of valid messages, and noise.
+
+A decoder takes an input or raises an error that it promises. A crash, a hang or memory without bound is a defect. The
+suite is ``tests/support/fuzz``.
 
     python -m benchmarks.fuzz [--inputs N] [--seed S] [--only PART]
 """
@@ -7,58 +9,22 @@ and noise. A decoder takes an input or names what is wrong with it; a crash, a h
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import logging
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _fuzz_files as files
-from benchmarks import _fuzz_models as models
-from benchmarks import _fuzz_sockets as sockets
-from benchmarks import _fuzz_stream as stream
 from benchmarks._table import format_table, report
-from benchmarks._targets import Outcome, Target, run
+from tests.support.fuzz.suite import all_targets
+from tests.support.fuzz.targets import Outcome, run
 
 INPUTS = 120_000
 MEMORY = Path("/dev/shm")  # files are written 100,000 times
 HANG_S = 400  # the inputs of one decoder never take this long; the stacks are dumped then
 HEADROOM = 4 << 30  # bytes of address space that decoding may take: an absurd size in a header is then a crash
-
-
-@contextlib.contextmanager
-def all_targets(folder: Path, *, torch: bool = True) -> Iterator[list[Target]]:
-    """``torch``: with what needs it, the generation server too, whose start takes seconds. Files lie in ``folder``."""
-    with contextlib.ExitStack() as stack:
-
-        def place(name: str) -> Path:
-            (folder / name).mkdir()
-            return folder / name
-
-        found = [*stream.messages(), *stream.replies()]
-        parts: list[tuple[str, Callable[[Path], Iterator[Target]]]] = [
-            ("names", files.name_store),
-            ("journal", files.journal),
-            ("weights", files.weights),
-            ("checkpoints", files.checkpoints),
-            ("records", files.records),
-            ("others", files.others),
-            ("model", models.folder_of_a_model),
-            ("verifier", models.verifier),
-        ]
-        if torch:
-            parts.append(("tensors", models.tensors))
-        for name, part in parts:
-            found += part(place(name))
-        found += [stack.enter_context(part()) for part in sockets.PARTS]
-        found += stack.enter_context(stream.manager(place("manager")))
-        if torch:
-            found += stack.enter_context(stream.generation_server(place("server")))
-        yield found
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,8 +2,8 @@
 
 Everything runs on one core: engine, HTTP server and client share it. The bare loop is what a batch of equal answers
 could reach with plain torch: static cache, no scheduling, no requests, no HTTP. ``transformers.generate`` is called as
-a user would, with its default cache; a batch of unequal answers runs until the longest is done, and only tokens that
-were asked for count.
+a user would, with its default cache; a batch of unequal answers runs until the longest is done, and only
+requested tokens count.
 
 Speeds are tokens per second of CPU time, of this process and of the SGLang it has started: on a free core that is wall
 time, and what else the machine does disturbs it little. ``http_wall`` is by the clock, waits included.
@@ -59,7 +59,7 @@ SIZES = ModelSizes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=3
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """``lengths[i]`` tokens are asked of request i; ``concurrent`` of them at a time."""
+    """Request i wants ``lengths[i]`` tokens; ``concurrent`` requests run at a time."""
 
     name: str
     concurrent: int

@@ -3,7 +3,7 @@
 Two embedded engines of the same model decode the same endless stream of answers with heavy-tailed lengths. New weights
 come each time when ``batches`` times as many answers have finished as run at a time: about once in the experiments that
 are shipped and in the paper, where a batch of answers is in flight. One engine interrupts (recomputes the KV cache of
-running answers and goes on), the other drains (admits nobody, lets running answers finish, then swaps). They take
+running answers and continues), the other drains (admits no request, lets running answers finish, then swaps). They take
 turns, one update each, so both see the same machine; the clock is the CPU time of the engine's thread, where all of
 this happens, so what else the machine does disturbs little.
 
@@ -52,7 +52,7 @@ def answer_length(index: int, longest: int) -> int:
 
 @dataclass
 class Weights:
-    """What a loader returns."""
+    """Loaded weights, as a loader returns them."""
 
     tensors: dict[str, torch.Tensor]
     timings: dict[str, float] = field(default_factory=dict)

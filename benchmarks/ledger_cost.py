@@ -1,4 +1,4 @@
-"""What never losing a group costs: the arith job with ledger, leases and acknowledgements, against itself without.
+"""Cost of never losing a group: the arith job with ledger, leases and acknowledgements, against itself without.
 
     python -m benchmarks.ledger_cost [--pairs 4] [--steps 80] [--groups 16] [--override KEY=VALUE ...]
 
@@ -26,7 +26,7 @@ PATCHED = Path(__file__).with_name("without_ledger")
 
 
 def check(paths: TrialPaths, made: set[str], expected: set[str]) -> dict[str, Any]:
-    """What the ledger of one run holds. Fails if a patch was not made, or was made where it should not be."""
+    """Return the figures of one run's ledger. Fails if a patch is missing, or was made in the wrong run."""
     if made != expected:
         raise SystemExit(f"{paths.root}: patched are {', '.join(sorted(made)) or 'none'}, not what was asked for")
     records = paths.ledger.read_bytes().count(b"\n")

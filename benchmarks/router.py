@@ -5,11 +5,11 @@ roll-out. A cycle is what a rollout costs it: allocate, schedule, finish. The co
 pinned to the same core, asked over the same connections with the same bodies by one closed loop of clients:
 
     manager           the three calls, decided, reserved and on file before they are answered
-    fastapi           a bare handler: the body becomes a pydantic model, a dict of the reply's shape comes back
+    fastapi           a bare handler: the body becomes a pydantic model, the reply is a dict of its shape
     fastapi, msgspec  the same on the raw request, as the manager does it
 
 Second table: the latency of the manager's calls while weights are rolled out to all servers, against the time between,
-in alternation. The servers are simulated beside the clients; staging takes them 1 to 2 s, at random.
+in alternation. The process of the clients also simulates the servers; staging takes them 1 to 2 s, at random.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does a long run grow? 1,000 steps of the smallest job, every process of it watched in /proc.
+"""Growth of a long run: 1,000 steps of the smallest job, every process of it watched in /proc.
 
     python -m benchmarks.soak [--steps 1000] [--every 0.5]
 
@@ -7,7 +7,7 @@ ledger and records of the steps as in any run. Two bounds are set so low that a 
 the ledger is compacted beyond 128 KiB, a log is moved beyond 2 KiB (64 MiB and 16 MiB by default).
 Sampled every ``--every`` seconds, with the step that the run was at:
 
-    rss_mib, pss_mib   resident memory; proportional: what is shared with others is divided among them
+    rss_mib, pss_mib   resident memory; proportional: shared pages are divided among their processes
     fds, threads       open file descriptors, threads
     kib                size of the trial's folder, and of each entry in it
 
@@ -49,8 +49,8 @@ from realsys.telemetry.steps import StepTail
 
 SETTLED = 100  # steps: allocators fill, caches warm up
 BLOCKS = 10
-NEGLIGIBLE = 0.001  # of the mean, per 100 steps
-STEPS, REST = "steps.jsonl", "without steps.jsonl"  # of the folder
+NEGLIGIBLE = 0.001  # fraction of the mean, per 100 steps
+STEPS, REST = "steps.jsonl", "without steps.jsonl"  # two parts of the folder
 START_S, STEP_S = 300.0, 10.0  # bounds on the start, and on a step
 JOB = [
     "experiment=arith",
@@ -125,7 +125,7 @@ def trend(series: Series, settled: int) -> Trend:
 
 
 def processes(launcher: psutil.Process) -> Iterator[tuple[str, psutil.Process]]:
-    """(name, process) of everything the run has started: workers by kind and index, and what they forked."""
+    """Return (name, process) of every process of the run: workers by kind and index, and their forks."""
     yield "launcher", launcher
     for child in launcher.children():
         name = name_of(child)
@@ -165,7 +165,7 @@ def sizes(root: Path) -> dict[str, float]:
 
 
 def size(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder. What is removed meanwhile counts nothing."""
+    """Return the bytes of a file, or of all files below a folder. Removed files count as 0."""
     try:
         if not path.is_dir():
             return path.stat().st_size

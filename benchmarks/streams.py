@@ -26,12 +26,12 @@ import numpy as np
 import uvloop
 import zmq
 
-from benchmarks._records import group_of, single_turn
 from benchmarks._table import report
 from realsys.stream.codec import encode_group, encode_message
 from realsys.stream.push_pull import Puller, Pusher, PushLimits
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.types import Empty, Group, Ticket
+from tests.support.training.records import group_of, single_turn
 
 ANSWERS = 8  # trajectories of a group
 IN_FLIGHT = 4  # groups or requests
@@ -54,7 +54,7 @@ class Blob(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Case:
-    tokens: int  # of one trajectory
+    tokens: int  # tokens of one trajectory
     groups: int  # pushed in one repetition
     requests: int  # made in one repetition
 
@@ -78,7 +78,7 @@ def make_group(tokens: int, seed: int) -> Group:
 
 
 def wire_bytes(group: Group) -> bytes:
-    """What a push of ``group`` puts on the wire, as one frame."""
+    """Return the bytes that a push of ``group`` sends, as one frame."""
     return b"".join(bytes(frame) for frame in encode_group(group))
 
 
@@ -199,7 +199,7 @@ async def request_bare(sock: zmq.Socket[bytes], route: bytes, data: bytes, count
 @dataclass(frozen=True)
 class Cost:
     seconds: float
-    cpu_seconds: float  # of both processes, all threads
+    cpu_seconds: float  # both processes, all threads
 
 
 class Meter:

@@ -38,7 +38,6 @@ from benchmarks._training import (
     RAW_ADVANTAGES,
     Samples,
     clock_of,
-    heavy_lengths,
     make_batch,
     make_model,
     request,
@@ -50,6 +49,7 @@ from realsys.config.schema_train import OptimizerConfig
 from realsys.train.calls import Role, find_handler
 from realsys.train.megatron.device import Device, prepare_device
 from realsys.types import SequenceRef
+from tests.support.training.lengths import heavy_lengths
 
 PER_BATCH = 8
 LR = 1e-5
@@ -59,7 +59,7 @@ TOLERANCE = 1e-4  # relative, of loss and gradient norm
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What must not depend on who computes it."""
+    """Results that must be equal for every implementation."""
 
     loss: float
     grad_norm: float

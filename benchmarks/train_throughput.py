@@ -43,7 +43,6 @@ from benchmarks._training import (
     add_size_options,
     chosen_sizes,
     clock_of,
-    heavy_lengths,
     make_batch,
     make_model,
     matmul_peak,
@@ -52,7 +51,6 @@ from benchmarks._training import (
     single_rank,
     timed,
 )
-from benchmarks.microbatch import fixed
 from realsys.buffer.microbatch import Packer, fewest_sequences, pack
 from realsys.config.schema import Config
 from realsys.hf.architecture import ModelSizes
@@ -60,6 +58,8 @@ from realsys.train.calls import Role, find_handler
 from realsys.train.megatron.device import Device, prepare_device
 from realsys.train.packing import MicroBatch
 from realsys.types import SequenceRef
+from tests.support.training.lengths import heavy_lengths
+from tests.support.training.packers import fixed
 
 LR = 1e-9  # so small that the next mode's step starts from nearly the same weights
 TOLERANCE = 1e-4  # relative, of the loss

@@ -5,7 +5,7 @@ that is compared runs one after the other, and ratios are medians over the round
 
     stage     read and verify every tensor into new memory, against shutil.copyfile of the same files
     pause     what an engine stands still for an update without running answers, against a copy of the same tensors in
-              memory, which is what the bare load comes to on an accelerator; on a CPU it is a swap of pointers
+              memory, which is the bare load on an accelerator; on a CPU it is a swap of pointers
     delta     float32 master weights take steps of lr * clamp(N(0, 1), -1, 1), as Adam's are at most; a version is
               written whole and as a delta, and staged by a server without a past and by one that holds the last
               version; ``break-even``: a server is faster with deltas where it reads files slower than that
@@ -81,7 +81,7 @@ def train(master: Tensors, lr: float, seed: int) -> Tensors:
 
 
 class Publisher:
-    """Writes versions of one kind below a folder of its own."""
+    """Writes versions of one kind below one folder."""
 
     def __init__(self, root: Path, model: Path, writer: ShardWriter) -> None:
         self._root, self._model, self._writer = root, model, writer
@@ -93,7 +93,7 @@ class Publisher:
         return self._version
 
     def publish(self, tensors: Tensors, *, whole: bool = False) -> tuple[float, int]:
-        """Seconds and bytes of the files; only the last version but one is kept, with what is needed."""
+        """Return seconds and bytes of the files; only the last two versions are kept, with their bases."""
         start = time.perf_counter()
         self._version += 1
         tmp = manifest.prepare(self._root, self._version, "bench")

@@ -1,9 +1,8 @@
-"""Fixtures for the whole suite: a real etcd, and the proof that no test leaves anything running.
+"""Fixtures for the whole suite: a real etcd, and the check that no test leaves anything running.
 
-``@pytest.mark.needs("etcd")`` skips where the program is not installed. With REALSYS_NO_SKIPS=1 (a machine that is
-meant to have everything) it fails there instead. Every test is checked for child processes and threads that it
-started and did not end; at the end of the session, also for grandchildren that lost their parents (found by a mark in
-their environment).
+``@pytest.mark.needs("etcd")`` skips a test on a machine without the program. With REALSYS_NO_SKIPS=1 (a machine that
+should have everything) the test fails instead. Every test is checked for child processes and threads that it started
+and did not end; the end of the session also checks for orphans, which a mark in their environment identifies.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from realsys.errors import NameStoreError
 from tests.support.processes.ports import lasting_ports
 
-SETTLE_S = 10.0  # what ends by itself within this is no leftover
+SETTLE_S = 10.0  # a process or thread that ends within this time is no leftover
 SESSION_MARK = "REALSYS_TEST_SESSION"
 _shared_servers: set[int] = set()  # pids that belong to session fixtures, which may start in the middle of a test
 # multiprocessing keeps these for the life of the interpreter, by design
@@ -41,6 +41,37 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.environ.get("REALSYS_NO_SKIPS") == "1":
         pytest.fail(f"{reason} (REALSYS_NO_SKIPS=1)", pytrace=False)
     pytest.skip(reason)
+
+
+# ---- several processes
+
+
+#: system tests that read one job, by file -> job; one process runs them, any other test goes to the next free one
+SHARED_JOBS = {
+    "test_arith_job.py": "whole",
+    "test_replay_job.py": "whole",
+    "test_commands_job.py": "interrupted",
+    "test_critic_job.py": "critic",
+    "test_examples_job.py": "installed",
+    "test_sglang_job.py": "sglang",
+}
+
+
+def shared_job(nodeid: str) -> str:
+    """Return the job that this test shares with others, or the test itself."""
+    return SHARED_JOBS.get(nodeid.partition("::")[0].rpartition("/")[2], nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    """Give tests of one job to one process with ``--dist loadscope``: ``make test`` does so for jobs."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByJob(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return shared_job(nodeid)
+
+    return ByJob(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 # ---- a real etcd
@@ -92,7 +123,7 @@ class EtcdServer:
 
 @pytest.fixture(scope="session")
 def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """Shared by all tests; use keys of your own, and do not stop it."""
+    """One etcd for all tests: use unique keys, and do not stop it."""
     server = EtcdServer(tmp_path_factory.mktemp("etcd"))
     _shared_servers.add(server.start())
     yield server
@@ -133,9 +164,12 @@ def _is_worker(session: pytest.Session) -> bool:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a shell that started this in the background
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does this to a job in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # else nothing that a test starts could be interrupted
-    if not _is_worker(session):  # who has inherited the session's
+    if _is_worker(session):
+        # A suffix per worker: two jobs of the same trial name, side by side, are not mistaken for each other.
+        os.environ[SESSION_MARK] += f".{session.config.workerinput['workerid']}"
+    else:
         os.environ[SESSION_MARK] = uuid.uuid4().hex
 
 
@@ -145,7 +179,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if _is_worker(session):
         return
     mark = f"{SESSION_MARK}={os.environ[SESSION_MARK]}".encode()
-    left = _lasting({pid for pid in _all_processes() if _has_environment(pid, mark)}, time.monotonic() + SETTLE_S)
+    left = _lasting({pid for pid in _all_processes() if _is_marked(pid, mark)}, time.monotonic() + SETTLE_S)
     if left:
         print("\nleft running by this session: " + ", ".join(f"{pid} ({_command(pid)})" for pid in left))
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -157,7 +191,7 @@ def _children() -> set[int]:
     for task in Path("/proc/self/task").iterdir():
         try:
             found.update(int(pid) for pid in (task / "children").read_text().split())
-        except OSError:  # the thread has ended meanwhile
+        except OSError:  # the thread has ended
             continue
     return {pid for pid in found if _runs(pid)}
 
@@ -167,9 +201,11 @@ def _all_processes() -> set[int]:
     return {int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and int(p.name) != os.getpid()}
 
 
-def _has_environment(pid: int, entry: bytes) -> bool:
+def _is_marked(pid: int, mark: bytes) -> bool:
+    """Return True for a process of this session: its environment has the mark, or the mark with a worker's suffix."""
     try:
-        return entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return any(entry == mark or entry.startswith(mark + b".") for entry in entries)
     except OSError:
         return False
 

@@ -67,7 +67,7 @@ PATCHES: dict[str, Callable[[Any], None]] = {
 
 
 class _Patching(importlib.abc.Loader):
-    """Executes the module as the loader that it stands for would, then patches it."""
+    """Execute the module with the original loader, then patch it."""
 
     def __init__(self, loader: importlib.abc.Loader, patch: Callable[[Any], None]) -> None:
         self._loader, self._patch = loader, patch

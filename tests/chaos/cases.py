@@ -1,4 +1,4 @@
-"""Which faults are injected, at which phase, in which run. Pure data, in an order that a seed shuffles.
+"""The faults of each run and their phases. Pure data, in an order that a seed shuffles.
 
 A ``Case`` is one run of the small arith job; its ``Row``s are injected one after the other, each when the one before it
 has been recovered from. Where a fault is to end the run it is the only row.
@@ -15,7 +15,7 @@ from tests.chaos.rows import SUSPENDED_S, Case, Row, fault, row, struck
 
 ROLLOUT, SERVER, MANAGER = "rollout_worker/0", "generation_server/0", "gserver_manager/0"
 MODEL, MASTER, VERIFIER = "model_worker/0", "master_worker/0", "verifier/0"
-#: where a false alarm would be the end: a lease that a slow machine cannot miss
+#: a false alarm would end these runs: a slow machine cannot miss this lease
 _ONE_LIFE = ("cluster.max_restarts=1", "cluster.lease_s=20")
 
 
@@ -45,7 +45,7 @@ def _disk() -> Case:
             row("shard truncated", "publish", MASTER, "weights.publish", "truncate", **shard),
             row("manifest, one bit flipped", "publish", MASTER, "weights.publish", "flip", **manifest),
             row("manifest truncated", "publish", MASTER, "weights.publish", "truncate", **manifest),
-            # Last: there is a checkpoint before it to go on from.
+            # Last, so that an earlier checkpoint exists.
             _damaged_checkpoint("one bit flipped", "flip", "*.safetensors", "is corrupt|: corrupt"),
             _damaged_checkpoint("truncated", "truncate", "*.safetensors", "truncated or overwritten"),
             _damaged_checkpoint("state, one bit flipped", "flip", "state.json", "is corrupt"),
@@ -68,7 +68,7 @@ def _damaged_checkpoint(how: str, action: str, file: str, said: str) -> Row:
 
 
 def _disk_full() -> list[Case]:
-    """For good, or until somebody makes room."""
+    """A disk that is full for good, or until the driver frees it."""
     failing = row("ENOSPC for good", "weight write", MODEL, "weights.write", "error", every=True)
     freed = Row("disk really full, then freed", "training", act=outside.fill_disk)
     for_good = Row("disk really full for good", "training", act=outside.fill_disk_for_good)
@@ -80,7 +80,7 @@ def _disk_full() -> list[Case]:
 
 
 def _messages() -> Case:
-    """Each socket: what a network or a stranger may do to it."""
+    """The faults of a network and of a stranger, at each socket."""
     rows = [
         *_lost_twice_garbled("message", "push-pull", ROLLOUT, "push.send"),
         *_lost_twice_garbled("acknowledgement", "push-pull", ROLLOUT, "push.ack"),
@@ -130,7 +130,7 @@ def _verifiers() -> Case:
 
 
 def _clocks() -> Case:
-    """Of one process, and of all: those of one machine jump together."""
+    """Clocks of one process, and of all processes: the clocks of one machine jump together."""
     day = 86400.0
     often = {
         ROLLOUT: "rollout.running",

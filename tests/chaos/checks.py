@@ -1,4 +1,4 @@
-"""What must hold after a run, however it went: the ledger, the samples, nothing left behind, a named end."""
+"""Checks after a run, however it ended: ledger, samples, leftovers, the named cause."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.chaos.live import ChaosRun
 from tests.support.jobs.jobs import Job, processes_of
 from tests.support.training.records import prompt_len
 
-_SETTLE_S = 3.0  # what ends by itself within this is no leftover
+_SETTLE_S = 3.0  # a process that ends within this time is no leftover
 _CAUSE = re.compile(r"^realsys: the run failed: (\S+ \(pid \d+\): .+)$", re.MULTILINE)
 
 
@@ -40,7 +40,7 @@ class LedgerReport:
 
 
 def ledger(paths: TrialPaths) -> LedgerReport:
-    """The audit's word, and a count of our own of what is in the weights twice."""
+    """Return the result of the audit, with an independent count of tickets trained twice."""
     report = LedgerReport()
     try:
         found = audit_trial(paths)
@@ -61,7 +61,7 @@ def reissued(paths: TrialPaths) -> int:
 
 
 def _trained_twice(path: Path) -> int:
-    """Tickets trained again although the weights that hold them stand."""
+    """Count tickets that were trained again without a roll back in between."""
     version: dict[str, int] = {}
     twice = 0
     for event, _ in read_journal(path):
@@ -74,7 +74,7 @@ def _trained_twice(path: Path) -> int:
 
 
 def rejudge(paths: TrialPaths) -> tuple[int, list[str]]:
-    """Every answer that was trained, judged again from its recorded tokens: how many, and what is not as it was."""
+    """Judge every trained completion again from its recorded tokens; return their number and the differences."""
     config = read_config(paths.config)
     tokenizer = TextTokenizer(paths.model)
     prompts, verifier = PromptDataset(config, paths, tokenizer), VERIFIER.load(config.data.verifier)
@@ -104,7 +104,7 @@ def rejudge(paths: TrialPaths) -> tuple[int, list[str]]:
 
 
 def cause_of(job: Job) -> str:
-    """The one line that says why a run failed, without pid and folders."""
+    """Return the line with the cause of a failed run, without pid and folders."""
     found = _CAUSE.search(job.stderr)
     return re.sub(r" \(pid \d+\)|/\S+/(?=\S)", "", found[1]) if found else ""
 
@@ -114,17 +114,17 @@ def named_end(job: Job, pattern: str) -> bool:
 
 
 def logged(paths: TrialPaths, pattern: str) -> bool:
-    """Whether a process of the run said this."""
+    """Return True if a log of the run matches ``pattern``."""
     return any(re.search(pattern, path.read_text(errors="replace")) for path in paths.logs.iterdir())
 
 
 def shared_memory() -> set[str]:
-    """Paths of what SGLang and the server around it have there, of this run or another."""
+    """Return the paths that SGLang and its server have in /dev/shm, of this run or another."""
     return {str(path) for pattern in ("realsys-*", "sglang_*") for path in Path("/dev/shm").glob(pattern)}
 
 
 def _used(path: str) -> bool:
-    """Whether a live process has it mapped, or was told to use or remove it."""
+    """Return True if a live process has ``path`` mapped or on its command line."""
     for process in Path("/proc").glob("[0-9]*"):
         for kind in ("maps", "cmdline"):
             with contextlib.suppress(OSError):
@@ -134,7 +134,10 @@ def _used(path: str) -> bool:
 
 
 def leftovers(run: ChaosRun, tmp: Path, before: set[str] | None) -> list[str]:
-    """Processes, ports, locks, temp files. ``before``: what was in shared memory when a run with SGLang began."""
+    """Return processes, ports, locks and temp files that are left.
+
+    ``before``: content of shared memory when a run with SGLang began.
+    """
     deadline = time.monotonic() + _SETTLE_S
     while (alive := processes_of(run.root)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -154,9 +157,9 @@ def leftovers(run: ChaosRun, tmp: Path, before: set[str] | None) -> list[str]:
 
 
 def _listens(address: str, ours: set[int]) -> bool:
-    """Whether anybody of ours, or nobody knows who, listens at ``tcp://host:port`` or ``http://host:port``.
+    """Return True if one of our processes, or an unknown one, listens at ``tcp://host:port`` or ``http://host:port``.
 
-    A port that was given back is soon somebody else's.
+    The kernel soon gives a free port to another process.
     """
     port = urlsplit(address).port
     found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]

@@ -1,10 +1,10 @@
-"""Runs a case: injects its faults one after the other, sees what becomes of each, then looks at what is left.
+"""Runs a case: injects its faults one after the other, waits for each recovery, then checks the trial.
 
     train ──> step b: the master holds ──> gate ──> fault fires ──> three further steps ──> ... ──> end ──> checks
                                              └── next row: b += STEPS, once the last one has been recovered from
 
 The MasterWorker may not begin step b before gate k is open, and gate k opens only when row k - 1 is over: so no row
-depends on how fast a machine is. Every wait has a bound and names what it waits for.
+depends on how fast a machine is. Every wait has a bound and an error that names it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 
 import msgspec
 
-from realsys.cluster.failpoint import FAULTS, FOLDER, Fault
 from realsys.config.rules.sglang import DEFAULT_VENV
 from tests.chaos import checks, outside
 from tests.chaos.live import ChaosRun, Ended, Interrupted
 from tests.chaos.rows import JOB, Case, Needs, Row
+from tests.support.faults.plan import Fault, environment
 from tests.support.jobs.jobs import command, running
 from tests.support.processes.ports import lasting_ports
 
 STEPS = 6  # train steps that a row has
-#: steps after which whatever was hit must be back: eta is 1, so two batches at most were there before
+#: steps after which the victim must be back: eta is 1, so at most two batches were buffered
 PROOF = 3
 FIRE_S, RECOVER_S, END_S = 90.0, 240.0, 120.0
 
@@ -43,7 +43,7 @@ class RowResult:
     fault: str
     phase: str
     outcome: str = "not reached"
-    recovery_s: float | None = None  # from the fault until PROOF further steps were trained
+    recovery_s: float | None = None  # time from the fault until PROOF further steps were trained
     reissued: int | None = None
     lost: int | None = None
     twice: int | None = None
@@ -59,9 +59,9 @@ class CaseResult:
     name: str
     rows: list[RowResult]
     seconds: float = 0.0
-    rejudged: int = 0  # answers that were trained, with the reward that they have
+    rejudged: int = 0  # trained completions that were judged again
     problems: list[str] = field(default_factory=list)
-    report: str = ""  # everything there is to read, where something is wrong
+    report: str = ""  # all logs, if something is wrong
 
     @property
     def good(self) -> bool:
@@ -72,7 +72,7 @@ class CaseResult:
 
 
 def run_case(case: Case, folder: Path, stop: threading.Event | None = None) -> CaseResult:
-    """One run from start to checks; what it leaves stays in ``folder`` only if something was wrong.
+    """Run a case from start to checks. Its files stay in ``folder`` only if something was wrong.
 
     Raises Interrupted soon after ``stop`` is set; nothing is left then.
     """
@@ -95,7 +95,7 @@ def run_case(case: Case, folder: Path, stop: threading.Event | None = None) -> C
 
 
 def _missing(needs: Needs) -> str:
-    """What this machine lacks, "" if nothing."""
+    """Return the requirement that this machine lacks, or ""."""
     here = {
         "": True,
         "root": os.geteuid() == 0,
@@ -134,14 +134,14 @@ class _Drive:
             except Interrupted:
                 run.end_now()
                 raise
-            except Exception as error:  # a boundary: the other cases go on, and this one says what happened
+            except Exception as error:  # a boundary: reported by this case, and the other cases still run
                 result.problems.append(f"{type(error).__name__}: {error}")
             if live.process.poll() is None:
                 live.process.terminate()
                 live.process.wait(END_S)
             try:
                 self._judge(run, before)
-            except Exception as error:  # the same: of a run that never began there is nothing to read, say
+            except Exception as error:  # the same: a run that never began has no files, for example
                 result.problems.append(f"cannot be checked: {type(error).__name__}: {error}")
             if not result.good:
                 result.report = live.job.report()
@@ -155,8 +155,7 @@ class _Drive:
 
     def _environment(self) -> Mapping[str, str]:
         faults = [fault for number, row in enumerate(self._case.rows) for fault in self._armed(number, row)]
-        text = msgspec.json.encode(faults).decode()
-        return {FAULTS: text, FOLDER: str(self._faults), "TMPDIR": str(self._tmp)}
+        return {**environment(faults, self._faults), "TMPDIR": str(self._tmp)}
 
     def _armed(self, number: int, row: Row) -> list[Fault]:
         """The hold before the row's first step, and its faults."""
@@ -206,7 +205,7 @@ class _Drive:
         return began
 
     def _judge(self, run: ChaosRun, shared_memory: set[str] | None) -> None:
-        """What must hold after any run, whatever happened to it."""
+        """Check the invariants of every run."""
         case, result = self._case, self._result
         job = run.live.job
         cause = checks.cause_of(job)
@@ -235,5 +234,5 @@ class _Drive:
 
 
 def _marker(number: int, part: int) -> str:
-    """The file that says that part of a row has fired."""
+    """Return the name of the marker of a row's part."""
     return f"fired-{number}-{part}"

@@ -1,4 +1,4 @@
-"""A run under faults, as the driver sees it: gates, step log, name store, processes, an end at once."""
+"""A run under faults, as the driver sees it: gates, step log, name store, processes, a fast end."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from typing import Any
 
 import psutil
 
-from realsys.cluster.failpoint import note_pid
 from realsys.cluster.store.base import NameStore
 from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.cluster.store.names import Names
 from realsys.config.dump import read_config
 from realsys.telemetry.steps import StepTail
+from tests.support.faults.plan import note_pid
 from tests.support.jobs.jobs import POLL_S, LiveJob, processes_of
 
-_ASK_AGAIN_S = 0.2  # between two signals to a launcher that is to hurry
-_HURRY_S = 5.0  # then it gets SIGKILL
+_ASK_AGAIN_S = 0.2  # pause between two SIGTERMs to the launcher
+_HURRY_S = 5.0  # after this the launcher gets SIGKILL
 
 
 class Ended(Exception):
-    """The run is over, though the driver waited for something."""
+    """The run ended while the driver waited for something."""
 
 
 class Interrupted(Exception):
-    """Somebody wants the chaos run to end."""
+    """A signal asks the chaos run to end."""
 
 
 @dataclass
@@ -66,8 +66,9 @@ class ChaosRun:
         return self._done
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float) -> Any:
-        """Poll a black box until the condition is true. Raises Ended, Interrupted, or TimeoutError naming what did not
-        come.
+        """Poll a black box until the condition is true.
+
+        Raises Ended, Interrupted, or TimeoutError, which names the condition.
         """
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
@@ -89,15 +90,15 @@ class ChaosRun:
             self.until(lambda: False, "the end of the run", timeout_s)
 
     def end_now(self) -> None:
-        """No process of the run is left when this returns, whatever it would have liked to finish."""
+        """End every process of the run, whether or not it has finished its work."""
         deadline = time.monotonic() + _HURRY_S
         while self.live.process.poll() is None and time.monotonic() < deadline:
-            self.live.process.terminate()  # the second one means: at once
+            self.live.process.terminate()  # the second signal skips the checkpoint
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.live.process.wait(_ASK_AGAIN_S)
         self.live.process.kill()
         self.live.process.wait()
-        for line in processes_of(self.root):  # what wakes up a suspended process, and what a killed launcher left
+        for line in processes_of(self.root):  # wakers of suspended processes, and children of a killed launcher
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(line.split()[0]), signal.SIGKILL)
 
@@ -105,7 +106,7 @@ class ChaosRun:
         (self.faults / f"go-{number}").touch()
 
     def note_pids(self) -> None:
-        """Of processes that are no workers, so that a fault can name them as its victim."""
+        """Note the pids of processes that are no workers, so that a fault can name them as its victim."""
         note_pid(self.faults, "launcher/0", self.live.process.pid)
         for worker, process in self._others():
             note_pid(self.faults, worker, process.pid)
@@ -131,6 +132,6 @@ class ChaosRun:
             store.close()
 
     def name_store(self) -> tuple[NameStore, Names]:
-        """A connection of the driver's own, to be closed."""
+        """Open a connection; the caller closes it."""
         config = read_config(self.live.job.paths.config)
         return make_name_store(config, self.live.job.paths), trial_names(config)

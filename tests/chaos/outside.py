@@ -1,6 +1,6 @@
-"""Faults that come from outside of the run's processes: strangers on its sockets, a disk that fills.
+"""Faults from outside of the run's processes: strangers on its sockets, a disk that fills.
 
-Each is called when the run trains, does its harm, and returns; whether the run goes on is the driver's question.
+Each function is called while the run trains, and returns after its harm. The driver checks the recovery.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def garbage_to_server(run: ChaosRun) -> None:
     token = run.live.job.paths.token.read_text().strip()
     url = json.loads(_address(run, "generation_server"))["url"]
     _garbage_to_http(url, ("/generate", "/update_weights_from_disk", "/no_such_call"), token)
-    # Without the token: whoever has it may pause a server.
+    # Without the token: its owner may pause a server.
     _garbage_to_http(url, ("/pause_generation", "/abort_request", "/flush_cache"), "wrong")
 
 
@@ -69,7 +69,7 @@ def _address(run: ChaosRun, key: str) -> str:
 
 
 def _garbage_to_zmq(address: str) -> None:
-    """Well-formed messages of nonsense, then bytes that are no ZMTP at all, then a connection that says nothing."""
+    """Send well-formed messages of nonsense, then bytes that are no ZMTP, then nothing on an open connection."""
     rng = random.Random(address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -87,7 +87,7 @@ def _garbage_to_zmq(address: str) -> None:
 
 
 def _garbage_to_http(url: str, paths: tuple[str, ...], token: str) -> None:
-    """What is no HTTP, no JSON, not the right JSON, too large, or not allowed."""
+    """Send data that is no HTTP, no JSON, not the right JSON, too large, or not allowed."""
     rng = random.Random(url)
     where = urlsplit(url)
     host, port = where.hostname or "", where.port or 0
@@ -103,8 +103,9 @@ def _garbage_to_http(url: str, paths: tuple[str, ...], token: str) -> None:
 
 
 def _raw(host: str, port: int, data: bytes) -> None:
-    """Send, stop writing, read until the other side closes; it may reset the connection at any time, and then a
-    shutdown fails with ENOTCONN, which is no ConnectionError.
+    """Send, stop writing, read until the peer closes.
+
+    The peer may reset the connection at any time; a shutdown then fails with ENOTCONN, which is no ConnectionError.
     """
     with contextlib.suppress(OSError), socket.create_connection((host, port), 5) as peer:
         peer.settimeout(2)
@@ -119,7 +120,7 @@ def _raw(host: str, port: int, data: bytes) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """A file system of its own, of ``DISK_BYTES``, at ``folder``. Needs root."""
+    """Mount a file system of ``DISK_BYTES`` at ``folder``. Needs root."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)], check=True)
     try:
@@ -129,7 +130,7 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 def fill_disk(run: ChaosRun) -> None:
-    """No room for weights until somebody has said so."""
+    """Leave no room for weights until a worker has reported it."""
     fill_disk_for_good(run)
     said = lambda: any(_SAYS_FULL in path.read_text() for path in run.live.job.paths.errors.glob("*.json"))  # noqa: E731
     try:

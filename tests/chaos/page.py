@@ -1,4 +1,4 @@
-"""``python -m tests.chaos.page``: writes "As measured" of docs/chaos.md from what the last whole run left as JSON."""
+"""``python -m tests.chaos.page``: write "As measured" of docs/chaos.md from the JSON of the last whole run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def section(outcome: Mapping[str, Any]) -> str:
 
 
 def summary(outcome: Mapping[str, Any]) -> str:
-    """What happened, in one sentence or two."""
+    """Return the counts of all outcomes in one or two sentences."""
     cases = outcome["cases"]
     rows = [row for case in cases for row in case["rows"]]
     skipped = [row for row in rows if row["outcome"].startswith("skipped")]

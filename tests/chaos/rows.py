@@ -1,4 +1,4 @@
-"""What a chaos run is made of: the job, the phases, a fault at a phase, and the run that several of them share."""
+"""The parts of a chaos run: the job, the phases, a fault at a phase, and the run that several faults share."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from realsys.cluster.failpoint import Fault
 from tests.chaos.live import ChaosRun
+from tests.support.faults.plan import Fault
 from tests.support.jobs.jobs import SMALL
 
 LEASE_S, BEAT_S = 3.0, 0.5
 SUSPENDED_S = 1.25 * LEASE_S  # a suspended worker's lease has lapsed when it wakes up
 SUSPENDED = f"SIGSTOP {SUSPENDED_S:g} s"
 
-#: The job of every case. eta 1 and one worker of a kind: what is buffered lasts for two steps, so that a third one
-#: needs whatever was hit. A checkpoint at every other step, so that each row meets some.
+#: The job of every case. eta 1 and one worker of each kind: buffered groups last for two steps, so that a third
+#: step needs the victim. A checkpoint at every other step, so that each row meets some.
 JOB = [
     *SMALL,
     # Long enough, and the sums short enough, for right answers and wrong ones.
@@ -35,7 +35,7 @@ JOB = [
     "cluster.max_restarts=40",
 ]
 
-#: phase -> who gets there, and the failpoint
+#: phase -> worker that passes it, and the failpoint
 PHASES = {
     "rollout running": ("rollout_worker/0", "rollout.running"),
     "push": ("rollout_worker/0", "rollout.push"),
@@ -54,11 +54,11 @@ Needs = Literal["", "root", "etcd", "sglang"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fault at one phase: of failpoints (several where it takes more than one), or done to a run that trains.
+    """One fault at one phase: at one failpoint or several, or an ``act`` on a run that trains.
 
-    ``in_order``: each of ``faults`` may fire once the one before it has. ``waits``: a RolloutWorker that rolls nothing
-    out until they have, so that another one has to. ``logged``: a pattern for what the run says of it, without which
-    the fault has not done what it is named for.
+    ``in_order``: each of ``faults`` may fire once the one before it has. ``waits``: a RolloutWorker that generates
+    nothing until they have fired, so that the other one must. ``logged``: a pattern that must be in a log; without
+    it the fault was harmless.
     """
 
     fault: str
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run. ``ends``: it is to end with an error of which the cause matches this; else it completes."""
+    """One run. ``ends``: pattern for the cause with which it must end; without it the run must complete."""
 
     name: str
     rows: tuple[Row, ...]
@@ -82,7 +82,7 @@ class Case:
 
 
 def fault(worker: str, point: str, action: str, **fields: object) -> Fault:
-    """Its name and its gate are given when the run is known."""
+    """A fault without name and gate; the driver sets both."""
     return Fault("", worker, point, action, **fields)  # type: ignore[arg-type]
 
 
@@ -94,7 +94,7 @@ def row(what: str, phase: str, worker: str, point: str, action: str, *, logged: 
 def struck(
     victim: str, phases: Sequence[str], action: Literal["kill", "stop"], *, called: str = "", by: str = ""
 ) -> list[Row]:
-    """A signal to ``victim`` at each phase, sent by whoever gets there: the worker of PHASES, or ``by``."""
+    """Send a signal to ``victim`` at each phase. The worker of PHASES sends it, or ``by``."""
     name = {"kill": "SIGKILL", "stop": SUSPENDED}[action]
     rows = []
     for phase in phases:

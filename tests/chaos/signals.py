@@ -10,13 +10,13 @@ from tests.chaos.rows import PHASES, SUSPENDED_S, Case, Row, fault, row, struck
 
 STATELESS = ("rollout_worker/0", "generation_server/0", "gserver_manager/0")
 TRAINING = ("model_worker/0", "master_worker/0")
-#: restarts of one stateless worker in one run: its back-off doubles each time
+#: limit on the restarts of one stateless worker in one run: its back-off doubles each time
 PER_RUN = 3
 RUNS = 8
 
 
 def everybody(rng: random.Random) -> list[Case]:
-    """Every kind of worker at every phase, both signals: each run gets some of all, in an order of its own."""
+    """Every kind of worker at every phase, both signals: each run gets some of all, in a shuffled order."""
     dealt: list[list[Row]] = [[] for _ in range(RUNS)]
     for number, victim in enumerate((*STATELESS, *TRAINING)):
         rows = struck(victim, list(PHASES), "kill") + struck(victim, list(PHASES), "stop")
@@ -26,7 +26,7 @@ def everybody(rng: random.Random) -> list[Case]:
 
 
 def two_ranks() -> Case:
-    """A training side of two ranks: one of them goes, in the middle of what they do together or of a push to it."""
+    """A trainer of two ranks: one of them dies, during a collective or during a push to it."""
     second, called = "model_worker/1", "model_worker/1 of 2"
     rows = []
     for action in ("kill", "stop"):
@@ -37,7 +37,7 @@ def two_ranks() -> Case:
 
 
 def two_rollout_workers() -> Case:
-    """One dies while the other goes on; the next row needs it back."""
+    """One dies while the other works; the next row needs it back."""
     first, second = "rollout_worker/0", "rollout_worker/1"
     struck_rows = [
         *struck(second, ["rollout running", "push"], "kill", called=f"{second} of 2", by=second),
@@ -143,7 +143,7 @@ def sglang() -> Case:
                 "stop",
                 victim=child,
                 seconds=600.0,
-                # Which of the two it was in the middle of.
+                # SGLang was sampling, or loading a version.
                 logged="SGLang has sampled nothing for 30 s|no answer within 30 s",
             ),
         ),

@@ -1,4 +1,4 @@
-"""Whoever stops the chaos suite is left with nothing of it."""
+"""A chaos suite that is stopped leaves nothing behind."""
 
 import contextlib
 import os
@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.jobs.jobs import poll
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
-BEFORE_ANY_STOP_TIMEOUT_S = 30.0  # on a machine with other work; the runs themselves would go on for minutes
+pytestmark = [pytest.mark.system, pytest.mark.alone, pytest.mark.timeout(300)]
+BEFORE_ANY_STOP_TIMEOUT_S = 30.0  # on a loaded machine; the runs themselves would take minutes
 
 
 def mine(folder: Path) -> list[psutil.Process]:
@@ -28,7 +28,7 @@ def mine(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_runs_and_leaves_nothing(tmp_path, number):
+def test_signal_ends_the_runs_and_leaves_nothing(tmp_path, number):
     names = ["tmpfs-freed", "signals-0"] if os.geteuid() == 0 else ["signals-1", "signals-0"]
     argv = [sys.executable, "-m", "tests.chaos", "--jobs", "2", "--only", *names]
     log = tmp_path / "log"
@@ -37,7 +37,7 @@ def test_a_signal_ends_the_runs_and_leaves_nothing(tmp_path, number):
             argv, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=output, stderr=output, start_new_session=True
         )
     try:
-        # Once it has workers; one that waits in a failpoint hears no signal.
+        # Wait until it has workers; a worker that waits in a failpoint does not handle signals.
         for name in names:
             poll(
                 lambda n=name: list(tmp_path.glob(f"*/{n}/faults/pid-master*")),

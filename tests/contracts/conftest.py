@@ -1,6 +1,6 @@
 """The generation servers of the contract suite: shared by its files, as SGLang takes long to start.
 
-What they need is imported where it is used: most contracts are about something else.
+Each fixture imports its modules itself: most contracts do not need them.
 """
 
 from __future__ import annotations

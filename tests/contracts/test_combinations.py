@@ -1,6 +1,6 @@
 """Two whole train steps that learn, with features combined and roles spread, end with the weights of one plain process.
 
-Each feature has a test of its own against plain torch; here they meet: offloading between calls, pipelines, sequence
+Each feature has a separate test against plain torch; here they meet: offloading between calls, pipelines, sequence
 parallelism, chunks of logits, recomputation, adapters, the distributed optimizer, and several minibatches per step.
 """
 
@@ -116,7 +116,7 @@ def train(rank: int, device: Device, config: Config, meshes: Mapping[str, Mesh],
     ]
     made = [key for _, _, keys, _ in calls for key in keys]
     for _ in range(2):
-        worker.data.clear([ref.sample_id for ref in REFS], made)  # as the master does: the last step's are stale
+        worker.data.clear([ref.sample_id for ref in REFS], made)  # as the master does
         for interface, name, keys, args in calls:
             if name not in meshes or (interface == "advantages" and "critic" not in meshes):
                 continue

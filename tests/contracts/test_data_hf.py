@@ -24,7 +24,7 @@ def test_transformers_reads_the_tokenizer_the_same_way(tmp_path, loader):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_transformers_loads_the_tiny_model_with_every_tensor_in_place(tmp_path, tied):
+def test_transformers_loads_every_tensor_of_the_tiny_model(tmp_path, tied):
     tiny = TinyModelConfig(tie_word_embeddings=tied, head_dim=48)
     make_tiny_model(tiny, tmp_path, seed=5)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)

@@ -165,7 +165,8 @@ def test_without_a_bonus_the_entropy_has_no_gradient(actor: tuple[PreTrainedMode
     assert on_ranks("d1", path, body, make_config(), make_settings()) == [2]
 
 
-def test_a_frozen_engine_has_no_gradients_and_refuses_to_train(actor: tuple[PreTrainedModel, Path]) -> None:
+def test_frozen_engine_refuses_to_train(actor: tuple[PreTrainedModel, Path]) -> None:
+    """It has no gradients either."""
     model, path = actor
 
     def body(rank: Rank) -> tuple[list[torch.Tensor], list[bool]]:
@@ -193,7 +194,8 @@ def test_a_value_engine_does_not_score_tokens(critic: tuple[PreTrainedModel, Pat
     on_ranks("d1", critic[1], body, make_config(), make_settings("value"))
 
 
-def test_a_value_head_over_a_language_model_starts_at_zero(actor: tuple[PreTrainedModel, Path]) -> None:
+def test_value_head_starts_at_zero(actor: tuple[PreTrainedModel, Path]) -> None:
+    """Over a language model."""
     loss: LossFunction = to_target
 
     def body(rank: Rank) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:

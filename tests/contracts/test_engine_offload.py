@@ -29,7 +29,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def memory(rank: Rank) -> dict[str, list[torch.Tensor]]:
-    """All tensors of the engine, by what they are."""
+    """Return all tensors of the engine by kind."""
     engine = rank.engine
     assert engine.module is not None
     found = {"parameters": [parameter.data for parameter in engine.module.parameters()]}
@@ -45,7 +45,7 @@ def memory(rank: Rank) -> dict[str, list[torch.Tensor]]:
 
 
 def sizes(tensors: list[torch.Tensor]) -> set[bool]:
-    """Whether there is memory under them."""
+    """Return True if the tensors have memory."""
     return {tensor.untyped_storage().nbytes() > 0 for tensor in tensors}
 
 
@@ -93,7 +93,7 @@ def test_everything_goes_and_comes_back_bit_by_bit(dtype: str, distributed: bool
             assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_an_offloaded_engine_refuses_what_it_has_no_memory_for(path: Path) -> None:
+def test_offloaded_engine_refuses_calls_that_need_memory(path: Path) -> None:
     def body(rank: Rank) -> None:
         engine, batches = rank.engine, rank.micro_batches()
         step(rank)

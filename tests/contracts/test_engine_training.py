@@ -50,7 +50,8 @@ def gradients_of(path: Path, text: str, micro_batches: int, dtype: str = "float3
     return sum(loss for loss, _ in last_stage_heads(text, found)), cat_exports([part for _, part in found])
 
 
-def test_micro_batches_and_data_ranks_do_not_change_the_gradient(actor: tuple[PreTrainedModel, Path]) -> None:
+def test_gradient_is_the_same_for_every_split(actor: tuple[PreTrainedModel, Path]) -> None:
+    """Neither micro-batches nor data-parallel ranks change it."""
     loss, gradients = gradients_of(actor[1], "d1", 1)
     for text, micro_batches in (("d1", 3), ("d2", 1), ("d2", 4), ("d2p2", 5)):
         other_loss, other = gradients_of(actor[1], text, micro_batches)
@@ -61,9 +62,11 @@ def test_micro_batches_and_data_ranks_do_not_change_the_gradient(actor: tuple[Pr
 
 @pytest.mark.parametrize(("text", "train"), [("d2", {}), ("d2m2", {"sequence_parallel": True}), ("d2p2", {})])
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_a_rank_without_a_sequence_takes_part_and_adds_nothing(
+def test_rank_without_a_sequence_adds_nothing(
     text: str, train: dict[str, Any], head: Any, actor: tuple[PreTrainedModel, Path]
 ) -> None:
+    """It takes part in every collective."""
+
     def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
         if outputs.values is None:
             return NLL(batch, outputs)
@@ -228,7 +231,9 @@ def test_norm_just_above_limit_is_clipped(text: str, actor: tuple[PreTrainedMode
         torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=1e-5)
 
 
-def test_a_step_that_is_not_finite_is_not_taken_on_any_rank(actor: tuple[PreTrainedModel, Path]) -> None:
+def test_step_that_is_not_finite_is_skipped_everywhere(actor: tuple[PreTrainedModel, Path]) -> None:
+    """No rank takes the step."""
+
     def poisoned(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
         share, stats = NLL(batch, outputs)
         return share * (math.inf if REFS[0] in batch.refs else 1.0), stats
@@ -249,7 +254,9 @@ def test_a_step_that_is_not_finite_is_not_taken_on_any_rank(actor: tuple[PreTrai
         assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-def test_another_phase_starts_with_fresh_state_and_the_same_one_goes_on(actor: tuple[PreTrainedModel, Path]) -> None:
+def test_optimizer_state_is_fresh_in_another_phase(actor: tuple[PreTrainedModel, Path]) -> None:
+    """The same phase keeps its state."""
+
     def body(rank: Rank) -> None:
         engine = rank.engine
         engine.use_optimizer("warmup", OptimizerConfig())
@@ -263,9 +270,11 @@ def test_another_phase_starts_with_fresh_state_and_the_same_one_goes_on(actor: t
     on_ranks("d1", actor[1], body, make_config(), make_settings())
 
 
-def test_the_distributed_optimizer_is_refused_for_what_megatron_cannot_shard(
+def test_unsupported_distributed_optimizer_is_refused(
     actor: tuple[PreTrainedModel, Path],
 ) -> None:
+    """Megatron cannot shard the state of these optimizers."""
+
     def body(rank: Rank) -> None:
         with pytest.raises(ModelError, match="distributed_optimizer supports only AdamW"):
             rank.engine.use_optimizer("train", OptimizerConfig(name="sgd"))

@@ -1,8 +1,8 @@
 """A worker that was suspended beyond its lease does nothing that others see when it wakes up.
 
 Real processes: each is suspended right before its act, and the cause of the act (a line on stdin, a message, a request)
-comes only when its lease has lapsed. So whichever of its threads runs first, nothing of the act may be seen. What it
-does with its lease in order is shown by the same body that is not suspended.
+arrives only when its lease has lapsed. So whichever of its threads runs first, nothing of the act may be seen. The
+same body without the suspension shows the act with a valid lease.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.processes.fenced_bodies import DONE
 from tests.support.processes.tester_trial import BOUND_S, Trial
 from tests.support.streams.stream_parts import make_group, pulling
 
-LEASE_S = 5.0  # whoever is suspended waits for its end, and until then it must outlive the start on a slow machine
+LEASE_S = 5.0  # a test waits for its end; it must outlive the start of a worker on a slow machine
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_head_stores_and_acknowledges_only_with_its_lease(trial: Trial, suspende
 
 
 def answer_to(url: str, path: str, body: object, process: subprocess.Popen[str] | None) -> bytes:
-    """What comes back on one connection until it ends. ``process``: woken up once the request is with the kernel."""
+    """Return the bytes of one connection until it ends. ``process`` is woken up once the kernel has the request."""
     where = urlsplit(url)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: {len(data)}\r\n"

@@ -25,7 +25,7 @@ PAUSE_AFTER = 100  # tokens of both answers: in the middle of each
 
 
 class Process:
-    """A server that pauses by itself in the middle of answers, if told to."""
+    """A server that can pause in the middle of completions."""
 
     def __init__(self, model_path: Path, pause_after: int = 0) -> None:
         command = [sys.executable, "-m", "tests.support.serving.generation_process", str(model_path), str(pause_after)]
@@ -77,7 +77,7 @@ def servers(tmp_path: Path) -> Iterator[tuple[Process, Process, dict[int, object
 
 
 def generate(servers, chunk: int, end: Callable[[Process], None]):
-    """Answers begun at the first server, which is ended in the middle of them; and what the manager was asked."""
+    """Begin completions at the first server and end it in the middle; return them with the manager's requests."""
     first, second, models, paths = servers
 
     async def test(client: GenerationClient):
@@ -102,7 +102,7 @@ def generate(servers, chunk: int, end: Callable[[Process], None]):
     return drive(test)
 
 
-def test_a_killed_server_costs_only_the_piece_that_it_was_at(servers):
+def test_killed_server_costs_only_its_current_piece(servers):
     answers, requests = generate(servers, 20, Process.kill)
     for answer in answers:
         assert answer.versions.tolist() == [1] * 40 + [2] * 20
@@ -110,7 +110,7 @@ def test_a_killed_server_costs_only_the_piece_that_it_was_at(servers):
     assert requests[-1].failure is not None and "connection failed" in requests[-1].failure
 
 
-def test_a_server_that_is_stopped_hands_over_what_its_answers_have(servers):
+def test_stopped_server_hands_over_unfinished_completions(servers):
     answers, requests = generate(servers, 0, Process.stop)
     assert sum(answer.versions.tolist().count(1) for answer in answers) >= PAUSE_AFTER
     for answer in answers:

@@ -1,7 +1,7 @@
-"""What a generation server must do over HTTP, whatever runs behind it: answers, limits, aborts, bad requests.
+"""The contract of a generation server over HTTP, for every backend: completions, limits, aborts, bad requests.
 
 The suite knows a server by its ``ServerUnderTest`` only; another backend joins by another parameter of the fixture
-(``conftest.py``). Tests that look at the model are marked ``samples``.
+(``conftest.py``). Tests of the model are marked ``samples``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.serving.generation_servers import (
 )
 
 
-def test_an_idle_server_is_healthy_and_tells_its_version(server):
+def test_idle_server_reports_health_and_version(server):
     async def test(client):
         async with aiohttp.ClientSession() as session, session.get(server.url + "/health") as response:
             assert response.status == 200
@@ -82,7 +82,7 @@ def test_reply_has_the_shape_of_sglang(server):
     drive(test)
 
 
-def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(server):
+def test_seed_gives_one_completion_under_any_load(server):
     if not server.seeded:
         pytest.skip("a seed decides an answer only with SGLang's deterministic inference, which a CPU has not")
 
@@ -100,8 +100,11 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(server):
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.8}], ids=lambda f: "+".join(f) or "plain"
 )
-def test_logprobs_are_of_the_whole_distribution_at_the_temperature(server, filters):
-    """As they are trained on: softmax(logits / temperature), whatever top-k and top-p leave to draw from."""
+def test_logprobs_cover_the_whole_distribution(server, filters):
+    """They are taken at the sampling temperature.
+
+    As they are trained on: softmax(logits / temperature), whatever top-k and top-p leave to draw from.
+    """
 
     async def test(client):
         spec = SamplingSpec(max_new_tokens=40, temperature=0.7, n=2, **filters)
@@ -148,7 +151,7 @@ def test_abort_by_id(server):
     drive(test)
 
 
-def test_requests_of_a_client_that_went_away_are_ended(server):
+def test_requests_of_a_disconnected_client_end(server):
     async def test(client):
         await client.pause(server.url, "in_place")
         gone = asyncio.create_task(client.generate(server.url, PROMPT, LONG, rid="gone", seed=1))
@@ -202,7 +205,7 @@ def test_full_server_answers_503(server):
         ("/abort_request", {}, "needs rid"),
     ],
 )
-def test_bad_requests_are_answered_with_400_and_one_line(server, path, body, message):
+def test_bad_requests_get_400_and_one_line(server, path, body, message):
     async def test(_):
         status, reply = await raw(server, path, body)
         assert status == 400
@@ -214,7 +217,7 @@ def test_bad_requests_are_answered_with_400_and_one_line(server, path, body, mes
     drive(test)
 
 
-def test_a_dead_server_is_a_retryable_error_that_names_it():
+def test_dead_server_is_a_retryable_named_error():
     async def test(client):
         with pytest.raises(GenerationError, match=r"http://127\.0\.0\.1:1/generate: connection failed") as error:
             await client.generate("http://127.0.0.1:1", PROMPT, LONG, rid="a", seed=1)

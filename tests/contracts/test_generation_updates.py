@@ -1,4 +1,4 @@
-"""What a generation server must do with weights over HTTP, whatever runs behind it: updates, damage, pauses.
+"""The contract of weight updates over HTTP, for every backend: updates, damage, pauses.
 
 Weights are staged and verified by the product's own code, from directories with manifests.
 """
@@ -51,7 +51,7 @@ def test_update_in_mid_answer(server):
     drive(test)
 
 
-def test_version_that_is_not_the_one_asked_for_is_refused(server):
+def test_version_other_than_the_requested_is_refused(server):
     async def test(client):
         result = await client.update_weights(server.url, str(server.paths[1]), 2, BOUND_S)
         assert not result.success
@@ -87,7 +87,8 @@ def test_damaged_version_leaves_the_old_weights_serving(server, tmp_path, versio
     drive(test)
 
 
-def test_corrupt_delta_leaves_the_old_weights_serving_and_the_next_one_is_taken(server, tmp_path, versions):
+def test_corrupt_delta_leaves_the_old_weights_serving(server, tmp_path, versions):
+    """The next version is taken."""
     model, writer = copy.deepcopy(versions.models[-1]), ShardWriter(deltas=True, full_every=9)
     models, paths = {}, {}
     for version in (5, 6, 7):

@@ -1,6 +1,6 @@
 """HF directories in and out: families, heads, tied or not, one file or several, on several layouts.
 
-What is computed is compared with transformers, what is written with what was read, bit for bit. Gradients and steps on
+Log-probs are compared with transformers, exported weights with the imported ones, bit for bit. Gradients and steps on
 every layout: test_layouts.py.
 """
 
@@ -46,7 +46,7 @@ def sequences() -> list[torch.Tensor]:
 
 @torch.no_grad()
 def expected_logprobs(model: PreTrainedModel) -> torch.Tensor:
-    """Of every entry of the vocabulary at every position, sequence by sequence: [t, V]."""
+    """Return the log-probs of the vocabulary at every position, per sequence: [t, V]."""
     return torch.cat([model(ids[None]).logits[0].log_softmax(-1) for ids in sequences()])
 
 
@@ -90,7 +90,7 @@ Found = tuple[torch.Tensor | None, dict[str, torch.Tensor]]
 
 
 def assert_same_model(found: list[Found], expected: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
-    """``found``: of each rank, what it computed and what it wrote."""
+    """Check the log-probs and the export of each rank in ``found``."""
     computed = [values for values, _ in found if values is not None]
     assert computed
     for values in computed:
@@ -123,7 +123,7 @@ def language_models(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_log_probs_over_the_vocabulary_and_the_weights_written_again(name: str, language_models: Saved) -> None:
+def test_log_probs_and_exported_weights_match_transformers(name: str, language_models: Saved) -> None:
     form = "single" if name == "d1" else "sharded"
     models = {case: made for case, made in language_models.items() if case[2] == form}
 
@@ -159,7 +159,8 @@ def test_values_of_a_sequence_classification_model(name: str, tmp_path: Path) ->
         assert_same_model([found[family] for found in ranks], expected, weights_of(model))
 
 
-def test_a_value_role_of_a_language_model_starts_at_zero(language_models: Saved) -> None:
+def test_value_role_starts_at_zero(language_models: Saved) -> None:
+    """The folder holds a language model without a value head."""
     path, _, weights = language_models["qwen2", False, "single"]
 
     def body(rank: int, device: Device) -> Found:
@@ -206,7 +207,7 @@ MEBI = 1 << 20
 
 
 def big_model(path: Path) -> int:
-    """A checkpoint of tens of MB, its tensors far larger than what the kernel maps at once. Returns its bytes."""
+    """A checkpoint of tens of MB, its tensors far larger than one read-ahead of the kernel. Returns its bytes."""
     config = Qwen2Config(**(SIZES | {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048}))
     path.mkdir()
     config.architectures = ["Qwen2ForCausalLM"]
@@ -224,7 +225,7 @@ def status_bytes(field: str) -> int:
 
 
 def mapped_bytes(path: Path) -> int:
-    """How much of ``path`` has been read into this process through its mappings."""
+    """Return the bytes of ``path`` that this process has read through its mappings."""
     read, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
@@ -258,7 +259,7 @@ def test_a_rank_touches_only_its_own_slices(tmp_path: Path) -> None:
     for shard, peak, checked, read in run_ranks(4, body, Config(), LAYOUTS["p2m2"]):
         assert shard < 0.3 * size
         assert checked < MEBI  # names and shapes are in the headers
-        # A quarter, and what lies between: pages may be 2 MiB, and a tensor split by columns is in each of its pages.
+        # A quarter, and its neighbours: pages may be 2 MiB, and a tensor split by columns is in each of its pages.
         assert shard - MEBI < read < 0.5 * size
         # Beside the pages of the file (shared, and the kernel's to drop) there is one parameter on its way at a time.
         assert peak - read < shard + 8 * MEBI

@@ -47,7 +47,8 @@ def weights(worker: Worker, role: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["d2", "p2"])
-def test_a_nan_sample_skips_the_step_and_is_named_on_every_rank(folders: dict[str, Path], layout: str) -> None:
+def test_nan_sample_skips_the_step_everywhere(folders: dict[str, Path], layout: str) -> None:
+    """Every rank names the sample."""
     config, meshes = make_config(max_skipped_steps=2), whole(layout, "actor")
     bad = REFS[4].sample_id
 
@@ -74,7 +75,7 @@ def test_a_nan_sample_skips_the_step_and_is_named_on_every_rank(folders: dict[st
         )
 
 
-def test_a_step_that_is_taken_ends_the_row_of_skipped_ones(folders: dict[str, Path]) -> None:
+def test_taken_step_ends_a_row_of_skipped_ones(folders: dict[str, Path]) -> None:
     config, meshes = make_config(max_skipped_steps=2), whole("d1", "actor")
     first, rest = REFS[:2], REFS[2:]
 
@@ -91,8 +92,11 @@ def test_a_step_that_is_taken_ends_the_row_of_skipped_ones(folders: dict[str, Pa
     assert (state["skipped_steps"], state["skipped_in_a_row"]) == (2.0, 0.0)
 
 
-def test_a_minibatch_none_of_whose_samples_stands_out_is_named_whole(folders: dict[str, Path]) -> None:
-    """Weights that overflow make every log-prob NaN: nobody is to blame alone."""
+def test_minibatch_without_a_suspect_is_named_whole(folders: dict[str, Path]) -> None:
+    """No sample stands out, so all of them are named.
+
+    Weights that overflow make every log-prob NaN.
+    """
     config, meshes = make_config(max_skipped_steps=1), whole("d1", "actor")
 
     def body(rank: int, device: Device) -> Any:
@@ -108,7 +112,7 @@ def test_a_minibatch_none_of_whose_samples_stands_out_is_named_whole(folders: di
     assert run_ranks(1, body, config) == [[ref.sample_id for ref in REFS[:3]]]
 
 
-def test_a_nan_of_the_critic_stays_with_its_sample(folders: dict[str, Path]) -> None:
+def test_nan_of_the_critic_stays_with_its_sample(folders: dict[str, Path]) -> None:
     """Neither the batch's mean nor the running statistics carry it to the others."""
     config = make_config(max_skipped_steps=1, critic={"enabled": True, "value_norm": "moving"})
     bad, rest = REFS[1], [ref for ref in REFS if ref is not REFS[1]]
@@ -159,7 +163,7 @@ def test_a_role_keeps_its_state_over_a_checkpoint(folders: dict[str, Path]) -> N
 
 
 @pytest.mark.parametrize("layout", ["d2", "p2"])
-def test_an_early_stop_leaves_out_the_rest_on_every_rank_alike(folders: dict[str, Path], layout: str) -> None:
+def test_early_stop_skips_the_rest_on_every_rank(folders: dict[str, Path], layout: str) -> None:
     config, meshes = make_config(early_stop_ratio=1.5), whole(layout, "actor")
     minibatches = [REFS[:3], REFS[3:6], REFS[6:]]
 
@@ -178,7 +182,7 @@ def test_an_early_stop_leaves_out_the_rest_on_every_rank_alike(folders: dict[str
 
 
 @pytest.mark.parametrize("layout", ["d2", "p2"])
-def test_a_reward_model_scores_each_answer_at_its_last_token(
+def test_reward_model_scores_the_last_token(
     folders: dict[str, Path], models: dict[str, PreTrainedModel], layout: str
 ) -> None:
     config, meshes = make_config(), whole(layout, "reward")
@@ -208,7 +212,7 @@ def everything_to_the_first(refs: Sequence[SequenceRef], data_ranks: int) -> lis
     return [list(refs), *([] for _ in range(data_ranks - 1))]
 
 
-def test_a_data_rank_without_sequences_takes_part_in_every_call(folders: dict[str, Path]) -> None:
+def test_data_rank_without_sequences_joins_every_call(folders: dict[str, Path]) -> None:
     config = make_config(critic={"enabled": True, "value_norm": "moving"}, kl={"coef": 0.1, "place": "reward"})
     calls: list[tuple[str, str, dict[str, float]]] = [
         ("actor_inf", "actor", {}),

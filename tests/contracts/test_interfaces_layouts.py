@@ -49,7 +49,7 @@ GROUP: dict[str, Any] = {
 
 @dataclass
 class Step:
-    """What a train step leaves: arrays per sample, statistics per call, gradients of the last minibatch per role."""
+    """Result of a train step: arrays per sample, statistics per call, gradients of the last minibatch per role."""
 
     arrays: dict[str, Arrays] = field(default_factory=lambda: {ref.sample_id: {} for ref in REFS})
     stats: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def naive_logprobs(model: PreTrainedModel, ref: SequenceRef) -> tuple[torch.Tens
 
 
 def naive_values(model: Any, ref: SequenceRef) -> torch.Tensor:
-    """Of the state before each loss token and after the last, [loss_tokens + 1]."""
+    """Return the value of the state before each loss token and after the last, [loss_tokens + 1]."""
     ids, at = torch.from_numpy(ARRAYS[ref.sample_id]["tokens"]).long(), positions(ref)
     values: torch.Tensor = model.score(model.model(ids[None]).last_hidden_state[0])[:, 0]
     return values[torch.cat([at - 1, at[-1:]])]
@@ -242,7 +242,7 @@ def naive_actor_by_group(step: Step, model: PreTrainedModel) -> None:
 
 @dataclass
 class Found:
-    """What one rank reports: gathered arrays, its statistics (of the roles whose DP head it is), its exports."""
+    """Report of one rank: gathered arrays, its statistics (of the roles whose DP head it is), its exports."""
 
     step: Step
     moments: tuple[float, float]
@@ -310,9 +310,10 @@ def allocations() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("allocation", allocations())
-def test_ppo_with_critic_and_reference_agrees_with_plain_torch(
+def test_ppo_with_critic_agrees_with_plain_torch(
     allocation: str, models: dict[str, PreTrainedModel], folders: dict[str, Path]
 ) -> None:
+    """The reference model is part of the comparison."""
     config, placed = make_config(CRITIC), parse_allocation(f"sglang.d1+{allocation}")
     meshes = place(placed, ["actor", "ref", "critic"])
     expected = Step()
@@ -329,9 +330,10 @@ def test_ppo_with_critic_and_reference_agrees_with_plain_torch(
 
 
 @pytest.mark.parametrize("allocation", ["actor.d1", "actor.d2", "actor.p2,ref.m2"])
-def test_group_advantages_with_kl_in_the_loss_agree_with_plain_torch(
+def test_group_advantages_agree_with_plain_torch(
     allocation: str, models: dict[str, PreTrainedModel], folders: dict[str, Path]
 ) -> None:
+    """With the KL term in the loss."""
     config, placed = make_config(GROUP), parse_allocation(f"sglang.d1+{allocation}")
     meshes = place(placed, ["actor", "ref"])
     expected = Step()

@@ -43,7 +43,7 @@ class Reference:
 
 @dataclass
 class Found:
-    """What one rank reports."""
+    """Report of one rank."""
 
     prox: dict[str, np.ndarray[Any, Any]]
     stats: dict[str, float]

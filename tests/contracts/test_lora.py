@@ -131,7 +131,7 @@ def fused_b(parts: Tensors, name: str, tensor_rank: int, tensor_ranks: int) -> t
 class Reference:
     logprobs: list[torch.Tensor]  # per data part
     gradients_a: Tensors  # whole, by the adapter's name
-    gradients_b: Tensors  # by layer and projection
+    gradients_b: Tensors  # key: layer and projection
     norm: float
 
 
@@ -169,7 +169,7 @@ def reference(model: PreTrainedModel, whole_a: Tensors) -> Reference:
 
 @dataclass
 class Found:
-    """Of one rank: A as drawn, log-probs, gradients by the adapter's name, their global norm."""
+    """Report of one rank: A as drawn, log-probs, gradients by the adapter's name, their global norm."""
 
     drawn: Tensors
     logprobs: list[torch.Tensor]
@@ -211,7 +211,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("text", "train"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(value)
 )
-def test_log_probs_and_gradients_are_those_of_plain_torch(
+def test_log_probs_and_gradients_match_plain_torch(
     text: str, train: dict[str, Any], model: tuple[PreTrainedModel, Path]
 ) -> None:
     layout = parse_allocation(f"sglang.d1+{text}").actor
@@ -271,11 +271,11 @@ def test_a_is_drawn_alike_on_every_layout(model: tuple[PreTrainedModel, Path]) -
         assert 0.8 * bound < float(tensor.abs().max()) <= bound
 
 
-# ---- training, and what is served of it
+# ---- training, and the served weights
 
 
 @pytest.mark.parametrize("text", ["d1", "p2m2"])
-def test_only_adapters_are_trained_and_the_export_has_them_merged(
+def test_only_adapters_train_and_the_export_merges_them(
     text: str, model: tuple[PreTrainedModel, Path], tmp_path: Path
 ) -> None:
     layout = parse_allocation(f"sglang.d1+{text}").actor
@@ -327,14 +327,12 @@ def test_only_adapters_are_trained_and_the_export_has_them_merged(
 
 
 # By hand, per layer: A of qkv, proj and gate_up 3 x 32, of down 3 x 48; B of qkv 64 x 3, proj 32 x 3, gate_up 96 x 3,
-# down 32 x 3. With m2 what is split has half of it: B of qkv and gate_up, A of proj and down.
+# down 32 x 3. With m2 each split matrix has half of it: B of qkv and gate_up, A of proj and down.
 PER_LAYER = {1: 96 * 3 + 144 + 192 + 96 + 288 + 96, 2: 96 * 2 + 48 + 72 + 96 + 96 + 144 + 96}
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_gradients_and_optimizer_take_the_memory_of_the_adapters(
-    tensor: int, model: tuple[PreTrainedModel, Path]
-) -> None:
+def test_gradients_and_optimizer_cover_only_the_adapters(tensor: int, model: tuple[PreTrainedModel, Path]) -> None:
     layout, config = ParallelLayout(tensor=tensor), make_config()
 
     def body(rank: int, device: Device) -> tuple[int, int, int, int]:

@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json
 
-from benchmarks.memory import run
 from realsys.config.schema import Config
 from realsys.train.megatron.device import Device
+from tests.support.training.memory_run import run
 from tests.support.training.train_ranks import run_ranks
 
 STEPS = 12
-SETTLED = 2  # Adam's state comes with the first step
+SETTLED = 2  # the first step allocates Adam's state
 
 
-def test_a_rank_holds_no_more_after_many_steps_than_after_a_few() -> None:
+def test_rank_holds_no_more_after_many_steps() -> None:
     histories = run(STEPS, every=1)
     assert len(histories) == 2
     for history in histories:
@@ -30,7 +30,7 @@ def test_a_rank_holds_no_more_after_many_steps_than_after_a_few() -> None:
         assert late[-1].rss_bytes - late[0].rss_bytes < 16 << 20
 
 
-def test_torch_keeps_no_record_of_the_collectives_on_cpu() -> None:
+def test_torch_records_no_collectives_on_cpu() -> None:
     """By default it fills for a thousand steps, and then some megabytes stay."""
 
     def body(rank: int, device: Device) -> int:

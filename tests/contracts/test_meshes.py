@@ -45,7 +45,7 @@ def megatron_groups() -> dict[str, Workers]:
     }
 
 
-def test_a_mesh_on_the_workers_of_another_has_groups_of_its_own() -> None:
+def test_mesh_on_shared_workers_has_separate_groups() -> None:
     meshes = place(parse_allocation("sglang.d1+actor.d2p1m1,critic.d1m2"), ["actor", "critic"])
 
     def body(rank: int, device: Device) -> dict[str, dict[str, Workers]]:
@@ -60,13 +60,13 @@ def test_a_mesh_on_the_workers_of_another_has_groups_of_its_own() -> None:
         }
 
 
-def test_meshes_set_apart_overlap_where_they_are_placed_so() -> None:
+def test_meshes_overlap_where_they_are_placed_so() -> None:
     meshes = place(parse_allocation("sglang.d1+actor.d2+critic.m2"), ["actor", "critic"])
     meshes["ref"] = Mesh(ParallelLayout(pipeline=2), (1, 2))
 
     def body(rank: int, device: Device) -> Any:
         sums = {}
-        for role, formed in FORMED.items():  # every group carries its own message, of its own members only
+        for role, formed in FORMED.items():  # every group carries another message, to its members only
             value = torch.tensor([float(10**rank)])
             dist.all_reduce(value, group=formed.whole)
             sums[role] = int(value.item())
@@ -99,7 +99,8 @@ def test_meshes_set_apart_overlap_where_they_are_placed_so() -> None:
     assert found[1][3]["ref"] == (0, True, False) and found[2][3]["ref"] == (1, False, True)
 
 
-def test_a_mesh_at_an_offset_has_the_groups_worked_out_by_hand() -> None:
+def test_mesh_at_an_offset_has_the_expected_groups() -> None:
+    """The expected groups were worked out by hand."""
     #   stage 0: workers 1 2      stage 1: workers 3 4      worker 0 is on no mesh
     mesh = Mesh(ParallelLayout(pipeline=2, tensor=2), (1, 2, 3, 4))
 
@@ -137,7 +138,7 @@ def test_a_mesh_at_an_offset_has_the_groups_worked_out_by_hand() -> None:
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(2, 2, 1), ParallelLayout(1, 2, 2), ParallelLayout(2, 1, 2)], ids=str)
-def test_a_mesh_that_is_the_world_is_what_megatron_itself_would_form(layout: ParallelLayout) -> None:
+def test_whole_mesh_has_the_groups_of_megatron(layout: ParallelLayout) -> None:
     def body(rank: int, device: Device) -> Any:
         with FORMED["actor"].active():
             ours = megatron_groups(), parallel_state.get_all_ranks()
@@ -186,7 +187,7 @@ def test_what_was_active_before_is_active_again() -> None:
         assert seen == [actor, critic, actor, critic, actor, actor]
 
 
-def test_the_world_that_megatron_gathers_over_is_the_mesh() -> None:
+def test_megatron_gathers_over_the_mesh_only() -> None:
     meshes = {"actor": Mesh(ParallelLayout(data=2), (1, 2))}
 
     def body(rank: int, device: Device) -> Any:
@@ -217,7 +218,7 @@ def test_workers_meet_through_the_name_store(tmp_path: Path, host: str, advertis
                 torch.distributed.barrier()
         finally:
             store.close()
-        assert address.rpartition(":")[0] == advertised  # not 0.0.0.0, which is nobody's
+        assert address.rpartition(":")[0] == advertised  # not 0.0.0.0, which no peer can reach
         return int(value.item()), groups.data_rank
 
     assert run_ranks(2, body, config, joined=False) == [(3, 0), (3, 1)]
@@ -271,10 +272,11 @@ def results(role: Role) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed optimizer"])
-def test_models_on_overlapping_meshes_compute_what_each_does_in_a_world_of_its_own(
-    folders: dict[str, Path], distributed: bool
-) -> None:
-    """Three workers, each holding a shard of two models with different layouts."""
+def test_overlapping_meshes_do_not_change_a_result(folders: dict[str, Path], distributed: bool) -> None:
+    """Each model computes the same as in a world without the other.
+
+    Three workers, each holding a shard of two models with different layouts.
+    """
     config = Config.model_validate(
         {"train": {"microbatch_tokens": 64, "distributed_optimizer": distributed, "ppo": {"critic": {"enabled": True}}}}
     )

@@ -139,7 +139,7 @@ def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_p
     parts = [REFS[:6], REFS[6:]]
     heads = mesh.dp_heads()
     moves = []
-    for dp, part in enumerate(parts):  # all samples came in at the first head
+    for dp, part in enumerate(parts):  # the first head received all samples
         ids = [ref.sample_id for ref in part]
         for worker in mesh.dp_members(dp):
             keys = ["tokens", "loss_mask", "behav_logprobs"] if worker in heads else ["tokens", "loss_mask"]
@@ -183,10 +183,11 @@ def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_p
     assert any(not torch.equal(after[name], before[name]) for name in before)
 
 
-def test_roles_on_workers_of_their_own_get_their_data_from_outside_their_mesh(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    """actor d2 on workers 0, 1 has the samples; the others work on 2, 3, and the reference's answers go back."""
+def test_roles_get_data_from_outside_their_mesh(models: dict[str, Path], tmp_path: Path) -> None:
+    """Each role runs on separate workers.
+
+    actor d2 on workers 0, 1 has the samples; the others work on 2, 3, and the reference's answers go back.
+    """
     roles = ["actor", "ref", "reward"]
     meshes = place(parse_allocation("sglang.d1+actor.d2+ref.m2,reward.p2"), roles)
     config = make_config()
@@ -245,7 +246,7 @@ def test_roles_on_workers_of_their_own_get_their_data_from_outside_their_mesh(
     assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
-SEEN: list[tuple[str, str]] = []  # of a forked rank
+SEEN: list[tuple[str, str]] = []  # calls of a forked rank
 
 
 class Hooks:
@@ -264,7 +265,7 @@ class Probe:
         return CallOutcome({"step": float(request.step)}, {"s": 0.5})
 
 
-def test_hooks_run_around_the_call_in_their_order_on_every_rank(models: dict[str, Path]) -> None:
+def test_hooks_run_in_order_on_every_rank(models: dict[str, Path]) -> None:
     config = make_config(roles={"ref": {"offload": "all"}})
     parts = [REFS[:5], REFS[5:]]
     a, b, probe = (f"{__name__}:{name}" for name in ("Hooks.a", "Hooks.b", "Probe"))
@@ -313,7 +314,7 @@ def test_an_offloaded_role_is_written_and_stays_offloaded(models: dict[str, Path
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_training_goes_on_from_a_checkpoint_bit_by_bit(models: dict[str, Path], tmp_path: Path) -> None:
+def test_training_resumes_bit_by_bit_from_a_checkpoint(models: dict[str, Path], tmp_path: Path) -> None:
     """Saved while the next step is taken; loaded by workers that start anew and take that step again."""
     layout, config = ParallelLayout(data=2), make_config(train={"ppo": {"use_decoupled_loss": False}})
     parts = [REFS[:5], REFS[5:]]
@@ -383,9 +384,8 @@ KNOWN_HANDLERS = "actor_inf, actor_train, advantages, critic_inf, critic_train, 
     ],
     ids=["handler", "hook", "role of a call", "role to load", "role to save"],
 )
-def test_an_error_is_answered_in_one_line_and_ends_the_worker(
-    models: dict[str, Path], entry: tuple[str, msgspec.Struct], expected: str
-) -> None:
+def test_error_gets_a_one_line_reply(models: dict[str, Path], entry: tuple[str, msgspec.Struct], expected: str) -> None:
+    """The worker ends after it."""
     script: Script = [load("actor", models), entry, ("clear", ClearRequest([]))]
 
     def body(rank: int, device: Device) -> tuple[list[str], int]:
@@ -396,4 +396,4 @@ def test_an_error_is_answered_in_one_line_and_ends_the_worker(
 
     [(errors, replies)] = run_ranks(1, body, make_config(), D1)
     assert errors == [expected]
-    assert replies == 1  # initialize; what came after the error is not served
+    assert replies == 1  # initialize; requests after the error are not served

@@ -55,7 +55,7 @@ MADE_KEYS = ("prox_logprobs", "ref_logprobs", "values", "advantages", "returns",
 
 @dataclass(frozen=True)
 class Case:
-    """One step: a graph, where its roles sit, and what is worked on."""
+    """One step: a graph, the meshes of its roles, and the batch."""
 
     flow: Dataflow
     meshes: dict[str, Mesh]
@@ -115,7 +115,7 @@ def owned(arrived: Mapping[str, list[int]]) -> Ownership:
 
 
 async def run_case(case: Case, workers: SimulatedWorkers) -> dict[str, CallResult]:
-    """One step; at its end nobody may hold anything."""
+    """Run one step; at its end no worker may hold an array."""
     for sample, owners in case.arrived.items():
         for worker in owners:
             workers.held[worker] |= {(key, sample) for key in SOURCE_KEYS}
@@ -158,12 +158,12 @@ def check_order(case: Case, workers: SimulatedWorkers) -> None:
 
 
 def overlapping_pairs(case: Case, workers: SimulatedWorkers) -> int:
-    """Where nothing has to move, calls that find none of their workers busy begin at once: all must run together."""
+    """Without transfers, calls on idle workers begin immediately: all of them must run together."""
     if any(len(owners) < case.workers for owners in case.arrived.values()):
         return 0
     busy: set[int] = set()
     free = []
-    for call in case.flow.ready(SOURCE_KEYS, []):  # in the order of sending
+    for call in case.flow.ready(SOURCE_KEYS, []):  # the order of sending
         places = set(case.meshes[call.role].workers)
         if places.isdisjoint(busy):
             free.append(call.name)
@@ -189,7 +189,8 @@ def test_no_schedule_deadlocks_and_all_keep_their_order() -> None:
     )
 
 
-def test_calls_on_disjoint_meshes_run_at_the_same_time_and_on_shared_workers_one_by_one() -> None:
+def test_calls_on_disjoint_meshes_run_in_parallel() -> None:
+    """On shared workers they run one by one."""
     meshes = {
         "a": Mesh(ParallelLayout(data=2), (0, 1)),
         "b": Mesh(ParallelLayout(tensor=2), (2, 3)),
@@ -207,7 +208,7 @@ def test_calls_on_disjoint_meshes_run_at_the_same_time_and_on_shared_workers_one
 
 
 class UnorderedWorkers(SimulatedWorkers):
-    """The same, but each recipient gets a request in a task of its own, some turns later: no order among them."""
+    """The same, but each recipient gets a request in a separate task, some turns later: no order among them."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -298,7 +299,7 @@ def fill(refs: list[SequenceRef], data: DataManager) -> None:
 
 
 def compute(request: MfcRequest, rank: int, mesh: Mesh, group: dist.ProcessGroup, data: DataManager) -> MfcReply:
-    """Every rank adds up what it reads; the mesh's sum must be what the values are by definition."""
+    """Every rank adds up the values that it reads; the mesh's sum must equal the sum of the definition."""
     dp, tp, pp = mesh.coordinates(mesh.workers.index(rank))
     last = pp == mesh.layout.pipeline - 1
     total = expected = 0.0
@@ -323,7 +324,7 @@ def compute(request: MfcRequest, rank: int, mesh: Mesh, group: dist.ProcessGroup
 
 
 async def drive(stream: MasterStream) -> tuple[int, int]:
-    """Random steps, as the step loop would run them. Returns the calls made and those that ran beside another one."""
+    """Run random steps like the step loop. Return the number of calls, and of those that overlapped another one."""
     routed = RoutedStream(stream, routing_table(MESHES))
     workers, rng = ModelWorkers(routed, MESHES, BOUND_S), random.Random(5)
     calls = beside = 0

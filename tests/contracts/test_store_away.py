@@ -14,7 +14,7 @@ from realsys.errors import NameStoreError
 from tests.support.processes.tester_trial import Trial
 
 LONG_S = 120.0  # a lease that no slow machine outlives
-#: shows in the key "seen" what its watch on "asked" was told last
+#: writes the last value that its watch on "asked" delivered to the key "seen"
 FOLLOWER = """
     root = ctx.names.root
     watch = ctx.store.watch(root + "/asked", lambda tree: ctx.register(root + "/seen", "".join(tree.values()) or "-"))

@@ -1,4 +1,4 @@
-"""What the interfaces do to one role: gradients, optimizer steps, weights."""
+"""The effect of the train calls on one role: gradients, optimizer steps, weights."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_zero_advantages_keep_other_gradients(model: Path, term: dict[str, Any])
         torch.testing.assert_close(some_grads[name], grad)
 
 
-def test_a_batch_without_any_advantage_still_steps_in_time_with_the_others(model: Path) -> None:
+def test_batch_without_advantage_keeps_step_with_the_others(model: Path) -> None:
     refs, arrays = make_batch(groups=1)
     config = make_config(ppo={"skip_zero_advantage": True, "advantage": {"mean": "group", "std": "group"}})
 
@@ -133,7 +133,7 @@ def test_a_batch_without_any_advantage_still_steps_in_time_with_the_others(model
         assert stats["answer_tokens"] == sum(ref.loss_tokens for ref in refs)
 
 
-def test_a_step_that_is_not_finite_is_skipped_counted_and_harmless(model: Path) -> None:
+def test_step_with_nan_is_skipped_and_counted(model: Path) -> None:
     refs, arrays = make_batch()
     arrays[refs[1].sample_id]["behav_logprobs"][0] = math.nan
 
@@ -154,7 +154,8 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_harmless(model: Path) 
     assert math.isfinite(mixed["loss"]) and mixed["answer_tokens"] == sum(ref.loss_tokens for ref in refs[2:])
 
 
-def test_warm_up_learns_and_training_starts_with_fresh_optimizer_state(model: Path) -> None:
+def test_training_after_warm_up_starts_with_fresh_state(model: Path) -> None:
+    """The warm-up learns; its optimizer state is dropped."""
     refs, arrays = make_batch()
 
     def body(rank: int, device: Device) -> Any:

@@ -1,4 +1,4 @@
-"""Versions that refer to earlier ones: what is written, what a server reads, what stays on disk, what is refused.
+"""Versions that refer to earlier ones: the files, the reads of a server, pruning, refusals.
 
 Every version is written by two writers, as two ranks would, committed, and read by servers that hold different pasts.
 """
@@ -32,7 +32,7 @@ def words(*values: int) -> np.ndarray:
 # ---- one tensor
 
 
-def test_a_delta_has_the_bytes_that_the_format_says() -> None:
+def test_delta_has_the_documented_bytes() -> None:
     old, new = np.zeros(300, np.uint16), np.zeros(300, np.uint16)
     new[0], new[256], new[299] = 1, 0xFFFF, 500
     blob = delta.encode(old.view(np.uint8), new.view(np.uint8), 2)
@@ -150,7 +150,7 @@ def test_frozen_tensors_are_written_and_read_once(tmp_path: Path) -> None:
     trainer.check(3, stage(path, 3).tensors)  # a server that joins late
 
 
-def test_version_that_refers_to_others_is_not_mistaken_for_a_model(tmp_path: Path) -> None:
+def test_version_with_references_is_no_model_folder(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, deltas=False)
     assert files_of(trainer.step(1e-3)).keys() == {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
     second = trainer.step(1e-3)
@@ -162,7 +162,7 @@ def test_version_that_refers_to_others_is_not_mistaken_for_a_model(tmp_path: Pat
     trainer.check(1, stage(tmp_path / "plain", 1).tensors)  # refers to nothing outside
 
 
-def test_small_unchanged_tensors_do_not_keep_old_files_alive(tmp_path: Path) -> None:
+def test_small_unchanged_tensors_keep_no_old_files(tmp_path: Path) -> None:
     writer, root = ShardWriter(), tmp_path / "weights"
     norm, base = torch.ones(100, dtype=torch.bfloat16), ""
     for version in range(3):
@@ -175,7 +175,8 @@ def test_small_unchanged_tensors_do_not_keep_old_files_alive(tmp_path: Path) -> 
         assert (path / m.INDEX).exists()
 
 
-def test_deltas_for_a_server_that_follows_one_that_skips_and_one_that_joins(tmp_path: Path) -> None:
+def test_deltas_serve_followers_skippers_and_newcomers(tmp_path: Path) -> None:
+    """One server takes each version, one skips versions, one joins late."""
     trainer = Trainer(tmp_path, deltas=True, full_every=4)
     following, skipping = HeldWeights(everything=True), HeldWeights(everything=True)
     for version in range(9):
@@ -238,8 +239,11 @@ def test_writer_after_a_failed_write_writes_everything(tmp_path: Path) -> None:
     assert [piece.base for piece in shard.tensors["a"].pieces] == [""]
 
 
-def test_later_training_does_not_change_what_the_writer_remembers(tmp_path: Path) -> None:
-    """The exported tensors may be the trainer's own parameters: the base of a delta must be a copy of them."""
+def test_writer_remembers_the_published_weights(tmp_path: Path) -> None:
+    """Later training does not change them.
+
+    The exported tensors may be the trainer's own parameters: the base of a delta must be a copy of them.
+    """
     writer, root = ShardWriter(deltas=True, full_every=8), tmp_path / "w"
     parameter = torch.zeros(1000, dtype=torch.bfloat16)
     held, base = HeldWeights(everything=True), ""
@@ -278,9 +282,8 @@ def flip(path: Path) -> None:
         (lambda old, new: (new / "model-00001-of-00002.part").unlink(), "cannot be read, but it is in the manifest"),
     ],
 )
-def test_damaged_delta_is_refused_and_the_server_goes_on_from_what_it_has(
-    tmp_path: Path, damage: Callable[[Path, Path], None], message: str
-) -> None:
+def test_damaged_delta_is_refused(tmp_path: Path, damage: Callable[[Path, Path], None], message: str) -> None:
+    """The server continues with the version that it has."""
     trainer, held = Trainer(tmp_path, deltas=True, full_every=8), HeldWeights(everything=True)
     old = trainer.step(1e-5)
     stage(old, 0, held)
@@ -300,7 +303,8 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def test_missing_base_is_named_and_needed_only_by_those_who_do_not_hold_it(tmp_path: Path) -> None:
+def test_missing_base_is_named(tmp_path: Path) -> None:
+    """Only a server that does not hold it needs it."""
     trainer, held = Trainer(tmp_path, deltas=True), HeldWeights(everything=True)
     stage(trainer.step(1e-5), 0, held)
     path = trainer.step(1e-5)
@@ -310,7 +314,7 @@ def test_missing_base_is_named_and_needed_only_by_those_who_do_not_hold_it(tmp_p
     trainer.check(1, stage(path, 1, held).tensors)
 
 
-def test_commit_refuses_a_version_whose_base_is_not_there(tmp_path: Path) -> None:
+def test_commit_refuses_a_version_without_its_base(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, deltas=True)
     shutil.rmtree(trainer.step(1e-5))
     with pytest.raises(WeightsError, match=r"v00000000.run has no MANIFEST.json"):
@@ -318,7 +322,7 @@ def test_commit_refuses_a_version_whose_base_is_not_there(tmp_path: Path) -> Non
     assert m.complete_versions(trainer.root) == []
 
 
-def test_delta_on_another_tensor_than_the_manifest_says_is_refused(tmp_path: Path) -> None:
+def test_delta_on_an_unexpected_tensor_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, deltas=True)
     trainer.step(1e-5)
     path = trainer.step(1e-5)

@@ -10,7 +10,7 @@ NOISE = 1e-4  # nats; fp32 on both sides, answers of up to 180 tokens
 QUICK = ["evaluation.problems=0", "rollout.workers=1"]
 
 
-def test_without_learning_engine_and_trainer_stay_at_numerical_noise(tmp_path):
+def test_engine_and_trainer_agree_without_learning(tmp_path):
     """At a learning rate of nothing all versions are the same weights: whatever sampled a token, both must agree."""
     job = run_arith(
         tmp_path,
@@ -31,11 +31,11 @@ def test_without_learning_engine_and_trainer_stay_at_numerical_noise(tmp_path):
         assert step["stats"]["inf/logprob_difference_max"] < NOISE
 
 
-def test_answers_whose_weights_changed_on_the_way_are_compared_exactly(tmp_path):
+def test_interrupted_completions_are_compared_exactly(tmp_path):
     """The weights move, and answers span versions: their last tokens are the trained version's, on a new prefix.
 
     One answer at a time is generated, so that a batch of them takes longer than a train step however loaded the
-    machine is: whenever a version comes out, part of the next batch is done and an answer of it is running.
+    machine is: whenever a version is published, part of the next batch is done and an answer of it is running.
     """
     job = run_arith(
         tmp_path,

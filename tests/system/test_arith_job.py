@@ -1,4 +1,4 @@
-"""One whole job with all five kinds of process, and what must hold of what it leaves behind."""
+"""One whole job with all five kinds of process, and the invariants of its files."""
 
 import json
 
@@ -16,7 +16,7 @@ from tests.system.conftest import STEPS
 pytestmark = pytest.mark.system
 
 
-def test_every_step_trains_one_batch_and_makes_one_version(job):
+def test_each_step_trains_one_batch_and_one_version(job):
     steps = job.records("train")
     assert [s["step"] for s in steps] == list(range(1, STEPS + 1))
     assert [s["version"] for s in steps] == list(range(1, STEPS + 1))
@@ -29,7 +29,7 @@ def test_nothing_is_trained_beyond_the_staleness_bound(job):
     check_staleness(job, eta=4)
 
 
-def test_ledger_shows_each_trained_ticket_once_and_admission_kept_its_bound(job):
+def test_each_ticket_is_trained_once_within_the_bound(job):
     ledger = check_ledger(job, batch_groups=8, eta=4, prompts=400)
     # All were within the bound, and none was rolled out that no step was left for: every ticket has ended.
     assert ledger.counts.granted == ledger.counts.attempts == ledger.counts.trained == STEPS * 8
@@ -56,7 +56,7 @@ def test_warm_up_learns_and_both_evaluations_are_there(job):
     assert job.records("eval")[1]["version_min"] == STEPS
 
 
-def test_newest_weights_verify_and_the_checkpoint_loads_in_transformers(job):
+def test_newest_weights_load_in_transformers(job):
     version, _, directory = manifest.complete_versions(job.paths.weights())[-1]
     assert version == STEPS
     stage(directory, STEPS)
@@ -68,7 +68,7 @@ def test_newest_weights_verify_and_the_checkpoint_loads_in_transformers(job):
     assert weights_differ(trained, fresh)
 
 
-def test_summary_and_curves_are_what_a_user_looks_at(job):
+def test_summary_and_curves_describe_the_run(job):
     summary = json.loads(job.paths.summary.read_text())
     assert summary["status"] == "done"
     assert summary["accuracy"]["before"] is not None and summary["accuracy"]["after"] is not None

@@ -27,7 +27,7 @@ BUDGET, PROBLEMS = 40, 40
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with the examples, and beside it realsys, installed as pip installs it."""
+    """A user's folder with the examples, next to realsys as pip installs it."""
     folder = tmp_path_factory.mktemp("user")
     source = folder / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__"))
@@ -79,7 +79,7 @@ def test_loss_agent_environment_and_transport_train_together(outside: Path, tmp_
     assert [step["version"] for step in steps] == [1, 2]
     for step in steps:
         assert step["stats"]["grad_norm"] > 0
-        # The agent counts its thought, the environment what is left of the row's budget.
+        # The agent counts its thought, the environment counts the unused budget of the row.
         assert 0 < step["metrics"]["thought_tokens"] <= 16 and 0 <= step["metrics"]["unused_budget"] <= 1
         assert step["length_max"] > step["metrics"]["thought_tokens"], "thought and answer are trained"
     assert set(job.records("eval")[-1]["metrics"]) == {"thought_tokens", "unused_budget"}

@@ -1,4 +1,4 @@
-"""Weights change in the middle of answers, on two servers at once."""
+"""Weights change in the middle of completions, on two servers."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.support.jobs.ledgers import check_ledger, check_staleness
 pytestmark = pytest.mark.system
 
 
-def test_answers_go_on_with_new_weights_on_two_servers(tmp_path):
+def test_completions_continue_with_new_weights(tmp_path):
     job = run_arith(
         tmp_path,
         "two-servers",
@@ -20,7 +20,7 @@ def test_answers_go_on_with_new_weights_on_two_servers(tmp_path):
         "train.batch_groups=4",
         "train.total_steps=12",
         "asynchronous.max_head_offpolicyness=2",
-        # Answers that take about as long as a step: hardly an update can miss all of them.
+        # Completions take about as long as a step: hardly an update can miss all of them.
         "generation.sampling.min_new_tokens=150",
         "generation.sampling.max_new_tokens=180",
         "generation.embedded.context_length=256",

@@ -20,7 +20,7 @@ ARGUMENTS = [
 SAMPLED = ("reward_mean", "answer_tokens", "length_max", "truncated_fraction")  # the same answers, to the token
 
 
-def test_layouts_run_the_same_job_to_the_same_loss(tmp_path):
+def test_all_layouts_reach_the_same_loss(tmp_path):
     losses, steps = {}, {}
     for layout in ("d1p1m1", "d2p1m1", "d1p2m1", "d1p1m2"):
         job = run_arith(tmp_path, layout, f"allocation=sglang.d1p1m1+{layout}", *ARGUMENTS).completed()

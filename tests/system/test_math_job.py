@@ -49,7 +49,7 @@ def run_math(fileroot: Path, trial: str, model: Path, data: Path, *overrides: st
 
 
 @pytest.mark.parametrize("make_model", [make_qwen3, make_llama])
-def test_users_model_and_data_give_a_checkpoint_that_transformers_loads(tmp_path, problems, make_model):
+def test_trained_model_of_a_user_loads_in_transformers(tmp_path, problems, make_model):
     model = make_model(tmp_path / "model")
     job = run_math(tmp_path / "runs", "own", model, problems).completed()
     held_out = int(job.stdout.split(" eval")[0].rsplit(" ", 1)[1])
@@ -82,7 +82,7 @@ def test_users_model_and_data_give_a_checkpoint_that_transformers_loads(tmp_path
     ],
     ids=["no answer", "answer is no text", "broken JSON", "prompt too long"],
 )
-def test_bad_line_ends_the_command_with_its_number_and_nothing_is_left(tmp_path, problems, line, problem):
+def test_bad_line_ends_the_command_with_its_number(tmp_path, problems, line, problem):
     lines = problems.read_text().splitlines()
     lines[16] = line
     problems.write_text("\n".join(lines) + "\n")
@@ -94,7 +94,7 @@ def test_bad_line_ends_the_command_with_its_number_and_nothing_is_left(tmp_path,
     assert processes_of(job.root) == []
 
 
-def test_run_in_which_every_verification_fails_ends_and_says_why(tmp_path, problems):
+def test_run_without_a_verified_completion_ends_by_name(tmp_path, problems):
     lines = problems.read_text().splitlines(keepends=True)
     problems.write_text("".join(lines[:5]))
     overrides = ["data.eval_fraction=0.0", "evaluation.problems=0", "train.total_epochs=1"]

@@ -27,7 +27,8 @@ ON_POLICY = [
 ]
 
 
-def test_with_eta_zero_every_batch_is_of_one_version_also_across_a_recovery(tmp_path: Path) -> None:
+def test_eta_zero_trains_one_version_per_batch(tmp_path: Path) -> None:
+    """Also after the training side went back to a checkpoint."""
     root, argv = arith(tmp_path, "on-policy", *ON_POLICY)
     with running(root, argv) as live:
         live.until_step(3)

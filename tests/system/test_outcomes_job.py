@@ -1,4 +1,4 @@
-"""Runs that have nothing (more) to learn from: each ends, in time, and says what happened."""
+"""Runs that have nothing (more) to learn from: each ends in time with a message that names the cause."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALL_FILTERED = ["train.ppo.filter.min=0.5", "train.total_steps=3"]  # half of th
 
 
 def stuck(job: Job) -> str:
-    """What the terminal says of a run that gave up, on its first line."""
+    """Check that a run gave up; return the first line of its terminal output."""
     assert job.returncode == 1, job.report()
     assert processes_of(job.root) == []
     failure = json.loads(job.paths.summary.read_text())["failure"]
@@ -40,8 +40,8 @@ def stuck(job: Job) -> str:
     return message
 
 
-def test_dataset_that_runs_out_ends_the_run_after_its_last_whole_batch(tmp_path):
-    """20 prompts once, 8 a batch: two steps; the four that are left make no batch, and stand in for any that fail."""
+def test_used_up_data_ends_after_its_last_batch(tmp_path):
+    """20 prompts once, 8 a batch: two steps. The remaining four make no batch; they replace any that fail."""
     job = run_arith(tmp_path, "short", *TINY, "train.total_epochs=1", "train.total_steps=100").completed()
     assert [step["step"] for step in job.records("train")] == [1, 2]
     assert "step 2/2" in job.stdout
@@ -54,14 +54,14 @@ def test_dataset_that_runs_out_ends_the_run_after_its_last_whole_batch(tmp_path)
     assert processes_of(job.root) == []
 
 
-def test_dataset_that_runs_out_before_a_batch_fills_ends_by_name_with_what_became_of_it(tmp_path):
+def test_used_up_data_without_batch_ends_by_name(tmp_path):
     job = run_arith(tmp_path, "used-up", *TINY, *ALL_FILTERED, "train.total_epochs=1")
     message = stuck(job)
     assert "all 20 groups have ended: 0 trained, 20 dropped (20 x success_rate)" in message
     assert "fewer than the 8 of a batch (train.batch_groups)" in message
 
 
-def test_endless_data_of_which_every_group_is_rejected_ends_by_name(tmp_path):
+def test_endless_rejected_data_ends_by_name(tmp_path):
     job = run_arith(tmp_path, "rejected", *TINY, *ALL_FILTERED)
     message = stuck(job)
     found = re.search(r"the last (\d+) groups all have a success rate outside \[0\.5, 1\] ", message)
@@ -69,7 +69,7 @@ def test_endless_data_of_which_every_group_is_rejected_ends_by_name(tmp_path):
     assert "(train.ppo.filter)" in message
 
 
-def test_constant_reward_trains_on_without_changing_a_weight_and_says_so(tmp_path):
+def test_constant_reward_changes_no_weight_and_is_reported(tmp_path):
     """Every advantage is 0: no NaN, no step skipped, and the summary names it."""
     job = run_arith(
         tmp_path, "constant", *TINY, "train.ppo.advantage.mean=group", "train.ppo.advantage.std=group"

@@ -1,4 +1,4 @@
-"""Training that is killed or stopped goes on from its last checkpoint: by itself, or with the same command again."""
+"""Killed or stopped training resumes from its last checkpoint: restarted by the launcher, or by the user."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ QUICK = [
     "rollout.workers=1",
     "checkpoint.every_steps=2",
 ]
-STEPS, HELD = 12, 9  # of a run that waits before this step until it was killed
+STEPS, HELD = 12, 9  # steps of a run; it waits before step HELD until the test has killed a process
 SERVING = ("gserver_manager/0", "generation_server/0", "rollout_worker/0")
 
 
@@ -44,44 +44,46 @@ def check_complete(job, steps):
     return summary
 
 
-@pytest.mark.parametrize(
-    ("victim", "allocation"),
-    [("model_worker/1", "sglang.d1p1m1+d2p1m1"), ("master_worker/0", "sglang.d1p1m1+d1p1m1")],
-)
-def test_training_side_restarts_from_its_checkpoint_while_the_servers_stay_up(tmp_path, victim, allocation):
-    settings = [f"allocation={allocation}", f"train.total_steps={STEPS}"]
-    root, argv = arith(tmp_path, "killed", *QUICK, *settings)
+def kill_and_recover(tmp_path, trial, victim, *settings, steps=STEPS, after=3):
+    """Kill ``victim`` of the training side after a step; return the finished job.
+
+    Checks that the whole training side was started again, and that no server was.
+    """
+    root, argv = arith(tmp_path, trial, *QUICK, f"train.total_steps={steps}", *settings)
     hold = Hold(tmp_path / "hold", HELD)
     with running(root, argv, hold.env) as live:
-        live.until_step(3)
+        live.until_step(after)
         serving = {worker: live.pid(worker) for worker in SERVING}
         assert all(serving.values())
         training = {worker: live.pid(worker) for worker in ("model_worker/0", "master_worker/0")}
         live.kill(victim)
         for worker, pid in training.items():
             live.until(lambda w=worker, p=pid: live.pid(w) not in (None, p), f"{worker} is started again")
-        live.until(lambda: live.job.records("recovered"), "training goes on")
+        live.until(lambda: live.job.records("recovered"), "training resumes")
         hold.release()
         assert {worker: live.pid(worker) for worker in SERVING} == serving
         job = live.wait()
-    summary = check_complete(job, STEPS)
+    summary = check_complete(job, steps)
     assert summary["recoveries"] == 1
     assert [entry["process"] for entry in summary["restarts"]] == [victim]
     assert restarts_shown(job, victim) == 1 and "of the trainer" in job.stdout
-    # Its peers may have said that they lost it, before they were killed.
+    # Its peers may have reported the loss before they were killed.
     assert {error.pid for error in read_errors(job.paths.errors)} <= set(training.values()), job.report()
+    return job
 
 
-def test_every_evaluation_beside_training_has_one_result_though_the_master_died(tmp_path):
-    """At step 5 those of 2 and 4 may be unfinished, done and not logged, or logged; training goes on from 4."""
-    steps = 10
-    settings = [f"train.total_steps={steps}", "evaluation.every_steps=2", "evaluation.every_problems=32"]
-    root, argv = arith(tmp_path, "evaluated", *QUICK, *settings, "checkpoint.every_steps=4")
-    with running(root, argv) as live:
-        live.until_step(5)
-        live.kill("master_worker/0")
-        job = live.wait()
-    assert check_complete(job, steps)["recoveries"] == 1
+def test_training_side_restarts_while_servers_stay_up(tmp_path):
+    """One of two ranks dies."""
+    kill_and_recover(tmp_path, "killed", "model_worker/1", "allocation=sglang.d1p1m1+d2p1m1")
+
+
+def test_each_evaluation_has_one_result_across_a_recovery(tmp_path):
+    """The master dies at step 5. Evaluations of 2 and 4 may be unfinished, done and not logged, or logged.
+
+    Training resumes from the checkpoint of step 4.
+    """
+    settings = ["evaluation.every_steps=2", "evaluation.every_problems=32", "checkpoint.every_steps=4"]
+    job = kill_and_recover(tmp_path, "evaluated", "master_worker/0", *settings, steps=10, after=5)
     evaluations = job.records("eval")
     assert sorted(record["eval_id"] for record in evaluations) == ["step-2", "step-4", "step-6", "step-8"]
     for record in evaluations:
@@ -89,7 +91,7 @@ def test_every_evaluation_beside_training_has_one_result_though_the_master_died(
         assert record["step"] in {due, max(due, 4)} and record["version_min"] >= record["step"], record
 
 
-def test_ctrl_c_and_the_command_it_names_go_on_without_repeating_a_step(tmp_path):
+def test_resume_after_ctrl_c_repeats_no_step(tmp_path):
     # Time enough for the step under way and a checkpoint, however slow the machine.
     root, argv = arith(tmp_path, "stopped", *QUICK, "train.total_steps=12", "cluster.stop_timeout_s=60.0")
     with running(root, argv) as live:
@@ -108,25 +110,25 @@ def test_ctrl_c_and_the_command_it_names_go_on_without_repeating_a_step(tmp_path
     assert f"going on from step-{done:08d}; {done} steps had been trained" in job.stdout
     assert summary["recoveries"] == 1 and not summary["restarts"]
     trained = [record["step"] for record in StepTail(job.paths.steps).read() if record["kind"] == "train"]
-    assert trained == list(range(1, 13))  # in the log itself: none was undone
+    assert trained == list(range(1, 13))  # the log itself shows that none was undone
     with running(root, argv) as live:
         job = live.wait()
     assert job.returncode == 2 and "train.total_steps=12: trial 'stopped' has trained its 12 steps" in job.stderr
 
 
-def test_same_command_goes_on_after_the_launcher_was_killed(tmp_path):
+def test_same_command_resumes_after_a_dead_launcher(tmp_path):
     root, argv = arith(tmp_path, "orphaned", *QUICK, f"train.total_steps={STEPS}")
     with running(root, argv, Hold(tmp_path / "hold", HELD).env) as live:
         live.until_step(3)
         live.process.kill()
         live.process.wait(60)
-    with running(root, argv) as live:  # at once: the workers of the first may still be there
+    with running(root, argv) as live:  # immediately: workers of the first run may still be alive
         job = live.wait()
     summary = check_complete(job, STEPS)
     assert summary["recoveries"] == 1 and not summary["restarts"]
 
 
-def test_training_that_dies_again_without_a_new_checkpoint_ends_with_its_first_cause(tmp_path):
+def test_training_that_keeps_dying_names_its_first_cause(tmp_path):
     settings = [
         "train.total_steps=100000",
         "cluster.max_restarts=1",
@@ -151,7 +153,7 @@ def test_training_that_dies_again_without_a_new_checkpoint_ends_with_its_first_c
 
 
 @pytest.mark.needs("etcd")
-def test_run_goes_on_when_its_own_etcd_is_killed(tmp_path):
+def test_run_survives_the_death_of_its_etcd(tmp_path):
     address = f"127.0.0.1:{lasting_ports(1)[0]}"
     store = ["name_store=etcd", "cluster.name_store.start=true", f"cluster.name_store.address={address}"]
     root, argv = arith(tmp_path, "own_etcd", *QUICK, *store, f"train.total_steps={STEPS}")

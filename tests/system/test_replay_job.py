@@ -53,7 +53,7 @@ def flip_a_proximal_logprob(directory: Path) -> str:
     return sample_id
 
 
-def test_a_step_in_the_middle_and_the_last_one_repeat_bit_by_bit(job):
+def test_replayed_steps_are_bit_equal(job):
     assert [step for step, _ in complete_checkpoints(job.paths.checkpoints)] == [2, 4]
     before = everything(job.root)
     middle, last = realsys("replay", job.root, "--step", 4), realsys("replay", job.root)
@@ -66,7 +66,7 @@ def test_a_step_in_the_middle_and_the_last_one_repeat_bit_by_bit(job):
     assert everything(job.root) == before, "a replay only reads the trial"
 
 
-def test_a_flipped_bit_that_no_checksum_tells_is_found_by_the_replay(copy):
+def test_replay_finds_a_flipped_bit_behind_good_checksums(copy):
     sample_id = flip_a_proximal_logprob(files.record_of_step(copy.records, 3))
     done = realsys("replay", copy.root, "--step", 4)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -75,7 +75,7 @@ def test_a_flipped_bit_that_no_checksum_tells_is_found_by_the_replay(copy):
     assert "\n 4 " not in done.stdout, "what follows would only show the consequences"
 
 
-def test_a_flipped_bit_in_a_file_is_named_before_anything_starts(copy):
+def test_damaged_record_is_named_before_the_replay_starts(copy):
     path = files.record_of_step(copy.records, 3) / files.worker_file(0)
     _, arrays = files.read_worker_file(path.parent, 0)
     (sample_id, key), array = next((item, a) for item, a in arrays.items() if item[1] == "behav_logprobs" and len(a))
@@ -88,7 +88,7 @@ def test_a_flipped_bit_in_a_file_is_named_before_anything_starts(copy):
         assert done.stderr == f"realsys: {path} is damaged: {key} of sample {sample_id} is not what was written\n"
 
 
-def test_samples_shows_prompts_answers_versions_and_where_they_came_from(job):
+def test_samples_shows_texts_versions_and_origins(job):
     done = realsys("samples", job.root, "--step", 3, "--json")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -117,7 +117,7 @@ def test_samples_shows_prompts_answers_versions_and_where_they_came_from(job):
     assert rows[0]["ticket_id"] not in text
 
 
-def test_a_step_is_shown_and_repeated_with_the_settings_that_it_was_trained_with(job, copy):
+def test_replay_takes_the_settings_of_its_step(job, copy):
     """Not with those that the trial was started again with."""
     config = json.loads(copy.config.read_text())
     config["train"]["ppo"] |= {"minibatches": 2, "eps_clip": 0.01}
@@ -132,7 +132,7 @@ def test_a_step_is_shown_and_repeated_with_the_settings_that_it_was_trained_with
     assert done.stdout.count("bit-equal") == 2
 
 
-def test_a_checkpoint_from_before_the_settings_changed_is_not_enough(copy):
+def test_replay_needs_a_checkpoint_with_equal_settings(copy):
     directory = files.record_of_step(copy.records, 3)
     record = files.read_record(directory)
     record.config["train"]["ppo"]["minibatches"] = 7
@@ -142,7 +142,7 @@ def test_a_checkpoint_from_before_the_settings_changed_is_not_enough(copy):
     assert done.returncode == 2 and problem in done.stderr and "train.ppo.minibatches=7" in done.stderr
 
 
-def test_bad_input_is_one_line_and_exit_code_2(job, tmp_path):
+def test_bad_arguments_are_one_line_and_code_2(job, tmp_path):
     records, checkpoints = job.paths.records, job.paths.checkpoints
     nowhere = f"realsys: config: config.json='{tmp_path / 'config.json'}': not found: the folder is not a trial, or"
     nowhere += " of one that is still being made\n"
@@ -163,7 +163,7 @@ def test_bad_input_is_one_line_and_exit_code_2(job, tmp_path):
     assert done.returncode == 2 and "step 5 has not trained ticket 'nobody'; it has 00" in done.stderr
 
 
-def test_a_hole_in_the_records_is_named(copy):
+def test_missing_record_is_named(copy):
     files.remove(files.record_of_step(copy.records, 3))
     done = realsys("replay", copy.root, "--step", 4)
     problem = "step 3, between the checkpoint of step 2 and step 4, is not recorded; there is 1-2, 4-5"

@@ -20,7 +20,7 @@ def job(tmp_path_factory) -> Job:
 
 
 @pytest.mark.timeout(700)
-def test_sglang_job_trains_and_every_version_reaches_the_server(job):
+def test_sglang_server_gets_every_version(job):
     steps = job.records("train")
     assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
     evaluations = job.records("eval")

@@ -1,4 +1,4 @@
-"""The short form of ``benchmarks.fuzz``: every decoder but those that need torch."""
+"""The short form of ``python -m benchmarks.fuzz``: every decoder except those that need torch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._targets import Outcome, Target, run
-from benchmarks.fuzz import all_targets
+from tests.support.fuzz.stream import messages
+from tests.support.fuzz.suite import all_targets
+from tests.support.fuzz.targets import Target, run
 
-INPUTS = 40  # of each decoder
+INPUTS = 40  # per decoder
 
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """Every rejection is logged; thousands of them would be kept for the report of a failure."""
+    """Switch logging off: pytest would keep thousands of logged rejections for its report."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
 
 
-def test_no_input_makes_a_decoder_do_anything_but_take_it_or_name_what_is_wrong(tmp_path: Path, quiet: None) -> None:
+def test_no_input_crashes_a_decoder(tmp_path: Path, quiet: None) -> None:
+    """A decoder takes each input or raises the error that it promises."""
     with all_targets(tmp_path, torch=False) as targets:
         outcomes = [run(target, INPUTS, seed=7) for target in targets]
     assert [crash for outcome in outcomes for crash in outcome.crashes] == []
@@ -33,20 +35,18 @@ def test_no_input_makes_a_decoder_do_anything_but_take_it_or_name_what_is_wrong(
 
 
 def test_same_seed_makes_the_same_inputs() -> None:
-    def outcome_of(seed: int) -> list[bytes]:
-        from benchmarks._fuzz_stream import messages
-
+    def inputs(seed: int) -> list[bytes]:
         taken: list[bytes] = []
         target = next(target for target in messages() if target.name == "stream: to the master")
         run(Target(target.name, target.make, taken.append, (), target.format), 50, seed)
         return taken
 
-    assert outcome_of(1) == outcome_of(1) != outcome_of(2)
+    assert inputs(1) == inputs(1) != inputs(2)
 
 
 def test_crash_is_reported_with_its_input() -> None:
     def decode(data: bytes) -> None:
         raise IndexError("of course")
 
-    outcome: Outcome = run(Target("broken", lambda spoiler: b"xyz", decode, (ValueError,)), 2, 1)
+    outcome = run(Target("broken", lambda spoiler: b"xyz", decode, (ValueError,)), 2, 1)
     assert len(outcome.crashes) == 2 and "xyz" in outcome.crashes[0] and "IndexError" in outcome.crashes[0]

@@ -1,12 +1,17 @@
-"""Who may import torch, and that importing starts nothing. The direction of imports is checked by `make lint`."""
+"""Imports: modules that may import torch, product and tests apart. `make lint` checks their direction."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tests.conftest import SHARED_JOBS, shared_job
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("realsys", "workers", "launch", "configs")
@@ -87,7 +92,7 @@ def may_import_torch(name: str) -> bool:
 
 
 def imported(names: list[str], path: Path = ROOT) -> dict[str, str]:
-    """What goes wrong when ``names`` are imported one after the other in a process of their own."""
+    """Import ``names`` one after the other in a new process; return the first problem by module."""
     env = {**os.environ, "PYTHONPATH": str(path)}
     done = subprocess.run(
         [sys.executable, "-P", "-c", SCRIPT, json.dumps(names)], env=env, capture_output=True, text=True, timeout=120
@@ -97,7 +102,8 @@ def imported(names: list[str], path: Path = ROOT) -> dict[str, str]:
     return result
 
 
-def test_modules_without_tensors_do_not_import_torch_and_start_nothing() -> None:
+def test_modules_without_tensors_import_no_torch() -> None:
+    """Importing them starts no thread either."""
     names = [name for name in modules() if not may_import_torch(name)]
     assert {"realsys.types", "realsys.config.schema", "realsys.launch.cli", "realsys.weights.disk.manifest"} <= set(
         names
@@ -121,3 +127,42 @@ def test_modules_that_may_import_torch_exist() -> None:
     """A renamed module must not leave a hole behind."""
     known = modules()
     assert [name for name in (*WITH_TORCH, *WITHOUT_TORCH) if name not in known] == []
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return the top-level packages that a file imports anywhere, also inside of functions."""
+    packages: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            packages |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            packages.add((node.module or "").partition(".")[0])
+    return packages
+
+
+@pytest.mark.parametrize(
+    ("folders", "forbidden"),
+    [(("tests",), {"benchmarks"}), (PACKAGES, {"benchmarks", "tests"})],
+    ids=["tests", "product"],
+)
+def test_no_import_of_benchmarks_or_tests(folders: tuple[str, ...], forbidden: set[str]) -> None:
+    """Benchmarks may import tests, and tests the product; never the other way round."""
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 100
+    assert [str(path) for path in files if imports_of(path) & forbidden] == []
+
+
+def test_helpers_live_in_support_only() -> None:
+    """Every other module holds tests or fixtures. tests/chaos is a program: ``python -m tests.chaos``."""
+    known = {ROOT / "tests" / "support", ROOT / "tests" / "chaos"}
+    others = (path for path in (ROOT / "tests").rglob("*.py") if not known & set(path.parents))
+    names = {path.name for path in others if not path.name.startswith("test_")}
+    assert names == {"__init__.py", "conftest.py"}
+
+
+def test_files_that_share_a_job_exist() -> None:
+    """A file that was renamed would run its job once more, without a sign."""
+    names = {path.name for path in (ROOT / "tests" / "system").iterdir()}
+    assert set(SHARED_JOBS) <= names
+    assert shared_job("tests/system/test_replay_job.py::test_x[a::b]") == "whole"
+    assert shared_job("tests/system/test_failures.py::test_x") == "tests/system/test_failures.py::test_x"

@@ -42,7 +42,7 @@ METHODS = {
 
 def problems(source: str) -> list[str]:
     tree = ast.parse(source)
-    names: dict[str, str] = {}  # local name -> what it stands for
+    names: dict[str, str] = {}  # local name -> full name
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -92,16 +92,16 @@ def call_problem(node: ast.Call, names: dict[str, str]) -> list[str]:
         "import torch.distributed as dist\ndist.all_gather_object(a, b)",
     ],
 )
-def test_what_is_looked_for_is_found(source: str) -> None:
+def test_unsafe_call_is_found(source: str) -> None:
     assert problems(source)
 
 
-def test_what_is_safe_is_let_through() -> None:
+def test_safe_call_is_accepted() -> None:
     safe = "import torch, numpy as np, yaml\ntorch.load(p, weights_only=True)\nnp.load(p, allow_pickle=False)\n"
     assert problems(safe + "yaml.safe_load(t)\nmodel.eval()\nre.compile(p)\n") == []
 
 
-def test_no_module_of_the_package_turns_bytes_into_code() -> None:
+def test_no_module_turns_bytes_into_code() -> None:
     assert len(FILES) > 150
     found = [f"{path.relative_to(ROOT)}:{problem}" for path in FILES for problem in problems(path.read_text())]
     assert found == []

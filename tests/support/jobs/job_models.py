@@ -53,8 +53,8 @@ def _save(kind: type[PreTrainedModel], config: Qwen3Config | LlamaConfig, path: 
         for name, parameter in model.named_parameters():
             if "norm" in name:  # all ones otherwise: a norm that is left out or mixed up would not show
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        # A random model hardly ever ends an answer. Here a third of the vocabulary does, beside the tokenizer's own
-        # end-of-text token; an answer that does not end is wrong without a look at it.
+        # A random model hardly ever ends a completion. Here a third of the vocabulary does, in addition to the
+        # tokenizer's end-of-text token; a completion that does not end is wrong without being judged.
         model.generation_config.eos_token_id = [SIZES["eos_token_id"], *range(len(SPECIAL), VOCABULARY // 3)]
         model.save_pretrained(path)
     return path

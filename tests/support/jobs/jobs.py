@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 
-from realsys.cluster.failpoint import FAULTS, FOLDER, Fault
 from realsys.config.paths import TrialPaths
 from realsys.telemetry.steps import read_steps
 from tests.conftest import SESSION_MARK
+from tests.support.faults.plan import Fault, environment
 
 SMALL = [
     "experiment=arith",
@@ -43,13 +42,13 @@ SMALL = [
     "train.ppo.advantage.mean=none",
     "train.ppo.advantage.std=none",
 ]
-POLL_S = 0.02  # how often a black box is looked at
-BOUND_S = 180.0  # of every wait; many times what a run needs, for machines with other work
+POLL_S = 0.02  # interval at which a black box is polled
+BOUND_S = 180.0  # limit of every wait; many times the need of a run, for loaded machines
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run and what it leaves: its folder, its terminal output, its exit code once it has ended."""
+    """A run: its folder, its terminal output, its exit code once it has ended."""
 
     root: Path
     returncode: int | None
@@ -105,7 +104,7 @@ def poll(condition: Callable[[], Any], what: str, report: Callable[[], str], tim
 
 
 class LiveJob:
-    """A run under way: what a user with a second terminal can see of it and do to it."""
+    """A run under way, as a user with a second terminal sees it."""
 
     def __init__(self, root: Path, process: subprocess.Popen[str], output: tuple[Path, Path]) -> None:
         self.root, self.process, self._output = root, process, output
@@ -132,7 +131,7 @@ class LiveJob:
         self.until(lambda: self.steps_done() >= step, f"train step {step}", timeout_s)
 
     def pid(self, worker: str) -> int | None:
-        """Of the process that runs as ``kind/index`` now, and not of what it forked."""
+        """Return the pid of the process that runs as ``kind/index`` now, not of its forks."""
         kind, index = worker.split("/")
         ending = [f"realsys.workers.{kind}", "--trial-dir", str(self.root), "--index", index]
         for child in psutil.Process(self.process.pid).children():
@@ -164,7 +163,7 @@ class Hold:
         self._folder = folder
         folder.mkdir()
         fault = Fault("hold", "master_worker/0", "master.batch", "hold", at=step, until="released")
-        self.env = {FAULTS: msgspec.json.encode([fault]).decode(), FOLDER: str(folder)}
+        self.env = environment([fault], folder)
 
     def release(self) -> None:
         (self._folder / "released").touch()
@@ -174,11 +173,11 @@ class Hold:
 def running(
     root: Path, argv: list[str], env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Iterator[LiveJob]:
-    """Start a run, ``env`` laid over ours; at the end of the block it is over, in an orderly way or not."""
+    """Start a run with ``env`` over our environment; stop it at the end of the block if it still runs."""
     output = root.with_name(root.name + ".stdout"), root.with_name(root.name + ".stderr")
     output[0].parent.mkdir(parents=True, exist_ok=True)
     with output[0].open("w") as stdout, output[1].open("w") as stderr:
-        # A session of its own, as in a terminal: its Ctrl-C is not ours.
+        # A new session, as in a terminal: its Ctrl-C must not reach us.
         process = subprocess.Popen(
             argv,
             env={**os.environ, **(env or {})},
@@ -217,5 +216,5 @@ def processes_of(root: Path) -> list[str]:
 
 
 def restarts_shown(job: Job, worker: str) -> int:
-    """How often the launcher said that it restarts this worker."""
+    """Count the restarts of this worker in the launcher's output."""
     return len(re.findall(rf"^! {re.escape(worker)} .*; restart \d+/\d+ ", job.stdout, flags=re.MULTILINE))

@@ -1,7 +1,8 @@
-"""What must hold of any finished run's ledger, checked from its journal event by event."""
+"""Invariants of a finished run: its ledger, from the journal event by event, and its statistics."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from realsys.launch.commands.audit import audit_trial
@@ -58,3 +59,10 @@ def check_staleness(job: Job, eta: int) -> None:
         assert 0 <= staleness["min"] <= staleness["max"] <= eta, step
         assert sum(staleness["histogram"].values()) == step["sequences"], step
         assert max(int(lag) for lag in staleness["histogram"]) == staleness["max"], step
+
+
+def check_finite(job: Job, *names: str) -> None:
+    """Check that these statistics are in every train step, and finite."""
+    for step in job.records("train"):
+        for name in names:
+            assert math.isfinite(step["stats"][name]), (name, step["stats"])

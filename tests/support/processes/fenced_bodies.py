@@ -1,7 +1,7 @@
-"""Workers that are about to do something others see: each is ready, is told to go by a line on stdin, and does it.
+"""Workers that wait before an act that other processes see; a line on stdin lets each of them act.
 
 ``python -c "from tests.support.processes.fenced_bodies import run; run('pushes')" --trial-dir ...``. The parts are
-those of the product; what each of them did can be seen in the trial folder or by whoever is connected.
+those of the product; what each of them did can be seen in the trial folder or by a connected peer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from realsys.cluster.worker import WorkerContext, worker_main
 
-DONE = "done"  # file that a body leaves when it has done it
-#: what takes so long to import that no lease is to run meanwhile
+DONE = "done"  # file that a body writes after its act
+#: modules imported before the worker starts: they take longer than a lease
 HEAVY = {
     "generates": (
         "tests.support.serving.generation_models",
@@ -95,7 +95,7 @@ def pushes(ctx: WorkerContext) -> None:
 
 
 def receives(ctx: WorkerContext) -> None:
-    """A DP head: stores what comes, acknowledges it, and tells the master."""
+    """A DP head: stores each group, acknowledges it, and notifies the master."""
     from realsys.stream.push_pull import Puller
     from realsys.stream.request_reply import GroupIntake, WorkerEndpoint
     from realsys.types import Group

@@ -1,4 +1,4 @@
-"""Ports for servers that must be told one and keep it over a restart."""
+"""Ports for servers that need a fixed one and keep it over a restart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LOWEST, AT_LEAST_TO = 10_000, 30_000
 
 
 def lasting_ports(count: int) -> list[int]:
-    """Free ports of loopback that the kernel gives to nobody who asks for any: they stay free between two starts."""
+    """Return free ports of loopback outside of the kernel's range: they stay free between two starts."""
     end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found = [
         port

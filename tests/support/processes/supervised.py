@@ -94,6 +94,6 @@ def log(trial: Trial, name: str) -> list[str]:
 
 
 def waits_for(name: str) -> str:
-    """A script that is ready, and goes on with what follows at the signal, whenever that comes."""
+    """Return a script that reports ready and continues at the signal."""
     block = f"signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.{name}}})\n"
     return READY + block + f"ready(); signal.sigwait({{signal.{name}}})\n"

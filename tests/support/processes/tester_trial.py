@@ -71,7 +71,7 @@ class Trial:
         return self.store.wait(f"{self.names.root}/ready", BOUND_S, "the tester")
 
     def logged(self, process: subprocess.Popen[str], text: str) -> None:
-        """Wait until its log has a line with ``text``. What it logged until then is not in ``ends`` any more."""
+        """Wait until its log has a line with ``text``. ``ends`` then returns only later lines."""
         assert process.stderr is not None
         watchdog = threading.Timer(BOUND_S, process.kill)
         watchdog.start()

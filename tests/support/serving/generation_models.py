@@ -153,7 +153,7 @@ def check_logprobs(
 
 @dataclass
 class Weights:
-    """What a loader returns."""
+    """Loaded weights, as a loader returns them."""
 
     tensors: dict[str, torch.Tensor]
     timings: dict[str, float] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""An embedded engine behind HTTP in a process of its own, to be killed: ``python -m MODULE MODEL N``.
+"""An embedded engine behind HTTP in a separate process, to be killed: ``python -m MODULE MODEL N``.
 
-Prints its URL. After N sampled tokens it pauses by itself, in the middle of answers; 0: never. When its standard input
-ends it stops as a GenerationServer does.
+Prints its URL. After N sampled tokens it pauses in the middle of completions; 0: never. It stops like a
+GenerationServer when its standard input ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the contract suite of generation servers knows of a server, and how it talks to one."""
+"""The view that the contract suite of generation servers has of a server, and its client."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONTEXT = 512
 LONG = SamplingSpec(max_new_tokens=480)
 BUSY = 8  # requests of a crowd: more than an embedded server's rows
 EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"
-#: For tests that look at the model behind the server; docs/examples/backend.py has none.
+#: For tests of the model behind the server; docs/examples/backend.py has none.
 samples = pytest.mark.parametrize("backend", ["embedded", "sglang", "sglang-derived"], indirect=True, scope="module")
 BOUND_S = 120.0  # no wait of a test is longer
 
@@ -105,7 +105,7 @@ def sglang_server(versions: Versions, overflow: Path) -> Iterator[Running]:
 
 @contextmanager
 def reporting(running: Running, reports: bool) -> Iterator[None]:
-    """SGLang as one that tells the version of every token, or one that does not."""
+    """Make SGLang report the version of every token, or not."""
     traffic = running.engine._traffic
     run = traffic.run
     assert run is not None

@@ -32,10 +32,10 @@ def behave(item: Item) -> bool:
         return os.getpid() == int(reference)
     if answer == "wait":
         threading.Event().wait(float(reference))
-    if answer == "fork":  # and comes back twice
+    if answer == "fork":  # and returns in both processes
         os.fork()
         return True
-    if answer == "start":  # what it starts outlives it; the pid goes to the file ``reference``
+    if answer == "start":  # its child outlives it; the file ``reference`` gets the pid
         child = subprocess.Popen(["sleep", "600"])
         with open(reference, "w") as file:
             file.write(str(child.pid))
@@ -73,7 +73,7 @@ def behave(item: Item) -> bool:
         return Verdict(0.25, None, {"length": 3, "right": True})  # type: ignore[return-value]
     if answer == "extra":
         return Verdict(1.0, None, {repr(item.extra)[:100]: 1.0})  # type: ignore[return-value]
-    if answer == "note":  # in the file ``reference``
+    if answer == "note":  # written to the file ``reference``
         with open(reference, "a") as file:
             file.write(f"{item.prompt}\n")
         return True

@@ -98,7 +98,7 @@ class FakeManager:
 
 
 class FakePusher:
-    """Keeps what is pushed; raises what ``error`` says."""
+    """A pusher that keeps the groups, or raises ``error``."""
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
@@ -114,7 +114,7 @@ class FakePusher:
 class FakeEngine:
     """The engine of a GroupPlayer: answers a call with ``length`` tokens that tell seed and number of the completion.
 
-    ``errors``: call name -> what it raises; ``held``: names of calls that wait for ``gate``.
+    ``errors``: call name -> exception that it raises; ``held``: names of calls that wait for ``gate``.
     """
 
     length: int = 3

@@ -44,7 +44,7 @@ class StandIn:
 
 
 def materialise(source: str, version: int, target: Path) -> Materialised:
-    """What the worker does, without manifests: the folder's name says what is wrong with it."""
+    """Stage as the worker does, without manifests: the folder's name selects the defect."""
     name = Path(source).name
     if name == "corrupt":
         raise WeightsError(f"{source} is corrupt")
@@ -65,7 +65,7 @@ class Engines:
         self._started: list[SglangEngine] = []
 
     def __call__(self, *flags: str, start: bool = True, **settings: object) -> tuple[SglangEngine, Changes]:
-        """An engine over a stand-in with these flags, and what it tells of itself."""
+        """Start an engine over a stand-in with these flags; return it with the state that it reports."""
         changes: Changes = queue.SimpleQueue()
         limits = Limits(vocabulary=97, eos=(96,), context=64, answers=8, tokenizer=False, model_path="/models/base")
         bounds = ("start_timeout_s", "request_timeout_s", "load_timeout_s", "silence_timeout_s")

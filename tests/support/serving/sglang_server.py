@@ -1,4 +1,4 @@
-"""The real SGLang for tests: where it is installed, and an engine over it."""
+"""The real SGLang for tests: its interpreter, and an engine over it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.processes.config_trees import changed
 
 
 def needs_sglang() -> None:
-    """Skip the test where SGLang is not installed; fail it where it is meant to be (`make sglang-test`)."""
+    """Skip the test without SGLang; fail it in `make sglang-test`, which promises SGLang."""
     if (DEFAULT_VENV / "bin" / "python").exists():
         return
     reason = "needs .venv-sglang: run `make sglang-cpu`"
@@ -36,7 +36,7 @@ def sglang_engine(model: Path, overflow: Path, *overrides: str, on_change: Calla
     """Not started. Weights are verified and staged as in a run."""
 
     def write(locator: str, version: int, target: Path) -> Materialised:
-        """Forget what was staged before: tests share a server, and each begins with version 0."""
+        """Drop staged versions: tests share a server, and each begins with version 0."""
         return FolderWriter(DiskReader(), model, overflow).write(locator, version, target)
 
     config = sglang_config(*overrides)

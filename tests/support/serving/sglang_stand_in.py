@@ -1,7 +1,7 @@
-"""A small program that answers like SGLang's server, for the tests of what starts, watches and updates one.
+"""A small program that answers like SGLang's server, for the tests of the code that starts, watches and updates one.
 
 Not a model: it counts. The token after t is (t + 1) % 90, with log-prob -1 - version / 100. A request with temperature
-0.5 stalls half-way while the weights are those of the start: it gives what it has when it is aborted. Token 89 as the
+0.5 stalls half-way with the initial weights: it returns its tokens when it is aborted. Token 89 as the
 last of a prompt ends the process, 88 makes it hang while it still listens. Version 13 never answers the prompt [0].
 Usage: sglang_stand_in.py [--fail | --silent | --reports] [--loads] --port PORT
 """
@@ -102,7 +102,7 @@ def main() -> None:
     if arguments.fail:
         print("RuntimeError: no such model", file=sys.stderr, flush=True)
         sys.exit(9)
-    # As SGLang does, have a process of one's own that would stay if nobody cared, in a session of its own at that.
+    # Like SGLang, start a child process in a new session: it stays unless the guard kills it.
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     tempfile.mkstemp()  # and leave files where temporary ones go
     if arguments.loads:

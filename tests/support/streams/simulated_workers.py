@@ -1,4 +1,4 @@
-"""ModelWorkers as asyncio tasks: they do what they are sent strictly in the order of arrival, and meet in collectives.
+"""ModelWorkers as asyncio tasks: they serve requests strictly in the order of arrival, and meet in collectives.
 
 Time is counted in turns of the event loop, so a run depends on nothing but its seed, and a deadlock is found by
 counting: a worker that waits for the others of a request longer than ``BOUND`` turns raises ``Deadlock``.
@@ -56,7 +56,7 @@ class Sent:
 
 
 class SimulatedWorkers:
-    """Holds who has which array, and fails on a read of what is not there, a double transfer, or a deadlock.
+    """Records which worker has which array; fails on a read of a missing array, a double transfer, or a deadlock.
 
     ``turns``: how long the next request takes on a worker. ``score``: sample id -> the score that calls report.
     """
@@ -108,7 +108,7 @@ class SimulatedWorkers:
         return asyncio.gather(*sent.replies.values())
 
     def deliver(self, sent: Sent) -> None:
-        """As a broadcast does: to all recipients before anything else is sent."""
+        """Send to all recipients before any other request, like a broadcast."""
         for worker in sent.workers:
             self.enqueue(worker, sent)
 

@@ -63,7 +63,7 @@ class PullerThread:
             return list(self.tickets)
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
-        """``holds`` is asked after each batch of messages."""
+        """Wait until ``holds()`` is true; it is evaluated after each batch of messages."""
         with self._arrived:
             assert self._arrived.wait_for(holds, BOUND_S), self.stats
 

@@ -42,7 +42,7 @@ SINGLE = ParallelLayout()
 
 @dataclass(frozen=True)
 class Setup:
-    """Where and how a role is trained."""
+    """Layout and settings with which a role is trained."""
 
     layout: ParallelLayout = SINGLE
     distributed: bool = False
@@ -77,7 +77,7 @@ class Setup:
 
 
 def train(role: Role, steps: range) -> None:
-    """One optimizer step per number, each on a batch of its own: likelihood of random answers, or squared values."""
+    """Take one optimizer step per number, each on another batch: likelihood of random tokens, or squared values."""
     layout = role.groups.mesh.layout
     for step in steps:
         rng = np.random.default_rng(step)
@@ -129,7 +129,7 @@ def save(role: Role, directory: Path, step: int) -> None:
 
 
 def complete(directory: Path, layout: ParallelLayout, step: int, role: str = "actor") -> Path:
-    """What the master does when all ranks have written."""
+    """Complete a checkpoint as the master does when all ranks have written."""
     state = CheckpointState(
         step, step, 1, 4, DataPosition(0, [], 10, 1), {role: RoleState({}, "adam", str(layout))}, {}, "", 0.0
     )

@@ -62,7 +62,7 @@ def make_settings(
 
 @dataclass
 class Rank:
-    """What the body of a test works with on one rank."""
+    """The parts of one rank that the body of a test uses."""
 
     engine: MegatronEngine
     packer: Packer

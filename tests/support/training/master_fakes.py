@@ -48,7 +48,7 @@ SMALL = (
 
 
 class Manager:
-    """The manager's state behind the client's calls, with one server that serves what is published."""
+    """The manager's state behind the client's calls, with one server that serves each published version."""
 
     def __init__(self, config: Config, prompts: int, epochs: int = 0) -> None:
         group, batch = config.rollout.group_size, config.train.batch_groups
@@ -79,7 +79,7 @@ class Manager:
         return status(self.state, 0.0, 0.0)
 
     def rollouts(self, config: Config, *rewards: Sequence[float]) -> list[tuple[Ticket, list[SampleMeta]]]:
-        """As many groups as there are rewards, as far as admission lets them through: generated and accepted."""
+        """Generate and accept one group per reward, as long as admission allows."""
         groups = []
         for number, ticket in enumerate(self.state.allocate(AllocateRequest("w", len(rewards)), 0.0).tickets):
             answers = [Answer(r, r > 0, 3, "stop", ticket.version, ticket.version) for r in rewards[number]]
@@ -100,12 +100,12 @@ class Manager:
 
 
 class Disk:
-    """Publisher and checkpoints: what was written, in order."""
+    """Publisher and checkpoints that record all writes in order."""
 
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self.wrote: list[str] = []
-        self.looks: list[int] = []  # at whether the newest version can be served, by the version that was
+        self.looks: list[int] = []  # newest version at each check whether it can be served
 
     async def publish(self, version: int, step: int) -> dict[str, float]:
         self._manager.publish(version)
@@ -167,7 +167,7 @@ class Run:
         assert fields["step"] == self.records[-1]["step"]
 
     def arrive(self, *rewards: Sequence[float]) -> list[Ticket]:
-        """Groups come in at worker 0."""
+        """Deliver groups to worker 0."""
         tickets = []
         for ticket, samples in self.manager.rollouts(self.config, *rewards):
             for sample in samples:

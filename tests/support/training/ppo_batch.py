@@ -94,7 +94,7 @@ def deal(refs: Sequence[SequenceRef], data_ranks: int) -> list[list[SequenceRef]
 
 
 class Worker:
-    """What a ModelWorker is in these tests: its roles, its data, and calls dealt as the master would."""
+    """A ModelWorker of these tests: its roles, its data, and calls split like the master splits them."""
 
     def __init__(
         self, rank: int, device: Device, config: Config, meshes: Mapping[str, Mesh], models: Mapping[str, Path]
@@ -131,7 +131,7 @@ class Worker:
         return find_handler(handler).run(self.roles[role], request)
 
     def spread(self, refs: Sequence[SequenceRef], *keys: str) -> dict[str, Arrays]:
-        """Every worker gets these arrays of all samples, as if all had been transferred; what was found."""
+        """Every worker gets these arrays of all samples, as if all had been transferred."""
         own = {
             ref.sample_id: {key: self.data.get(ref.sample_id, key) for key in keys if self.data.has(ref.sample_id, key)}
             for ref in refs

@@ -104,9 +104,9 @@ def build_role(
     role: str = ACTOR,
     trainable: bool = True,
 ) -> Role:
-    """What a ModelWorker builds at ``initialize``, on the mesh that ``run_ranks`` formed for ``role``.
+    """Build a role as a ModelWorker does at ``initialize``, on the mesh that ``run_ranks`` formed for it.
 
-    A role without a mesh of its own sits with the actor, as in an allocation.
+    A role without a mesh shares the actor's, as in an allocation.
     """
     groups = FORMED.get(role) or FORMED[ACTOR]
     assert groups.mesh.layout == layout, f"run_ranks formed {groups.mesh.layout}, not {layout}"

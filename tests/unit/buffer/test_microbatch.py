@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.microbatch import CAPACITY as BENCHMARK_CAPACITY
-from benchmarks.microbatch import PACKERS as BENCHMARKED
-from benchmarks.microbatch import bimodal, heavy, lognormal, measure, uniform
 from realsys.buffer.microbatch import Packer, balanced, fewest_sequences, first_fit, lower_bound, pack, pack_equal
 from realsys.errors import DataError
+from tests.support.training import packers
+from tests.support.training.lengths import bimodal, heavy, lognormal, uniform
 
 PACKERS = [fewest_sequences, first_fit, balanced]
 CAPACITY = 40
@@ -25,10 +24,10 @@ def sums(batches: list[list[int]], lengths: list[int]) -> list[int]:
     return [sum(lengths[i] for i in batch) for batch in batches]
 
 
-def test_algorithm_1_takes_the_fewest_sequences_not_the_least_room() -> None:
+def test_algorithm_1_takes_the_fewest_sequences() -> None:
     # 6 | 5: no room -> new | 4: to 5, which could take it first | 3: to 6 | 2: nowhere -> new | 1: [2] has the fewest
     assert fewest_sequences([6, 5, 4, 3, 2, 1], 10) == [[0, 3], [1, 2], [4, 5]]
-    # 7 | 3 fits exactly beside 7 and does so; 2 and 1 then open and fill another
+    # 7 | 3 fits exactly with 7; 2 and 1 then open and fill another
     assert fewest_sequences([7, 3, 2, 1], 10) == [[0, 1], [2, 3]]
 
 
@@ -79,7 +78,7 @@ def test_every_packer_partitions_within_capacity(packer: Packer, lengths: list[i
 
 @settings(max_examples=150, deadline=None)
 @given(length_lists, st.integers(1, 8))
-def test_balanced_has_the_count_of_first_fit_and_no_larger_micro_batch(lengths: list[int], k_min: int) -> None:
+def test_balanced_is_no_worse_than_first_fit(lengths: list[int], k_min: int) -> None:
     reference, found = first_fit(lengths, CAPACITY, k_min), balanced(lengths, CAPACITY, k_min)
     assert len(found) == len(reference)
     assert len(found) == min(len(lengths), max(k_min, len(first_fit(lengths, CAPACITY))))
@@ -106,7 +105,7 @@ def test_first_fit_is_first_fit_decreasing(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("packer", PACKERS)
-def test_heavy_tailed_lengths_stay_within_two_percent_of_the_lower_bound(packer: Packer) -> None:
+def test_heavy_tail_stays_near_the_lower_bound(packer: Packer) -> None:
     rng = np.random.default_rng(7)
     lengths = np.clip((300 * (1 + rng.pareto(1.1, 20_000))).astype(np.int64), 1, 28_672)
     batches = packer(lengths, 32_768)
@@ -164,9 +163,9 @@ def test_packing_is_not_quadratic(packer: Packer) -> None:
 def test_default_is_the_packer_the_benchmark_would_choose(make: Callable[..., npt.NDArray[np.int64]]) -> None:
     """Fewest micro-batches; among those the most even. Recomputed small, so that a new packer has to win it."""
     batches = [make(np.random.default_rng(seed), 128) for seed in range(5)]
-    figures = {name: measure(packer, batches, repeat=1) for name, packer in BENCHMARKED.items()}
+    figures = {name: packers.measure(packer, batches, repeat=1) for name, packer in packers.PACKERS.items()}
     safe = {name: row for name, row in figures.items() if row["peak"] <= 1 and name != "same_count"}
-    default = next(row for name, row in figures.items() if BENCHMARKED[name] is pack)
+    default = next(row for name, row in figures.items() if packers.PACKERS[name] is pack)
     assert default["batches"] == min(row["batches"] for row in safe.values())
     assert default["max/mean"] == min(row["max/mean"] for row in safe.values() if row["batches"] == default["batches"])
-    assert all(max(sums(pack(b, BENCHMARK_CAPACITY), b.tolist())) <= BENCHMARK_CAPACITY for b in batches)
+    assert all(max(sums(pack(b, packers.CAPACITY), b.tolist())) <= packers.CAPACITY for b in batches)

@@ -1,16 +1,16 @@
 """The schedule of the chaos suite: complete, the same for the same seed, and of points that exist."""
 
-from realsys.cluster.failpoint import POINTS
 from tests.chaos.cases import chosen, full, short
 from tests.chaos.rows import PHASES, SUSPENDED
 from tests.chaos.signals import PER_RUN, STATELESS, TRAINING
+from tests.support.faults.points import POINTS
 
 
 def rows_of(cases):
     return [(row.fault, row.phase) for case in cases for row in case.rows]
 
 
-def test_every_kind_of_worker_meets_both_signals_at_every_phase():
+def test_each_worker_meets_both_signals_at_each_phase():
     rows = rows_of(case for case in full(3) if case.name.startswith("signals-"))
     wanted = {
         (f"{signal} {victim.removesuffix('/0')}", phase)
@@ -21,7 +21,7 @@ def test_every_kind_of_worker_meets_both_signals_at_every_phase():
     assert len(rows) == len(wanted) and set(rows) == wanted
 
 
-def test_each_socket_loses_repeats_and_garbles_each_kind_of_message():
+def test_each_socket_meets_each_fault_of_its_messages():
     found = set(rows_of(case for case in full(1) if case.name == "messages"))
     for what, socket in (
         ("message", "push-pull"),
@@ -37,12 +37,13 @@ def test_each_socket_loses_repeats_and_garbles_each_kind_of_message():
         assert {(f"{what} {how}", socket) for how in ("lost", "twice", "garbled")} <= found
 
 
-def test_the_seed_orders_the_faults_and_changes_nothing_else():
+def test_seed_changes_only_the_order():
     assert full(1) == full(1) != full(2)
     assert sorted(rows_of(full(1))) == sorted(rows_of(full(2)))
 
 
-def test_names_are_unique_points_exist_and_a_run_that_is_to_end_has_one_row():
+def test_cases_are_well_formed():
+    """Names are unique, points exist, a run that must end has one row."""
     for cases in (full(1), short()):
         assert len({case.name for case in cases}) == len(cases)
         # A run's processes are found by the begin of its id, which is its name and a dash.
@@ -54,7 +55,8 @@ def test_names_are_unique_points_exist_and_a_run_that_is_to_end_has_one_row():
             assert not case.ends or len(case.rows) == 1
 
 
-def test_no_stateless_worker_is_hit_so_often_that_its_back_off_takes_over():
+def test_stateless_workers_are_hit_a_few_times_only():
+    """With more restarts in one run their back-off would take over."""
     for seed in range(5):
         for case in full(seed):
             if case.name.startswith("signals-"):
@@ -62,7 +64,8 @@ def test_no_stateless_worker_is_hit_so_often_that_its_back_off_takes_over():
                     assert sum(row.fault.endswith(victim.removesuffix("/0")) for row in case.rows) <= PER_RUN
 
 
-def test_runs_are_chosen_by_their_names_and_rows_by_fault_and_phase():
+def test_runs_and_rows_are_chosen_by_name():
+    """A run by its name, a row by its fault and phase."""
     (case,) = chosen(full(1), ["disk"], ["EIO once, stage"])
     assert case.name == "disk" and rows_of([case]) == [("EIO once", "stage")]
     assert chosen(full(1), [], []) == full(1)

@@ -1,8 +1,8 @@
 """The page of docs/chaos.md is made of the results, whatever they are."""
 
-from realsys.cluster.failpoint import POINTS
 from tests.chaos import page
 from tests.chaos.rows import PHASES, SUSPENDED
+from tests.support.faults.points import POINTS
 
 
 def row(fault, phase="push", outcome="survived", case="signals-0", recovery_s=1.25, **fields):
@@ -24,7 +24,7 @@ def outcome(*rows, problems=()):
     return {"seed": 7, "jobs": 2, "cores": 2, "seconds": 90.0, "cases": [case]}
 
 
-def test_signals_make_a_matrix_and_all_else_a_table():
+def test_signals_make_a_matrix_other_faults_a_table():
     text = page.section(
         outcome(
             row("SIGKILL model_worker"),

@@ -294,7 +294,7 @@ def test_trial_that_runs_in_another_folder_keeps_its_names(
     assert store.get(key) == "beat" and not run.paths.root.exists()
     lease.revoke()
     assert run(*outside, records=STOPPED, end=CTRL_C) == 130
-    store.add(key, "of a worker that was killed", lease=store.lease(1.0))
+    store.add(key, "of a worker that was killed", lease=store.lease(3.0))  # longer than a slow start
     assert run(*outside[:1]) == 0  # with leases of twenty seconds: it waits for this one
     assert "leases of its last run to lapse" in capsys.readouterr().out
     store.close()
@@ -306,6 +306,7 @@ def test_folder_that_is_no_trial_is_refused(run: Runs, refused: Callable[..., st
     assert "exists and is no trial" in refused()
 
 
+@pytest.mark.needs("etcd")
 def test_address_of_the_own_name_store_must_be_free(run: Runs, refused: Callable[..., str]) -> None:
     import socket
 

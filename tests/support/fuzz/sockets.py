@@ -1,4 +1,4 @@
-"""Whole endpoints behind real sockets, for ``benchmarks.fuzz``: after each input a right one is still served."""
+"""Fuzz targets: whole endpoints behind real sockets. After each input a right one must still be served."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from benchmarks._fuzz_stream import frames_of
-from benchmarks._mutations import Spoiler, example
-from benchmarks._targets import Target
 from realsys.cluster.http.http_guard import Guard
 from realsys.cluster.http.http_server import HttpServer
 from realsys.errors import DecodeError
@@ -25,13 +22,16 @@ from realsys.stream import wire as protocol
 from realsys.stream.codec import encode_message
 from realsys.stream.push_pull import Puller
 from realsys.stream.request_reply import MasterStream
+from tests.support.fuzz.mutations import Spoiler, example
+from tests.support.fuzz.stream import frames_of
+from tests.support.fuzz.targets import Target
 
 BOUND_S = 60.0
 Frames = list[bytes]
 
 
 class Dealer:
-    """A peer that says what it likes."""
+    """A peer that sends any frames."""
 
     def __init__(self, address: str) -> None:
         self.context: zmq.Context[Any] = zmq.Context()

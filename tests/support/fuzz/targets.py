@@ -1,4 +1,4 @@
-"""What is fuzzed, and what is measured of it."""
+"""One fuzzed decoder, and the outcome of its inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from benchmarks._mutations import Spoiler
+from tests.support.fuzz.mutations import Spoiler
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Target:
 
 @dataclass
 class Outcome:
-    """Of one target."""
+    """Counts of one target."""
 
     name: str
     inputs: int = 0
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def run(target: Target, count: int, seed: int) -> Outcome:
-    """Feed ``count`` inputs; the same ones for the same seed, except where they depend on what came before."""
+    """Feed ``count`` inputs; the same ones for the same seed, unless they depend on earlier inputs."""
     outcome, spoiler = Outcome(target.name), Spoiler(Random(f"{seed}/{target.name}"), target.format)
     for _ in range(count):
         data = target.make(spoiler)
@@ -51,7 +51,7 @@ def run(target: Target, count: int, seed: int) -> Outcome:
             target.decode(data)
         except target.named as error:
             outcome.rejected[type(error).__name__] += 1
-        except BaseException as error:  # what is looked for
+        except BaseException as error:  # any other exception is the defect that fuzzing searches
             if isinstance(error, KeyboardInterrupt):
                 raise
             text = "".join(traceback.format_exception(error)[-3:])

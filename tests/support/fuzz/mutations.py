@@ -1,9 +1,9 @@
-"""Inputs for fuzzing: valid values made from the types themselves, and what is done to them. All from one seed.
+"""Inputs for fuzzing: valid values made from the types, and mutations of them. All from one seed.
 
     type ──example──> value ──spoil_value──> encode ──spoil_bytes──> input
                         └── half of the inputs are spoilt as values, half as bytes, some as both, a few are random
 
-What is spoilt as a value still is JSON or msgpack, so that it gets past the parser to the checks behind it.
+A spoilt value still is JSON or msgpack, so that it passes the parser and meets the checks behind it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-#: stands for a bomb of nested arrays, which no encoder would write
+#: placeholder for a bomb of nested arrays, which no encoder would write
 BOMB = "@bomb@"
 DEPTH = 100_000
 NUMBERS: list[Any] = [0, 1, -1, 2, 127, 255, 1 << 15, 1 << 26, (1 << 31) - 1, 1 << 31, 1 << 40, 1 << 53, (1 << 63) - 1]

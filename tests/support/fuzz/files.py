@@ -1,4 +1,4 @@
-"""What is read from files and from the name store, for ``benchmarks.fuzz``."""
+"""Fuzz targets: readers of files and of the name store."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import msgspec
 import numpy as np
 import xxhash
 
-from benchmarks._mutations import Spoiler, example, examples
-from benchmarks._targets import Target
 from realsys.cluster import heartbeat
 from realsys.cluster.failure import ErrorRecord, read_errors, record_of, write_error
 from realsys.cluster.store.file_store import FileNameStore
@@ -49,6 +47,8 @@ from realsys.weights.disk import delta, manifest
 from realsys.weights.disk.reader import VersionReader
 from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
 from realsys.weights.disk.tensor_files import write_safetensors
+from tests.support.fuzz.mutations import Spoiler, example, examples
+from tests.support.fuzz.targets import Target
 
 Make = Callable[[Spoiler], bytes]
 
@@ -95,7 +95,7 @@ def name_store(folder: Path) -> Iterator[Target]:
 
 
 def spoilt(valid: bytes) -> Make:
-    """Inputs from one valid content: as JSON where it is that, else as bytes."""
+    """Make inputs from one valid content: as JSON if it is JSON, else as bytes."""
 
     def make(spoiler: Spoiler) -> bytes:
         try:
@@ -259,7 +259,7 @@ def checkpoints(folder: Path) -> Iterator[Target]:
 
 
 def records(folder: Path) -> Iterator[Target]:
-    """What a recorded step says of itself, also with a right checksum of nonsense, and the arrays beside it."""
+    """The record of a step, also with a right checksum of nonsense, and its arrays."""
     directory = folder / "step-00000001"
     directory.mkdir()
     path = directory / record.BATCH

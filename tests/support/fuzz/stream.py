@@ -1,4 +1,4 @@
-"""What comes over the streams and over HTTP, for ``benchmarks.fuzz``."""
+"""Fuzz targets: readers of stream messages and of HTTP bodies."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks._mutations import Spoiler, example, examples
-from benchmarks._records import group_of, single_turn
-from benchmarks._targets import Target
 from realsys import types
 from realsys.cluster.http.http_client import reason_of
 from realsys.errors import DecodeError, GenerationError, StreamError
@@ -34,6 +31,9 @@ from realsys.stream import wire as protocol
 from realsys.train.checkpoint import messages as checkpoint_messages
 from realsys.train.records import messages as record_messages
 from realsys.types import PublishedVersion, ServerAddress, Ticket
+from tests.support.fuzz.mutations import Spoiler, example, examples
+from tests.support.fuzz.targets import Target
+from tests.support.training.records import group_of, single_turn
 
 KNOBS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 EXTREMES = (0.0, 1e-320, 1e-38, 1e-7, 1e-6, 1e-3, 1.0, 2.0, -2.0, 1e30, 1e308)
@@ -113,7 +113,7 @@ def messages() -> Iterator[Target]:
 
 
 def replies() -> Iterator[Target]:
-    """What clients make of what servers say."""
+    """Readers of replies, in the clients."""
 
     def answer(spoiler: Spoiler) -> bytes:
         """With as many tokens as log-probs and versions."""
@@ -148,7 +148,7 @@ def _generated(data: bytes) -> object:
 
 
 class Calls:
-    """An ASGI app in an event loop of its own; one call at a time, with the token."""
+    """An ASGI app in a private event loop; one call at a time, with the token."""
 
     def __init__(self, app: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._app, self._loop = app, loop
@@ -193,7 +193,7 @@ def manager(folder: Path) -> Iterator[list[Target]]:
             return ManagerService(state, journal)
 
         served = loop.run_until_complete(service())
-        served.closing = True  # held calls are answered at once
+        served.closing = True  # held calls are answered immediately
         _route_to_one_server(state)
         calls = Calls(ManagerApp(served, "token", _nothing).build(), loop)
         known: list[str] = ["t0"]
@@ -266,15 +266,14 @@ def generation_server(folder: Path) -> Iterator[list[Target]]:
     """Every POST of a server with a small embedded engine."""
     import torch
 
-    from benchmarks._models import random_qwen2
-    from benchmarks.generation import SIZES
     from realsys.config.schema import EmbeddedConfig, GenerationConfig
     from realsys.generation.embedded.build import build_engine
     from realsys.generation.server import build_app
     from realsys.weights.disk.stage import DiskReader
+    from tests.support.serving.generation_models import VOCAB, make_model
 
     torch.set_num_threads(1)
-    random_qwen2(SIZES, folder / "hf", positions=2048)
+    make_model("qwen2", folder / "hf")
     config = GenerationConfig(embedded=EmbeddedConfig(max_running=4, max_queued=4, context_length=32))
     engine = build_engine(folder / "hf", config, DiskReader().stage)
     loop = asyncio.new_event_loop()
@@ -284,7 +283,7 @@ def generation_server(folder: Path) -> Iterator[list[Target]]:
 
         def generate(spoiler: Spoiler) -> bytes:
             value = example(p.GenerateRequest, spoiler.rng)
-            value["input_ids"] = [spoiler.rng.randrange(100) for _ in range(spoiler.rng.randrange(1, 8))]
+            value["input_ids"] = [spoiler.rng.randrange(VOCAB) for _ in range(spoiler.rng.randrange(1, 8))]
             value.setdefault("sampling_params", {})
             params = value["sampling_params"]
             value["sampling_params"] = {k: v for k, v in params.items() if spoiler.rng.random() < 0.2}
@@ -305,7 +304,7 @@ def generation_server(folder: Path) -> Iterator[list[Target]]:
                 try:
                     calls.post(path, body)
                 finally:
-                    if engine.failure is not None:  # whatever comes after it is refused, and so looks well
+                    if engine.failure is not None:  # later requests would be refused, and so would pass
                         raise RuntimeError(engine.failure)
 
             return one

@@ -1,4 +1,4 @@
-"""What is read of model folders, tensors and verifier processes, for ``benchmarks.fuzz``."""
+"""Fuzz targets: readers of model folders, of tensors and of verifier processes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from benchmarks._fuzz_files import spoilt, through
-from benchmarks._mutations import Spoiler, example
-from benchmarks._targets import Target
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.rules.checks import check_model
 from realsys.config.schema import Config, TinyModelConfig
@@ -30,6 +27,9 @@ from realsys.reward.outcomes import JournalReader
 from realsys.reward.verifier_process import VerifierProcess
 from realsys.reward.verifiers.base import Verdict
 from realsys.train.checkpoint.checkpoint_files import FileInfo, Piece, RankIndex, data_file, rank_stem
+from tests.support.fuzz.files import spoilt, through
+from tests.support.fuzz.mutations import Spoiler, example
+from tests.support.fuzz.targets import Target
 
 TINY = TinyModelConfig(
     hidden_size=8,
@@ -44,7 +44,7 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor 
 
 
 def folder_of_a_model(folder: Path) -> Iterator[Target]:
-    """config.json and what lies beside it, as an HF folder of somebody else's may have it."""
+    """config.json and its neighbours, as a downloaded HF folder may have them."""
     make_tiny_model(TINY, folder, seed=1)
     write_char_tokenizer(folder)
     settings = folder / "tokenizer_config.json"
@@ -98,7 +98,7 @@ def safetensors(valid: bytes) -> Callable[[Spoiler], bytes]:
 
 
 def tensors(folder: Path) -> Iterator[Target]:
-    """What needs torch: weights of a model folder, and the pieces of a checkpoint."""
+    """Readers that need torch: weights of a model folder, and the pieces of a checkpoint."""
     from realsys.generation.embedded.forward.weights import read_tensors
     from realsys.hf.config import read_model
     from realsys.train.megatron.hf_map import HFReader
@@ -186,7 +186,7 @@ class _Ended:
 
 
 def verifier(_: Path) -> Iterator[Target]:
-    """What comes from a verifier process, which a verifier may have damaged."""
+    """Messages of a verifier process, which a verifier may have damaged."""
 
     def make(spoiler: Spoiler) -> bytes:
         body = spoiler.spoil(spoiler.encode(example(Reply, spoiler.rng)))

@@ -1,0 +1,157 @@
+"""Train steps on two real ranks, and what each rank holds after them."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import torch
+
+from realsys.buffer.minibatches import plan_minibatches, sequence_refs
+from realsys.buffer.redistribute import plan_call
+from realsys.cluster.topology import Mesh, whole_mesh
+from realsys.config.allocation import ACTOR, ParallelLayout
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.data.char_model import VOCAB_SIZE, make_tiny_model
+from realsys.train.call_service import ModelWorkerService, WorkerParts
+from realsys.train.data_manager import DataManager
+from realsys.train.megatron.device import Device
+from realsys.types import (
+    ClearRequest,
+    Group,
+    InitializeRequest,
+    MfcRequest,
+    SampleMeta,
+    Ticket,
+    TransferRequest,
+)
+from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk.writer import DiskWriter
+from tests.support.training.lengths import PROMPT, heavy_lengths
+from tests.support.training.records import group_of, single_turn
+from tests.support.training.train_ranks import FORMED, run_ranks
+
+LAYOUT = ParallelLayout(data=2)
+GROUPS, COMPLETIONS, LIMIT = 4, 4, 256
+MINIBATCHES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Samples, tensors and memory of one rank after a step."""
+
+    step: int
+    samples: int
+    array_bytes: int
+    tensors: int
+    tensor_bytes: int
+    rss_bytes: int
+
+
+def held_after(step: int, data: DataManager) -> Held:
+    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return Held(step, len(data), data.nbytes, len(tensors), sum(storages.values()), psutil.Process().memory_info().rss)
+
+
+class Message:
+    """A request as the stream delivers it: encoded."""
+
+    def __init__(self, handler: str, payload: msgspec.Struct) -> None:
+        self.handler, self._payload = handler, msgspec.msgpack.encode(payload)
+
+    def decode(self, type: Any) -> Any:
+        return msgspec.msgpack.decode(self._payload, type=type)
+
+
+class NoMaster:
+    """A stream without a master: the service gets its requests directly, replies are dropped."""
+
+    def next_request(self, timeout_s: float) -> None:
+        return None
+
+    def reply(self, request: Any, payload: msgspec.Struct) -> None: ...
+
+    def reply_error(self, request: Any, exc: BaseException) -> None: ...
+
+
+def groups_of(step: int) -> list[Group]:
+    """Return the batch of one step, the same on every rank; no two steps have the same lengths."""
+    rng = np.random.default_rng(step)
+    lengths = heavy_lengths(GROUPS * COMPLETIONS, LIMIT, step).reshape(GROUPS, COMPLETIONS)
+    groups = []
+    for number in range(GROUPS):
+        completions = [
+            single_turn(
+                rng.integers(3, VOCAB_SIZE, length).astype(np.int32),
+                rng.uniform(-4, -3, length - PROMPT).astype(np.float32),
+                np.zeros(length - PROMPT, np.int32),
+                float(rng.choice([-5.0, 5.0])),
+            )
+            for length in lengths[number]
+        ]
+        groups.append(group_of(Ticket(f"s{step}g{number}", 0, number, n=COMPLETIONS), completions))
+    return groups
+
+
+def requests_of(step: int, samples: list[list[SampleMeta]], mesh: Mesh) -> Iterator[Message]:
+    """Yield the requests of the master for one train step."""
+    refs = sequence_refs(samples)
+    plan = plan_minibatches(refs, MINIBATCHES, mesh.layout.data)
+    keys = ["tokens", "loss_mask", "behav_logprobs"]
+    owners = {key: {meta.sample_id: [meta.owner] for group in samples for meta in group} for key in keys}
+    yield Message("transfer", TransferRequest(plan_call(mesh, plan, keys, owners), refs))
+    yield Message("mfc", MfcRequest("actor_inf", ACTOR, "actor_inf", step, step, plan))
+    yield Message("mfc", MfcRequest("actor_train", ACTOR, "actor_train", step, step, plan, args={"lr": 1e-4}))
+    yield Message("clear", ClearRequest([ref.sample_id for ref in refs]))
+
+
+def arrive(step: int, rank: int, data: DataManager) -> list[list[SampleMeta]]:
+    """Give the groups to the ranks in turn; return the announcements of all ranks, as the master has them."""
+    announced = []
+    for number, group in enumerate(groups_of(step)):
+        owner = number % LAYOUT.data
+        arrived = (data if owner == rank else DataManager(owner)).add_group(group)
+        assert arrived is not None
+        announced.append(arrived.samples)
+    return announced
+
+
+def serve(rank: int, device: Device, config: Config, model: Path, steps: int, every: int) -> list[Held]:
+    """Serve ``steps`` train steps on this rank; return its ``Held`` after every ``every``-th."""
+    mesh, data = whole_mesh(LAYOUT), DataManager(rank)
+    writer = DiskWriter(ShardWriter())
+    parts = WorkerParts(rank, FORMED, NoMaster(), data, device, writer)
+    service = ModelWorkerService(config, TrialPaths(model), parts)
+    service.handle(Message("initialize", InitializeRequest(ACTOR, str(model))))
+    found = []
+    for step in range(steps):
+        for message in requests_of(step, arrive(step, rank, data), mesh):
+            service.handle(message)
+        if step % every == 0 or step == steps - 1:
+            gc.collect()
+            found.append(held_after(step, data))
+    return found
+
+
+def run(steps: int, every: int) -> list[list[Held]]:
+    """Run ``steps`` train steps; return for each rank its ``Held`` after every ``every``-th."""
+    tiny = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 64}
+    config = Config.model_validate(
+        {"model": {"tiny": tiny}, "train": {"microbatch_tokens": 512, "ppo": {"minibatches": MINIBATCHES}}}
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder)
+        make_tiny_model(config.model.tiny, model, seed=1)
+        found: list[list[Held]] = run_ranks(
+            LAYOUT.data, lambda rank, device: serve(rank, device, config, model, steps, every), config, LAYOUT
+        )
+    return found

@@ -1,0 +1,60 @@
+"""Packers of micro-batches, two ways without packing, and the figures by which the default is chosen."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+
+from realsys.buffer.microbatch import Lengths, Packer, balanced, fewest_sequences, first_fit, lower_bound
+from tests.support.training.lengths import Array
+
+CAPACITY = 32_768  # tokens of a micro-batch
+
+
+def fixed(lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]]:
+    """Put a fixed number of sequences in each micro-batch, safe for the longest ones."""
+    per_batch = max(1, capacity // int(np.max(lengths)))
+    return [list(range(i, min(i + per_batch, len(lengths)))) for i in range(0, len(lengths), per_batch)]
+
+
+def same_count(lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]]:
+    """Split into equal counts, as many parts as first fit makes; their tokens may exceed ``capacity``."""
+    count = len(first_fit(lengths, capacity, k_min))
+    return [part.tolist() for part in np.array_split(np.arange(len(lengths)), count)]
+
+
+PACKERS: dict[str, Packer] = {
+    "fixed": fixed,
+    "same_count": same_count,
+    "fewest_sequences": fewest_sequences,
+    "first_fit": first_fit,
+    "balanced": balanced,
+}
+
+
+def measure(packer: Packer, batches: list[Array], repeat: int) -> dict[str, float]:
+    """Return the mean figures of ``packer`` over several batches of lengths; benchmarks/microbatch.py explains them."""
+    rows = []
+    for lengths in batches:
+        seconds = []
+        for _ in range(repeat):
+            started = time.perf_counter()
+            packed = packer(lengths, CAPACITY)
+            seconds.append(time.perf_counter() - started)
+        tokens = np.array([lengths[batch].sum() for batch in packed])
+        rectangles = sum(len(batch) * int(lengths[batch].max()) for batch in packed)
+        rows.append(
+            (
+                len(packed),
+                100 * (len(packed) / lower_bound(lengths, CAPACITY) - 1),
+                tokens.max() / tokens.mean(),
+                tokens.max() / CAPACITY,
+                100 * (1 - tokens.sum() / (len(packed) * CAPACITY)),
+                100 * (1 - tokens.sum() / rectangles),
+                1e3 * statistics.median(seconds),
+            )
+        )
+    columns = ("batches", "over_bound_%", "max/mean", "peak", "unused_%", "padding_%", "ms")
+    return {name: round(float(value), 3) for name, value in zip(columns, np.mean(rows, axis=0), strict=True)}
