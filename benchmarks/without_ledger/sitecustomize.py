@@ -1,7 +1,7 @@
 """The "off" of ``benchmarks.ledger_cost``: on PYTHONPATH of a run, it takes out what the benchmark measures.
 
     journal           nothing is written, nothing is synced
-    leases            no renewal, nothing lapses
+    leases            nothing lapses
     acknowledgements  a puller sends none, a pusher waits for none: a group is through once it is handed to the socket
 
 For the benchmark only: a run like this loses groups when a process dies. Python imports it at the start of every
@@ -30,9 +30,7 @@ def _no_journal(module: Any) -> None:
 
 
 def _no_leases(module: Any) -> None:
-    ledger = module.Ledger
-    ledger.touch = lambda self, ticket_id, attempt, now: self.is_running(ticket_id, attempt)
-    ledger.lose = lambda self, lost, cause, now: []
+    module.Ledger.lose = lambda self, lost, cause, now: []
 
 
 def _no_waiting(module: Any) -> None:

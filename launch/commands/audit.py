@@ -16,8 +16,8 @@ from rich.text import Text
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, LedgerError
-from realsys.manager.ledger.audit_report import AuditReport
-from realsys.manager.ledger.auditor import Auditor
+from realsys.manager.audit.audit_report import AuditReport
+from realsys.manager.audit.auditor import Auditor
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.tickets import tickets_in
 from realsys.telemetry.steps import RECOVERED, surviving_steps

@@ -10,48 +10,53 @@ import msgspec
 from realsys.manager.ledger.events import Number, OrNone, Outcome
 from realsys.types import FinishReason, Ticket
 
-MOST_RELEASED = 256  # calls in one schedule request; the others are named in the next one
-MOST_METRICS = 64  # names per answer
+MAX_WAIT_S = 10.0  # an allocation is never held longer
+MAX_TICKETS = 4096  # per allocation
+MOST_RELEASED = 256  # calls in one schedule request; the worker names the rest in its next one
+MOST_METRICS = 64  # names per completion
 
-Refusal = Literal["staleness", "exhausted", "no_server", "paused"]
+RefusalReason = Literal["staleness", "exhausted", "no_server", "paused"]
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-#: Nanoseconds of its start, with zeros in front, so that lexical order is age; what has another form fits in no order.
-TrainingIncarnation = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{19}$")]
+#: Incarnation of a trainer that may be unknown: "" before the first has rolled back.
+AnyIncarnation = Annotated[str, msgspec.Meta(max_length=128)]
+#: Nanoseconds of the trainer's start, zero-padded, so that lexical order is age. Another form would not be ordered.
+TrainerIncarnation = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{19}$")]
+ShortName = Annotated[str, msgspec.Meta(max_length=64)]
 Text = Annotated[str, msgspec.Meta(max_length=8192)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
-CallName = Annotated[str, msgspec.Meta(max_length=64)]
-#: Numbers by name, of one answer or as means over answers.
+#: Numbers by name: of one completion, or means over completions.
 Metrics = Annotated[dict[str, float], msgspec.Meta(max_length=MOST_METRICS)]
 
 
 class AllocateRequest(msgspec.Struct):
-    """POST /allocate_rollout: held up to ``wait_s`` (at most 10 s) until something can be granted.
+    """POST /allocate_rollout: held up to ``wait_s`` (at most MAX_WAIT_S) until something can be granted.
 
-    Sent again with the same ``request_id`` (its reply was lost), it gets the tickets it got, if they still run.
+    When a reply is lost, the worker repeats the call with the same ``request_id``, and the reply holds those of its
+    tickets that still run. ``incarnation`` of the worker: its tickets are lost when another incarnation takes its name.
     """
 
     worker: Identifier
-    max_tickets: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    max_tickets: Annotated[int, msgspec.Meta(ge=1, le=MAX_TICKETS)]
     wait_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    request_id: Annotated[str, msgspec.Meta(max_length=64)] = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
-    incarnation: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the worker: its successor does not have them
+    request_id: ShortName = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+    incarnation: ShortName = ""
 
 
 class AllocateReply(msgspec.Struct):
     """``reason`` says why there are no tickets; ask again after ``retry_after_s``."""
 
     tickets: list[Ticket]
-    reason: Refusal | None = None
+    reason: RefusalReason | None = None
     retry_after_s: float = 0.0
 
 
 class ScheduleRequest(msgspec.Struct):
-    """POST /schedule_request: which server to generate on. Asking again for the same call moves its reservation.
+    """POST /schedule_request: choose the server of a call. The same call again moves its reservation.
 
-    ``prefix``: hashes of the prompt's leading blocks (``routing.prefix``), for servers that may hold them.
-    ``call``: name of the call, unique in its attempt; a ticket may have several calls under way.
-    ``previous``: (server, version) of the episode's call before, whose server may have these tokens in its cache.
-    ``released``: (ticket, attempt, call) of calls of this worker that have ended since its last request.
+    call      name of the call, unique in its attempt; an agent may have several calls under way
+    prefix    hashes of the prompt's leading blocks (``routing.prefix``), for servers that may hold them
+    previous  (server, version) of the episode's last call, whose server may have these tokens in its cache
+    released  (ticket, attempt, call) of this worker's calls that have ended since its last request
     """
 
     ticket_id: Identifier
@@ -62,13 +67,13 @@ class ScheduleRequest(msgspec.Struct):
     failed_server: str | None = None
     failure: Text | None = None
     prefix: Annotated[list[int], msgspec.Meta(max_length=64)] = []
-    call: CallName = ""
+    call: ShortName = ""
     previous: tuple[str, int] | None = None
-    released: Annotated[list[tuple[Identifier, Count, CallName]], msgspec.Meta(max_length=MOST_RELEASED)] = []
+    released: Annotated[list[tuple[Identifier, Count, ShortName]], msgspec.Meta(max_length=MOST_RELEASED)] = []
 
 
 class ScheduleReply(msgspec.Struct):
-    """``version`` is what the server has proved to serve."""
+    """The server to generate on; ``version`` is the one that it has verified."""
 
     server: str
     url: str
@@ -76,10 +81,10 @@ class ScheduleReply(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What the manager keeps of one answer, which is an episode.
+    """The manager's record of one completion, which is an episode.
 
-    ``correct``: None if the task has no right or wrong. ``length``: sampled tokens that are trained, of all its rows.
-    ``metrics``: averaged by name over the answers of an evaluation.
+    ``correct``: None if the task has no right or wrong. ``length``: sampled tokens that are trained, of all rows.
+    ``metrics``: averaged by name over the completions of an evaluation.
     """
 
     reward: float
@@ -94,7 +99,7 @@ class Answer(msgspec.Struct):
 class FinishRequest(msgspec.Struct):
     """POST /finish_rollout: the end of one attempt; releases its reservations.
 
-    ``servers``: server -> tokens it sampled for the answers, for the rates per server.
+    ``servers``: server -> tokens that it sampled for the completions, for the rates per server.
     """
 
     ticket_id: Identifier
@@ -106,35 +111,35 @@ class FinishRequest(msgspec.Struct):
     servers: dict[str, Count] = {}
 
     def versions(self) -> tuple[int, int]:
-        """Of the oldest and the newest token of all answers; -1 if there is none."""
+        """Return the versions of the oldest and the newest token of all completions; -1 without completions."""
         low = min((answer.version_min for answer in self.answers), default=-1)
         return low, max((answer.version_max for answer in self.answers), default=-1)
 
 
 class FinishReply(msgspec.Struct):
-    """``known`` False: the attempt was superseded or never granted. ``retry``: there will be another attempt."""
+    """``known`` False: the attempt was superseded or never granted. ``retry``: another attempt follows."""
 
     known: bool
     retry: bool = False
 
 
 class RollBackRequest(msgspec.Struct):
-    """POST /roll_back: the training side ``incarnation`` starts and goes on from ``version``; -1: from nothing.
+    """POST /roll_back: the trainer ``incarnation`` starts from ``version``; -1: from nothing.
 
-    Idempotent per incarnation. Status 409 for an incarnation older than the one known: its sender must end.
-    ``checkpoint``: its folder, for people; "" when there is none.
+    Idempotent per incarnation. Status 409 for an older incarnation than the known one: that trainer must end.
+    ``checkpoint``: its folder, for the log; "" without one.
     """
 
     version: OrNone
     step: Annotated[int, msgspec.Meta(ge=-1)]
-    incarnation: TrainingIncarnation
+    incarnation: TrainerIncarnation
     checkpoint: Text = ""
 
 
 class RollBackReply(msgspec.Struct):
-    """``reissued``: tickets that were running, buffered or trained later, and wait for another attempt now.
+    """``reissued``: tickets that ran, were buffered or were trained later, and wait for their next attempt now.
 
-    ``evaluations``: all that were ever asked for, forgotten or not: one without a result is to be asked for again.
+    ``evaluations``: every evaluation that a trainer ever started; the trainer restarts those without a result.
     """
 
     reissued: int
@@ -142,20 +147,20 @@ class RollBackReply(msgspec.Struct):
 
 
 class ClaimRequest(msgspec.Struct):
-    """POST /claim, idempotent: ``tickets`` are to be trained, to be in ``version``.
+    """POST /claim, idempotent (``claim-before-train``): the trainer is about to train ``tickets`` into ``version``.
 
-    ``incarnation``: of the training side that speaks; status 409 if it is older than the one that rolled back last.
+    ``incarnation`` of the trainer: status 409 if it is older than the one that rolled back last.
     """
 
     version: Number
     tickets: list[Identifier]
-    incarnation: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    incarnation: AnyIncarnation = ""
 
 
 class ClaimReply(msgspec.Struct):
-    """``gone``: those that have ended otherwise, and must not be trained; then nothing is claimed.
+    """``gone``: tickets that have ended and must not be trained; then none of the batch is claimed.
 
-    If there are none, all of them end by this training and by nothing else.
+    If it is empty, all of them are claimed: they end by this training and by nothing else.
     """
 
     gone: list[str]
@@ -164,25 +169,27 @@ class ClaimReply(msgspec.Struct):
 class TrainedRequest(msgspec.Struct):
     """POST /trained, idempotent. A drop for a reason that starts with "stale" gives the prompt a fresh ticket.
 
-    ``incarnation``: of the training side that speaks; status 409 if it is older than the one that rolled back last.
-    ``oldest``: for each ticket of ``trained`` the version of its oldest token, or empty.
-    ``held``: (ticket, attempt) of every complete group that the master has (buffered, in training), those of this
-    call aside; what finished a while ago and is not held, in whichever attempt, never arrived and is re-issued. None:
-    nothing is said of it.
+    trained      tickets that the step trained; all claimed before
+    staleness    versions behind -> sequences, of this step
+    incarnation  of the trainer: status 409 if it is older than the one that rolled back last
+    oldest       for each trained ticket the version of its oldest token, or empty
+    held         (ticket, attempt) of every complete group that the master has, without those of this call. A group
+                 that finished a while ago and is not held, in whichever attempt, never arrived: it is reissued.
+                 None: the master does not say.
     """
 
     step: int
     version: Number
-    trained: list[Identifier] = []  # all of them claimed before
+    trained: list[Identifier] = []
     dropped: list[tuple[Identifier, Text]] = []
-    staleness: dict[str, Count] = {}  # versions behind -> sequences, of this step
-    incarnation: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    staleness: dict[str, Count] = {}
+    incarnation: AnyIncarnation = ""
     oldest: list[OrNone] = []
     held: list[tuple[Identifier, Count]] | None = None
 
 
 class TrainedReply(msgspec.Struct):
-    """How many of the named tickets changed state (0 for a repetition); ``lost``: never arrived and re-issued."""
+    """Number of the named tickets that changed state (0 for a repetition); ``lost``: never arrived and reissued."""
 
     trained: int
     dropped: int
@@ -190,29 +197,30 @@ class TrainedReply(msgspec.Struct):
 
 
 class EvaluateRequest(msgspec.Struct):
-    """POST /evaluate: answer the first ``n`` problems of ``split`` once each. The same id again changes nothing.
+    """POST /evaluate: play the first ``n`` problems of ``split`` once each. The same id again changes nothing.
 
-    ``incarnation``: of the training side that asks; status 409 if it is older than the one that rolled back last: its
-    weights are gone.
+    ``incarnation`` of the trainer: status 409 if it is older than the one that rolled back last.
     """
 
     eval_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     split: Identifier
     n: Annotated[int, msgspec.Meta(ge=1)]
     seed: Count = 0
-    incarnation: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    incarnation: AnyIncarnation = ""
 
 
 class EvaluateReply(msgspec.Struct):
+    """``total``: problems of the evaluation, at most the size of its split."""
+
     total: int
 
 
 class EvaluationReply(msgspec.Struct):
     """GET /evaluate/{eval_id}. Complete when ``done + failed == total``.
 
-    done         problems that were answered
-    accuracy     share of right completions among those that are right or wrong, None if there are none
-    reward_mean  over all completions, None if there are none; a failure is not a wrong completion
+    done         problems with a completion
+    accuracy     share of right completions among those that are right or wrong, None without such
+    reward_mean  over all completions, None without one; a failure is not a wrong completion
     metrics      mean of each metric over the completions that have it
     """
 
@@ -228,13 +236,13 @@ class EvaluationReply(msgspec.Struct):
 
 
 class VersionReply(msgspec.Struct):
-    """GET /get_model_version; -1: nothing published yet."""
+    """GET /get_model_version; -1 before the first publication."""
 
     version: int
 
 
 class DataPosition(msgspec.Struct, frozen=True):
-    """GET /data_position, with the token: where in the data training is, for a checkpoint.
+    """GET /data_position, with the token: the position of training in the data, for a checkpoint.
 
     ``cursor`` is the position of the next new prompt in the order of ``prompts`` prompts that ``seed`` makes;
     ``pending`` are the prompts (indices) granted before it and not trained, in the order to issue them again.

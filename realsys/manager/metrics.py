@@ -1,13 +1,15 @@
-"""GET /metrics: the manager's state in Prometheus' text format. Read at scrape time; no ids of requests as labels."""
+"""GET /metrics: the manager's state in Prometheus' text format, read at scrape time. No label is a ticket's id."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from realsys.manager.messages import RefusalReason
 from realsys.manager.overview import admission, servers
 from realsys.manager.state import ManagerState
 
@@ -16,7 +18,8 @@ class StateCollector(Collector):
     """One scrape of the state at ``now``."""
 
     def __init__(self, state: ManagerState, now: float) -> None:
-        self._state, self._now = state, now
+        self._state = state
+        self._now = now
 
     def collect(self) -> Iterator[Metric]:
         yield from self._admission()
@@ -26,10 +29,9 @@ class StateCollector(Collector):
         yield from self._agreement()
         state = self._state
         yield gauge("realsys_workers", "workers with a heartbeat", len(state.workers))
-        yield gauge(
-            "realsys_generated_tokens_per_second", "tokens of finished answers", state.generated.rate(self._now)
-        )
-        yield CounterMetricFamily("realsys_generated_tokens", "tokens of finished answers", state.generated.total)
+        tokens = state.throughput.tokens
+        yield gauge("realsys_generated_tokens_per_second", "tokens of finished completions", tokens.rate(self._now))
+        yield CounterMetricFamily("realsys_generated_tokens", "tokens of finished completions", tokens.total)
         refused = CounterMetricFamily(
             "realsys_refused", "peers, requests and messages refused, by cause", labels=["worker", "cause"]
         )
@@ -43,25 +45,15 @@ class StateCollector(Collector):
         yield gauge("realsys_model_version", "published version", self._state.version)
         yield gauge("realsys_admission_counted", "N of the staleness inequality, groups", view["counted"])
         yield gauge("realsys_admission_capacity", "largest N that is admitted, groups", view["capacity"])
-        refused = GaugeMetricFamily(
-            "realsys_admission_refused", "1 for the reason nothing is granted", labels=["reason"]
-        )
-        for reason in ("staleness", "exhausted", "no_server", "paused"):
-            refused.add_metric([reason], float(view["reason"] == reason))
-        yield refused
+        reasons = {reason: float(view["reason"] == reason) for reason in get_args(RefusalReason)}
+        yield labelled("realsys_admission_refused", "1 for the reason nothing is granted", "reason", reasons)
 
     def _ledger(self) -> Iterator[Metric]:
         counts = self._state.ledger.counts
-        tickets = GaugeMetricFamily("realsys_tickets", "tickets by state", labels=["state"])
-        for name, number in counts.by_state().items():
-            tickets.add_metric([name], number)
-        yield tickets
+        yield labelled("realsys_tickets", "tickets by state", "state", counts.by_state())
         yield CounterMetricFamily("realsys_attempts", "granted attempts", counts.attempts)
-        yield CounterMetricFamily("realsys_training_starts", "starts of the training side", counts.starts)
-        dropped = GaugeMetricFamily("realsys_tickets_dropped", "dropped tickets by reason", labels=["reason"])
-        for reason, number in counts.dropped_by_reason.items():
-            dropped.add_metric([reason], number)
-        yield dropped
+        yield CounterMetricFamily("realsys_training_starts", "starts of the trainer", counts.starts)
+        yield labelled("realsys_tickets_dropped", "dropped tickets by reason", "reason", counts.dropped_by_reason)
         reissued = CounterMetricFamily("realsys_reissues", "attempts that were lost", labels=["cause"])
         for cause, number in counts.reissued_by_cause.items():
             reissued.add_metric([cause], number)
@@ -78,7 +70,7 @@ class StateCollector(Collector):
         yield CounterMetricFamily("realsys_weight_update_failures", "weight updates that failed", updates.failures)
 
     def _agreement(self) -> Iterator[Metric]:
-        """Of the last train step; absent when it had no token of the version that it trained."""
+        """Yield the agreement of the last train step, if it had tokens of the version that it trained."""
         view = self._state.master.get("agreement")
         if not isinstance(view, dict):
             return
@@ -107,8 +99,15 @@ def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, value)
 
 
+def labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
 def render_metrics(state: ManagerState, now: float) -> tuple[bytes, str]:
-    """Body and content type of one scrape."""
+    """Return body and content type of one scrape."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StateCollector(state, now))
     return generate_latest(registry), CONTENT_TYPE_LATEST

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
+
 from realsys.manager.routing.update_times import STAGES
-from realsys.manager.state import NO_VERSION, ManagerState
+from realsys.manager.state import ManagerState
+from realsys.manager.trial_state import NO_VERSION
 
 MASTER_KEYS = ("phase", "step", "total_steps", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy")
 
 
 def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
-    """Everything a person asks of a running trial. Times in seconds, rates per second."""
+    """Return the body of GET /status. Times in seconds, rates per second."""
     published = state.servers.published
     return {
         "time": now,
@@ -25,15 +28,15 @@ def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
         "master": state.master,
         "admission": admission(state),
         "servers": servers(state, now),
-        "rollout": rollout(state),
+        "rollout": weight_updates(state),
         "workers": workers(state, now),
         "ledger": ledger(state),
         "staleness": staleness(state),
         "throughput": {
-            "generated_tokens_per_s": state.generated.rate(now),
-            "generated_tokens": state.generated.total,
-            "finished_groups_per_s": state.finished_groups.rate(now),
-            "answers": dict(state.answers),
+            "generated_tokens_per_s": state.throughput.tokens.rate(now),
+            "generated_tokens": state.throughput.tokens.total,
+            "finished_groups_per_s": state.throughput.groups.rate(now),
+            "answers": dict(state.throughput.finish_reasons),
             "train_tokens_per_s": state.master.get("train_tokens_per_s"),
             "consumed_tokens_per_s": state.master.get("consumed_tokens_per_s"),
         },
@@ -44,7 +47,7 @@ def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
 
 
 def admission(state: ManagerState) -> dict[str, Any]:
-    """Head-room of the staleness bound, and why nothing is granted if nothing is."""
+    """Return the head-room of the staleness bound, and why nothing is granted if nothing is."""
     counted, version = state.ledger.counted, state.version
     capacity = state.bound.capacity(version) if version > NO_VERSION else 0
     reason = state.refusal()
@@ -52,7 +55,7 @@ def admission(state: ManagerState) -> dict[str, Any]:
         "batch_groups": state.bound.batch_groups,
         "counted": counted,
         "capacity": capacity,
-        "headroom": max(0, capacity - counted),
+        "headroom": state.bound.headroom(counted, version),
         "admits": reason is None,
         "reason": reason,
         "explanation": explain(state),
@@ -60,7 +63,7 @@ def admission(state: ManagerState) -> dict[str, Any]:
 
 
 def explain(state: ManagerState) -> str:
-    """One line for a person who wonders why no rollout is granted."""
+    """Return one line on why no rollout is granted."""
     match state.refusal():
         case None:
             return "granting"
@@ -75,15 +78,15 @@ def explain(state: ManagerState) -> str:
         case "paused":
             return "the master says the trial is done"
         case "no_server":
-            return state.explain_no_server()
+            return state.servers.explain()
 
 
 def servers(state: ManagerState, now: float) -> list[dict[str, Any]]:
-    """One row per registered server."""
+    """Return one row per registered server."""
     rows = []
     for server in state.servers.all():
         sequences, tokens = state.reservations.load(server.name)
-        rate = state.generated_by_server.get(server.name)
+        rate = state.throughput.by_server.get(server.name)
         rows.append(
             {
                 "name": server.name,
@@ -109,8 +112,8 @@ def servers(state: ManagerState, now: float) -> list[dict[str, Any]]:
     return rows
 
 
-def rollout(state: ManagerState) -> dict[str, Any]:
-    """Weight updates: how they are paced, how far the newest version is, and what the last ones took, newest first."""
+def weight_updates(state: ManagerState) -> dict[str, Any]:
+    """Return pace and progress of the weight updates, and the last ones, newest first."""
     pace, published = state.settings.pace, state.servers.published
     return {
         "mode": "rolling" if pace.fraction < 1 else "all_at_once",
@@ -132,7 +135,7 @@ def rollout(state: ManagerState) -> dict[str, Any]:
 
 
 def workers(state: ManagerState, now: float) -> list[dict[str, Any]]:
-    """One row per heartbeat key."""
+    """Return one row per heartbeat key."""
     running = Counter(ticket.worker for ticket in state.ledger.running())
     return [
         {
@@ -153,7 +156,7 @@ def workers(state: ManagerState, now: float) -> list[dict[str, Any]]:
 
 
 def ledger(state: ManagerState) -> dict[str, Any]:
-    """Tickets by state, drops by reason, re-issues by cause."""
+    """Return tickets by state, drops by reason, reissues by cause."""
     counts = state.ledger.counts
     return {
         "inherited": counts.inherited,
@@ -169,7 +172,7 @@ def ledger(state: ManagerState) -> dict[str, Any]:
 
 
 def staleness(state: ManagerState) -> dict[str, Any]:
-    """Lag of trained sequences, summed over the last steps and step by step."""
+    """Return the staleness of trained sequences, summed over the last steps and step by step."""
     total: Counter[str] = Counter()
     for step in state.staleness:
         total.update(step.histogram)
@@ -180,20 +183,13 @@ def staleness(state: ManagerState) -> dict[str, Any]:
 
 
 def evaluations(state: ManagerState) -> dict[str, Any]:
-    """Progress and result of each evaluation."""
+    """Return progress and result of each evaluation."""
+    running = Counter(problem.evaluation.started.eval_id for problem in state.evaluations.running.values())
     return {
         eval_id: {
             "split": evaluation.started.split,
-            "done": len(evaluation.done) - evaluation.failed,
-            "total": evaluation.started.total,
-            "failed": evaluation.failed,
-            "running": len(evaluation.running),
-            "accuracy": (reply := evaluation.reply()).accuracy,
-            "reward_mean": reply.reward_mean,
-            "length_mean": reply.length_mean,
-            "metrics": reply.metrics,
-            "version_min": evaluation.version_min,
-            "version_max": evaluation.version_max,
+            "running": running[eval_id],
+            **msgspec.structs.asdict(evaluation.reply()),
         }
-        for eval_id, evaluation in state.evaluations.all().items()
+        for eval_id, evaluation in state.evaluations.by_id.items()
     }

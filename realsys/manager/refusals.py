@@ -1,26 +1,41 @@
-"""Answers of the manager that are no: each with one line for whoever asked."""
+"""Refusals of the manager: the pure state raises them, and the HTTP surface turns each into its status and one line."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import ClassVar
 
 
-@dataclass(frozen=True, slots=True)
-class NoServer:
-    """Why a request cannot be routed now."""
+class Refusal(Exception):
+    """A call that the manager does not carry out. The text is one line for the caller."""
 
-    problem: str
-
-
-@dataclass(frozen=True, slots=True)
-class NotRunning:
-    """The attempt that asks has been superseded or never granted."""
-
-    problem: str
+    status: ClassVar[int]
 
 
-@dataclass(frozen=True, slots=True)
-class OlderTraining:
-    """A younger training side has started since: the one that asks must end."""
+class BadCall(Refusal, ValueError):
+    """The call contradicts itself, the configuration or the ledger: repeating it changes nothing."""
 
-    problem: str
+    status = 400
+
+
+class NotFound(Refusal):
+    """The manager does not know the thing that the call names."""
+
+    status = 404
+
+
+class NotRunning(Refusal):
+    """The attempt has been superseded, or was never granted: its worker must cancel it."""
+
+    status = 409
+
+
+class OlderTrainer(Refusal):
+    """A younger trainer has started since: the caller must end (``monotonic``)."""
+
+    status = 409
+
+
+class NoServer(Refusal):
+    """No server may take the request now: the manager waits a moment before it refuses, and the caller tries again."""
+
+    status = 503

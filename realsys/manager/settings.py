@@ -1,4 +1,4 @@
-"""What of the configuration the manager decides by."""
+"""Settings that bind the manager's decisions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from realsys.manager.routing.servers import Pace
 
 @dataclass(frozen=True, slots=True)
 class ManagerSettings:
-    """The part of the configuration that decides."""
+    """The part of the configuration that the manager decides by."""
 
     batch_groups: int
     eta: int
     group_size: int
     max_attempts: int
     seed: int
-    split_sizes: dict[str, int]  # prompts per split; "train" must be there
+    split_sizes: dict[str, int]  # prompts per split; "train" is required
     total_epochs: int = 0
-    total_steps: int = 0  # no more than total_steps * batch_groups are ever needed; 0: no limit
+    total_steps: int = 0  # grants end at total_steps * batch_groups; 0: no limit
     lease_s: float = 3600.0
     routing: str = "sticky"
     interruptible: bool = True
@@ -28,6 +28,7 @@ class ManagerSettings:
 
     @classmethod
     def of(cls, config: Config, split_sizes: dict[str, int]) -> ManagerSettings:
+        """Take the settings from the configuration. ``split_sizes``: prompts per split."""
         manager = config.manager
         rolling = manager.weight_update_mode == "rolling"
         return cls(

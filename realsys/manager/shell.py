@@ -1,9 +1,9 @@
-"""The manager as a long-lived service: admission, routing, ledger and weight roll-out over HTTP.
+"""The manager as a long-lived process: admission, routing, ledger and weight updates over HTTP.
 
-    name store (versions, servers, heartbeats, status) ──watch──> Manager ──> WeightRollout ──> GenerationServers
+    name store (versions, servers, heartbeats, status) ──watch──> Manager ──> WeightUpdates ──> GenerationServers
     RolloutWorkers, MasterWorker, browser ──HTTP──> ManagerApp ──> ManagerService ──> ManagerState, Journal
 
-Stateless to the launcher: killed and restarted, it replays the ledger and finds the rest in the name store.
+The launcher may restart it at any time: it replays the ledger and reads the rest from the name store.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from realsys.manager.ledger.journal import Journal
 from realsys.manager.service import ManagerService
 from realsys.manager.settings import ManagerSettings
 from realsys.manager.state import ManagerState
-from realsys.manager.weight_updates import WeightRollout
+from realsys.manager.weight_updates import WeightUpdates
 from realsys.types import PublishedVersion, ServerAddress
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ LOAD_PERIOD_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ManagerParts:
-    """What the manager is built from. ``register`` is called with the address once requests are accepted; ``count``
-    with what tells how much was refused so far, by cause.
+    """Collaborators of the manager. It calls ``register`` with its address once it accepts requests, and ``count`` with
+    a function that returns the number of refused messages by cause.
     """
 
     config: Config
@@ -62,7 +62,7 @@ class ManagerParts:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers (the worker has its own), telling when it accepts requests."""
+    """uvicorn without signal handlers (the worker has them), with a callback for when it accepts requests."""
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -86,7 +86,7 @@ class Manager:
         self._unreadable: Counter[str] = Counter()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop``. Raises what must end the process: a journal that cannot be written, a bug in a task."""
+        """Serve until ``stop``. Raises the error that ends the process: an unwritable journal, a bug in a task."""
         config = self._parts.config
         settings = ManagerSettings.of(config, self._parts.split_sizes)
         with Journal(self._parts.ledger) as journal:
@@ -94,12 +94,8 @@ class Manager:
             state.restore_from(journal.replay())
             if journal.records:
                 log.info("ledger: %d records replayed, N=%d", journal.records, state.ledger.counted)
-            self.service = ManagerService(
-                state,
-                journal,
-                check_alive=self._parts.check_alive,
-                compact_above=int(config.manager.ledger_compact_mb * 2**20),
-            )
+            above = int(config.manager.ledger_compact_mb * 2**20)
+            self.service = ManagerService(state, journal, check_alive=self._parts.check_alive, compact_above=above)
             state.open(self.service.clock())
             self.service.commit()
             client = GenerationClient(
@@ -107,17 +103,17 @@ class Manager:
             )
             try:
                 async with asyncio.TaskGroup() as updates:
-                    self._rollout = WeightRollout(self.service, client, updates, config.manager.update_timeout_s)
+                    self._updates = WeightUpdates(self.service, client, updates, config.manager.update_timeout_s)
                     await self._serve(stop)
-                    self._rollout.close()
+                    self._updates.close()
             except BaseExceptionGroup as group:
-                raise first_of(group) from None  # one cause, so that the report of the failure names it
+                raise first_of(group) from None  # the report of the failure names one cause
             finally:
-                await asyncio.to_thread(self._close_watches)
+                await asyncio.to_thread(lambda: [watch.close() for watch in self._watches])
                 await client.close()
 
     async def _serve(self, stop: asyncio.Event) -> None:
-        """HTTP, watches and the lease clock, until ``stop`` or an error that must end the process."""
+        """Serve HTTP, watch the name store and count the leases, until ``stop`` or a fatal error."""
         config, service = self._parts.config, self.service
         bound = bind_tcp(config.cluster.host, config.manager.port)
         address = f"http://{join_host_port(advertised_host(config.cluster.host), port_of(bound))}"
@@ -142,7 +138,7 @@ class Manager:
             asyncio.create_task(stop.wait(), name="stop"),
             asyncio.create_task(self._start(listening, address), name="start"),
             asyncio.create_task(self._lease_clock(), name="leases"),
-            asyncio.create_task(self._load_clock(), name="loads"),
+            asyncio.create_task(self._updates.poll_load(LOAD_PERIOD_S), name="loads"),
             asyncio.create_task(service.keep_compact(), name="compaction"),
         ]
         waiting: set[asyncio.Future[Any]] = {http, service.fatal, *helpers}
@@ -150,9 +146,9 @@ class Manager:
             while not stop.is_set():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    task.result()  # raises what ended it
+                    task.result()  # raises the error that ended it
                 if http.done():
-                    raise RuntimeError("gserver_manager: the HTTP server ended by itself")
+                    raise RuntimeError("gserver_manager: the HTTP server ended without a request to stop: see its log")
         finally:
             service.close()
             server.should_exit = True
@@ -162,29 +158,24 @@ class Manager:
             bound.close()
 
     async def _start(self, listening: asyncio.Event, address: str) -> None:
-        """Watch the name store; register when requests are accepted and the present servers and version are known."""
+        """Watch the name store; register once the manager accepts requests and knows servers and version."""
         await asyncio.to_thread(self._open_watches, asyncio.get_running_loop())
         await listening.wait()
         await asyncio.to_thread(self._parts.register, address)
         log.info("gserver_manager at %s", address)
 
     async def _lease_clock(self) -> None:
-        """Re-issues what has lapsed. A clock by nature: there is no event when nothing happens."""
+        """Reissue the tickets whose lease has lapsed. It polls, because silence is no event."""
         lease = self._parts.config.manager.rollout_lease_s
         while True:
             await asyncio.sleep(min(1.0, lease / 4))
-            if lost := self.service.expire():
-                log.warning("lease of %g s lapsed, re-issued: %s", lease, ", ".join(lost[:20]))
-
-    async def _load_clock(self) -> None:
-        """Samples the servers' own load for the status page."""
-        while True:
-            await self._rollout.poll_load(LOAD_PERIOD_S)
+            if lost := self.service.settle(self.service.state.expire(self.service.clock())):
+                log.warning("lease of %g s lapsed, reissued: %s", lease, ", ".join(lost[:20]))
 
     # -- name store ---------------------------------------------------------------------------------------------------
 
     def _open_watches(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Each callback runs in a thread of the name store and hands the tree to the loop."""
+        """Watch the name store. Each callback runs in one of its threads and passes the tree to the loop."""
         names, store = self._parts.names, self._parts.store
 
         def forward(handle: Callable[[Tree], None]) -> Callable[[Tree], None]:
@@ -198,10 +189,6 @@ class Manager:
         self._watches.append(store.watch(names.generation_servers, forward(self._on_servers)))
         self._watches.append(store.watch(names.heartbeats, forward(self._on_heartbeats)))
         self._watches.append(store.watch(names.status, forward(self._on_status)))
-
-    def _close_watches(self) -> None:
-        for watch in self._watches:
-            watch.close()
 
     def _guarded(self, handle: Callable[[Tree], None], tree: Tree) -> None:
         """An error in a handler must end the process, not vanish in the loop's exception handler."""
@@ -219,20 +206,21 @@ class Manager:
             published = self._decoded(key, value, PublishedVersion)
             if published is None:
                 continue
-            known = self.service.state.servers.published
-            if self.service.publish(published):
+            current = self.service.state.servers.published
+            if self.service.settle(self.service.state.servers.publish(published)):
                 log.info("version %d published: %s", published.version, published.locator)
-            elif published != known:
-                log.error("%s: version %d does not follow %s; ignored", key, published.version, known)
+            elif published != current:
+                log.error("%s: version %d does not follow %s; ignored", key, published.version, current)
 
     def _on_servers(self, tree: Tree) -> None:
         addresses = (self._decoded(key, value, ServerAddress) for key, value in tree.items())
-        self._rollout.observe([address for address in addresses if address is not None])
+        self._updates.observe([address for address in addresses if address is not None])
 
     def _on_heartbeats(self, tree: Tree) -> None:
         start = len(self._parts.names.heartbeats) + 1
-        if lost := self.service.observe_workers({key[start:]: value for key, value in tree.items()}):
-            log.warning("worker lost, re-issued: %s", ", ".join(lost[:20]))
+        heartbeats = {key[start:]: value for key, value in tree.items()}
+        if lost := self.service.settle(self.service.state.observe_workers(heartbeats, self.service.clock())):
+            log.warning("worker lost, reissued: %s", ", ".join(lost[:20]))
 
     def _on_status(self, tree: Tree) -> None:
         for key, value in tree.items():
@@ -240,17 +228,17 @@ class Manager:
             self.service.changed.fire()
 
     async def _refresh_version(self) -> None:
-        """What is published right now, for a caller that published just before it called."""
+        """Read the published version, for a caller that published just before it called."""
         try:
             value = await asyncio.to_thread(self._parts.store.get, self._parts.names.model_version())
         except KeyMissing:
             return
         published = self._decoded(self._parts.names.model_version(), value, PublishedVersion)
         if published is not None:
-            self.service.publish(published)
+            self.service.settle(self.service.state.servers.publish(published))
 
     def _decoded(self, key: str, value: str, kind: type[T]) -> T | None:
-        """The value of a key; None if it is something else: whoever wrote it must not end the manager."""
+        """Return the decoded value of a key, None if it is malformed: its writer must not end the manager."""
         try:
             return decode_value(key, value, kind)
         except ValueError as error:
@@ -260,14 +248,14 @@ class Manager:
 
 
 def decode_value(key: str, value: str, kind: type[T]) -> T:
-    """What ``value`` of ``key`` is. Raises ValueError that says what it should be."""
+    """Decode the ``value`` of ``key``. Raises ValueError."""
     try:
         return msgspec.json.decode(value, type=kind)
     except MALFORMED as error:
-        raise ValueError(f"{key} holds {value[:80]!r}, which is no {kind.__name__}: {error}") from None
+        raise ValueError(f"{key} must hold a {kind.__name__}, and holds {value[:80]!r}: {error}") from None
 
 
 def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group, however deep."""
+    """Return the first error of a group, at any depth."""
     error = group.exceptions[0]
     return first_of(error) if isinstance(error, BaseExceptionGroup) else error

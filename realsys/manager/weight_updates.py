@@ -1,8 +1,8 @@
-"""Rolls published weights out: one task per server incarnation, so that a slow or dead server delays nobody.
+"""Weight updates: one task per server incarnation, so that a slow or dead server delays no other (``fenced-weights``).
 
 published / registered / quarantined ──> next_order ──> probe or POST /update_weights_from_disk
     ├── success ──> verified (routable)
-    └── failure, timeout ──> quarantined ──> back-off ──> next_order, with the newest version by then
+    └── failure, timeout ──> quarantined ──> back-off ──> next_order, with the version that is newest then
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ LOAD_TIMEOUT_S = 2.0
 LOAD_KEYS = ("running", "queued", "kv_tokens", "kv_capacity", "generated_tokens", "busy_s")
 
 
-class WeightRollout:
-    """Owns the update tasks. ``tasks`` is the group they live in: an unexpected error in one ends the process."""
+class WeightUpdates:
+    """Owns the update tasks in the group ``tasks``: an unexpected error in one ends the process."""
 
     def __init__(
         self, service: ManagerService, client: GenerationClient, tasks: asyncio.TaskGroup, timeout_s: float
     ) -> None:
-        self._service, self._client, self._group, self._timeout_s = service, client, tasks, timeout_s
+        self._service = service
+        self._client = client
+        self._group = tasks
+        self._timeout_s = timeout_s
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     def observe(self, addresses: Iterable[ServerAddress]) -> None:
-        """The name store's current list of servers: a task for each new incarnation, none for those that are gone."""
+        """Take over the current list of servers: start a task per new incarnation, cancel those of lost servers."""
         self._service.state.observe_servers(addresses)
         present = {(s.name, s.address.incarnation) for s in self._service.state.servers.all()}
         for key in list(self._tasks.keys() - present):
@@ -46,9 +49,9 @@ class WeightRollout:
         self._service.changed.fire()
 
     async def poll_load(self, period_s: float) -> None:
-        """Ask every server for its load, for /status only: one that does not answer just shows none.
+        """Fetch every server's load for ever, for /status only; a server that does not reply shows none.
 
-        Spread over ``period_s``: asked all at once, many servers would keep requests for a place waiting.
+        The requests are spread over ``period_s``: all together would delay the schedule requests of the workers.
         """
 
         async def ask(server: Server, delay: float) -> None:
@@ -61,9 +64,10 @@ class WeightRollout:
             else:
                 server.load = {key: getattr(info, key) for key in LOAD_KEYS}
 
-        servers = self._service.state.servers.all()
-        delays = (period_s * number / len(servers) for number in range(len(servers)))
-        await asyncio.gather(asyncio.sleep(period_s), *(ask(*pair) for pair in zip(servers, delays, strict=True)))
+        while True:
+            servers = self._service.state.servers.all()
+            asks = [ask(server, period_s * number / len(servers)) for number, server in enumerate(servers)]
+            await asyncio.gather(asyncio.sleep(period_s), *asks)
 
     def close(self) -> None:
         for task in self._tasks.values():
@@ -86,7 +90,8 @@ class WeightRollout:
                 self._service.changed.fire()
 
     async def _update(self, order: UpdateOrder) -> None:
-        servers, begin = self._service.state.servers, time.perf_counter()
+        servers = self._service.state.servers
+        begin = time.perf_counter()
         timings: dict[str, float] | None = None
         try:
             # After a restart of the manager the servers may have the newest weights.
@@ -103,9 +108,9 @@ class WeightRollout:
             log.info("%s: serves version %d after %.3f s", order.server, order.target.version, seconds)
 
     async def _serves(self, order: UpdateOrder) -> bool:
-        """Asked, not believed: nothing is routed to a server on the word of the call that changed it.
+        """Return True if the server reports the target: the reply to its update is not enough to route to it.
 
-        The same version from the same locator: another training side may have had another version of that number.
+        Version and locator must agree, because another trainer may have published another version of that number.
         """
         info = await self._client.model_info(order.url, min(PROBE_TIMEOUT_S, self._timeout_s))
         return info.weight_version == str(order.target.version) and info.model_path == order.target.locator

@@ -26,16 +26,21 @@ from realsys.cluster.failpoint import failpoint
 from realsys.data.prompts import Prompt
 from realsys.errors import RealsysError, StuckError
 from realsys.manager.ledger.events import Outcome
-from realsys.manager.messages import AllocateReply, AllocateRequest, Answer, FinishReply, FinishRequest
+from realsys.manager.messages import (
+    MAX_TICKETS,
+    MAX_WAIT_S,
+    AllocateReply,
+    AllocateRequest,
+    Answer,
+    FinishReply,
+    FinishRequest,
+)
 from realsys.rollout.defects import one_line
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.sessions import Played
 from realsys.types import Episode, Group, Ticket
 
 log = logging.getLogger(__name__)
-
-HOLD_S = 10.0  # time that the manager may hold an allocation
-MAX_TICKETS = 4096  # per allocation, the manager's limit
 
 
 class Manager(Protocol):
@@ -91,7 +96,7 @@ class RolloutLoop:
         *,
         max_groups: int,
         group_size: int,
-        hold_s: float = HOLD_S,
+        hold_s: float = MAX_WAIT_S,
         incarnation: str = "",
     ) -> None:
         self._parts = parts

@@ -12,7 +12,7 @@ from realsys.errors import LedgerError
 from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, FakeServer, Trial, drive
 
 
-def test_rollout_reaches_the_healthy_server_while_one_hangs_and_one_refuses(tmp_path: Path) -> None:
+def test_update_reaches_healthy_server_beside_broken_ones(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         healthy, hanging, refusing = [await t.add_server(i) for i in range(3)]
         hanging.released.clear()
@@ -41,7 +41,7 @@ def test_rollout_reaches_the_healthy_server_while_one_hangs_and_one_refuses(tmp_
     drive(tmp_path, scenario)
 
 
-def test_rollout_survives_a_server_that_dies_in_the_update(tmp_path: Path) -> None:
+def test_server_that_dies_in_update_is_quarantined(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         await t.ready()
         dying = await t.add_server(1)
@@ -124,7 +124,7 @@ def test_reported_failure_quarantines_until_the_server_proves_itself(tmp_path: P
     drive(tmp_path, scenario)
 
 
-def test_server_that_says_it_loaded_but_serves_something_else_is_not_routed_to(tmp_path: Path) -> None:
+def test_server_with_another_version_is_not_routed_to(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         await t.ready()
         liar = t.servers[0]
@@ -141,7 +141,7 @@ def test_server_that_says_it_loaded_but_serves_something_else_is_not_routed_to(t
     drive(tmp_path, scenario)
 
 
-def test_rolling_mode_updates_one_after_the_other_and_a_hanging_server_delays_the_others_once(tmp_path: Path) -> None:
+def test_rolling_update_waits_once_for_hanging_server(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         await t.ready(servers=3)
         first = t.servers[0]
@@ -181,7 +181,7 @@ def test_bad_call_is_refused_in_one_line(tmp_path: Path, body: bytes, token: str
     drive(tmp_path, scenario)
 
 
-def test_finish_of_an_unknown_or_superseded_attempt_is_an_answer_not_an_error(tmp_path: Path) -> None:
+def test_finish_of_superseded_attempt_is_no_error(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         await t.ready()
         assert await t.finish({"ticket_id": "never", "attempt": 0, "n": 1}) == {"known": False, "retry": False}
@@ -201,7 +201,7 @@ def test_finish_of_an_unknown_or_superseded_attempt_is_an_answer_not_an_error(tm
     drive(tmp_path, scenario)
 
 
-def test_tickets_of_a_dead_worker_are_reissued_at_once(tmp_path: Path) -> None:
+def test_tickets_of_dead_worker_are_reissued(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         t.heartbeat(WORKER, "1")
         await t.ready()
@@ -257,7 +257,7 @@ def test_evaluation_goes_before_training_and_outside_the_quota(tmp_path: Path) -
     drive(tmp_path, scenario)
 
 
-def test_evaluation_asked_for_right_after_a_publication_waits_for_that_version(tmp_path: Path) -> None:
+def test_evaluation_after_publication_waits_for_that_version(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         await t.ready()
         t.servers[0].released.clear()
@@ -275,7 +275,7 @@ def test_evaluation_asked_for_right_after_a_publication_waits_for_that_version(t
     drive(tmp_path, scenario)
 
 
-def test_restart_with_a_torn_journal_keeps_counts_and_running_tickets(tmp_path: Path) -> None:
+def test_restart_with_torn_journal_keeps_tickets(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         await t.ready()
         tickets = (await t.allocate(4))["tickets"]
@@ -307,7 +307,7 @@ def test_restart_with_a_torn_journal_keeps_counts_and_running_tickets(tmp_path: 
     drive(tmp_path, scenario)
 
 
-def test_allocation_whose_reply_was_lost_with_the_manager_gets_the_same_tickets_again(tmp_path: Path) -> None:
+def test_allocation_repeated_after_restart_gets_same_tickets(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         await t.ready()
         lost = await t.post("/allocate_rollout", worker=WORKER, max_tickets=3, request_id="one")

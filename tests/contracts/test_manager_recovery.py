@@ -42,7 +42,7 @@ def events(t: Trial) -> list[Any]:
     return [event for event, _ in read_journal(t.ledger)]
 
 
-def test_training_starts_again_from_a_checkpoint_and_the_old_side_is_refused(tmp_path: Path) -> None:
+def test_trainer_rolls_back_and_older_one_is_refused(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         await t.add_server(0)
         assert await start(t, -1, A) == {"reissued": 0, "evaluations": []}
@@ -139,7 +139,7 @@ def test_the_client_fences_an_older_training_side(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_what_never_arrived_is_reissued_and_wakes_a_held_allocation(tmp_path: Path) -> None:
+def test_group_that_never_arrived_wakes_held_allocation(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         await t.add_server(0)
         await start(t, -1, A)
@@ -158,7 +158,7 @@ def test_what_never_arrived_is_reissued_and_wakes_a_held_allocation(tmp_path: Pa
     drive(tmp_path, scenario)
 
 
-def test_the_position_of_a_checkpoint_is_on_the_disk_before_it_is_told(tmp_path: Path) -> None:
+def test_data_position_is_synced_before_the_reply(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         synced: list[int] = []
         journal = t.manager.service.journal
@@ -178,7 +178,7 @@ def test_the_position_of_a_checkpoint_is_on_the_disk_before_it_is_told(tmp_path:
     drive(tmp_path, scenario)
 
 
-def test_the_ledger_is_compacted_while_tickets_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_compaction_under_load_loses_nothing(tmp_path: Path) -> None:
     """A limit of 4 kB: many compactions beside many calls; then a restart from what is left."""
 
     async def life(t: Trial) -> int:

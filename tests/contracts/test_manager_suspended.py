@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 from realsys.manager.messages import AllocateRequest
+from realsys.manager.operations import ALLOCATE
 from realsys.manager.routing.rollout_workers import incarnation_of
 from tests.support.ledger.manager_trial import BOUND_S, WORKER, Trial, drive
 
@@ -15,13 +16,13 @@ async def _never() -> bool:
     return False
 
 
-def test_a_held_allocation_of_a_worker_that_lost_its_heartbeat_gets_nothing(tmp_path: Path) -> None:
+def test_suspended_worker_gets_no_ticket(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         t.heartbeat(WORKER, "1")
         await t.ready()
         await t.until("heartbeat seen", lambda: incarnation_of(WORKER, t.state.workers) == "1")
         assert len((await t.allocate(4))["tickets"]) == 4  # the quota is used up
-        held = asyncio.create_task(t.manager.service.allocate(AllocateRequest(WORKER, 4, BOUND_S), _never))
+        held = asyncio.create_task(t.manager.service.call(ALLOCATE, AllocateRequest(WORKER, 4, BOUND_S), _never))
         await asyncio.sleep(0)  # it has begun, and waits
         t.store.delete(t.names.heartbeat(WORKER))
         assert (await held).tickets == []
@@ -32,7 +33,7 @@ def test_a_held_allocation_of_a_worker_that_lost_its_heartbeat_gets_nothing(tmp_
     drive(tmp_path, scenario)
 
 
-def test_what_was_granted_to_an_incarnation_is_lost_with_it_though_its_heartbeat_was_gone_then(tmp_path: Path) -> None:
+def test_grant_without_heartbeat_is_lost_with_its_incarnation(tmp_path: Path) -> None:
     async def scenario(t: Trial) -> None:
         await t.ready()
         body = {"worker": WORKER, "max_tickets": 1, "incarnation": "1"}

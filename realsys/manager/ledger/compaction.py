@@ -1,4 +1,4 @@
-"""Keeping the journal short: one snapshot record instead of all that led to it (how: ``journal``)."""
+"""Compaction of the journal: one snapshot record replaces the records before it (steps: ``journal``)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ log = logging.getLogger(__name__)
 
 
 class Compactor:
-    """Decides when, and does it beside the appends: the event loop pays for copies of the columns and of the tail."""
+    """Compacts in the background. The event loop only waits for a copy of the columns and of the tail."""
 
     def __init__(self, journal: Journal, limit: int) -> None:
         """``limit``: bytes above which the journal is compacted, unless half of it is the last snapshot."""
-        self._journal, self._limit = journal, limit
-        self._retry_above = 0  # after a compaction that failed: not before the journal has grown
+        self._journal = journal
+        self._limit = limit
+        self._retry_above = 0  # bytes; after a failed compaction the journal must grow first
 
     @property
     def due(self) -> bool:
+        """True when the journal is too large."""
         return self._journal.size > max(self._limit, 2 * self._journal.base, self._retry_above)
 
     async def compact(self, take: Callable[[], Snapshot], check_alive: CheckAlive = unleased) -> bool:
-        """``take`` gives the state as of the last record. False, logged, when the disk does not allow it: the journal
-        goes on as it was. Raises LedgerError when the new one is in place and cannot be synced, and what
-        ``check_alive`` raises: where files have no locks, a successor may have appended to the file meanwhile.
+        """Compact once. ``take`` returns the state as of the last record.
+
+        Returns False, and logs, when the disk does not allow it: the journal stays as it was. Raises LedgerError when
+        the new file is in place and cannot be synced. Raises what ``check_alive`` raises: on a file system without
+        locks, a successor may have appended to the file.
         """
         journal, begin, before = self._journal, time.perf_counter(), self._journal.size
         snapshot = msgspec.structs.replace(take(), chain=journal.chain)
@@ -41,7 +45,7 @@ class Compactor:
         try:
             twin, base = await self._written(snapshot)
             journal.copy_tail(before, twin)
-            # The twin alone: an error of the journal itself must not be taken for one of the compaction.
+            # Sync only the twin: an error of the journal must not look like one of the compaction.
             await asyncio.to_thread(_sync_and_close, os.dup(twin))
             check_alive()
             if not journal.switch(base):
@@ -49,7 +53,7 @@ class Compactor:
         except (OSError, LedgerError) as error:
             journal.drop_twin()
             self._retry_above = before + self._limit
-            log.warning("ledger %s: not compacted, it goes on as it is: %s", journal.path, error)
+            log.warning("ledger %s: not compacted, and used as it is: %s", journal.path, error)
             return False
         except BaseException:
             journal.drop_twin()
@@ -62,7 +66,7 @@ class Compactor:
         return True
 
     async def _written(self, snapshot: Snapshot) -> tuple[int, int]:
-        """``_write`` in a thread; cancelled, it ends that first: a thread cannot be stopped."""
+        """Run ``_write`` in a thread. A cancellation waits for it, because a thread cannot be stopped."""
         task = asyncio.ensure_future(asyncio.to_thread(self._write, snapshot))
         try:
             return await asyncio.shield(task)
@@ -71,7 +75,7 @@ class Compactor:
             raise
 
     def _write(self, snapshot: Snapshot) -> tuple[int, int]:
-        """The twin with its snapshot, locked and synced: its descriptor, which the caller owns, and its bytes."""
+        """Write the twin with its snapshot, locked and synced. Returns its open descriptor and its bytes."""
         path, record = twin_path(self._journal.path), encode_record(snapshot)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:

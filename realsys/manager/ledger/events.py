@@ -1,4 +1,4 @@
-"""What the journal records. The state of ledger and evaluations is a function of these, in order.
+"""Records of the journal. The state of ledger and evaluations is a function of them, in order.
 
     Granted ──> Finished(accepted) ──> Claimed ──> Trained
        │  ^        ├─(failed, retry) ─┐
@@ -7,7 +7,7 @@
 
     RolledBack: every running, finished or later trained ticket waits for its next attempt, in one record
 
-Times are unix seconds of the manager's clock.
+Times are unix seconds of the manager's clock. Folders are recorded for people, not for decisions.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import msgspec
 
 from realsys.manager.ledger.tickets import OpenTicket, ticket_name
 
-_I16, _I32, _I64 = (1 << 15) - 1, (1 << 31) - 1, (1 << 63) - 1  # what the columns of a ledger hold
+_I16, _I32, _I64 = (1 << 15) - 1, (1 << 31) - 1, (1 << 63) - 1  # largest numbers in the columns of a ledger
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-Number = Annotated[int, msgspec.Meta(ge=0, le=_I32)]  # of an attempt, of a version
-OrNone = Annotated[int, msgspec.Meta(ge=-1, le=_I32)]  # -1: there is none
-Index = Annotated[int, msgspec.Meta(ge=0, le=_I64)]  # of a prompt, of a position in the order of prompts
-MOST_PROBLEMS = 1 << 24  # of an evaluation: each is kept track of
+Number = Annotated[int, msgspec.Meta(ge=0, le=_I32)]  # attempt or version
+OrNone = Annotated[int, msgspec.Meta(ge=-1, le=_I32)]  # -1: none
+Index = Annotated[int, msgspec.Meta(ge=0, le=_I64)]  # prompt, or position in the order of prompts
+MOST_PROBLEMS = 1 << 24  # per evaluation; the manager tracks each
 Outcome = Literal["accepted", "rejected", "failed"]
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
-    """First record of a trial that continues from a checkpoint of another one.
+    """First record of a trial that resumes the checkpoint of another one.
 
     ``groups`` count for admission like groups trained here. ``pending``: prompts that had been granted and were not
-    trained at the checkpoint; they come before the new ones from ``cursor`` on.
+    trained at the checkpoint; they are granted before the new ones from ``cursor``.
     """
 
-    checkpoint: str  # for people: its folder
+    checkpoint: str  # its folder
     step: Number
     groups: Index
     cursor: Index
@@ -43,7 +43,7 @@ class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """What the decisions after it were bound by: the audit needs no other file. Again whenever any of it changes."""
+    """Settings that bind the decisions after it, so that the audit needs no other file. Repeated when one changes."""
 
     prompts: Positive
     seed: Annotated[int, msgspec.Meta(ge=0)]
@@ -55,30 +55,30 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
 
 
 class RolledBack(msgspec.Struct, frozen=True, tag="rolled_back"):
-    """The training side, now ``incarnation``, goes on from what ``version`` was; -1: from the start.
+    """The trainer ``incarnation`` starts from ``version``; -1: from the beginning.
 
-    Every ticket that is not in the weights of ``version`` or an older one, and has not been dropped, is re-issued.
+    Every ticket that is not in the weights of ``version`` or an older one, and was not dropped, is reissued.
     """
 
     version: OrNone
     step: int
     incarnation: str
-    checkpoint: str  # for people: its folder; "" when it starts from the beginning
+    checkpoint: str  # its folder; "" when it starts from the beginning
     time: float
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """A train ticket went to a worker. ``position`` of the prompt in the order; -1 if it is not a new one."""
+    """A train ticket went to a worker. ``position`` of the prompt in the order; -1 if the prompt is not new."""
 
     ticket_id: str
     attempt: Number
     prompt_index: Index
     position: Annotated[int, msgspec.Meta(ge=-1, le=_I64)]
     worker: str
-    incarnation: str  # of the worker; "" when it had no heartbeat yet
+    incarnation: str  # worker incarnation; "" before its first heartbeat
     version: OrNone
     time: float
-    request: str = ""  # id of the allocation it answered
+    request: str = ""  # id of the allocation
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
@@ -90,7 +90,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     reason: str
     retry: bool
     time: float
-    version_min: OrNone = -1  # of the answers' tokens
+    version_min: OrNone = -1  # version of the oldest token
     version_max: OrNone = -1
 
 
@@ -98,13 +98,13 @@ class Reissued(msgspec.Struct, frozen=True, tag="reissued"):
     """The attempt is lost (lease lapsed, worker died, never arrived); the ticket waits for its next one."""
 
     ticket_id: str
-    attempt: Number  # the one that was lost
+    attempt: Number  # the lost one
     cause: str
     time: float
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
-    """The trainer gave the group back. ``requeue``: its prompt gets a fresh ticket (it was too stale, not bad)."""
+    """The trainer dropped the group. ``requeue``: its prompt gets a fresh ticket (the group was too stale, not bad)."""
 
     ticket_id: str
     reason: str
@@ -113,27 +113,27 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
 
 
 class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
-    """The trainer is about to train these: the tickets do not end by what becomes of attempts that still run."""
+    """The trainer is about to train these into ``version``: attempts that still run do not end the tickets any more."""
 
-    version: Number  # that they are to be in
+    version: Number
     tickets: list[str]
     time: float
-    incarnation: str = ""  # of the training side
+    incarnation: str = ""  # trainer incarnation
 
 
 class Trained(msgspec.Struct, frozen=True, tag="trained"):
-    """These tickets are in the weights of ``version``. ``oldest``: of each, the version of its oldest token."""
+    """These tickets are in the weights of ``version``. ``oldest``: for each the version of its oldest token."""
 
     version: Number
     step: int
     tickets: list[str]
     time: float
     oldest: list[OrNone] = []
-    incarnation: str = ""  # of the training side
+    incarnation: str = ""  # trainer incarnation
 
 
 class EvalStarted(msgspec.Struct, frozen=True, tag="eval_started"):
-    """An evaluation of ``total`` problems; only servers at ``version`` or newer may answer."""
+    """An evaluation of ``total`` problems; only servers at ``version`` or newer may play them."""
 
     eval_id: str
     split: str
@@ -144,7 +144,7 @@ class EvalStarted(msgspec.Struct, frozen=True, tag="eval_started"):
 
 
 class EvalAnswered(msgspec.Struct, frozen=True, tag="eval_answered"):
-    """One problem of an evaluation is done. ``failed``: every attempt failed, so there is no answer."""
+    """One problem of an evaluation has ended. ``failed``: every attempt failed, so it has no completion."""
 
     eval_id: str
     prompt_index: int
@@ -157,23 +157,23 @@ class EvalAnswered(msgspec.Struct, frozen=True, tag="eval_answered"):
     reward: float = 0.0
 
 
-class EvaluationState(msgspec.Struct, frozen=True):
-    """An evaluation in a snapshot; without what runs, as after any restart.
+class EvaluationState(msgspec.Struct):
+    """Progress of an evaluation, as a snapshot keeps it: without the running problems, as after any restart.
 
-    ``metrics``: name -> (sum, answers). ``unjudged``: answers to a problem that has no right or wrong.
+    ``metrics``: name -> (sum, completions). ``unjudged``: completions of problems that have no right or wrong.
     """
 
     started: EvalStarted
-    done: list[int]  # prompt indices
-    failed: int
-    correct: int
-    length: int
-    version_min: int
-    version_max: int
-    first_attempt: int
+    done: list[int] = []  # prompt indices
+    failed: int = 0
+    correct: int = 0
+    length: int = 0
+    version_min: int = -1
+    version_max: int = -1
+    first_attempt: int = 0
     metrics: dict[str, tuple[float, int]] = {}
     unjudged: int = 0
-    reward: float = 0.0  # sum over the answers
+    reward: float = 0.0  # sum over the completions
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
@@ -181,18 +181,18 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
 
     ``outcome``, ``attempt``, ``prompt`` and ``lag`` have one entry per ticket, by number. outcome: -1 open, k >= 0
     trained at version k, -2 - i dropped for ``reasons[i]``. lag: versions that its oldest token was behind when it was
-    trained, -1 if not trained or not known. ``prompts``: given back and not granted again yet, in order.
+    trained, -1 if not trained or unknown. ``prompts``: given back and not granted again yet, in order.
     """
 
     records: int
     opened: Opened | None
     rolled_back: RolledBack | None
-    reissued: int  # by that roll-back
+    reissued: int  # tickets that this roll-back reissued
     starts: int
     inherited: int
-    first_cursor: int  # where the order of prompts began: 0, or the cursor of the checkpoint that was resumed
-    base: int  # version before which nothing can be rolled back: -1, or the step of that checkpoint
-    newest: int  # newest version that a batch has been trained for
+    first_cursor: int  # first position in the order of prompts: 0, or the cursor of the resumed checkpoint
+    base: int  # oldest version to roll back to: -1, or the step of the resumed checkpoint
+    newest: int  # newest version that a batch was trained for
     cursor: int
     outcome: list[int]
     attempt: list[int]
@@ -203,16 +203,16 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     prompts: list[int]
     reissued_by_cause: dict[str, int]
     evaluations: list[EvaluationState]
-    forgotten: dict[str, int]  # evaluations that a roll-back undid, how often
+    forgotten: dict[str, int]  # evaluation -> how often a roll-back discarded it
     time: float
-    chain: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0  # checksum of the last of those records
+    chain: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0  # checksum of the last record before
 
     def problem(self) -> str | None:
-        """Why no ledger can have been in this state; None if one can."""
+        """Return why no ledger can have been in this state, None if one can."""
         columns = (self.outcome, self.attempt, self.prompt, self.lag)
         open_ = [ticket_name(number) for number, code in enumerate(self.outcome) if code == -1]
         if len({len(column) for column in columns}) > 1 or open_ != sorted(ticket.ticket_id for ticket in self.open):
-            return f"a snapshot of {self.records} records that does not add up"
+            return f"a snapshot of {self.records} records has columns or open tickets that do not match"
         bounds = (
             (self.outcome, -1 - len(self.reasons), _I32),
             (self.attempt, 0, _I32),

@@ -1,17 +1,17 @@
 """The ledger on disk: append-only, one record per line, each with its checksum.
 
-    {crc32 of the JSON, begun with that of the record before, 8 hex digits} {JSON}\\n
+    {crc32 of the JSON, seeded with that of the record before, 8 hex digits} {JSON}\\n
 
-So a record that is missing, comes twice or stands in another's place is noticed like one that was changed. A record is
-written (to the page cache: it survives the death of the process) before the call that caused it is answered; ``sync``
-makes it survive the death of the machine. A torn last record is cut off when the file is opened; any other damage is
-an error, because what follows it cannot be trusted.
+The chained checksums detect a missing, repeated or moved record like a changed one. A record is written (to the page
+cache: it survives the death of the process) before the call that caused it is answered; ``sync`` makes it survive the
+death of the machine. Opening the file cuts off a torn last record; any other damage is an error, because the records
+after it cannot be trusted.
 
-A compaction (``compaction``) replaces the file by a snapshot record and what was appended since that was taken:
+A compaction (``compaction``) replaces the file by a snapshot record and the records appended since the snapshot:
 
     snapshot ──write (thread)──> .tmp, synced ──copy_tail──> appends go to both ──sync it (thread)──> switch: rename
 
-At every moment the file of that name is whole and locked, and what ``sync`` has promised is in it.
+At every moment the file of that name is whole and locked, and holds every record that ``sync`` has promised.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
 def encode_record(event: Event, before: int = 0) -> bytes:
-    """One line of the journal. ``before``: checksum of the record before it."""
+    """Encode one line of the journal. ``before``: checksum of the record before it."""
     body = _encoder.encode(event)
     return b"%08x %b\n" % (zlib.crc32(body, before), body)
 
 
 def encode_records(events: Iterable[Event], before: int = 0) -> tuple[bytes, int]:
-    """Lines that follow one another, and what the next one is to follow."""
+    """Encode consecutive lines. Returns them, and the checksum that seeds the next line."""
     lines = []
     for event in events:
         lines.append(encode_record(event, before))
@@ -53,18 +53,18 @@ def encode_records(events: Iterable[Event], before: int = 0) -> tuple[bytes, int
 
 
 def decode_record(line: bytes, before: int = 0) -> Event | None:
-    """The event of a line with its newline; None if the line is torn or damaged, or follows another record."""
+    """Decode a line with its newline. None if it is torn, damaged, or follows another record."""
     event = _content(line)
     return event if event is not None and _checksum(line) == zlib.crc32(line[9:-1], before) else None
 
 
 def read_journal(path: Path) -> Iterator[tuple[Event, int]]:
-    """Events with the offset after each. Ends before a torn tail; raises LedgerError on any other damage."""
+    """Yield the events with the offset after each, up to a torn tail. Raises LedgerError on any other damage."""
     return ((event, end) for event, end, _ in _read(path))
 
 
 def _read(path: Path) -> Iterator[tuple[Event, int, int]]:
-    """``read_journal``, and what the next record is to follow."""
+    """Yield what ``read_journal`` yields, with the checksum that seeds the next record."""
     offset, bad, before = 0, 0, 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -77,7 +77,7 @@ def _read(path: Path) -> Iterator[tuple[Event, int, int]]:
             if event is not None:
                 why = f"line {bad} is damaged and line {number} after it is not: not a torn tail"
             elif not bad and _content(line) is not None:
-                why = f"line {number} was changed, or records before it are missing, or are not where they were written"
+                why = f"line {number} was changed, or records before it are missing or moved"
             else:
                 bad, before = bad or number, _checksum(line)
                 continue
@@ -85,7 +85,7 @@ def _read(path: Path) -> Iterator[tuple[Event, int, int]]:
 
 
 def _content(line: bytes) -> Event | None:
-    """What a line says, whether or not its checksum agrees; None if it is not whole."""
+    """Decode a line without its checksum. None if it is not whole."""
     if len(line) < 11 or not line.endswith(b"\n") or line[8:9] != b" ":
         return None
     try:
@@ -95,7 +95,7 @@ def _content(line: bytes) -> Event | None:
 
 
 def _checksum(line: bytes) -> int:
-    """As it stands there; 0 if nothing of that form does."""
+    """Return the checksum that the line carries, 0 without one."""
     try:
         return int(line[:8], 16)
     except ValueError:
@@ -103,19 +103,19 @@ def _checksum(line: bytes) -> int:
 
 
 def _chain(line: bytes, event: Event) -> int:
-    """What the record after ``line`` follows: after a snapshot, that which was the last before it."""
+    """Return the seed of the record after ``line``: after a snapshot, the last checksum before the snapshot."""
     return event.chain if isinstance(event, Snapshot) else _checksum(line)
 
 
 def twin_path(path: Path) -> Path:
-    """Where a compaction writes."""
+    """Return the file that a compaction writes."""
     return path.with_name(path.name + ".tmp")
 
 
 def open_locked(path: Path) -> int:
-    """Open the ledger for appending and lock it; a compaction may rename another file to its name in between.
+    """Open the ledger for appending and lock it. Raises LedgerError when another manager has it.
 
-    Raises LedgerError when another manager has it.
+    A compaction may rename another file to this name between open and lock: then open again.
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -132,7 +132,7 @@ def open_locked(path: Path) -> int:
 
 
 def lock(fd: int, path: Path) -> None:
-    """Raises LedgerError when another process holds it."""
+    """Lock the file. Raises LedgerError when another process holds the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -144,20 +144,24 @@ def lock(fd: int, path: Path) -> None:
 class Journal:
     """The one writer of a ledger file. Opening repairs the tail and locks the file against a second manager.
 
-    ``size``: of the file, bytes; ``base``: of the snapshot it begins with, 0 if there is none; ``chain``: what the next
-    record is to follow.
+    ``size``: bytes of the file; ``base``: bytes of its leading snapshot, 0 without one; ``chain``: checksum of the last
+    record, which seeds the next.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.size, self.base, self.chain = path, 0, 0, 0
-        self._broken: LedgerError | None = None  # why nothing more is written
+        self.path = path
+        self.size = 0
+        self.base = 0
+        self.chain = 0
+        self._broken: LedgerError | None = None  # after it, nothing more is written
         self._fd = open_locked(path)
-        self._twin = -1  # the file that a compaction is about to put in the place of this one
+        self._twin = -1  # the file that a compaction is about to rename to this name
         self._swap = threading.Lock()  # between ``sync`` in a thread and the exchange of the two
-        self._switches = self._synced_switches = 0  # how often the file was exchanged; how often surely on the disk
+        self._switches = 0  # how often the file was exchanged
+        self._synced_switches = 0  # how many of these exchanges are surely on the disk
         try:
-            twin_path(path).unlink(missing_ok=True)  # of a compaction that a death ended
+            twin_path(path).unlink(missing_ok=True)  # left by a compaction whose process died
             self._events = self._repair()
         except BaseException:
             os.close(self._fd)
@@ -165,13 +169,14 @@ class Journal:
         self.records = len(self._events)
 
     def replay(self) -> list[Event]:
-        """What was in the file when it was opened. Once: the list is handed over."""
+        """Return the events that the file had when it was opened. Only the first call does."""
         events, self._events = self._events, []
         return events
 
     def append(self, events: Iterable[Event]) -> None:
-        """Write a batch with one system call. Raises LedgerError (a full disk above all), and from then on always: what
-        comes later must neither follow what is missing nor stand behind a half-written line.
+        """Write a batch with one system call. Raises LedgerError, most often for a full disk, and then on every call.
+
+        Later records must neither follow a missing one nor a half-written line.
         """
         events = list(events)
         if not events:
@@ -188,7 +193,7 @@ class Journal:
             try:
                 self._write(self._twin, data)
             except LedgerError as error:  # the journal itself is whole, so only the compaction ends
-                log.warning("%s; compaction given up", error)
+                log.warning("%s; compaction cancelled", error)
                 self.drop_twin()
         self.size, self.chain = self.size + len(data), chain
         self.records += len(events)
@@ -200,7 +205,7 @@ class Journal:
             switches = self._switches
         try:
             failpoint("manager.sync")
-            if switches > self._synced_switches:  # what is in the new file is lost as long as the name may be the old's
+            if switches > self._synced_switches:  # until the rename is on the disk, the name may lead to the old file
                 copies.append(os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             for fd in copies:
                 os.fsync(fd)
@@ -213,16 +218,18 @@ class Journal:
                 os.close(fd)
 
     def copy_tail(self, start: int, twin: int) -> None:
-        """Append what follows offset ``start`` to the open file ``twin``; from here on that gets every record, too."""
+        """Copy the records after offset ``start`` to the open file ``twin``, which gets every later record, too."""
         self._twin = twin
         data = os.pread(self._fd, self.size - start, start)
         if len(data) != self.size - start:
-            raise LedgerError(f"ledger {self.path}: read {len(data)} of {self.size - start} bytes: cut by someone else")
+            raise LedgerError(
+                f"ledger {self.path}: read {len(data)} of {self.size - start} bytes: another process cut it"
+            )
         if data:
             self._write(twin, data)
 
     def switch(self, base: int) -> bool:
-        """Put the twin, which begins with a snapshot of ``base`` bytes, in this file's place. False: it was dropped."""
+        """Rename the twin, which begins with a snapshot of ``base`` bytes, to this file. False if it was dropped."""
         if self._twin < 0:
             return False
         twin_path(self.path).rename(self.path)
@@ -234,7 +241,7 @@ class Journal:
         return True
 
     def drop_twin(self) -> None:
-        """Give a compaction up; the file stays as it is."""
+        """Cancel a compaction; the file stays as it is."""
         with self._swap:
             twin, self._twin = self._twin, -1
         if twin >= 0:
@@ -264,7 +271,7 @@ class Journal:
 
     def _repair(self) -> list[Event]:
         events, end, chain = [], 0, 0
-        for event, end, chain in _read(self.path):  # noqa: B007 (wanted after the loop)
+        for event, end, chain in _read(self.path):  # noqa: B007 (used after the loop)
             events.append(event)
             if len(events) == 1 and isinstance(event, Snapshot):
                 self.base = end

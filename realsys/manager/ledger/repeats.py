@@ -1,7 +1,4 @@
-"""Allocations whose reply may have been lost, with the manager or the connection.
-
-Without this their tickets would run nowhere until the lease lapses, and hold their share of the quota for that long.
-"""
+"""Allocations whose reply may have been lost: without them, their tickets would hold quota until the lease lapses."""
 
 from __future__ import annotations
 
@@ -14,23 +11,24 @@ REMEMBERED = 8  # allocations per worker; a worker repeats only its last ones
 
 
 class Repeats:
-    """The tickets that each worker's last allocations were answered with."""
+    """The tickets in the replies to each worker's last allocations."""
 
     def __init__(self) -> None:
-        self._by_worker: dict[str, OrderedDict[str, list[Ticket]]] = {}
+        self.by_worker: dict[str, OrderedDict[str, list[Ticket]]] = {}
 
     def remember(self, worker: str, request_id: str, ticket: Ticket) -> None:
+        """Add a ticket to the reply of an allocation. Without an id the worker does not repeat it."""
         if not request_id:
             return
-        requests = self._by_worker.setdefault(worker, OrderedDict())
+        requests = self.by_worker.setdefault(worker, OrderedDict())
         requests.setdefault(request_id, []).append(ticket)
         while len(requests) > REMEMBERED:
             requests.popitem(last=False)
 
     def clear(self) -> None:
-        self._by_worker.clear()
+        self.by_worker.clear()
 
     def find(self, worker: str, request_id: str, still_running: Callable[[str, int], bool]) -> list[Ticket]:
-        """What this allocation got before, as far as it still runs."""
-        before = self._by_worker.get(worker, OrderedDict()).get(request_id, [])
+        """Return the tickets of an earlier reply to this allocation that still run."""
+        before = self.by_worker.get(worker, OrderedDict()).get(request_id, [])
         return [ticket for ticket in before if still_running(ticket.ticket_id, ticket.attempt)]

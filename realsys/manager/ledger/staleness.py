@@ -1,7 +1,7 @@
-"""The paper's admission inequality, in one place: ``floor((N - 1) / B) <= v + eta``.
+"""The invariant ``admission`` (AReaL, section 5.1): ``floor((N - 1) / B) <= v + eta``.
 
 B is the train batch size in groups, v the published version, eta the staleness bound. N counts the candidate and every
-group granted before it that has not been rejected, dropped or lost: running, finished, buffered and trained.
+group granted before it that is running, finished, buffered, claimed or trained.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """How many groups may have been granted by version v. ``batch_groups`` is B, ``eta`` the bound in versions."""
+    """Bound on the groups granted by version v. ``batch_groups`` is B, ``eta`` in versions."""
 
     batch_groups: int
     eta: int
 
     def __post_init__(self) -> None:
         if self.batch_groups < 1 or self.eta < 0:
-            raise ValueError(f"need batch_groups >= 1 and eta >= 0, got {self.batch_groups} and {self.eta}")
+            raise ValueError(f"batch_groups and eta must be at least 1 and 0, not {self.batch_groups} and {self.eta}")
 
     def admits(self, n: int, version: int) -> bool:
-        """Whether the n-th group (counted with the candidate) may be granted at ``version``."""
+        """Return True if the n-th group, the candidate included, may be granted at ``version``."""
         return (n - 1) // self.batch_groups <= version + self.eta
 
     def capacity(self, version: int) -> int:
-        """The largest N that ``admits`` lets through: B * (v + eta + 1)."""
+        """Return the largest N that ``admits`` accepts: B * (v + eta + 1)."""
         return max(0, self.batch_groups * (version + self.eta + 1))
 
     def headroom(self, counted: int, version: int) -> int:
-        """Groups that may still be granted when ``counted`` are. Never negative."""
+        """Return how many groups may still be granted when ``counted`` are. Never negative."""
         return max(0, self.capacity(version) - counted)
 
     def may_serve(self, served: int, version: int) -> bool:
-        """Whether weights of version ``served`` are fresh enough to sample train tokens at ``version``."""
+        """Return True if weights of version ``served`` may sample train tokens at ``version``."""
         return 0 <= version - served <= self.eta
 
 
 @dataclass(slots=True)
 class StepStaleness:
-    """Lag histogram of one train step."""
+    """Staleness histogram of one train step: versions behind -> sequences."""
 
     step: int
     version: int

@@ -1,4 +1,4 @@
-"""One ticket of the rollout ledger while it is open, and the numbers of all of them."""
+"""Tickets of the rollout ledger: their names, their states while they are open, and the counts of all."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, get_args
 
-#: claimed: in a batch that is being trained; nothing but its training or a roll-back changes it
+#: claimed: in a batch that is being trained; only its training or a roll-back changes it
 OpenState = Literal["running", "finished", "waiting", "claimed"]
 OPEN_STATES: tuple[OpenState, ...] = get_args(OpenState)
 
 
-_LONGEST_RANGE = 1 << 20  # tickets; a longer one is damage, and not to be made room for
+_LONGEST_RANGE = 1 << 20  # tickets; a longer one is damage, and would fill the memory
 
 
 def ticket_name(number: int) -> str:
-    """Lexical order of ticket ids is grant order."""
+    """Return the id of a ticket. Lexical order of ids is grant order."""
     return f"{number:010d}"
 
 
 def ticket_number(ticket_id: str) -> int | None:
-    """The number in a ticket id, None if it is not of that form."""
+    """Return the number in a ticket id, None if the id has another form."""
     return int(ticket_id) if len(ticket_id) == 10 and ticket_id.isascii() and ticket_id.isdigit() else None
 
 
 def ticket_ranges(ticket_ids: Sequence[str]) -> str:
-    """Ticket ids, in their order, in few characters: ``16-23,25``. ``tickets_in`` has them back."""
+    """Return ticket ids, in their order, in few characters: ``16-23,25``. ``tickets_in`` reverses it."""
 
     def run_of(place: tuple[int, str]) -> int | str:
         number = ticket_number(place[1])
@@ -43,7 +43,7 @@ def _short(ticket_id: str) -> str:
 
 
 def tickets_in(ranges: str) -> Iterator[str]:
-    """What ``ticket_ranges`` was made of. What is no range of numbers, or longer than any batch, comes as it is."""
+    """Yield the ids of ``ticket_ranges``. A word that is no range, or longer than any batch, is yielded as it is."""
     for word in ranges.split(",") if ranges else ():
         first, _, last = word.partition("-")
         numbers = len(word) < 40 and all(n.isascii() and n.isdigit() for n in (first, last or first))
@@ -54,7 +54,7 @@ def tickets_in(ranges: str) -> Iterator[str]:
 
 
 def label(text: str) -> str:
-    """The countable part of a reason: what stands before the first colon, one line, at most 48 characters."""
+    """Return the countable part of a reason: before its first colon, one line, at most 48 characters."""
     return " ".join(text.split(":", 1)[0].split())[:48] or "unnamed"
 
 
@@ -68,20 +68,20 @@ class OpenTicket:
     worker: str
     incarnation: str
     version: int
-    news_at: float  # last sign of life; the lease runs from here, and when it has finished, the time to arrive
+    news_at: float  # last news; start of the lease, and of the time to arrive once it has finished
     failures: int = 0
     state: OpenState = "running"
-    request: str = ""  # id of the allocation that the attempt answered
+    request: str = ""  # id of the allocation
 
 
 @dataclass(slots=True)
 class LedgerCounts:
-    """Numbers of tickets by state, of drops by reason and of re-issues by cause."""
+    """Numbers of tickets by state, of drops by reason and of reissues by cause."""
 
-    inherited: int = 0  # groups trained before the checkpoint that this trial continues from; they have no ticket here
+    inherited: int = 0  # groups trained before the resumed checkpoint; they have no ticket here
     granted: int = 0  # tickets
     attempts: int = 0
-    starts: int = 0  # of the training side: the first one, and one for each roll-back
+    starts: int = 0  # starts of a trainer, each with a roll-back
     open: dict[OpenState, int] = field(default_factory=lambda: dict.fromkeys(OPEN_STATES, 0))
     trained: int = 0
     dropped: int = 0
@@ -90,10 +90,10 @@ class LedgerCounts:
 
     @property
     def counted(self) -> int:
-        """N of the admission inequality without the candidate."""
+        """N of ``admission`` without the candidate."""
         return self.inherited + sum(self.open.values()) - self.open["waiting"] + self.trained
 
     def by_state(self) -> dict[str, int]:
-        """Tickets in each state; the sum is ``granted``."""
+        """Return the tickets in each state; the sum is ``granted``."""
         states: dict[str, int] = {state: number for state, number in self.open.items()}  # noqa: C416 (wider key type)
         return states | {"trained": self.trained, "dropped": self.dropped}

@@ -1,8 +1,8 @@
-"""Which server a rollout generates on: pure strategies over the loads that the reservations add up to.
+"""Placement: pure strategies that choose a server by the reserved loads.
 
-A reservation belongs to a call of a ticket: an agent may have several calls of one ticket under way. Scheduling a call
-again moves its reservation. A reservation is released exactly once: by the end of its call or its ticket, by a move,
-or by the death of its server.
+A reservation belongs to a call of a ticket, because an agent may have several calls of one ticket under way. Scheduling
+a call again moves its reservation. It is released exactly once: by the end of its call or its ticket, by a move, or by
+the death of its server.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What a strategy may look at. ``previous``: the server whose cache holds the prefix; with the weights it had.
+    """Input of a strategy. ``previous``: the server whose cache holds the prefix, with the version of its weights.
 
-    ``prefix``: the prompt's block hashes, shortest prefix first (``routing.prefix``); empty if not known.
+    ``prefix``: the prompt's block hashes, shortest prefix first (``routing.prefix``); empty if unknown.
     """
 
     ticket_id: str
     sequences: int
-    tokens: int  # upper bound: n * (prompt + answer limit)
+    tokens: int  # upper bound: n * (prompt + completion limit)
     previous: str | None = None
     previous_version: int | None = None
     prefix: Sequence[int] = ()
@@ -31,7 +31,7 @@ class RouteRequest:
 
 @dataclass(slots=True)
 class ServerLoad:
-    """A routable server with the version it serves and what is reserved on it."""
+    """A routable server: the version that it serves, and its reserved load."""
 
     name: str
     version: int
@@ -46,7 +46,7 @@ class Strategy(Protocol):
 
 
 class RoundRobin:
-    """Each in turn, by name, whatever its load."""
+    """Each server in turn, by name, without regard to its load."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -77,24 +77,24 @@ _BY_TOKENS = attrgetter("tokens", "requests", "name")
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """How much busier than the least loaded server one may be and still be preferred for its cache.
+    """Limit on the load of a server that is preferred for its cache.
 
-    Up to ``ratio`` times the least loaded one's tokens plus ``slack`` requests of this size. Without it a popular
-    prefix piles up a hot spot, as hashing prefixes to servers does.
+    It may have ``ratio`` times the tokens of the least loaded server plus ``slack`` requests of this size. Without it,
+    a popular prefix overloads one server, as hashing prefixes to servers does.
     """
 
     ratio: float = 1.5
     slack: float = 4.0
 
     def limit(self, request: RouteRequest, least: int) -> float:
-        """The most tokens that a preferred server may have reserved."""
+        """Return the most tokens that a preferred server may have reserved."""
         return self.ratio * least + self.slack * request.tokens
 
 
 class StickyLeastLoaded:
-    """Stay on the server that holds the answers so far, while its weights are the same and the gate lets through.
+    """The server that holds the tokens so far, while its weights are the same and the gate allows it.
 
-    After a weight update the cached prefix is gone anyway, so the ticket is placed anew, on the least loaded server.
+    A weight update voids the cached prefix, so the ticket is then placed anew, on the least loaded server.
     """
 
     def __init__(self, gate: Gate | None = None) -> None:
@@ -108,15 +108,15 @@ class StickyLeastLoaded:
 
 
 class PrefixAware:
-    """Sticky; and a ticket without a place goes where the longest part of its prompt was sent last, inside the gate.
+    """Sticky; a ticket without a place goes where the longest part of its prompt was sent last, inside the gate.
 
-    What a server holds is guessed from what was sent there under the weights it serves now: a wrong guess (its cache
-    was full, a block hash collided) costs a prefill, nothing else. Memory is bounded by ``capacity`` prefixes, the
-    least recently used go first.
+    It assumes that a server caches the prefixes that were sent there under its present weights. A wrong assumption (its
+    cache was full, a block hash collided) costs only a prefill. It remembers the ``capacity`` prefixes used last.
     """
 
     def __init__(self, gate: Gate | None = None, capacity: int = 65536) -> None:
-        self._gate, self._capacity = gate or Gate(), capacity
+        self._gate = gate or Gate()
+        self._capacity = capacity
         self._holders: OrderedDict[int, dict[str, int]] = OrderedDict()  # prefix -> server -> version
 
     def choose(self, request: RouteRequest, servers: Sequence[ServerLoad]) -> str:
@@ -145,7 +145,7 @@ class PrefixAware:
 
 
 def _held_by_previous(request: RouteRequest, servers: Sequence[ServerLoad], limit: float) -> str | None:
-    """The server that the ticket was on, if it still has the same weights and not more than ``limit`` tokens."""
+    """Return the ticket's last server if it has the same weights and at most ``limit`` tokens."""
     for server in servers:
         if server.name == request.previous:
             held = server.version == request.previous_version and server.tokens <= limit
@@ -163,13 +163,13 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 
 
 def make_strategy(name: str) -> Strategy:
-    """By the name in ``config.manager.routing``."""
+    """Make the strategy that ``config.manager.routing`` names."""
     return STRATEGIES[name]()
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A call's place on a server. ``epoch`` is the server's at that time, to tell old news of it from new."""
+    """A call's place on a server. The server's ``epoch`` then tells old failure reports from new ones."""
 
     server: str
     sequences: int
@@ -179,7 +179,7 @@ class Reservation:
 
 
 class Reservations:
-    """All reservations, by ticket and call, and the load per server that they add up to."""
+    """All reservations, by ticket and call, and the load per server that they sum to."""
 
     def __init__(self) -> None:
         self._by_ticket: dict[str, dict[str, Reservation]] = {}  # no ticket without a call
@@ -192,16 +192,16 @@ class Reservations:
         return self._by_ticket.get(ticket_id, {}).get(call)
 
     def calls(self, ticket_id: str) -> list[str]:
-        """Calls of a ticket that have a place."""
+        """Return the calls of a ticket that have a place."""
         return list(self._by_ticket.get(ticket_id, ()))
 
     def load(self, server: str) -> tuple[int, int]:
-        """(sequences, tokens) reserved on ``server``."""
+        """Return (sequences, tokens) reserved on ``server``."""
         load = self._loads.get(server)
         return (load.requests, load.tokens) if load else (0, 0)
 
     def live(self, server: str, version: int) -> ServerLoad:
-        """The load of ``server``, which serves ``version``, as an object that follows every change to it."""
+        """Return the load of ``server``, which serves ``version``, as an object that follows every change."""
         load = self._loads.setdefault(server, ServerLoad(server, version))
         load.version = version
         return load
@@ -215,7 +215,7 @@ class Reservations:
         load.tokens += reservation.tokens
 
     def release_call(self, ticket_id: str, call: str) -> Reservation | None:
-        """Free a call's place; None if it had none (any more)."""
+        """Free a call's place and return it, None if it had no place."""
         calls = self._by_ticket.get(ticket_id, {})
         reservation = calls.pop(call, None)
         if reservation is None:
@@ -229,12 +229,12 @@ class Reservations:
         return reservation
 
     def release(self, ticket_id: str) -> list[Reservation]:
-        """Free the places of all calls of a ticket."""
+        """Free the places of all calls of a ticket and return them."""
         freed = [self.release_call(ticket_id, call) for call in self.calls(ticket_id)]
         return [reservation for reservation in freed if reservation is not None]
 
     def release_server(self, server: str) -> int:
-        """The server is gone: free all its places. Returns how many."""
+        """Free all places on a lost server. Returns their number."""
         held = [(ticket, call) for ticket, call, reservation in self._all() if reservation.server == server]
         for ticket, call in held:
             self.release_call(ticket, call)
@@ -242,17 +242,8 @@ class Reservations:
         return len(held)
 
     def release_all(self) -> None:
-        """Free every place, because no ticket that was placed runs any more."""
         for ticket in list(self._by_ticket):
             self.release(ticket)
-
-    def recount(self) -> dict[str, tuple[int, int]]:
-        """Loads summed from scratch, for checks."""
-        loads: dict[str, tuple[int, int]] = {}
-        for _, _, reservation in self._all():
-            sequences, tokens = loads.get(reservation.server, (0, 0))
-            loads[reservation.server] = (sequences + reservation.sequences, tokens + reservation.tokens)
-        return loads
 
     def _all(self) -> list[tuple[str, str, Reservation]]:
         return [(ticket, call, held) for ticket, calls in self._by_ticket.items() for call, held in calls.items()]

@@ -1,4 +1,4 @@
-"""Names for the prefixes of a prompt, by which routing finds the server that has computed one already."""
+"""Hashes of the prefixes of a prompt, by which routing finds a server that has computed one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-BLOCK = 64  # tokens; engines share a prefix in whole pages, so a finer grain would promise what they do not have
-MAX_BLOCKS = 32  # a request carries no more names than this
+BLOCK = 64  # tokens; engines share prefixes in whole pages, so smaller blocks would find no more
+MAX_BLOCKS = 32  # hashes per request
 
 
 def prefix_hashes(tokens: Sequence[int]) -> list[int]:
-    """A 32-bit hash of each prefix of whole blocks, shortest first, and last of the whole prompt.
+    """Return a 32-bit hash of each prefix of whole blocks, shortest first, and last of the whole prompt.
 
     Equal prompts get equal lists; prompts that share their first k blocks share the first k hashes.
     """

@@ -1,12 +1,15 @@
-"""Tokens per second over a sliding window, in one-second buckets."""
+"""Tokens and groups per second over a sliding window, in one-second buckets."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+
+from realsys.manager.messages import FinishRequest
+from realsys.manager.routing.placement import Reservation
 
 
 class RateWindow:
-    """Memory is bounded by the window, whatever the number of calls."""
+    """Amounts of the last ``window_s`` seconds. Memory is bounded by the window, not by the number of calls."""
 
     def __init__(self, window_s: int = 30) -> None:
         self._window_s = window_s
@@ -25,7 +28,7 @@ class RateWindow:
         self._expire(now)
 
     def rate(self, now: float) -> float:
-        """Amount per second over the window, or over the time since the first call if that is shorter."""
+        """Return the amount per second over the window, or since the first call if that is shorter."""
         if self._started is None:
             return 0.0
         self._expire(now)
@@ -34,3 +37,29 @@ class RateWindow:
     def _expire(self, now: float) -> None:
         while self._buckets and self._buckets[0][0] <= now - self._window_s:
             self._buckets.popleft()
+
+
+class Throughput:
+    """Statistics of finished rollouts. They decide nothing."""
+
+    def __init__(self) -> None:
+        self.tokens = RateWindow()
+        self.groups = RateWindow()
+        self.by_server: dict[str, RateWindow] = {}
+        self.finish_reasons: Counter[str] = Counter()
+
+    def count(self, request: FinishRequest, released: list[Reservation], now: float) -> None:
+        """Add one finish. Without its own count per server, its tokens are those of the first released place."""
+        tokens = sum(answer.length for answer in request.answers)
+        self.tokens.add(tokens, now)
+        self.groups.add(1, now)
+        self.finish_reasons.update(answer.finish_reason for answer in request.answers)
+        for server, count in (request.servers or {place.server: tokens for place in released[:1]}).items():
+            if server in self.by_server:
+                self.by_server[server].add(count, now)
+
+    def observe_servers(self, present: list[str], lost: list[str]) -> None:
+        """Keep the windows of ``present`` servers, without the counts from before a restart (``lost``)."""
+        for name in lost:
+            self.by_server.pop(name, None)
+        self.by_server = {name: self.by_server.get(name) or RateWindow() for name in present}

@@ -11,7 +11,7 @@ from realsys.errors import MALFORMED
 
 
 class Heartbeat(msgspec.Struct):
-    """Value of a heartbeat key. ``since``: when this incarnation was first seen; ``changed``: its last change."""
+    """Value of a heartbeat key. ``since``: first sight of this incarnation; ``changed``: its last change."""
 
     kind: str = ""
     index: int = 0
@@ -19,14 +19,14 @@ class Heartbeat(msgspec.Struct):
     pid: int = 0
     incarnation: str = ""
     state: str = ""
-    time: float = 0.0  # when the worker wrote it, if it says so
-    counters: dict[str, int] = {}  # what it refused so far, by what was wrong
+    time: float = 0.0  # the worker's clock when it wrote the value, 0 if it does not say
+    counters: dict[str, int] = {}  # messages that the worker refused, by cause
     since: float = 0.0
     changed: float = 0.0
 
 
 class Held(Protocol):
-    """A running ticket of either kind: who has it, and when it was last heard of."""
+    """A running ticket of either kind: its worker, and the last news of it."""
 
     worker: str
     incarnation: str
@@ -34,7 +34,7 @@ class Held(Protocol):
 
 
 def observe(values: Mapping[str, str], before: Mapping[str, Heartbeat], now: float) -> dict[str, Heartbeat]:
-    """All heartbeat keys (worker name -> JSON) as the new table. An unreadable value keeps what was known before."""
+    """Return the new table of all heartbeat keys (worker name -> JSON). An unreadable value keeps the old row."""
     table: dict[str, Heartbeat] = {}
     for name, value in values.items():
         old = before.get(name)
@@ -50,18 +50,18 @@ def observe(values: Mapping[str, str], before: Mapping[str, Heartbeat], now: flo
 
 
 def incarnation_of(worker: str, workers: Mapping[str, Heartbeat]) -> str:
-    """As its heartbeat says; "" while it has none."""
-    info = workers.get(worker)
-    return info.incarnation if info else ""
+    """Return the incarnation that the heartbeat of ``worker`` shows, "" without a heartbeat."""
+    heartbeat = workers.get(worker)
+    return heartbeat.incarnation if heartbeat else ""
 
 
 def is_lost(held: Held, workers: Mapping[str, Heartbeat]) -> bool:
-    """Whether the worker that holds this ticket has gone or restarted.
+    """Return True if the worker that holds this ticket is gone or has restarted.
 
-    A ticket granted before its worker's heartbeat was seen is bound to the first incarnation that is.
+    A ticket that was granted before its worker's first heartbeat is bound to the first incarnation that appears.
     """
-    info = workers.get(held.worker)
+    heartbeat = workers.get(held.worker)
     if not held.incarnation:
         held.incarnation = incarnation_of(held.worker, workers)
         return False
-    return info is None or info.incarnation != held.incarnation
+    return heartbeat is None or heartbeat.incarnation != held.incarnation

@@ -1,6 +1,6 @@
-"""Where a request may go, and a place for it there: the registry, the reservations and a strategy put together.
+"""Router: chooses a server for a request by registry, reservations and strategy.
 
-every server ──verified, trusted, fresh, not drained──> routes ──strategy──> one, with a reservation on it
+every server ──verified, trusted, fresh, not drained──> routes ──strategy──> one server, with a reservation
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from realsys.manager.routing.servers import Server, ServerRegistry
 
 
 class Router:
-    """Pure. ``minimum`` below: the oldest version an evaluation accepts; None for training, where the bound decides."""
+    """Pure. ``minimum``: oldest version that an evaluation accepts; None for training, which has its bound."""
 
     def __init__(self, servers: ServerRegistry, reservations: Reservations, strategy: Strategy) -> None:
-        self._servers, self._reservations, self._strategy = servers, reservations, strategy
-        self._revision = -1  # of the registry, that the routes are of
+        self._servers = servers
+        self._reservations = reservations
+        self._strategy = strategy
+        self._revision = -1  # revision of the registry that the routes belong to
         self._routes: dict[int | None, list[ServerLoad]] = {}
 
     def routes(self, minimum: int | None) -> Sequence[ServerLoad]:
-        """Servers that take new tickets. Worked out once per change in the registry, because every request asks."""
+        """Return the servers that take new tickets, computed once per change in the registry."""
         if self._revision != self._servers.revision:
             self._revision = self._servers.revision
             self._routes.clear()
@@ -33,23 +35,16 @@ class Router:
             ]
         return self._routes[minimum]
 
-    def serves(self, minimum: int) -> bool:
-        """Whether a server takes new problems of an evaluation of version ``minimum``."""
-        return bool(self.routes(minimum))
-
     def place(self, request: ScheduleRequest, minimum: int | None, held: Reservation | None) -> ScheduleReply | None:
-        """Choose a server and reserve a place on it, instead of the place ``held`` of the same call.
-
-        Returns None if there is no server.
-        """
+        """Choose a server and reserve a place on it, instead of the call's place ``held``. None without a server."""
         candidates = self._candidates(minimum, held)
         if not candidates:
             return None
         tokens = request.n * (request.prompt_len + request.max_new_tokens)
         self._reservations.release_call(request.ticket_id, request.call)  # its own place must not count against it
         previous, version = (held.server, held.version) if held else request.previous or (None, None)
-        wanted = RouteRequest(request.ticket_id, request.n, tokens, previous, version, request.prefix)
-        name = self._strategy.choose(wanted, candidates)
+        route = RouteRequest(request.ticket_id, request.n, tokens, previous, version, request.prefix)
+        name = self._strategy.choose(route, candidates)
         server = self._servers.get(name)
         assert server is not None and server.verified is not None, f"strategy chose {name}, not a candidate"
         serves = server.verified.version
@@ -58,7 +53,7 @@ class Router:
         return ScheduleReply(name, server.address.url, serves)
 
     def _candidates(self, minimum: int | None, held: Reservation | None) -> Sequence[ServerLoad]:
-        """A server that is drained takes no new ticket, but those that are on it may stay."""
+        """Return the routes of a call. A draining server takes no new ticket, but its calls may stay."""
         routes = self.routes(minimum)
         server = self._servers.get(held.server) if held else None
         if server is None or not server.draining or server.verified is None or not self._fresh(server, minimum):
@@ -66,7 +61,7 @@ class Router:
         return [*routes, self._reservations.live(server.name, server.verified.version)]
 
     def _fresh(self, server: Server, minimum: int | None) -> bool:
-        """Verified, trusted and fresh: within the bound for training, at ``minimum`` or newer for an evaluation."""
+        """Return True for a trusted server within the bound for training, at ``minimum`` or newer for an evaluation."""
         if minimum is None:
             return self._servers.trusts(server)
         served, published = self._servers.current(server), self._servers.published

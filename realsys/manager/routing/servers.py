@@ -1,16 +1,20 @@
-"""What the manager knows of each generation server. Pure: time comes in as an argument.
+"""Registry of the generation servers: versions, quarantine, weight updates. Pure: time is an argument.
 
     registered ──> updating ──> ready at a verified version ──> updating ──> ...
                       │             │
                       └──> quarantined <──┘  failed; not routable until it has verified the newest version
 
-A server that is updating stays routable inside the staleness bound: it goes on generating while it stages.
-A server that left the name store is gone at once; one that comes back as a new incarnation starts as registered.
-When training starts again (``roll_back``) nothing is trusted until the new training side has published and a server has
-verified that: versions are ordered by (incarnation of the training side, number).
+Invariants:
 
-**Roll-out.** All servers update at once, or in turns (``Pace``): then a server that serves takes a slot before it
-begins, oldest weights first. One that serves nobody (new, quarantined, too stale) has nothing to lose and needs none.
+fenced-weights         A server gets train tokens only for a version that it has verified, within the staleness bound.
+                       While it updates it stays routable, because it generates while it stages.
+monotonic              Versions are ordered by (incarnation of the trainer, number). After ``roll_back`` no server is
+                       trusted until the new trainer has published and the server has verified that version.
+blame-needs-evidence   A report quarantines a server only if it is newer than the server's last proof.
+no-wait-for-the-dead   Servers update all together, or in turns (``Pace``): then a serving server takes a slot first,
+                       oldest weights first, and loses it after a while. A server that serves no ticket needs no slot.
+
+A server that leaves the name store is discarded; a new incarnation of it starts as registered.
 """
 
 from __future__ import annotations
@@ -32,18 +36,18 @@ class Server:
 
     address: ServerAddress
     verified: PublishedVersion | None = None
-    target: PublishedVersion | None = None  # of the update under way
-    began: float | None = None  # when that update, or draining for it, began
+    target: PublishedVersion | None = None  # version of the update under way
+    began: float | None = None  # start of that update, or of draining for it
     draining: bool = False  # takes no new rollout until it has been updated
     quarantined: bool = False
-    failures: int = 0  # in a row
+    failures: int = 0  # consecutive failures
     retry_at: float = 0.0
-    error: str = ""  # of the last failure
-    epoch: int = 0  # grows when the server leaves quarantine: failures from before are old news
+    error: str = ""  # last failure
+    epoch: int = 0  # grows when the server leaves quarantine: older failure reports are ignored
     updates: int = 0
-    update_s: float = 0.0  # of the last update
+    update_s: float = 0.0  # seconds of the last update
     timings: dict[str, float] = field(default_factory=dict)
-    load: dict[str, float] = field(default_factory=dict)  # as the server counts it; empty until it has said so
+    load: dict[str, float] = field(default_factory=dict)  # reported by the server; empty before its first report
 
     @property
     def name(self) -> str:
@@ -62,22 +66,22 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How many of the serving servers may update at a time: ``fraction`` of them, but at least one; 1: all.
+    """Limit on simultaneous updates: ``fraction`` of the serving servers, at least one; 1: all.
 
-    A server that holds its slot for longer than ``retry_timeout_s`` no longer counts. So a slow or hanging server
-    delays the others once, and no longer than that.
+    A server loses its slot after ``retry_timeout_s``, so a slow or hanging server delays the others once.
     """
 
     fraction: float = 1.0
     retry_timeout_s: float = 30.0
 
     def slots(self, serving: int) -> int:
+        """Return how many of ``serving`` servers may update at a time."""
         return max(1, int(self.fraction * serving))
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateOrder:
-    """What a server's update task does next. ``probe``: the server may have the version already, so ask first."""
+    """An update to run. ``probe``: ask the server first, because it may have the version."""
 
     server: str
     incarnation: str
@@ -88,24 +92,26 @@ class UpdateOrder:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nothing to do until something changes, or until ``until`` if that is set."""
+    """Nothing to do until something changes, or until the time ``until``."""
 
     until: float | None = None
 
 
 class ServerRegistry:
-    """All registered servers. News of a server that is gone or has restarted is ignored."""
+    """All registered servers. Reports about a lost or restarted server are ignored."""
 
     def __init__(
         self, bound: StalenessBound, pace: Pace, *, backoff_s: float = 0.5, backoff_max_s: float = 30.0
     ) -> None:
-        self._bound, self._pace = bound, pace
-        self._backoff_s, self._backoff_max_s = backoff_s, backoff_max_s
-        self._servers: dict[str, Server] = {}  # in the order of their names
+        self._bound = bound
+        self._pace = pace
+        self._backoff_s = backoff_s
+        self._backoff_max_s = backoff_max_s
+        self._servers: dict[str, Server] = {}  # sorted by name
         self.published: PublishedVersion | None = None
-        self.trainer_incarnation = ""  # incarnation of the training side; publications of older ones are refused
+        self.trainer_incarnation = ""  # publications of older incarnations are refused
         self.updates = UpdateLog()
-        self.revision = 0  # grows with every change to what can be routed where
+        self.revision = 0  # grows with every change to the routes
 
     def all(self) -> list[Server]:
         return list(self._servers.values())
@@ -114,14 +120,25 @@ class ServerRegistry:
         return self._servers.get(name)
 
     def incarnation(self, name: str, incarnation: str) -> Server | None:
-        """The server if it is still this incarnation."""
+        """Return a server, None unless it is still this incarnation."""
         server = self._servers.get(name)
         return server if server is not None and server.address.incarnation == incarnation else None
+
+    def explain(self) -> str:
+        """Return why no server is routable: one line, with the state of each."""
+        states = [
+            f"{s.name} {s.state} at {s.verified.version if s.verified else 'no version'}"
+            + (f" ({s.error})" if s.error else "")
+            for s in self.all()
+        ]
+        version = self.published.version if self.published else -1
+        rows = "; ".join(states) or "none registered"
+        return f"no routable server at version {version}, eta {self._bound.eta}: {rows}"
 
     # -- events ------------------------------------------------------------------------------------------------------
 
     def observe(self, addresses: Iterable[ServerAddress]) -> list[str]:
-        """The name store's current list. Returns the names that are gone or have restarted."""
+        """Take over the name store's list. Returns the names of lost and restarted servers."""
         seen = {address.name: address for address in addresses}
         lost = [name for name, server in self._servers.items() if seen.get(name) != server.address]
         for name in lost:
@@ -131,9 +148,7 @@ class ServerRegistry:
         return lost
 
     def publish(self, published: PublishedVersion) -> bool:
-        """A new version; False (and nothing happens) if it is not newer: within an incarnation versions never go back,
-        and what an older incarnation publishes is never served again.
-        """
+        """Take over a published version. Returns False, without a change, if it is not newer (``monotonic``)."""
         if published.incarnation < self.trainer_incarnation:
             return False
         if self.published is not None and _age(published) <= _age(self.published):
@@ -145,22 +160,24 @@ class ServerRegistry:
         return True
 
     def roll_back(self, incarnation: str) -> None:
-        """The training side ``incarnation`` starts: no server is trusted before it has verified what that publishes."""
+        """Start the trainer ``incarnation``: trust no server before it has verified a version of this trainer."""
         self.trainer_incarnation, self.published = incarnation, None
         self.revision += 1
         for server in self._servers.values():
-            server.verified, server.draining, server.retry_at = None, False, 0.0
+            server.verified = None
+            server.draining = False
+            server.retry_at = 0.0
             if server.target is None:
-                server.began = None  # it was drained for an update that will not come
+                server.began = None  # the update that it was drained for is cancelled
 
     def current(self, server: Server) -> PublishedVersion | None:
-        """What it serves, if that is verified, of the incarnation that trains, and the server not in quarantine."""
+        """Return the verified version of the current trainer that the server serves; None in quarantine."""
         if server.verified is None or server.quarantined or self.published is None:
             return None
         return server.verified if server.verified.incarnation == self.published.incarnation else None
 
     def trusts(self, server: Server) -> bool:
-        """Whether train tokens may come from this server: verified, not in quarantine, fresh enough."""
+        """Return True if train tokens may be sampled on this server: verified, not in quarantine, fresh enough."""
         served = self.current(server)
         return (
             served is not None
@@ -171,7 +188,7 @@ class ServerRegistry:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def next_order(self, name: str, incarnation: str, now: float) -> UpdateOrder | Idle | None:
-        """What the update task of this incarnation does next; None: the task is over."""
+        """Return the next step of the update task of this incarnation; None ends the task."""
         server = self.incarnation(name, incarnation)
         if server is None:
             return None
@@ -185,7 +202,7 @@ class ServerRegistry:
         return UpdateOrder(name, incarnation, server.address.url, self.published, probe)
 
     def _turn(self, server: Server, now: float) -> float:
-        """When to ask again for a slot if nothing changes before; now: the slot is this server's."""
+        """Return when to ask again for a slot if nothing changes; ``now`` if the server has one."""
         if self._pace.fraction >= 1 or server.began is not None or not self.trusts(server):
             return now
         serving = [s for s in self._servers.values() if self.trusts(s)]
@@ -196,7 +213,7 @@ class ServerRegistry:
         free = self._pace.slots(len(serving)) - len(holding)
         if any(s is server for s in waiting[: max(0, free)]):
             return now
-        # With a free slot it is another's turn, who may hang from now on.
+        # A free slot belongs to another server, which may hang from now on.
         return min(holding) if free <= 0 else now + self._pace.retry_timeout_s
 
     def started(self, order: UpdateOrder, now: float) -> None:
@@ -205,15 +222,16 @@ class ServerRegistry:
             server.began = now if server.began is None else server.began
 
     def drain(self, order: UpdateOrder, now: float) -> None:
+        """Route no new ticket to the server until it has been updated."""
         if server := self.incarnation(order.server, order.incarnation):
             server.draining = True
             self.revision += 1
             server.began = now if server.began is None else server.began
 
     def succeeded(self, order: UpdateOrder, seconds: float, timings: Mapping[str, float] | None) -> bool:
-        """The server proved to serve the order's version. It leaves quarantine only if that is still the newest.
+        """Record that the server serves the order's version. It leaves quarantine only if that is still the newest.
 
-        ``timings`` are those of its update; None: it had the version already.
+        ``timings`` of its update; None if it had the version before. Returns False for another incarnation.
         """
         server = self.incarnation(order.server, order.incarnation)
         if server is None:
@@ -222,25 +240,26 @@ class ServerRegistry:
             self.updates.add(order.server, order.target.version, server.began or 0.0, seconds, timings)
             server.update_s, server.timings = seconds, dict(timings)
             server.updates += 1
-        server.target, server.began, server.draining = None, None, False
-        server.verified = (
-            None if order.target.incarnation < self.trainer_incarnation else order.target
-        )  # began before a roll-back
+        self._ended(server)
+        began_before_roll_back = order.target.incarnation < self.trainer_incarnation
+        server.verified = None if began_before_roll_back else order.target
         self.revision += 1
         if self.published == order.target:
             server.epoch += server.quarantined
-            server.quarantined, server.failures, server.error = False, 0, ""
+            server.quarantined = False
+            server.failures = 0
+            server.error = ""
         return True
 
     def failed(self, order: UpdateOrder, error: str, now: float) -> bool:
-        """An update failed or timed out: quarantine, and try again later, with the newest version then."""
+        """Quarantine after a failed update; the next try takes the newest version. False for another incarnation."""
         server = self.incarnation(order.server, order.incarnation)
         if server is None:
             return False
         self.updates.add_failure(order.server, order.target.version, server.began or now, error[:500])
-        server.target, server.began, server.draining = None, None, False
+        self._ended(server)
         if order.target.incarnation < self.trainer_incarnation:
-            return True  # of weights that nobody wants any more
+            return True  # weights of an older trainer: no reason for a quarantine
         self._quarantine(server, error, now)
         if self.published != order.target:
             server.retry_at = 0.0  # a newer version has not been tried yet
@@ -249,13 +268,22 @@ class ServerRegistry:
     # -- failures ----------------------------------------------------------------------------------------------------
 
     def report_failure(self, name: str, epoch: int, error: str, now: float) -> bool:
-        """A rollout could not generate there. Ignored if the server has proved itself since, or is in quarantine."""
+        """Quarantine a server on which a rollout failed (``blame-needs-evidence``).
+
+        Returns False, without a change, if the server has verified a version since, or is in quarantine.
+        """
         server = self._servers.get(name)
         if server is None or server.epoch != epoch or server.quarantined:
             return False
         self._quarantine(server, error, now)
-        server.retry_at = now  # proving itself needs no delay the first time
+        server.retry_at = now  # the first proof needs no delay
         return True
+
+    @staticmethod
+    def _ended(server: Server) -> None:
+        server.target = None
+        server.began = None
+        server.draining = False
 
     def _quarantine(self, server: Server, error: str, now: float) -> None:
         server.quarantined, server.error = True, error[:500]

@@ -1,4 +1,4 @@
-"""What weight updates took: the last ones of all servers for the status page, all of them as histograms."""
+"""Times of weight updates: the last ones of all servers for the status page, all of them as histograms."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-#: What a server reports of an update, in seconds: it stages (reads, verifies, prepares) while it generates, and pauses
-#: to load; ``first_token_s`` runs from the swap to the first token of the new weights. What it does not report is
-#: absent. ``total_s`` is the manager's own clock, from its call to the proof that the version is served.
+#: Seconds that a server reports of an update: it stages (reads, verifies, prepares) while it generates, and pauses to
+#: load; ``first_token_s`` runs from the swap to the first token of the new weights. Unreported stages are absent.
+#: ``total_s`` is measured by the manager, from its call until it has verified that the version is served.
 STAGES = ("stage_s", "verify_s", "pause_s", "load_s", "first_token_s", "total_s")
 BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 RECENT = 64  # updates on the status page
@@ -29,7 +29,7 @@ class UpdateRecord:
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts per bucket; the last one is for what is longer than all bounds."""
+    """Counts per bucket; the last bucket is beyond all bounds."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
     total: float = 0.0  # seconds
@@ -39,13 +39,13 @@ class Histogram:
         self.total += seconds
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """(upper bound, observations up to it), as Prometheus wants them; the last bound is ``+Inf``."""
+        """Return Prometheus' (upper bound, observations up to it); the last bound is ``+Inf``."""
         bounds = [*(f"{bound:g}" for bound in BUCKETS_S), "+Inf"]
         return list(zip(bounds, accumulate(self.counts), strict=True))
 
 
 class UpdateLog:
-    """Memory is bounded, whatever the number of updates."""
+    """Log of bounded size."""
 
     def __init__(self) -> None:
         self.recent: deque[UpdateRecord] = deque(maxlen=RECENT)
@@ -53,10 +53,10 @@ class UpdateLog:
         self.failures = 0
 
     def add(self, server: str, version: int, began: float, seconds: float, timings: Mapping[str, float]) -> None:
-        """An update that succeeded after ``seconds``."""
-        known = {stage: float(timings[stage]) for stage in STAGES if stage in timings} | {"total_s": seconds}
-        self.recent.append(UpdateRecord(server, version, began, known))
-        for stage, value in known.items():
+        """Add an update that succeeded after ``seconds``."""
+        reported = {stage: float(timings[stage]) for stage in STAGES if stage in timings} | {"total_s": seconds}
+        self.recent.append(UpdateRecord(server, version, began, reported))
+        for stage, value in reported.items():
             self.histograms.setdefault(stage, Histogram()).add(value)
 
     def add_failure(self, server: str, version: int, began: float, error: str) -> None:

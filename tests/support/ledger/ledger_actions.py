@@ -1,9 +1,12 @@
-"""What can happen in the small trial of ``ledger_world``: each action and fault, with what the model makes of it."""
+"""Actions and faults of the small trial of ``ledger_world``, with their effect on the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import pytest
 
 from realsys.buffer.sequence_buffer import SequenceBuffer
 from realsys.manager.messages import (
@@ -14,8 +17,8 @@ from realsys.manager.messages import (
     TrainedReply,
     TrainedRequest,
 )
+from realsys.manager.refusals import BadCall, OlderTrainer
 from realsys.manager.routing.servers import UpdateOrder
-from realsys.manager.state import OlderTraining
 from realsys.types import PublishedVersion
 from tests.support.ledger.ledger_workers import Workers
 from tests.support.ledger.ledger_world import (
@@ -100,7 +103,7 @@ class World(Workers):
         for key, attempt in self.attempts.items():
             names = IN_GENERATION if not attempt.pushed else ["finishes_twice"]
             acts += [Act(name, key, 1) for name in names]
-            if self.manager.ledger.is_running(*key):
+            if self.manager.ledger.running_attempt(*key):
                 acts.append(Act("lapses_though_alive", (key[0],), 1))
         for worker in self._workers():
             if any(attempt.worker == worker for attempt in self.attempts.values()):
@@ -126,7 +129,7 @@ class World(Workers):
         self._deliver_what_cannot_matter()
 
     def _deliver_what_cannot_matter(self) -> None:
-        """Calls for tickets that have ended change nothing, now or ever: none of them needs an order of its own."""
+        """Calls for tickets that have ended change nothing, now or ever: their order does not matter."""
         ended = {ticket_id for ticket_id, state in self.truth.items() if state in ("trained", "dropped")}
         late = [key for key, a in self.attempts.items() if a.pushed and key[0] in ended]
         calls = [FinishRequest(*key, self.attempts.pop(key).worker, "accepted") for key in late]
@@ -161,7 +164,7 @@ class World(Workers):
                 self.strays.append(self._group(attempt))
 
     def _loses_records(self, kept: int) -> None:
-        """What is left is the truth from here on, as far as the ledger itself says: the checks are of the prompts."""
+        """The model continues with the records that are left; the checks count the prompts."""
         self.journal = self.journal[:kept]
         self._start_manager()
         ledger, known = self.manager.ledger, dict[str, Truth]()
@@ -174,14 +177,14 @@ class World(Workers):
 
     def _put_version(self) -> None:
         self.published = PublishedVersion(self.version, self._incarnation(), "", self.version)
-        assert self.manager.publish(self.published)
+        assert self.manager.servers.publish(self.published)
         for version, training in (
             (self.version, self.trainer_incarnation),
             (self.version - 1, self.trainer_incarnation),
             (99, 0),
         ):
             older = PublishedVersion(version, f"{training:04d}", "", version)
-            assert not self.manager.publish(older), f"after {self.published} comes {older}"
+            assert not self.manager.servers.publish(older), f"after {self.published} comes {older}"
 
     def _server_updates(self) -> None:
         servers = self.manager.servers
@@ -203,14 +206,15 @@ class World(Workers):
         elif isinstance(request, UpdateOrder):
             self.manager.servers.succeeded(request, 0.0, {})
         elif request.incarnation < self._incarnation():
-            answer = self.manager.claim if isinstance(request, ClaimRequest) else self.manager.trained
-            assert isinstance(answer(request, LATE), OlderTraining)
+            call: Any = self.manager.claim if isinstance(request, ClaimRequest) else self.manager.trained
+            with pytest.raises(OlderTrainer):
+                call(request, LATE)
         elif isinstance(request, ClaimRequest):
             self._claim_again(request)
         elif self.phase == "down" and any(self.truth.get(name) != "claimed" for name in request.trained):
-            pass  # refused, and nobody reads that
+            pass  # refused, and no process reads the reply
         else:
-            request.held = None  # what it said is said again by every later call
+            request.held = None  # every later call repeats it
             reply = self._trained_call(request)
             if self.phase != "down":  # else it is the last call of the master that crashed
                 assert (reply.trained, reply.dropped) == (0, 0), "a repeated /trained changed something"
@@ -218,11 +222,10 @@ class World(Workers):
                 self.truth |= dict.fromkeys(request.trained, "trained")
 
     def _claim_again(self, request: ClaimRequest) -> None:
-        """Its reply is read by nobody any more. From a master that crashed it may be the only one that arrives."""
+        """No process reads its reply. If the master has crashed, it may be the only one that arrives."""
         if not self.truth.keys() >= set(request.tickets):
             return
         reply = self.manager.claim(request, LATE)
-        assert isinstance(reply, ClaimReply)
         if self.phase == "down" and not reply.gone:
             self.truth |= dict.fromkeys(request.tickets, "claimed")
         else:
@@ -243,7 +246,7 @@ class World(Workers):
             self.phase = "asking"
 
     def _claim(self, twice: bool = False) -> None:
-        """What has ended meanwhile must not be trained."""
+        """Tickets that have ended must not be trained."""
         tickets = [sample.ticket_id for sample in self.batch]
         request = ClaimRequest(self.version + 1, tickets, self._incarnation())
         if not self.truth.keys() >= set(tickets):
@@ -297,7 +300,6 @@ class World(Workers):
 
     def _trained_call(self, request: TrainedRequest) -> TrainedReply:
         reply = self.manager.trained(request, LATE)
-        assert isinstance(reply, TrainedReply)
         self.syncs = bool(request.trained or request.dropped)
         for ticket_id in reply.lost:
             assert self.truth[ticket_id] == "finished" and ticket_id not in request.trained
@@ -308,10 +310,10 @@ class World(Workers):
         self._trained_call(self._request())
 
     def _refused(self, call: Callable[[], object]) -> None:
-        """The manager does not know what it is told of: the training side ends, and starts from its checkpoint."""
+        """The manager does not know the tickets: the trainer ends, and starts from its checkpoint."""
         try:
             call()
-        except ValueError:
+        except BadCall:
             self._master_crashes()
         else:
             raise AssertionError("what the ledger has never heard of is passed over")
@@ -320,7 +322,7 @@ class World(Workers):
         self.checkpoint, self.syncs = self.version, True
 
     def _master_crashes(self) -> None:
-        """With the whole training side: what it held is gone. A server may be updating, a call may be on its way."""
+        """Crash the whole trainer: its groups are lost. A server may be updating, and a call may be under way."""
         order = self.manager.servers.next_order(SERVER, str(self.births[SERVER]), 0.0)
         if isinstance(order, UpdateOrder) and self.manager.begin_update(order, 0.0):
             self.echoes.append(order)
@@ -333,18 +335,18 @@ class World(Workers):
         self.phase = "down"
 
     def _master_starts(self) -> None:
-        """From its checkpoint: what is not in there must be rolled out again, whatever became of it."""
+        """Start from the checkpoint: every ticket that is not in it must be rolled out again."""
         self.trainer_incarnation += 1
         self.version = max(self.checkpoint, 0)
         self.weights = self.weights[: self.version]
         request = RollBackRequest(self.checkpoint, self.checkpoint, self._incarnation())
-        assert not isinstance(self.manager.roll_back(request, 0.0), OlderTraining)
+        self.manager.roll_back(request, 0.0)
         self.syncs = True
         before = len(self.manager.outbox)
-        assert not isinstance(self.manager.roll_back(request, 0.0), OlderTraining)
+        self.manager.roll_back(request, 0.0)
         assert len(self.manager.outbox) == before, "a repeated /roll_back changed something"
         if self.published is not None:  # seen late, or by a manager that has just started
-            assert not self.manager.publish(self.published), "a publication of the side before"
+            assert not self.manager.servers.publish(self.published), "a publication of the side before"
         kept = {ticket_id for tickets in self.weights for ticket_id in tickets}
         for ticket_id, state in self.truth.items():
             if state != "dropped" and ticket_id not in kept:

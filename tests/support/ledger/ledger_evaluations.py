@@ -1,20 +1,19 @@
-"""The small trial of ``ledger_world`` with an evaluation beside training: asked for at a version, answered once."""
+"""The small trial of ``ledger_world`` with an evaluation during training: started at a version, ended once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from realsys.manager.evaluations import Evaluation
+from realsys.manager.ledger.evaluations import Evaluation
 from realsys.manager.messages import AllocateRequest, Answer, EvaluateRequest, FinishRequest
 from realsys.manager.state import ManagerState
 from realsys.types import Ticket
+from tests.support.ledger.fingerprints import KEY, evaluations_key
 from tests.support.ledger.ledger_actions import World
 from tests.support.ledger.ledger_world import LEASE_S, Act
-from tests.support.ledger.state_explorer import Canonical
 
 NAME = "step-1"
-_KEY = Canonical({"RunningProblem": {"news_at"}, "EvalStarted": {"time", "seed"}, "Ticket": {"seed"}})
 _IN_PROBLEM = ("problem_fails", "problem_answered_twice")
 
 
@@ -22,38 +21,41 @@ _IN_PROBLEM = ("problem_fails", "problem_answered_twice")
 class Evaluated(World):
     """One problem. The run ends with its answer, or without one when the training side ends otherwise."""
 
-    problems: dict[tuple[str, int], tuple[Ticket, str]] = field(default_factory=dict)  # at a worker
+    problems: dict[tuple[str, int], tuple[Ticket, str]] = field(default_factory=dict)  # problems that a worker plays
     asked_at: int = -1  # version
-    answers: int = 0  # that counted, since it was asked for
+    answers: int = 0  # completions that counted since its start
 
     # -- what must always hold -----------------------------------------------------------------------------------------
 
     def key(self) -> bytes:
-        parts = (sorted(self.problems), self.asked_at, self.answers, self.manager.evaluations)
-        return super().key() + _KEY.digest(parts)
+        parts = (sorted(self.problems), self.asked_at, self.answers, evaluations_key(self.manager.evaluations))
+        return super().key() + KEY.digest(parts)
+
+    def _fields(self) -> dict[str, Any]:
+        return {name: value for name, value in super()._fields().items() if name != "problems"}
 
     def check(self) -> None:
         super().check()
         evaluation = self._evaluation()
         assert (evaluation is None) == (self.asked_at < 0), "forgotten, or remembered, against what was asked"
         if evaluation is not None:
-            states = [*evaluation.waiting, *evaluation.running, *evaluation.done]
+            saved = evaluation.saved
+            states = [*evaluation.waiting, *(p.ticket.prompt_index for p in self._runs()), *saved.done]
             assert states == [0], f"the problem is in the states {evaluation}"
-            assert len(evaluation.done) - evaluation.failed == evaluation.correct == self.answers <= 1
+            assert len(saved.done) - saved.failed == saved.correct == self.answers <= 1
         again = ManagerState(self.bounds.settings())
         again.restore_from([self.manager.snapshot(0.0)])
         assert again.evaluations.snapshot() == self.manager.evaluations.snapshot(), "a snapshot leads elsewhere"
 
     def is_final(self) -> bool:
         evaluation = self._evaluation()
-        return self.phase == "stuck" or (self.phase == "done" and (evaluation is None or evaluation.finished))
+        return self.phase == "stuck" or (self.phase == "done" and (evaluation is None or evaluation.is_finished))
 
     def _evaluation(self) -> Evaluation | None:
-        return self.manager.evaluations.get(NAME)
+        return self.manager.evaluations.by_id.get(NAME)
 
     def _runs(self) -> list[Any]:
-        evaluation = self._evaluation()
-        return list(evaluation.running.values()) if evaluation else []
+        return list(self.manager.evaluations.running.values())
 
     # -- what can happen -----------------------------------------------------------------------------------------------
 
@@ -62,7 +64,7 @@ class Evaluated(World):
         evaluation = self._evaluation()
         if self.phase == "idle" and self.version == 1 and evaluation is None:
             acts.append(Act("asks_for_evaluation"))
-        if evaluation is not None and evaluation.waiting and self.manager.router.serves(evaluation.started.version):
+        if evaluation is not None and evaluation.waiting and self.manager.router.routes(evaluation.started.version):
             acts = [act for act in acts if act.name not in ("allocate", "reply_lost")]  # problems go first
             acts += [Act("takes_problem", (worker,)) for worker in self._workers() if worker not in self.unanswered]
         for key, (_, worker) in self.problems.items():
@@ -71,15 +73,17 @@ class Evaluated(World):
             if self._may("dies"):
                 acts.append(Act("dies", (worker,), 1))
         acts += [
-            Act("problem_lapses", (p.ticket_id, p.attempt))
+            Act("problem_lapses", (p.ticket_id, p.ticket.attempt))
             for p in self._runs()
-            if (p.ticket_id, p.attempt) not in self.problems and not self._is_unnoticed(p.worker)
+            if (p.ticket_id, p.ticket.attempt) not in self.problems and not self._is_unnoticed(p.worker)
         ]
         return list(dict.fromkeys(acts))
 
     def _asks_for_evaluation(self) -> None:
         request = EvaluateRequest(NAME, "eval", 1, 0, self._incarnation())
-        assert self.manager.evaluate(request, 0.0) is self.manager.evaluate(request, 0.0), "asked for twice"
+        assert self.manager.evaluate(request, 0.0).total == 1
+        before = len(self.manager.outbox)
+        assert self.manager.evaluate(request, 0.0).total == 1 and len(self.manager.outbox) == before
         self.asked_at, self.answers = self.version, 0
 
     def _takes_problem(self, worker: str) -> None:
@@ -93,14 +97,14 @@ class Evaluated(World):
     def _problem_answered_twice(self, ticket_id: str, attempt: int) -> None:
         held = self.problems[ticket_id, attempt]
         self._answers_problem(ticket_id, attempt)
-        self.problems[ticket_id, attempt] = held  # the call comes again, some time
+        self.problems[ticket_id, attempt] = held  # the call is repeated later
 
     def _problem_fails(self, ticket_id: str, attempt: int) -> None:
         self._finish_problem(ticket_id, attempt, [])
 
     def _finish_problem(self, ticket_id: str, attempt: int, answers: list[Answer]) -> None:
         _, worker = self.problems.pop((ticket_id, attempt))
-        runs = any((p.ticket_id, p.attempt) == (ticket_id, attempt) for p in self._runs())
+        runs = any((p.ticket_id, p.ticket.attempt) == (ticket_id, attempt) for p in self._runs())
         request = FinishRequest(ticket_id, attempt, worker, "accepted" if answers else "failed", "", answers)
         assert self.manager.finish(request, 0.0).known == runs
         self.answers += bool(answers) and runs
@@ -131,7 +135,7 @@ class Evaluated(World):
     def _master_starts(self) -> None:
         before = self._evaluation()
         super()._master_starts()
-        kept = before is not None and before.finished and before.started.version <= self.version
+        kept = before is not None and before.is_finished and before.started.version <= self.version
         assert (self._evaluation() is not None) == kept, (
             "an evaluation of weights that are gone, or none of those that stay"
         )

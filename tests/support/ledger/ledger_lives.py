@@ -43,7 +43,7 @@ class Run:
         self.publish(max(0, version))
 
     def publish(self, version: int) -> None:
-        assert self.state.publish(PublishedVersion(version, self.incarnation, f"/v{version}", version))
+        assert self.state.servers.publish(PublishedVersion(version, self.incarnation, f"/v{version}", version))
         update(self.state, 0)
 
     def grant(self, count: int) -> list[Ticket]:

@@ -1,13 +1,16 @@
-"""What workers and their network do in the small trial of ``ledger_world``, with what the model makes of it."""
+"""Actions of workers and network in the small trial of ``ledger_world``, with their effect on the model."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from realsys.manager.ledger.events import Outcome
-from realsys.manager.messages import AllocateRequest, FinishRequest, ScheduleReply, ScheduleRequest
+from realsys.manager.messages import AllocateRequest, FinishRequest, ScheduleRequest
+from realsys.manager.refusals import NoServer
 from realsys.types import SampleMeta, Ticket
-from tests.support.ledger.ledger_world import FILTERED, LEASE_S, LEDGER_KEY, Attempt, Truth, WorldState
+from tests.support.ledger.fingerprints import ledger_key
+from tests.support.ledger.ledger_world import FILTERED, LEASE_S, Attempt, Truth, WorldState
 
 
 @dataclass
@@ -31,10 +34,11 @@ class Workers(WorldState):
             self._begin(ticket, worker)
 
     def _begin(self, ticket: Ticket, worker: str) -> None:
+        oldest = self.manager.version
         for call in ("0.0", "1.0"):  # two episodes at the same time
             request = ScheduleRequest(ticket.ticket_id, ticket.attempt, 1, 1, call=call)
-            reply = self.manager.schedule(request, 0.0)
-        oldest = reply.version if isinstance(reply, ScheduleReply) else self.manager.version
+            with contextlib.suppress(NoServer):
+                oldest = self.manager.schedule(request, 0.0).version
         self.attempts[ticket.ticket_id, ticket.attempt] = Attempt(ticket, worker, oldest)
 
     def _reply_lost(self, worker: str) -> None:
@@ -43,7 +47,7 @@ class Workers(WorldState):
 
     def _asks_again(self, worker: str) -> None:
         request = self.unanswered.pop(worker)
-        before = len(self.journal), LEDGER_KEY.of(self.manager.ledger)
+        before = len(self.journal), ledger_key(self.manager.ledger)
         held = [t for t in self._running() if t.worker == worker]
         can = self.manager.refusal() is None
         reply = self.manager.allocate(AllocateRequest(worker, 1, request_id=request), 0.0)
@@ -54,7 +58,7 @@ class Workers(WorldState):
             self.truth[ticket.ticket_id] = "running"
             self._begin(ticket, worker)
         if all(ticket.ticket_id in {t.ticket_id for t in held} for ticket in reply.tickets):
-            assert (len(self.journal), LEDGER_KEY.of(self.manager.ledger)) == before, "a repetition changed the ledger"
+            assert (len(self.journal), ledger_key(self.manager.ledger)) == before, "a repetition changed the ledger"
 
     def _deliver(self, group: SampleMeta) -> None:
         if group.trainer_incarnation != self._incarnation() or self.phase in ("down", "rolled back"):
@@ -98,7 +102,7 @@ class Workers(WorldState):
 
     def _finish_call(self, request: FinishRequest) -> None:
         ticket = self.manager.ledger.open.get(request.ticket_id)
-        runs = self.manager.ledger.is_running(request.ticket_id, request.attempt)
+        runs = self.manager.ledger.running_attempt(request.ticket_id, request.attempt)
         failures = ticket.failures if ticket else 0
         reply = self.manager.finish(request, 0.0)
         if not runs:
@@ -129,10 +133,9 @@ class Workers(WorldState):
 
     def _lapse(self, ticket_id: str) -> None:
         """Every other running attempt has sent news, this one has not."""
-        ledger = self.manager.ledger
         for ticket in self._running():
             if ticket.ticket_id != ticket_id:
-                assert ledger.touch(ticket.ticket_id, ticket.attempt, 2 * LEASE_S)
+                ticket.news_at = 2 * LEASE_S
         assert self.manager.expire(2 * LEASE_S) == [ticket_id]
         self.truth[ticket_id] = "waiting"
         for ticket in self._running():
@@ -141,7 +144,7 @@ class Workers(WorldState):
     _lapses_though_alive = _lapse
 
     def _dies(self, worker: str) -> None:
-        """It is started again at once; the manager hears of it later."""
+        """Restart the worker; the manager notices later."""
         self.births[worker] += 1
         self.unanswered.pop(worker, None)
         self.attempts = {key: a for key, a in self.attempts.items() if a.worker != worker}

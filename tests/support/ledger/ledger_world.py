@@ -4,8 +4,8 @@
                                             │                           died, repeated, late, restarted, crashed
            take a batch ──> publish ──> tell the manager
 
-What the model knows (``truth``, ``weights``) is kept by hand, action by action, and compared with the real parts after
-each. Time stands still; what needs it to pass (a lease, the grace of a finish) happens at any moment.
+Each action updates the model (``truth``, ``weights``) by hand, and the model is compared with the real parts. Time
+stands still: an event that needs it (a lease that lapses, the grace of a finish) happens at any moment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from realsys.buffer.sequence_buffer import SequenceBuffer, StalePolicy
-from realsys.manager.ledger.auditor import Auditor
+from realsys.manager.audit.auditor import Auditor
 from realsys.manager.ledger.events import EvalAnswered, EvalStarted, Event, Resumed, Snapshot
 from realsys.manager.ledger.journal import decode_record, encode_record
 from realsys.manager.ledger.ledger import Ledger
@@ -29,7 +29,8 @@ from realsys.manager.settings import ManagerSettings
 from realsys.manager.state import ManagerState
 from realsys.master.stuck import StuckCheck
 from realsys.types import PublishedVersion, SampleMeta, ServerAddress, Ticket
-from tests.support.ledger.state_explorer import Canonical, Copier
+from tests.support.ledger.fingerprints import KEY, ledger_key, manager_key, recount
+from tests.support.ledger.state_explorer import Copier
 
 Truth = Literal["running", "finished", "waiting", "claimed", "dropped", "trained"]
 LEASE_S = 100.0
@@ -55,7 +56,7 @@ class Act:
 
 @dataclass(frozen=True)
 class Bounds:
-    """How small the trial is. ``faults``: how many in one history, of the kinds named (all if empty)."""
+    """Size of the trial. ``faults``: how many in one history, of the kinds named (all if empty)."""
 
     batch: int = 1
     eta: int = 0
@@ -66,7 +67,7 @@ class Bounds:
     epochs: int = 1
     attempts: int = 2
     policy: StalePolicy = "drop"
-    resumed: bool = False  # from another trial's checkpoint of version 1, with one prompt pending
+    resumed: bool = False  # resumes another trial's checkpoint of version 1, with one prompt pending
     kinds: frozenset[str] = frozenset()
 
     def settings(self) -> ManagerSettings:
@@ -92,32 +93,8 @@ def keep(group: Any) -> bool:
     return all(sample.reward != FILTERED for sample in group)
 
 
-_BOOKKEEPING = {"bounds", "journal", "synced", "syncs", "prompts"}
-# Statistics and times: they decide nothing that is explored here.
-_STATISTICS = {
-    "ManagerState": {"settings", "bound", "router", "outbox", "staleness", "generated", "generated_by_server"}
-    | {"finished_groups", "answers", "evaluations", "master"},
-    "Ledger": {"_order", "_max_attempts", "_reissue", "_records", "_first_cursor", "reissued", "_lag", "opened"},
-    "LedgerCounts": {"attempts", "starts", "reissued_by_cause"},
-    "OpenTicket": {"news_at"},
-    "ServerRegistry": {"_bound", "_pace", "updates", "revision", "trainer_incarnation"},
-    "RolledBack": {"time", "checkpoint", "step"},
-    "PublishedVersion": {"locator", "step", "transport"},
-    "Ticket": {"ticket_id", "attempt", "prompt_index", "kind", "split", "n", "seed", "version"},
-    "ServerAddress": {"name", "url", "pid", "host"},
-    "Server": {"failures", "retry_at", "updates", "update_s", "timings", "began", "error"},
-    "Heartbeat": {"time", "since", "changed"},
-    "SequenceBuffer": {"rejected", "filtered_in_a_row", "_keep"},
-    "SampleMeta": {
-        *("arrived", "length", "loss_tokens", "sample_id", "truncated", "version_max", "owner"),
-        *("episode", "row", "group_rows", "episode_tokens", "correct", "metrics"),
-    },
-    "Reservations": {"_loads"},
-    "World": _BOOKKEEPING,
-    "Evaluated": {*_BOOKKEEPING, "problems"},
-}
-_KEY = Canonical(_STATISTICS)
-LEDGER_KEY = Canonical({"Ledger": {"_order", "_reissue"}, "OpenTicket": {"news_at"}})
+#: The model's own fields that tell no two states apart.
+_BOOKKEEPING = {"bounds", "manager", "journal", "synced", "syncs", "prompts"}
 COPIER = Copier(PromptOrder, ManagerSettings, StalenessBound, Bounds)
 
 
@@ -130,7 +107,7 @@ class WorldState:
     buffer: SequenceBuffer = field(init=False)
     faults: int = 0
     truth: dict[str, Truth] = field(default_factory=dict)
-    prompts: dict[str, int] = field(default_factory=dict)  # of each ticket that ever was, though its record be lost
+    prompts: dict[str, int] = field(default_factory=dict)  # prompt of each ticket, even of a lost record
     journal: list[bytes] = field(default_factory=list)
     synced: int = 0  # records that survive the machine
     syncs: bool = False  # the action under way is answered after an fsync
@@ -142,12 +119,12 @@ class WorldState:
     echoes: list[Any] = field(default_factory=list)  # calls that reach the manager once more, some time
     # the master
     phase: Literal["down", "rolled back", "idle", "asking", "training", "published", "done", "stuck"] = "down"
-    version: int = 0  # in its weights
+    version: int = 0  # version of its weights
     trainer_incarnation: int = 0
     checkpoint: int = -1  # version of the newest
-    published: PublishedVersion | None = None  # in the name store
+    published: PublishedVersion | None = None  # value in the name store
     batch: list[SampleMeta] = field(default_factory=list)
-    drops: list[tuple[str, int, str]] = field(default_factory=list)  # to be told: ticket, attempt, reason
+    drops: list[tuple[str, int, str]] = field(default_factory=list)  # unreported drops: ticket, attempt, reason
     weights: list[list[str]] = field(default_factory=list)  # tickets that each version trained
 
     def __post_init__(self) -> None:
@@ -168,9 +145,13 @@ class WorldState:
     # -- what must always hold -----------------------------------------------------------------------------------------
 
     def key(self) -> bytes:
-        """What may be lost yet tells two states apart for as long as it may."""
+        """Unsynced records tell two states apart only while they may be lost."""
         loses = self.faults and self.bounds.kinds & {"machine_fails", "manager_loses_its_tail"}
-        return _KEY.digest((self, self.journal[self.synced :] if loses else []))
+        may_be_lost = self.journal[self.synced :] if loses else []
+        return KEY.digest((self._fields(), manager_key(self.manager), may_be_lost))
+
+    def _fields(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _BOOKKEEPING}
 
     def check(self) -> None:
         ledger = self.manager.ledger
@@ -199,7 +180,7 @@ class WorldState:
         order, before = self.bounds.order(), self.bounds.batch if self.bounds.resumed else 0
         ahead = [order.at(p) for p in range(position.cursor, self.bounds.prompts * self.bounds.epochs)]
         ended = [
-            ledger._prompt[int(t)]
+            ledger.columns.prompt[int(t)]
             for t, state in self.truth.items()
             if state == "trained" or (state == "dropped" and not str(ledger.ended(t)).endswith(": stale"))
         ]
@@ -210,7 +191,7 @@ class WorldState:
         reservations = self.manager.reservations
         held = [t for t in self.truth if reservations.calls(t)]
         assert sum(len(reservations.calls(t)) for t in held) == len(reservations)
-        assert reservations.load(SERVER) == reservations.recount().get(SERVER, (0, 0))
+        assert reservations.load(SERVER) == recount(reservations, self.truth).get(SERVER, (0, 0))
         assert all(self.truth[t] == "running" for t in held), f"places of {held} are not given back"
 
     def _check_snapshot(self) -> None:
@@ -219,9 +200,9 @@ class WorldState:
         line = encode_record(ledger.snapshot(0.0, [], {}))
         snapshot = decode_record(line)
         assert isinstance(snapshot, Snapshot)
-        compacted = Ledger(ledger._order, self.bounds.attempts)
+        compacted = Ledger(self.bounds.order(), self.bounds.attempts)
         compacted.apply(snapshot)
-        assert LEDGER_KEY.of(compacted) == LEDGER_KEY.of(ledger), "the snapshot leads elsewhere"
+        assert ledger_key(compacted) == ledger_key(ledger), "the snapshot leads elsewhere"
 
     def _check_audit(self) -> None:
         """`realsys audit` finds nothing, whatever happened."""
@@ -234,7 +215,7 @@ class WorldState:
         assert not failed, f"the audit says {failed}"
 
     def _commit(self, before: bytes) -> None:
-        """The journal must say all that happened: what it adds turns the ledger before into the ledger now."""
+        """Check that the new records turn the ledger before the action into the ledger now."""
         events, self.manager.outbox = self.manager.outbox, []
         if self.syncs:
             self.syncs, self.synced = False, len(self.journal) + len(events)
@@ -248,7 +229,7 @@ class WorldState:
             assert copy == event, f"the journal reads {copy} for {event}"
             if not isinstance(copy, EvalStarted | EvalAnswered):
                 ledger.apply(copy)  # type: ignore[arg-type]
-        assert LEDGER_KEY.of(ledger) == LEDGER_KEY.of(self.manager.ledger), f"not what the journal says: {events}"
+        assert ledger_key(ledger) == ledger_key(self.manager.ledger), f"not what the journal says: {events}"
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
@@ -279,7 +260,7 @@ class WorldState:
         return self.bounds.policy == "drop" and self.buffer.ready_groups > fresh
 
     def _can_never_fill(self) -> bool:
-        """The rule of a running master: two looks at the status of the manager."""
+        """Apply the rule of a running master to two consecutive statuses of the manager."""
         check, seen = StuckCheck(self.bounds.batch), status(self.manager, 0.0, 0.0)
         return check.look(seen, self.buffer.ready_groups) is None and bool(check.look(seen, self.buffer.ready_groups))
 
@@ -312,7 +293,7 @@ class WorldState:
         self.manager.open(0.0)
         if self.published is not None:
             current = self.published.incarnation == self.manager.trainer_incarnation
-            assert self.manager.publish(self.published) == current, "weights of a training side that is gone"
+            assert self.manager.servers.publish(self.published) == current, "weights of a training side that is gone"
         self._observe_server()
         lost = self._observe_workers()
         self.truth |= dict.fromkeys(lost, "waiting")

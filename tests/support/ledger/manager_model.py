@@ -1,20 +1,22 @@
-"""What must hold of a manager, as a model that knows only the rules. The rules that drive it are in the test."""
+"""Model of a manager that knows only its invariants. The rules that drive it are in the test."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from realsys.manager.ledger.events import Event, Outcome
-from realsys.manager.messages import AllocateRequest, RollBackReply, RollBackRequest, TrainedReply, TrainedRequest
-from realsys.manager.refusals import OlderTraining
+from realsys.manager.messages import AllocateRequest, RollBackRequest, TrainedReply, TrainedRequest
+from realsys.manager.refusals import OlderTrainer
 from realsys.manager.routing.servers import Pace
 from realsys.manager.settings import ManagerSettings
 from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion, ServerAddress
+from tests.support.ledger.fingerprints import recount
 
 B, ETA, LEASE_S, ATTEMPTS = 3, 1, 50.0, 3
 SERVERS, WORKERS = st.integers(0, 3), st.integers(0, 2)
@@ -27,7 +29,7 @@ SETTINGS = ManagerSettings(B, ETA, 2, ATTEMPTS, 1, {"train": 7, "eval": 4}, leas
 
 @dataclass
 class Known:
-    """What the model knows of a train ticket."""
+    """The model's record of a train ticket."""
 
     state: str
     attempt: int
@@ -41,7 +43,7 @@ class Known:
 
 @dataclass
 class Truth:
-    """What a server really is: its version, and whether the manager may trust it."""
+    """The real state of a server: its version, and whether the manager may trust it."""
 
     address: ServerAddress
     version: int | None = None
@@ -51,7 +53,7 @@ class Truth:
 
 
 class ManagerModel(RuleBasedStateMachine):
-    """The manager under test beside what is known of it, and what must always hold of the two."""
+    """The manager under test, its model, and the invariants of both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,27 +113,26 @@ class ManagerModel(RuleBasedStateMachine):
         self.trainings += 1
         kept = {i for i, k in self.model.items() if k.state in ("waiting", "dropped") or 0 <= k.version <= version}
         lost = self.model.keys() - kept
-        evals = self.state.evaluations.all().items()
-        kept = {i for i, e in evals if len(e.done) == e.started.total and e.started.version <= version}
+        evals = self.state.evaluations.by_id.items()
+        kept = {i for i, e in evals if e.is_finished and e.started.version <= version}
         request = RollBackRequest(version, version, self.trainer_incarnation)
         for _ in range(1 + repeat):
-            reply = self.state.roll_back(request, self.now)
-            assert isinstance(reply, RollBackReply) and reply.reissued == len(lost)
+            assert self.state.roll_back(request, self.now).reissued == len(lost)
         self.commit()
         for ticket_id in lost:
             known = self.model[ticket_id]
             known.failures = 0 if known.state == "trained" else known.failures
             known.state, known.version = "waiting", -1
-        assert self.state.evaluations.all().keys() == kept
-        self.eval_total = sum(e.started.total for e in self.state.evaluations.all().values())
+        assert self.state.evaluations.by_id.keys() == kept
+        self.eval_total = sum(e.started.total for e in self.state.evaluations.by_id.values())
         self.version, self.newest, self.unplaced = max(0, version), max(0, version), set()
         for truth in self.servers.values():
             truth.version, truth.draining = None, False
         if self.workers:
             assert self.state.allocate(AllocateRequest(min(self.workers), 1), self.now).reason == "no_server"
         older = PublishedVersion(99, f"{self.trainings - 1:019d}", "/dead", 99)
-        assert not self.state.publish(older), "weights of a dead incarnation"
-        assert self.state.publish(self.published(self.version))
+        assert not self.state.servers.publish(older), "weights of a dead incarnation"
+        assert self.state.servers.publish(self.published(self.version))
         for truth in self.servers.values():
             server = self.state.servers.get(truth.address.name)
             assert server is not None
@@ -139,9 +140,9 @@ class ManagerModel(RuleBasedStateMachine):
 
     def trained(self, request: TrainedRequest) -> TrainedReply:
         older = TrainedRequest(9, 9, list(self.model), incarnation=f"{self.trainings - 1:019d}", held=[])
-        assert isinstance(self.state.trained(older, self.now), OlderTraining), "a training side that is over"
+        with pytest.raises(OlderTrainer):
+            self.state.trained(older, self.now)
         reply = self.state.trained(request, self.now)
-        assert isinstance(reply, TrainedReply)
         self.commit()
         return reply
 
@@ -158,21 +159,21 @@ class ManagerModel(RuleBasedStateMachine):
 
     @invariant()
     def reservations_belong_to_running_tickets(self) -> None:
-        reservations, running = self.state.reservations, 0
-        for name in self.servers:
-            assert reservations.load(name) == reservations.recount().get(name, (0, 0))
-            running += reservations.load(name)[0]
-        assert reservations.recount().keys() <= self.servers.keys(), "a place on a server that is gone"
+        reservations = self.state.reservations
         tickets = [t for t, known in self.model.items() if known.state == "running"]
-        for evaluation in self.state.evaluations.all().values():
-            tickets += [problem.ticket_id for problem in evaluation.running.values()]
+        tickets += self.state.evaluations.running
+        loads = recount(reservations, tickets)
+        assert all(reservations.load(name) == loads.get(name, (0, 0)) for name in self.servers)
+        assert loads.keys() <= self.servers.keys(), "a place on a server that is gone"
         assert len(reservations) == sum(len(reservations.calls(ticket)) for ticket in tickets)
 
     @invariant()
     def no_problem_of_an_evaluation_is_lost(self) -> None:
         total = 0
-        for evaluation in self.state.evaluations.all().values():
-            parts = [set(evaluation.waiting), set(evaluation.running), evaluation.done]
-            assert sum(map(len, parts)) == len(set.union(*parts)) == evaluation.started.total
+        running = [(p.evaluation, p.ticket.prompt_index) for p in self.state.evaluations.running.values()]
+        for evaluation in self.state.evaluations.by_id.values():
+            runs = [index for owner, index in running if owner is evaluation]
+            indices = [*evaluation.waiting, *runs, *evaluation.saved.done]
+            assert sorted(indices) == [*range(evaluation.started.total)]
             total += evaluation.started.total
         assert total == self.eval_total

@@ -12,7 +12,6 @@ from realsys.manager.messages import (
     ScheduleReply,
     ScheduleRequest,
 )
-from realsys.manager.refusals import NoServer, NotRunning
 from realsys.manager.routing.servers import UpdateOrder
 from realsys.manager.settings import ManagerSettings
 from realsys.manager.state import ManagerState
@@ -45,7 +44,7 @@ def update(state: ManagerState, index: int, now: float = 0.0) -> None:
 def ready(servers: int = 1, **changes: Any) -> ManagerState:
     state = ManagerState(dataclasses.replace(SETTINGS, **changes))
     state.observe_servers([address(index) for index in range(servers)])
-    state.publish(version(0))
+    state.servers.publish(version(0))
     for index in range(servers):
         update(state, index)
     return state
@@ -55,14 +54,8 @@ def tickets(state: ManagerState, count: int = 1, now: float = 0.0) -> list[Ticke
     return state.allocate(AllocateRequest("w", count), now).tickets
 
 
-def schedule(state: ManagerState, ticket: Ticket, **more: Any) -> ScheduleReply | NoServer | NotRunning:
-    return state.schedule(ScheduleRequest(ticket.ticket_id, ticket.attempt, 10, 20, ticket.n, **more), 0.0)
-
-
 def place(state: ManagerState, ticket: Ticket, **more: Any) -> ScheduleReply:
-    reply = schedule(state, ticket, **more)
-    assert isinstance(reply, ScheduleReply)
-    return reply
+    return state.schedule(ScheduleRequest(ticket.ticket_id, ticket.attempt, 10, 20, ticket.n, **more), 0.0)
 
 
 def finish(state: ManagerState, ticket: Ticket, outcome: Any = "accepted", answers: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Explicit-state exploration: every state that a small system can reach, and what is wrong with any of them.
+"""Explicit-state exploration: every state that a small system can reach, each checked.
 
     initial ──> expand: every enabled action on a copy ──> check the new state ──> seen before? ──> queue ──┐
                   ^                                                                                        │
@@ -17,7 +17,7 @@ import pickle
 import traceback
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -48,7 +48,7 @@ class System(Protocol):
 
 
 class Violation(AssertionError):
-    """What went wrong, and the shortest way there."""
+    """A problem, and the shortest path to it."""
 
     def __init__(self, problem: str, path: Sequence[Action]) -> None:
         super().__init__("\n".join([problem, "after:", *(f"  {action}" for action in path)]))
@@ -57,7 +57,7 @@ class Violation(AssertionError):
 
 @dataclass
 class Found:
-    """What an exploration to closure saw. ``actions``: how often each kind of action was taken, by name."""
+    """Statistics of an exploration to closure. ``actions``: how often each kind of action was taken, by name."""
 
     states: int = 0
     transitions: int = 0
@@ -107,7 +107,7 @@ def explore(initial: S, copier: Copier, *, at_most: int) -> Found:
     found = Found()
     numbers = {initial.key(): 0}
     parents: list[tuple[int, Action | None]] = [(-1, None)]
-    sources, targets = array("l"), array("l")  # of the actions without cost
+    sources, targets = array("l"), array("l")  # edges of the actions without cost
     finals: set[int] = set()
     queue: deque[tuple[int, bytes]] = deque([(0, copier.dump(initial))])
 
@@ -173,10 +173,10 @@ def _cannot_reach(ends: set[int], states: int, sources: array[int], targets: arr
 
 
 class Canonical:
-    """A value that is equal for two objects that behave alike. ``ignored``: class name -> fields that do not count."""
+    """Plain tuples that are equal for two values that behave alike. ``views``: by type, the parts that decide."""
 
-    def __init__(self, ignored: dict[str, set[str]]) -> None:
-        self._ignored = ignored
+    def __init__(self, views: Mapping[type, Callable[[Any], Any]]) -> None:
+        self._views = views
         self._readers: dict[type, Callable[[Any], Sequence[Any]]] = {}
 
     def digest(self, value: Any) -> bytes:
@@ -196,6 +196,8 @@ class Canonical:
             return tuple(sorted([(self.of(k), self.of(v)) for k, v in value.items()], key=repr)) if value else ()
         if isinstance(value, set | frozenset):
             return tuple(sorted([self.of(item) for item in value], key=repr))
+        if kind in self._views:
+            return self.of(self._views[kind](value))
         read = self._readers.get(kind) or self._readers.setdefault(kind, self._reader(value))
         return (kind.__name__, *[item if type(item) in _ATOMS else self.of(item) for item in read(value)])
 
@@ -206,11 +208,8 @@ class Canonical:
         get = attrgetter(*names)
         return get if len(names) > 1 else lambda value: (get(value),)
 
-    def _names(self, value: Any) -> tuple[str, ...]:
+    @staticmethod
+    def _names(value: Any) -> list[str]:
         if is_dataclass(value):
-            names = [f.name for f in fields(value)]
-        elif hasattr(value, "__struct_fields__"):
-            names = list(value.__struct_fields__)
-        else:
-            names = list(vars(value))
-        return tuple(name for name in names if name not in self._ignored.get(type(value).__name__, ()))
+            return [f.name for f in fields(value)]
+        return list(getattr(value, "__struct_fields__", ()) or vars(value))

@@ -60,7 +60,7 @@ class Manager:
         self.publish(0)
 
     def publish(self, version: int) -> None:
-        self.state.publish(PublishedVersion(version, "m", f"/v{version}", version))
+        self.state.servers.publish(PublishedVersion(version, "m", f"/v{version}", version))
         order: Any = self.state.servers.next_order("generation_server/0", "1", 0.0)
         assert self.state.begin_update(order, 0.0) and self.state.servers.succeeded(order, 0.1, {"pause_s": 0.0})
 

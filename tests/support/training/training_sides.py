@@ -41,13 +41,13 @@ def running(incarnation: str = A) -> ManagerState:
     state.open(0.0)
     state.observe_servers([address(0)])
     assert start(state, -1, incarnation) == 0
-    assert state.publish(published(0, incarnation))
+    assert state.servers.publish(published(0, incarnation))
     update(state, 0)
     return state
 
 
 def serve(state: ManagerState, number: int, incarnation: str) -> None:
-    assert state.publish(published(number, incarnation))
+    assert state.servers.publish(published(number, incarnation))
     update(state, 0)
 
 

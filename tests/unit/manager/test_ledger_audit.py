@@ -1,4 +1,4 @@
-"""`realsys audit`: clean on what a manager wrote, and what it says of files that are damaged or missing."""
+"""`realsys audit`: clean for a file that a manager wrote; its errors for damaged and missing files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from realsys.config.paths import TrialPaths
 from realsys.launch.cli import main
 from realsys.launch.commands.audit import audit_trial
-from realsys.manager.ledger.audit_report import CLAIMS
+from realsys.manager.audit.audit_report import CLAIMS
 from realsys.manager.ledger.events import (
     Granted,
     Opened,
@@ -47,7 +47,7 @@ def test_a_whole_life_is_clean_and_counted(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["states"] == report.states
 
 
-def test_a_record_that_is_damaged_fails_and_a_torn_one_is_told(tmp_path: Path) -> None:
+def test_damaged_record_fails_and_torn_one_is_reported(tmp_path: Path) -> None:
     run = life()
     paths = write(tmp_path, run.state.outbox, run.steps)
     content = paths.ledger.read_bytes()
@@ -61,7 +61,7 @@ def test_a_record_that_is_damaged_fails_and_a_torn_one_is_told(tmp_path: Path) -
     assert not report.ok and "line 5 is damaged" in report.checks[0].problems[0]
 
 
-def test_a_step_log_that_names_others_or_one_twice_fails(tmp_path: Path) -> None:
+def test_step_log_with_other_tickets_fails(tmp_path: Path) -> None:
     run = life()
     steps = json.loads(json.dumps(run.steps))
     steps[0]["tickets"] = "0,0"
@@ -73,8 +73,8 @@ def test_a_step_log_that_names_others_or_one_twice_fails(tmp_path: Path) -> None
     ]
 
 
-def test_the_step_that_the_trainer_died_in_may_be_missing_from_its_log(tmp_path: Path) -> None:
-    """It tells the manager first. The newest step, or one whose checkpoint was complete; any other was hidden."""
+def test_last_step_may_be_missing_from_log(tmp_path: Path) -> None:
+    """The trainer reports to the manager first: only the newest step, or one with a checkpoint, may be missing."""
     run = life()
     without = [[s for s in run.steps if (s["kind"], s["step"]) != ("train", step)] for step in (1, 2)]
     for steps in without:
@@ -84,7 +84,7 @@ def test_the_step_that_the_trainer_died_in_may_be_missing_from_its_log(tmp_path:
     assert not audit_trial(write(tmp_path, until, [s for s in without[0] if s["kind"] == "train"][:1])).ok
 
 
-def test_the_audit_of_a_compacted_journal_knows_what_was_before(tmp_path: Path) -> None:
+def test_audit_of_compacted_journal_counts_everything(tmp_path: Path) -> None:
     run = life()
     whole = audit_trial(write(tmp_path, run.state.outbox, run.steps))
     replayed = ManagerState(SETTINGS)
@@ -114,14 +114,14 @@ def test_what_a_resumed_trial_inherited_counts_for_admission(tmp_path: Path) -> 
     assert "granted as number 42, beyond 40 at version 18" in report.checks[7].problems[0]
 
 
-def test_a_folder_that_is_no_trial_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_trial_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "TRIAL_DIR" in error and "not the folder of a trial" in error
     assert not list(tmp_path.iterdir()), "it reads only"
 
 
-def test_it_reads_beside_a_manager_that_has_the_ledger_open(tmp_path: Path) -> None:
+def test_audit_runs_while_manager_has_ledger_open(tmp_path: Path) -> None:
     run = life()
     paths = TrialPaths(tmp_path)
     with Journal(paths.ledger) as journal:

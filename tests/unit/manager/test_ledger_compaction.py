@@ -39,7 +39,7 @@ def history(seed: int, length: int = 300) -> tuple[Ledger, list[Event]]:
             case "finish":
                 for name in some:
                     outcome = rng.choice(["accepted", "accepted", "rejected", "failed"])
-                    events.append(ledger.finish(name, ledger.open[name].attempt, outcome, "why: x", now).event)
+                    events.append(ledger.finish(name, ledger.open[name].attempt, outcome, "why: x", now)[1])
             case "train":
                 version += 1
                 events.append(ledger.claim(version, some, now, "1")[0])
@@ -69,7 +69,7 @@ def state_of(ledger: Ledger) -> Snapshot:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_state_after_a_compaction_is_the_one_before_and_goes_on_the_same(tmp_path: Path, seed: int) -> None:
+def test_compaction_keeps_state_and_later_decisions(tmp_path: Path, seed: int) -> None:
     """Compacted in the middle of a random history; what comes after is replayed on top of the snapshot."""
     whole, events = history(seed)
     middle = len(events) // 2
@@ -86,7 +86,7 @@ def test_the_state_after_a_compaction_is_the_one_before_and_goes_on_the_same(tmp
     assert state_of(replay(path)) == state_of(whole)
 
 
-def test_records_appended_while_it_runs_are_kept_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_appended_during_compaction_keep_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the snapshot is written and again while both files are synced; the lock moves with the name."""
     path, ledger = tmp_path / "ledger.jsonl", Ledger(PromptOrder(1, 40), 2)
     journal = Journal(path)
@@ -126,9 +126,7 @@ def test_records_appended_while_it_runs_are_kept_in_order(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("where", ["write", "tail", "sync"])
-def test_a_disk_that_is_full_in_the_middle_leaves_the_journal_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_full_disk_leaves_journal_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger, events = history(3)
     journal = Journal(path)
@@ -154,9 +152,7 @@ def test_a_disk_that_is_full_in_the_middle_leaves_the_journal_as_it_was(
     journal.close()
 
 
-def test_a_journal_that_cannot_be_synced_is_not_taken_for_a_compaction_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sync_error_of_journal_is_no_failed_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger, events = history(3)
     with Journal(tmp_path / "ledger.jsonl") as journal:
         journal.append(events)
@@ -169,7 +165,7 @@ def test_a_journal_that_cannot_be_synced_is_not_taken_for_a_compaction_that_fail
             asyncio.run(Compactor(journal, 1).compact(lambda: state_of(ledger)))
 
 
-def test_a_writer_that_lost_its_lease_meanwhile_does_not_exchange_the_files(tmp_path: Path) -> None:
+def test_writer_without_lease_does_not_exchange_files(tmp_path: Path) -> None:
     """Where files have no locks its successor may have appended by then."""
     path = tmp_path / "ledger.jsonl"
     ledger, events = history(3)
@@ -185,9 +181,7 @@ def test_a_writer_that_lost_its_lease_meanwhile_does_not_exchange_the_files(tmp_
         assert path.read_bytes() == before and not twin_path(path).exists()
 
 
-def test_what_is_synced_after_an_exchange_is_found_under_the_name_of_the_ledger(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sync_after_exchange_syncs_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger, events = history(3)
     fsync, folders = os.fsync, list[bool]()
 
@@ -207,7 +201,7 @@ def test_what_is_synced_after_an_exchange_is_found_under_the_name_of_the_ledger(
         assert folders == [False, True, False]
 
 
-def test_what_a_death_in_a_compaction_left_is_removed_by_the_next_start(tmp_path: Path) -> None:
+def test_start_removes_unfinished_compaction(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger, events = history(4)
     with Journal(path) as journal:
@@ -238,7 +232,7 @@ def test_a_compaction_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) ->
     assert [event for event, _ in read_journal(path)] == events
 
 
-def test_it_is_due_by_size_but_not_for_a_journal_that_is_mostly_snapshot(tmp_path: Path) -> None:
+def test_compaction_is_due_by_size(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger, events = history(6)
     with Journal(path) as journal:
@@ -252,13 +246,13 @@ def test_it_is_due_by_size_but_not_for_a_journal_that_is_mostly_snapshot(tmp_pat
         assert journal.base == journal.size and not Compactor(journal, 100).due
 
 
-def test_a_snapshot_that_does_not_add_up_or_comes_late_is_refused() -> None:
+def test_inconsistent_or_late_snapshot_is_refused() -> None:
     ledger, _ = history(7)
     good = state_of(ledger)
     with pytest.raises(LedgerError, match="after .* others"):
         ledger.apply(good)
     for broken in ({"lag": good.lag[1:]}, {"open": good.open[1:]}):
-        with pytest.raises(LedgerError, match="does not add up"):
+        with pytest.raises(LedgerError, match="do not match"):
             Ledger(PromptOrder(0, 40), 2).apply(msgspec.structs.replace(good, **broken))
 
 
@@ -267,7 +261,7 @@ def test_a_snapshot_holds_evaluations_and_running_tickets() -> None:
     state.open(0.0)
     state.evaluate(EvaluateRequest("e", "eval", 3), 0.0)
     state.roll_back(RollBackRequest(-1, -1, "m"), 0.0)  # forgets that evaluation
-    state.publish(version(0))
+    state.servers.publish(version(0))
     update(state, 0)
     state.evaluate(EvaluateRequest("e", "eval", 3, incarnation="m"), 0.0)
     for ticket in tickets(state, 2):
@@ -277,8 +271,8 @@ def test_a_snapshot_holds_evaluations_and_running_tickets() -> None:
     snapshot = msgspec.json.decode(msgspec.json.encode(state.snapshot(1.0)), type=Event)
     again = ManagerState(SETTINGS)
     again.restore_from([snapshot])
-    evaluation = again.evaluations.get("e")
-    assert evaluation is not None and (evaluation.done, list(evaluation.waiting)) == ({0, 1}, [2])
+    evaluation = again.evaluations.find("e")
+    assert (evaluation.saved.done, list(evaluation.waiting)) == ([0, 1], [2])
     assert again.allocate(AllocateRequest("w", 3, request_id="lost"), 0.0).tickets == held
     assert [ticket.trainer_incarnation for ticket in held] == ["m"] * 2 and again.trainer_incarnation == "m"
     assert again.ledger.position() == state.ledger.position() and again.ledger.opened == state.ledger.opened

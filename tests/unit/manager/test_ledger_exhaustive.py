@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from realsys.buffer.sequence_buffer import SequenceBuffer
-from realsys.manager.evaluations import Evaluations
+from realsys.manager.ledger.evaluations import Evaluations
 from realsys.manager.ledger.events import RolledBack
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.ledger_state import LedgerState
@@ -46,7 +46,7 @@ def bounds(kinds: str = FAULTS, **sizes: Any) -> Bounds:
 
 
 #: Everything that can go wrong once; two things that meet; larger batches; groups that grow too old; two workers; what
-#: is too old is trained; a trial that was resumed; machines that forget what was not synced.
+#: is too old is trained; a trial that was resumed; machines that lose unsynced records.
 SMALL = [
     bounds(),
     bounds("fails_though_stored lapses_though_alive", prompts=1, steps=1, faults=2),
@@ -72,7 +72,7 @@ LARGE = [
 ]
 
 
-#: Beside an evaluation of version 1.
+#: With an evaluation of version 1.
 BESIDE = [
     bounds("problem_fails problem_answered_twice dies manager_restarts server_dies"),
     bounds("master_crashes", prompts=1),
@@ -93,7 +93,7 @@ def search(chosen: Bounds, at_most: int = 500_000, world: type[World] = World) -
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("chosen", SMALL + (LARGE if EXPLORE else []), ids=name_of)
-def test_no_reachable_state_breaks_an_invariant_or_is_stuck(chosen: Bounds) -> None:
+def test_no_reachable_state_breaks_an_invariant(chosen: Bounds) -> None:
     found = search(chosen)
     print(f"{name_of(chosen)}: {found.states} states, {found.transitions} transitions; ends: {found.finals}")
     enough = chosen.prompts * chosen.epochs >= chosen.batch * chosen.steps
@@ -103,13 +103,13 @@ def test_no_reachable_state_breaks_an_invariant_or_is_stuck(chosen: Bounds) -> N
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("chosen", BESIDE + ([bounds("master_crashes")] if EXPLORE else []), ids=name_of)
-def test_an_evaluation_is_answered_once_whatever_happens_beside_it(chosen: Bounds) -> None:
+def test_evaluation_ends_once_in_every_history(chosen: Bounds) -> None:
     found = search(chosen, world=Evaluated)
     print(f"{name_of(chosen)}: {found.states} states, {found.transitions} transitions; ends: {found.finals}")
     assert chosen.kinds | {"answers_problem", "asks_for_evaluation"} <= found.actions.keys()
 
 
-def test_a_batch_that_can_never_fill_ends_by_name_in_every_history() -> None:
+def test_batch_that_cannot_fill_ends_by_name() -> None:
     """Two prompts make no batch of three, whatever happens to them."""
     found = search(bounds("rejected filtered fails", batch=3, prompts=2, steps=1))
     assert found.finals.keys() == {"give_up"}
@@ -119,7 +119,7 @@ def test_a_batch_that_can_never_fill_ends_by_name_in_every_history() -> None:
 
 
 def instead(owner: type, name: str, new: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
-    """``new`` is called with the method it stands for, and its arguments."""
+    """``new`` is called with the method that it replaces, and its arguments."""
     old = getattr(owner, name)
     return lambda patch: patch.setattr(owner, name, lambda *args, **kwargs: new(old, *args, **kwargs))
 
@@ -166,7 +166,7 @@ def first_attempts(never_arrived: Any, ledger: Ledger, held: Any, *rest: Any) ->
 
 
 def forgets(add: Any, buffer: SequenceBuffer, samples: Any) -> Any:
-    """What is in training is not known any more."""
+    """Discard the groups in training."""
     for sample in samples:
         buffer._training.pop(sample.ticket_id, None)
     return add(buffer, samples)
@@ -202,15 +202,14 @@ def never_forgotten(apply: Any, evaluations: Evaluations, event: Any) -> None:
         apply(evaluations, event)
 
 
-def any_problem(running: Any, evaluations: Evaluations, ticket_id: str, attempt: int) -> Any:
-    evaluation = evaluations.get(ticket_id.removeprefix("eval-").rpartition("-")[0])
-    return (evaluation, 0) if evaluation is not None and 0 in evaluation.running else None
+def any_problem(running_attempt: Any, evaluations: Evaluations, ticket_id: str, attempt: int) -> Any:
+    return evaluations.running.get(ticket_id)
 
 
 LAPSE, CRASH, OLD = bounds("lapses_though_alive"), bounds("master_crashes"), SMALL[3]
 LAPSE_1 = bounds("lapses_though_alive", prompts=1)
 ENDS, CLAIM, LOSES = SMALL[1], bounds("claims_twice"), SMALL[-1]
-#: What is wrong; how; where that comes to light; what is said of it.
+#: Defect, patch, bounds that reach it, part of the message.
 DEFECTS = [
     ("a drop gives no quota back", instead(Ledger, "drop", nothing), bounds("filtered"), "has ended"),
     ("a finish counts twice", instead(LedgerState, "_apply_finished", counted_twice), LAPSE, "but in truth"),
@@ -259,7 +258,7 @@ def test_exploration_finds_a_seeded_defect(
     [
         ("apply", never_forgotten, BESIDE[1], "of weights that are gone"),
         ("lose", none_found, BESIDE[0], "in _problem_lapses"),
-        ("running", any_problem, BESIDE[0], "in _finish_problem"),
+        ("running_attempt", any_problem, BESIDE[0], "in _finish_problem"),
     ],
 )
 def test_exploration_finds_a_seeded_defect_of_evaluations(
@@ -274,7 +273,7 @@ def test_exploration_finds_a_seeded_defect_of_evaluations(
 
 
 @pytest.mark.parametrize("outcome", ["rejected", "failed"])
-def test_endless_data_of_which_nothing_is_accepted_ends_by_name(outcome: str) -> None:
+def test_endless_data_without_accepted_group_ends_by_name(outcome: str) -> None:
     world = World(Bounds(batch=2, prompts=3, epochs=0, attempts=1, faults=0))
     check = StuckCheck(2)
     assert check.look(status(world.manager, 0.0, 0.0), 0) is None

@@ -45,7 +45,7 @@ def test_replay_gives_back_what_was_appended(tmp_path: Path) -> None:
     assert [event for event, _ in read_journal(path)] == [*EVENTS, EVENTS[0]]
 
 
-def test_every_way_to_tear_the_last_record_is_repaired(tmp_path: Path) -> None:
+def test_every_torn_last_record_is_repaired(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     content = written(path)
     last = len(encode_record(EVENTS[-1]))
@@ -74,7 +74,7 @@ def test_any_flipped_bit_is_noticed() -> None:
         assert decode_record(bytes(damaged)) in (None, EVENTS[0])  # the checksum's own letter case may change
 
 
-def test_damage_before_good_records_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+def test_damage_before_good_records_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     lines = written(path).splitlines(keepends=True)
     lines[1] = lines[1].replace(b"failed", b"fooled")
@@ -83,7 +83,7 @@ def test_damage_before_good_records_is_an_error_that_names_the_line(tmp_path: Pa
         Journal(path)
 
 
-def test_a_last_record_that_is_whole_and_wrong_is_no_torn_tail(tmp_path: Path) -> None:
+def test_whole_wrong_last_record_is_no_torn_tail(tmp_path: Path) -> None:
     """Cut off, it would be lost without a word: a write that was torn has no end."""
     path = tmp_path / "ledger.jsonl"
     content = written(path)
@@ -93,9 +93,7 @@ def test_a_last_record_that_is_whole_and_wrong_is_no_torn_tail(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("written_bytes", [0, 20])
-def test_after_a_record_that_could_not_be_written_there_is_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written_bytes: int
-) -> None:
+def test_no_record_follows_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written_bytes: int) -> None:
     """The disk has room again before the process has ended: what comes now must not follow a hole or half a line."""
     path, write = tmp_path / "ledger.jsonl", os.write
 
@@ -127,7 +125,7 @@ def test_numbers_that_no_ledger_can_hold_are_damage() -> None:
         assert decode_record(encode_record(event)) is None, event
 
 
-def test_second_writer_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+def test_second_writer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with Journal(path) as first:
         with pytest.raises(LedgerError, match="another gserver_manager"):

@@ -1,4 +1,4 @@
-"""`realsys audit`: each check fails on a journal that was tampered with, and names what is wrong."""
+"""`realsys audit`: each check fails on a journal that was tampered with, and names the problem."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def lost_while_it_is_trained(events: list[Event]) -> None:
 
 
 def another_prompt_the_second_time(events: list[Event]) -> None:
-    i = index(events, Granted, last=True) - 6  # of ticket 3, after the roll-back
+    i = index(events, Granted, last=True) - 6  # the grant of ticket 3 after the roll-back
     event = events[i]
     assert isinstance(event, Granted) and event.attempt == 3
     events[i] = msgspec.structs.replace(event, prompt_index=event.prompt_index + 1)
@@ -179,18 +179,18 @@ def nothing_opened(events: list[Event]) -> None:
         (prompt_twice, "prompts", "ticket 0000000006: prompt position 0 was granted before"),
         (given_back_twice, "prompts", "ticket 0000000006: prompt"),
         (grant_twice, "attempts", "line 4: ticket 0000000000: attempt 0 granted while attempt 0 was running"),
-        (loss_of_a_waiting_one, "attempts", "ticket 0000000003 re-issued (worker lost) while it was waiting"),
+        (loss_of_a_waiting_one, "attempts", "ticket 0000000003 reissued (worker lost) while it was waiting"),
         (grant_lost, "attempts", "ticket 0000000001 finished (accepted), but never granted"),
         (version_missed, "versions", "version 2 trained after version 0"),
-        (dead_training, "versions", f"trained version 2 by training side {A}, while {B} had started"),
-        (roll_back_by_an_older_one, "versions", f"training side 0 started after {A}"),
+        (dead_training, "versions", f"trained version 2 by trainer {A}, while {B} had started"),
+        (roll_back_by_an_older_one, "versions", f"trainer 0 started after {A}"),
         (from_the_future, "versions", "ticket 0000000000 of version 1 trained at version 1"),
         (other_batch, "steps", "step 1: not in the step log: ticket 0000000002"),
         (other_batch, "steps", "step 1: only in the step log: ticket 0000000001"),
         (not_claimed, "attempts", "ticket 0000000000 trained at version 1, though it was finished, not claimed"),
         (claimed_twice, "attempts", "ticket 0000000000 claimed twice for version 1"),
         (claimed_for_another_version, "versions", "tickets claimed for version 4 after version 1"),
-        (lost_while_it_is_trained, "attempts", "ticket 0000000000 re-issued (lease lapsed) while it was claimed"),
+        (lost_while_it_is_trained, "attempts", "ticket 0000000000 reissued (lease lapsed) while it was claimed"),
         (another_prompt_the_second_time, "prompts", "ticket 0000000003 granted again with prompt"),
         (smaller_batch, "versions", "version 1 trained on 1 groups, a batch has 2"),
         (younger_than_it_is, "staleness", "its oldest token is of version 0, its worker said 1"),
@@ -201,7 +201,7 @@ def nothing_opened(events: list[Event]) -> None:
         (twice_trained, "replay", "ticket 0000000000 is not open: it is trained@1"),
     ],
 )
-def test_each_check_fails_on_a_journal_that_was_tampered_with(
+def test_each_check_fails_on_tampered_journal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, check: str, names: str
 ) -> None:
     run = life()
@@ -226,7 +226,7 @@ def names_the_line(paths: TrialPaths, lines: list[bytes], first: int) -> bool:
 
 
 @pytest.mark.parametrize("at", range(len(LINES)))
-def test_a_line_that_is_missing_or_stands_elsewhere_is_noticed_whatever_it_says(tmp_path: Path, at: int) -> None:
+def test_missing_or_moved_line_is_detected(tmp_path: Path, at: int) -> None:
     """Also where the rest makes sense: a finish that nobody misses, two grants in another order."""
     paths, rest = TrialPaths(tmp_path), LINES[:at] + LINES[at + 1 :]
     if at < len(LINES) - 1:

@@ -20,7 +20,6 @@ from hypothesis.stateful import (
     rule,
 )
 
-from realsys.manager.evaluations import Evaluation
 from realsys.manager.ledger.events import Event, Outcome
 from realsys.manager.messages import (
     AllocateRequest,
@@ -33,7 +32,7 @@ from realsys.manager.messages import (
     ScheduleRequest,
     TrainedRequest,
 )
-from realsys.manager.refusals import NoServer, NotRunning
+from realsys.manager.refusals import NoServer, NotRunning, Refusal
 from realsys.manager.routing.placement import STRATEGIES
 from realsys.manager.routing.servers import Pace, UpdateOrder
 from realsys.manager.state import ARRIVAL_GRACE_S, ManagerState
@@ -91,8 +90,8 @@ class ManagerMachine(ManagerModel):
     @rule()
     def publish(self) -> None:
         self.version += 1
-        assert self.state.publish(self.published(self.version))
-        assert not self.state.publish(self.published(self.version - 1)), "versions never go back"
+        assert self.state.servers.publish(self.published(self.version))
+        assert not self.state.servers.publish(self.published(self.version - 1)), "versions never go back"
 
     @rule(target=orders, index=SERVERS)
     def order(self, index: int) -> UpdateOrder | object:
@@ -126,7 +125,7 @@ class ManagerMachine(ManagerModel):
     @precondition(lambda self: self.version * B <= 6 + self.counted())
     @rule(target=orders)
     def rollout_begins(self) -> object:
-        """A version comes out and every server that may begins with it, or drains for it; some never end."""
+        """Publish a version, and every server that may begins with it, or drains for it; some never end."""
         self.publish()
         orders = [self.order(int(name[-1])) for name in list(self.servers)]
         return multiple(*(order for order in orders if isinstance(order, UpdateOrder)))
@@ -235,7 +234,7 @@ class ManagerMachine(ManagerModel):
 
     def running(self, ticket: Ticket) -> bool:
         if ticket.kind == "eval":
-            return self.state.evaluations.running(ticket.ticket_id, ticket.attempt) is not None
+            return self.state.evaluations.running_attempt(ticket.ticket_id, ticket.attempt) is not None
         known = self.model[ticket.ticket_id]
         return known.state == "running" and known.attempt == ticket.attempt
 
@@ -263,7 +262,11 @@ class ManagerMachine(ManagerModel):
         running = self.running(ticket)
         if failed and held is not None:
             request.failed_server = held.server
-        reply = self.state.schedule(request, self.now)
+        reply: ScheduleReply | Refusal
+        try:
+            reply = self.state.schedule(request, self.now)
+        except Refusal as refusal:
+            reply = refusal
         self.commit()
         mine = {call} if isinstance(reply, ScheduleReply) else set()
         for ticket_id, calls in expected.items():
@@ -305,7 +308,7 @@ class ManagerMachine(ManagerModel):
             return
         known = self.model[ticket.ticket_id]
         if outcome == "accepted":
-            known.news = known.granted = self.now  # from here on it has time to arrive
+            known.news = known.granted = self.now  # its time to arrive starts here
         known.failures += outcome == "failed"
         retry = outcome == "failed" and known.failures < ATTEMPTS
         assert reply.retry == retry
@@ -328,7 +331,7 @@ class ManagerMachine(ManagerModel):
 
     @rule(data=st.data(), repeat=st.booleans())
     def train(self, data: st.DataObject, repeat: bool) -> None:
-        """Some of what was claimed; ``repeat``: the call is sent twice."""
+        """Train some of the claimed tickets; ``repeat``: the call is sent twice."""
         ready = sorted(ticket_id for ticket_id, known in self.model.items() if known.state == "claimed")
         batch = data.draw(st.lists(st.sampled_from(ready), max_size=B, unique=True)) if ready else []
         request = TrainedRequest(
@@ -357,7 +360,7 @@ class ManagerMachine(ManagerModel):
 
     @rule(data=st.data())
     def groups_are_missed(self, data: st.DataObject) -> None:
-        """The master says what it holds: what finished a while ago and is not among it never arrived."""
+        """The master lists the groups that it holds; a missing one that finished a while ago never arrived."""
         finished = sorted(ticket_id for ticket_id, known in self.model.items() if known.state == "finished")
         kept = data.draw(st.sets(st.sampled_from(finished))) if finished else set()
         held = [(ticket_id, self.model[ticket_id].attempt) for ticket_id in kept]
@@ -373,16 +376,14 @@ class ManagerMachine(ManagerModel):
         if self.evals < 2:
             self.evals += 1
             request = EvaluateRequest(f"e{self.evals}", "eval", 9, incarnation=self.trainer_incarnation)
-            evaluation = self.state.evaluate(request, self.now)
-            assert isinstance(evaluation, Evaluation)
-            self.eval_total += evaluation.started.total
+            self.eval_total += self.state.evaluate(request, self.now).total
             self.commit()
 
     # -- restarts ------------------------------------------------------------------------------------------------------
 
     @rule(back=st.integers(0, 4), repeat=st.booleans())
     def training_restarts(self, back: int, repeat: bool) -> None:
-        """From a checkpoint of some version; all that is younger never happened. It publishes at once."""
+        """From a checkpoint of some version; all that is younger never happened. It publishes immediately."""
         self.training_starts(max(-1, self.newest - back), repeat)
 
     @rule(compacted=st.booleans())
@@ -405,7 +406,7 @@ class ManagerMachine(ManagerModel):
         assert not self.state.outbox, "nothing has changed"
         for known in self.model.values():
             known.news = known.granted  # renewals are not journalled
-        self.state.publish(self.published(self.version))
+        self.state.servers.publish(self.published(self.version))
         for truth in self.servers.values():
             truth.version, truth.trusted, truth.draining, truth.began = None, True, False, None
         self.unplaced = {(i, known.attempt) for i, known in self.model.items() if known.state == "running"}

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from realsys.manager.messages import ScheduleRequest
 from realsys.manager.overview import status
 from realsys.manager.refusals import NoServer
 from realsys.manager.routing.servers import Idle, Pace, UpdateOrder
@@ -17,20 +18,19 @@ from tests.support.ledger.manager_states import (
     order,
     place,
     ready,
-    schedule,
     tickets,
     update,
     version,
 )
 
 
-def test_update_of_an_old_version_does_not_end_a_quarantine() -> None:
+def test_update_to_old_version_keeps_quarantine() -> None:
     state = ready()
-    state.publish(version(1))
+    state.servers.publish(version(1))
     old = order(state, 0)
     state.begin_update(old, 0.0)
     state.servers.report_failure("generation_server/0", 0, "connection reset", 0.0)
-    state.publish(version(2))
+    state.servers.publish(version(2))
     state.servers.succeeded(old, 0.1, {})
     server = state.servers.get("generation_server/0")
     assert server is not None and server.quarantined and state.refusal() == "no_server"
@@ -38,9 +38,9 @@ def test_update_of_an_old_version_does_not_end_a_quarantine() -> None:
     assert not server.quarantined and server.epoch == 1 and state.refusal() is None
 
 
-def test_failed_update_backs_off_longer_each_time_and_takes_the_newest_version_next() -> None:
+def test_failed_update_backs_off_and_takes_newest_version() -> None:
     state = ready()
-    state.publish(version(1))
+    state.servers.publish(version(1))
     waits = []
     now = 0.0
     for _ in range(3):
@@ -51,12 +51,12 @@ def test_failed_update_backs_off_longer_each_time_and_takes_the_newest_version_n
         now = idle.until
     assert waits == [0.5, 1.0, 2.0]
     late = order(state, 0, now)
-    state.publish(version(2))
+    state.servers.publish(version(2))
     state.servers.failed(late, "pruned", now)
     assert order(state, 0, now).target.version == 2
 
 
-def test_reported_failure_from_before_the_last_proof_is_old_news() -> None:
+def test_failure_report_before_last_proof_is_ignored() -> None:
     state = ready(servers=2)
     first, second = tickets(state, 2)
     held = place(state, first)
@@ -73,7 +73,7 @@ def test_reported_failure_from_before_the_last_proof_is_old_news() -> None:
     assert server is not None and not server.quarantined
 
 
-def test_failure_blamed_on_a_server_the_ticket_is_not_on_is_ignored() -> None:
+def test_failure_report_about_another_server_is_ignored() -> None:
     state = ready()
     [ticket] = tickets(state)
     place(state, ticket, failed_server="generation_server/0", failure="never was there")
@@ -92,9 +92,9 @@ def test_route_releases_reservation_when_the_server_dies() -> None:
     assert len(state.reservations) == 0
 
 
-def test_restarted_server_starts_from_nothing_and_late_news_of_the_old_one_is_ignored() -> None:
+def test_restarted_server_ignores_reports_of_old_incarnation() -> None:
     state = ready()
-    state.publish(version(1))
+    state.servers.publish(version(1))
     late = order(state, 0)
     state.observe_servers([address(0, "2")])
     assert not state.servers.succeeded(late, 0.1, {}) and not state.servers.failed(late, "reset", 0.0)
@@ -103,14 +103,15 @@ def test_restarted_server_starts_from_nothing_and_late_news_of_the_old_one_is_ig
     assert fresh.probe and state.refusal() == "no_server"
 
 
-def test_drain_waits_for_running_answers_when_they_must_not_be_interrupted() -> None:
+def test_drain_waits_for_running_completions() -> None:
     state = ready(interruptible=False)
     first, second = tickets(state, 2)
     place(state, first)
-    state.publish(version(1))
+    state.servers.publish(version(1))
     made = order(state, 0)
     assert not state.begin_update(made, 0.0)
-    assert isinstance(schedule(state, second), NoServer), "nothing new while it drains"
+    with pytest.raises(NoServer):  # nothing new while it drains
+        place(state, second)
     assert place(state, first).server == "generation_server/0", "who is there may finish there"
     finish(state, first)
     assert state.begin_update(made, 0.0)
@@ -119,7 +120,7 @@ def test_drain_waits_for_running_answers_when_they_must_not_be_interrupted() -> 
 
 
 def begin(state: ManagerState, index: int, now: float) -> UpdateOrder | Idle | None:
-    """The order of a server that may update now, begun; else what it waits for."""
+    """The order of a server that may update now, with its update begun; else the reason to wait."""
     made = state.servers.next_order(f"generation_server/{index}", "1", now)
     if isinstance(made, UpdateOrder):
         assert state.begin_update(made, now)
@@ -130,21 +131,21 @@ def done(state: ManagerState, made: object, seconds: float = 0.1, **timings: flo
     assert isinstance(made, UpdateOrder) and state.servers.succeeded(made, seconds, timings)
 
 
-def test_rolling_updates_a_fraction_at_a_time_oldest_weights_first() -> None:
+def test_rolling_updates_oldest_weights_first() -> None:
     state = ready(4, pace=Pace(0.5, 30.0), eta=3)
-    state.publish(version(1))
+    state.servers.publish(version(1))
     first, second = begin(state, 0, 0.0), begin(state, 1, 1.0)
     assert isinstance(first, UpdateOrder) and isinstance(second, UpdateOrder)
     assert begin(state, 2, 2.0) == Idle(30.0) and begin(state, 3, 2.0) == Idle(30.0)
     done(state, first)
-    state.publish(version(2))
+    state.servers.publish(version(2))
     assert isinstance(begin(state, 0, 3.0), Idle), "0 has version 1 already: 2 and 3 are further behind"
     assert isinstance(begin(state, 2, 3.0), UpdateOrder)
 
 
-def test_rolling_is_held_up_by_a_hanging_server_once_and_not_by_dead_ones() -> None:
+def test_rolling_waits_for_hanging_server_once() -> None:
     state = ready(3, pace=Pace(0.1, 30.0), eta=3)
-    state.publish(version(1))
+    state.servers.publish(version(1))
     assert isinstance(begin(state, 0, 0.0), UpdateOrder), "at least one at a time; this one hangs"
     assert begin(state, 1, 29.0) == Idle(30.0)
     assert isinstance(begin(state, 1, 30.0), UpdateOrder)
@@ -154,34 +155,34 @@ def test_rolling_is_held_up_by_a_hanging_server_once_and_not_by_dead_ones() -> N
     assert hanging is not None and hanging.state == "updating" and state.refusal() is None
 
 
-def test_rolling_gives_no_slot_to_servers_that_serve_nobody() -> None:
+def test_rolling_gives_no_slot_to_unused_servers() -> None:
     state = ready(4, pace=Pace(0.25, 30.0), eta=1)
-    state.publish(version(1))
+    state.servers.publish(version(1))
     assert isinstance(begin(state, 0, 0.0), UpdateOrder)
     state.servers.report_failure("generation_server/1", 0, "connection reset", 0.0)
     state.observe_servers([address(index) for index in range(5)])  # 4 is new
     assert isinstance(begin(state, 1, 0.0), UpdateOrder) and isinstance(begin(state, 4, 0.0), UpdateOrder)
     assert isinstance(begin(state, 2, 0.0), Idle)
-    state.publish(version(2))  # now all that have not updated are beyond the bound
+    state.servers.publish(version(2))  # now all that have not updated are beyond the bound
     assert isinstance(begin(state, 2, 0.0), UpdateOrder) and isinstance(begin(state, 3, 0.0), UpdateOrder)
 
 
-def test_after_a_restart_a_drain_waits_for_answers_whose_server_is_not_known() -> None:
+def test_drain_after_restart_waits_for_unplaced_attempts() -> None:
     state = ready(interruptible=False)
     [ticket] = tickets(state)
     place(state, ticket)
     restarted = ManagerState(dataclasses.replace(SETTINGS, interruptible=False))
     restarted.restore_from(state.outbox)
     restarted.observe_servers([address(0)])
-    restarted.publish(version(0))
+    restarted.servers.publish(version(0))
     assert not restarted.begin_update(order(restarted, 0), 0.0)
     finish(restarted, ticket)
     assert restarted.begin_update(order(restarted, 0), 0.0)
 
 
-def test_updates_are_kept_by_stage_for_the_page_and_the_metrics() -> None:
+def test_updates_are_recorded_by_stage() -> None:
     state = ready(2)
-    state.publish(version(1))
+    state.servers.publish(version(1))
     made, other = begin(state, 0, 5.0), begin(state, 1, 6.0)
     done(state, made, 2.0, stage_s=1.5, verify_s=0.2, pause_s=0.01, load_s=0.004, first_token_s=0.02, fuse_s=1.0)
     assert isinstance(other, UpdateOrder) and state.servers.failed(other, "checksum", 8.0)
@@ -202,11 +203,24 @@ def test_updates_are_kept_by_stage_for_the_page_and_the_metrics() -> None:
     assert pauses.total == pytest.approx(0.014)
 
 
-def test_a_server_that_had_the_version_already_counts_as_no_update() -> None:
+def test_probed_server_counts_as_no_update() -> None:
     state = ManagerState(SETTINGS)
     state.observe_servers([address(0)])
-    state.publish(version(0))
+    state.servers.publish(version(0))
     made = order(state, 0)
     assert made.probe and state.begin_update(made, 0.0) and state.servers.succeeded(made, 0.1, None)
     assert state.refusal() is None
     assert not state.servers.updates.recent and status(state, 1.0, 0.0)["servers"][0]["updates"] == 0
+
+
+def test_held_request_reports_its_failure_once() -> None:
+    """It is decided again after the server has verified its version: an old report must not quarantine it again."""
+    state = ready()
+    [ticket] = tickets(state)
+    failed = place(state, ticket).server
+    request = ScheduleRequest(ticket.ticket_id, 0, 10, 20, failed_server=failed)
+    with pytest.raises(NoServer):
+        state.schedule(request, 0.0)
+    update(state, 0)
+    for _ in range(2):
+        assert state.schedule(request, 0.0).server == failed

@@ -24,7 +24,7 @@ from realsys.manager.messages import (
     TrainedRequest,
 )
 from realsys.manager.overview import status
-from realsys.manager.refusals import OlderTraining
+from realsys.manager.refusals import OlderTrainer
 from realsys.manager.state import ManagerState
 from realsys.master import evaluation
 from realsys.master.evaluation import Evaluations
@@ -45,17 +45,17 @@ class Answering:
 
     async def evaluate(self, request: EvaluateRequest) -> None:
         self.asked.append(request.eval_id)
-        if isinstance(reply := self.state.evaluate(request, 0.0), OlderTraining):
-            raise Fenced(reply.problem)
+        try:
+            self.state.evaluate(request, 0.0)
+        except OlderTrainer as refusal:
+            raise Fenced(str(refusal)) from refusal
 
     async def evaluation(self, eval_id: str) -> EvaluationReply:
         request = AllocateRequest("w", 1, request_id=next(self._requests))
         for ticket in self.state.allocate(request, 0.0).tickets:
             answer = msgspec.structs.replace(ANSWER, version_min=ticket.version, version_max=ticket.version)
             self.state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", "accepted", "", [answer]), 0.0)
-        found = self.state.evaluations.get(eval_id)
-        assert found is not None
-        return found.reply()
+        return self.state.evaluations.find(eval_id).reply()
 
     async def status(self) -> dict[str, Any]:
         return status(self.state, 0.0, 0.0)
@@ -71,7 +71,7 @@ class Answering:
         return reply.evaluations
 
     def publishes(self, step: int) -> None:
-        self.state.publish(PublishedVersion(step, self.state.trainer_incarnation, f"/v{step}", step))
+        self.state.servers.publish(PublishedVersion(step, self.state.trainer_incarnation, f"/v{step}", step))
         update(self.state, 0)
 
     def trains(self, step: int) -> None:
@@ -102,7 +102,7 @@ def test_a_run_that_trains_on_is_evaluated_again_at_its_new_end() -> None:
     async def body() -> None:
         manager = Answering(ready())
         first = await evaluations(manager).run("after", 2, 0)
-        manager.state.publish(version(1))
+        manager.state.servers.publish(version(1))
         made: Any = manager.state.servers.next_order("generation_server/0", "1", 0.0)
         assert manager.state.begin_update(made, 0.0) and manager.state.servers.succeeded(made, 0.1, {})
         second = await evaluations(manager).run("after", 2, 1)
@@ -198,7 +198,7 @@ def test_a_training_side_that_was_replaced_starts_no_evaluation() -> None:
         manager.starts(0, 2)
         with pytest.raises(Fenced, match="must end"):
             await dead.start("step-1", 2, 1)
-        assert not manager.state.evaluations.all()
+        assert not manager.state.evaluations.by_id
 
     run(body)
 

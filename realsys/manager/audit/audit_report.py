@@ -1,17 +1,17 @@
-"""What an audit of the ledger (``audit``) comes to: counts, and what was claimed and did not hold."""
+"""Report of an audit of the ledger: counts, and the claims that did not hold."""
 
 from __future__ import annotations
 
 import msgspec
 
-#: name -> what holds if it is ok
+#: check -> claim that holds if the check is ok
 CLAIMS = {
     "journal": "every record can be read, and none is missing before the last",
-    "prompts": "every prompt position below the cursor was granted exactly once, what was given back too",
+    "prompts": "every prompt position below the cursor was granted exactly once, and again if it was given back",
     "attempts": "one attempt of a ticket at a time, each after the loss of the one before",
-    "ends": "no ticket ended twice",
+    "ends": "no ticket ended twice (one-end)",
     "trained": "no ticket was trained twice, unless a roll-back lies between",
-    "versions": "each version was trained once, in order, by the training side that started last",
+    "versions": "each version was trained once, in order, by the trainer that started last (monotonic)",
     "staleness": "nothing older than eta was trained (stale_policy=drop)",
     "admission": "floor((N - 1) / B) <= v + eta at every grant",
     "steps": "the trainer's own record names the same tickets for each step",
@@ -20,7 +20,7 @@ CLAIMS = {
 
 
 class Check(msgspec.Struct):
-    """``problems`` is empty if the claim holds; ``skipped`` says why it was not checked."""
+    """Result of one check. ``problems`` is empty if the claim holds; ``skipped`` says why it was not checked."""
 
     name: str
     claim: str
@@ -33,7 +33,7 @@ class Check(msgspec.Struct):
 
 
 class RollBackRow(msgspec.Struct):
-    """One start of the training side."""
+    """One start of a trainer."""
 
     version: int
     incarnation: str
@@ -42,7 +42,7 @@ class RollBackRow(msgspec.Struct):
 
 
 class AuditReport(msgspec.Struct):
-    """What ``realsys audit --json`` prints. ``histogram``: lag of the oldest token in versions -> trained tickets."""
+    """Output of ``realsys audit --json``. ``histogram``: versions behind of the oldest token -> trained tickets."""
 
     ok: bool
     records: int

@@ -1,0 +1,83 @@
+"""Columns of the ledger: outcome, attempt, prompt and staleness of every ticket, 18 bytes each, by ticket number."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+
+import numpy as np
+
+from realsys.manager.ledger.events import Snapshot
+from realsys.manager.ledger.tickets import label, ticket_number
+
+OPEN, FIRST_REASON = -1, -2  # outcome codes; a version >= 0 means trained, <= -2 dropped for reason -2 - code
+MAX_REASONS = 64  # distinct reasons counted by name: a worker's free text must not grow the table without bound
+UNKNOWN_LAG, LONGEST_LAG = -1, 32767
+
+
+class TicketColumns:
+    """One row per ticket that was ever granted. ``attempt`` is the latest; ``lag``: see Snapshot."""
+
+    def __init__(self, snapshot: Snapshot | None = None) -> None:
+        self.outcome = array("i", snapshot.outcome if snapshot else ())
+        self.attempt = array("i", snapshot.attempt if snapshot else ())
+        self.prompt = array("q", snapshot.prompt if snapshot else ())
+        self.lag = array("h", snapshot.lag if snapshot else ())
+        self.reasons: list[str] = list(snapshot.reasons) if snapshot else []
+
+    def __len__(self) -> int:
+        return len(self.outcome)
+
+    def append(self, prompt_index: int) -> None:
+        """Add a ticket at its first attempt."""
+        self.outcome.append(OPEN)
+        self.attempt.append(0)
+        self.prompt.append(prompt_index)
+        self.lag.append(UNKNOWN_LAG)
+
+    def number(self, ticket_id: str) -> int | None:
+        """Return the ticket's number, None for a ticket that was never granted."""
+        number = ticket_number(ticket_id)
+        return number if number is not None and number < len(self) else None
+
+    def reopen_younger(self, version: int) -> list[tuple[int, int]]:
+        """Open all tickets again that were trained later than ``version``. Returns (number, version) of each."""
+        numbers: list[int] = np.flatnonzero(np.asarray(self.outcome) > max(version, OPEN)).tolist()
+        trained = [(number, self.outcome[number]) for number in numbers]
+        for number in numbers:
+            self.outcome[number] = OPEN
+            self.lag[number] = UNKNOWN_LAG
+        return trained
+
+    def reason_code(self, reason: str) -> int:
+        """Return the outcome code of a drop for ``reason``."""
+        name = label(reason)
+        if name not in self.reasons:
+            if len(self.reasons) >= MAX_REASONS:
+                name = "other"
+            if name not in self.reasons:
+                self.reasons.append(name)
+        return FIRST_REASON - self.reasons.index(name)
+
+    def reason(self, code: int) -> str:
+        """Return the reason of a dropped ticket's outcome code."""
+        return self.reasons[FIRST_REASON - code]
+
+    def end_of(self, ticket_id: str) -> str | None:
+        """Return ``trained@k`` or ``dropped: reason``, None while the ticket is open or unknown."""
+        number = self.number(ticket_id)
+        code = OPEN if number is None else self.outcome[number]
+        if code == OPEN:
+            return None
+        return f"trained@{code}" if code >= 0 else f"dropped: {self.reason(code)}"
+
+    def ends(self) -> tuple[int, Counter[str]]:
+        """Return the number of trained tickets, and of dropped tickets by reason."""
+        codes = Counter(self.outcome)
+        trained = sum(number for code, number in codes.items() if code >= 0)
+        return trained, Counter({self.reason(code): number for code, number in codes.items() if code < OPEN})
+
+
+def bounded(counter: Counter[str], name: str) -> str:
+    """Return ``name``, or "other" where the counter has as many names as it may."""
+    return name if name in counter or len(counter) < MAX_REASONS else "other"

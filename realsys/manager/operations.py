@@ -1,0 +1,158 @@
+"""The operations of the manager: one table that client, HTTP routes and commit loop follow.
+
+    ManagerClient ──path, struct──> ManagerApp ──> ManagerService.call ──decide──> ManagerState
+                                                        │
+                          hold until settled ──> append events ──> wake ──> fsync ──> reply
+
+A further operation is one row here and the function that decides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from realsys.manager import messages as m
+from realsys.manager.overview import status
+from realsys.manager.state import ManagerState
+
+SCHEDULE_WAIT_S = 2.0  # a schedule request waits this long for a server to become routable
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+
+def _always(*_: object) -> bool:
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation(Generic[Request, Reply]):
+    """One call of the manager.
+
+    path      of the URL; the part in braces is the request of a GET
+    request   struct of a POST's body; ``str`` or ``NoneType`` for a GET
+    decide    pure: (state, request, unix seconds) -> reply; raises Refusal
+    settled   False: the call is held, up to ``held_s`` seconds, and decided again whenever something changes
+    caller    name of the worker whose call is held; the wait ends with its heartbeat
+    wakes     whether held calls and weight updates are decided again after this call
+    syncs     whether the reply waits for an fsync of the journal
+    secret    whether a GET needs the token; a POST always does
+    trainer   whether the caller is a trainer: status 409 says that a younger one has started (``monotonic``)
+    refresh   whether the published version is read from the name store first, because a watch may lag behind
+    log_line  message for the log of the process after the call
+    """
+
+    path: str
+    request: type[Request]
+    reply: type[Reply]
+    decide: Callable[[ManagerState, Request, float], Reply]
+    settled: Callable[[Reply], bool] = _always
+    held_s: Callable[[Request], float] = lambda _: 0.0
+    caller: Callable[[Request], str] = lambda _: ""
+    wakes: Callable[[ManagerState, Request], bool] = lambda *_: False
+    syncs: Callable[[Request], bool] = lambda _: False
+    secret: bool = False
+    trainer: bool = False
+    refresh: bool = False
+    log_line: Callable[[Request, Reply], str] | None = None
+
+    @property
+    def is_post(self) -> bool:
+        """True for a call with a body: it changes the state."""
+        return self.request not in (str, type(None))
+
+    def url_path(self, request: Request) -> str:
+        """Return the path with the request of a GET in the place of its braces."""
+        return self.path if self.is_post or request is None else self.path.partition("{")[0] + str(request)
+
+
+ALLOCATE = Operation(
+    path="/allocate_rollout",
+    request=m.AllocateRequest,
+    reply=m.AllocateReply,
+    decide=ManagerState.allocate,
+    settled=lambda reply: bool(reply.tickets),
+    held_s=lambda request: min(request.wait_s, m.MAX_WAIT_S),
+    caller=lambda request: request.worker,
+)
+SCHEDULE = Operation(
+    path="/schedule_request",
+    request=m.ScheduleRequest,
+    reply=m.ScheduleReply,
+    decide=ManagerState.schedule,
+    held_s=lambda _: SCHEDULE_WAIT_S,
+    wakes=lambda _, request: request.failed_server is not None,
+)
+FINISH = Operation(
+    path="/finish_rollout",
+    request=m.FinishRequest,
+    reply=m.FinishReply,
+    decide=ManagerState.finish,
+    # An accepted group frees no quota: only a server that is being drained waits for it.
+    wakes=lambda state, request: request.outcome != "accepted" or not state.settings.interruptible,
+)
+CLAIM = Operation(path="/claim", request=m.ClaimRequest, reply=m.ClaimReply, decide=ManagerState.claim, trainer=True)
+TRAINED = Operation(
+    path="/trained",
+    request=m.TrainedRequest,
+    reply=m.TrainedReply,
+    decide=ManagerState.trained,
+    wakes=_always,
+    # A repeated call, too: the first one may have ended before its records were on the disk.
+    syncs=lambda request: bool(request.trained or request.dropped),
+    trainer=True,
+)
+ROLL_BACK = Operation(
+    path="/roll_back",
+    request=m.RollBackRequest,
+    reply=m.RollBackReply,
+    decide=ManagerState.roll_back,
+    wakes=_always,
+    syncs=_always,  # the incarnation that this one replaces stays replaced though the machine dies
+    trainer=True,
+    log_line=lambda request, reply: (
+        f"trainer {request.incarnation} starts from version {request.version}: {reply.reissued} tickets reissued"
+    ),
+)
+EVALUATE = Operation(
+    path="/evaluate",
+    request=m.EvaluateRequest,
+    reply=m.EvaluateReply,
+    decide=ManagerState.evaluate,
+    wakes=_always,
+    trainer=True,
+    refresh=True,
+)
+EVALUATION = Operation(
+    path="/evaluate/{eval_id}",
+    request=str,
+    reply=m.EvaluationReply,
+    decide=lambda state, eval_id, _: state.evaluations.find(eval_id).reply(),
+)
+DATA_POSITION = Operation(
+    path="/data_position",
+    request=type(None),
+    reply=m.DataPosition,
+    decide=lambda state, *_: state.ledger.position(),
+    syncs=_always,  # the checkpoint that holds it must not be ahead of the journal
+    secret=True,
+)
+VERSION = Operation(
+    path="/get_model_version",
+    request=type(None),
+    reply=m.VersionReply,
+    decide=lambda state, *_: m.VersionReply(state.version),
+)
+HEALTH = Operation(path="/health", request=type(None), reply=dict[str, str], decide=lambda *_: {"status": "ok"})
+STATUS = Operation(
+    path="/status",
+    request=type(None),
+    reply=dict[str, Any],
+    decide=lambda state, _, now: status(state, now, state.started),
+)
+_OF_WORKERS = (ALLOCATE, SCHEDULE, FINISH)
+_OF_TRAINER = (ROLL_BACK, CLAIM, TRAINED, EVALUATE)
+_READS = (EVALUATION, DATA_POSITION, VERSION, HEALTH, STATUS)
+OPERATIONS: tuple[Operation[Any, Any], ...] = (*_OF_WORKERS, *_OF_TRAINER, *_READS)

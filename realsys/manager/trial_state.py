@@ -1,0 +1,177 @@
+"""TrialState: everything the manager knows of a trial; journal, name store and clock change it, calls decide by it.
+
+    journal ──restore_from──> TrialState <──observe, publish, expire── name store, clock
+                                  │
+                                  └── outbox: events that the shell must append before it answers a call
+
+No I/O and no clock: ``now`` (unix seconds) is an argument.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from realsys.manager.ledger.evaluations import Evaluations, RunningProblem
+from realsys.manager.ledger.events import EvalAnswered, EvalStarted, Event, Granted, Opened, RolledBack, Snapshot
+from realsys.manager.ledger.ledger import Ledger
+from realsys.manager.ledger.order import PromptOrder, sampling_seed
+from realsys.manager.ledger.repeats import Repeats
+from realsys.manager.ledger.staleness import StalenessBound, StepStaleness
+from realsys.manager.ledger.tickets import OpenTicket
+from realsys.manager.messages import RefusalReason
+from realsys.manager.routing.placement import Reservations, make_strategy
+from realsys.manager.routing.rates import Throughput
+from realsys.manager.routing.rollout_workers import Heartbeat, Held, is_lost, observe
+from realsys.manager.routing.router import Router
+from realsys.manager.routing.servers import ServerRegistry, UpdateOrder
+from realsys.manager.settings import ManagerSettings
+from realsys.types import ServerAddress, Ticket
+
+NO_VERSION = -1
+
+
+class TrialState:
+    """Ledger, evaluations, servers, reservations and workers of one trial."""
+
+    def __init__(self, settings: ManagerSettings, *, backoff_s: float = 0.5, backoff_max_s: float = 30.0) -> None:
+        """``backoff_s`` doubles with each failed update of a server, up to ``backoff_max_s``."""
+        self.settings = settings
+        self.bound = StalenessBound(settings.batch_groups, settings.eta)
+        order = PromptOrder(settings.seed, settings.split_sizes["train"], settings.total_epochs)
+        self.ledger = Ledger(order, settings.max_attempts)
+        self.evaluations = Evaluations(settings.max_attempts)
+        self.servers = ServerRegistry(self.bound, settings.pace, backoff_s=backoff_s, backoff_max_s=backoff_max_s)
+        self.reservations = Reservations()
+        self.router = Router(self.servers, self.reservations, make_strategy(settings.routing))
+        self.workers: dict[str, Heartbeat] = {}
+        self.repeats = Repeats()
+        self.unplaced: list[tuple[str, int]] = []  # attempts that ran when the manager before this one ended
+        self.outbox: list[Event] = []
+        # Shown on the status page; decides nothing.
+        self.started = 0.0
+        self.master: dict[str, object] = {}  # value of names.status, written by the MasterWorker; "done" pauses
+        self.staleness: deque[StepStaleness] = deque(maxlen=20)
+        self.throughput = Throughput()
+
+    @property
+    def version(self) -> int:
+        """The published version v; -1 before the first."""
+        return self.servers.published.version if self.servers.published else NO_VERSION
+
+    @property
+    def trainer_incarnation(self) -> str:
+        """Incarnation of the trainer that rolled back last; "" before the first."""
+        return self.ledger.rolled_back.incarnation if self.ledger.rolled_back else ""
+
+    def refusal(self) -> RefusalReason | None:
+        """Return why no train ticket can be granted now, None if one can (``admission``)."""
+        if self.master.get("phase") == "done":
+            return "paused"
+        if not self.router.routes(None):
+            return "no_server"
+        needed = self.settings.total_steps * self.settings.batch_groups
+        if self.ledger.exhausted or (needed and self.ledger.counted >= needed):
+            return "exhausted"
+        return None if self.bound.admits(self.ledger.counted + 1, self.version) else "staleness"
+
+    def running_attempt(self, ticket_id: str, attempt: int) -> OpenTicket | RunningProblem | None:
+        """Return a running attempt of training or of an evaluation, None if it is over or unknown."""
+        return self.ledger.running_attempt(ticket_id, attempt) or self.evaluations.running_attempt(ticket_id, attempt)
+
+    # -- journal -----------------------------------------------------------------------------------------------------
+
+    def restore_from(self, events: Iterable[Event]) -> None:
+        """Replay a journal into a fresh state. Running tickets keep the lease they had."""
+        for event in events:
+            if not isinstance(event, EvalStarted | EvalAnswered):
+                self.ledger.apply(event)
+            if isinstance(event, EvalStarted | EvalAnswered | RolledBack | Snapshot):
+                self.evaluations.apply(event)
+        if self.trainer_incarnation:
+            self.servers.roll_back(self.trainer_incarnation)
+        for ticket in sorted(self.ledger.running(), key=lambda ticket: ticket.news_at):
+            self.unplaced.append((ticket.ticket_id, ticket.attempt))
+            self.repeats.remember(ticket.worker, ticket.request, self._ticket(ticket))
+
+    def open(self, now: float) -> None:
+        """Record the settings that bind every decision, before the first decision and after ``restore_from``.
+
+        Raises LedgerError if the journal's tickets were granted under other settings.
+        """
+        settings = self.settings
+        self.started = now
+        opened = Opened(
+            prompts=settings.split_sizes["train"],
+            seed=settings.seed,
+            batch_groups=settings.batch_groups,
+            eta=settings.eta,
+            stale_policy=settings.stale_policy,
+            group_size=settings.group_size,
+            time=now,
+        )
+        if event := self.ledger.bind(opened):
+            self.outbox.append(event)
+        for ticket in self.ledger.open.values():  # a clock that was set back must not prolong the leases
+            ticket.news_at = min(ticket.news_at, now)
+
+    def snapshot(self, now: float) -> Snapshot:
+        """Return the state of ledger and evaluations as one record that replaces the journal."""
+        assert not self.outbox, "events that are not in the journal yet would be in it twice"
+        return self.ledger.snapshot(now, *self.evaluations.snapshot())
+
+    def _ticket(self, granted: Granted | OpenTicket) -> Ticket:
+        # A resumed trial counts on from the groups before its checkpoint, so that it does not repeat their seeds.
+        number = self.ledger.counts.inherited + int(granted.ticket_id)
+        return Ticket(
+            granted.ticket_id,
+            granted.attempt,
+            granted.prompt_index,
+            n=self.settings.group_size,
+            seed=sampling_seed(self.settings.seed, number, granted.attempt),
+            version=granted.version,
+            trainer_incarnation=self.trainer_incarnation,
+        )
+
+    # -- name store and clock ----------------------------------------------------------------------------------------
+
+    def observe_servers(self, addresses: Iterable[ServerAddress]) -> None:
+        """Take over the current list of registered servers; free the places on servers that are gone."""
+        lost = self.servers.observe(addresses)
+        for name in lost:
+            self.reservations.release_server(name)
+        self.throughput.observe_servers([server.name for server in self.servers.all()], lost)
+
+    def observe_workers(self, heartbeats: dict[str, str], now: float) -> list[str]:
+        """Take over all heartbeat keys (worker name -> JSON). Returns the tickets of lost workers, now reissued."""
+        self.workers = observe(heartbeats, self.workers, now)
+        return self._lose(lambda held: is_lost(held, self.workers), "worker lost", now)
+
+    def expire(self, now: float) -> list[str]:
+        """Reissue running tickets without news for ``lease_s``; returns them."""
+        return self._lose(lambda held: now - held.news_at > self.settings.lease_s, "lease lapsed", now)
+
+    def begin_update(self, order: UpdateOrder, now: float) -> bool:
+        """Return True if the update may start now. If completions may not be interrupted, drain the server first."""
+        if not self.settings.interruptible and (self.reservations.load(order.server)[0] or self._runs_unplaced()):
+            self.servers.drain(order, now)
+            return False
+        self.servers.started(order, now)
+        return True
+
+    def _lose(self, is_over: Callable[[Held], bool], cause: str, now: float) -> list[str]:
+        events = self.ledger.lose(is_over, cause, now)
+        self.outbox += events
+        tickets = [event.ticket_id for event in events] + self.evaluations.lose(is_over)
+        for ticket_id in tickets:
+            self.reservations.release(ticket_id)
+        return tickets
+
+    def _runs_unplaced(self) -> bool:
+        """Return True while an attempt from before a restart may run on a server that this manager does not know."""
+        self.unplaced = [
+            (ticket_id, attempt)
+            for ticket_id, attempt in self.unplaced
+            if self.ledger.running_attempt(ticket_id, attempt) and not self.reservations.calls(ticket_id)
+        ]
+        return bool(self.unplaced)
