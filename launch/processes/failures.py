@@ -80,8 +80,10 @@ def first_cause(deaths: Iterable[Death], errors: Iterable[ErrorRecord], log_of: 
 def defect_of(kind: str, traceback: str) -> tuple[str, ...]:
     """Return the type and stack of an exception, innermost frame last; () if its cause lies outside the process.
 
-    Frames of libraries do not count, unless there are no others.
+    Frames of libraries do not count, unless there are no others. A full disk lies outside: somebody may make room.
     """
+    if _FULL in traceback:
+        return ()
     frames = _FRAME.findall(traceback)
     own = [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, "<frozen"))] or frames
     if not own or kind.rpartition(".")[2] in _FROM_OUTSIDE:
@@ -108,7 +110,7 @@ def last_error(text: str) -> tuple[str, tuple[str, ...]]:
         if _FULL in line:
             full = next(text for text in (exception, logged, line) if _FULL in text)
     problem = full or exception or logged
-    return problem.strip()[:_PROBLEM], defect_of(exception.partition(":")[0], traceback)
+    return problem.strip()[:_PROBLEM], () if full else defect_of(exception.partition(":")[0], traceback)
 
 
 def log_since(log: Path, start: int) -> str:

@@ -92,7 +92,8 @@ def test_last_error_of_a_log(log: str, problem: str | None) -> None:
 
 def test_full_disk_is_named_without_error_files(tmp_path: Path) -> None:
     """The error file could not be written on the full disk; the log says why the process ended."""
-    problem, _ = last_error(TRACEBACK + FULL)
+    problem, defect = last_error(TRACEBACK + FULL)
+    assert defect == (), "a restart may find room"
     ended = Death("master_worker/0", 10, 1, 5.0, tmp_path / "x.log", problem)
     failure = first_failure(Outcome("failed", "", deaths=[ended]), [], tmp_path)
     assert failure is not None
@@ -104,6 +105,7 @@ def test_defect_is_type_and_stack() -> None:
     assert defect_of("KeyError", TRACEBACK) == ("KeyError", "/mine/loss.py:7") == last_error(TRACEBACK)[1]
     assert defect_of("KeyError", TRACEBACK.replace("line 7", "line 8")) != defect_of("KeyError", TRACEBACK)
     assert defect_of("KeyError", "") == ()
+    assert defect_of("OSError", TRACEBACK + "OSError: [Errno 28] No space left on device: 'x'") == ()
 
 
 @pytest.mark.parametrize("kind", ["Fenced", "WaitTimeout", "torch.OutOfMemoryError", "ConnectionResetError"])
