@@ -1,4 +1,4 @@
-"""What the master does on the disk, beside its event loop and for no longer than a bound."""
+"""Disk work of the master: in a thread, so that its event loop runs on, and with a time limit."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ Result = TypeVar("Result")
 
 
 async def on_disk(what: str, timeout_s: float, work: Callable[[], Result]) -> Result:
-    """The result of ``work``, run in a thread. Raises WaitTimeout naming ``what`` if it is not done in time, and what
-    ``work`` raises.
+    """Run ``work`` in a thread, and return its result.
 
-    Not in the event loop's own threads: those are waited for at the end of the loop, and one that hangs in the kernel
-    never ends. This one is left alone, and ends with the process.
+    Raises WaitTimeout, which names ``what``, if ``work`` takes longer than ``timeout_s``; the thread is then
+    abandoned. Raises whatever ``work`` raises.
     """
+    # Not asyncio.to_thread: the loop joins those threads at its end, and a thread that hangs in the
+    # kernel (a dead NFS server) never ends. This one is a daemon, and ends with the process.
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 
     def settle(set_outcome: Callable[[], None]) -> None:
-        def unless_given_up() -> None:
+        def unless_cancelled() -> None:
             if not done.done():
                 set_outcome()
 
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(unless_given_up)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the result has no reader
+            loop.call_soon_threadsafe(unless_cancelled)
 
     def run() -> None:
         try:
             result = work()
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # the caller raises it
             failure = error
             settle(lambda: done.set_exception(failure))
         else:
@@ -46,6 +47,6 @@ async def on_disk(what: str, timeout_s: float, work: Callable[[], Result]) -> Re
             return await done
     except TimeoutError:
         if done.done() and not done.cancelled():
-            return done.result()  # it came with the timeout, or raised one of its own
+            return done.result()  # it was ready when the time was up, or ``work`` raised a TimeoutError
         problem = f"not done within {timeout_s:g} s; the disk hangs, or is too slow for cluster.request_timeout_s"
         raise WaitTimeout(f"master_worker: {what}: {problem}") from None

@@ -1,20 +1,20 @@
-"""Checkpoints of a trial: when one is taken, what makes it complete, which are kept. No torch.
+"""Checkpoints of a trial: the moment to take one, its completion, the ones that are kept. No torch.
 
-    first      ──> a warmed-up or resumed state, so that recovery does not have to make it again
-    after_step ──> .tmp folder ──> save_checkpoint to every trained role ──> the next step trains
-                                      each rank: copy to host memory, then files, beside training
-    after_step ──> all indexes there? ──> finish_checkpoint ──> sizes, state.json, fsync, rename ──> prune
+    first      ──> a warmed-up or resumed state, so that no recovery has to make it again
+    after_step ──> .tmp folder ──> save_checkpoint to every saved role ──> the next step trains
+                                      each rank: copy to host memory, then a thread writes files
+    after_step ──> all indexes there? ──> finish_checkpoint ──> commit ──> prune
 
-Consumes the end of a step; waits for the copies, and for files only when the next checkpoint is due or the run ends;
-produces `{trial}/checkpoints/step-00000010/`. At most one is being written. When one cannot be written the run ends
-with CheckpointError; what was complete stays. Layout of the folder: ``realsys.train.checkpoint.checkpoint_files``.
+Consumes: the end of a train step. Waits for: the copies; the files only if the next checkpoint is due
+or the run ends. Produces: ``{trial}/checkpoints/step-00000010/``
+(``realsys.train.checkpoint.checkpoint_files``). At most one checkpoint is being written. If one cannot
+be written the run ends with CheckpointError, and the complete ones stay.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -34,11 +34,12 @@ from realsys.config.schema import Config
 from realsys.errors import CheckpointError, RealsysError
 from realsys.hf.config import read_sizes
 from realsys.manager.messages import DataPosition
+from realsys.storage.commit_folder import checksum_of
+from realsys.storage.files import FileInfo
 from realsys.train.checkpoint import checkpoint_files as files
-from realsys.train.checkpoint.checkpoint_files import CheckpointState, FileInfo, RankIndex, RoleState
+from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState, RoleState
 from realsys.train.checkpoint.messages import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
 from realsys.types import Empty
-from realsys.weights.disk.manifest import fsync_directory, write_durably
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +47,27 @@ Result = TypeVar("Result")
 
 
 class CheckpointCalls(Protocol):
-    """What is used of ``ModelWorkers``: each call goes to the whole mesh of its role."""
+    """Calls of ``ModelWorkers`` that are used here. Each call goes to the whole mesh of its role."""
 
     def save_checkpoint(self, payload: SaveCheckpointRequest) -> Awaitable[list[Empty]]: ...
     def finish_checkpoint(self, payload: FinishCheckpointRequest) -> Awaitable[list[Empty]]: ...
     def load_checkpoint(self, payload: LoadCheckpointRequest) -> Awaitable[list[Empty]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSources:
+    """Parts of the MasterWorker that a checkpoint consists of.
+
+    meshes    mesh of each saved role
+    workers   calls to their ranks
+    position  asks the manager for the position in the data
+    kl        returns the state of the KL controller
+    """
+
+    meshes: Mapping[str, Mesh]
+    workers: CheckpointCalls
+    position: Callable[[], Awaitable[DataPosition]]
+    kl: Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,29 +79,26 @@ class _Running:
 
 
 class Checkpoints:
-    """Takes and keeps the checkpoints of one trial; loads the one that it goes on from, its own or another trial's.
-
-    ``meshes``: those of the trained roles. ``position``: where the manager is in the data. ``kl``: state of the KL
-    controller. ``incarnation``: of the training side, whose lease ``check_alive`` looks at.
-    """
+    """Takes and keeps the checkpoints of one trial, and loads the one that training starts from."""
 
     def __init__(
         self,
         config: Config,
         paths: TrialPaths,
+        sources: CheckpointSources,
         *,
-        meshes: Mapping[str, Mesh],
-        workers: CheckpointCalls,
-        position: Callable[[], Awaitable[DataPosition]],
-        kl: Callable[[], dict[str, float]],
         incarnation: str = "",
         check_alive: CheckAlive = unleased,
     ) -> None:
-        self._config, self._paths, self._meshes, self._workers = config, paths, dict(meshes), workers
-        self._incarnation, self._check_alive = incarnation, check_alive
-        self._position, self._kl = position, kl
+        """``incarnation``: id of this trainer, whose lease ``check_alive`` checks."""
+        self._config = config
+        self._paths = paths
+        self._sources = sources
+        self._incarnation = incarnation
+        self._check_alive = check_alive
         self._running: _Running | None = None
-        self._newest_step = self._saved_step = 0
+        self._newest_step = 0  # trained
+        self._saved_step = 0
 
     @property
     def latest(self) -> Path | None:
@@ -93,7 +107,10 @@ class Checkpoints:
         return complete[-1][1] if complete else None
 
     async def after_step(self, step: int) -> None:
-        """``step`` is trained, published and told to the manager. Raises CheckpointError."""
+        """Take a checkpoint if one is due. Call it once ``step`` is trained, published and reported.
+
+        Raises CheckpointError.
+        """
         self._newest_step = step
         await self._complete(wait=False)
         every = self._config.checkpoint.every_steps
@@ -101,8 +118,9 @@ class Checkpoints:
             await self._begin(step)
 
     async def first(self, step: int) -> None:
-        """``step`` is what training starts from, and no checkpoint of this trial has it. Returns when it is on disk:
-        until then a failure would cost the warm-up. Raises CheckpointError.
+        """Take a checkpoint of the state that training starts from, which no checkpoint of this trial has.
+
+        Returns when it is on disk: until then a failure would cost the warm-up. Raises CheckpointError.
         """
         settings = self._config.checkpoint
         if settings.every_steps or settings.on_stop:
@@ -110,37 +128,38 @@ class Checkpoints:
             await self._complete(wait=True)
 
     async def finish(self, *, stopped: bool) -> None:
-        """No further step comes; returns when everything is on disk. Raises CheckpointError."""
+        """Complete all checkpoints after the last step; return when they are on disk. Raises CheckpointError."""
         settings = self._config.checkpoint
         if (settings.on_stop if stopped else settings.at_end) and self._newest_step > self._saved_step:
             await self._begin(self._newest_step)
         await self._complete(wait=True)
 
     async def load(self, directory: Path) -> CheckpointState:
-        """Every trained role gets its state of the checkpoint. Raises RealsysError naming what does not fit."""
+        """Load a checkpoint into every saved role. Raises RealsysError, which names the part that does not fit."""
         state = await self._on_disk(directory, lambda: files.read_state(directory))
-        requests = [LoadCheckpointRequest(role, str(directory)) for role in self._meshes]
-        await asyncio.gather(*(self._workers.load_checkpoint(request) for request in requests))
-        self._newest_step = self._saved_step = state.step
+        requests = [LoadCheckpointRequest(role, str(directory)) for role in self._sources.meshes]
+        await asyncio.gather(*(self._sources.workers.load_checkpoint(request) for request in requests))
+        self._newest_step = state.step
+        self._saved_step = state.step
         return state
 
     async def _begin(self, step: int) -> None:
-        """Returns when every rank has its copy, so that the next step may change what was copied."""
+        """Start a checkpoint; return when every rank has its copy, because the next step changes the originals."""
         await self._complete(wait=True)
         self._saved_step = step
         try:
             root = self._paths.checkpoints
-            self._check_alive()  # a successor may be writing
+            self._check_alive()  # prepare() deletes unfinished folders: a successor may be writing one
             directory = await self._on_disk(root, lambda: prepare(root, step, self._incarnation))
-            state = self._state(step, await self._position())
-            requests = [SaveCheckpointRequest(role, step, str(directory)) for role in self._meshes]
-            await asyncio.gather(*(self._workers.save_checkpoint(request) for request in requests))
+            state = self._state(step, await self._sources.position())
+            requests = [SaveCheckpointRequest(role, step, str(directory)) for role in self._sources.meshes]
+            await asyncio.gather(*(self._sources.workers.save_checkpoint(request) for request in requests))
         except RealsysError as error:
             raise self._failed(step, error) from error
         self._running = _Running(directory, state)
 
     async def _complete(self, *, wait: bool) -> None:
-        """Complete the checkpoint that is being written; without ``wait`` only if no rank has to be waited for."""
+        """Complete the checkpoint that is being written; without ``wait`` only if every rank is done."""
         running = self._running
         if running is None:
             return
@@ -148,46 +167,51 @@ class Checkpoints:
         if not (wait or await self._on_disk(tmp, lambda: self._is_written(tmp))):
             return
         self._running = None
-        step, start = running.state.step, time.perf_counter()
+        step = running.state.step
+        start = time.perf_counter()
         try:
-            requests = [FinishCheckpointRequest(role, step) for role in self._meshes]
-            await asyncio.gather(*(self._workers.finish_checkpoint(request) for request in requests))
-            state, stems = running.state, self._stems()
-            final = await self._on_disk(tmp, lambda: commit(tmp, state, stems, self._check_alive))
+            requests = [FinishCheckpointRequest(role, step) for role in self._sources.meshes]
+            await asyncio.gather(*(self._sources.workers.finish_checkpoint(request) for request in requests))
+            stems = self._stems()
+            final = await self._on_disk(tmp, lambda: commit(tmp, running.state, stems, self._check_alive))
             root, keep = self._paths.checkpoints, self._config.checkpoint.keep
-            gone = await self._on_disk(root, lambda: prune(root, keep))
+            pruned = await self._on_disk(root, lambda: prune(root, keep))
         except RealsysError as error:
             raise self._failed(step, error) from error
-        took = time.perf_counter() - start
-        log.info("checkpoint %s is complete, waited %.3f s for it, pruned %d", final, took, len(gone))
+        seconds = time.perf_counter() - start
+        log.info("checkpoint %s is complete, waited %.3f s for it, pruned %d", final, seconds, len(pruned))
 
     async def _on_disk(self, path: Path, work: Callable[[], Result]) -> Result:
         return await on_disk(f"checkpoint in {path}", self._config.cluster.request_timeout_s, work)
 
     def _is_written(self, directory: Path) -> bool:
-        """Whether no rank is writing any more. One that has failed will say why when it is asked to finish."""
-        found = {path.name for path in directory.iterdir()}
+        """Return True if no rank is writing any more: all are done, or one has failed.
+
+        The failed rank raises its error in ``finish_checkpoint``.
+        """
+        names = {path.name for path in directory.iterdir()}
         stems = self._stems()
-        failed = any(files.failure_file(stem) in found for stem in stems)
-        return failed or all(files.index_file(stem) in found for stem in stems)
+        failed = any(files.failure_file(stem) in names for stem in stems)
+        return failed or all(files.index_file(stem) in names for stem in stems)
 
     def _stems(self) -> list[str]:
         return [
             files.rank_stem(role, rank, mesh.layout.world_size)
-            for role, mesh in self._meshes.items()
+            for role, mesh in self._sources.meshes.items()
             for rank in range(mesh.layout.world_size)
         ]
 
     def _state(self, step: int, position: DataPosition) -> CheckpointState:
         config = self._config
+        meshes = self._sources.meshes
         return CheckpointState(
             step=step,
             version=step,
             seed=config.seed,
             batch_groups=config.train.batch_groups,
             position=position,
-            roles={role: describe_role(config, self._paths, role, str(m.layout)) for role, m in self._meshes.items()},
-            kl=self._kl(),
+            roles={role: describe_role(config, self._paths, role, str(mesh.layout)) for role, mesh in meshes.items()},
+            kl=self._sources.kl(),
             config_digest=xxhash.xxh3_64_hexdigest(config.model_dump_json().encode()),
             time=time.time(),
         )
@@ -201,7 +225,10 @@ class Checkpoints:
 
 
 def describe_role(config: Config, paths: TrialPaths, role: str, layout: str) -> RoleState:
-    """What a trial that continues ``role`` must have in common with it. Raises ModelError for an unusable model."""
+    """Return the facts about ``role`` that a trial must share to continue it.
+
+    Raises ModelError for an unusable model.
+    """
     settings = role_settings(config, role)
     sizes = asdict(read_sizes(settings.model_dir(paths), settings.head)) | {"lora_rank": settings.lora.rank}
     return RoleState(sizes, settings.optimizer.name, layout)
@@ -211,71 +238,54 @@ def describe_role(config: Config, paths: TrialPaths, role: str, layout: str) -> 
 
 
 def prepare(root: Path, step: int, incarnation: str = "") -> Path:
-    """Make the empty ``.tmp`` folder of a checkpoint; what a killed run left half written or half removed goes, and
-    what recovery set aside as damaged.
+    """Make the empty ``.tmp`` folder of a checkpoint. Raises CheckpointError.
 
-    The folder is that of one ``incarnation`` of the training side: a rank of an earlier one that was suspended, and
-    wakes up to write, must not write among the files of this one. Raises CheckpointError.
+    Everything unfinished is removed first: folders of a killed run, and those that recovery set aside
+    as damaged. The name has the incarnation of the trainer: a rank of an earlier trainer that was
+    suspended, and wakes up to write, must not write among the files of this one.
     """
-    for folder in sorted(root.glob("step-*")):
-        if folder.suffix or not (folder / files.STATE).exists():
-            _remove(folder)
+    _log_problems(CHECKPOINT.remove(CHECKPOINT.unfinished(root)).problems)
     final = root / files.directory_name(step)
     if final.exists():
-        raise CheckpointError(f"{final} exists already; a checkpoint is written once")
-    tmp = root / ".".join(filter(None, (final.name, incarnation, "tmp")))
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        tmp.mkdir()
-    except OSError as error:
-        raise CheckpointError(f"{tmp} cannot be made: {error.strerror}") from error
-    return tmp
+        raise CheckpointError(f"{final} exists already: a checkpoint is written once")
+    return CHECKPOINT.prepare(root / ".".join(filter(None, (final.name, incarnation, "tmp"))))
 
 
 def commit(tmp: Path, state: CheckpointState, stems: Sequence[str], check_alive: CheckAlive = unleased) -> Path:
-    """Turn a ``.tmp`` folder with the files of ``stems`` into a checkpoint; returns its final folder.
+    """Turn a ``.tmp`` folder with the files of ``stems`` into a checkpoint; return its final folder.
 
-    Every rank has synced its two files already. Raises CheckpointError when one is missing or is not what its writer
-    says, or state.json cannot be written; the folder then stays ``.tmp`` and is never loaded.
+    Every rank has synced its two files already. Raises CheckpointError if one is missing or is not
+    what its writer says, or if state.json cannot be written; the folder then stays ``.tmp`` and is
+    never loaded.
     """
-    found: dict[str, FileInfo] = {}
+    listed: dict[str, FileInfo] = {}
     for stem in stems:
         path = tmp / files.index_file(stem)
-        raw = files.read(path)
-        index = files.decode(raw, RankIndex, path)
+        data = CHECKPOINT.read_bytes(path)
+        index = files.decode_index(data, path)
         if index.step != state.step:
-            raise CheckpointError(f"{path} is of step {index.step}, not of step {state.step}")
-        files.check_size(tmp / files.data_file(stem), index.file)
-        found[files.data_file(stem)] = index.file
-        found[path.name] = FileInfo(len(raw), xxhash.xxh3_64_hexdigest(raw))
+            problem = f"belongs to step {index.step}, not to step {state.step}: an earlier trainer still writes there"
+            raise CheckpointError(f"{path} {problem}")
+        CHECKPOINT.check_size(tmp / files.data_file(stem), index.file)
+        listed[files.data_file(stem)] = index.file
+        listed[path.name] = FileInfo(len(data), checksum_of(data))
     final = tmp.with_name(files.directory_name(state.step))
-    try:
-        failpoint("checkpoint.commit")
-        check_alive()
-        write_durably(tmp / files.STATE, files.encode_state(msgspec.structs.replace(state, files=found)))
-        fsync_directory(tmp)
-        check_alive()  # again: that took a while, and what is renamed now is what recovery goes on from
-        tmp.rename(final)
-        fsync_directory(final.parent)
-    except OSError as error:
-        raise CheckpointError(f"{tmp}: {files.STATE} cannot be written: {error.strerror}") from error
+    CHECKPOINT.commit(tmp, final, msgspec.structs.replace(state, files=listed), check_alive)
     failpoint("checkpoint.complete", final)
     return final
 
 
-def prune(root: Path, keep: int) -> list[Path]:
-    """Remove all but the newest ``keep`` complete checkpoints; returns what went. One that stays is named in the log,
-    and tried again before the next checkpoint: the new one is complete all the same.
+def prune(root: Path, keep: int) -> list[str]:
+    """Remove all but the newest ``keep`` complete checkpoints, and return the removed ones.
+
+    A folder that cannot be removed is logged, and tried again before the next checkpoint: the new
+    checkpoint is complete all the same.
     """
-    return [path for _, path in files.complete_checkpoints(root)[:-keep] if _remove(path)]
+    removed = CHECKPOINT.remove(CHECKPOINT.complete(root)[:-keep])
+    _log_problems(removed.problems)
+    return removed.gone
 
 
-def _remove(folder: Path) -> bool:
-    """state.json goes first: a reader who comes meanwhile finds an incomplete checkpoint, not a broken one."""
-    try:
-        (folder / files.STATE).unlink(missing_ok=True)
-        shutil.rmtree(folder)
-    except OSError as error:
-        log.error("%s cannot be removed now: %s", folder, error.strerror)
-        return False
-    return True
+def _log_problems(problems: Mapping[str, str]) -> None:
+    for folder, problem in problems.items():
+        log.error("%s %s", folder, problem)

@@ -28,20 +28,22 @@ from realsys.weights.base import Committed, WeightPublisher
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-MAX_MENDED = 3  # times that a version is written again before the disk is given up
-RETRY_S = 0.5  # between two tries to reach the name store
+MAX_REPAIRS = 3  # times that a version is written again before the run ends
+RETRY_S = 0.5  # seconds between two tries to reach the name store
 
 SaveEverywhere = Callable[[SaveWeightsRequest], Awaitable[list[SaveWeightsReply]]]
 
 
-async def tell(
+async def set_key(
     store: NameStore, key: str, value: str, retry_timeout_s: float, check_alive: CheckAlive = unleased
 ) -> None:
-    """Set ``key``. While the name store is away, try again for ``retry_timeout_s``.
+    """Set ``key``. If the name store does not answer, try again for ``retry_timeout_s``.
 
     Raises NameStoreError, and what ``check_alive`` raises.
     """
-    deadline, away = time.monotonic() + retry_timeout_s, False
+    # The monotonic clock: the wall clock may be set while the name store is away.
+    deadline = time.monotonic() + retry_timeout_s
+    away = False
     while True:
         check_alive()
         try:
@@ -52,15 +54,15 @@ async def tell(
             if not away:
                 log.warning("%s; trying again for %g s", error, retry_timeout_s)
             away = True
-        await asyncio.sleep(RETRY_S)  # nothing tells when it is back
+        await asyncio.sleep(RETRY_S)  # a name store sends no event when it is back
 
 
 @dataclass(frozen=True, slots=True)
 class VersionKey:
-    """The name-store key that says which version is the newest.
+    """The name-store key of the newest version.
 
-    ``retry_timeout_s``: how long the name store may be away. ``check_alive``: called before each visible
-    act.
+    ``retry_timeout_s``: time for which the name store may fail to answer. ``check_alive``: called before
+    each visible act.
     """
 
     store: NameStore
@@ -69,8 +71,9 @@ class VersionKey:
     check_alive: CheckAlive = unleased
 
     async def set(self, published: PublishedVersion) -> None:
+        """Set the key. Raises NameStoreError, and whatever ``check_alive`` raises."""
         value = msgspec.json.encode(published).decode()
-        await tell(self.store, self.key, value, self.retry_timeout_s, self.check_alive)
+        await set_key(self.store, self.key, value, self.retry_timeout_s, self.check_alive)
 
 
 class Publisher:
@@ -94,14 +97,14 @@ class Publisher:
         self._transport = transport
         self._timeout_s = timeout_s
         self.newest: PublishedVersion | None = None
-        self._named: set[str] = set()  # locators whose problem has been logged
-        self._mended = 0  # times that the newest version was written again
-        self._proved = False  # the newest version has been read, and is good
+        self._logged: set[str] = set()  # locators whose problem has been logged
+        self._repairs = 0  # times that the newest version was written again
+        self._verified = False  # the newest version has been read, and is good
 
     async def publish(self, version: int, step: int) -> dict[str, float]:
         """Write and publish ``version``; returns seconds spent in ``save`` and ``publish``.
 
-        On any error nothing is published and the last version stays what it was.
+        On any error nothing is published, and the last version stays the newest.
         """
         if self.newest is not None and version <= self.newest.version:
             raise ValueError(f"version {version} does not follow {self.newest.version}")
@@ -116,10 +119,10 @@ class Publisher:
         published = PublishedVersion(version, self._incarnation, locator, step, self._transport)
         await self._version_key.set(published)
         self.newest = published
-        self._mended = 0
-        self._proved = False
+        self._repairs = 0
+        self._verified = False
         removed = await self._on_disk(version, lambda: self._weights.prune(locator))
-        self._name(removed.problems)
+        self._log_once(removed.problems)
         log.info(
             "published version %d (%s), %.1f of %.1f MB written, pruned %d",
             version,
@@ -149,7 +152,7 @@ class Publisher:
             raise WeightsError(f"version {version} was published as {replace}, and {problem}")
         return committed, saved
 
-    async def mend(self, status: Mapping[str, Any]) -> None:
+    async def repair(self, status: Mapping[str, Any]) -> None:
         """Verify the newest version if no server serves it, and write it again if it is damaged.
 
         ``status``: the manager's. Servers then try again. Call it while the trainer has these
@@ -158,11 +161,11 @@ class Publisher:
         Raises WeightsError when that does not help.
         """
         newest = self.newest
-        if newest is None or self._proved or not unserved(status, newest.version):
+        if newest is None or self._verified or not unserved(status, newest.version):
             return
         problem = await self._problem_of_newest(newest)
         if not problem:
-            self._proved = True  # the matter is with the servers
+            self._verified = True  # the problem is with the servers
             return
         await self._rewrite(newest, problem)
 
@@ -170,24 +173,25 @@ class Publisher:
         def verify() -> None:
             self._weights.verify(newest.locator, newest.version)
 
-        return await on_disk(f"proving {newest.locator}", self._timeout_s, lambda: _problem(verify))
+        return await on_disk(f"verifying {newest.locator}", self._timeout_s, lambda: _problem(verify))
 
     async def _rewrite(self, newest: PublishedVersion, problem: str) -> None:
-        if self._mended == MAX_MENDED:
-            raise WeightsError(f"{newest.locator} was written {1 + MAX_MENDED} times, and is damaged: {problem}")
+        if self._repairs == MAX_REPAIRS:
+            written = f"{newest.locator} was written {1 + MAX_REPAIRS} times"
+            raise WeightsError(f"{written}, and is damaged: {problem}; check the disk")
         log.error("%s is damaged: %s; it is written again", newest.locator, problem)
-        self._mended += 1
+        self._repairs += 1
         await self._write(newest.version, newest.step, "", replace=newest.locator)
 
     async def discard_unfinished(self) -> None:
-        """Remove what dead incarnations left half written; call it before the first publication."""
-        self._version_key.check_alive()  # a successor may be writing
+        """Remove the unfinished versions of dead incarnations. Call it before the first publication."""
+        self._version_key.check_alive()  # else this could delete the folder that a successor is writing
         removed = await on_disk(
             "removing unfinished weight versions", self._timeout_s, self._weights.discard_unfinished
         )
         for locator in removed.gone:
             log.info("removed %s, which was never completed", locator)
-        self._name(removed.problems)
+        self._log_once(removed.problems)
 
     def _base(self) -> str:
         """Return the locator of the version that the next one may refer to.
@@ -203,20 +207,22 @@ class Publisher:
             return ""
         return locator
 
-    def _name(self, problems: Mapping[str, str]) -> None:
+    def _log_once(self, problems: Mapping[str, str]) -> None:
         """Log each problem once."""
-        for locator in problems.keys() - self._named:
+        for locator in problems.keys() - self._logged:
             log.error("%s: %s", locator, problems[locator])
-        self._named = set(problems)
+        self._logged = set(problems)
 
     async def export(self, target: Path) -> None:
-        """Write the newest version to ``target`` as a plain HF directory, whole or not at all. Between two steps: one
-        that is found damaged is written again first.
+        """Write the newest version to ``target`` as a plain HF directory, whole or not at all.
+
+        Call it between two steps: a damaged version is written again first, from the trainer's memory.
         """
         assert self.newest is not None, "nothing was published yet"
         self._version_key.check_alive()
         target.parent.mkdir(parents=True, exist_ok=True)
-        newest, what = self.newest, f"writing {target}"
+        newest = self.newest
+        what = f"writing {target}"
 
         def write() -> None:
             self._weights.export(newest.locator, newest.version, target)
@@ -226,7 +232,7 @@ class Publisher:
         except WeightsError:
             problem = await self._problem_of_newest(newest)
             if not problem:
-                raise  # it is the target that cannot be written
+                raise  # the version is good: the target cannot be written
             await self._rewrite(newest, problem)
             await on_disk(what, self._timeout_s, write)
 

@@ -1,17 +1,17 @@
-"""Where training starts: from this trial's newest good checkpoint, from another trial's, or from nothing.
+"""Start of training: from this trial's newest good checkpoint, from another trial's, or from the base model.
 
-    complete checkpoints, newest first ──verify──> the first good one      those that were not: set aside, named
+    complete checkpoints, newest first ──verify──> the first good one; damaged ones are set aside
               └ none yet ──> ``resume``, if the trial was started from one ──> else nothing, -1
 
-The same question for a first start, a training side that was restarted while the servers stay up, and a run started
-again: nothing but the disk decides. What is later than the answer is undone everywhere: the ledger re-issues it
-(POST /roll_back), the step log gets a ``recovered`` record, weights of earlier incarnations are superseded.
+Only the disk decides, and it decides in the same way for a first start, for a trainer that restarts
+while the servers stay up, and for a run that is started again. Everything later than the start is then
+undone: the ledger reissues its tickets (POST /roll_back), the step log gets a ``recovered`` record, and
+the weights of this incarnation supersede those of earlier ones (``monotonic``).
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,18 +21,22 @@ from typing import Any
 from realsys.errors import CheckpointError
 from realsys.telemetry.steps import RECOVERED, StepRecord
 from realsys.train.checkpoint import checkpoint_files as files
-from realsys.train.checkpoint.checkpoint_files import CheckpointState
+from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState
 
 log = logging.getLogger(__name__)
 
-NOTHING = -1  # the step, and version, before the first
-_BESIDE = "step-"
+NOTHING = -1  # step and version before the first
+_EVAL_PREFIX = "step-"
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """``checkpoint``: to load, None to begin with the base model; ``own``: it is of this trial. ``damaged``: newer ones
-    that cannot be used, and why.
+    """State that training starts from.
+
+    checkpoint  folder to load; None: the base model
+    step        its step, which is its version, too
+    own         True if the checkpoint is of this trial
+    damaged     newer checkpoints that cannot be used -> reason
     """
 
     checkpoint: Path | None = None
@@ -42,11 +46,13 @@ class Start:
 
 
 def decide(complete: Sequence[tuple[int, Path]], resume: str, examine: Callable[[Path], CheckpointState]) -> Start:
-    """``complete``: (step, folder) of this trial's checkpoints, oldest first. ``examine`` proves one or raises
-    CheckpointError.
+    """Choose the start of training.
 
-    Raises CheckpointError when there are some and none of them is good: to start from nothing then is the user's
-    decision, for it costs all that was trained.
+    ``complete``: (step, folder) of this trial's checkpoints, oldest first. ``examine`` verifies one, or
+    raises CheckpointError.
+
+    Raises CheckpointError if this trial has checkpoints and none is good: starting from nothing would
+    lose everything that was trained, so the user must decide that.
     """
     damaged: dict[Path, str] = {}
     for _, path in reversed(complete):
@@ -55,61 +61,59 @@ def decide(complete: Sequence[tuple[int, Path]], resume: str, examine: Callable[
         except CheckpointError as error:
             damaged[path] = str(error)
     if damaged:
-        whole = CheckpointError(
+        failure = CheckpointError(
             f"master_worker: no checkpoint of this trial can be used: {'; '.join(damaged.values())}; "
             f"remove {next(iter(damaged)).parent} to start again without them"
         )
-        whole.permanent = True
-        raise whole
+        failure.permanent = True
+        raise failure
     if resume:
         return Start(Path(resume), examine(Path(resume)).version)
     return Start()
 
 
 def find_start(root: Path, resume: str) -> Start:
-    """``decide`` for the checkpoints under ``root``; what is damaged is named in the log, and set aside."""
+    """Run ``decide`` for the checkpoints under ``root``; log the damaged ones, and set them aside."""
     began = time.perf_counter()
     start = decide(files.complete_checkpoints(root), resume, files.verify)
     for path, problem in start.damaged.items():
-        aside = path.with_name(f"{path.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+        aside = CHECKPOINT.set_aside(path)
         log.error("checkpoint %s cannot be used, the one before it is taken: %s; it is %s now", path, problem, aside)
     if start.checkpoint is not None:
         took = time.perf_counter() - began
-        log.info("training goes on from %s, version %d; verified in %.3f s", start.checkpoint, start.step, took)
+        log.info("training continues from %s, version %d; verified in %.3f s", start.checkpoint, start.step, took)
     return start
 
 
 def recovered_record(start: Start, incarnation: str) -> dict[str, Any]:
-    """For the step log: what comes before it and is later than ``start`` does not hold any more."""
+    """Return the step-log record that undoes the earlier records of steps after ``start``."""
     return {"kind": RECOVERED, "step": start.step, "incarnation": incarnation, "time": time.time()}
 
 
 def evaluated(records: Iterable[StepRecord], eval_id: str, step: int) -> bool:
-    """Whether this evaluation of the weights of ``step`` is in the step log."""
-    found = ((record.get("eval_id"), record.get("step")) for record in records if record["kind"] == "eval")
-    return (eval_id, step) in found
+    """Return True if the step log has this evaluation of the weights of ``step``."""
+    logged = ((record.get("eval_id"), record.get("step")) for record in records if record["kind"] == "eval")
+    return (eval_id, step) in logged
 
 
 def eval_id_of(step: int) -> str:
-    """Name of the evaluation beside training that is due after ``step``."""
-    return f"{_BESIDE}{step}"
+    """Return the name of the concurrent evaluation that is due after ``step``."""
+    return f"{_EVAL_PREFIX}{step}"
 
 
-def unanswered(records: Iterable[StepRecord], asked: Iterable[str], done: int) -> list[int]:
-    """Steps up to ``done`` whose evaluation beside training has no result in the step log: those that were asked for,
-    and the one of ``done`` itself, before which the training side may have died.
+def unanswered(records: Iterable[StepRecord], requested: Iterable[str], done: int) -> list[int]:
+    """Return the steps up to ``done`` whose concurrent evaluation has no result in the step log.
 
-    Which weights a result is of is not asked here: those of an earlier step are gone, and what is asked for again is
-    answered with those of ``done``.
+    ``requested``: names of the evaluations that were requested from the manager. The one of ``done`` is
+    always included: the trainer may have died before it asked. Weights of earlier steps are gone, so a
+    repeated evaluation is done with the weights of ``done``; the step of a logged result is not compared.
     """
-    answered = {record.get("eval_id") for record in records if record["kind"] == "eval"}
-    numbers = (eval_id.removeprefix(_BESIDE) for eval_id in asked if eval_id.startswith(_BESIDE))
+    logged = {record.get("eval_id") for record in records if record["kind"] == "eval"}
+    numbers = (eval_id.removeprefix(_EVAL_PREFIX) for eval_id in requested if eval_id.startswith(_EVAL_PREFIX))
     steps = {done, *(int(number) for number in numbers if number.isdecimal())}
-    return sorted(step for step in steps if step <= done and eval_id_of(step) not in answered)
+    return sorted(step for step in steps if step <= done and eval_id_of(step) not in logged)
 
 
 def has_trained(records: Iterable[StepRecord]) -> bool:
-    """Whether a step of this trial still holds."""
+    """Return True if the step log has a train step that was not undone."""
     return any(record["kind"] == "train" for record in records)

@@ -1,1 +1,1 @@
-"""Weight versions, from the ranks to the servers: the contract of a transport, and ``disk``."""
+"""Weight transports: the contract, and the built-in transport ``disk``."""

@@ -13,7 +13,7 @@ transport reads the locator; the master, the manager and the servers pass it on 
 Every transport must keep these rules; the rest of the system relies on them:
 
 - ``exists-once-committed``: before ``commit`` returns, no reader finds the version. If ``commit``
-  raises, no reader ever does. The master then publishes nothing, and servers keep what they have.
+  raises, no reader ever does. The master then publishes nothing, and servers keep their weights.
 - ``verified-before-served``: ``stage`` returns the bytes that the ranks wrote for that version, or
   raises.
 - ``written-again``: a damaged version is committed again under the same locator (``replace``), and
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from realsys.cluster.fence import CheckAlive, unleased
+from realsys.storage.commit_folder import Removed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,21 +108,6 @@ class Committed:
     locator: str
     written: int
     size: int
-
-
-@dataclass(slots=True)
-class Removed:
-    """Result of deleting versions. A problem does not end the run; it is logged.
-
-    gone      locators of the versions that were deleted
-    problems  locator of a version that stays -> reason
-    """
-
-    gone: list[str] = field(default_factory=list)
-    problems: dict[str, str] = field(default_factory=dict)
-
-    def __add__(self, other: Removed) -> Removed:
-        return Removed(self.gone + other.gone, self.problems | other.problems)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""From the configuration to the weight transport of a process. No torch."""
+"""Factory of a process's weight transport. No torch."""
 
 from __future__ import annotations
 

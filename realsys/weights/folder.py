@@ -1,5 +1,5 @@
-"""Verified tensors as a plain HF folder, for an engine that reads its weights from files. Works
-with any transport."""
+"""Writer of verified tensors as a plain HF folder, for an engine that reads its weights from files.
+Works with any transport."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class FolderWriter:
     def write(self, locator: str, version: int, target: Path) -> Materialised:
         """Write a version to ``target``, or to ``overflow`` when there is no room.
 
-        The bytes written are those that were verified, in memory. Raises WeightsError when the
-        version is not whole, OSError when it cannot be written.
+        It writes the verified bytes from memory. Raises WeightsError if the version is damaged,
+        OSError if it cannot be written.
         """
         from safetensors.torch import save_file
 
         staged = self.reader.stage(locator, version)
         begin = time.perf_counter()
         size = sum(tensor.nbytes for tensor in staged.tensors.values())
-        # Memory-backed storage promises more than there is: all processes share the memory.
+        # A memory-backed disk (/dev/shm) reports more room than there is: all processes share the memory.
         room = min(shutil.disk_usage(target.parent).free, Machine.here().memory_bytes)
         folder = target if size * 1.1 < room else self.overflow
         shutil.rmtree(folder, ignore_errors=True)
@@ -46,7 +46,7 @@ class FolderWriter:
             save_file(staged.tensors, folder / "model.safetensors")
             for file in auxiliary_files(self.model_dir):
                 shutil.copy(file, folder)
-        except BaseException:  # half a version must not stay on the disk that it did not fit on
+        except BaseException:  # half a version must not stay on a disk that is full
             shutil.rmtree(folder, ignore_errors=True)
             raise
         return Materialised(folder, {**staged.timings, "write_s": time.perf_counter() - begin})

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from realsys.errors import CheckpointError
+from realsys.storage.files import FileInfo
 from realsys.train.calls import Role
-from realsys.train.checkpoint.checkpoint_files import FileInfo, Piece
+from realsys.train.checkpoint.checkpoint_files import Piece
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
 from realsys.train.checkpoint.tensors import Snapshot, write_tensors
 from tests.support.training.checkpoint_ranks import SINGLE, Setup, checkpoint, complete, make_models, train
@@ -23,7 +24,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_models(tmp_path_factory.mktemp("models"))
 
 
-def test_a_full_disk_is_named_and_the_next_checkpoint_can_be_written(models: dict[str, Path], tmp_path: Path) -> None:
+def test_full_disk_is_named(models: dict[str, Path], tmp_path: Path) -> None:
+    """The next checkpoint can be written."""
     full, spare = tmp_path / "step-00000001.tmp", tmp_path / "step-00000002.tmp"
     full.mkdir()
     spare.mkdir()
@@ -65,9 +67,7 @@ def test_a_file_size_limit_is_named(models: dict[str, Path], tmp_path: Path) -> 
     assert message.endswith("cannot be written: File too large")
 
 
-def test_a_disk_that_hangs_is_not_waited_for_without_bound_and_the_file_is_named(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_hanging_disk_is_named_in_time(models: dict[str, Path], tmp_path: Path) -> None:
     tmp = tmp_path / "step-00000001.tmp"
     tmp.mkdir()
 
@@ -111,7 +111,7 @@ def copied(directory: Path, target: Path) -> Path:
     return target
 
 
-def test_another_model_is_refused_with_the_size_that_differs(models: dict[str, Path], written: Path) -> None:
+def test_other_model_is_refused_with_its_size(models: dict[str, Path], written: Path) -> None:
     expected = f"checkpoint {written}: actor is of another model: hidden_size 32, this role's has 64"
     assert refusal(written, models["wider"]) == expected
     assert "tied_embeddings 0, this role's has 1" in refusal(written, models["tied"])
@@ -134,7 +134,10 @@ def test_a_truncated_file_is_refused_and_named(models: dict[str, Path], written:
     size = path.stat().st_size
     os.truncate(path, size - 1)
     message = refusal(directory, models["untied"])
-    assert message == f"{path} has {size - 1} bytes, its writer says {size}: truncated or overwritten"
+    assert (
+        message
+        == f"{path} has {size - 1} bytes, its writer says {size}: truncated or overwritten; use an older checkpoint"
+    )
     path.unlink()
     assert refusal(directory, models["untied"]).startswith(f"{path} cannot be read: No such file")
 

@@ -13,8 +13,9 @@ import torch
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import CheckpointError
+from realsys.storage.files import FileInfo
 from realsys.train.calls import Role
-from realsys.train.checkpoint.checkpoint_files import FileInfo, Piece
+from realsys.train.checkpoint.checkpoint_files import Piece
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
 from realsys.train.checkpoint.tensors import Snapshot, write_tensors
 from realsys.train.megatron.device import Device
@@ -60,7 +61,7 @@ BIG = ParallelLayout(data=2, tensor=2)
     ],
     ids=str,
 )
-def test_a_resumed_run_is_bit_equal_in_the_same_layout(setup: Setup, models: dict[str, Path], tmp_path: Path) -> None:
+def test_same_layout_resumes_bit_equal(setup: Setup, models: dict[str, Path], tmp_path: Path) -> None:
     directory, expected = checkpoint(setup, models[setup.model], tmp_path)
     found = setup.run(partial(resumed, directory=directory), models[setup.model])
     for (left, _), (right, _) in zip(expected, found, strict=True):
@@ -123,7 +124,7 @@ def test_the_way_through_another_layout_loses_no_bit(
         same({k: v for k, v in left.items() if k != "rng"}, {k: v for k, v in right.items() if k != "rng"})
 
 
-def test_fp32_goes_on_from_the_master_weights_of_bf16(models: dict[str, Path], tmp_path: Path) -> None:
+def test_fp32_loads_the_master_weights_of_bf16(models: dict[str, Path], tmp_path: Path) -> None:
     tmp = tmp_path / "step-00000003.tmp"
     tmp.mkdir()
 
@@ -158,7 +159,7 @@ def test_losing_the_optimizer_state_would_be_seen(models: dict[str, Path], tmp_p
     assert max((found[name] - expected).abs().max().item() for name, expected in ranks[0][1].items()) > 0.1 * LR
 
 
-def test_a_role_on_a_part_of_the_world_is_saved_and_loaded_by_itself(models: dict[str, Path], tmp_path: Path) -> None:
+def test_role_on_some_ranks_is_saved_alone(models: dict[str, Path], tmp_path: Path) -> None:
     """The actor on worker 0, the critic with a value head on workers 1 and 2; each checkpoints without the other."""
     config, mesh, layout = Setup().config, Mesh(M2, (1, 2)), ParallelLayout()
     directories = {"actor": tmp_path / "a" / "step-00000003.tmp", "critic": tmp_path / "c" / "step-00000003.tmp"}
@@ -191,8 +192,8 @@ def test_a_role_on_a_part_of_the_world_is_saved_and_loaded_by_itself(models: dic
     assert any(name == "model/value_head.weight" for name in expected[1])
 
 
-def test_training_goes_on_while_the_files_are_written(models: dict[str, Path], tmp_path: Path) -> None:
-    """The writer is held by an event until further steps are done; what it then writes is the state before them."""
+def test_training_continues_while_files_are_written(models: dict[str, Path], tmp_path: Path) -> None:
+    """The writer is held by an event until further steps are done; it then writes the state before them."""
     tmp = tmp_path / "step-00000003.tmp"
     tmp.mkdir()
 
@@ -211,7 +212,7 @@ def test_training_goes_on_while_the_files_are_written(models: dict[str, Path], t
         assert started.wait(BOUND_S)
         train(role, range(BEFORE, BEFORE + AFTER))
         nothing_yet = list(tmp.iterdir()) == []
-        with pytest.raises(CheckpointError, match="has not been finished"):
+        with pytest.raises(CheckpointError, match="the one before it is not finished"):
             writer.begin(tmp, BEFORE + 1)
         go_on.set()
         writer.finish()

@@ -1,4 +1,4 @@
-"""`resume=DIR`: what is refused before anything starts, and the data that goes on through real managers' journals."""
+"""`resume=DIR`: refusals before anything starts, and the data that continues through real managers' journals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from realsys.manager.ledger.order import permutation
 from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
 from realsys.rollout.manager_client import ManagerClient
-from realsys.train.checkpoint.checkpoint_files import CheckpointState, FileInfo, RoleState, encode_state
+from realsys.storage.files import FileInfo
+from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState, RoleState
 from tests.support.ledger.manager_trial import TOKEN, Trial, config, drive
 
 DATA = {"train_size": 20, "eval_size": 5, "demo_size": 0}
@@ -80,7 +81,7 @@ def test_a_trial_folder_means_its_newest_complete_checkpoint(trial: Path, compos
     assert compose_in(f"resume={newest.with_name('step-00000002')}").resume.endswith("step-00000002")
 
 
-def test_the_new_trial_starts_with_the_ledger_of_the_checkpoint(trial: Path, compose_in: Callable[..., Config]) -> None:
+def test_new_trial_inherits_the_ledger(trial: Path, compose_in: Callable[..., Config]) -> None:
     said: list[str] = []
     with prepare(compose_in(f"resume={trial}", "trial=second"), said.append) as ready:
         paths = ready.paths
@@ -92,10 +93,8 @@ def test_the_new_trial_starts_with_the_ledger_of_the_checkpoint(trial: Path, com
     assert said[-1] == f"continuing at step 3 from {trial / 'checkpoints' / 'step-00000003'}"
 
 
-def test_groups_behind_the_checkpoint_count_at_the_new_batch_size(
-    trial: Path, compose_in: Callable[..., Config]
-) -> None:
-    """Of capacity B * (v + eta + 1) the B * v are used up, whatever B is: eta + 1 batches are free."""
+def test_inherited_groups_count_at_the_new_size(trial: Path, compose_in: Callable[..., Config]) -> None:
+    """The capacity is B * (v + eta + 1), and B * v of it is used up, whatever B is: eta + 1 batches are free."""
     with prepare(compose_in(f"resume={trial}", "trial=second", "train.batch_groups=6"), lambda _: None) as ready:
         paths = ready.paths
     assert audit_trial(paths).inherited == 3 * 6
@@ -119,9 +118,10 @@ def test_groups_behind_the_checkpoint_count_at_the_new_batch_size(
         (["train.lora.rank=4"], "resume", "is of another model: role 'actor' has lora_rank 0 there, 4 here"),
     ],
 )
-def test_what_cannot_be_continued_is_refused_in_one_line_and_leaves_nothing(
+def test_unfit_checkpoint_is_refused_in_one_line(
     trial: Path, compose_in: Callable[..., Config], overrides: list[str], field: str, problem: str
 ) -> None:
+    """Nothing is left of the new trial."""
     made = compose_in(f"resume={trial}", "trial=second", *overrides)
     with pytest.raises(ConfigError) as caught:
         prepare(made, lambda _: None)
@@ -132,7 +132,7 @@ def test_what_cannot_be_continued_is_refused_in_one_line_and_leaves_nothing(
 def test_the_command_refuses_with_exit_code_2(trial: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (trial / "checkpoints" / "step-00000003" / "state.json").write_text("{}")
     for text, problem in [
-        ("nowhere", "is no directory"),
+        ("nowhere", "is not a directory"),
         (str(tmp_path), "is no checkpoint and no trial"),
         (str(trial), "state.json is corrupt"),
     ]:
@@ -141,19 +141,19 @@ def test_the_command_refuses_with_exit_code_2(trial: Path, tmp_path: Path, capsy
         assert "resume=" in error and problem in error and error.count("\n") == 1
 
 
-def test_a_file_that_is_too_short_is_refused_before_the_start(trial: Path, compose_in: Callable[..., Config]) -> None:
+def test_truncated_file_is_refused_before_the_start(trial: Path, compose_in: Callable[..., Config]) -> None:
     made = compose_in(f"resume={trial}")
     state = check_resume(made)
     assert state is not None
     files = {"actor-00001-of-00001.safetensors": FileInfo(10, "")}
     target = Path(made.resume)
     (target / "actor-00001-of-00001.safetensors").write_bytes(b"short")
-    (target / "state.json").write_bytes(encode_state(msgspec.structs.replace(state, files=files)))
+    (target / "state.json").write_bytes(CHECKPOINT.encode(msgspec.structs.replace(state, files=files)))
     with pytest.raises(ConfigError, match=r"safetensors has 5 bytes, its writer says 10: truncated"):
         check_resume(made)
 
 
-def test_every_prompt_is_issued_once_across_checkpoint_and_resume(tmp_path: Path) -> None:
+def test_resume_issues_every_prompt_once(tmp_path: Path) -> None:
     """B = 2, eta = 1, 64 prompts: six groups granted, two of them trained; then a new trial."""
     order = permutation(config().seed, 0, 64).tolist()
     found: list[DataPosition] = []

@@ -58,14 +58,14 @@ def reader(tmp_path: Path, shards: list[list[Snapshot]]) -> PieceReader:
         {"stop": 1 << 40, "size": 1 << 42},
     ],
 )
-def test_index_that_makes_no_sense_is_refused_before_memory_is_taken(tmp_path: Path, wrong: dict[str, object]) -> None:
+def test_impossible_index_is_refused(tmp_path: Path, wrong: dict[str, object]) -> None:
     """Its checksum may be right all the same: a defect, or a hand that edited it."""
     path = tmp_path / "actor-00001-of-00001.safetensors"
     info, pieces = write_tensors(path, list(snapshot("param", whole_shard("w", (8, 6)), WHOLE.flatten())))
     (piece,) = pieces
     spoilt = [msgspec.structs.replace(piece, **wrong)]
     index = RankIndex("actor", 1, ParallelLayout(), 0, {}, None, {}, info, spoilt)
-    with pytest.raises(CheckpointError, match="its index is of no such file"):
+    with pytest.raises(CheckpointError, match="its index lists a piece that it cannot have"):
         PieceReader(tmp_path, [index])
 
 
@@ -81,7 +81,7 @@ def test_shards_by_hand() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_part_is_put_together_from_parts_of_another_cut(tmp_path: Path, seed: int) -> None:
+def test_any_part_is_read_from_other_parts(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
 
     def cut() -> list[Shard]:
@@ -103,17 +103,17 @@ def test_any_part_is_put_together_from_parts_of_another_cut(tmp_path: Path, seed
             assert torch.equal(found.read("param", shard, start, stop), local(shard).flatten()[start:stop])
 
 
-def test_a_part_that_no_rank_wrote_is_an_error(tmp_path: Path) -> None:
+def test_unwritten_part_is_an_error(tmp_path: Path) -> None:
     shard = whole_shard("w", (8, 6))
     with (
         reader(tmp_path, [list(snapshot("param", shard, WHOLE.flatten()[:40]))]) as found,
-        pytest.raises(CheckpointError, match=r"w \(param\) is not complete: 40 of 48 found"),
+        pytest.raises(CheckpointError, match=r"w \(param\) is not complete: only 40 of 48 elements"),
     ):
         found.read("param", shard)
     upper = split_shard("w", (4, 6), 0, 0, 2)
     with (
         reader(tmp_path, [list(snapshot("param", upper, local(upper).flatten()))]) as found,
-        pytest.raises(CheckpointError, match=r"w \(param\) is not complete: 24 of 48 found"),
+        pytest.raises(CheckpointError, match=r"w \(param\) is not complete: only 24 of 48 elements"),
     ):
         found.read("param", shard)
 

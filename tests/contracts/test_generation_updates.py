@@ -55,7 +55,7 @@ def test_version_other_than_the_requested_is_refused(server):
     async def test(client):
         result = await client.update_weights(server.url, str(server.paths[1]), 2, BOUND_S)
         assert not result.success
-        assert "holds version 1, version 2 was asked for" in result.message
+        assert "holds version 1, version 2 was requested" in result.message
         assert (await client.model_info(server.url)).weight_version == str(server.start)
 
     drive(test)
@@ -68,7 +68,7 @@ def test_version_other_than_the_requested_is_refused(server):
         (no_manifest, "MANIFEST.json"),
         (corrupt_shard, "corrupt"),
         (short_shard, "truncated"),
-        (other_manifest, "holds version 8, version 7 was asked for"),
+        (other_manifest, "holds version 8, version 7 was requested"),
     ],
 )
 def test_damaged_version_leaves_the_old_weights_serving(server, tmp_path, versions, damage, message):

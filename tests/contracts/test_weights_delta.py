@@ -5,11 +5,11 @@ Every version is written by two writers, as two ranks would, committed, and read
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_a_delta_that_would_not_pay_is_none() -> None:
     ("blob", "message"),
     [
         (np.zeros(8, np.uint8), "too short"),
-        (np.array([0, 9, 0], "<u8").view(np.uint8), "says that it has 33"),
+        (np.array([0, 9, 0], "<u8").view(np.uint8), "has a header for 33 bytes"),
         (np.r_[np.array([0, 1, 1], "<u8").view(np.uint8), np.array([4, 1], np.uint8)], "does not fit a tensor of 4"),
         (np.r_[np.array([0, 1, 0], "<u8").view(np.uint8), np.array([1], np.uint8)], "does not fit"),
         (np.r_[np.array([0, 1, 1], "<u8").view(np.uint8), np.array([1, 0x80], np.uint8)], "does not fit"),
@@ -145,7 +145,7 @@ def test_frozen_tensors_are_written_and_read_once(tmp_path: Path) -> None:
         assert staged.counts["bytes_read"] == expected
         assert held.tensors.keys() == ({"embed"} if version else set())
     assert staged.counts["kept"] == 1 and staged.counts["whole"] == 4
-    assert json.loads((path / m.MANIFEST).read_text())["needs"] == ["v00000000.run"]
+    assert m.load_manifest(path).needs == ["v00000000.run"]
     assert sum(files_of(path).values()) < 4 * LAYER + 2000
     trainer.check(3, stage(path, 3).tensors)  # a server that joins late
 
@@ -317,7 +317,7 @@ def test_missing_base_is_named(tmp_path: Path) -> None:
 def test_commit_refuses_a_version_without_its_base(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, deltas=True)
     shutil.rmtree(trainer.step(1e-5))
-    with pytest.raises(WeightsError, match=r"v00000000.run has no MANIFEST.json"):
+    with pytest.raises(WeightsError, match=r"v00000000.run was never completed: it has no MANIFEST.json"):
         trainer.step(1e-5)
     assert m.complete_versions(trainer.root) == []
 
@@ -326,12 +326,11 @@ def test_delta_on_an_unexpected_tensor_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, deltas=True)
     trainer.step(1e-5)
     path = trainer.step(1e-5)
-    text = (path / m.MANIFEST).read_text()
-    wrong = json.loads(text)
-    wrong["tensors"]["layer.1"]["checksum"] = "0" * 16
-    (path / m.MANIFEST).write_text(json.dumps(wrong))
-    with pytest.raises(WeightsError, match=r"tensor layer.1 .* put together, the manifest says 0000"):
+    wrong = m.load_manifest(path)
+    wrong.tensors["layer.1"].checksum = "0" * 16
+    (path / m.MANIFEST).write_bytes(m.VERSION.encode(wrong))
+    with pytest.raises(WeightsError, match=r"tensor layer.1 .* its pieces are applied, the manifest says 0000"):
         stage(path, 1)
-    (path / m.MANIFEST).write_text(text.replace('"version": 1', '"version": 2'))
-    with pytest.raises(WeightsError, match="holds version 2, version 1 was asked for"):
+    (path / m.MANIFEST).write_bytes(m.VERSION.encode(msgspec.structs.replace(wrong, version=2)))
+    with pytest.raises(WeightsError, match="holds version 2, version 1 was requested"):
         stage(path, 1)

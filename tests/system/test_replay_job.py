@@ -14,7 +14,8 @@ import pytest
 import xxhash
 
 from realsys.config.paths import TrialPaths
-from realsys.train.checkpoint.checkpoint_files import FileInfo, complete_checkpoints
+from realsys.storage.files import FileInfo
+from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
 from realsys.train.records import record_files as files
 
 pytestmark = pytest.mark.system
@@ -49,7 +50,7 @@ def flip_a_proximal_logprob(directory: Path) -> str:
     (directory / files.worker_file(0)).write_bytes(content)
     info = FileInfo(len(content), xxhash.xxh3_64_hexdigest(content))
     changed = msgspec.structs.replace(record, files={files.worker_file(0): info})
-    (directory / files.BATCH).write_bytes(files.encode_record(changed))
+    (directory / files.BATCH).write_bytes(files.RECORD.encode(changed))
     return sample_id
 
 
@@ -85,7 +86,8 @@ def test_damaged_record_is_named_before_the_replay_starts(copy):
     for command in ("replay", "samples"):
         done = realsys(command, copy.root, "--step", 3)
         assert done.returncode == 2
-        assert done.stderr == f"realsys: {path} is damaged: {key} of sample {sample_id} is not what was written\n"
+        problem = f"{key} of sample {sample_id} is not what was written"
+        assert done.stderr == f"realsys: {path} is corrupt: {problem}; choose another step\n"
 
 
 def test_samples_shows_texts_versions_and_origins(job):
@@ -136,7 +138,7 @@ def test_replay_needs_a_checkpoint_with_equal_settings(copy):
     directory = files.record_of_step(copy.records, 3)
     record = files.read_record(directory)
     record.config["train"]["ppo"]["minibatches"] = 7
-    (directory / files.BATCH).write_bytes(files.encode_record(record))
+    (directory / files.BATCH).write_bytes(files.RECORD.encode(record))
     done = realsys("replay", copy.root, "--step", 4)
     problem = "step 3 was trained with other settings than step 4, and no checkpoint lies between them"
     assert done.returncode == 2 and problem in done.stderr and "train.ppo.minibatches=7" in done.stderr
@@ -164,7 +166,7 @@ def test_bad_arguments_are_one_line_and_code_2(job, tmp_path):
 
 
 def test_missing_record_is_named(copy):
-    files.remove(files.record_of_step(copy.records, 3))
+    shutil.rmtree(files.record_of_step(copy.records, 3))
     done = realsys("replay", copy.root, "--step", 4)
     problem = "step 3, between the checkpoint of step 2 and step 4, is not recorded; there is 1-2, 4-5"
     assert (done.returncode, done.stderr) == (2, f"realsys: {copy.records}: {problem}\n")

@@ -1,11 +1,13 @@
-"""Do generation engine and trainer agree on log-probs? Watches the tokens that both computed with the same weights.
+"""Monitor of the agreement between generation engine and trainer on log-probs.
+
+It compares the tokens whose log-probs both computed with the same weights.
 
     actor_inf, before the first minibatch of a step ──> ``agreement/...`` statistics ──> AgreementMonitor
         ──> step record, status page; a warning in the log when it drifts
 
-Their difference is numerics alone: kernels, precision, batch shapes. It enters every importance weight, so a loss that
-misbehaves because an engine computes something else than it is believed to (wrong weights, another temperature,
-another attention) shows here first, while it still looks like off-policyness everywhere else.
+Their difference is due to numerics only: kernels, precision, batch shapes. It enters every importance
+weight. If an engine computes with wrong weights, another temperature or another attention, this is
+the first statistic that shows it; all others look as they do with stale samples.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ from realsys.config.schema import AgreementConfig
 
 log = logging.getLogger(__name__)
 
-PREFIX = "agreement/"  # of the statistics
+PREFIX = "agreement/"  # prefix of the statistics
 
 
 class AgreementMonitor:
-    """Judges each step by a threshold, and the course of steps by a trend. Steps without such tokens say nothing."""
+    """Compares each step with a threshold, and the last steps with the first ones.
+
+    Steps without such tokens are skipped.
+    """
 
     def __init__(self, config: AgreementConfig) -> None:
         self._config = config
@@ -32,24 +37,25 @@ class AgreementMonitor:
         self._warning = ""
 
     def observe(self, version: int, stats: Mapping[str, float]) -> dict[str, Any]:
-        """One step, trained on ``version``: what there is to show of it, with ``warning`` ("" if all is well).
+        """Add one step, trained on ``version``; return its values to show, with ``warning`` ("" if all is well).
 
-        ``stats``: those of actor_inf. Numbers that do not exist, for want of tokens, are None.
+        ``stats``: statistics of actor_inf. Values are None if the step had no such tokens.
         """
-        found = {key.removeprefix(PREFIX): value for key, value in stats.items() if key.startswith(PREFIX)}
-        tokens, mean = found.get("tokens", 0.0), found.get("difference_mean")
-        warning = self._judge(tokens, mean) if mean is not None else ""
-        self._tell(version, warning)
+        values = {key.removeprefix(PREFIX): value for key, value in stats.items() if key.startswith(PREFIX)}
+        tokens = values.get("tokens", 0.0)
+        mean = values.get("difference_mean")
+        warning = self._warning_of(tokens, mean) if mean is not None else ""
+        self._log_change(version, warning)
         return {
             "version": version,
             "tokens": int(tokens),
             "difference_mean": mean,
-            "difference_max": found.get("difference_max"),
-            "ratio": found.get("ratio"),
+            "difference_max": values.get("difference_max"),
+            "ratio": values.get("ratio"),
             "warning": warning,
         }
 
-    def _judge(self, tokens: float, mean: float) -> str:
+    def _warning_of(self, tokens: float, mean: float) -> str:
         config = self._config
         if len(self._first) < config.window:
             self._first.append((tokens, mean))
@@ -66,8 +72,8 @@ class AgreementMonitor:
             return f"mean difference grew from {before:.2g} to {now:.2g} nats per token over the run"
         return ""
 
-    def _tell(self, version: int, warning: str) -> None:
-        """Once when it begins and once when it is over: a step's record has it every time."""
+    def _log_change(self, version: int, warning: str) -> None:
+        """Log a warning once when it begins and once when it ends; the step record has it every time."""
         if warning and not self._warning:
             log.warning("log-probs of engine and trainer disagree at version %d: %s", version, warning)
         elif self._warning and not warning:
@@ -76,5 +82,5 @@ class AgreementMonitor:
 
 
 def _mean(steps: list[tuple[float, float]] | deque[tuple[float, float]]) -> float:
-    """Over tokens."""
+    """Return the mean over tokens."""
     return sum(tokens * mean for tokens, mean in steps) / sum(tokens for tokens, _ in steps)

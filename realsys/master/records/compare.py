@@ -1,4 +1,4 @@
-"""A recorded step beside its replay: pure. What counts as equal is every bit.
+"""Comparison of a recorded step with its replay, bit by bit. Pure.
 
 plan, calls ──> scores, statistics, arrays that the calls made ──> parameters after the step
 """
@@ -16,9 +16,9 @@ from realsys.train.records.record_files import Arrays, StepRecord, checksum
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The first thing of its kind that is not equal."""
+    """The first unequal item of its kind."""
 
-    what: str  # plan, statistic, ...
+    what: str  # kind: plan, statistic, ...
     name: str
     recorded: str
     replayed: str
@@ -28,7 +28,12 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """A step: what was compared (kind -> how many of it), how many of each are not equal, and the first of those."""
+    """Result for one step.
+
+    compared  kind -> number of compared items
+    unequal   kind -> number of unequal items
+    first     first difference of each kind that has one
+    """
 
     step: int
     sequences: int
@@ -43,7 +48,11 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def compare(recorded: StepRecord, replayed: StepRecord, arrays: Arrays, replayed_arrays: Arrays) -> Comparison:
-    """All of a step. The kinds stand in the order in which one makes the next: the first difference is the cause."""
+    """Compare everything of a step.
+
+    The kinds are in the order in which each produces the next, so the first difference is nearest to the
+    cause.
+    """
     kinds: dict[str, tuple[Mapping[Any, Any], Mapping[Any, Any]]] = {
         "plan": ({"of the batch": recorded.plan}, {"of the batch": replayed.plan}),
         "call": (dict.fromkeys(recorded.calls, "run"), dict.fromkeys(replayed.calls, "run")),
@@ -52,7 +61,9 @@ def compare(recorded: StepRecord, replayed: StepRecord, arrays: Arrays, replayed
         "statistic": (dict(_statistics(recorded)), dict(_statistics(replayed))),
         "parameter": (dict(_parameters(recorded)), dict(_parameters(replayed))),
     }
-    compared, unequal, first = {}, {}, []
+    compared: dict[str, int] = {}
+    unequal: dict[str, int] = {}
+    first: list[Difference] = []
     for what, (ours, theirs) in kinds.items():
         names = list(dict.fromkeys([*ours, *theirs]))
         different = [name for name in names if not _same(ours.get(name), theirs.get(name))]
@@ -85,7 +96,7 @@ def _parameters(record: StepRecord) -> Iterator[tuple[str, str]]:
 def _same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, np.ndarray) and isinstance(theirs, np.ndarray):
         return ours.dtype == theirs.dtype and ours.shape == theirs.shape and checksum(ours) == checksum(theirs)
-    # repr tells -0.0 from 0.0, and an integer from a float
+    # repr distinguishes -0.0 from 0.0, which == does not
     return type(ours) is type(theirs) and repr(ours) == repr(theirs)
 
 

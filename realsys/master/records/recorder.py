@@ -1,21 +1,21 @@
-"""The record of each train step, for `realsys samples` and `realsys replay`. Format: ``train.records.record_files``.
+"""Record of each train step, for `realsys samples` and `realsys replay`.
 
-    begin ──hold──> every worker keeps the arrays of the step that it is the first to have
+    begin ──hold──> every worker keeps the arrays of the step that it is the first to hold
     (the calls run, arrays are cleared)
-    end ──record──> every worker: checksums of its parameters; then its thread writes, beside what follows
-    notices ``recorded`` of all that had arrays ──> batch.json, rename, prune: in a thread
+    end ──record──> every worker: checksums of its parameters, then its thread writes its arrays
+    notice ``recorded`` of every worker with arrays ──> a thread commits batch.json and prunes
 
-Training waits for the two requests only. A record that cannot be written is an error in the log and a step that cannot
-be replayed; it does not end the run, which needs it for nothing.
+Consumes: the end of a train step. Waits for: the two requests only; the files are written while the
+next step trains. Produces: a folder as in ``realsys.train.records.record_files``. A record that cannot
+be written is an error in the log, and that step cannot be replayed; the run continues without it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,25 +29,28 @@ from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.errors import RecordError
 from realsys.master.calls.executor import CallResult, Minibatches
-from realsys.train.checkpoint.checkpoint_files import FileInfo, complete_checkpoints, directory_name
+from realsys.storage.commit_folder import Removed
+from realsys.storage.files import FileInfo
+from realsys.train.checkpoint.checkpoint_files import complete_checkpoints, directory_name
 from realsys.train.records import record_files as files
 from realsys.train.records.messages import HoldRequest, Recorded, RecordReply, RecordRequest
-from realsys.train.records.record_files import StepRecord, number
+from realsys.train.records.record_files import RECORD, StepRecord, number
 from realsys.types import METADATA_KEYS, Empty, SampleMeta
 
 log = logging.getLogger(__name__)
 
 
 class RecordCalls(Protocol):
-    """What is used of ``ModelWorkers``: each call goes to every worker, and is sent before it returns."""
+    """Calls of ``ModelWorkers`` that are used here: each goes to every worker, and is sent before it returns."""
 
     def hold(self, payload: HoldRequest) -> asyncio.Future[list[Empty]]: ...
     def record(self, payload: RecordRequest) -> asyncio.Future[list[RecordReply]]: ...
 
 
 class Recorder:
-    """Writes the records of one trial. ``incarnation``: of the training side, whose lease ``check_alive`` looks at."""
+    """Writes the records of one trial."""
 
     def __init__(
         self,
@@ -58,10 +61,15 @@ class Recorder:
         incarnation: str,
         check_alive: CheckAlive = unleased,
     ) -> None:
+        """``incarnation``: id of this trainer, whose lease ``check_alive`` checks."""
+        self._root = paths.records
+        self._checkpoints = paths.checkpoints
+        self._meshes = meshes
+        self._workers = workers
+        self._incarnation = incarnation
         self._check_alive = check_alive
-        self._root, self._checkpoints = paths.records, paths.checkpoints
-        self._meshes, self._workers, self._incarnation = meshes, workers, incarnation
-        self._seed, self._keep = config.seed, config.record.keep_steps
+        self._seed = config.seed
+        self._keep = config.record.keep_steps
         self._config = config.model_dump(mode="json")
         self._timeout_s = config.cluster.request_timeout_s
         self._writing: dict[int, _Writing] = {}
@@ -69,14 +77,11 @@ class Recorder:
         self._changed = asyncio.Event()
 
     async def rewind(self, step: int) -> None:
-        """Training goes on after ``step``: what was recorded of later steps, before a recovery, is undone."""
-        try:
-            gone = await asyncio.to_thread(files.forget_after, self._root, step)
-        except OSError as error:
-            log.error("records after step %d cannot be removed: %s", step, error)
-            return
-        if gone:
-            log.info("removed %d records of steps that are trained again", len(gone))
+        """Delete the records of steps after ``step``, which a recovery has undone."""
+        removed = await asyncio.to_thread(files.discard_after, self._root, step)
+        _log_problems(removed)
+        if removed.gone:
+            log.info("removed %d records of steps that are trained again", len(removed.gone))
 
     def begin(
         self,
@@ -86,7 +91,7 @@ class Recorder:
         plans: Mapping[str, Minibatches],
         args: Mapping[str, dict[str, Any]],
     ) -> Recording:
-        """Before the calls of ``step`` are sent."""
+        """Start the record of ``step``. Call it before the calls of the step are sent."""
         start = time.perf_counter()
         arrays = array_holders(groups, flow, plans, self._meshes)
         record = StepRecord(
@@ -105,15 +110,17 @@ class Recorder:
             config=self._config,
         )
         held = self._workers.hold(HoldRequest(step, arrays))
-        held.add_done_callback(lambda done: done.cancelled() or done.exception())  # the calls of the step fail with it
+        # If this request fails the calls of the step fail as well, and report it: no second report here.
+        held.add_done_callback(lambda done: done.cancelled() or done.exception())
         return Recording(self, self._workers, record, set(arrays), held, time.perf_counter() - start)
 
     def tmp(self, step: int) -> Path:
-        """Of this incarnation alone: a worker of an earlier one may wake up, and write."""
+        """Return the folder to write to: one per incarnation, because a suspended worker of an earlier
+        trainer may wake up and write."""
         return self._root / f"{directory_name(step)}.{self._incarnation}.tmp"
 
     def written(self, notice: Recorded) -> None:
-        """Notice ``recorded`` of a worker. One of a step that was given up is left aside."""
+        """Handle the notice ``recorded`` of a worker. A notice for a cancelled record is ignored."""
         writing = self._writing.get(notice.step)
         if writing is None:
             return
@@ -121,22 +128,23 @@ class Recorder:
         if notice.failure:
             writing.failures.append(notice.failure)
         else:
-            writing.found[files.worker_file(notice.worker)] = FileInfo(notice.size, notice.checksum)
+            writing.files[files.worker_file(notice.worker)] = FileInfo(notice.size, notice.checksum)
         self._complete_if_ready(writing)
 
     def expect(self, record: StepRecord, workers: set[int], seconds: float) -> _Writing:
-        """The files of ``workers`` are on their way."""
+        """Register a step whose files ``workers`` are writing."""
         writing = self._writing[record.step] = _Writing(record, set(workers), seconds)
         return writing
 
     def done(self, writing: _Writing, record: StepRecord, seconds: float) -> None:
-        """All is known of the step but its files."""
-        writing.record, writing.whole = record, True
+        """Complete ``writing`` with everything of the step except its files."""
+        writing.record = record
+        writing.whole = True
         writing.seconds += seconds
         self._complete_if_ready(writing)
 
     async def finish(self) -> None:
-        """No further step comes; returns when all records are on disk, or after ``request_timeout_s``."""
+        """Return after the last step, once all records are on disk or ``request_timeout_s`` has passed."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while self._writing:
@@ -144,7 +152,7 @@ class Recorder:
                     await self._changed.wait()
         except TimeoutError:
             late = {step: sorted(writing.missing) for step, writing in self._writing.items()}
-            log.error("records not written within %g s, by step the workers: %s", self._timeout_s, late)
+            log.error("records not written within %g s; step -> late workers: %s", self._timeout_s, late)
 
     def _complete_if_ready(self, writing: _Writing) -> None:
         if writing.whole and not writing.missing:
@@ -153,50 +161,61 @@ class Recorder:
             task.add_done_callback(self._completing.discard)
 
     async def _complete(self, writing: _Writing) -> None:
-        record = msgspec.structs.replace(writing.record, files=dict(sorted(writing.found.items())))
+        record = msgspec.structs.replace(writing.record, files=dict(sorted(writing.files.items())))
         problem = "; ".join(writing.failures)
         if not problem:
             try:
-                gone = await asyncio.to_thread(self._commit, record)
-            except OSError as error:
+                removed = await asyncio.to_thread(self._commit, record)
+            except (OSError, RecordError) as error:
                 problem = str(error)
         if problem:
             log.error("step %d is not recorded: %s", record.step, problem)
-            await asyncio.to_thread(shutil.rmtree, self.tmp(record.step), ignore_errors=True)
+            await asyncio.to_thread(RECORD.remove, [self.tmp(record.step)])
         else:
-            size, waited = sum(info.size for info in record.files.values()), 1e3 * writing.seconds
+            _log_problems(removed)
             log.info(
-                "recorded step %d: %.1f kB; training waited %.2f ms; pruned %d", record.step, size / 1e3, waited, gone
+                "recorded step %d: %.1f kB; training waited %.2f ms; pruned %d",
+                record.step,
+                sum(info.size for info in record.files.values()) / 1e3,
+                1e3 * writing.seconds,
+                len(removed.gone),
             )
         del self._writing[record.step]
         self._changed.set()
 
-    def _commit(self, record: StepRecord) -> int:
-        """Returns how many older records went. Raises OSError."""
+    def _commit(self, record: StepRecord) -> Removed:
+        """Commit the record, and prune older ones. Raises OSError, RecordError."""
         tmp = self.tmp(record.step)
-        tmp.mkdir(parents=True, exist_ok=True)
-        (tmp / files.BATCH).write_bytes(files.encode_record(record))
-        self._check_alive()
-        tmp.rename(self._root / directory_name(record.step))
+        tmp.mkdir(parents=True, exist_ok=True)  # no worker has made it if none had arrays
+        RECORD.commit(tmp, self._root / directory_name(record.step), record, self._check_alive)
         checkpoints = [step for step, _ in complete_checkpoints(self._checkpoints)]
-        return len(files.prune(self._root, self._keep, min(checkpoints, default=None)))
+        return files.prune(self._root, self._keep, min(checkpoints, default=None))
+
+
+def _log_problems(removed: Removed) -> None:
+    for folder, problem in removed.problems.items():
+        log.error("record %s %s", folder, problem)
 
 
 @dataclass(slots=True)
 class _Writing:
-    """A step whose files are being written. ``whole``: the record lacks only them."""
+    """A step whose files are being written.
+
+    missing  workers that have not written their file
+    whole    True once the record lacks only the files
+    """
 
     record: StepRecord
-    missing: set[int]  # workers
+    missing: set[int]
     seconds: float
     whole: bool = False
-    found: dict[str, FileInfo] = field(default_factory=dict)
+    files: dict[str, FileInfo] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Recording:
-    """A step that is under way, between ``begin`` and ``end``."""
+    """A step in progress, between ``begin`` and ``end``."""
 
     recorder: Recorder
     workers: RecordCalls
@@ -206,7 +225,10 @@ class Recording:
     seconds: float
 
     def end(self, results: Mapping[str, CallResult]) -> asyncio.Future[None]:
-        """The calls have run; sends before it returns. The future: every worker has answered."""
+        """Ask the workers to record, after the calls of the step. The request is sent before this returns.
+
+        The future is done when every worker has replied.
+        """
         start = time.perf_counter()
         step = self.record.step
         writing = self.recorder.expect(self.record, self.writers, self.seconds)
@@ -220,10 +242,10 @@ class Recording:
         writing: _Writing,
         seconds: float,
     ) -> None:
-        _, answers = await asyncio.gather(self.held, replies)
+        _, received = await asyncio.gather(self.held, replies)
         start = time.perf_counter()
         weights: dict[str, dict[int, dict[str, str]]] = {}
-        for reply in answers:
+        for reply in received:
             for role, digests in reply.weights.items():
                 weights.setdefault(role, {})[reply.worker] = digests
         record = msgspec.structs.replace(
@@ -232,7 +254,7 @@ class Recording:
             scores={key: number(x) for result in results.values() for key, x in result.scores.items()},
             weights=weights,
         )
-        slowest = max((reply.seconds for reply in answers), default=0.0)
+        slowest = max((reply.seconds for reply in received), default=0.0)
         self.recorder.done(writing, record, seconds + slowest + time.perf_counter() - start)
 
 
@@ -242,22 +264,28 @@ def array_holders(
     plans: Mapping[str, Minibatches],
     meshes: Mapping[str, Mesh],
 ) -> dict[int, dict[str, list[str]]]:
-    """worker -> key -> samples whose array it is the first to have: of the stream its receiver, of a call a DP head."""
-    found: dict[int, dict[str, list[str]]] = {}
+    """Return worker -> key -> samples whose array this worker is the first to hold.
+
+    The first holder is the receiver, for keys of the stream, and a DP head, for outputs of a call.
+    """
+    holders: dict[int, dict[str, list[str]]] = {}
+
+    def add(worker: int, key: str, sample_ids: Iterable[str]) -> None:
+        holders.setdefault(worker, {}).setdefault(key, []).extend(sample_ids)
+
     for sample in (sample for group in groups for sample in group):
         for key in sorted(flow.source_keys):
-            found.setdefault(sample.owner, {}).setdefault(key, []).append(sample.sample_id)
+            add(sample.owner, key, [sample.sample_id])
     for call in flow.calls:
+        parts = [(dp, refs) for minibatch in plans[call.role] for dp, refs in enumerate(minibatch)]
         for key in sorted(call.outputs - METADATA_KEYS):
-            for part in plans[call.role]:
-                for dp, refs in enumerate(part):
-                    head = last_stage(meshes[call.role], dp)[0]
-                    found.setdefault(head, {}).setdefault(key, []).extend(ref.sample_id for ref in refs)
-    return found
+            for dp, refs in parts:
+                add(last_stage(meshes[call.role], dp)[0], key, [ref.sample_id for ref in refs])
+    return holders
 
 
 def plan_digest(plans: Mapping[str, Minibatches]) -> str:
-    """xxh3-64 of who works on what, in hex."""
+    """Return the xxh3-64 of the assignment of samples to ranks, in hex."""
     ids = {
         role: [[[ref.sample_id for ref in part] for part in minibatch] for minibatch in plan]
         for role, plan in sorted(plans.items())

@@ -1,10 +1,10 @@
-"""Repeats recorded train steps from the checkpoint before them: the same ModelWorkers, graph and plans, no servers.
+"""Replay of recorded train steps from the checkpoint before them: the same ModelWorkers and plans, no servers.
 
     checkpoint ──load──> roles
     for each step: record ──load──> the samples' owners ──> the calls, recorded again ──> compared, bit for bit
 
-The decisions of the run are taken from its records: what is in a batch and in which order, owners, rewards, arguments.
-Ends with the first step that is not equal: those after it would only show its consequences.
+The records contain the decisions of the run: the batch and its order, owners, rewards, arguments. The
+replay ends with the first unequal step: later steps would only show its consequences.
 """
 
 from __future__ import annotations
@@ -40,15 +40,21 @@ log = logging.getLogger(__name__)
 
 
 class ReplayJob(msgspec.Struct, frozen=True):
-    """``checkpoint``: of step ``start``; empty: the models as the trial was given them."""
+    """Steps to repeat, and the state before them.
 
-    trial: str  # its folder
+    trial       folder of the trial
+    checkpoint  folder of the checkpoint of step ``start``; empty: the models that the trial began with
+    step        the last step to repeat
+    """
+
+    trial: str
     checkpoint: str
     start: int
-    step: int  # the last one to repeat
+    step: int
 
     @property
     def steps(self) -> range:
+        """The steps to repeat."""
         return range(self.start + 1, self.step + 1)
 
 
@@ -61,14 +67,14 @@ class ReplayResult(msgspec.Struct, frozen=True):
 
 
 def replay_job(config: Config, paths: TrialPaths, step: int) -> ReplayJob:
-    """How to come to ``step`` of a trial. Raises RecordError naming what is missing, and what is there."""
+    """Return the shortest replay that ends with ``step``. Raises RecordError, which lists the existing steps."""
     files.record_of_step(paths.records, step)
-    starts = {found: str(path) for found, path in complete_checkpoints(paths.checkpoints)}
+    starts = {saved: str(path) for saved, path in complete_checkpoints(paths.checkpoints)}
     if config.resume and (begun := find_checkpoint(Path(config.resume))).exists():
         starts.setdefault(read_state(begun).step, str(begun))
     if not config.resume and not config.warmup.steps:
         starts.setdefault(0, "")
-    before = [found for found in starts if found < step]
+    before = [saved for saved in starts if saved < step]
     if not before:
         there = ", ".join(map(str, sorted(starts))) or "none at all"
         problem = f"no complete checkpoint of a step before {step}; there is: {there}"
@@ -82,10 +88,13 @@ def replay_job(config: Config, paths: TrialPaths, step: int) -> ReplayJob:
 
 
 class Replay:
-    """One replay. ``paths``: of the scratch folder, in which everything is written; the trial is only read."""
+    """One replay. ``paths``: the scratch folder, which gets all files; the trial is only read."""
 
     def __init__(self, config: Config, paths: TrialPaths, job: ReplayJob, workers: ModelWorkers) -> None:
-        self._config, self._paths, self._job, self._workers = config, paths, job, workers
+        self._config = config
+        self._paths = paths
+        self._job = job
+        self._workers = workers
         self._trial = TrialPaths(Path(job.trial))
         self._flow = dataflow_of(config)
         self._meshes = meshes_of(config)
@@ -94,7 +103,7 @@ class Replay:
         self._runner = StepRunner(config, self._flow, self._meshes, plan, workers, self.recorder)
 
     async def run(self) -> ReplayResult:
-        """Raises RecordError for a record that is damaged, CheckpointError, ModelError."""
+        """Replay and compare the steps. Raises RecordError for a damaged record, CheckpointError, ModelError."""
         await self._load()
         comparisons: list[Comparison] = []
         for step in self._job.steps:
@@ -115,7 +124,7 @@ class Replay:
             roles = saved_roles(config, self._flow)
             loads = [LoadCheckpointRequest(role, self._job.checkpoint) for role in roles]
             await asyncio.gather(*(self._workers.load_checkpoint(load) for load in loads))
-        log.info("loaded %s", self._job.checkpoint or "the models as they were given")
+        log.info("loaded %s", self._job.checkpoint or "the models that the trial began with")
 
     async def _repeat(self, step: int) -> Comparison:
         began = time.perf_counter()
@@ -128,13 +137,13 @@ class Replay:
         again = files.record_of_step(self._paths.records, step)
         replayed = await asyncio.to_thread(files.read_record, again)
         replayed_arrays, _ = await asyncio.to_thread(files.read_arrays, again, replayed)
-        found = compare(recorded, replayed, arrays, replayed_arrays)
-        for difference in found.first:
+        comparison = compare(recorded, replayed, arrays, replayed_arrays)
+        for difference in comparison.first:
             log.error("step %d is not equal: %s", step, difference)
-        return msgspec.structs.replace(found, seconds=time.perf_counter() - began)
+        return msgspec.structs.replace(comparison, seconds=time.perf_counter() - began)
 
 
 def meshes_of(config: Config) -> dict[str, Mesh]:
-    """That of every role, as the run had them."""
+    """Return the mesh of every role, as the run had them."""
     roles: Mapping[str, None] = dict.fromkeys([ACTOR, *dataflow_of(config).roles])
     return place(parse_allocation(config.allocation), roles)

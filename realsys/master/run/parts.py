@@ -31,7 +31,7 @@ from realsys.master.calls.call_arguments import CallArguments
 from realsys.master.calls.executor import GraphExecutor
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.calls.plans import cost_functions, plan_roles
-from realsys.master.checkpoints import Checkpoints
+from realsys.master.checkpoints import Checkpoints, CheckpointSources
 from realsys.master.evaluation import Evaluations
 from realsys.master.intake import Intake
 from realsys.master.loop import LoopParts, TrainLoop, planned_steps
@@ -126,15 +126,17 @@ def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
             trainer_incarnation=ctx.incarnation,
             seed=config.seed,
             timeout_s=config.cluster.request_timeout_s,
-            repair=publisher.mend,
+            repair=publisher.repair,
         ),
         checkpoints=Checkpoints(
             config,
             paths,
-            meshes={role: meshes[role] for role in saved_roles(config, flow)},
-            workers=workers,
-            position=connections.manager.data_position,
-            kl=arguments.state_dict,
+            CheckpointSources(
+                meshes={role: meshes[role] for role in saved_roles(config, flow)},
+                workers=workers,
+                position=connections.manager.data_position,
+                kl=arguments.state_dict,
+            ),
             incarnation=ctx.incarnation,
             check_alive=ctx.check_alive,
         ),
@@ -163,7 +165,7 @@ def build_loop(ctx: WorkerContext, parts: MasterParts, stop: asyncio.Event) -> T
         keep=functools.partial(_keep_samples, config),
         workers=parts.workers,
         manager=parts.connections.manager,
-        repair=parts.publisher.mend,
+        repair=parts.publisher.repair,
     )
     stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
     recorder = Recorder(config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive)

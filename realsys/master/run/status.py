@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from realsys.cluster.worker import WorkerContext
-from realsys.master.publish import tell
+from realsys.master.publish import set_key
 from realsys.master.step_log import StepLog
 
 
@@ -36,4 +36,4 @@ class RunStatus:
         self._fields.update(fields)
         value = msgspec.json.encode({"phase": self._phase, "time": time.time(), **self._fields}).decode()
         ctx = self._ctx
-        await tell(ctx.store, ctx.names.status, value, ctx.config.cluster.lease_s, ctx.check_alive)
+        await set_key(ctx.store, ctx.names.status, value, ctx.config.cluster.lease_s, ctx.check_alive)

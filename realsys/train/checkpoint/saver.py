@@ -1,12 +1,13 @@
-"""The training state of one role on one rank: to disk beside training, and back into any layout.
+"""Training state of one role on one rank: saved while training continues, and loaded into any layout.
 
-    begin()   copies what this rank has to write to host memory            training waits
-    a thread  writes the tensors, syncs, then writes the index of them     training goes on
-    finish()  waits for the thread, raises what went wrong
+    begin()   copies this rank's share to host memory                      training waits
+    a thread  writes the tensors, syncs, then writes the index of them     training continues
+    finish()  waits for the thread, and raises its error
 
-Saving and loading communicate with nobody: every rank writes its own two files, and reads what it needs from all
-files. So the thread can never meet a collective of training. What is written of a parameter is its fp32 master copy
-where there is one; the model's own copy is rounded from it, as the optimizer does after each step.
+Saving and loading communicate with no other rank: every rank writes its own two files, and reads the
+parts that it needs from all files. So the thread can never meet a collective of training. A parameter
+is written as its fp32 master copy if the optimizer has one; the model's own copy is rounded from it,
+as the optimizer does after each step.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import torch
 
 from realsys.cluster.failpoint import failpoint
 from realsys.errors import CheckpointError
+from realsys.storage.files import FileInfo, write_durably
 from realsys.train.calls.role import Role
 from realsys.train.checkpoint import checkpoint_files as files
-from realsys.train.checkpoint.checkpoint_files import CheckpointState, FileInfo, Piece, RankIndex
+from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState, Piece, RankIndex
 from realsys.train.checkpoint.slots import Slot, slots_of
-from realsys.train.checkpoint.tensors import PieceReader, Snapshot, snapshot, whole_shard, write_bytes, write_tensors
+from realsys.train.checkpoint.tensors import PieceReader, Snapshot, snapshot, whole_shard, write_tensors
 from realsys.train.hooks import onloaded
 from realsys.train.megatron.megatron_core import megatron_random
 
@@ -35,10 +37,10 @@ log = logging.getLogger(__name__)
 
 # Kinds of tensors in a file. Every other kind is the name of an optimizer state of the parameter's shape.
 PARAMETER = "param"
-NUMBER = "number/"  # and the name of an optimizer state: one number per parameter, above all its step count
+NUMBER = "number/"  # prefix of an optimizer state that is one number per parameter, such as its step count
 GENERATOR = "generator"  # state of a random generator, which belongs to a process and not to the model
 
-_SHARE = 0.8  # of the master's bound on a call
+_SHARE = 0.8  # share of the master's time limit on a call: the rank gives up first and names the file
 
 Write = Callable[[Path, Sequence[Snapshot]], tuple[FileInfo, list[Piece]]]
 
@@ -46,26 +48,28 @@ Write = Callable[[Path, Sequence[Snapshot]], tuple[FileInfo, list[Piece]]]
 class CheckpointWriter:
     """Writes one role's share of checkpoints, one at a time. ``write`` puts the tensors on disk.
 
-    ``timeout_s``: how long ``finish`` waits; by default for less than the master waits for it, so that the file is
-    named that is waited for.
+    ``timeout_s``: bound on the wait of ``finish``; by default shorter than the master's bound on the call,
+    so that the error names the file that is late.
     """
 
     def __init__(self, role: Role, write: Write = write_tensors, timeout_s: float = 0.0) -> None:
-        self._role, self._write = role, write
+        self._role = role
+        self._write = write
         self._timeout_s = timeout_s or _SHARE * role.config.cluster.request_timeout_s
-        self._path = Path()  # of the file that is being written
+        self._path = Path()  # file that is being written
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def begin(self, directory: Path, step: int) -> None:
-        """Copy the state as it is now and start to write it into the existing ``directory``.
+        """Copy the current state, and start to write it into the existing ``directory``.
 
-        Raises CheckpointError if the last one has not been finished.
+        Raises CheckpointError if the last checkpoint has not been finished.
         """
         if self._thread is not None:
-            raise CheckpointError(f"checkpoint {directory}: the one before it has not been finished")
+            raise CheckpointError(f"checkpoint {directory}: the one before it is not finished; call finish() first")
         start = time.perf_counter()
-        role, layout = self._role, self._role.groups.mesh.layout
+        role = self._role
+        layout = role.groups.mesh.layout
         with onloaded(role):
             snapshots = list(_snapshots(role))
         stem = files.rank_stem(role.name, role.groups.rank, layout.world_size)
@@ -84,20 +88,20 @@ class CheckpointWriter:
         size = sum(entry.data.nbytes for entry in snapshots)
         log.info("checkpoint of step %d: copied %.1f MB in %.3f s", step, size / 1e6, time.perf_counter() - start)
         self._error = None
-        # A daemon: a worker that is told to stop does not wait for a checkpoint that nobody will complete.
+        # A daemon: a worker that must stop does not wait for a checkpoint that no master will complete.
         self._thread = threading.Thread(
             target=self._run, args=(directory, stem, index, snapshots), name=f"checkpoint-{role.name}", daemon=True
         )
         self._thread.start()
 
     def finish(self) -> None:
-        """Return when both files are on disk and synced. Raises CheckpointError naming the file that is not."""
+        """Return when both files are on disk and synced. Raises CheckpointError, which names the failed file."""
         if self._thread is None:
-            raise CheckpointError(f"{self._role.name}: no checkpoint was begun")
+            raise CheckpointError(f"{self._role.name}: no checkpoint was begun; call begin() first")
         self._thread.join(self._timeout_s)
         if self._thread.is_alive():
             raise CheckpointError(
-                f"checkpoint {self._path}: not on disk after {self._timeout_s:g} s more; the disk hangs, or is too "
+                f"checkpoint {self._path}: not on disk after {self._timeout_s:g} s more: the disk hangs, or is too "
                 "slow for cluster.request_timeout_s"
             )
         self._thread = None
@@ -109,27 +113,28 @@ class CheckpointWriter:
         try:
             failpoint("checkpoint.write")
             info, pieces = self._write(path, snapshots)
+            # After the tensors are synced: for the master the index says that this rank is done.
             path = self._path = directory / files.index_file(stem)
-            write_bytes(path, msgspec.json.encode(msgspec.structs.replace(index, file=info, pieces=pieces)))
-        except BaseException as error:  # raised by finish(), in the thread that can answer for it
+            write_durably(path, msgspec.json.encode(msgspec.structs.replace(index, file=info, pieces=pieces)))
+        except BaseException as error:  # finish() raises it, in the thread that replies to the master
             problem = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             self._error = CheckpointError(f"checkpoint {path}: cannot be written: {problem}")
             log.error("%s", self._error)
-            with contextlib.suppress(OSError):  # it may well be the disk that is the matter
+            with contextlib.suppress(OSError):  # the disk itself may be the problem
                 (directory / files.failure_file(stem)).touch()
 
 
 @torch.no_grad()
 def load_checkpoint(role: Role, directory: Path) -> None:
-    """Replace the training state of ``role`` by the one in ``directory``, whatever layout wrote it.
+    """Replace the training state of ``role`` by the one in ``directory``, written by any layout.
 
-    Raises CheckpointError for a checkpoint that is not complete, is damaged where this rank reads it, or is of another
-    model; the state of the role is then not to be used.
+    Raises CheckpointError for a checkpoint that is incomplete, belongs to another model, or is damaged in
+    a part that this rank reads; the role must then not be used.
     """
     state = files.read_state(directory)
     indexes = [files.read_index(directory, state, stem) for stem in files.role_stems(state, role.name)]
     if not indexes:
-        raise CheckpointError(f"checkpoint {directory} has no role {role.name!r}; it has: {', '.join(state.roles)}")
+        raise CheckpointError(f"checkpoint {directory} has no role {role.name!r}: it has {', '.join(state.roles)}")
     _check_sizes(directory, state, role, indexes[0])
     with onloaded(role), PieceReader(directory, indexes) as reader:
         _start_phase(role, indexes[0].phase)
@@ -137,13 +142,12 @@ def load_checkpoint(role: Role, directory: Path) -> None:
             _load_slot(directory, reader, slot)
         own = _own_index(role, indexes)
         if own is not None:
-            with PieceReader(directory, [own]) as own_reader:
-                _load_generators(own_reader, own)
+            _load_generators(directory, own)
     role.load_state_dict(indexes[0].state)  # the same on every rank
 
 
 def model_sizes(role: Role) -> dict[str, int]:
-    """What a checkpoint and the model that loads it must have in common, as Megatron built it."""
+    """Return the sizes of the built model that must be equal in a checkpoint and the model that loads it."""
     module = role.engine.module
     assert module is not None, "'initialize' comes first"
     megatron, lora = module.config, role.settings.lora
@@ -182,25 +186,26 @@ def _snapshots(role: Role) -> Iterator[Snapshot]:
 
 
 def _generators(role: Role) -> dict[str, torch.Tensor]:
-    """States of the random generators of this process, uint8 [n] each."""
-    found = {"cpu": torch.get_rng_state()}
+    """Return the states of the random generators of this process, uint8 [n] each."""
+    states = {"cpu": torch.get_rng_state()}
     if role.device.is_cuda:
-        found["cuda"] = torch.cuda.get_rng_state(role.device.device)
+        states["cuda"] = torch.cuda.get_rng_state(role.device.device)
         tracked = megatron_random.get_cuda_rng_tracker().get_states()
-        found |= {f"tracker/{name}": value for name, value in tracked.items()}
-    return found
+        states |= {f"tracker/{name}": value for name, value in tracked.items()}
+    return states
 
 
 # ---- load
 
 
 def _load_slot(directory: Path, reader: PieceReader, slot: Slot) -> None:
-    """One parameter: the model's copy, the master copy, the optimizer's state of it."""
-    shard, held = slot.shard, slot.held
+    """Load one parameter: the model's copy, the master copy, the optimizer's state."""
+    shard = slot.shard
+    held = slot.held
     kinds = reader.kinds(shard.name)
     if kinds.get(PARAMETER) != shard.whole:
-        found = f"has shape {list(kinds[PARAMETER])}" if kinds else "is not there"
-        raise CheckpointError(f"checkpoint {directory}: {shard.name} {found}, this model's has {list(shard.whole)}")
+        problem = f"has shape {list(kinds[PARAMETER])}" if kinds else "is not there"
+        raise CheckpointError(f"checkpoint {directory}: {shard.name} {problem}, this model's has {list(shard.whole)}")
     value = reader.read(PARAMETER, shard)
     slot.parameter.copy_(value.view(slot.parameter.shape))
     if held is None:
@@ -209,7 +214,7 @@ def _load_slot(directory: Path, reader: PieceReader, slot: Slot) -> None:
     slot.master().copy_(value[held.start : stop])
     state = {}
     for kind in kinds.keys() - {PARAMETER}:
-        if kind.startswith(NUMBER):  # torch keeps them on the CPU
+        if kind.startswith(NUMBER):  # torch keeps step counts on the CPU
             state[kind.removeprefix(NUMBER)] = reader.read(kind, whole_shard(shard.name, (1,))).reshape(())
         else:
             flat = reader.read(kind, shard, held.start, stop)
@@ -219,12 +224,13 @@ def _load_slot(directory: Path, reader: PieceReader, slot: Slot) -> None:
         held.optimizer.state[held.key] = state
 
 
-def _load_generators(reader: PieceReader, index: RankIndex) -> None:
-    states = {
-        piece.name: reader.read(GENERATOR, whole_shard(piece.name, piece.whole))
-        for piece in index.pieces
-        if piece.kind == GENERATOR
-    }
+def _load_generators(directory: Path, index: RankIndex) -> None:
+    with PieceReader(directory, [index]) as reader:
+        states = {
+            piece.name: reader.read(GENERATOR, whole_shard(piece.name, piece.whole))
+            for piece in index.pieces
+            if piece.kind == GENERATOR
+        }
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
@@ -234,7 +240,7 @@ def _load_generators(reader: PieceReader, index: RankIndex) -> None:
 
 
 def _start_phase(role: Role, phase: str | None) -> None:
-    """An optimizer to load into, with the settings of this trial: another learning rate does not lose its state."""
+    """Make the optimizer to load into, with the settings of this trial: its learning rate may have changed."""
     if phase is None:
         return
     settings = role.config.warmup.optimizer if phase == "warmup" else role.settings.optimizer
@@ -250,12 +256,13 @@ def _check_sizes(directory: Path, state: CheckpointState, role: Role, index: Ran
             raise CheckpointError(f"checkpoint {directory}: {role.name} {problem}")
     stems = files.role_stems(state, role.name)
     if len(stems) != index.layout.world_size:
-        raise CheckpointError(f"checkpoint {directory}: {role.name} has files of {len(stems)} ranks of {index.layout}")
+        problem = f"has files of {len(stems)} ranks, not of all ranks of {index.layout}"
+        raise CheckpointError(f"checkpoint {directory}: {role.name} {problem}; {CHECKPOINT.advice}")
     for stem in stems:
-        files.check_size(directory / files.data_file(stem), state.files[files.data_file(stem)])
+        CHECKPOINT.check_size(directory / files.data_file(stem), state.files[files.data_file(stem)])
 
 
 def _own_index(role: Role, indexes: Sequence[RankIndex]) -> RankIndex | None:
-    """What this very rank wrote; None in another layout, where there is no such rank."""
+    """Return the index that this rank wrote; None if the layout has changed."""
     same = indexes[0].layout == role.groups.mesh.layout
     return next((index for index in indexes if same and index.rank == role.groups.rank), None)

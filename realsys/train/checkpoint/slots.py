@@ -1,7 +1,8 @@
-"""Where the training state of a role lies on this rank: one slot per parameter.
+"""Places of a role's training state on this rank: one slot per parameter.
 
-Megatron keeps it in four ways: fp32 parameters stepped in place, bf16 parameters with fp32 master copies, and each of
-them with the optimizer's part cut into a range per data rank (distributed optimizer).
+Megatron has four ways to keep it: fp32 parameters stepped in place, bf16 parameters with fp32 master
+copies, and each of the two with the optimizer's part cut into one range per data rank (distributed
+optimizer).
 """
 
 from __future__ import annotations
@@ -19,26 +20,29 @@ from realsys.train.megatron.megatron_core import DistributedOptimizer
 from realsys.train.megatron.mesh import MeshGroups
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-_GATE_UP = ".linear_fc1."  # gate and up one below the other, in each tensor rank's shard
+_GATE_UP = ".linear_fc1."  # part of the name of matrices in which every tensor rank has gate above up
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """How the optimizer of this rank holds a parameter: from ``start`` of the flattened shard on, under ``key``."""
+    """The optimizer's part of a parameter on this rank: under ``key``, from ``start`` of the flattened shard on."""
 
     optimizer: torch.optim.Optimizer
     key: torch.Tensor
     start: int
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What the optimizer keeps beside the parameter; nothing before its first step."""
+        """Return the optimizer states of the parameter by name; empty before the first step."""
         state = self.optimizer.state.get(self.key, {})
         return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter on this rank. ``held`` None: it is not trained. ``writes``: of several equal copies one writes."""
+    """One parameter on this rank.
+
+    ``held``: None if the parameter is not trained. ``writes``: True on one of the ranks with equal copies.
+    """
 
     shard: Shard
     parameter: torch.Tensor  # the model's copy of the shard
@@ -51,21 +55,24 @@ class Slot:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the part of the whole tensor that has its first element."""
+        """True if this part has the first element of the whole tensor."""
         return self.start == 0 and not any(self.shard.boxes[0].offset)
 
     def master(self) -> torch.Tensor:
-        """The most exact copy [n], of the flattened shard from ``start`` on."""
+        """Return the most exact copy [n] of the flattened shard from ``start`` on."""
         return (self.held.key if self.held else self.parameter).detach().view(-1)
 
 
 def slots_of(role: Role) -> list[Slot]:
-    """The parameters of this rank in a fixed order, the same on all tensor and data ranks of a stage."""
-    module, groups, optimizer = role.engine.module, role.groups, role.engine.optimizer
+    """Return the parameters of this rank, in the same order on all tensor and data ranks of a stage."""
+    module = role.engine.module
+    groups = role.groups
+    optimizer = role.engine.optimizer
     assert module is not None, "'initialize' comes first"
     parameters = dict(module.named_parameters())
     held = _held_parameters(optimizer, parameters.values())
-    divided = optimizer is not None and role.config.train.distributed_optimizer  # each data rank holds another part
+    # With the distributed optimizer each data rank holds another part, so all of them write.
+    divided = optimizer is not None and role.config.train.distributed_optimizer
     slots = []
     for number, (name, parameter) in enumerate(parameters.items()):
         if divided and parameter.requires_grad:
@@ -81,12 +88,12 @@ def slots_of(role: Role) -> list[Slot]:
 
 
 def _is_split(parameter: torch.Tensor) -> bool:
-    """Over the tensor ranks; Megatron's own mark."""
+    """Return True if Megatron has split the parameter over the tensor ranks."""
     return getattr(parameter, "tensor_model_parallel", False)
 
 
 def _is_tied_head(module: Any, name: str) -> bool:
-    """A later stage's copy of the embedding."""
+    """Return True for the copy of the embedding that a later stage uses as its output layer."""
     return bool(module.share_embeddings_and_output_weights) and name == _HEAD
 
 
@@ -101,27 +108,27 @@ def _shard_of(module: Any, local: str, parameter: Any, groups: MeshGroups) -> Sh
 
 
 def _held_parameters(optimizer: Any, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, Held]:
-    """Model's parameter -> how it is held; empty without an optimizer."""
-    found: dict[torch.Tensor, Held] = {}
+    """Return model parameter -> the optimizer's part of it; empty without an optimizer."""
+    held: dict[torch.Tensor, Held] = {}
     for part in optimizer.chained_optimizers if optimizer is not None else ():
-        if part.optimizer is None:  # nothing to train on this stage
+        if part.optimizer is None:  # this stage has no trained parameter
             continue
         groups = part.optimizer.param_groups
         if isinstance(part, DistributedOptimizer):
             for parameter, (group, order) in part.model_param_group_index_map.items():
                 start = part._get_model_param_range_map(parameter)["param"].start
-                found[parameter] = Held(part.optimizer, groups[group]["params"][order], start)
+                held[parameter] = Held(part.optimizer, groups[group]["params"][order], start)
             continue
         stepped = {id(key) for group in groups for key in group["params"]}
         for parameter in parameters:
             key = parameter if id(parameter) in stepped else getattr(parameter, "main_param", None)
             if key is not None and id(key) in stepped:
-                found[parameter] = Held(part.optimizer, key, 0)
-    return found
+                held[parameter] = Held(part.optimizer, key, 0)
+    return held
 
 
 def _global_name(module: Any, local: str) -> str:
-    """Layers counted over the whole model."""
+    """Return the name with layers counted over the whole model, not over this stage."""
     match = re.match(r"decoder\.layers\.(\d+)\.", local)
     if match is None:
         return local

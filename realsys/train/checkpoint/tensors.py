@@ -1,31 +1,31 @@
-"""The tensors of a checkpoint, whatever the layout: which part of a whole tensor a rank holds, and how parts are read.
+"""Tensors of a checkpoint in any layout: the part of a tensor that a rank holds, and the reading of parts.
 
-A rank's shard of a parameter is a list of *boxes* of the whole tensor, one below the other along dimension 0: one box,
-or two where gate and up share a matrix. What is written is a *piece*: a range of a flattened box, because a rank of the
-distributed optimizer owns a range of the flattened shard. To read, any part is put together from all pieces that reach
-into it, so the layout that wrote does not matter to the one that reads. No communication anywhere.
+A rank's shard of a parameter is a list of *boxes* of the whole tensor, one below the other along
+dimension 0: one box, or two if gate and up share a matrix. A rank writes *pieces*: ranges of a
+flattened box, because a rank of the distributed optimizer owns a range of the flattened shard. A reader
+assembles any part from all pieces that overlap it, so the layout that reads may differ from the layout
+that wrote. Nothing here communicates.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import msgspec
 import torch
-import xxhash
 
 from realsys.errors import CheckpointError
-from realsys.train.checkpoint.checkpoint_files import FileInfo, Piece, RankIndex, data_file, rank_stem
+from realsys.storage.commit_folder import checksum_of
+from realsys.storage.files import FileInfo, TensorEntry, write_safetensors
+from realsys.train.checkpoint.checkpoint_files import Piece, RankIndex, data_file, rank_stem
 
 Shape = tuple[int, ...]
 
-#: safetensors' names of the types that are written
+#: safetensors' names of the written types
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 _ITEM_BYTES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in _DTYPES}
 
@@ -47,10 +47,11 @@ class Box:
         return math.prod(self.shape[1:])
 
     def rows(self, first: int, last: int) -> Box:
-        """Rows ``[first, last)`` of this box."""
+        """Return the rows ``[first, last)`` of this box."""
         return Box((self.offset[0] + first, *self.offset[1:]), (last - first, *self.shape[1:]))
 
     def overlap(self, other: Box) -> Box | None:
+        """Return the part that both boxes have; None if they have none."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = (
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -59,14 +60,14 @@ class Box:
         return Box(offset, shape) if min(shape) > 0 else None
 
     def within(self, other: Box) -> tuple[slice, ...]:
-        """Where this box lies in ``other``, which contains it."""
+        """Return the slices that cut this box out of ``other``, which contains it."""
         begins = (a - b for a, b in zip(self.offset, other.offset, strict=True))
         return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a rank holds of the tensor ``name``, whose whole shape is ``whole``: ``boxes``, one below the other."""
+    """A rank's part of the tensor ``name`` of shape ``whole``: ``boxes``, one below the other."""
 
     name: str
     whole: Shape
@@ -77,7 +78,7 @@ class Shard:
         return sum(box.numel for box in self.boxes)
 
     def ranges(self, start: int, stop: int) -> Iterator[tuple[Box, int, int]]:
-        """``[start, stop)`` of the flattened shard, cut into (box, start, stop) of flattened boxes."""
+        """Yield (box, start, stop) of the flattened boxes that make up ``[start, stop)`` of the flattened shard."""
         begin = 0
         for box in self.boxes:
             low, high = max(start - begin, 0), min(stop - begin, box.numel)
@@ -87,14 +88,14 @@ class Shard:
 
 
 def whole_shard(name: str, shape: Shape) -> Shard:
-    """A tensor that every rank holds whole."""
+    """Return the shard of a tensor that every rank holds whole."""
     return Shard(name, shape, (Box((0,) * len(shape), shape),))
 
 
 def split_shard(name: str, shape: Shape, dim: int, rank: int, ranks: int, stacked: int = 1) -> Shard:
-    """The shard (of local ``shape``) of tensor rank ``rank`` of ``ranks`` that split ``dim``.
+    """Return the shard, of local ``shape``, that tensor rank ``rank`` of ``ranks`` holds when ``dim`` is split.
 
-    ``stacked``: matrices that stand one below the other in the whole tensor, each of them split by itself.
+    ``stacked``: number of matrices one below the other in the whole tensor, each split separately.
     """
     if ranks == 1:
         return whole_shard(name, shape)
@@ -113,7 +114,7 @@ def split_shard(name: str, shape: Shape, dim: int, rank: int, ranks: int, stacke
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy in host memory of one piece: ``data`` [n] is ``box``, flattened, from ``start`` on."""
+    """A copy of one piece in host memory: ``data`` [n] is the flattened ``box`` from ``start`` on."""
 
     kind: str
     name: str
@@ -123,6 +124,7 @@ class Snapshot:
     data: torch.Tensor
 
     def piece(self, position: int, size: int, checksum: str) -> Piece:
+        """Return the index entry of this copy, written at byte ``position``."""
         return Piece(
             self.kind,
             self.name,
@@ -139,7 +141,7 @@ class Snapshot:
 
 
 def snapshot(kind: str, shard: Shard, flat: torch.Tensor, start: int = 0) -> Iterator[Snapshot]:
-    """Copies of ``flat`` [n], which is the flattened shard from ``start`` on."""
+    """Yield copies of ``flat`` [n], which is the flattened shard from ``start`` on."""
     begin = 0
     for box, low, high in shard.ranges(start, start + flat.numel()):
         data = flat[begin : begin + high - low].detach().to("cpu", copy=True)
@@ -148,58 +150,25 @@ def snapshot(kind: str, shard: Shard, flat: torch.Tensor, start: int = 0) -> Ite
 
 
 def write_tensors(path: Path, snapshots: Sequence[Snapshot]) -> tuple[FileInfo, list[Piece]]:
-    """Write one safetensors file, tensor by tensor, and sync it. Raises OSError."""
-    header = _safetensors_header(snapshots)
-    digest = xxhash.xxh3_64(header)
-    pieces, position = [], len(header)
-    with _durable(path) as file:
-        file.write(header)
-        for entry in snapshots:
-            content = entry.data.view(torch.uint8).numpy().data
-            file.write(content)
-            digest.update(content)
-            pieces.append(entry.piece(position, len(content), xxhash.xxh3_64_hexdigest(content)))
-            position += len(content)
-    return FileInfo(position, digest.hexdigest()), pieces
+    """Write one safetensors file, tensor by tensor, and sync it. Raises OSError.
 
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write one file and sync it. Raises OSError."""
-    with _durable(path) as file:
-        file.write(data)
-
-
-@contextlib.contextmanager
-def _durable(path: Path) -> Iterator[BinaryIO]:
-    """A new file, synced when the block is left without an error."""
-    with path.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _safetensors_header(snapshots: Iterable[Snapshot]) -> bytes:
-    """Flat tensors under ``{number}/{kind}/{name}``, for tools that look into the file; we go by the pieces."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for number, entry in enumerate(snapshots):
-        end = position + entry.data.numel() * entry.data.element_size()
-        entries[f"{number}/{entry.kind}/{entry.name}"] = {
-            "dtype": _DTYPES[entry.data.dtype],
-            "shape": [entry.data.numel()],
-            "data_offsets": [position, end],
-        }
-        position = end
-    body = msgspec.json.encode(entries)
-    body += b" " * (-len(body) % 8)  # the format wants the tensors aligned
-    return len(body).to_bytes(8, "little") + body
+    Its tensors are flat and named ``{number}/{kind}/{name}``, for tools; a reader goes by the pieces.
+    """
+    contents = [entry.data.view(torch.uint8).numpy().data for entry in snapshots]
+    entries = [
+        TensorEntry(f"{number}/{one.kind}/{one.name}", _DTYPES[one.data.dtype], [one.data.numel()], len(content))
+        for number, (one, content) in enumerate(zip(snapshots, contents, strict=True))
+    ]
+    info, starts = write_safetensors(path, entries, contents)
+    written = zip(snapshots, starts, contents, strict=True)
+    return info, [entry.piece(start, len(content), checksum_of(content)) for entry, start, content in written]
 
 
 # ---- read
 
 
 def check_piece(path: Path, piece: Piece, size: int) -> None:
-    """Raises CheckpointError unless this could be a piece of a file of ``size`` bytes."""
+    """Raise CheckpointError unless this can be a piece of a file of ``size`` bytes."""
     shapes = (piece.whole, piece.offset, piece.shape)
     fits = len({len(shape) for shape in shapes}) == 1 and all(
         0 <= offset <= offset + length <= whole for whole, offset, length in zip(*shapes, strict=True)
@@ -210,13 +179,13 @@ def check_piece(path: Path, piece: Piece, size: int) -> None:
         or piece.size != (piece.stop - piece.start) * _ITEM_BYTES[piece.dtype]
         or not 0 <= piece.position <= size - piece.size
     ):
-        raise CheckpointError(f"{path}: its index is of no such file: {piece}; use an older checkpoint")
+        raise CheckpointError(f"{path}: its index lists a piece that it cannot have: {piece}; use an older checkpoint")
 
 
 class PieceReader:
-    """Any part of any tensor of one role, from the files of all ranks that wrote it. Use as a context manager.
+    """Reader of any part of any tensor of one role, from the files of all ranks. A context manager.
 
-    A piece is checked against its checksum as it is read, in the very bytes that are used.
+    The checksum of a piece is computed over the bytes that are used, not over a second read of them.
     """
 
     def __init__(self, directory: Path, indexes: Iterable[RankIndex]) -> None:
@@ -241,20 +210,20 @@ class PieceReader:
         self._stack.close()
 
     def kinds(self, name: str) -> dict[str, Shape]:
-        """What there is of a parameter, itself and its optimizer states, with the shape of the whole tensor."""
+        """Return the kinds that were written of a parameter (it, its optimizer states) -> shape of the whole tensor."""
         return self._kinds.get(name, {})
 
     def read(self, kind: str, shard: Shard, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """``[start, stop)`` of the flattened shard, in the type it was written in, on the CPU.
+        """Return ``[start, stop)`` of the flattened shard on the CPU, in the type in which it was written.
 
-        Raises CheckpointError when a file is damaged, or no rank wrote some of it.
+        Raises CheckpointError if a file is damaged, or if no rank wrote some of the elements.
         """
         end = shard.numel if stop is None else stop
         parts = [self._read_box(kind, shard.name, *part) for part in shard.ranges(start, end)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _read_box(self, kind: str, name: str, box: Box, start: int, stop: int) -> torch.Tensor:
-        """``[start, stop)`` of the flattened box: the rows that it touches, from every box that reaches into them."""
+        """Return ``[start, stop)`` of the flattened box: its rows, from every written box that overlaps them."""
         first, last = start // box.row, -(-stop // box.row)
         rows, filled = box.rows(first, last), 0
         out: torch.Tensor | None = None
@@ -263,18 +232,18 @@ class PieceReader:
             if overlap is None:
                 continue
             top = overlap.offset[0] - source.offset[0]
-            found = source.rows(top, top + overlap.shape[0])
+            read_rows = source.rows(top, top + overlap.shape[0])
             block = self._read_flat(pieces, top * source.row, (top + overlap.shape[0]) * source.row)
             if out is None:
                 out = torch.empty(rows.shape, dtype=block.dtype)
-            out[overlap.within(rows)] = block.view(found.shape)[overlap.within(found)]
+            out[overlap.within(rows)] = block.view(read_rows.shape)[overlap.within(read_rows)]
             filled += overlap.numel
         if out is None or filled != rows.numel:
             raise self._incomplete(kind, name, filled, rows.numel)
         return out.flatten()[start - first * box.row : stop - first * box.row]
 
     def _read_flat(self, pieces: Sequence[tuple[Path, Piece]], start: int, stop: int) -> torch.Tensor:
-        """``[start, stop)`` of one flattened box that was written in ``pieces``."""
+        """Return ``[start, stop)`` of one flattened box that was written in ``pieces``."""
         out: torch.Tensor | None = None
         filled = 0
         for path, piece in pieces:
@@ -290,11 +259,12 @@ class PieceReader:
             raise self._incomplete(pieces[0][1].kind, pieces[0][1].name, filled, stop - start)
         return out
 
-    def _incomplete(self, kind: str, name: str, found: int, wanted: int) -> CheckpointError:
-        return CheckpointError(f"{self._directory}: {name} ({kind}) is not complete: {found} of {wanted} found")
+    def _incomplete(self, kind: str, name: str, filled: int, needed: int) -> CheckpointError:
+        problem = f"only {filled} of {needed} elements were written; use an older checkpoint"
+        return CheckpointError(f"{self._directory}: {name} ({kind}) is not complete: {problem}")
 
     def _load(self, path: Path, piece: Piece) -> torch.Tensor:
-        """The flat content of a piece. The last one is kept: gate and up of a reader may come from one."""
+        """Return the flat content of a piece. The last one is kept: a box may read gate and up from one piece."""
         if self._last is not None and self._last[0] is piece:
             return self._last[1]
         if path not in self._files:
@@ -302,12 +272,12 @@ class PieceReader:
                 self._files[path] = self._stack.enter_context(path.open("rb"))
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror}; use an older checkpoint") from None
-        file, content = self._files[path], bytearray(piece.size)
+        file = self._files[path]
+        content = bytearray(piece.size)
         file.seek(piece.position)
-        if file.readinto(content) != piece.size or xxhash.xxh3_64_hexdigest(content) != piece.checksum:  # type: ignore[attr-defined]
-            raise CheckpointError(
-                f"{path} is corrupt: {piece.name} ({piece.kind}) is not what was written; use an older checkpoint"
-            )
+        if file.readinto(content) != piece.size or checksum_of(content) != piece.checksum:  # type: ignore[attr-defined]
+            problem = f"{piece.name} ({piece.kind}) is not what was written"
+            raise CheckpointError(f"{path} is corrupt: {problem}; use an older checkpoint")
         tensor = torch.frombuffer(content, dtype=getattr(torch, piece.dtype))
         self._last = (piece, tensor)
         return tensor

@@ -1,16 +1,17 @@
 """A ModelWorker's share of the record of a step (format: ``record_files``), and of its replay.
 
-    hold      references to the step's arrays, those here and those that its calls will make
-    record    checksums of the parameters                                              training waits
-              a thread writes the arrays, then tells the master (notice ``recorded``)  training goes on
-    load      the arrays as they came from rollout, for a replay
+    hold      keeps references to the step's arrays: those here, and those that its calls will make
+    record    computes checksums of the parameters                                training waits
+              a thread writes the arrays, then notifies the master (``recorded``)    training continues
+    load      puts the arrays back as rollout delivered them, for a replay
 
-Arrays are never changed in place, so a reference is a copy. One record is written at a time: on a disk that is slower
-than the training, the next one waits.
+Arrays are never changed in place, so a reference is as good as a copy. One record is written at a time:
+if the disk is slower than the training, the next record waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -18,10 +19,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
-import xxhash
 
 from realsys.config.dataflow import SOURCE_KEYS, TOKEN_REWARDS
 from realsys.errors import StreamError
+from realsys.storage.commit_folder import checksum_of
 from realsys.train.calls import Role
 from realsys.train.data_manager import DataManager
 from realsys.train.hooks import onloaded
@@ -35,31 +36,40 @@ WRITE_S = 60.0  # bound on the wait for the record of the step before
 
 
 class SampleRecorder:
-    """Serves the requests about records. ``tell`` sends the notice, from any thread."""
+    """Handles the requests about records. ``notify`` sends the notice, from any thread."""
 
     def __init__(
-        self, worker: int, data: DataManager, roles: Mapping[str, Role], tell: Callable[[Recorded], None]
+        self, worker: int, data: DataManager, roles: Mapping[str, Role], notify: Callable[[Recorded], None]
     ) -> None:
-        self._worker, self._data, self._roles, self._tell = worker, data, roles, tell
-        self._asked = False  # whether this worker is to hold anything of the step
+        self._worker = worker
+        self._data = data
+        self._roles = roles
+        self._notify = notify
+        self._holds_any = False  # this worker holds arrays of the step
         self._origins: list[GroupOrigin] = []
         self._thread: threading.Thread | None = None
 
     def hold(self, request: HoldRequest) -> Empty:
+        """Keep references to this worker's arrays of the step that begins."""
         own = request.arrays.get(self._worker, {})
-        self._asked, self._origins = bool(own), self._data.hold(own)
+        self._holds_any = bool(own)
+        self._origins = self._data.hold(own)
         return Empty()
 
     def record(self, request: RecordRequest) -> RecordReply:
+        """Return checksums of the parameters, and start to write the held arrays."""
         start = time.perf_counter()
-        arrays, origins = self._data.release(), self._origins
+        arrays = self._data.release()
         weights = {name: digest(role) for name, role in self._roles.items() if role.engine.optimizer is not None}
-        if self._asked:
-            self._write_beside(request, arrays, origins)
+        if self._holds_any:
+            self._start_write(request, arrays, self._origins)
         return RecordReply(self._worker, weights, time.perf_counter() - start)
 
     def load(self, request: LoadRecordRequest) -> Empty:
-        """Raises RecordError when this worker's file is damaged; it has none if no sample came to it."""
+        """Load this worker's arrays. Raises RecordError if its file is damaged.
+
+        A worker that received no sample has no file.
+        """
         directory = Path(request.directory)
         if (directory / files.worker_file(self._worker)).exists():
             _, arrays = files.read_worker_file(directory, self._worker)
@@ -68,15 +78,15 @@ class SampleRecorder:
                     self._data.put(sample_id, {key: array})
         return Empty()
 
-    def _write_beside(self, request: RecordRequest, arrays: files.Arrays, origins: Iterable[GroupOrigin]) -> None:
+    def _start_write(self, request: RecordRequest, arrays: files.Arrays, origins: Iterable[GroupOrigin]) -> None:
         if self._thread is not None:
             self._thread.join(WRITE_S)
-            if self._thread.is_alive():  # a record is not worth more memory, nor the run: this one is left out
+            if self._thread.is_alive():  # a second record in memory could end the run, so this one is skipped
                 failure = f"model_worker/{self._worker}: {self._thread.name} is not on disk after {WRITE_S:g} s"
                 log.error("%s; step %d is not recorded", failure, request.step)
-                self._tell(Recorded(self._worker, request.step, failure=failure))
+                self._notify(Recorded(self._worker, request.step, failure=failure))
                 return
-        # A daemon: a worker that is told to stop does not wait for a record that nobody will complete.
+        # A daemon: a worker that must stop does not wait for a record that no master will complete.
         self._thread = threading.Thread(
             target=self._write, args=(request, arrays, origins), name=f"record-{request.step}", daemon=True
         )
@@ -89,26 +99,22 @@ class SampleRecorder:
             content = files.encode_worker_file(self._worker, request.step, arrays, origins)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-            written.size, written.checksum = len(content), xxhash.xxh3_64_hexdigest(content)
+            written.size = len(content)
+            written.checksum = checksum_of(content)
         except OSError as error:
             written.failure = f"model_worker/{self._worker}: {path} cannot be written: {error.strerror}"
             log.error("%s", written.failure)
         try:
-            self._tell(written)
-        except StreamError as error:  # the connection is closed: the process ends, and nobody waits for this record
+            self._notify(written)
+        except StreamError as error:  # the connection is closed: this process ends, and the master ignores the record
             log.info("record of step %d: %s", request.step, error)
 
 
 def digest(role: Role) -> dict[str, str]:
-    """Parameter on this rank -> xxh3-64 of its bytes."""
-    if role.settings.offload == "all":  # else the parameters stay on the device
-        with onloaded(role):
-            return _digest(role)
-    return _digest(role)
-
-
-def _digest(role: Role) -> dict[str, str]:
-    return {name: xxhash.xxh3_64_hexdigest(content) for name, content in _bytes_of(role)}
+    """Return parameter on this rank -> xxh3-64 of its bytes."""
+    # Only "all" moves parameters away; the other settings leave them on the device.
+    with onloaded(role) if role.settings.offload == "all" else contextlib.nullcontext():
+        return {name: checksum_of(content) for name, content in _bytes_of(role)}
 
 
 @torch.no_grad()

@@ -1,15 +1,16 @@
-"""What changed between two versions of a tensor, element by element and without loss. numpy only.
+"""Difference between two versions of a tensor, element by element and without loss. numpy only.
 
-After a small optimizer step most bf16 elements round to what they were, and those that do not move by a unit or two in
-the last place. So a delta holds, for every changed element, how many unchanged ones it skips (one byte) and the
-difference of the two bit patterns taken as integers (one byte):
+After a small optimizer step most bf16 elements round to their old value, and the others move by a unit
+or two in the last place. So a delta holds two bytes for every changed element: the number of unchanged
+elements before it, and the difference of the two bit patterns, taken as integers:
 
     counts    3 x uint64   lengths of the three streams
     wide      uint16/32    new bit patterns of elements whose difference does not fit in a byte
-    steps     uint8        unchanged elements before the next changed one; 255: 255 unchanged ones and no changed one
-    moves     int8         new - old, modulo the word; -128: take the next of ``wide``
+    steps     uint8        unchanged elements before the next changed one; 255: 255 unchanged elements,
+                           and no changed one after them
+    moves     int8         new - old, modulo the word; -128: take the next element of ``wide``
 
-A changed element costs two bytes, and 255 unchanged ones in a row cost one.
+A run of 255 unchanged elements costs one byte.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from realsys.errors import WeightsError
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-#: elements that are compared or changed at a time, so that what is worked on stays in the cache
+#: elements that are compared or changed at a time; few enough to stay in the cache
 _BLOCK = 1 << 18
 _SKIP, _WIDE = 255, -128
-#: a delta that is larger than this share of the tensor is not worth applying
+#: largest useful size of a delta, as a share of the tensor: applying takes longer than reading
 _WORTH = 0.5
 _WORDS: dict[int, tuple[type[np.unsignedinteger[Any]], type[np.signedinteger[Any]]]] = {
     2: (np.uint16, np.int16),
@@ -37,9 +38,9 @@ _COUNTS = np.dtype("<u8")
 
 
 def encode(old: Bytes, new: Bytes, itemsize: int) -> Bytes | None:
-    """The delta from ``old`` to ``new``, two tensors of one size as bytes; None where the whole tensor is no worse.
+    """Return the delta from ``old`` to ``new``, two tensors of one size as bytes; None if it is not worth it.
 
-    ``itemsize``: bytes of an element; only words of 2 and 4 bytes have deltas.
+    ``itemsize``: bytes of an element; only elements of 2 and 4 bytes have deltas.
     """
     if itemsize not in _WORDS or old.size != new.size:
         return None
@@ -48,7 +49,8 @@ def encode(old: Bytes, new: Bytes, itemsize: int) -> Bytes | None:
     steps: list[Bytes] = []
     moves: list[npt.NDArray[np.int8]] = []
     wide: list[npt.NDArray[Any]] = []
-    last, size = -1, 0
+    last = -1  # position of the last changed element
+    size = 0
     for start in range(0, before.size, _BLOCK):
         a, b = before[start : start + _BLOCK], after[start : start + _BLOCK]
         at = np.flatnonzero(a != b)
@@ -72,9 +74,9 @@ def encode(old: Bytes, new: Bytes, itemsize: int) -> Bytes | None:
 
 
 def apply(tensor: Bytes, delta: Bytes, itemsize: int) -> None:
-    """Change ``tensor`` in place. Raises WeightsError when the delta is none or does not fit; it is then spoilt."""
+    """Change ``tensor`` in place. Raises WeightsError if the delta is malformed; the tensor is then spoilt."""
     if itemsize not in _WORDS:
-        raise WeightsError(f"a delta of elements of {itemsize} bytes: only 2 and 4 are known")
+        raise WeightsError(f"a delta of elements of {itemsize} bytes: must be 2 or 4")
     unsigned, signed = _WORDS[itemsize]
     words = tensor.view(unsigned)
     wide, steps, moves = _streams(delta, itemsize)
@@ -104,22 +106,23 @@ def apply(tensor: Bytes, delta: Bytes, itemsize: int) -> None:
 
 
 def _steps(skipped: npt.NDArray[np.intp]) -> Bytes:
-    """Counts of unchanged elements before each changed one, as bytes."""
+    """Encode the numbers of unchanged elements before each changed one as bytes."""
     if skipped.max() < _SKIP:
         return skipped.astype(np.uint8)
     full, rest = np.divmod(skipped, _SKIP)
-    found = np.full(skipped.size + int(full.sum()), _SKIP, np.uint8)
-    found[np.arange(skipped.size) + np.cumsum(full)] = rest
-    return found
+    steps = np.full(skipped.size + int(full.sum()), _SKIP, np.uint8)
+    steps[np.arange(skipped.size) + np.cumsum(full)] = rest
+    return steps
 
 
 def _streams(delta: Bytes, itemsize: int) -> tuple[npt.NDArray[Any], Bytes, npt.NDArray[np.int8]]:
     head = 3 * _COUNTS.itemsize
     if delta.size < head:
-        raise WeightsError(f"a delta of {delta.size} bytes is too short to be one")
+        raise WeightsError(f"a delta of {delta.size} bytes is too short")
     n_wide, n_steps, n_moves = (int(count) for count in delta[:head].view(_COUNTS))
+    # The counts are Python integers: sums of uint64 could wrap around to the right total.
     ends = np.cumsum([head, n_wide * itemsize, n_steps, n_moves])
     if int(ends[-1]) != delta.size:
-        raise WeightsError(f"a delta of {delta.size} bytes says that it has {ends[-1]}")
+        raise WeightsError(f"a delta of {delta.size} bytes has a header for {ends[-1]} bytes")
     wide, steps, moves = (delta[a:b] for a, b in itertools.pairwise(ends))
     return wide.view(_WORDS[itemsize][0]), steps, moves.view(np.int8)

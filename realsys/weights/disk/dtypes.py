@@ -1,4 +1,4 @@
-"""Tensors as bytes and back, without a copy, and the names that safetensors gives their types."""
+"""Conversion of tensors to bytes and back, without a copy, and safetensors' names of their types."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:
-    """Raises WeightsError for a type that a file of weights cannot hold."""
+    """Return the name of the tensor's type. Raises WeightsError for a type that a file of weights cannot hold."""
     if tensor.dtype not in _NAMES:
-        raise WeightsError(f"tensor {name} is of type {tensor.dtype}, which a weight version cannot hold")
+        raise WeightsError(f"tensor {name} is of type {tensor.dtype}, which a weight version cannot hold: convert it")
     return _NAMES[tensor.dtype]
 
 
 def as_bytes(tensor: torch.Tensor) -> Bytes:
-    """uint8 [bytes of the tensor] in host memory; the tensor's own memory where that is possible."""
-    # Not tensor.numpy(): that fixes the size of the memory for good, and a parameter could not be offloaded any more.
+    """Return uint8 [bytes of the tensor] in host memory: the tensor's own memory if that is possible."""
+    # tensor.numpy() would fix the size of the memory for good, and the parameter could no longer be offloaded.
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
     return np.from_dlpack(flat).view(np.uint8)
 
 
 def as_tensor(data: Bytes, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor whose bytes ``data`` is; it shares the memory."""
-    if not data.size:  # numpy gives it a stride that torch cannot view
+    """Return the tensor whose bytes are ``data``; it shares the memory."""
+    if not data.size:  # numpy gives an empty array a stride that torch cannot view
         return torch.empty(list(shape), dtype=_TYPES[dtype])
     return torch.from_numpy(data).view(_TYPES[dtype]).reshape(list(shape))

@@ -1,31 +1,29 @@
-"""A weight version on disk: what makes it exist, how it is checked, when it goes. No torch.
+"""Format of a weight version on disk. No torch.
 
-    weights/{role}/v{N:08d}.{incarnation}.tmp/   while being written
-    weights/{role}/v{N:08d}.{incarnation}/       after commit(): shards, index, config, tokenizer, MANIFEST.json
+    weights/{role}/v{N:08d}.{incarnation}/   a folder as in realsys.storage.commit_folder:
+        shards, index, config, tokenizer, MANIFEST.json
 
-Order of commit: every shard is already fsynced by its writer -> index and auxiliary files -> MANIFEST.json -> fsync
-of the folder -> rename -> fsync of the parent. A reader that finds a folder without ``.tmp`` finds it whole, and the
-manifest's checksums prove it.
-
-The manifest lists every tensor with the pieces it is made of. Where all of them are whole and in the version's own
-folder, that folder is a plain HF directory. Otherwise the version refers to earlier ones (``needs``): its own files
-are then called ``*.part`` and have no index, so that nobody takes a part of the weights for all of them.
+The manifest lists every tensor with the pieces that it is made of. If all pieces are whole and in the
+version's own folder, that folder is a plain HF directory. Otherwise the version refers to earlier ones
+(``needs``): its own files are then called ``*.part`` and have no index, so that no loader takes a part
+of the weights for all of them.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from realsys.errors import MALFORMED, WeightsError
-from realsys.weights.disk.records import FileInfo, Piece, ShardInfo, TensorInfo
+from realsys.cluster.fence import CheckAlive, unleased
+from realsys.errors import WeightsError
+from realsys.storage.commit_folder import TEMPORARY, FolderFormat, Removed
+from realsys.storage.commit_folder import Manifest as FolderManifest
+from realsys.storage.files import FileInfo, write_durably
+from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
 
 MANIFEST = "MANIFEST.json"
 INDEX = "model.safetensors.index.json"
@@ -36,45 +34,47 @@ ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
-#: files of an HF directory that are not weights and that a served version needs beside them
+#: files of an HF directory that are not weights, and that a served version needs
 _AUXILIARY = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|merges)\.(json|txt|jinja)"
     r"|tokenizer\.model|chat_template\.(jinja|json)"
 )
-_DIRECTORY = re.compile(r"v(\d{8})\.([A-Za-z0-9._-]+?)(\.tmp)?")
 
 
-class Needs(msgspec.Struct):
-    """The part of MANIFEST.json that ``prune`` looks at: folders of earlier versions that this one refers to."""
+class Manifest(FolderManifest, frozen=True):
+    """Contents of MANIFEST.json. ``needs``: folders of earlier versions that this one refers to."""
 
     needs: list[str]
-
-
-class Manifest(Needs):
-    """Contents of MANIFEST.json."""
-
     version: int
     incarnation: str
     step: int
-    files: list[FileInfo]
     tensors: dict[str, TensorInfo]
 
 
+VERSION = FolderFormat(
+    kind="weight version",
+    manifest=MANIFEST,
+    contents=Manifest,
+    number=2,
+    pattern=re.compile(r"v(\d{8})\.([A-Za-z0-9._-]+)"),
+    error=WeightsError,
+    advice="the trainer must write it again",
+)
+
+
 def tensor_bytes(info: TensorInfo) -> int:
+    """Return the size of a tensor in bytes."""
     return math.prod(info.shape) * ITEM_BYTES[info.dtype]
 
 
 def directory_name(version: int, incarnation: str) -> str:
+    """Return the folder name of a version."""
     return f"v{version:08d}.{incarnation}"
 
 
 def prepare(root: Path, version: int, incarnation: str) -> Path:
     """Make the empty ``.tmp`` folder that the writers fill; a leftover of the same name is removed first."""
-    tmp = root / (directory_name(version, incarnation) + ".tmp")
-    if tmp.exists():
-        shutil.rmtree(tmp)
-    tmp.mkdir(parents=True)
-    return tmp
+    return VERSION.prepare(root / (directory_name(version, incarnation) + TEMPORARY))
 
 
 def commit(
@@ -85,59 +85,39 @@ def commit(
     step: int,
     shards: Sequence[ShardInfo],
     model_dir: Path,
+    final: Path | None = None,
     replace: bool = False,
+    check_alive: CheckAlive = unleased,
 ) -> Path:
-    """Turn a filled ``.tmp`` folder into a version; returns its final folder. ``replace``: in the place of the same
-    version, which was damaged; a reader finds either the one, or none for a moment, or the other.
+    """Turn a filled ``.tmp`` folder into a version, and return its final folder.
 
-    Raises WeightsError when a shard is missing, has another size than its writer reported, two writers wrote one
-    tensor, or an earlier version that it refers to is not there; the folder then stays ``.tmp`` and is never served.
+    ``final``: another place than the version's folder next to ``tmp``. ``replace``: in the place of the
+    same version, which was damaged. Raises WeightsError if a shard is missing or has another size than
+    its writer reported, if two writers wrote one tensor, or if an earlier version that it refers to is
+    not there; the folder then stays ``.tmp`` and is never served (``fenced-weights``).
     """
-    final = tmp.with_name(directory_name(version, incarnation))
-    if final.exists() and not replace:
-        raise WeightsError(f"weights v{version}: {final} exists already; a version is written once")
-    complete(tmp, version=version, incarnation=incarnation, step=step, shards=shards, model_dir=model_dir)
-    aside = final.with_name(f"{final.name}.damaged.tmp")
-    if final.exists():
-        final.rename(aside)
-    tmp.rename(final)
-    fsync_directory(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)  # what stays of it goes when training starts again
-    return final
-
-
-def complete(
-    folder: Path, *, version: int, incarnation: str, step: int, shards: Sequence[ShardInfo], model_dir: Path
-) -> None:
-    """Add everything to a folder of shards that a version consists of, the manifest last. Raises as ``commit``."""
-    tensors = _merged(folder, version, shards)
+    tensors = _merged(tmp, version, shards)
     own = directory_name(version, incarnation)
-    folders = {piece.folder for info in tensors.values() for piece in info.pieces}
-    needs = sorted(folders - {own, ""})
+    needs = sorted({piece.folder for info in tensors.values() for piece in info.pieces} - {own, ""})
     plain = not needs and all(len(info.pieces) == 1 for info in tensors.values())
-    # A writer knows the files of earlier versions by the names that it gave them.
-    names = {(need, Path(found.file).stem): found.file for need in needs for found in _files(folder.parent / need)}
-    files = []
+    # A writer knows the files of earlier versions by the names that it gave them, without ".part".
+    names = {(need, Path(file).stem): file for need in needs for file in load_manifest(tmp.parent / need).files}
+    files: dict[str, FileInfo] = {}
     for shard in sorted(shards, key=lambda shard: shard.file):
         file = shard.file if plain else f"{Path(shard.file).stem}.part"
-        (folder / shard.file).rename(folder / file)
-        files.append(FileInfo(file, shard.size, shard.checksum))
-        names |= {(mine, Path(file).stem): file for mine in (own, "")}
+        (tmp / shard.file).rename(tmp / file)
+        files[file] = FileInfo(shard.size, shard.checksum)
+        names |= {(folder, Path(file).stem): file for folder in (own, "")}
     for info in tensors.values():
         info.pieces = [_placed(piece, own, names, version) for piece in info.pieces]
     if plain:
         weight_map = {name: info.pieces[0].file for name, info in sorted(tensors.items())}
         index = {"metadata": {"total_size": sum(map(tensor_bytes, tensors.values()))}, "weight_map": weight_map}
-        write_durably(folder / INDEX, msgspec.json.format(msgspec.json.encode(index)))
+        write_durably(tmp / INDEX, msgspec.json.format(msgspec.json.encode(index)))
     for source in auxiliary_files(model_dir):
-        write_durably(folder / source.name, source.read_bytes())
-    manifest = Manifest(needs, version, incarnation, step, files, tensors)
-    write_durably(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-    fsync_directory(folder)
-
-
-def _files(directory: Path) -> list[FileInfo]:
-    return load_manifest(directory).files
+        write_durably(tmp / source.name, source.read_bytes())
+    manifest = Manifest(needs, version, incarnation, step, tensors, files=files)
+    return VERSION.commit(tmp, final or tmp.with_name(own), manifest, check_alive, replace=replace)
 
 
 def _placed(piece: Piece, own: str, names: Mapping[tuple[str, str], str], version: int) -> Piece:
@@ -148,51 +128,39 @@ def _placed(piece: Piece, own: str, names: Mapping[tuple[str, str], str], versio
 
 
 def _merged(folder: Path, version: int, shards: Sequence[ShardInfo]) -> dict[str, TensorInfo]:
-    """The tensors of all writers by name, their files checked."""
+    """Return the tensors of all writers by name. Raises WeightsError for a bad file or a doubled tensor."""
     tensors: dict[str, TensorInfo] = {}
-    writer: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for shard in shards:
-        path = folder / shard.file
-        size = path.stat().st_size if path.exists() else -1
-        if size != shard.size:
-            raise WeightsError(f"weights v{version}: {path} has {size} bytes, its writer reported {shard.size}")
+        VERSION.check_size(folder / shard.file, FileInfo(shard.size, shard.checksum))
         for name, info in shard.tensors.items():
             if name in tensors:
-                raise WeightsError(f"weights v{version}: tensor {name} is in {writer[name]} and in {shard.file}")
-            # A copy: the writer goes on with its own.
-            tensors[name], writer[name] = msgspec.structs.replace(info), shard.file
+                raise WeightsError(f"weights v{version}: tensor {name} is in {file_of[name]} and in {shard.file}")
+            tensors[name] = msgspec.structs.replace(info)  # a copy: the writer changes its own later
+            file_of[name] = shard.file
     if not tensors:
         raise WeightsError(f"weights v{version}: no rank wrote a tensor")
     return tensors
 
 
 def auxiliary_files(model_dir: Path) -> list[Path]:
-    """Config and tokenizer files of an HF directory."""
+    """Return the config and tokenizer files of an HF directory."""
     return sorted(p for p in model_dir.iterdir() if p.is_file() and _AUXILIARY.fullmatch(p.name))
 
 
-def load_manifest(directory: Path) -> Manifest:
-    """Read and check the manifest. Raises WeightsError when it is missing or no manifest of ours."""
+def load_manifest(directory: Path, expected_version: int | None = None) -> Manifest:
+    """Read and check the manifest of a version. Raises WeightsError, also for another version."""
+    manifest = VERSION.read(directory)
     path = directory / MANIFEST
-    try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except FileNotFoundError:
-        raise WeightsError(f"{directory} has no {MANIFEST}: the version was never completed") from None
-    except (OSError, *MALFORMED) as error:
-        raise WeightsError(f"{path} cannot be read: {error}") from error
+    if expected_version not in (None, manifest.version):
+        problem = f"holds version {manifest.version}, version {expected_version} was requested"
+        raise WeightsError(f"{directory} {problem}")
     for need in manifest.needs:
-        if not _DIRECTORY.fullmatch(need):
-            raise WeightsError(f"{path} refers to {need[:80]!r}, which is no folder of a version")
-    for file in manifest.files:
-        _check_inside(path, file.file)
+        if not VERSION.pattern.fullmatch(need):
+            raise WeightsError(f"{path} refers to {need[:80]!r}, which is not the folder of a version")
     for name, info in manifest.tensors.items():
         _check_tensor(path, name, info)
     return manifest
-
-
-def _check_inside(path: Path, file: str) -> None:
-    if Path(file).name != file:
-        raise WeightsError(f"{path} names a file outside its folder: {file!r}")
 
 
 def _check_tensor(path: Path, name: str, info: TensorInfo) -> None:
@@ -202,118 +170,50 @@ def _check_tensor(path: Path, name: str, info: TensorInfo) -> None:
     if not whole or whole != [True] + [False] * (len(whole) - 1) or info.pieces[0].size != tensor_bytes(info):
         raise WeightsError(f"{path}: tensor {name} must begin with a piece of all its {tensor_bytes(info)} bytes")
     for piece in info.pieces:
-        _check_inside(path, piece.file)
-        if min(piece.start, piece.size) < 0 or (piece.folder and not _DIRECTORY.fullmatch(piece.folder)):
+        VERSION.check_name(path, piece.file)
+        if min(piece.start, piece.size) < 0 or (piece.folder and not VERSION.pattern.fullmatch(piece.folder)):
             raise WeightsError(f"{path}: a piece of tensor {name} is out of bounds: {piece}")
 
 
-def check_version(manifest: Manifest, directory: Path, expected_version: int) -> None:
-    if manifest.version != expected_version:
-        raise WeightsError(f"{directory} holds version {manifest.version}, version {expected_version} was asked for")
-
-
 def complete_versions(root: Path) -> list[tuple[int, str, Path]]:
-    """(version, incarnation, folder) of everything committed under ``root``, in the order of its publication.
+    """Return (version, incarnation, folder) of every version under ``root``, in the order of publication.
 
-    An incarnation that went back to a checkpoint publishes lower versions than the one before it, but later.
+    That order is ``monotonic``: (incarnation, version). A trainer that went back to a checkpoint publishes
+    lower version numbers than the one before it, but as a later incarnation.
     """
-    found = []
-    for path in root.iterdir() if root.exists() else ():
-        match = _DIRECTORY.fullmatch(path.name)
-        if match and not match[3] and (path / MANIFEST).exists():
-            found.append((int(match[1]), match[2], path))
-    return sorted(found, key=lambda entry: (entry[1], entry[0]))
-
-
-@dataclass(slots=True)
-class Removed:
-    """What a removal of versions came to. ``problems``: folders that stay, and why; none of them ends anything."""
-
-    gone: list[Path] = field(default_factory=list)
-    problems: dict[Path, str] = field(default_factory=dict)
-
-    def remove(self, path: Path) -> None:
-        """The manifest goes first: a reader who comes meanwhile sees an incomplete version, not a broken one."""
-        try:
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
-        except OSError as error:  # above all a network file system, on which a reader has a file of it open
-            self.problems[path] = f"cannot be removed now: {error.strerror}; it is when training starts again"
-        else:
-            self.gone.append(path)
-
-
-def discard_unfinished(root: Path) -> Removed:
-    """Delete every folder that is no complete version. Only while nobody writes here."""
-    removed = Removed()
-    for path in sorted(root.iterdir()) if root.exists() else ():
-        match = _DIRECTORY.fullmatch(path.name)
-        if match and (match[3] or not (path / MANIFEST).exists()):
-            removed.remove(path)
-    return removed
+    named = [(folder.name[1:].partition("."), folder) for folder in VERSION.complete(root)]
+    versions = [(int(number), incarnation, folder) for (number, _, incarnation), folder in named]
+    return sorted(versions, key=lambda version: (version[1], version[0]))
 
 
 def prune(root: Path, *, keep: int, in_use: Iterable[Path] = ()) -> Removed:
-    """Delete all but the newest ``keep`` versions, those ``in_use`` and what these refer to.
+    """Delete all but the newest ``keep`` versions, those ``in_use``, and the versions that these refer to.
 
-    Of a version whose manifest is damaged nobody knows what it refers to: all before it stay for as long as it does.
+    If the manifest of a kept version is damaged, its references are unknown: all versions before it
+    stay as long as it does.
     """
-    removed = Removed()
     versions = [path for _, _, path in complete_versions(root)]
     used = {path.resolve() for path in in_use}
     kept = {path for path in versions if path in versions[-keep:] or path.resolve() in used}
+    problems: dict[str, str] = {}
     for number, path in enumerate(versions):
         if path in kept:
             try:
-                kept |= {root / need for need in _needs(path)}
+                kept |= _references(path)
             except WeightsError as error:
                 kept |= set(versions[:number])
-                removed.problems[path] = f"{error}; what it may refer to stays as long as it does"
-    for path in versions:
-        if path not in kept:
-            removed.remove(path)
-    return removed
+                problems[str(path)] = f"{error}; the versions before it stay as long as it does"
+    return Removed(problems=problems) + VERSION.remove(path for path in versions if path not in kept)
 
 
 def check_reference(directory: Path) -> None:
-    """Raises WeightsError if a later version must not refer to this one: it is damaged, or what it refers to is."""
-    for folder in (directory, *(directory.parent / need for need in load_manifest(directory).needs)):
-        for file in load_manifest(folder).files:
-            path = folder / file.file
-            try:
-                size = path.stat().st_size
-            except OSError as error:
-                raise WeightsError(f"{path} cannot be read: {error.strerror}") from None
-            if size != file.size:
-                raise WeightsError(f"{path} has {size} bytes, {MANIFEST} says {file.size}")
+    """Raise WeightsError if a later version must not refer to this one: it is damaged, or its references are."""
+    for folder in (directory, *_references(directory)):
+        VERSION.check_sizes(folder, load_manifest(folder))
 
 
-def _needs(directory: Path) -> list[str]:
-    path = directory / MANIFEST
-    try:
-        needs = msgspec.json.decode(path.read_bytes(), type=Needs).needs
-    except (OSError, *MALFORMED) as error:
-        raise WeightsError(f"{path} cannot be read: {error}") from error
-    there = {folder.name for folder in directory.parent.iterdir()}
-    if missing := [need for need in needs if need not in there]:
-        raise WeightsError(f"{path} is damaged: {missing[0][:80]!r}, which it refers to, is not there")
-    return needs
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write and fsync one file. Raises OSError with its path."""
-    try:
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def fsync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _references(directory: Path) -> set[Path]:
+    references = {directory.parent / need for need in load_manifest(directory).needs}
+    if missing := sorted(str(folder) for folder in references if not folder.exists()):
+        raise WeightsError(f"{directory / MANIFEST} refers to {missing[0]}, which is not there")
+    return references

@@ -1,5 +1,5 @@
-"""The master's side of the transport ``disk``: makes, completes, checks and removes versions. No
-torch."""
+"""The master's side of the transport ``disk``: versions are prepared, committed, checked and pruned.
+No torch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from typing import Any
 import msgspec
 
 from realsys.errors import WeightsError
-from realsys.weights.base import Committed, PublisherParts, Removed
+from realsys.storage.commit_folder import Removed
+from realsys.weights.base import Committed, PublisherParts
 from realsys.weights.disk import manifest
+from realsys.weights.disk.manifest import VERSION
 from realsys.weights.disk.records import DiskPlan, ShardInfo
-from realsys.weights.disk.tensor_files import materialise, prove
+from realsys.weights.disk.tensor_files import materialise, verify
 
 
 class DiskPublisher:
-    """Owns the folder ``root`` of one role's versions. ``keep``: newest versions that ``prune``
-    leaves there."""
+    """Owner of the folder ``root`` of one role's versions. ``keep``: number of newest versions that
+    ``prune`` keeps."""
 
     def __init__(self, parts: PublisherParts, keep: int) -> None:
         self.root = parts.root
         self.keep = keep
         self._model_dir = parts.model_dir
         self._incarnation = parts.incarnation
+        self._check_alive = parts.check_alive
 
     def prepare(self, version: int, base: str) -> DiskPlan:
         """Make the version's ``.tmp`` folder, empty."""
@@ -48,6 +51,7 @@ class DiskPublisher:
             shards=shards,
             model_dir=self._model_dir,
             replace=replace,
+            check_alive=self._check_alive,
         )
         size = sum(manifest.tensor_bytes(info) for shard in shards for info in shard.tensors.values())
         return Committed(str(final), sum(shard.size for shard in shards), size)
@@ -58,25 +62,20 @@ class DiskPublisher:
 
     def verify(self, locator: str, version: int) -> None:
         """Read every byte of the version. Raises WeightsError."""
-        prove(Path(locator), version)
+        verify(Path(locator), version)
 
     def prune(self, newest: str) -> Removed:
         """Delete all but the newest ``keep`` versions and what they refer to.
 
-        Versions of earlier incarnations go like older ones: the newest of them stays for as long as
-        a server may be in the middle of reading it.
+        Versions of earlier incarnations count as older ones. So the newest of them stays for a
+        while, because a server may still read it.
         """
-        return _named(manifest.prune(self.root, keep=self.keep, in_use=[Path(newest)]))
+        return manifest.prune(self.root, keep=self.keep, in_use=[Path(newest)])
 
     def discard_unfinished(self) -> Removed:
-        """Delete the folders that earlier incarnations left half written or half removed."""
-        return _named(manifest.discard_unfinished(self.root))
+        """Delete the folders that earlier incarnations have written or removed in part."""
+        return VERSION.remove(VERSION.unfinished(self.root))
 
     def export(self, locator: str, version: int, target: Path) -> None:
         """Write the version to ``target`` as a plain HF folder."""
         materialise(Path(locator), target, version)
-
-
-def _named(removed: manifest.Removed) -> Removed:
-    problems = {str(path): problem for path, problem in removed.problems.items()}
-    return Removed([str(path) for path in removed.gone], problems)

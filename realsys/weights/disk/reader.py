@@ -1,10 +1,10 @@
-"""Reads the tensors of a weight version into memory, each byte once, and proves them. numpy only, no torch.
+"""Reader of the tensors of a weight version: each byte is read once, and verified. numpy only, no torch.
 
-    held tensor, if any ──> pieces that are still missing ──> read and hash ──> bring up to date ──> hash of the result
+    held tensor, if any ──> missing pieces ──> read and hash ──> apply ──> hash of the result
 
-A chunk is hashed as soon as it is read, while it is in the cache, and where it stays: the bytes verified are the bytes
-loaded. What a reader holds of an earlier version is known by its checksum, not by a version number, so it does not
-matter how many versions lie between, or that a run was resumed from an older one.
+A chunk is hashed right after it is read, while it is in the cache, in its final memory: the verified
+bytes are the loaded bytes. A held tensor is identified by its checksum, not by a version number, so a
+reader may have skipped versions, and the run may have been resumed from an older one.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class HeldTensor:
 
 @dataclass(slots=True)
 class ReadReport:
-    """What reading took: seconds, and what it moved.
+    """Seconds and amounts of a read.
 
-    ``bytes``: of all tensors; ``bytes_read``: of the pieces that were read for them. A tensor counts as ``whole``,
-    ``changed`` (by a delta) or ``kept``, where what was held was right already.
+    ``bytes``: size of all tensors; ``bytes_read``: size of the pieces that were read for them. A tensor
+    counts as ``whole`` (read in full), ``changed`` (by a delta) or ``kept`` (the held one is still right).
     """
 
     read_s: float = 0.0
@@ -56,9 +56,11 @@ class ReadReport:
     kept: int = 0
 
     def timings(self) -> dict[str, float]:
+        """Return the seconds by name, for the status page."""
         return {"read_s": self.read_s, "verify_s": self.verify_s, "apply_s": self.apply_s}
 
     def counts(self) -> dict[str, int]:
+        """Return the amounts by name, for the status page."""
         return {name: getattr(self, name) for name in ("bytes", "bytes_read", "whole", "changed", "kept")}
 
 
@@ -81,7 +83,7 @@ class VersionReader:
             os.close(self._files.popitem()[1])
 
     def order(self) -> list[str]:
-        """All names, in the order in which their first bytes lie in the files."""
+        """Return all names in the order of their first bytes in the files, so that disks read ahead."""
 
         def place(name: str) -> tuple[str, str, int]:
             piece = self.manifest.tensors[name].pieces[0]
@@ -90,11 +92,12 @@ class VersionReader:
         return sorted(self.manifest.tensors, key=place)
 
     def read(self, name: str, held: HeldTensor | None = None) -> HeldTensor:
-        """The tensor ``name``, verified. ``held``, if given, is taken over: its memory is used, or freed.
+        """Read and verify the tensor ``name``. ``held`` is used up: its memory is changed, or freed.
 
-        Raises WeightsError naming the file and what is wrong.
+        Raises WeightsError, which names the file and the damage.
         """
-        info, report = self.manifest.tensors[name], self.report
+        info = self.manifest.tensors[name]
+        report = self.report
         size = tensor_bytes(info)
         report.bytes += size
         if held is not None and held.data.size != size:
@@ -103,7 +106,7 @@ class VersionReader:
         if held is not None:
             data = held.data
         else:
-            self._check_there(missing[0], name)
+            self._check_length(missing[0], name)
             data = np.empty(size, np.uint8)
         if not missing:
             report.kept += 1
@@ -118,19 +121,19 @@ class VersionReader:
                 self._fetch(piece, name, data)
         if missing and missing[-1].base:
             start = time.perf_counter()
-            found = xxhash.xxh3_64_hexdigest(data.data)
+            checksum = xxhash.xxh3_64_hexdigest(data.data)
             report.verify_s += time.perf_counter() - start
         else:
-            found = missing[-1].checksum if missing else info.checksum
-        if found != info.checksum:
+            checksum = missing[-1].checksum if missing else info.checksum
+        if checksum != info.checksum:
             raise WeightsError(
-                f"{self.directory}: tensor {name} has checksum {found} once its pieces are put together, "
+                f"{self.directory}: tensor {name} has checksum {checksum} after its pieces are applied, "
                 f"the manifest says {info.checksum}: corrupt"
             )
-        return HeldTensor(found, data)
+        return HeldTensor(checksum, data)
 
     def _change(self, data: Bytes, name: str, info: TensorInfo, piece: Piece) -> None:
-        self._check_there(piece, name)
+        self._check_length(piece, name)
         blob = np.empty(piece.size, np.uint8)
         self._fetch(piece, name, blob)
         start = time.perf_counter()
@@ -140,8 +143,8 @@ class VersionReader:
             raise WeightsError(f"{self._path(piece)}: tensor {name}: {error}") from error
         self.report.apply_s += time.perf_counter() - start
 
-    def _check_there(self, piece: Piece, name: str) -> None:
-        """No memory is taken for bytes that no file has."""
+    def _check_length(self, piece: Piece, name: str) -> None:
+        """Raise WeightsError if the file is too short for ``piece``, before memory is allocated for it."""
         path = self._path(piece)
         try:
             size = os.fstat(self._open(path)).st_size
@@ -160,15 +163,17 @@ class VersionReader:
         return WeightsError(f"{path} ends at byte {end}, but tensor {name} reaches to {reaches}: truncated")
 
     def _fetch(self, piece: Piece, name: str, into: Bytes) -> None:
-        """Fill ``into`` with the bytes of the piece and check them."""
+        """Fill ``into`` with the bytes of the piece, and check them."""
         path = self._path(piece)
-        view, digest = into.data, xxhash.xxh3_64()
+        view = into.data
+        digest = xxhash.xxh3_64()
         read = verified = 0.0
         done = 0
         try:
             file = self._open(path)
             while done < piece.size:
                 start = time.perf_counter()
+                # preadv: a read at a position, into memory that exists. It may return fewer bytes.
                 count = os.preadv(file, [view[done : done + _CHUNK]], piece.start + done)
                 middle = time.perf_counter()
                 digest.update(view[done : done + count])
@@ -203,7 +208,7 @@ class VersionReader:
 
 
 def _missing(info: TensorInfo, held: HeldTensor | None) -> list[Piece]:
-    """The last pieces, those that lead from what is held to the tensor; all of them where that is no base of any."""
+    """Return the last pieces, which lead from the held tensor to the new one; all pieces if none is based on it."""
     if held is not None:
         if held.checksum == info.checksum:
             return []

@@ -18,36 +18,36 @@ class DiskPlan(msgspec.Struct):
 
 
 class Piece(msgspec.Struct, omit_defaults=True):
-    """Bytes of a file that make up a tensor: all of it, or what changed in the one of checksum
-    ``base``."""
+    """Bytes of a file that make up a tensor: all of it, or its difference from the tensor with
+    checksum ``base``.
+
+    ``folder``: folder name of the version that wrote the bytes; empty: the version itself.
+    """
 
     file: str
     start: int  # byte in the file
     size: int  # bytes
     checksum: str  # xxh3-64 of these bytes, hex
-    base: str = ""  # empty: the whole tensor
-    folder: str = ""  # of the version that wrote it; empty: the version at hand
+    base: str = ""
+    folder: str = ""
 
 
 class TensorInfo(msgspec.Struct):
-    """A tensor of a weight version, as its writer reports it: the first piece is whole, each other
-    one changes it."""
+    """A tensor of a weight version, as its writer reports it.
 
-    dtype: str  # as safetensors names it: BF16, F32, ...
+    The first piece is the whole tensor, and each further piece changes it.
+    """
+
+    dtype: str  # name in safetensors: BF16, F32, ...
     shape: list[int]
     checksum: str  # xxh3-64 of the tensor's bytes, hex
     pieces: list[Piece]
 
 
-class FileInfo(msgspec.Struct):
-    """A file of a weight version."""
+class ShardInfo(msgspec.Struct):
+    """One rank's file of a weight version, and the rank's share of the tensors, by HF name."""
 
     file: str
     size: int  # bytes
     checksum: str  # xxh3-64 of the whole file, hex
-
-
-class ShardInfo(FileInfo):
-    """One rank's file of a weight version, and the rank's share of the tensors, by HF name."""
-
     tensors: dict[str, TensorInfo]

@@ -1,8 +1,8 @@
-"""One rank's share of the weight versions of a run: whole, or what changed since the version before.
+"""One rank's share of the weight versions of a run: whole, or the changes since the version before.
 
-tensor ──> as the version before has it?  refer to that
-      └──> changed in a few elements?     store those (``delta``)
-      └──> otherwise                      store it whole
+tensor ──> equal to the one of the version before?  refer to its pieces
+      └──> changed in a few elements?               store those (``delta``)
+      └──> otherwise                                store it whole
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from realsys.storage.commit_folder import TEMPORARY
 from realsys.weights.disk import delta
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.dtypes import as_bytes, dtype_name
@@ -28,9 +29,10 @@ _File = tuple[str, str]
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor on its way to disk. ``stored``: the bytes that this version holds of it, a delta if ``base`` is set.
+    """A tensor to be written.
 
-    ``info.pieces`` are those of earlier versions, until the own one is added.
+    stored       bytes that this version stores of it: a delta if ``base`` is set; None: nothing
+    info.pieces  the pieces of earlier versions, until the piece of this version is added
     """
 
     info: TensorInfo
@@ -39,14 +41,19 @@ class _Tensor:
     base: str = ""
 
     def store_whole(self) -> None:
-        self.stored, self.base, self.info.pieces = self.data, "", []
+        """Store the whole tensor, and refer to no earlier version."""
+        self.stored = self.data
+        self.base = ""
+        self.info.pieces = []
 
 
 @dataclass(slots=True)
 class _Share:
-    """What was written last of a role: folder name of the version, tensors, their bytes if deltas are to be made.
+    """The last written share of a role.
 
-    ``sizes``: bytes of tensors in each file that the tensors are in.
+    folder  folder name of the version
+    data    bytes of the tensors, if deltas are made
+    sizes   bytes of tensors in each file that the tensors refer to
     """
 
     folder: str = ""
@@ -56,67 +63,73 @@ class _Share:
 
 
 class ShardWriter:
-    """Writes a rank's files. Remembers the checksums of what it wrote last of a role, with ``deltas`` the bytes too.
+    """Writes a rank's files. It remembers the checksums of its last share of a role; with ``deltas`` also the bytes.
 
-    ``full_every``: of so many versions in a row that change a tensor, one at least stores it whole. A file of an
-    earlier version is referred to only while half of it or more is needed; so what is kept of the past stays small.
+    ``full_every``: a tensor is stored whole at least once in this many versions that change it. A file of
+    an earlier version is referred to only while at least half of it is needed, so few old files are kept.
     """
 
     def __init__(self, *, deltas: bool = False, full_every: int = 1) -> None:
-        self._deltas, self._full_every = deltas, full_every
+        self._deltas = deltas
+        self._full_every = full_every
         self._last: dict[Path, _Share] = {}
 
     def write(self, path: Path, tensors: Mapping[str, torch.Tensor], base: str = "") -> ShardInfo:
         """Write ``tensors`` (HF names, any dtype, any device) as one fsynced safetensors file in a ``.tmp`` folder.
 
-        ``base``: folder name of the version that this one may refer to. It does if it is the one written last;
-        otherwise all is written. Raises WeightsError naming path and cause (a full disk above all).
+        ``base``: folder name of the version that this one may refer to. If this writer did not write it
+        last, everything is stored. Raises WeightsError, which names path and cause (such as a full disk).
         """
-        root, folder = path.parent.parent, path.parent.name.removesuffix(".tmp")
-        # Taken out: after an error nobody knows what the next version could be based on.
+        root = path.parent.parent
+        folder = path.parent.name.removesuffix(TEMPORARY)
+        # Removed first: after an error the file is unknown, and the next version must not refer to it.
         last = self._last.pop(root, _Share())
         if not base or last.folder != base:
             last = _Share()
-        found = {name: self._compare(name, tensor, last) for name, tensor in tensors.items()}
-        _let_go_of_old_files(found.values(), last.sizes)
-        stored = {name: tensor.stored for name, tensor in found.items() if tensor.stored is not None}
+        written = {name: self._compare(name, tensor, last) for name, tensor in tensors.items()}
+        _drop_old_files(written.values(), last.sizes)
+        stored = {name: tensor.stored for name, tensor in written.items() if tensor.stored is not None}
         layout = {
             name: ("U8", [data.size], data.size)
-            if found[name].base
-            else (found[name].info.dtype, found[name].info.shape, data.size)
+            if written[name].base
+            else (written[name].info.dtype, written[name].info.shape, data.size)
             for name, data in stored.items()
         }
         file, starts = write_safetensors(path, layout, stored.__getitem__)
         for name, data in stored.items():
-            tensor = found[name]
+            tensor = written[name]
             checksum = xxhash.xxh3_64_hexdigest(data.data) if tensor.base else tensor.info.checksum
             tensor.info.pieces.append(Piece(path.name, starts[name], data.size, checksum, tensor.base, folder))
-        share = _Share(folder, {name: tensor.info for name, tensor in found.items()})
+        share = _Share(folder, {name: tensor.info for name, tensor in written.items()})
         sizes = last.sizes | {(folder, path.name): sum(data.size for data in stored.values())}
-        share.sizes = {key: sizes[key] for key in _bytes_needed(found.values())}
+        share.sizes = {key: sizes[key] for key in _bytes_needed(written.values())}
         if self._deltas:
-            for name, tensor in found.items():
+            for name, tensor in written.items():
                 share.data[name] = _remembered(tensor, tensors[name], last.data.get(name))
         self._last[root] = share
-        return ShardInfo(file.file, file.size, file.checksum, share.tensors)
+        return ShardInfo(path.name, file.size, file.checksum, share.tensors)
 
     def _compare(self, name: str, tensor: torch.Tensor, last: _Share) -> _Tensor:
         data = as_bytes(tensor)
         info = TensorInfo(dtype_name(name, tensor), list(tensor.shape), xxhash.xxh3_64_hexdigest(data.data), [])
-        found, before = _Tensor(info, data, data), last.tensors.get(name)
+        compared = _Tensor(info, data, data)
+        before = last.tensors.get(name)
         if before is None or (before.dtype, before.shape) != (info.dtype, info.shape):
-            return found
+            return compared
         if before.checksum == info.checksum:
-            found.stored, info.pieces = None, list(before.pieces)
+            compared.stored = None
+            info.pieces = list(before.pieces)
         elif name in last.data and len(before.pieces) < self._full_every:
             changes = delta.encode(last.data[name], data, ITEM_BYTES[info.dtype])
             if changes is not None:
-                found.stored, found.base, info.pieces = changes, before.checksum, list(before.pieces)
-        return found
+                compared.stored = changes
+                compared.base = before.checksum
+                info.pieces = list(before.pieces)
+        return compared
 
 
-def _let_go_of_old_files(tensors: Collection[_Tensor], sizes: Mapping[_File, int]) -> None:
-    """Store whole what would keep a file of an earlier version of which less than half is needed."""
+def _drop_old_files(tensors: Collection[_Tensor], sizes: Mapping[_File, int]) -> None:
+    """Store tensors whole whose earlier file is needed less than half: it can then be pruned."""
     while True:
         needed = _bytes_needed(tensors)
         idle = {file for file, count in needed.items() if 2 * count < sizes[file]}
@@ -136,10 +149,11 @@ def _bytes_needed(tensors: Collection[_Tensor]) -> Counter[_File]:
 
 
 def _remembered(tensor: _Tensor, source: torch.Tensor, before: Bytes | None) -> Bytes:
-    """The tensor's bytes in memory that nobody else changes."""
+    """Return the tensor's bytes in memory that the trainer does not change."""
     if before is not None and before.size == tensor.data.size:
         if tensor.stored is not None:
             before[:] = tensor.data
         return before
-    mine = source.device.type != "cpu" or not source.is_contiguous()
-    return tensor.data if mine else tensor.data.copy()
+    # as_bytes() returns the parameter's own memory if it can; the next optimizer step changes that.
+    copied = source.device.type != "cpu" or not source.is_contiguous()
+    return tensor.data if copied else tensor.data.copy()

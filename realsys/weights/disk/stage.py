@@ -1,4 +1,5 @@
-"""Staging: a weight version read into memory and verified, while the engine goes on generating."""
+"""Staging: a weight version is read into memory and verified while the engine generates. After an error
+the engine continues with the weights that it has (``fenced-weights``)."""
 
 from __future__ import annotations
 
@@ -18,55 +19,58 @@ from realsys.weights.disk.reader import HeldTensor, VersionReader
 
 @dataclass(slots=True)
 class HeldWeights:
-    """What a server keeps in host memory of the version it staged last, to read only what is new in the next.
+    """Tensors of the last staged version in a server's host memory, so that it reads only the changes of the next.
 
-    ``everything``: all tensors, at most once the size of the model, as deltas need it; otherwise those that a version
-    takes over from an earlier one: the frozen ones, which it will most likely take over again.
-
-    ``newest``: (incarnation of the training side, version) of what was staged last. What is older is refused: training
-    that went back to a checkpoint publishes a lower version, but as a younger incarnation.
+    everything  True: hold all tensors, at most once the size of the model, as deltas need it. False:
+                hold those that a version takes over from an earlier one: the frozen tensors, which the
+                next version most likely takes over, too
+    newest      (trainer incarnation, version) of the last staged version. Older ones are refused
+                (``monotonic``): a trainer that went back to a checkpoint publishes a lower version, but as a
+                later incarnation
     """
 
     everything: bool = False
     tensors: dict[str, HeldTensor] = field(default_factory=dict)
     newest: tuple[str, int] = ("", -1)
 
-    def wants(self, manifest: Manifest, name: str) -> bool:
+    def keeps(self, manifest: Manifest, name: str) -> bool:
+        """Return True if the tensor ``name`` is to be held for the next version."""
         return self.everything or bool(manifest.tensors[name].pieces[-1].folder)
 
 
 def stage(directory: Path, expected_version: int, held: HeldWeights | None = None) -> StagedWeights:
-    """Read and verify every tensor of a version; with ``held`` only what is not held already.
+    """Read and verify every tensor of a version; with ``held`` only the parts that are not held already.
 
-    The bytes that are checked are the bytes that are loaded: a file changed between check and load cannot slip in.
-    Raises WeightsError naming the file and what is wrong; nothing half-read is returned. With ``held``, tensors that an
-    earlier call returned for it are overwritten: be done with them first.
+    The checksums are computed over the bytes that are returned, so a file that changes between check and
+    use cannot slip in. Raises WeightsError, which names the file and the damage; nothing is returned in
+    part. With ``held``, the tensors that an earlier call returned for it are overwritten: the caller must
+    not use them any more.
     """
     failpoint("server.stage")
-    manifest = manifests.load_manifest(directory)
-    manifests.check_version(manifest, directory, expected_version)
+    manifest = manifests.load_manifest(directory, expected_version)
     age = (manifest.incarnation, manifest.version)
     if held is not None and age < held.newest:
         incarnation, version = held.newest
-        raise WeightsError(f"{directory} is older than version {version} of training side {incarnation}: not staged")
+        raise WeightsError(f"{directory} is older than version {version} of trainer {incarnation}: not staged")
     tensors: dict[str, torch.Tensor] = {}
     with VersionReader(directory, manifest) as reader:
         if held is not None:
             held.tensors = {name: held.tensors[name] for name in held.tensors.keys() & manifest.tensors.keys()}
         for name in reader.order():
-            # Taken out before it is changed: one that could not be brought up to date must not be held.
-            found = reader.read(name, held.tensors.pop(name, None) if held is not None else None)
-            if held is not None and held.wants(manifest, name):
-                held.tensors[name] = found
+            # Removed before it is changed: after an error its bytes are of no version, and a later
+            # delta must not be applied to them.
+            tensor = reader.read(name, held.tensors.pop(name, None) if held is not None else None)
+            if held is not None and held.keeps(manifest, name):
+                held.tensors[name] = tensor
             info = manifest.tensors[name]
-            tensors[name] = as_tensor(found.data, info.dtype, info.shape)
+            tensors[name] = as_tensor(tensor.data, info.dtype, info.shape)
     if held is not None:
         held.newest = age
     return StagedWeights(tensors, reader.report.timings(), reader.report.counts())
 
 
 class DiskReader:
-    """Stages one version after the other for one server, and reads only what is new in each."""
+    """Stages one version after the other for one server, and reads only the changes of each."""
 
     def __init__(self, *, everything: bool = False) -> None:
         self._held = HeldWeights(everything)

@@ -1,4 +1,4 @@
-"""Builds the three sides of the transport ``disk``. torch is imported only where tensors are."""
+"""Builder of the three sides of the transport ``disk``. Only ``writer`` and ``reader`` import torch."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ class DiskTransport(Transport):
     def reader(self, parts: ReaderParts) -> WeightReader:
         from realsys.weights.disk.stage import DiskReader
 
-        # A delta changes the tensor before it, so with deltas a server holds all of them.
+        # A delta is applied to the previous tensor, so with deltas a server holds all tensors.
         return DiskReader(everything=self.config.weights.delta == "auto")

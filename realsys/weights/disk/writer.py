@@ -16,18 +16,17 @@ from realsys.weights.disk.shards import ShardWriter
 
 
 class DiskWriter:
-    """Names the rank's file and has ``files`` write it. Its report: the shards that it wrote, none
-    without tensors."""
+    """Writer of one rank's file. Its report lists the written shard; it is empty without tensors."""
 
     def __init__(self, files: ShardWriter, check_alive: CheckAlive = unleased) -> None:
         self._files = files
         self._check_alive = check_alive
 
     def write(self, share: Share, tensors: Mapping[str, torch.Tensor]) -> list[ShardInfo]:
-        """Write the file into the plan's folder, fsynced. Raises WeightsError naming path and
+        """Write the file into the plan's folder, fsynced. Raises WeightsError, which names path and
         cause."""
         plan = msgspec.convert(share.plan, DiskPlan)
-        # The number counts all ranks of the mesh: no rank needs to know which others write nothing.
+        # Numbered over all ranks of the mesh: a rank does not know which others have nothing to write.
         file = Path(plan.directory) / f"model-{share.rank + 1:05d}-of-{share.ranks:05d}.safetensors"
         self._check_alive()
         shards = [self._files.write(file, tensors, plan.base)] if tensors else []

@@ -38,6 +38,7 @@ from realsys.manager.routing import rollout_workers as workers
 from realsys.manager.settings import ManagerSettings
 from realsys.manager.shell import decode_value
 from realsys.manager.state import ManagerState
+from realsys.storage.commit_folder import FolderFormat
 from realsys.stream.security import KEY_FILE, CurveKeys, ensure_keys, load_keys
 from realsys.telemetry.steps import read_steps
 from realsys.train.checkpoint import checkpoint_files as checkpoint
@@ -168,13 +169,14 @@ def weights(folder: Path) -> Iterator[Target]:
     model.mkdir()
     layout = {name: (d, shape, int(np.prod(shape)) * manifest.ITEM_BYTES[d]) for name, (d, shape) in tensors.items()}
     data = {name: np.arange(size, dtype=np.uint8) for name, (_, _, size) in layout.items()}
-    file, starts = write_safetensors(tmp / "model-00001-of-00001.safetensors", layout, lambda name: data[name])
+    shard_file = tmp / "model-00001-of-00001.safetensors"
+    file, starts = write_safetensors(shard_file, layout, lambda name: data[name])
     infos = {}
     for name, (dtype, shape, size) in layout.items():
         checksum = xxhash.xxh3_64_hexdigest(data[name].data)
-        piece = Piece(file.file, starts[name], size, checksum, folder=tmp.name.removesuffix(".tmp"))
+        piece = Piece(shard_file.name, starts[name], size, checksum, folder=tmp.name.removesuffix(".tmp"))
         infos[name] = TensorInfo(dtype, shape, checksum, [piece])
-    shard = ShardInfo(file.file, file.size, file.checksum, infos)
+    shard = ShardInfo(shard_file.name, file.size, file.checksum, infos)
     final = manifest.commit(tmp, version=1, incarnation="1", step=1, shards=[shard], model_dir=model)
     path = final / manifest.MANIFEST
 
@@ -183,26 +185,27 @@ def weights(folder: Path) -> Iterator[Target]:
             for name in reader.order():
                 reader.read(name)
 
-    valid = path.read_bytes()
+    valid = msgspec.json.encode(manifest.load_manifest(final))
 
     def huge_or_spoilt(spoiler: Spoiler) -> bytes:
-        """Sizes that agree with each other and with no file, among others."""
+        """Sizes that agree with each other and with no file, among others; also with a right checksum."""
         if spoiler.rng.random() < 0.8:
-            return spoiler.spoil(valid)
+            content = _sealed(spoiler.spoil(valid), manifest.VERSION)
+            return spoiler.spoil_bytes(content) if spoiler.rng.random() < 0.3 else content
         value = msgspec.json.decode(valid)
         elements = 1 << spoiler.rng.randrange(20, 60)
         value["tensors"]["b"]["shape"] = [elements]
         value["tensors"]["b"]["pieces"][0]["size"] = 2 * elements
-        return spoiler.encode(value)
+        return _sealed(spoiler.encode(value), manifest.VERSION)
 
     yield Target("weights: manifest and tensors", huge_or_spoilt, through(path, read), (WeightsError,))
     yield Target(
         "weights: what pruning reads",
-        spoilt(path.read_bytes()),
+        huge_or_spoilt,
         through(path, lambda: manifest.prune(final.parent, keep=1)),
         (WeightsError,),
     )
-    shards = final / file.file
+    shards = final / shard_file.name
     yield Target("weights: shard", spoilt(shards.read_bytes()), through(shards, read), (WeightsError,))
     old = np.arange(400, dtype=np.uint8)
     new = old.copy()
@@ -237,14 +240,14 @@ def checkpoints(folder: Path) -> Iterator[Target]:
     directory = folder / "step-00000001"
     directory.mkdir()
     path = directory / checkpoint.STATE
-    state = example(checkpoint.CheckpointState, Random(1)) | {"format": checkpoint.FORMAT, "files": {}}
-    path.write_bytes(_sealed(msgspec.json.encode(state), "state"))
+    state = example(checkpoint.CheckpointState, Random(1)) | {"files": {}}
+    path.write_bytes(_sealed(msgspec.json.encode(state), checkpoint.CHECKPOINT))
 
     def sealed(spoiler: Spoiler) -> bytes:
         content = spoiler.spoil(spoiler.encode(state))
         if spoiler.rng.random() < 0.3:
-            return spoiler.spoil_bytes(_sealed(content, "state"))
-        return _sealed(content, "state")
+            return spoiler.spoil_bytes(_sealed(content, checkpoint.CHECKPOINT))
+        return _sealed(content, checkpoint.CHECKPOINT)
 
     def read() -> None:
         checkpoint.check_sizes(directory, checkpoint.read_state(directory))
@@ -253,7 +256,7 @@ def checkpoints(folder: Path) -> Iterator[Target]:
     yield Target(
         "checkpoint: index of a rank",
         examples(checkpoint.RankIndex),
-        lambda data: checkpoint.decode(data, checkpoint.RankIndex, directory / "actor.json"),
+        lambda data: checkpoint.decode_index(data, directory / "actor.json"),
         (CheckpointError,),
     )
 
@@ -263,11 +266,11 @@ def records(folder: Path) -> Iterator[Target]:
     directory = folder / "step-00000001"
     directory.mkdir()
     path = directory / record.BATCH
-    value = example(record.StepRecord, Random(1)) | {"format": record.FORMAT, "files": {}}
-    path.write_bytes(_sealed(msgspec.json.encode(value), "record"))
+    value = example(record.StepRecord, Random(1)) | {"files": {}}
+    path.write_bytes(_sealed(msgspec.json.encode(value), record.RECORD))
 
     def sealed(spoiler: Spoiler) -> bytes:
-        content = _sealed(spoiler.spoil(spoiler.encode(value)), "record")
+        content = _sealed(spoiler.spoil(spoiler.encode(value)), record.RECORD)
         return spoiler.spoil_bytes(content) if spoiler.rng.random() < 0.3 else content
 
     yield Target("record: batch", sealed, through(path, lambda: record.read_record(directory)), (RecordError,))
@@ -288,8 +291,10 @@ def records(folder: Path) -> Iterator[Target]:
     yield Target("record: arrays", arrays_of, through(file, read), (RecordError,))
 
 
-def _sealed(content: bytes, name: str) -> bytes:
-    return b'{"checksum":"%b","%b":%b}' % (xxhash.xxh3_64_hexdigest(content).encode(), name.encode(), content)
+def _sealed(content: bytes, kind: FolderFormat[Any]) -> bytes:
+    """The file of a manifest with this content, and with a checksum that is right."""
+    checksum = xxhash.xxh3_64_hexdigest(content).encode()
+    return b'{"format":%d,"checksum":"%b","content":%b}' % (kind.number, checksum, content)
 
 
 def others(folder: Path) -> Iterator[Target]:

@@ -26,7 +26,8 @@ from realsys.reward.frames import LENGTH, MAX_REPLY, Reply
 from realsys.reward.outcomes import JournalReader
 from realsys.reward.verifier_process import VerifierProcess
 from realsys.reward.verifiers.base import Verdict
-from realsys.train.checkpoint.checkpoint_files import FileInfo, Piece, RankIndex, data_file, rank_stem
+from realsys.storage.files import FileInfo
+from realsys.train.checkpoint.checkpoint_files import Piece, RankIndex, data_file, rank_stem
 from tests.support.fuzz.files import spoilt, through
 from tests.support.fuzz.mutations import Spoiler, example
 from tests.support.fuzz.targets import Target
@@ -165,9 +166,9 @@ def _pieces(folder: Path) -> Iterator[Target]:
         return spoiler.encode(value)
 
     def read(raw: bytes) -> None:
-        from realsys.train.checkpoint.checkpoint_files import decode
+        from realsys.train.checkpoint.checkpoint_files import decode_index
 
-        with PieceReader(folder, [decode(raw, RankIndex, folder / "actor.json")]) as reader:
+        with PieceReader(folder, [decode_index(raw, folder / "actor.json")]) as reader:
             reader.read("param", whole_shard("w", (4, 3)))
 
     yield Target("checkpoint: pieces", make, read, (CheckpointError,))

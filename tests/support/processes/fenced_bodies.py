@@ -61,11 +61,11 @@ def publishes(ctx: WorkerContext) -> None:
         path = Path(request.plan.directory) / "model-00001-of-00001.safetensors"
         data = np.zeros(16, np.uint8)
         file, starts = write_safetensors(path, {"w": ("F32", [4], 16)}, lambda name: data)
-        piece = Piece(file.file, starts["w"], 16, "0" * 16, folder=path.parent.name.removesuffix(".tmp"))
+        piece = Piece(path.name, starts["w"], 16, "0" * 16, folder=path.parent.name.removesuffix(".tmp"))
         tensor = TensorInfo("F32", [4], "0" * 16, [piece])
         ready(ctx)
         await asyncio.to_thread(go)
-        return [SaveWeightsReply([ShardInfo(file.file, file.size, file.checksum, {"w": tensor})])]
+        return [SaveWeightsReply([ShardInfo(path.name, file.size, file.checksum, {"w": tensor})])]
 
     model = ctx.paths.root / "hf"
     model.mkdir()

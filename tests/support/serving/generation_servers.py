@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -277,8 +278,8 @@ def short_shard(version: Path) -> None:
 
 
 def other_manifest(version: Path) -> None:
-    manifest = json.loads((version / "MANIFEST.json").read_text())
-    (version / "MANIFEST.json").write_text(json.dumps({**manifest, "version": 8}))
+    other = msgspec.structs.replace(manifest.load_manifest(version), version=8)
+    (version / manifest.MANIFEST).write_bytes(manifest.VERSION.encode(other))
 
 
 def shard_of(version: Path) -> Path:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +21,12 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError, RemoteError
 from realsys.manager.messages import DataPosition
-from realsys.master import checkpoints as module
-from realsys.master.checkpoints import Checkpoints
+from realsys.master.checkpoints import Checkpoints, CheckpointSources
+from realsys.storage import commit_folder
+from realsys.storage.files import FileInfo
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import (
-    FileInfo,
+    CHECKPOINT,
     RankIndex,
     complete_checkpoints,
     find_checkpoint,
@@ -39,7 +42,7 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 
 
 class Workers:
-    """Ranks that write their files when they are told to finish, or at once with ``eager``."""
+    """Ranks that write their files in ``finish_checkpoint``, or with ``eager`` in ``save_checkpoint``."""
 
     def __init__(self, *, eager: bool = False) -> None:
         self.calls: list[str] = []
@@ -85,9 +88,8 @@ def make(tmp_path: Path, workers: Workers, **settings: object) -> Checkpoints:
         workers.calls.append("position")
         return POSITION
 
-    return Checkpoints(
-        config, TrialPaths(tmp_path), meshes=MESHES, workers=workers, position=position, kl=lambda: {"coef": 0.25}
-    )
+    sources = CheckpointSources(meshes=MESHES, workers=workers, position=position, kl=lambda: {"coef": 0.25})
+    return Checkpoints(config, TrialPaths(tmp_path), sources)
 
 
 async def train(checkpoints: Checkpoints, first: int, last: int) -> None:
@@ -100,7 +102,8 @@ def listed(tmp_path: Path) -> list[int]:
     return [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")]
 
 
-def test_one_is_taken_every_n_steps_and_the_newest_k_are_kept(tmp_path: Path) -> None:
+def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    """One checkpoint every two steps; the newest two are kept."""
     workers = Workers(eager=True)
     checkpoints = make(tmp_path, workers, every_steps=2, keep=2)
     asyncio.run(train(checkpoints, 1, 7))
@@ -109,7 +112,7 @@ def test_one_is_taken_every_n_steps_and_the_newest_k_are_kept(tmp_path: Path) ->
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
 
 
-def test_the_last_step_is_saved_at_the_end_once(tmp_path: Path) -> None:
+def test_last_step_is_saved_once(tmp_path: Path) -> None:
     workers = Workers()
     asyncio.run(train(make(tmp_path, workers, every_steps=3, at_end=True), 1, 4))
     assert listed(tmp_path) == [3, 4]
@@ -126,7 +129,8 @@ def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert workers.calls == [] and not (tmp_path / "checkpoints").exists()
 
 
-def test_what_a_later_trial_needs_is_in_the_state(tmp_path: Path) -> None:
+def test_state_has_the_facts_of_the_trial(tmp_path: Path) -> None:
+    """Everything that a later trial needs to continue."""
     asyncio.run(train(make(tmp_path, Workers(), every_steps=5), 5, 5))
     state = read_state(tmp_path / "checkpoints" / "step-00000005")
     assert (state.step, state.version, state.seed, state.batch_groups, state.kl) == (5, 5, 1, 4, {"coef": 0.25})
@@ -141,7 +145,7 @@ def test_what_a_later_trial_needs_is_in_the_state(tmp_path: Path) -> None:
         assert info == FileInfo(len(content), xxhash.xxh3_64_hexdigest(content))
 
 
-def test_training_goes_on_until_the_files_are_there_or_the_next_one_is_due(tmp_path: Path) -> None:
+def test_training_waits_only_when_next_is_due(tmp_path: Path) -> None:
     workers = Workers()
     checkpoints = make(tmp_path, workers, every_steps=3)
 
@@ -160,7 +164,7 @@ def test_training_goes_on_until_the_files_are_there_or_the_next_one_is_due(tmp_p
     assert listed(tmp_path) == [3, 6]
 
 
-def test_it_is_completed_after_the_first_step_that_finds_all_files(tmp_path: Path) -> None:
+def test_step_that_finds_all_files_completes(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, Workers(eager=True), every_steps=3)
 
     async def run() -> None:
@@ -172,7 +176,7 @@ def test_it_is_completed_after_the_first_step_that_finds_all_files(tmp_path: Pat
     asyncio.run(run())
 
 
-def test_a_rank_that_failed_is_asked_at_the_next_step_and_ends_the_run(tmp_path: Path) -> None:
+def test_failed_rank_ends_the_run_next_step(tmp_path: Path) -> None:
     """The disk is full in the second checkpoint: the error names it, and the first one stays."""
     workers = Workers(eager=True)
     checkpoints = make(tmp_path, workers, every_steps=1, keep=1)
@@ -196,7 +200,7 @@ def test_a_rank_that_failed_is_asked_at_the_next_step_and_ends_the_run(tmp_path:
     assert listed(tmp_path) == [1] and find_checkpoint(tmp_path).name == "step-00000001"
 
 
-def test_a_state_file_that_cannot_be_written_leaves_the_last_one(tmp_path: Path) -> None:
+def test_unwritable_state_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     workers = Workers()
     checkpoints = make(tmp_path, workers, every_steps=1, keep=1)
 
@@ -211,7 +215,7 @@ def test_a_state_file_that_cannot_be_written_leaves_the_last_one(tmp_path: Path)
     assert listed(tmp_path) == [1]
 
 
-def test_a_rank_file_that_changed_size_is_not_committed(tmp_path: Path) -> None:
+def test_truncated_rank_file_is_not_committed(tmp_path: Path) -> None:
     workers = Workers()
 
     def cut(path: Path) -> None:
@@ -244,7 +248,7 @@ def die(*_: object) -> None:
 
 
 @pytest.mark.parametrize("files_written", range(1, 7))
-def test_a_run_killed_between_files_leaves_the_complete_one(tmp_path: Path, files_written: int) -> None:
+def test_kill_between_files_leaves_the_complete_checkpoint(tmp_path: Path, files_written: int) -> None:
     def prepare(workers: Workers) -> None:
         written: list[Path] = []
 
@@ -259,25 +263,23 @@ def test_a_run_killed_between_files_leaves_the_complete_one(tmp_path: Path, file
     assert listed(tmp_path) == [1] and find_checkpoint(tmp_path).name == "step-00000001"
     with pytest.raises(CheckpointError, match="was never completed"):
         read_state(tmp_path / "checkpoints" / "step-00000002.tmp")
-    asyncio.run(train(make(tmp_path, Workers(), every_steps=1), 2, 2))  # what was left is no obstacle
+    asyncio.run(train(make(tmp_path, Workers(), every_steps=1), 2, 2))  # the leftovers are no obstacle
     assert listed(tmp_path) == [1, 2]
 
 
 @pytest.mark.parametrize("where", ["write_durably", "fsync_directory"])
-def test_a_run_killed_at_the_commit_leaves_the_complete_one(
+def test_kill_at_commit_leaves_the_complete_checkpoint(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before state.json is written, and between it and the rename."""
-    killed_at(tmp_path, lambda _: monkeypatch.setattr(module, where, die))
+    killed_at(tmp_path, lambda _: monkeypatch.setattr(commit_folder, where, die))
     assert listed(tmp_path) == [1]
     assert (tmp_path / "checkpoints" / "step-00000002.tmp" / "state.json").exists() == (where == "fsync_directory")
 
 
-def test_a_run_killed_while_old_ones_are_removed_leaves_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_while_pruning_leaves_the_new_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(_: Workers) -> None:
-        monkeypatch.setattr(module.shutil, "rmtree", die)
+        monkeypatch.setattr(shutil, "rmtree", die)
 
     killed_at(tmp_path, prepare)
     assert listed(tmp_path) == [2] and (tmp_path / "checkpoints" / "step-00000001").exists()
@@ -285,18 +287,18 @@ def test_a_run_killed_while_old_ones_are_removed_leaves_the_new_one(
     assert not (tmp_path / "checkpoints" / "step-00000001").exists(), "the half removed one is gone"
 
 
-def test_an_old_one_that_cannot_be_removed_is_named_and_ends_nothing(
+def test_checkpoint_that_cannot_be_removed_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a network file system on which somebody has one of its files open."""
-    remove, busy = module.shutil.rmtree, tmp_path / "checkpoints" / "step-00000001"
+    """A network file system refuses to remove a folder while a reader has a file open."""
+    remove, busy = shutil.rmtree, tmp_path / "checkpoints" / "step-00000001"
 
     def rmtree(path: Path) -> None:
         if path == busy:
             raise OSError(39, "Directory not empty", str(path))
         remove(path)
 
-    monkeypatch.setattr(module.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
     checkpoints = make(tmp_path, Workers(), every_steps=1, keep=1)
     asyncio.run(train(checkpoints, 1, 3))
     assert listed(tmp_path) == [3] and busy.exists()
@@ -315,7 +317,7 @@ def test_resuming_loads_every_trained_role(tmp_path: Path) -> None:
     assert state.step == 1 and workers.calls == ["load actor step-00000001", "load critic step-00000001"]
 
 
-def test_a_run_that_is_told_to_stop_saves_its_last_step_once(tmp_path: Path) -> None:
+def test_stopped_run_saves_its_last_step_once(tmp_path: Path) -> None:
     async def run(checkpoints: Checkpoints) -> None:
         for step in (1, 2, 3, 4):
             await checkpoints.after_step(step)
@@ -327,7 +329,9 @@ def test_a_run_that_is_told_to_stop_saves_its_last_step_once(tmp_path: Path) -> 
     assert (listed(tmp_path / "on"), listed(tmp_path / "off")) == ([3, 4], [3])
 
 
-def test_what_was_loaded_is_not_saved_again_and_what_was_warmed_up_is_saved_at_once(tmp_path: Path) -> None:
+def test_warmed_up_state_is_saved_before_training(tmp_path: Path) -> None:
+    """The loaded state is not saved again."""
+
     async def run() -> None:
         workers = Workers()
         checkpoints = make(tmp_path, workers, every_steps=2)
@@ -350,7 +354,7 @@ def test_what_was_loaded_is_not_saved_again_and_what_was_warmed_up_is_saved_at_o
 
 
 @pytest.mark.parametrize("flip", [30, 200, -20])
-def test_a_bit_flipped_in_the_state_is_refused_and_the_file_named(tmp_path: Path, flip: int) -> None:
+def test_flipped_bit_in_the_state_is_refused(tmp_path: Path, flip: int) -> None:
     asyncio.run(train(make(tmp_path, Workers(), every_steps=1), 1, 1))
     path = tmp_path / "checkpoints" / "step-00000001" / "state.json"
     content = bytearray(path.read_bytes())
@@ -364,14 +368,17 @@ def test_a_bit_flipped_in_the_state_is_refused_and_the_file_named(tmp_path: Path
 def test_another_format_is_refused_with_its_number(tmp_path: Path) -> None:
     asyncio.run(train(make(tmp_path, Workers(), every_steps=1), 1, 1))
     directory = tmp_path / "checkpoints" / "step-00000001"
-    state = msgspec.structs.replace(read_state(directory), format=2)
-    (directory / "state.json").write_bytes(files.encode_state(state))
-    with pytest.raises(CheckpointError, match="has format 2, this realsys reads 1"):
+    newer = dataclasses.replace(CHECKPOINT, number=3)
+    (directory / "state.json").write_bytes(newer.encode(read_state(directory)))
+    with pytest.raises(CheckpointError, match=r"state\.json has format 3, this realsys reads format 2: use an older"):
+        read_state(directory)
+    (directory / "state.json").write_text('{"checksum": "00", "state": {"step": 1, "format": 1}}')
+    with pytest.raises(CheckpointError, match=r"state\.json is corrupt or has an older format, this realsys reads"):
         read_state(directory)
 
 
 def test_finding_a_checkpoint_says_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no directory"):
+    with pytest.raises(CheckpointError, match="is not a directory"):
         find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="is no checkpoint and no trial"):
         find_checkpoint(tmp_path)

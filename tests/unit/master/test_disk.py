@@ -1,4 +1,4 @@
-"""What the master does on the disk: beside its loop, and not for ever."""
+"""Disk work of the master: in a thread, and with a time limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from realsys.cluster.disk import on_disk
 from realsys.errors import WaitTimeout
 
 
-def test_the_result_comes_back_and_what_is_raised_too() -> None:
+def test_result_and_error_are_passed_on() -> None:
     async def body() -> None:
         assert await on_disk("reading", 60.0, lambda: threading.current_thread().name) == "reading"
         for error in (OSError(28, "No space left on device"), TimeoutError("of its own")):
@@ -26,7 +26,7 @@ def test_the_result_comes_back_and_what_is_raised_too() -> None:
     asyncio.run(body())
 
 
-def test_a_disk_that_hangs_is_named_and_holds_neither_the_loop_nor_its_end() -> None:
+def test_hanging_disk_blocks_no_loop() -> None:
     """The loop's own threads are waited for when it ends: this would never return."""
     released = threading.Event()
     try:
@@ -36,7 +36,7 @@ def test_a_disk_that_hangs_is_named_and_holds_neither_the_loop_nor_its_end() -> 
         released.set()
 
 
-def test_one_that_is_given_up_does_not_disturb_the_loop_when_it_ends_after_all() -> None:
+def test_late_result_does_not_disturb_the_loop() -> None:
     async def body() -> None:
         released, ended = threading.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()

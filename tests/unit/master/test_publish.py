@@ -1,4 +1,4 @@
-"""Publication over what may be on the disk already: versions that were damaged there, and folders that stay."""
+"""Publication next to damaged versions, and next to folders that cannot be removed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from realsys.cluster.store.base import Lease
 from realsys.cluster.store.memory_store import MemoryNameStore
 from realsys.errors import Fenced, NameStoreError, WeightsError
 from realsys.master import publish
-from realsys.master.publish import Publisher, VersionKey, tell
+from realsys.master.publish import Publisher, VersionKey, set_key
+from realsys.storage.commit_folder import Removed
 from realsys.types import SaveWeightsReply, SaveWeightsRequest
 from realsys.weights.base import PublisherParts, Share
 from realsys.weights.disk import manifest as m
@@ -90,13 +91,14 @@ def errors(caplog: pytest.LogCaptureFixture, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "damage", [half, renamed, lambda path: path.write_bytes(b"")], ids=["half", "renamed", "empty"]
 )
-def test_a_version_that_is_damaged_as_it_is_published_ends_nothing_and_the_next_one_is_whole(
+def test_version_after_a_damaged_one_is_whole(
     trial: Trial, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The damage happens during the publication, and does not end the run."""
     trial.publish(0)
     prune = m.prune
 
-    def damaged_before(root: Path, **options: object) -> m.Removed:
+    def damaged_before(root: Path, **options: object) -> Removed:
         if trial.versions()[-1] == 1:
             damage(trial.folder(1) / m.MANIFEST)
         return prune(root, **options)  # type: ignore[arg-type]
@@ -117,7 +119,7 @@ def test_a_version_that_is_damaged_as_it_is_published_ends_nothing_and_the_next_
     assert sum("is written whole" in message for message in named) == 1
 
 
-def test_a_damaged_version_that_the_newest_refers_to_is_not_referred_to_again(trial: Trial) -> None:
+def test_damaged_reference_is_not_used_again(trial: Trial) -> None:
     trial.publish(0)
     trial.publish(1)
     half(trial.folder(0) / m.MANIFEST)
@@ -127,7 +129,7 @@ def test_a_damaged_version_that_the_newest_refers_to_is_not_referred_to_again(tr
     trial.check(2)
 
 
-def test_a_shard_that_is_gone_is_not_referred_to(trial: Trial) -> None:
+def test_missing_shard_is_not_referred_to(trial: Trial) -> None:
     trial.publish(0)
     for shard in trial.folder(0).glob("*.safetensors"):
         shard.unlink()
@@ -135,10 +137,10 @@ def test_a_shard_that_is_gone_is_not_referred_to(trial: Trial) -> None:
     trial.check(1)
 
 
-def test_a_folder_that_cannot_be_removed_is_named_and_ends_nothing(
+def test_version_that_cannot_be_removed_is_logged(
     trial: Trial, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a network file system on which a server has one of its files open."""
+    """A network file system refuses to remove a folder while a server has a file open."""
     remove = shutil.rmtree
 
     def busy(path: Path, **options: object) -> None:
@@ -171,14 +173,14 @@ class Away(MemoryNameStore):
         super().add(key, value, lease=lease, replace=replace)
 
 
-def test_a_name_store_that_is_away_for_a_while_costs_the_training_side_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_name_store_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own leases last longer than that; one that stays away fences every process anyway."""
     monkeypatch.setattr(publish, "RETRY_S", 0.0)
     with closing(Away(3)) as store:
-        asyncio.run(tell(store, "status", "1", 60.0))
+        asyncio.run(set_key(store, "status", "1", 60.0))
         assert store.get("status") == "1"
     with closing(Away(10**9)) as store, pytest.raises(NameStoreError, match="did not answer"):
-        asyncio.run(tell(store, "status", "1", 0.0))
+        asyncio.run(set_key(store, "status", "1", 0.0))
     lease = iter([True, True, False])
 
     def check() -> None:
@@ -186,11 +188,11 @@ def test_a_name_store_that_is_away_for_a_while_costs_the_training_side_nothing(m
             raise Fenced("its lease is over")
 
     with closing(Away(10**9)) as store, pytest.raises(Fenced):
-        asyncio.run(tell(store, "status", "1", 60.0, check))
+        asyncio.run(set_key(store, "status", "1", 60.0, check))
 
 
 @pytest.mark.parametrize("file", [m.MANIFEST, "*.part"])
-def test_what_is_damaged_before_anybody_is_told_is_written_again(
+def test_version_damaged_before_publication_is_written_again(
     trial: Trial, file: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failpoint(point: str, path: Path | None = None, **_: object) -> None:
@@ -221,41 +223,38 @@ def said(version: int, *served: int | None) -> dict[str, object]:
     return {"version": version, "servers": rows}
 
 
-def test_a_version_that_no_server_can_load_is_proved_and_written_again_in_its_place(
-    trial: Trial, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing else would: with nobody to generate no further batch comes, and so no further version."""
+def test_version_that_no_server_loads_is_rewritten(trial: Trial, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a server no batch arrives, so no later version would replace it."""
     trial.publish(0)
     flipped(next(trial.folder(0).glob("*.safetensors")))
     for status in (said(0), said(0, 0), said(0, None, 0), said(3, None)):
-        asyncio.run(trial.publisher.mend(status))
+        asyncio.run(trial.publisher.repair(status))
         with pytest.raises(WeightsError, match="corrupt"):
             trial.check(0)
-    asyncio.run(trial.publisher.mend(said(0, None, None)))
+    asyncio.run(trial.publisher.repair(said(0, None, None)))
     trial.check(0)
     assert len(errors(caplog, trial.folder(0))) == 1 and "corrupt" in errors(caplog, trial.folder(0))[0]
     trial.publish(1)
     trial.check(1)
 
 
-def test_a_version_that_is_good_is_proved_once_and_one_that_stays_bad_ends_the_run(
-    trial: Trial, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repair_verifies_once_and_gives_up_finally(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A good version is verified once; one that stays damaged ends the run."""
     proved: list[int] = []
 
-    def prove(folder: Path, version: int) -> None:
+    def verify(folder: Path, version: int) -> None:
         proved.append(version)
         if version == 1:
             raise WeightsError("the disk lies")
 
-    monkeypatch.setattr(publisher, "prove", prove)
+    monkeypatch.setattr(publisher, "verify", verify)
     for version in (0, 1):
         trial.publish(version)
-        for _ in range(publish.MAX_MENDED):
-            asyncio.run(trial.publisher.mend(said(version, None)))
-    assert proved == [0] + [1] * publish.MAX_MENDED
+        for _ in range(publish.MAX_REPAIRS):
+            asyncio.run(trial.publisher.repair(said(version, None)))
+    assert proved == [0] + [1] * publish.MAX_REPAIRS
     with pytest.raises(WeightsError, match="was written 4 times, and is damaged: the disk lies"):
-        asyncio.run(trial.publisher.mend(said(1, None)))
+        asyncio.run(trial.publisher.repair(said(1, None)))
 
 
 def test_a_damaged_version_is_exported_all_the_same(trial: Trial, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who records what, when a record is complete, and what becomes of one that cannot be written."""
+"""The holder of each array, the completion of a record, and records that cannot be written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLANS: dict[str, Minibatches] = {"actor": [[REFS]], "critic": [[[REFS[0]], [REFS
 
 
 class Workers:
-    """Answers at once; what it was asked, in order."""
+    """Replies immediately, and remembers the requests in order."""
 
     def __init__(self) -> None:
         self.asked: list[msgspec.Struct] = []
@@ -58,7 +58,7 @@ async def take(recorder: Recorder, step: int) -> None:
 
 
 def write_files(workers: Workers, step: int, of: tuple[int, ...] = (0, 1)) -> list[Recorded]:
-    """What the workers' threads do."""
+    """Write the workers' files, as their threads do."""
     directory = Path(next(p.directory for p in reversed(workers.asked) if isinstance(p, RecordRequest)))
     directory.mkdir(parents=True, exist_ok=True)
     for worker in of:
@@ -75,7 +75,7 @@ def test_every_array_is_recorded_by_one_worker() -> None:
     assert held[0] == {"values": ["t/0"]}
 
 
-def test_a_record_is_complete_when_the_last_worker_has_written(tmp_path: Path) -> None:
+def test_record_is_complete_after_the_last_worker(tmp_path: Path) -> None:
     async def body() -> None:
         workers, paths = Workers(), TrialPaths(tmp_path)
         recorder = Recorder(CONFIG, paths, MESHES, workers, "inc")
@@ -83,7 +83,7 @@ def test_a_record_is_complete_when_the_last_worker_has_written(tmp_path: Path) -
         assert [type(payload) for payload in workers.asked] == [HoldRequest, RecordRequest]
         first, second = write_files(workers, 3)
         recorder.written(first)
-        recorder.written(first)  # a notice that comes twice
+        recorder.written(first)  # a duplicated notice
         assert files.recorded_steps(paths.records) == {}
         recorder.written(second)
         await recorder.finish()
@@ -93,12 +93,14 @@ def test_a_record_is_complete_when_the_last_worker_has_written(tmp_path: Path) -
         assert found.stats == {"actor_train": {"loss": "nan", "grad_norm": 1.5}}
         assert found.weights == {"actor": {0: {"weight": "sum0"}, 1: {"weight": "sum1"}}}
         assert list(found.files) == [files.worker_file(0), files.worker_file(1)]
-        recorder.written(second)  # of a step that is done: nobody minds
+        recorder.written(second)  # a late notice is ignored
 
     asyncio.run(body())
 
 
-def test_a_worker_that_writes_before_the_replies_are_in_is_waited_for_all_the_same(tmp_path: Path) -> None:
+def test_early_notice_does_not_complete_a_record(tmp_path: Path) -> None:
+    """A worker writes before the replies of all workers are in."""
+
     async def body() -> None:
         workers, paths = Workers(), TrialPaths(tmp_path)
         recorder = Recorder(CONFIG, paths, MESHES, workers, "inc")
@@ -114,9 +116,7 @@ def test_a_worker_that_writes_before_the_replies_are_in_is_waited_for_all_the_sa
     asyncio.run(body())
 
 
-def test_a_worker_that_cannot_write_costs_the_record_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_worker_costs_only_the_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         workers, paths = Workers(), TrialPaths(tmp_path)
         recorder = Recorder(CONFIG, paths, MESHES, workers, "inc")
@@ -139,7 +139,9 @@ def test_a_worker_that_cannot_write_costs_the_record_and_not_the_run(
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_step_that_is_trained_again_replaces_its_record_and_old_ones_go(tmp_path: Path) -> None:
+def test_repeated_step_replaces_its_record(tmp_path: Path) -> None:
+    """Old records are pruned."""
+
     async def body() -> None:
         workers, paths = Workers(), TrialPaths(tmp_path)
 

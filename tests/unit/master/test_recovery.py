@@ -1,4 +1,4 @@
-"""Where training starts, and what of the step log holds after it went back."""
+"""The start of training, and the records of the step log that hold after a recovery."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit, prepare
 from realsys.master.recovery import Start, decide, evaluated, find_start, has_trained, recovered_record
 from realsys.master.step_log import StepLog
+from realsys.storage.files import FileInfo
 from realsys.telemetry.steps import StepTail, read_steps, surviving, undone
 from realsys.train.checkpoint import checkpoint_files as files
-from realsys.train.checkpoint.checkpoint_files import CheckpointState, FileInfo, RankIndex, read_state, verify
+from realsys.train.checkpoint.checkpoint_files import CheckpointState, RankIndex, read_state, verify
 
 STEM = files.rank_stem("actor", 0, 1)
 
 
 def saved(root: Path, step: int) -> Path:
-    """A complete checkpoint of one rank, with content of its own."""
+    """A complete checkpoint of one rank, with unique content."""
     tmp = prepare(root, step)
     content = f"tensors of step {step}".encode() * 100
     index = RankIndex(
@@ -39,13 +40,13 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_new_trial_starts_from_nothing_or_from_what_it_resumes(tmp_path: Path) -> None:
+def test_new_trial_starts_from_resume_or_nothing(tmp_path: Path) -> None:
     assert find_start(tmp_path / "checkpoints", "") == Start(None, -1)
     other = saved(tmp_path / "other", 7)
     assert find_start(tmp_path / "checkpoints", str(other)) == Start(other, 7)
 
 
-def test_a_trial_goes_on_from_its_own_newest_checkpoint_also_if_it_once_resumed_another(tmp_path: Path) -> None:
+def test_own_newest_checkpoint_wins_over_resume(tmp_path: Path) -> None:
     other = saved(tmp_path / "other", 7)
     root = tmp_path / "checkpoints"
     for step in (8, 9):
@@ -55,9 +56,8 @@ def test_a_trial_goes_on_from_its_own_newest_checkpoint_also_if_it_once_resumed_
 
 
 @pytest.mark.parametrize("what", ["flipped tensors", "truncated tensors", "flipped index", "no state", "flipped state"])
-def test_a_damaged_newest_one_is_named_and_set_aside_and_the_one_before_it_taken(
-    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_newest_checkpoint_is_set_aside(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged, and the checkpoint before it is taken."""
     older, newest = saved(tmp_path, 4), saved(tmp_path, 6)
     data, index, state = (newest / name for name in (files.data_file(STEM), files.index_file(STEM), files.STATE))
     match what:
@@ -79,12 +79,12 @@ def test_a_damaged_newest_one_is_named_and_set_aside_and_the_one_before_it_taken
     assert list(start.damaged) == [newest] and "step-00000006" in start.damaged[newest]
     assert any(record.levelname == "ERROR" and str(newest) in record.message for record in caplog.records)
     assert not newest.exists() and newest.with_name("step-00000006.damaged").is_dir()
-    again = saved(tmp_path, 6)  # training comes to that step once more
+    again = saved(tmp_path, 6)  # the step is trained again
     assert verify(again) == read_state(again)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
 
 
-def test_a_trial_whose_checkpoints_are_all_damaged_does_not_start_from_nothing(tmp_path: Path) -> None:
+def test_only_damaged_checkpoints_refuse_the_start(tmp_path: Path) -> None:
     for step in (4, 6):
         flip(saved(tmp_path, step) / files.data_file(STEM))
     with pytest.raises(
@@ -152,7 +152,8 @@ def test_what_a_later_recovery_undid_is_left_out(tmp_path: Path, log: list[objec
         writer.close()
 
 
-def test_who_follows_the_log_hears_of_the_recovery_and_comes_to_the_same(tmp_path: Path) -> None:
+def test_follower_of_the_log_sees_the_recovery(tmp_path: Path) -> None:
+    """It keeps the same records as a reader that starts afterwards."""
     path, tail, state = tmp_path / "steps.jsonl", StepTail(tmp_path / "steps.jsonl"), list[dict[str, object]]()
     writer = StepLog(path)
     try:
@@ -175,7 +176,7 @@ def test_phases_and_records_without_a_step_stay() -> None:
     }
 
 
-def test_what_the_log_says_of_evaluations_and_training_holds_only_if_it_was_not_undone() -> None:
+def test_undone_evaluations_and_steps_do_not_count() -> None:
     log = records("e0", 1, 2, "e2")
     assert evaluated(log, "e0", 0) and evaluated(log, "e2", 2) and not evaluated(log, "e2", 3) and has_trained(log)
     rewound = list(surviving(lambda: [*log, *records("back0")]))

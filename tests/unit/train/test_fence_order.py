@@ -25,7 +25,7 @@ from realsys.manager.messages import DataPosition
 from realsys.manager.service import ManagerService
 from realsys.manager.settings import ManagerSettings
 from realsys.manager.state import ManagerState
-from realsys.master.checkpoints import Checkpoints, commit, prepare
+from realsys.master.checkpoints import Checkpoints, CheckpointSources, commit, prepare
 from realsys.master.publish import Publisher, VersionKey
 from realsys.master.records.recorder import Recorder
 from realsys.master.step_log import StepLog
@@ -66,8 +66,8 @@ def test_publication_stops_before_the_manifest_and_before_the_name_store(tmp_pat
         path = Path(request.plan.directory) / "model-00001-of-00001.safetensors"
         file, starts = write_safetensors(path, {"w": ("F32", [1], 4)}, lambda name: np.zeros(4, np.uint8))
         folder = path.parent.name.removesuffix(".tmp")
-        tensor = TensorInfo("F32", [1], "0" * 16, [Piece(file.file, starts["w"], 4, "0" * 16, folder=folder)])
-        return [SaveWeightsReply([ShardInfo(file.file, file.size, file.checksum, {"w": tensor})])]
+        tensor = TensorInfo("F32", [1], "0" * 16, [Piece(path.name, starts["w"], 4, "0" * 16, folder=folder)])
+        return [SaveWeightsReply([ShardInfo(path.name, file.size, file.checksum, {"w": tensor})])]
 
     weights = DiskPublisher(PublisherParts(tmp_path / "weights", model, "1"), keep=2)
     key = VersionKey(store, "model_version", check_alive=lease.check)
@@ -119,10 +119,7 @@ def test_checkpoint_begins_with_nothing_removed(tmp_path: Path):
     checkpoints = Checkpoints(
         config,
         TrialPaths(tmp_path),
-        meshes={},
-        workers=cast(Any, None),
-        position=position,
-        kl=dict,
+        CheckpointSources(meshes={}, workers=cast(Any, None), position=position, kl=dict),
         incarnation="1",
         check_alive=Lease(0).check,
     )

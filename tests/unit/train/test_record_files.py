@@ -1,7 +1,8 @@
-"""Records of steps on disk: what is written comes back; what is missing, torn or changed is named."""
+"""Records of steps on disk: they are read back bit by bit, and damage is named."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import xxhash
 
 from realsys.errors import RecordError
 from realsys.master.records.compare import compare
-from realsys.train.checkpoint.checkpoint_files import FileInfo
+from realsys.storage.commit_folder import Removed
+from realsys.storage.files import FileInfo
 from realsys.train.records import record_files as files
 from realsys.train.records.record_files import Arrays, StepRecord
 from realsys.types import GroupOrigin, RowOrigin, SampleMeta, Ticket
@@ -74,7 +76,7 @@ def write(root: Path, step: int = 3, held: Arrays | None = None) -> Path:
     (directory / files.worker_file(0)).write_bytes(content)
     info = FileInfo(len(content), xxhash.xxh3_64_hexdigest(content))
     whole = msgspec.structs.replace(record(step), files={files.worker_file(0): info})
-    (directory / files.BATCH).write_bytes(files.encode_record(whole))
+    (directory / files.BATCH).write_bytes(files.RECORD.encode(whole))
     return directory
 
 
@@ -91,29 +93,33 @@ def test_what_is_written_comes_back_bit_by_bit(tmp_path: Path) -> None:
         np.testing.assert_array_equal(back[item], array)
 
 
-def test_a_worker_without_any_array_has_a_file_all_the_same(tmp_path: Path) -> None:
+def test_worker_without_arrays_has_a_file(tmp_path: Path) -> None:
+    """The file has the origins of its groups."""
     directory = write(tmp_path, held={})
     assert files.read_arrays(directory, files.read_record(directory)) == ({}, [ORIGIN])
 
 
-def test_every_single_flipped_bit_of_a_worker_file_is_noticed(tmp_path: Path) -> None:
+def test_any_flipped_bit_of_a_file_is_noticed(tmp_path: Path) -> None:
     directory = write(tmp_path)
     path, found = directory / files.worker_file(0), files.read_record(directory)
     whole = path.read_bytes()
     for position in range(len(whole)):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        with pytest.raises(RecordError, match=r"worker-00000\.safetensors is damaged") as caught:
+        with pytest.raises(RecordError, match=r"worker-00000\.safetensors is corrupt") as caught:
             files.read_arrays(directory, found)
         assert caught.value.exit_code == 2
 
 
-def test_a_flipped_bit_in_an_array_is_named_with_its_sample(tmp_path: Path) -> None:
+def test_damaged_array_is_named_with_its_sample(tmp_path: Path) -> None:
     directory = write(tmp_path)
     path = directory / files.worker_file(0)
     whole, wanted = path.read_bytes(), np.array([-0.5, -0.25, -1.0], np.float32).tobytes()
     at = whole.index(wanted) + 5
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-    with pytest.raises(RecordError, match="behav_logprobs of sample 00000007/0 is not what was written"):
+    with pytest.raises(
+        RecordError,
+        match="is corrupt: behav_logprobs of sample 00000007/0 is not what was written; choose another step",
+    ):
         files.read_worker_file(directory, 0)
 
 
@@ -128,24 +134,25 @@ def test_a_torn_or_missing_file_is_named(tmp_path: Path, name: str) -> None:
 
     for size in (0, 1, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(RecordError, match=f"{name} is damaged") as caught:
+        with pytest.raises(RecordError, match=f"{name} is corrupt") as caught:
             read()
         assert "\n" not in str(caught.value)
     path.unlink()
-    with pytest.raises(RecordError, match=f"{name} cannot be read: No such file"):
+    with pytest.raises(
+        RecordError, match="was never completed: it has no batch.json" if name == files.BATCH else "cannot be read"
+    ):
         read()
 
 
 def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
     directory = write(tmp_path)
-    body = msgspec.json.encode(msgspec.structs.replace(record(), format=1))
-    envelope = {"checksum": xxhash.xxh3_64_hexdigest(body), "record": msgspec.Raw(body)}
-    (directory / files.BATCH).write_bytes(msgspec.json.encode(envelope))
-    with pytest.raises(RecordError, match="has format 1, this realsys reads 3"):
+    other = dataclasses.replace(files.RECORD, number=5)
+    (directory / files.BATCH).write_bytes(other.encode(record()))
+    with pytest.raises(RecordError, match=r"batch\.json has format 5, this realsys reads format 4: choose another"):
         files.read_record(directory)
 
 
-def test_a_step_that_is_not_recorded_is_refused_with_those_that_are(tmp_path: Path) -> None:
+def test_missing_step_is_refused_with_the_recorded_ones(tmp_path: Path) -> None:
     for step in (3, 4, 5, 8):
         write(tmp_path, step)
     (tmp_path / "step-00000009.tmp").mkdir()  # under way
@@ -158,15 +165,15 @@ def test_a_step_that_is_not_recorded_is_refused_with_those_that_are(tmp_path: Pa
         files.record_of_step(tmp_path / "nowhere", 1)
 
 
-def test_a_recovery_forgets_later_steps_and_what_is_half_written(tmp_path: Path) -> None:
+def test_recovery_deletes_later_and_unfinished_records(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write(tmp_path, step)
     (tmp_path / "step-00000002.tmp").mkdir()
     (tmp_path / "step-00000001" / files.BATCH).unlink()
-    gone = files.forget_after(tmp_path, 2)
-    assert [path.name for path in gone] == ["step-00000001", "step-00000002.tmp", "step-00000003"]
+    removed = files.discard_after(tmp_path, 2)
+    assert [Path(name).name for name in removed.gone] == ["step-00000001", "step-00000002.tmp", "step-00000003"]
     assert list(files.recorded_steps(tmp_path)) == [2]
-    assert files.forget_after(tmp_path / "nowhere", 2) == []
+    assert files.discard_after(tmp_path / "nowhere", 2) == Removed()
 
 
 @pytest.mark.parametrize(
@@ -178,16 +185,17 @@ def test_a_recovery_forgets_later_steps_and_what_is_half_written(tmp_path: Path)
         (9, 6, [1, 2, 3, 4, 5, 6]),
     ],
 )
-def test_pruning_keeps_the_newest_and_all_that_a_checkpoint_leads_to(
+def test_pruning_keeps_newest_and_replayable_records(
     tmp_path: Path, keep: int, oldest_checkpoint: int | None, left: list[int]
 ) -> None:
+    """A record is replayable if a kept checkpoint is before it."""
     for step in range(1, 7):
         write(tmp_path, step)
     files.prune(tmp_path, keep, oldest_checkpoint)
     assert list(files.recorded_steps(tmp_path)) == left
 
 
-# ---- a step beside its replay
+# ---- a step compared with its replay
 
 
 def test_a_step_is_equal_to_itself() -> None:
@@ -197,7 +205,8 @@ def test_a_step_is_equal_to_itself() -> None:
     assert not any(found.unequal.values())
 
 
-def test_one_bit_of_an_array_is_a_difference_named_with_its_token() -> None:
+def test_different_array_is_named_with_its_token() -> None:
+    """One bit differs."""
     changed = arrays()
     changed["00000007/0", "behav_logprobs"] = np.array([-0.5, -0.25, np.nextafter(np.float32(-1), 0)], np.float32)
     found = compare(record(), record(), arrays(), changed)
@@ -206,7 +215,8 @@ def test_one_bit_of_an_array_is_a_difference_named_with_its_token() -> None:
     assert "array behav_logprobs of sample 00000007/0: recorded np.float32(-1.0) at token 2" in str(first)
 
 
-def test_negative_zero_a_missing_statistic_and_a_changed_parameter_are_differences() -> None:
+def test_small_differences_are_differences() -> None:
+    """Negative zero, a missing statistic, a changed parameter."""
     stats = {"actor_train": {"loss": 0.1, "zero": 0.0}}
     again = {"actor_train": {"loss": 0.1, "zero": -0.0}}
     (first,) = compare(record(stats=stats), record(stats=again), {}, {}).first

@@ -1,4 +1,4 @@
-"""Recording beside training: a disk that hangs."""
+"""Recording while the next step trains, on a disk that hangs."""
 
 import queue
 import threading
@@ -9,7 +9,8 @@ from realsys.train.records.messages import RecordRequest
 from realsys.train.records.recording import SampleRecorder
 
 
-def test_a_disk_that_hangs_costs_a_record_and_says_so(tmp_path, monkeypatch):
+def test_hanging_disk_costs_a_record(tmp_path, monkeypatch):
+    """The failure names the late record."""
     opened, told = threading.Event(), queue.SimpleQueue()
 
     def hang(*_):
@@ -19,7 +20,7 @@ def test_a_disk_that_hangs_costs_a_record_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(recording.files, "encode_worker_file", hang)
     monkeypatch.setattr(recording, "WRITE_S", 0.01)
     recorder = SampleRecorder(3, DataManager(3), {}, told.put)
-    recorder._asked = True
+    recorder._holds_any = True
     recorder.record(RecordRequest(1, str(tmp_path / "one")))
     recorder.record(RecordRequest(2, str(tmp_path / "two")))
     failed = told.get(timeout=60)

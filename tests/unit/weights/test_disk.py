@@ -1,4 +1,4 @@
-"""Weights on disk: commit, verification, staging, pruning."""
+"""Weights on disk (``fenced-weights``, ``monotonic``): commit, verification, staging, pruning."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import xxhash
 from safetensors.torch import load_file
 
 from realsys.errors import WeightsError
+from realsys.storage.commit_folder import Removed
 from realsys.weights.disk import manifest as m
 from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
 from realsys.weights.disk.shards import ShardWriter
@@ -59,13 +60,15 @@ def test_committed_version_stages_to_the_written_tensors(tmp_path, model_dir):
     assert staged.timings.keys() == {"read_s", "verify_s", "apply_s"}
 
 
-def test_manifest_and_index_say_what_is_in_the_files(tmp_path, model_dir):
-    """A reader of its own: json, xxhash and the offsets of the manifest, against safetensors' reading of the file."""
+def test_manifest_and_index_describe_the_files(tmp_path, model_dir):
+    """An independent reader: json, xxhash and the offsets of the manifest, against safetensors' reading of the file."""
     final = committed(tmp_path / "w", 3, model_dir)
-    manifest = json.loads((final / m.MANIFEST).read_text())
+    envelope = json.loads((final / m.MANIFEST).read_text())
+    manifest = envelope["content"]
+    assert envelope["format"] == 2
     assert (manifest["version"], manifest["incarnation"], manifest["step"], manifest["needs"]) == (3, "a", 3, [])
-    for file in manifest["files"]:
-        content = (final / file["file"]).read_bytes()
+    for name, file in manifest["files"].items():
+        content = (final / name).read_bytes()
         assert (len(content), xxhash.xxh3_64_hexdigest(content)) == (file["size"], file["checksum"])
     for name, info in manifest["tensors"].items():
         [piece] = info["pieces"]
@@ -133,15 +136,15 @@ def test_damaged_shard_is_never_staged(tmp_path, model_dir, damage, message):
 
 def test_wrong_version_is_refused(tmp_path, model_dir):
     final = committed(tmp_path / "w", 4, model_dir)
-    with pytest.raises(WeightsError, match="holds version 4, version 5 was asked for"):
+    with pytest.raises(WeightsError, match="holds version 4, version 5 was requested"):
         stage(final, 5)
 
 
 def test_garbage_and_escaping_manifests_are_refused(tmp_path, model_dir):
     final = committed(tmp_path / "w", 1, model_dir)
-    good = (final / m.MANIFEST).read_text()
+    good = json.dumps(json.loads((final / m.MANIFEST).read_text())["content"])
     (final / m.MANIFEST).write_text("{")
-    with pytest.raises(WeightsError, match="cannot be read"):
+    with pytest.raises(WeightsError, match="is corrupt"):
         stage(final, 1)
     for old, new, message in [
         ("model-00001-of-00002.safetensors", "../../model/config.json", "outside its folder"),
@@ -151,7 +154,9 @@ def test_garbage_and_escaping_manifests_are_refused(tmp_path, model_dir):
         ('"start": ', '"base": "00", "start": ', "must begin with a piece"),
     ]:
         assert old in good
-        (final / m.MANIFEST).write_text(good.replace(old, new))
+        content = good.replace(old, new)
+        checksum = xxhash.xxh3_64_hexdigest(content.encode())
+        (final / m.MANIFEST).write_text(f'{{"format": 2, "checksum": "{checksum}", "content": {content}}}')
         with pytest.raises(WeightsError, match=message):
             stage(final, 1)
 
@@ -164,7 +169,7 @@ def test_commit_refuses_missing_short_and_doubled_shards(tmp_path, model_dir):
     gone = ShardInfo(
         "gone.safetensors", 5, "0", {"x": TensorInfo("U8", [5], "0", [Piece("gone.safetensors", 0, 5, "0")])}
     )
-    with pytest.raises(WeightsError, match="-1 bytes"):
+    with pytest.raises(WeightsError, match=r"gone\.safetensors cannot be read: No such file"):
         m.commit(tmp, shards=[shard, gone], **kwargs)
     with pytest.raises(WeightsError, match="is in one.safetensors and in two.safetensors"):
         m.commit(tmp, shards=[shard, ShardWriter().write(tmp / "two.safetensors", tensors(1))], **kwargs)
@@ -176,46 +181,48 @@ def test_commit_refuses_missing_short_and_doubled_shards(tmp_path, model_dir):
 def test_prune_keeps_the_newest_and_those_in_use(tmp_path, model_dir):
     root = tmp_path / "w"
     paths = [committed(root, v, model_dir) for v in range(5)]
-    assert m.prune(root, keep=2, in_use=[paths[1]]) == m.Removed([paths[0], paths[2]])
+    assert m.prune(root, keep=2, in_use=[paths[1]]) == Removed([str(paths[0]), str(paths[2])])
     assert [v for v, _, _ in m.complete_versions(root)] == [1, 3, 4]
 
 
-def test_versions_of_an_earlier_training_side_go_like_older_ones(tmp_path, model_dir):
+def test_earlier_incarnations_are_pruned_as_older_versions(tmp_path, model_dir):
     """Training went back from 7 to 5: the newest of before stays for as long as a server may be reading it."""
     root = tmp_path / "w"
     before = [committed(root, v, model_dir, "0001") for v in (6, 7)]
     first = committed(root, 5, model_dir, "0002")
-    assert m.prune(root, keep=2, in_use=[first]).gone == before[:1]
+    assert m.prune(root, keep=2, in_use=[first]).gone == [str(before[0])]
     second = committed(root, 6, model_dir, "0002")
-    assert m.prune(root, keep=2, in_use=[second]).gone == before[1:]
+    assert m.prune(root, keep=2, in_use=[second]).gone == [str(before[1])]
     assert [(v, i) for v, i, _ in m.complete_versions(root)] == [(5, "0002"), (6, "0002")]
 
 
-def test_what_a_dead_trainer_left_unfinished_is_discarded_and_nothing_else(tmp_path, model_dir):
+def test_only_unfinished_versions_are_discarded(tmp_path, model_dir):
+    """A dead trainer left one half removed and one half written."""
     root = tmp_path / "w"
-    assert m.discard_unfinished(root) == m.Removed()
+    assert m.VERSION.unfinished(root) == []
     whole, half = committed(root, 1, model_dir, "0001"), committed(root, 2, model_dir, "0001")
     (half / m.MANIFEST).unlink()  # killed while it was being removed
     tmp = m.prepare(root, 3, "0001")
     (tmp / "model-00001-of-00001.safetensors").write_bytes(b"half")
     (root / "notes").mkdir()
-    assert m.discard_unfinished(root) == m.Removed([half, tmp])
+    assert m.VERSION.remove(m.VERSION.unfinished(root)) == Removed([str(half), str(tmp)])
     assert sorted(root.iterdir()) == [root / "notes", whole]
 
 
-def test_a_server_stages_what_a_younger_training_side_publishes_and_nothing_older(tmp_path, model_dir):
+def test_older_incarnation_is_not_staged(tmp_path, model_dir):
+    """``monotonic``: a lower version of a later incarnation is newer."""
     root, held = tmp_path / "w", HeldWeights()
     old, older = committed(root, 7, model_dir, "0001"), committed(root, 6, model_dir, "0001")
     stage(old, 7, held)
-    with pytest.raises(WeightsError, match="v00000006.0001 is older than version 7 of training side 0001"):
+    with pytest.raises(WeightsError, match="v00000006.0001 is older than version 7 of trainer 0001"):
         stage(older, 6, held)
     back = committed(root, 5, model_dir, "0002")
     stage(back, 5, held)
     assert held.newest == ("0002", 5)
-    with pytest.raises(WeightsError, match="v00000007.0001 is older than version 5 of training side 0002"):
+    with pytest.raises(WeightsError, match="v00000007.0001 is older than version 5 of trainer 0002"):
         stage(old, 7, held)
-    stage(back, 5, held)  # asked for once more
-    stage(old, 7, HeldWeights())  # a server that knows nothing takes what it is told to
+    stage(back, 5, held)  # a repeated request
+    stage(old, 7, HeldWeights())  # a new server accepts any version
 
 
 def test_materialise_replaces_the_target_whole(tmp_path, model_dir):
@@ -234,13 +241,13 @@ def test_materialise_replaces_the_target_whole(tmp_path, model_dir):
     expected = {**tensors(1), **tensors(2)}
     for found in (load_file(target / "model-00001-of-00001.safetensors"), stage(target, 1).tensors):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
-    with pytest.raises(WeightsError, match="holds version 1, version 2 was asked for"):
+    with pytest.raises(WeightsError, match="holds version 1, version 2 was requested"):
         materialise(final, target, 2)
     assert m.load_manifest(target).version == 1
 
 
-def test_memory_is_that_of_the_tensors_and_is_given_back(tmp_path, model_dir):
-    """numpy tells tracemalloc what it allocates; eight tensors of 1 MB."""
+def test_staging_allocates_the_tensors_only(tmp_path, model_dir):
+    """numpy reports its allocations to tracemalloc. Eight tensors of 1 MB."""
     tmp = m.prepare(tmp_path / "w", 1, "a")
     written = {f"t{i}": torch.full((1 << 18,), float(i)) for i in range(8)}
     shard = ShardWriter().write(tmp / "model-00001-of-00001.safetensors", written)
@@ -258,8 +265,8 @@ def test_memory_is_that_of_the_tensors_and_is_given_back(tmp_path, model_dir):
         tracemalloc.stop()
 
 
-def test_full_disk_is_named_and_leaves_the_last_version(tmp_path, model_dir):
-    """RLIMIT_FSIZE stands in for the full disk: the same OSError path of write()."""
+def test_full_disk_leaves_the_last_version(tmp_path, model_dir):
+    """RLIMIT_FSIZE replaces the full disk: write() raises the same error."""
     root = tmp_path / "w"
     committed(root, 1, model_dir)
     tmp = m.prepare(root, 2, "a")

@@ -38,7 +38,7 @@ BOUND_S = 60.0
 
 
 class Trial:
-    """Two ranks, a master and what they share: each version changes one tensor of the model."""
+    """Two ranks and a master with their shared parts: each version changes one tensor of the model."""
 
     def __init__(self, tmp_path: Path, transport: Transport) -> None:
         self.root, self.model, self.transport = tmp_path / "weights", tmp_path / "model", transport
@@ -129,7 +129,7 @@ def test_damaged_copy_is_refused_until_rewritten(trial: Trial) -> None:
     with trial.engine() as engine:
         refused = engine.update(locator, 0).result(BOUND_S)
         assert not refused.success and "corrupt" in refused.message and engine.version == -1
-        asyncio.run(trial.publisher.mend({"version": 0, "servers": [quarantined]}))
+        asyncio.run(trial.publisher.repair({"version": 0, "servers": [quarantined]}))
         assert engine.update(locator, 0).result(BOUND_S).success
 
 
@@ -195,7 +195,7 @@ def test_rewritten_version_must_keep_its_locator(trial: Trial) -> None:
     flip(locator)
     quarantined = {"state": "quarantined", "error": "corrupt", "version": None}
     with pytest.raises(WeightsError, match="a transport must keep the locator of a version"):
-        asyncio.run(trial.publisher.mend({"version": 0, "servers": [quarantined]}))
+        asyncio.run(trial.publisher.repair({"version": 0, "servers": [quarantined]}))
 
 
 WRONG = {

@@ -1,0 +1,96 @@
+"""Single files: written durably, with their size and checksum. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+import xxhash
+
+#: bytes that are hashed and written at a time; few enough to stay in the CPU cache between the two
+_CHUNK = 1 << 20
+
+
+class FileInfo(msgspec.Struct, frozen=True):
+    """Size and checksum of a file."""
+
+    size: int  # bytes
+    checksum: str  # xxh3-64 of the whole file, hex
+
+
+class TensorEntry(NamedTuple):
+    """One tensor of a safetensors file."""
+
+    name: str
+    dtype: str  # name in safetensors: BF16, F32, ...
+    shape: Sequence[int]
+    size: int  # bytes
+
+
+@contextlib.contextmanager
+def durable_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file, and fsync it when the block ends without an error. Raises OSError."""
+    try:
+        with path.open("wb") as file:
+            yield file
+            file.flush()
+            # Without fsync the error of a full or broken network disk is lost, and after a
+            # power cut the renamed folder may hold files without content.
+            os.fsync(file.fileno())
+    except OSError as error:
+        # write() and fsync() do not name the file in their errors; open() does.
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write and fsync one file. Raises OSError with its path."""
+    with durable_file(path) as file:
+        file.write(data)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a folder durable: fsync of a file does not store its directory entry."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_safetensors(
+    path: Path, entries: Sequence[TensorEntry], contents: Iterable[memoryview]
+) -> tuple[FileInfo, list[int]]:
+    """Write one fsynced safetensors file, one tensor in memory at a time.
+
+    ``contents``: bytes of the tensors, in the order of ``entries``. Returns the file's info, and the
+    byte at which each tensor begins. The checksum covers the bytes that were handed to the file
+    system, so a reader verifies exactly what the writer had. Raises OSError.
+    """
+    digest = xxhash.xxh3_64()
+    size = 0
+    starts: list[int] = []
+    with durable_file(path) as file:
+        for content in itertools.chain([memoryview(_header(entries))], contents):
+            starts.append(size)
+            for at in range(0, len(content), _CHUNK):
+                chunk = content[at : at + _CHUNK]
+                digest.update(chunk)
+                file.write(chunk)
+            size += len(content)
+    return FileInfo(size, digest.hexdigest()), starts[1:]
+
+
+def _header(entries: Sequence[TensorEntry]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape, size in entries:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    body = msgspec.json.encode(header)
+    body += b" " * (-len(body) % 8)  # readers map the file: the tensors must begin at a multiple of 8
+    return len(body).to_bytes(8, "little") + body
