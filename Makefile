@@ -1,4 +1,4 @@
-# Everything is run from here, by people and by .ci/run alike.
+# Every task starts from here, for people and for .ci/run alike.
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
@@ -15,29 +15,34 @@ SIDE_BY_SIDE       := -n auto --maxprocesses 4 --dist worksteal
 JOBS_SIDE_BY_SIDE  := -n auto --maxprocesses 4 --dist loadscope
 TESTS  ?=
 ARGS   ?=
+# For `make setup`. On Linux the default package index has torch for CUDA (several GB). For the CPU build name an index that
+# has it, as PyTorch's installation page does: make setup PIP_ARGS='--extra-index-url URL'
+PIP_ARGS ?=
 BENCHES ?= microbatch dp_balance train_step train_throughput memory streams weights router generation prefill interruption \
 	async_vs_sync agreement algorithms fuzz ledger_cost soak
 
-# One thread per process: the processes are the parallelism, here as in a run.
+# One thread per process: the processes are the parallelism, in tests as in a run.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup sglang-cpu run test sglang-test chaos lint format docs bench clean
 
-help:  ## this list
+help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 setup: $(STAMP)  ## make .venv with the pinned dependencies and realsys itself (once)
 
 $(STAMP): setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try: make setup PYTHON=python3.11")'
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+	@echo "setup: installing torch, Megatron-Core and about 100 other pinned packages into $(VENV)"
+	@echo "setup: 2 to 5 minutes and 1.5 GB with a CPU build of torch; more with the CUDA build (see PIP_ARGS in the Makefile)"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
 
 sglang-cpu: $(SGLANG_VENV)/.installed  ## make .venv-sglang with the real SGLang for a machine without GPU (once, 3 GB)
 
-# Its dependencies first, without those that are for GPUs only; then what would pull those in, by itself.
+# Its dependencies first, without those for GPUs only; then, with --no-deps, the packages that would pull those in.
 $(SGLANG_VENV)/.installed: $(SGLANG_CPU)/requirements.txt $(SGLANG_CPU)/no-deps.txt $(wildcard $(SGLANG_CPU)/*.toml $(SGLANG_CPU)/*/*.py)
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(SGLANG_CPU)/requirements.txt
@@ -49,7 +54,7 @@ $(SGLANG_VENV)/.installed: $(SGLANG_CPU)/requirements.txt $(SGLANG_CPU)/no-deps.
 run: setup  ## train the small model of experiment=arith on this machine; ARGS="train.total_steps=10" changes it
 	$(VENV)/bin/realsys run experiment=arith $(ARGS)
 
-test: setup  ## unit, contract, system and chaos tests, or TESTS=...; each part ends with what was skipped and the slowest
+test: setup  ## run unit, contract, system and chaos tests, or TESTS=...; list the skipped and the slowest ones
 ifeq ($(TESTS),)
 	@status=0; set -x; \
 	$(PY) -m pytest $(TESTS_OF_PARTS) $(SIDE_BY_SIDE) --durations=15 $(ARGS) || status=$$?; \
@@ -59,13 +64,13 @@ else
 	$(PY) -m pytest $(TESTS) --durations=15 $(ARGS)
 endif
 
-sglang-test: setup sglang-cpu  ## the tests that need SGLang: the contract of a generation server, and a short job
+sglang-test: setup sglang-cpu  ## run the tests that need SGLang: the contract of a generation server, and a short job
 	REALSYS_SGLANG=1 $(PY) -m pytest $(SGLANG_TESTS) -ra --durations=10 $(ARGS)
 
-chaos: setup  ## every fault at every phase of a small run, and the table of what became of them
+chaos: setup  ## inject every fault at every phase of a small run, and print a table of the outcomes
 	$(PY) -m tests.chaos --json benchmarks/results/chaos.json $(ARGS)
 
-lint: setup  ## style, format, types, and the direction of imports
+lint: setup  ## check style, format, types, and the direction of imports
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy

@@ -29,7 +29,7 @@ def run_job(root: Path, trial: str, overrides: Sequence[str], *, timeout_s: floa
 def warm_start(root: Path) -> list[str]:
     """Settings with which a job begins from a model that this call warms up, instead of warming up its own."""
     warm = run_job(root, "warm", ["train.total_steps=1", "train.batch_groups=8", "evaluation.problems=0"])
-    return [f"model.path={warm / 'checkpoint'}", "warmup.steps=0"]
+    return [f"model.path={TrialPaths(warm).final_model}", "warmup.steps=0"]
 
 
 def records(trial: Path, kind: str) -> list[dict[str, Any]]:

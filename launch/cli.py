@@ -1,7 +1,6 @@
-"""The `realsys` command. Arguments are parsed before anything heavy is imported, so that --help answers at once.
+"""The `realsys` command. Arguments are parsed before heavy imports, so that --help is fast.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input, or a file that cannot be used (one line on stderr says which), 130
-Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 1 the run failed, 2 bad input or an unusable file (one line on stderr), 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -16,14 +15,16 @@ EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_CTRL_C = 0, 1, 2, 130
 
 _EXAMPLES = """\
 examples:
-  realsys run experiment=arith                        a whole run on two CPU cores, minutes
-  realsys run experiment=arith train.total_steps=5    any field of the configuration
+  realsys run experiment=arith                        a whole run on two CPU cores, some minutes
+  realsys run experiment=arith train.total_steps=5    set any field of the configuration
   realsys run experiment=math model.path=DIR data.train=FILE --dry-run
+                                                      check your model and data, start nothing
   realsys status                                      the newest trial under runs/
 """
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Make the parser of `realsys`, and return those of its commands with it."""
     parser = argparse.ArgumentParser(
         prog="realsys",
         description="Asynchronous reinforcement learning for language models.",
@@ -35,47 +36,52 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="run a trial on this machine",
-        description="Run a trial on this machine: make its folder, start its processes, show it, report it.",
+        description="Run a trial on this machine: make its folder, start its processes, show and report it. "
+        "The same command again continues a trial that was stopped.",
     )
     run.add_argument(
         "overrides", nargs="*", metavar="OVERRIDE", help="experiment=NAME, group=OPTION or field.path=value"
     )
-    run.add_argument("--trial", metavar="NAME", help="name of the trial; without it, date and time")
+    run.add_argument("--trial", metavar="NAME", help="name of the trial (default: date and time)")
+    run.add_argument("--config-dir", type=Path, metavar="DIR", help="your configuration files (DIR/experiment/*.yaml)")
     run.add_argument(
-        "--config-dir", type=Path, metavar="DIR", help="configuration files of your own (DIR/experiment/*.yaml)"
+        "--dry-run", action="store_true", help="check settings, data, model and machine, print the plan, start nothing"
     )
-    run.add_argument("--dry-run", action="store_true", help="check everything, print the processes, start nothing")
     run.add_argument("--plain", action="store_true", help="one line per step instead of the live display")
     _add_record_commands(commands)
-    audit = commands.add_parser("audit", help="check that a trial lost no ticket and used none twice")
+    audit = commands.add_parser("audit", help="check that no ticket of a trial was lost or used twice")
     audit.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR")
-    audit.add_argument("--json", action="store_true", help="the whole report, for machines")
+    audit.add_argument("--json", action="store_true", help="print the whole report as JSON")
     status = commands.add_parser("status", help="show a running or finished trial")
-    status.add_argument("trial_dir", nargs="?", type=Path, metavar="TRIAL_DIR", help="default: the newest under runs/")
-    return parser
+    status.add_argument(
+        "trial_dir", nargs="?", type=Path, metavar="TRIAL_DIR", help="default: the newest trial under runs/"
+    )
+    return parser, commands.choices
 
 
 def _add_record_commands(commands: Any) -> None:
-    """What looks at the recorded steps of a trial."""
-    replay = commands.add_parser("replay", help="repeat a recorded train step and compare it, bit for bit")
-    samples = commands.add_parser("samples", help="show what a train step was trained on")
+    """Add the commands that read the recorded steps of a trial."""
+    replay = commands.add_parser("replay", help="repeat a recorded train step and compare it bit for bit")
+    samples = commands.add_parser("samples", help="show the samples of a train step")
     for command in (replay, samples):
         command.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR")
-        command.add_argument("--step", type=int, metavar="K", help="default: the last recorded one")
-    samples.add_argument("--ticket", metavar="ID", help="this prompt only")
-    samples.add_argument("--limit", type=int, metavar="N", help="prompts to show, 0: all; default 4, with --json all")
-    samples.add_argument("--json", action="store_true", help="one JSON object per answer")
+        command.add_argument("--step", type=int, metavar="K", help="default: the last recorded step")
+    samples.add_argument("--ticket", metavar="ID", help="show only the prompt of this ticket")
+    samples.add_argument(
+        "--limit", type=int, metavar="N", help="number of prompts to show, 0 for all (default: 4; all with --json)"
+    )
+    samples.add_argument("--json", action="store_true", help="print one JSON object per sample")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `realsys` command; returns the exit code."""
-    parser = _parser()
+    parser, commands = _parser()
     args, rest = parser.parse_known_args(argv)
     if rest:
-        # argparse takes positional arguments in one piece only; overrides may stand on either side of an option.
+        # argparse takes positional arguments in one piece only, and users write overrides on both sides of an option.
         unknown = [text for text in rest if text.startswith("-")]
         if unknown or args.command != "run":
-            parser.error(f"unknown argument: {' '.join(unknown or rest)}")
+            commands.get(args.command, parser).error(f"unknown argument: {' '.join(unknown or rest)}")
         args.overrides += rest
     if args.version:
         from realsys import __version__
@@ -89,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(args: argparse.Namespace) -> int:
-    """Run a command; what it raises becomes one line and an exit code."""
+    """Run a command; an error becomes one line and an exit code."""
     from realsys.errors import RealsysError
 
     try:
@@ -116,7 +122,7 @@ def _dispatch(args: argparse.Namespace) -> int:
     except RealsysError as exc:
         print(f"realsys: {exc}", file=sys.stderr)
         return exc.exit_code
-    except OSError as exc:  # of a file that nobody has a better word for
+    except OSError as exc:
         print(f"realsys: {exc.filename or args.command}: {exc.strerror or exc}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:

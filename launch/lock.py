@@ -1,7 +1,7 @@
-"""One launcher per trial folder: a lock that the kernel gives back when its holders are gone, however they ended.
+"""One launcher per trial folder: a lock that the kernel frees when all of its holders have ended, however they ended.
 
-The launcher takes it and lets every worker inherit it. So it is free only when nothing of a run can write into the
-folder any more: after a launcher that was killed, its workers have some seconds to stop, and the next one waits for it.
+The launcher takes it and lets every worker inherit it. So it is free only when no process of a run can write into the
+folder any more: workers of a killed launcher have some seconds to stop, and the next launcher waits for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOOK_AGAIN_S = 0.05
 
 
 class _Signature(NamedTuple):
-    """Who ran the trial last. ``started``: clock ticks of that boot; no other process has this pid and this start."""
+    """Process that ran the trial last. ``started``: clock ticks since boot; with the pid it identifies the process."""
 
     pid: int
     started: int
@@ -41,24 +41,24 @@ class _Signature(NamedTuple):
         try:
             pid, started, boot, host = path.read_text("utf-8").split()
             return cls(int(pid), int(started), boot, host)
-        except (OSError, ValueError):  # being made, never signed, or of another realsys
+        except (OSError, ValueError):  # being made, never signed, or written by another realsys
             return None
 
     @property
     def alive(self) -> bool:
-        """As far as this machine can tell."""
+        """True if the process runs on this machine."""
         return self.boot == boot_id() and _started(self.pid) == self.started
 
 
 class TrialLock:
-    """Holds ``path`` until it is closed. ``fd`` is for children to inherit."""
+    """Lock on ``path`` until it is closed. Children inherit ``fd``."""
 
     def __init__(
         self, path: Path, trial: str, *, retry_timeout_s: float, say: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Raises ConfigError naming the holder; workers that a dead launcher left have ``retry_timeout_s`` to end.
+        """Take the lock; workers that a dead launcher left have ``retry_timeout_s`` to end.
 
-        ``say`` gets a line when they are waited for.
+        ``say`` gets a line if the lock waits for them. Raises ConfigError naming the holder.
         """
         self._path, self._trial = path, trial
         try:
@@ -80,12 +80,12 @@ class TrialLock:
             if (pid := _live_holder(self._path)) is not None:
                 raise held_by(pid, self._trial)
             if time.monotonic() >= deadline:
-                problem = f"{self._path} is still held by {_holders(self._path)}; wait for their end, or end them first"
+                problem = f"{self._path} is still held by {_holders(self._path)}; wait until they end, or end them"
                 raise ConfigError("trial", self._trial, problem)
             looks += 1
-            if looks == 2:  # the first may have met one that only looked whether the lock is free
+            if looks == 2:  # `running_launcher` holds the lock for a moment, too
                 say(f"waiting up to {retry_timeout_s:g} s for {_holders(self._path)}")
-            threading.Event().wait(_LOOK_AGAIN_S)  # a lock of the kernel sends no event to wait for with a bound
+            threading.Event().wait(_LOOK_AGAIN_S)  # the kernel sends no event for a lock
         self._still_there()
 
     def _taken(self) -> bool:
@@ -96,17 +96,17 @@ class TrialLock:
         return True
 
     def _still_there(self) -> None:
-        """Who held it before may have removed the folder."""
+        """Raise ConfigError if the holder before removed the folder."""
         try:
             found = self._path.stat().st_ino
         except FileNotFoundError:
             found = -1
         if found != os.fstat(self.fd).st_ino:
-            problem = f"another launcher removed {self._path.parent} at this moment; try again"
+            problem = f"another launcher removed {self._path.parent} at this moment: try again"
             raise ConfigError("trial", self._trial, problem)
 
     def sign(self) -> None:
-        """From now on the file names this process as the one that runs the trial. Raises ConfigError."""
+        """Write this process into the file as the one that runs the trial. Raises ConfigError."""
         line = " ".join(map(str, _Signature.of_this_process())) + "\n"
         try:
             os.ftruncate(self.fd, 0)
@@ -115,13 +115,13 @@ class TrialLock:
             raise self._unusable("written", exc) from None
 
     def close(self) -> None:
-        """Give it back, once the children that inherited it are gone too."""
+        """Close it; the lock is free once the children that inherited it have ended, too."""
         os.close(self.fd)
 
     def _unusable(self, what: str, exc: OSError) -> ConfigError:
         problem = (
-            f"{self._path} cannot be {what}: {exc.strerror}; a trial's folder must be writable for who runs it, and on "
-            "a file system that has locks (flock): see to that, or set another fileroot"
+            f"{self._path} cannot be {what}: {exc.strerror}: the trial folder must be writable, and its file system "
+            "must have locks (flock); set another fileroot"
         )
         return ConfigError("trial", self._trial, problem)
 
@@ -132,10 +132,10 @@ def held_by(pid: int, trial: str) -> ConfigError:
 
 
 def running_launcher(path: Path) -> int | None:
-    """The pid of the live launcher that holds the lock, None if there is none or none can be seen. Changes nothing."""
+    """Return the pid of the live launcher that holds the lock, None if no such process is visible. Writes nothing."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # who wants to run the trial is told when it takes the lock
+    except OSError:  # TrialLock reports it
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -149,26 +149,26 @@ def running_launcher(path: Path) -> int | None:
 
 
 def _live_holder(path: Path) -> int | None:
-    """The pid of the launcher that signed, unless that is another process by now."""
+    """Return the pid of the launcher that signed, None if that process has ended."""
     signature = _Signature.read(path)
     return signature.pid if signature is not None and signature.alive else None
 
 
 def _holders(path: Path) -> str:
-    """Whoever has the lock without being the launcher that signed, in words."""
+    """Describe the holders of the lock if the launcher that signed has ended."""
     if pids := _pids_that_hold(path):
         listed = ", ".join(map(str, pids))
         return f"processes of its last run, or a launcher that is starting (pid {listed})"
     last = _Signature.read(path)
-    by = "" if last is None else f"; it was run last by pid {last.pid} on {last.host}"
-    return f"processes that cannot be seen from here: of another user, container or host{by}"
+    by = "" if last is None else f"; the last launcher was pid {last.pid} on {last.host}"
+    return f"invisible processes of another user, container or host{by}"
 
 
 def _pids_that_hold(path: Path) -> list[int]:
-    """Those on this machine that took or inherited the lock, and not those that wait for it."""
+    """Return the processes on this machine that hold or inherited the lock, without those that wait for it."""
     wanted, found = str(path.resolve()), []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended, or of another user
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             for fd in (process / "fd").iterdir():
                 if os.readlink(fd) == wanted and "FLOCK" in (process / "fdinfo" / fd.name).read_text():
                     found.append(int(process.name))
@@ -177,7 +177,7 @@ def _pids_that_hold(path: Path) -> list[int]:
 
 
 def _started(pid: int) -> int | None:
-    """When the process began, in clock ticks since the machine did; None if it has ended."""
+    """Return when the process started, in clock ticks since boot; None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which processes a trial needs: Config -> list[ProcessSpec]. Pure: nothing is read, written or started here.
+"""Plans the processes of a trial: Config -> list[ProcessSpec]. Pure: nothing is read, written or started here.
 
 name_store x 1 (etcd, with cluster.name_store.start), gserver_manager x 1, generation_server x (data part of inference),
 model_worker x (world size of training), rollout_worker x rollout.workers, master_worker x 1
@@ -7,6 +7,7 @@ model_worker x (world size of training), rollout_worker x rollout.workers, maste
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,11 +28,11 @@ Kind = Literal["name_store", "gserver_manager", "generation_server", "model_work
 OnDeath = Literal["restart", "restart_training", "end"]
 
 NAME_STORE: Kind = "name_store"
-#: One that dies takes the others with it: the ranks of a mesh cannot go on without each other, nor without the master.
+#: If one of them dies, all of them restart: the ranks of a mesh need each other and the master.
 TRAINING: frozenset[Kind] = frozenset({"model_worker", "master_worker"})
 _IN_WORDS: dict[OnDeath, str] = {
     "restart": "restarted",
-    "restart_training": "training side restarts",
+    "restart_training": "the trainer restarts",
     "end": "ends the run",
 }
 
@@ -61,10 +62,10 @@ class ProcessSpec:
 
 
 def plan(config: Config, paths: TrialPaths, machine: Machine, run_id: str, python_path: str = "") -> list[ProcessSpec]:
-    """The processes of one trial, in the order they are started.
+    """List the processes of one trial, in the order they are started.
 
-    ``run_id`` is written into every environment (REALSYS_RUN_ID), so that what belongs to a run can be told afterwards.
-    ``python_path``: the user's PYTHONPATH, for the modules that import strings name; ours comes first.
+    ``run_id`` is written into every environment (REALSYS_RUN_ID), to find the processes of a run. ``python_path`` is
+    the user's PYTHONPATH, for the modules that import strings name; the root of this realsys is put in front of it.
     """
     allocation = parse_allocation(config.allocation)
     devices = _Devices.share(config, allocation, machine)
@@ -74,7 +75,11 @@ def plan(config: Config, paths: TrialPaths, machine: Machine, run_id: str, pytho
     }
 
     def spec(kind: Kind, index: int, devices: str | None, threads: int = 1, holds: str = "") -> ProcessSpec:
-        return _spec(kind, index, paths, common, threads, devices, holds, _on_death(kind, config))
+        env = {**common, **_environment(threads, devices)}
+        # -P: a folder named `realsys` in the user's directory must not be imported instead of this one.
+        argv = (sys.executable, "-P", "-m", f"realsys.workers.{kind}", "--trial-dir", str(paths.root))
+        log = paths.logs / f"{kind}-{index}.log"
+        return ProcessSpec(kind, index, (*argv, "--index", str(index)), log, _on_death(kind, config), holds, env)
 
     specs = [spec(NAME_STORE, 0, devices.none)] if config.cluster.name_store.start else []
     specs.append(spec("gserver_manager", 0, devices.none))
@@ -95,7 +100,7 @@ def _on_death(kind: Kind, config: Config) -> OnDeath:
 
 
 def _shards(config: Config, allocation: Allocation) -> list[list[str]]:
-    """What each ModelWorker holds, as the routing table names it: ``actor@d0t0p0``."""
+    """Return the model shards of each ModelWorker, named as in the routing table: ``actor@d0t0p0``."""
     shards: list[list[str]] = [[] for _ in range(allocation.workers)]
     for role, mesh in place(allocation, dict.fromkeys([ACTOR, *dataflow_of(config).roles])).items():
         for rank, worker in enumerate(mesh.workers):
@@ -103,37 +108,21 @@ def _shards(config: Config, allocation: Allocation) -> list[list[str]]:
     return shards
 
 
-def _spec(
-    kind: Kind,
-    index: int,
-    paths: TrialPaths,
-    common: dict[str, str],
-    threads: int,
-    devices: str | None,
-    holds: str,
-    on_death: OnDeath,
-) -> ProcessSpec:
+def _environment(threads: int, devices: str | None) -> dict[str, str]:
     env = {
-        **common,
         "OMP_NUM_THREADS": str(threads),
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",  # the tokenizer's thread pool does not survive the fork of a verifier
     }
-    if devices is not None:
-        env["CUDA_VISIBLE_DEVICES"] = devices
-    # -P: a folder named `realsys` in the user's directory must not be imported in place of ours.
-    module = f"realsys.workers.{kind}"
-    argv = (sys.executable, "-P", "-m", module, "--trial-dir", str(paths.root), "--index", str(index))
-    log = paths.logs / f"{kind}-{index}.log"
-    return ProcessSpec(kind, index, argv, log, on_death, holds, env)
+    return env if devices is None else {**env, "CUDA_VISIBLE_DEVICES": devices}
 
 
 @dataclass(frozen=True, slots=True)
 class _Devices:
-    """Who gets which GPU: every training rank one of its own (NCCL refuses to share), servers what is left.
+    """Assignment of GPUs: one to every training rank (NCCL refuses to share one), the others to servers.
 
-    Where nothing is left the servers share the training devices, so that one GPU is enough for a whole run.
+    If no GPU is left, the servers share the training devices, so that one GPU is enough for a whole run.
     """
 
     ranks: tuple[str, ...]
@@ -166,8 +155,8 @@ class _Devices:
         return ",".join(self.servers[first : first + self.per_server])
 
 
-def as_rows(specs: Sequence[ProcessSpec]) -> list[tuple[str, str, str, str, str, str]]:
-    """(process, holds, threads, devices, when it dies, command) for a table."""
+def as_rows(specs: Sequence[ProcessSpec]) -> list[tuple[str, str, str, str, str]]:
+    """Return (process, holds, threads, devices, when it dies) of each process, for a table."""
     return [
         (
             spec.name,
@@ -175,7 +164,16 @@ def as_rows(specs: Sequence[ProcessSpec]) -> list[tuple[str, str, str, str, str,
             spec.env["OMP_NUM_THREADS"],
             spec.env.get("CUDA_VISIBLE_DEVICES", "") or "cpu",
             _IN_WORDS[spec.on_death],
-            " ".join(["python", *spec.argv[1:]]),
         )
         for spec in specs
     ]
+
+
+def as_commands(specs: Sequence[ProcessSpec]) -> list[str]:
+    """Return shell commands that start the processes, after one that exports what all of their environments share."""
+    shared = set.intersection(*(set(spec.env.items()) for spec in specs))
+    commands = [shlex.join(["export", *(f"{name}={value}" for name, value in sorted(shared))])]
+    for spec in specs:
+        own = [f"{name}={value}" for name, value in spec.env.items() if (name, value) not in shared]
+        commands.append(shlex.join([*(["env"] if own else []), *own, *spec.argv]))
+    return commands

@@ -1,10 +1,11 @@
-"""Makes the trial folder, or gets the one of an earlier run ready to go on in it.
+"""Makes the trial folder, or gets the folder of an earlier run ready to continue in it.
 
-    find      is there such a trial, and may this run go on with it      nothing is written
-    prepare   a new one: token, model, data, configuration               or nothing of it is left
-              an earlier one: checked, tidied up, configuration          or it is untouched
+    resolve   trial name and absolute paths
+    examine   what --dry-run does: every check, and nothing is written
+    prepare   a new trial: token, model, data, configuration     if it fails, nothing of it is left
+              an earlier one: checked, tidied, configuration     if it fails, the folder is untouched
 
-Everything a user can get wrong is found here; nothing is started.
+Everything that a user can get wrong is found here. Nothing is started.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +23,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Self, TypeVar
 
-from realsys.cluster.network import bind_tcp
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.dump import newest_dump, read_config, write_config
@@ -29,57 +30,56 @@ from realsys.config.paths import TrialPaths
 from realsys.config.rules.checks import check_made_model
 from realsys.config.schema import Config
 from realsys.config.schema_train import RoleConfig, RolesConfig
-from realsys.errors import ConfigError, RealsysError
+from realsys.config.trial_start import TrialStart, write_start
+from realsys.errors import ConfigError
 from realsys.launch.lock import TrialLock, held_by, running_launcher
-from realsys.launch.recover import (
-    EarlierRun,
-    changes,
-    check_fixed,
-    check_rest,
-    earlier_run,
-    newer_data,
-    tidy,
-    where_from,
-)
-from realsys.launch.resume import check_inputs, check_resume, resume_path, start_ledger
+from realsys.launch.preflight import check_here
+from realsys.launch.recover import tidy
+from realsys.launch.start import Trial, check_inputs, decide_start, describe, newer_data, read_trial, resume_path
+from realsys.manager.ledger.events import Resumed
+from realsys.manager.ledger.journal import Journal
 
 Role = TypeVar("Role", bound=RoleConfig)
 
-_LOOK_AGAIN_S = 0.1
-_KILLED_WITHIN_S = 4.0  # beyond their own time to stop: what a killed launcher's workers need to be gone
+_POLL_S = 0.1
+_KILLED_WITHIN_S = 4.0  # beyond their own time to stop: how long workers of a killed launcher need to end
 DEFAULT_TRIAL = str(Config.model_fields["trial"].default)
 
 
 def resolve(config: Config, *, now: datetime) -> Config:
-    """Give the trial a name if it has none, and make every path absolute, for workers that run elsewhere.
+    """Give the trial a name if it has none, and make every path absolute, because workers run elsewhere.
 
-    Raises ConfigError when ``resume`` names no checkpoint, or no trial is there with ``recover=resume``.
+    Raises ConfigError if ``resume`` names no checkpoint, or if ``recover=resume`` and there is no trial.
     """
-    fileroot = Path(config.fileroot).resolve()
+    fileroot = Path(_absolute(config.fileroot))
     update: dict[str, object] = {"fileroot": str(fileroot)}
     if config.trial == DEFAULT_TRIAL:
         update["trial"] = _newest_name(config, fileroot) if config.recover == "resume" else _free_name(config, now)
-    if config.model.path:
-        update["model"] = config.model.model_copy(update={"path": _absolute(config.model.path)})
+    update["model"] = config.model.model_copy(update={"path": _absolute(config.model.path)})
     update["roles"] = _absolute_roles(config.roles)
-    data = config.data
+    data, sglang, store = config.data, config.generation.sglang, config.cluster.name_store
     files = {"train": _absolute(data.train), "eval": _absolute(data.eval), "demos": _absolute(data.demos)}
     update["data"] = data.model_copy(update=files)
+    # Not made absolute: the python of a virtual environment is a link, and must be called by its own name.
+    sglang = sglang.model_copy(update={"python": os.path.expanduser(sglang.python)})
+    update["generation"] = config.generation.model_copy(update={"sglang": sglang})
+    store = store.model_copy(update={"root": _absolute(store.root)})
+    update["cluster"] = config.cluster.model_copy(update={"name_store": store})
     resolved = config.model_copy(update=update)
     return resolved.model_copy(update={"resume": _resume(resolved)})
 
 
 def _resume(config: Config) -> str:
-    """The checkpoint that a new trial begins from. A trial that exists keeps its own, though it may be gone by now."""
+    """Find the checkpoint that a new trial begins from; an existing trial keeps its own, which may be gone by now."""
     if config.resume and config.recover != "off" and (dump := TrialPaths.of(config).config).exists():
         begun_from = read_config(dump).resume
-        if begun_from and Path(config.resume).resolve() in (Path(begun_from), *Path(begun_from).parents[1:2]):
+        if begun_from and Path(_absolute(config.resume)) in (Path(begun_from), *Path(begun_from).parents[:2]):
             return begun_from
     return resume_path(config.resume)
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).resolve()) if path else ""
+    return str(Path(os.path.expanduser(path)).resolve()) if path else ""
 
 
 def _absolute_roles(roles: RolesConfig) -> RolesConfig:
@@ -91,8 +91,8 @@ def _absolute_roles(roles: RolesConfig) -> RolesConfig:
 
 
 def _free_name(config: Config, now: datetime) -> str:
-    """The time of the start; with a number when two runs start within one second."""
-    parent = Path(config.fileroot).resolve() / config.experiment
+    """Name a trial by the time of its start, with a number if two runs start within one second."""
+    parent = Path(_absolute(config.fileroot)) / config.experiment
     stem = now.strftime("%Y%m%d-%H%M%S")
     name, number = stem, 2
     while (parent / name).exists():
@@ -103,51 +103,74 @@ def _free_name(config: Config, now: datetime) -> str:
 def _newest_name(config: Config, fileroot: Path) -> str:
     newest = newest_dump(fileroot, config.experiment)
     if newest is None:
-        problem = f"there is no trial of experiment {config.experiment!r} in {fileroot} to go on with"
+        problem = f"there is no trial of experiment {config.experiment!r} in {fileroot} to continue"
         raise ConfigError("recover", config.recover, problem)
     return newest.parent.name
 
 
-def find(config: Config, paths: TrialPaths) -> EarlierRun | None:
-    """The trial that this run goes on with; None for a new one. Writes nothing. Raises ConfigError."""
+def check_folder(config: Config, paths: TrialPaths) -> None:
+    """Check that the trial folder may be used: there is none, or it is a trial that this run may continue.
+
+    Raises ConfigError.
+    """
     if not paths.root.exists():
         if config.recover == "resume":
-            raise ConfigError("trial", config.trial, f"there is no such trial in {paths.root.parent} to go on with")
-        return None
+            raise ConfigError("trial", config.trial, f"there is no such trial in {paths.root.parent} to continue")
+        return
     if config.recover == "off":
-        problem = f"exists already in {paths.root}; choose another name, or go on with it: recover=auto"
+        problem = f"exists already in {paths.root}: choose another name, or continue it with recover=auto"
         raise ConfigError("trial", config.trial, problem)
     if (pid := running_launcher(paths.lock)) is not None:
         raise held_by(pid, config.trial)
-    earlier = earlier_run(paths)
-    if earlier is None:
-        if not paths.lock.exists():
-            raise ConfigError("trial", config.trial, f"{paths.root} exists and is no trial; choose another name")
-        if trained := [path.name for path in (paths.checkpoints, paths.steps, paths.weights().parent) if path.exists()]:
-            problem = f"{paths.root} has {', '.join(trained)} and no {paths.config.name}: restore that, or remove all"
-            raise ConfigError("trial", config.trial, problem)
-    return earlier
+    if paths.config.exists():
+        return
+    if not paths.lock.exists():
+        raise ConfigError("trial", config.trial, f"{paths.root} exists and is not a trial: choose another name")
+    if trained := [path.name for path in (paths.checkpoints, paths.steps, paths.weights().parent) if path.exists()]:
+        problem = f"{paths.root} has {', '.join(trained)} and no {paths.config.name}: restore that, or remove all"
+        raise ConfigError("trial", config.trial, problem)
 
 
-def examine(config: Config, paths: TrialPaths, earlier: EarlierRun) -> list[str]:
-    """Whether ``config`` can go on with the trial; what there is to say of it. Writes nothing.
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """Result of a dry run. ``sizes``: number of prompts per split, and of demonstrations."""
+
+    start: TrialStart
+    sizes: Mapping[str, int]
+    lines: list[str]
+
+
+def examine(config: Config, paths: TrialPaths) -> Examined:
+    """Run every check of a start. Files that a new trial would get are made in a temporary folder.
 
     Raises ConfigError, ModelError or DataError.
     """
-    state = check_fixed(config, earlier)
+    check_folder(config, paths)
+    trial = read_trial(config, paths)
+    if trial.config is not None:
+        return _examine(config, paths, trial)
+    with tempfile.TemporaryDirectory(prefix="realsys-") as scratch:
+        inputs = TrialPaths(Path(scratch))
+        inputs.data.mkdir()
+        check_here(config, paths)
+        _make_inputs(config, inputs)
+        return _examine(config, inputs, trial)
+
+
+def _examine(config: Config, paths: TrialPaths, trial: Trial) -> Examined:
+    """Decide the start and check the inputs under ``paths``. Writes nothing."""
+    start = decide_start(config, trial)
+    if trial.config is not None:
+        check_here(config, paths)
     sizes = _read_inputs(config, paths)
-    if state is not None:
-        check_inputs(config, paths, state, sizes, "trial", config.trial)
-    check_rest(config, paths, earlier, sizes)
-    lines = [_data_line(sizes), *newer_data(config, paths), *where_from(earlier)]
-    for field, old, new in changes(earlier.config.model_dump(), config.model_dump()):
-        lines.append(f"changed: {field}={new!r} (was {old!r})")
-    return lines
+    check_inputs(config, paths, trial, sizes)
+    newer = newer_data(config, paths) if trial.config is not None else ()
+    return Examined(start, sizes, [_data_line(sizes), *newer, *describe(start)])
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A trial whose workers can start. Nobody else can run it until this context is left, after their end."""
+    """A trial whose workers can start. No other launcher can run it until this context is left, after their end."""
 
     paths: TrialPaths
     lock: TrialLock
@@ -165,30 +188,20 @@ def prepare(config: Config, say: Callable[[str], None]) -> Ready:
     Raises ConfigError, ModelError or DataError; then nothing is left of a new folder, and an old one is untouched.
     """
     paths = TrialPaths.of(config)
-    found = find(config, paths)
-    if found is None:
-        check_resume(config)
-        try:
-            paths.root.mkdir(parents=True, exist_ok=paths.lock.exists())
-        except FileExistsError:
-            raise ConfigError("trial", config.trial, f"{paths.root} was made by another at this moment") from None
-        except OSError as exc:
-            raise ConfigError("fileroot", config.fileroot, f"cannot make {paths.root}: {exc.strerror}") from None
+    check_folder(config, paths)
+    is_new = not paths.root.exists()
+    trial = None
+    if is_new:
+        trial = read_trial(config, paths)
+        _make_folder(config, paths)
+    lock = _lock(config, paths, is_new, say)
     try:
-        lock = TrialLock(
-            paths.lock, config.trial, retry_timeout_s=config.cluster.stop_timeout_s + _KILLED_WITHIN_S, say=say
-        )
-    except ConfigError:
-        if found is None:
-            with contextlib.suppress(OSError):  # it may be another's by now
-                paths.root.rmdir()
-        raise
-    try:
-        earlier = earlier_run(paths)  # again: its last workers may have written until now
-        if earlier is not None:
-            _go_on(config, paths, earlier, say)
+        if trial is None:  # only now: workers of the last run may have written until the lock was free
+            trial = read_trial(config, paths)
+        if trial.config is not None:
+            _continue(config, paths, trial, say)
         else:
-            _make(config, paths, say)
+            _make(config, paths, trial, say)
         lock.sign()
     except OSError as exc:
         lock.close()
@@ -200,26 +213,57 @@ def prepare(config: Config, say: Callable[[str], None]) -> Ready:
     return Ready(paths, lock)
 
 
-def _make(config: Config, paths: TrialPaths, say: Callable[[str], None]) -> None:
-    """A new trial, in a folder that has nothing but the lock, or what a launcher left that was killed in here."""
+def _make_folder(config: Config, paths: TrialPaths) -> None:
     try:
-        refuse_taken_address(config)
+        paths.root.mkdir(parents=True)
+    except FileExistsError:
+        problem = f"another launcher made {paths.root} at this moment: try again"
+        raise ConfigError("trial", config.trial, problem) from None
+    except OSError as exc:
+        raise ConfigError("fileroot", config.fileroot, f"cannot make {paths.root}: {exc.strerror}") from None
+
+
+def _lock(config: Config, paths: TrialPaths, is_new: bool, say: Callable[[str], None]) -> TrialLock:
+    retry_timeout_s = config.cluster.stop_timeout_s + _KILLED_WITHIN_S
+    try:
+        return TrialLock(paths.lock, config.trial, retry_timeout_s=retry_timeout_s, say=say)
+    except ConfigError:
+        if is_new:
+            with contextlib.suppress(OSError):  # another launcher may use it by now
+                paths.root.rmdir()
+        raise
+
+
+def _make(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[str], None]) -> None:
+    """Make a new trial, in a folder with only the lock, or with what a launcher left that was killed in here."""
+    try:
+        check_here(config, paths)
         _empty(paths)
         for folder in (paths.logs, paths.errors, paths.data):
             folder.mkdir()
         _write_token(paths.token)
         _make_inputs(config, paths)
-        sizes = _read_inputs(config, paths)
-        say(_data_line(sizes))
-        resumed = check_resume(config)
-        if resumed is not None:
-            start_ledger(config, paths, resumed, sizes)
-            say(f"continuing at step {resumed.step} from {config.resume}")
+        examined = _examine(config, paths, trial)
+        if trial.state is not None:
+            _start_ledger(config, paths, trial)
+        for line in examined.lines:
+            say(line)
         _clear_names(config, paths, say)
+        write_start(examined.start, paths.start)
         write_config(config, paths.config)  # last: with it the folder is a trial
     except BaseException:
         shutil.rmtree(paths.root, ignore_errors=True)
         raise
+
+
+def _start_ledger(config: Config, paths: TrialPaths, trial: Trial) -> None:
+    """Write the first record of a trial that resumes another, once its model and data are known to be the same."""
+    assert trial.state is not None
+    state, position = trial.state, trial.state.position
+    groups = state.step * config.train.batch_groups
+    with Journal(paths.ledger) as journal:
+        journal.append([Resumed(config.resume, state.step, groups, position.cursor, position.pending, time.time())])
+        journal.sync()
 
 
 def _empty(paths: TrialPaths) -> None:
@@ -230,35 +274,22 @@ def _empty(paths: TrialPaths) -> None:
             path.unlink()
 
 
-def _go_on(config: Config, paths: TrialPaths, earlier: EarlierRun, say: Callable[[str], None]) -> None:
-    refuse_taken_address(config)
-    lines = examine(config, paths, earlier)
+def _continue(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[str], None]) -> None:
+    examined = _examine(config, paths, trial)
     _clear_names(config, paths, say)
     for folder in (paths.logs, paths.errors):
         folder.mkdir(exist_ok=True)
     tidy(paths)
     if not paths.token.exists():
         _write_token(paths.token)
+    write_start(examined.start, paths.start)
     write_config(config, paths.config)
-    for line in lines:
+    for line in examined.lines:
         say(line)
 
 
-def refuse_taken_address(config: Config) -> None:
-    """The address of the run's own name store must be free. Raises ConfigError."""
-    settings = config.cluster.name_store
-    if not settings.start:
-        return
-    host, _, port = settings.address.rpartition(":")
-    try:
-        bind_tcp(host, int(port)).close()
-    except RealsysError:
-        problem = "cannot be bound; set another port, or cluster.name_store.start=false to use what listens there"
-        raise ConfigError("cluster.name_store.address", settings.address, problem) from None
-
-
 def _write_token(path: Path) -> None:
-    """A fresh secret that only this user can read: the mode is set at creation, not after it. There whole or not."""
+    """Write a new secret that only this user can read: the mode is set at creation, not after it. Atomic."""
     staged = path.with_suffix(".tmp")
     fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "w", encoding="ascii") as file:
@@ -267,15 +298,15 @@ def _write_token(path: Path) -> None:
 
 
 def _make_inputs(config: Config, paths: TrialPaths) -> None:
-    """Tiny model and generated data, where the trial asks for them."""
+    """Make the tiny model and the generated data, if the trial uses them."""
     from realsys.data.arith import write_dataset
     from realsys.data.char_model import make_tiny_model, write_char_tokenizer
 
     if config.data.kind == "arith":
         write_dataset(config.data.arith, paths.data, seed=config.seed)
     if not config.model.path:
-        write_char_tokenizer(paths.model)
-        make_tiny_model(config.model.tiny, paths.model, seed=config.seed)
+        write_char_tokenizer(paths.start_model)
+        make_tiny_model(config.model.tiny, paths.start_model, seed=config.seed)
 
 
 def _read_inputs(config: Config, paths: TrialPaths) -> dict[str, int]:
@@ -284,7 +315,7 @@ def _read_inputs(config: Config, paths: TrialPaths) -> dict[str, int]:
     from realsys.data.tokenizer import TextTokenizer
     from realsys.rollout import agents
 
-    model = Path(config.model.path) if config.model.path else paths.model
+    model = paths.base_model(config)
     if not config.model.path:
         check_made_model(model, config, parse_allocation(config.allocation), dataflow_of(config))
     tokenizer = TextTokenizer(model)
@@ -299,29 +330,31 @@ def _data_line(sizes: Mapping[str, int]) -> str:
 
 
 def _check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
-    """What only the number of lines can tell. Raises ConfigError."""
+    """Check the settings that depend on the number of lines. Raises ConfigError."""
     evaluation, train = config.evaluation, config.train
     for field, wanted in (
         ("evaluation.problems", evaluation.problems),
         ("evaluation.every_problems", evaluation.every_problems if evaluation.every_steps else 0),
     ):
         if wanted > sizes["eval"]:
-            raise ConfigError(field, wanted, f"only {sizes['eval']} problems are held out")
+            raise ConfigError(field, wanted, f"only {sizes['eval']} problems are held out: lower it")
     if train.total_epochs and train.total_epochs * sizes["train"] < train.batch_groups:
-        problem = f"{train.total_epochs} epochs of {sizes['train']} prompts do not fill one batch"
+        problem = f"{train.total_epochs} epochs of {sizes['train']} prompts do not fill one batch: lower it"
         raise ConfigError("train.batch_groups", train.batch_groups, problem)
     if config.warmup.steps and sizes["demos"] < config.warmup.batch:
-        raise ConfigError("warmup.batch", config.warmup.batch, f"there are only {sizes['demos']} demonstrations")
+        raise ConfigError(
+            "warmup.batch", config.warmup.batch, f"there are only {sizes['demos']} demonstrations: lower it"
+        )
 
 
 def _clear_names(config: Config, paths: TrialPaths, say: Callable[[str], None]) -> None:
-    """A name store outside the trial folder outlives trials: forget an earlier one of the same name.
+    """Remove the names of an earlier run from a name store outside the trial folder, which outlives trials.
 
-    Raises ConfigError when a trial of this name runs, in another folder: without its names its workers would stop.
+    Raises ConfigError if a trial of this name runs in another folder: without its names its workers would stop.
     """
     settings = config.cluster.name_store
     if settings.start or (settings.backend == "file" and not settings.root):
-        return  # in the trial's folder
+        return  # it is in the trial folder, and `tidy` removes it
     from realsys.cluster.store.connect import make_name_store, trial_names
 
     names, lease_s = trial_names(config), config.cluster.lease_s
@@ -332,11 +365,11 @@ def _clear_names(config: Config, paths: TrialPaths, say: Callable[[str], None]) 
             key, value = next(iter(alive.items()))
             if time.monotonic() >= deadline:
                 problem = f"runs in another folder, with the same name store ({key}: {value:.200})"
-                raise ConfigError("trial", config.trial, f"{problem}; stop that first, or choose another name")
-            if not said:  # this folder's own workers are gone, but not all of them could say so
+                raise ConfigError("trial", config.trial, f"{problem}: stop that first, or choose another name")
+            if not said:  # workers of this folder have ended, but those that were killed left their lease
                 say(f"waiting up to {2 * lease_s:g} s for {len(alive)} leases of its last run to lapse")
             said = True
-            threading.Event().wait(_LOOK_AGAIN_S)
+            threading.Event().wait(_POLL_S)
         store.clear_subtree(names.root)
     finally:
         store.close()

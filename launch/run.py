@@ -1,6 +1,6 @@
-"""`realsys run`: compose, check, prepare, plan; then supervise and show until the end; then report.
+"""`realsys run`: compose, fit, check, plan, prepare; then supervise and show until the end; then report.
 
-The same command again goes on with a trial that was stopped or died (launch/recover.py).
+The same command again continues a trial that was stopped or died (launch/start.py).
 """
 
 from __future__ import annotations
@@ -10,32 +10,35 @@ import contextlib
 import functools
 import os
 import shlex
+import shutil
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 
 from realsys.cluster.failure import read_errors
-from realsys.config.compose import compose
+from realsys.config.compose import compose, given_fields, quoted
 from realsys.config.doors import LOSS
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.checks import check
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
+from realsys.launch.fit import fit
 from realsys.launch.plan import ProcessSpec, plan
-from realsys.launch.prepare import Ready, examine, find, prepare, refuse_taken_address, resolve
+from realsys.launch.prepare import Ready, examine, prepare, resolve
 from realsys.launch.processes.failures import FirstFailure, first_failure
 from realsys.launch.processes.logs import keep_bounded
 from realsys.launch.processes.own_etcd import etcd_answers
 from realsys.launch.processes.restart_policy import NO_CHECKPOINT, Outcome
 from realsys.launch.processes.supervisor import Bounds, Hooks, Supervisor
 from realsys.launch.recover import remove_half_written
-from realsys.launch.resume import check_resume
-from realsys.launch.screen.display import make_view, print_plan
+from realsys.launch.screen.display import make_view
+from realsys.launch.screen.dry_run import print_dry_run
 from realsys.launch.screen.monitor import Monitor
 from realsys.launch.screen.progress import Progress
 from realsys.launch.screen.report import Summary, draw_curves, print_summary, summarise, write_summary
@@ -45,7 +48,7 @@ from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What the command line says besides the overrides."""
+    """Options of the command line besides the overrides."""
 
     trial: str | None = None
     config_dir: Path | None = None
@@ -55,27 +58,28 @@ class RunOptions:
 
 def run(overrides: Sequence[str], options: RunOptions) -> int:
     """Run one trial on this machine and return the exit code. Raises RealsysError for bad input."""
-    given = list(overrides)
-    if options.trial is not None:
-        escaped = options.trial.replace("\\", "\\\\").replace("'", "\\'")
-        given.append(f"trial='{escaped}'")
-    config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
+    given = [*overrides, *([] if options.trial is None else [f"trial={quoted(options.trial)}"])]
     machine = Machine.here()
+    config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
+    config, chosen = fit(config, given_fields(given), machine)
     check(config, machine)
     _try_own_loss(config)
     run_id = f"{config.experiment}-{config.trial}-{uuid.uuid4().hex[:8]}"
     paths = TrialPaths.of(config)
     specs = plan(config, paths, machine, run_id, os.environ.get("PYTHONPATH", ""))
     console = _Terminal()
-    if options.dry_run:
-        _dry_run(console, config, paths, specs)
-        return 0
     say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    if options.dry_run:
+        examined = examine(config, paths)
+        print_dry_run(console, config, paths, specs, replace(examined, lines=[*chosen, *examined.lines]))
+        return 0
     console.print(f"trial [bold]{config.experiment}/{config.trial}[/] in {paths.root}", highlight=False, soft_wrap=True)
+    for line in chosen:
+        say(line)
     with prepare(config, say) as ready:
         started = time.time()
         outcome = asyncio.run(_supervise(config, ready, specs, console, plain=options.plain))
-        with _reported("remove what was being written"):
+        with _reported("remove half-written files"):
             remove_half_written(paths)
         again = command_again(overrides, config.trial, options)
         code, summary = _conclude(config, paths, outcome, started, again)
@@ -92,40 +96,31 @@ def _try_own_loss(config: Config) -> None:
 
 
 class _Terminal(Console):
-    """Goes on when nobody reads it any more: `realsys run | tee log` gets its Ctrl-C together with the tee."""
+    """Console that stays silent once its reader has ended: Ctrl-C in `realsys run | tee log` ends the tee, too."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        with open(os.devnull, "wb") as nobody:
-            os.dup2(nobody.fileno(), self.file.fileno())  # for what is flushed at the exit
+        with open(os.devnull, "wb") as sink:
+            os.dup2(sink.fileno(), self.file.fileno())  # the flush at the exit needs an open file
 
 
 def _tell(text: str) -> None:
-    """On stderr."""
+    """Print a line to stderr."""
     _Terminal(stderr=True, emoji=False).print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 @contextlib.contextmanager
 def _reported(action: str) -> Iterator[None]:
-    """A disk that is full or read-only must not hide how the run ended."""
+    """Report an OSError and continue: a disk that is full or read-only must not hide how the run ended."""
     try:
         yield
     except OSError as exc:
         _tell(f"realsys: cannot {action}: {exc.filename or 'the terminal'}: {exc.strerror}")
 
 
-def _dry_run(console: Console, config: Config, paths: TrialPaths, specs: Sequence[ProcessSpec]) -> None:
-    earlier = find(config, paths)
-    refuse_taken_address(config)
-    if earlier is None:
-        check_resume(config)
-    lines = [] if earlier is None else examine(config, paths, earlier)
-    print_plan(console, config, paths, specs, lines)
-
-
 def command_again(overrides: Sequence[str], trial: str, options: RunOptions) -> str:
-    """The command that goes on with the trial, to be copied to a shell."""
-    words = ["realsys", "run"]
+    """Return the command that continues the trial, to be copied to a shell."""
+    words = [*own_command(), "run"]
     words += [text for text in overrides if text.partition("=")[0] not in ("trial", "recover")]
     words += ["--trial", trial]
     words += ["--config-dir", str(options.config_dir)] if options.config_dir else []
@@ -133,23 +128,32 @@ def command_again(overrides: Sequence[str], trial: str, options: RunOptions) -> 
     return shlex.join(words)
 
 
+def own_command() -> list[str]:
+    """Return the words that start this realsys in the user's shell: its name if it is on the PATH, else its path."""
+    script = Path(sys.executable).with_name("realsys")
+    if not script.is_file():
+        return [sys.executable, "-m", "realsys.launch.cli"]
+    on_path = shutil.which("realsys")
+    return ["realsys"] if on_path and Path(on_path).resolve() == script.resolve() else [str(script)]
+
+
 async def _supervise(
     config: Config, ready: Ready, specs: Sequence[ProcessSpec], console: Console, *, plain: bool
 ) -> Outcome:
-    """consumes the plan; waits for the supervisor, which ends with the run; produces its outcome."""
+    """Start the processes of the plan, show them, and return the outcome when the supervisor has ended."""
     paths, cluster = ready.paths, config.cluster
     progress, tail = Progress(), StepTail(paths.steps)
-    progress.add(tail.records())  # of earlier runs of this trial: they count, and are not shown again
+    progress.add(tail.records())  # earlier runs of this trial count, and are not shown again
     view = make_view(console, config, paths, plain=plain)
     monitor = Monitor(config, paths, progress, view, tail)
     troubles: list[Exception] = []
 
     def say(text: str = "") -> None:
         try:
-            monitor.read_steps()  # what happened before is shown before
+            monitor.read_steps()  # events in their order
             if text:
                 view.note(text)
-        except Exception as exc:  # of the display, or of the terminal behind it: the run goes on without them
+        except Exception as exc:  # the display or its terminal failed: the run continues without them
             troubles.append(exc)
 
     def finished() -> bool:
@@ -190,7 +194,7 @@ def _newest_step(paths: TrialPaths) -> int:
 
 
 def _conclude(config: Config, paths: TrialPaths, outcome: Outcome, started: float, again: str) -> tuple[int, Summary]:
-    """Write and print the summary; returns the exit code, too. ``again``: the command that goes on."""
+    """Write and print the summary; return it with the exit code. ``again``: the command that continues the trial."""
     failure = None
     if outcome.status == "failed":
         failure = first_failure(outcome, read_errors(paths.errors), paths.logs)
@@ -202,24 +206,24 @@ def _conclude(config: Config, paths: TrialPaths, outcome: Outcome, started: floa
         return failure.exit_code if failure else 1, summary
     print_summary(_Terminal(), summary)
     if outcome.status == "interrupted":
-        _tell(f"realsys: {outcome.reason}; to go on: {again}")
+        _tell(f"realsys: {outcome.reason}; to continue: {again}")
         return 128 + (outcome.signal or 2), summary
     return 0, summary
 
 
 def _draw(summary: Summary, paths: TrialPaths) -> None:
-    """The picture comes when all is said, and the trial is free: to import matplotlib alone can take seconds."""
+    """Draw curves.png, last and without the lock on the trial: importing matplotlib alone can take seconds."""
     try:
         if summary["steps"]:
             draw_curves(summary, paths)
     except KeyboardInterrupt:
         _tell(f"realsys: {paths.curves.name} is not drawn")
-    except Exception as exc:  # whatever it is, the run has ended as it has
+    except Exception as exc:  # a missing picture does not change how the run ended
         _tell(f"realsys: {paths.curves} is not drawn: {type(exc).__name__}: {exc}")
 
 
 def _print_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialPaths, again: str) -> None:
-    """One line with the cause; then where it can be read, and its last lines."""
+    """Print the cause in one line, then the files with details, and the last lines of the log."""
     lines: list[str] = []
     if failure is None:
         lines.append(f"realsys: the run failed: {outcome.reason}")
@@ -229,5 +233,5 @@ def _print_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialP
             lines.append(f"  the run ended when {outcome.reason}")
         lines += [f"  last lines of {failure.log}:", *(f"  | {line}" for line in failure.log_tail)]
     lines.append(f"  logs: {paths.logs}   errors: {paths.errors}")
-    lines.append(f"  to go on: {again}")
+    lines.append(f"  to continue: {again}")
     _tell("\n".join(lines))

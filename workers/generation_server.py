@@ -6,7 +6,6 @@ It starts with the base model at version -1; the manager routes to it only after
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from realsys.cluster.worker import WorkerContext, worker_main
 
@@ -26,7 +25,7 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.weights.folder import FolderWriter
 
     config = ctx.config
-    model_path = Path(config.model.path) if config.model.path else ctx.paths.model
+    model_path = ctx.paths.base_model(config)
     ctx.set_state("loading")
     changes = Changes()
     reader = build(config).reader(ReaderParts(ctx.index, model_path))

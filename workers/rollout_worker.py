@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 
 import uvloop
 
@@ -28,7 +27,7 @@ from realsys.stream.security import keys_for
 async def serve(ctx: WorkerContext) -> None:
     """Build the parts, roll out until asked to stop, close them."""
     config, cluster, names = ctx.config, ctx.config.cluster, ctx.names
-    model = Path(config.model.path) if config.model.path else ctx.paths.model
+    model = ctx.paths.base_model(config)
     tokenizer = TextTokenizer(model)
     prompts = PromptDataset(config, ctx.paths, tokenizer)
     manager = ManagerClient(

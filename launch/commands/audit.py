@@ -1,4 +1,4 @@
-"""`realsys audit`: whether a trial lost a ticket or used one twice, from its files alone, also while it runs.
+"""`realsys audit`: checks from the files of a trial that no ticket was lost or used twice, also while it runs.
 
 step log, then ledger ──> Auditor ──> counts, checks, exit code. Reads only.
 """
@@ -26,7 +26,7 @@ _SHOWN = 5  # problems per check; --json has all of them
 
 
 def show_audit(trial_dir: Path, *, as_json: bool = False) -> int:
-    """Print the audit of a trial; 1 if a check failed. Raises ConfigError if the folder is no trial's."""
+    """Print the audit of a trial; return 1 if a check failed. Raises ConfigError if the folder is not a trial."""
     report = audit_trial(TrialPaths(trial_dir.resolve()))
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
@@ -36,9 +36,9 @@ def show_audit(trial_dir: Path, *, as_json: bool = False) -> int:
 
 
 def audit_trial(paths: TrialPaths) -> AuditReport:
-    """Raises ConfigError if there is no ledger, or nothing in it is a record."""
+    """Read step log and ledger. Raises ConfigError if there is no ledger, or no record in it."""
     skipped: dict[str, str] = {}
-    logged = logged_tickets(paths.steps)  # first: what the trainer has logged, it had told the manager before
+    logged = logged_tickets(paths.steps)  # before the ledger: the trainer logs a step after the manager knows it
     if logged is None:
         skipped["steps"] = "no step log with tickets"
     auditor, line, end = Auditor(), 0, 0
@@ -51,7 +51,9 @@ def audit_trial(paths: TrialPaths) -> AuditReport:
         except LedgerError as error:
             auditor.problems["journal"].append(str(error))
             skipped["steps"], size = f"nothing is read beyond line {line}", end
-        if paths.ledger.stat().st_ino != before.st_ino:  # compacted meanwhile: the size was that of another file
+        if (
+            paths.ledger.stat().st_ino != before.st_ino
+        ):  # it was compacted during the read: the size was that of another file
             size = end
     except OSError as error:
         problem = f"{error.strerror}: not the folder of a trial, or its manager has not started yet"
@@ -65,7 +67,7 @@ def audit_trial(paths: TrialPaths) -> AuditReport:
 
 
 def logged_tickets(steps: Path) -> Mapping[int, list[str]] | None:
-    """Tickets by step as the trainer logged them; None if it has no log, or one from before it named them."""
+    """Return the tickets of each step from the step log; None without a log, or with one that names no tickets."""
     if not steps.is_file():
         return None
     records = (record for record in surviving_steps(steps) if record["kind"] == "train")
@@ -76,13 +78,13 @@ def logged_tickets(steps: Path) -> Mapping[int, list[str]] | None:
 
 
 def recovered_steps(steps: Path) -> set[int]:
-    """Those that a recovery went back to. A compacted ledger knows the last one only."""
+    """Return the steps that recoveries rolled back to. A compacted ledger has only the last one."""
     found = (record.get("step") for record in surviving_steps(steps) if record["kind"] == RECOVERED)
     return {step for step in found if isinstance(step, int)}
 
 
 def print_report(console: Console, report: AuditReport) -> None:
-    """Counts, then the checks with the first problems of each."""
+    """Print the counts, then the checks with the first problems of each."""
     counts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     counts.add_column(style="bold")
     counts.add_column(justify="right")

@@ -1,4 +1,4 @@
-"""`realsys replay`: a recorded step again, from the checkpoint before it, compared bit for bit.
+"""`realsys replay`: repeats a recorded step from the checkpoint before it, and compares the results bit for bit.
 
 The ModelWorkers of the trial and a master for them run in a scratch folder: the trial is only read.
 """
@@ -26,7 +26,7 @@ from realsys.errors import CheckpointError, RealsysError, RecordError
 from realsys.launch.plan import ProcessSpec, plan
 from realsys.launch.processes.failures import first_failure
 from realsys.launch.processes.supervisor import Bounds, Hooks, Supervisor
-from realsys.launch.recover import changes
+from realsys.launch.start import changes
 from realsys.master.records.replayer import ReplayJob, ReplayResult, replay_job
 from realsys.train.checkpoint.checkpoint_files import STATE, verify
 from realsys.train.records import record_files as files
@@ -47,11 +47,10 @@ _HEADS = {
 def replay(trial_dir: Path, step: int | None) -> int:
     """Repeat ``step`` (the last recorded one by default), and those between it and the checkpoint before it.
 
-    Returns 0 if all is bit-equal, else 1. Raises RealsysError for bad input, for what is damaged, for a replay that
-    fails.
+    Returns 0 if all is bit-equal, else 1. Raises RealsysError for bad input, a damaged file, or a replay that fails.
     """
     paths = TrialPaths(trial_dir.resolve())
-    read_config(paths.config)  # that of its last start: whether this is a trial at all
+    read_config(paths.config)  # refuses a folder that is not a trial
     step = last_recorded(paths) if step is None else step
     config = _recorded_config(paths, step)
     job = _checked_job(config, paths, step)
@@ -66,15 +65,15 @@ def replay(trial_dir: Path, step: int | None) -> int:
 
 
 def last_recorded(paths: TrialPaths) -> int:
-    """Raises RecordError when no step is."""
+    """Return the newest recorded step. Raises RecordError if there is none."""
     steps = files.recorded_steps(paths.records)
     if not steps:
-        raise RecordError(f"{paths.records}: no step is recorded (record.samples)")
+        raise RecordError(f"{paths.records}: no step is recorded: set record.samples=true when you train")
     return max(steps)
 
 
 def _checked_job(config: Config, paths: TrialPaths, step: int) -> ReplayJob:
-    """How to come to ``step``. Every byte of what that takes is read before anything is started. Raises RecordError."""
+    """Plan the replay of ``step``, and verify every file that it needs before anything starts. Raises RecordError."""
     try:
         job = replay_job(config, paths, step)
         if job.checkpoint:
@@ -90,24 +89,24 @@ def _checked_job(config: Config, paths: TrialPaths, step: int) -> ReplayJob:
 
 
 def _recorded_config(paths: TrialPaths, step: int) -> Config:
-    """What ``step`` was trained with; the trial may have been started again with other settings since."""
+    """Return the settings of ``step``: the trial may have been started again with others."""
     directory = files.record_of_step(paths.records, step)
     return files.config_of(directory, files.read_record(directory))
 
 
 def _check_same(config: Config, other: Config, step: int, job: ReplayJob) -> None:
-    """Raises RecordError when ``step`` was trained with other settings than the last one of ``job``."""
+    """Refuse a ``step`` that was trained with other settings than the last one of ``job``. Raises RecordError."""
     ours, theirs = (c.model_dump(include=set(_TRAINED_WITH)) for c in (config, other))
-    if found := [f"{field}={old!r} ({new!r})" for field, old, new in changes(theirs, ours)]:
-        problem = f"was trained with other settings than step {job.step}, and no checkpoint lies between them"
-        raise RecordError(f"step {step} {problem}: {', '.join(found[:3])}")
+    if different := [f"{each.field}={each.old!r} ({each.new!r})" for each in changes(theirs, ours)]:
+        problem = f"was trained with other settings than step {job.step}, and there is no checkpoint between them"
+        raise RecordError(f"step {step} {problem}: {', '.join(different[:3])}")
 
 
 def scratch_config(config: Config, paths: TrialPaths, job: ReplayJob) -> Config:
-    """The trial's configuration, for processes of this machine in another folder."""
+    """Return the trial's configuration for processes of this machine in another folder."""
     here = ClusterConfig()
     cluster = config.cluster.model_copy(update={"name_store": here.name_store, "host": here.host})
-    model = config.model.model_copy(update={"path": config.model.path or str(paths.model)})
+    model = config.model.model_copy(update={"path": str(paths.base_model(config))})
     record = config.record.model_copy(update={"keep_steps": len(job.steps)})
     update = {"cluster": cluster, "model": model, "record": record, "recover": "off"}
     return config.model_copy(update=update)
@@ -133,16 +132,16 @@ async def _run(config: Config, paths: TrialPaths, job: ReplayJob) -> ReplayResul
         if failure is None:
             raise RealsysError(f"the replay failed: {outcome.reason}")
         if job.checkpoint and not (Path(job.checkpoint) / STATE).exists():
-            raise RecordError(f"{job.checkpoint} was removed meanwhile, by the trial that runs (checkpoint.keep)")
+            raise RecordError(f"{job.checkpoint} was removed by the running trial (checkpoint.keep): try again")
         what = f"the replay failed: {failure.process} (pid {failure.pid}): {failure.problem}"
-        if failure.exit_code == RecordError.exit_code:  # bad input: the line says it all
+        if failure.exit_code == RecordError.exit_code:  # bad input: the log adds nothing
             raise RecordError(what)
         raise RealsysError(what + "".join(f"\n  | {line}" for line in failure.log_tail))
     return msgspec.json.decode((paths.root / "result.json").read_bytes(), type=ReplayResult)
 
 
 def processes(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
-    """Of a trial's processes those of the training side, under a replay's master."""
+    """Return the processes of the trainer, with the master of a replay."""
     side = [spec for spec in specs if spec.on_training_side]
     return [_master(spec) if spec.kind == "master_worker" else spec for spec in side]
 

@@ -1,4 +1,4 @@
-"""`realsys samples`: what a step was trained on, with the version of every token, rewards and advantages."""
+"""`realsys samples`: shows the samples of a train step, with the version of every token, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from realsys.train.records import record_files as files
 from realsys.train.records.record_files import Arrays, StepRecord
 from realsys.types import GroupOrigin, SampleMeta
 
-_SHOWN = 4  # prompts, if --limit does not say how many
-CONTEXT = -1  # in the place of a version: the policy did not sample the token
+_SHOWN = 4  # prompts without --limit
+CONTEXT = -1  # instead of a version: the policy did not sample the token
 _VERDICTS = {True: "correct", False: "wrong", None: "not judged"}
 _COLOURS = {True: "green", False: "red", None: "default"}
-_STYLES = ("cyan", "yellow", "magenta", "green", "blue")  # of versions, in turn
+_STYLES = ("cyan", "yellow", "magenta", "green", "blue")  # versions take them in turn
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A run of tokens behind the prompt that one version sampled; ``version`` None: context, not in the loss."""
+    """Tokens after the prompt that one version sampled in a row; ``version`` None: context, not in the loss."""
 
     version: int | None
     tokens: int
@@ -47,7 +47,7 @@ class Span(msgspec.Struct, frozen=True):
 
 class Sample(msgspec.Struct, frozen=True):
     """One row as it was trained. ``reward``, ``correct`` and ``metrics`` are of its episode; ``advantage`` is the mean
-    over its loss tokens if they differ. ``answer``: everything behind the first prompt, feedback included.
+    over its loss tokens if they differ. ``answer``: everything after the first prompt, with feedback.
     """
 
     step: int
@@ -60,7 +60,7 @@ class Sample(msgspec.Struct, frozen=True):
     seed: int
     granted_version: int
     worker: str
-    seconds: float  # of its group's rollout
+    seconds: float  # duration of its group's rollout
     prompt: str
     answer: str
     spans: list[Span]
@@ -82,7 +82,7 @@ def show_samples(trial_dir: Path, step: int | None, ticket: str | None, limit: i
     if limit is not None and limit < 0:
         raise ConfigError("--limit", limit, "must be 0 (all) or more")
     paths = TrialPaths(trial_dir.resolve())
-    read_config(paths.config)  # that of its last start: whether this is a trial at all
+    read_config(paths.config)  # refuses a folder that is not a trial
     directory = files.record_of_step(paths.records, last_recorded(paths) if step is None else step)
     record = files.read_record(directory)
     config = files.config_of(directory, record)
@@ -96,7 +96,7 @@ def show_samples(trial_dir: Path, step: int | None, ticket: str | None, limit: i
         try:
             sys.stdout.write("".join(f"{line}\n" for line in lines))
             sys.stdout.flush()
-        except BrokenPipeError:  # a reader that has seen enough: `| head`
+        except BrokenPipeError:  # the reader has ended, as in `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     console = Console()
@@ -110,21 +110,21 @@ def show_samples(trial_dir: Path, step: int | None, ticket: str | None, limit: i
 
 
 def wanted(record: StepRecord, ticket: str | None) -> list[list[SampleMeta]]:
-    """The groups of the step, or the one of ``ticket``. Raises RecordError that names some that are there."""
+    """Return the groups of the step, or the one of ``ticket``. Raises RecordError naming some tickets of the step."""
     if ticket is None:
         return record.groups
     groups = [group for group in record.groups if group[0].ticket_id == ticket]
     if not groups:
         ids = [group[0].ticket_id for group in record.groups]
         more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
-        raise RecordError(f"step {record.step} has not trained ticket {ticket!r}; it has {', '.join(ids[:5])}{more}")
+        raise RecordError(f"step {record.step} has not trained ticket {ticket!r}: it has {', '.join(ids[:5])}{more}")
     return groups
 
 
 def samples(
     config: Config, record: StepRecord, arrays: Arrays, origins: Sequence[GroupOrigin], tokenizer: TextTokenizer
 ) -> dict[str, Sample]:
-    """Sample id -> all that is known of it."""
+    """Return sample id -> Sample for every row of the step."""
     by_ticket = {origin.ticket.ticket_id: origin for origin in origins}
     advantages = episode_advantages(config, record)
     return {
@@ -135,7 +135,7 @@ def samples(
 
 
 def episode_advantages(config: Config, record: StepRecord) -> dict[str, float]:
-    """Advantage of every row from the rewards of the batch: the trainer's, unless tokens have their own.
+    """Compute the advantage of every row from the rewards of the batch, as the trainer does.
 
     Empty if the settings give each token its own advantage.
     """
@@ -194,7 +194,7 @@ def _sample(
 
 
 def token_versions(mask: Array, versions: Array) -> Array:
-    """For each token of a row the version that sampled it, CONTEXT if it is not in the loss, int64 [T]."""
+    """Return the version that sampled each token of a row, CONTEXT for a token outside the loss, int64 [T]."""
     found = np.full(len(mask), CONTEXT, np.int64)
     found[mask] = versions
     return found
@@ -222,7 +222,7 @@ def _difference(config: Config, arrays: Arrays, name: str, advantage: float | No
     if proximal is None or not len(proximal):
         return None
     if config.train.ppo.skip_zero_advantage and advantage == 0.0 and not proximal.any():
-        return None  # nobody computed them
+        return None  # the trainer skipped the row
     return _mean(np.abs(proximal - sampled))
 
 
@@ -244,7 +244,7 @@ def _headline(config: Config, record: StepRecord) -> str:
 
 
 def group_lines(group: Sequence[Sample]) -> Iterator[Text]:
-    """A prompt and its episodes."""
+    """Yield the lines for a prompt and its episodes."""
     first = group[0]
     yield Text()
     yield Text(
@@ -291,5 +291,5 @@ def _signed(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """What a model wrote must not steer the terminal: other than line ends, only what can be seen."""
+    """Escape all characters but printable ones and line ends: a completion must not control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text).replace("\n", "\n" + " " * 8)

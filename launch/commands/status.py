@@ -1,4 +1,4 @@
-"""`realsys status`: a running or finished trial, read from its folder and, while it runs, from its manager."""
+"""`realsys status`: shows a trial from its folder and, while it runs, from its manager."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def show_status(trial_dir: Path | None) -> int:
         try:
             print_summary(console, json.loads(paths.summary.read_text("utf-8")))
         except (ValueError, LookupError, TypeError, AttributeError) as exc:
-            problem = f"is no summary ({type(exc).__name__}: {exc}); remove it, to see what the step log has"
+            problem = f"cannot be read ({type(exc).__name__}: {exc}): remove it to see the step log instead"
             raise ConfigError("summary.json", str(paths.summary), problem) from None
         return 0
     from realsys.launch.screen.monitor import look_once
@@ -47,8 +47,8 @@ def show_status(trial_dir: Path | None) -> int:
 
 
 def newest_trial(root: Path) -> Path:
-    """The folder of the trial that was started last. Raises ConfigError if there is none."""
+    """Return the folder of the trial that was started last. Raises ConfigError if ``root`` has no trial."""
     newest = newest_dump(root)
     if newest is None:
-        raise ConfigError("TRIAL_DIR", str(root), "no trial in it; name the folder of one")
+        raise ConfigError("TRIAL_DIR", str(root), "has no trial: name the folder of a trial")
     return newest.parent

@@ -1,4 +1,4 @@
-"""What a run looks like while it runs: a live display on a terminal, one line per step anywhere else."""
+"""Shows a running trial: a live display on a terminal, one line per step otherwise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from rich.text import Text
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.launch.plan import ProcessSpec, as_rows
 from realsys.launch.screen.progress import TIME_PARTS, Progress, Record, mean, number
 
 T = TypeVar("T")
@@ -31,7 +30,7 @@ _OF_OTHER_MODELS = (
     ("KL to reference", "kl_ref_mean"),
     ("KL to reference", "advantages/kl_ref_mean"),
 )
-#: why the manager grants nothing, in words
+#: reason why the manager grants nothing, in words
 _CLOSED = {
     "staleness": "waits for the trainer (eta)",
     "exhausted": "all groups of this run granted",
@@ -41,7 +40,7 @@ _CLOSED = {
 
 
 class View(Protocol):
-    """Shows the progress of a run. A context manager: it owns the terminal while it is open."""
+    """Display of the progress of a run. A context manager: it owns the terminal while it is open."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -49,12 +48,12 @@ class View(Protocol):
     ) -> None: ...
     def note(self, text: str) -> None: ...
     def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
-        """``new``: records that ``progress`` has and that were not shown yet."""
+        """Show ``progress``; ``new`` are its records that were not shown yet."""
         ...
 
 
 def make_view(console: Console, config: Config, paths: TrialPaths, *, plain: bool) -> View:
-    """Live on a terminal, plain where the output goes to a file or a pipe, or on request."""
+    """Make a live view on a terminal, and a plain one for a file, a pipe or on request."""
     if plain or not console.is_terminal:
         return PlainView(console)
     return LiveView(console, config, paths)
@@ -64,7 +63,7 @@ def make_view(console: Console, config: Config, paths: TrialPaths, *, plain: boo
 
 
 class PlainView:
-    """One line per record."""
+    """View that prints one line per record."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -92,7 +91,7 @@ class PlainView:
 
 
 def _line(record: Record) -> str:
-    """Empty for what is not shown."""
+    """Return the line for a record; empty if it is not shown."""
     match record.get("kind"):
         case "phase":
             return f"phase {record.get('phase', '?')}"
@@ -111,7 +110,7 @@ def _line(record: Record) -> str:
 def recovered_line(record: Record) -> str:
     step = number(record, "step")
     where = "from the beginning" if step is None or step < 0 else f"after step {step:.0f}"
-    return f"training goes on {where}"
+    return f"training continues {where}"
 
 
 def warmup_line(record: Record) -> str:
@@ -152,7 +151,7 @@ def _rate(record: Record, amount: str, seconds: str) -> float | None:
 
 
 def fmt(value: float | None, spec: str) -> str:
-    """A number in a format, or a dash where there is none."""
+    """Format a number; None becomes a dash."""
     return "-" if value is None else format(value, spec)
 
 
@@ -160,7 +159,7 @@ def fmt(value: float | None, spec: str) -> str:
 
 
 class LiveView:
-    """A panel that is redrawn once a second."""
+    """View that redraws a panel once a second."""
 
     def __init__(self, console: Console, config: Config, paths: TrialPaths) -> None:
         self._config, self._paths = config, paths
@@ -212,7 +211,7 @@ class LiveView:
 
 
 def _remaining(progress: Progress) -> str:
-    """Time left in this phase, from the last steps."""
+    """Estimate the time left in this phase from the last steps."""
     records = progress.train or progress.warmup
     path = ("seconds", "total") if progress.train else ("seconds",)
     pace = mean(_recent(records), *path)
@@ -282,13 +281,13 @@ def _asynchrony(progress: Progress, config: Config) -> Table:
 
 
 def _published(status: Record, last: Record) -> float | None:
-    """The newest version that either source knows of; none before the first."""
+    """Return the newest version in the status or the step log; None before the first."""
     known = [v for v in (number(status, "version"), number(last, "version")) if v is not None and v >= 0]
     return max(known, default=None)
 
 
 def _servers(status: Record) -> Table | None:
-    """The rows of the manager's status, or nothing while no server is registered."""
+    """Make the table of servers; None while no server is registered."""
     entries = status.get("servers")
     if not isinstance(entries, Sequence) or not entries:
         return None
@@ -309,7 +308,7 @@ def _servers(status: Record) -> Table | None:
 
 
 def time_split(records: Sequence[Record]) -> str:
-    """`0.52 s: wait 10%, train 80%, ...`: mean time of a step and the share of its parts."""
+    """Return the mean time of a step and the shares of its parts: `0.52 s: wait 10%, train 80%, ...`."""
     total = mean(records, "seconds", "total")
     if not total:
         return "-"
@@ -319,7 +318,7 @@ def time_split(records: Sequence[Record]) -> str:
 
 
 def sparkline(records: Sequence[Record], field: str, width: int = 24) -> str:
-    """The course of a field over ``records`` as block characters."""
+    """Draw the course of a field over ``records`` with block characters."""
     values = [v for v in (number(r, field) for r in records) if v is not None]
     if len(values) < 2:
         return ""
@@ -329,23 +328,3 @@ def sparkline(records: Sequence[Record], field: str, width: int = 24) -> str:
     low, high = min(values), max(values)
     blocks = "▁▂▃▄▅▆▇█"
     return "".join(blocks[round((v - low) / (high - low) * 7) if high > low else 0] for v in values)
-
-
-# ---- dry run
-
-
-def print_plan(
-    console: Console, config: Config, paths: TrialPaths, specs: Sequence[ProcessSpec], notes: Sequence[str] = ()
-) -> None:
-    """The processes as a table, for --dry-run. ``notes``: what else would happen."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("process", "holds", "threads", "device", "when it dies", "command"):
-        table.add_column(column, no_wrap=True, justify="right" if column == "threads" else "left")
-    for row in as_rows(specs):
-        table.add_row(*row)
-    wide = console if console.is_terminal else Console(file=console.file, width=300)
-    console.print(f"{config.experiment}/{config.trial}: {len(specs)} processes, folder {paths.root}", soft_wrap=True)
-    wide.print(table)
-    for note in notes:
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
-    console.print("dry run: nothing was written or started")

@@ -1,4 +1,4 @@
-"""Keeps a Progress up to date while a trial runs: follows the step log, asks the manager for its status."""
+"""Keeps a Progress up to date while a trial runs, from the step log and the manager's status."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ _STATUS_TIMEOUT_S = 2.0
 
 
 class Screen(Protocol):
-    """What the monitor shows the progress on."""
+    """Display of the progress."""
 
     def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None: ...
 
 
 class Monitor:
-    """Refreshes ``progress`` and the screen about once a second until it is cancelled.
+    """Task that refreshes ``progress`` and the screen about once a second until it is cancelled.
 
-    The manager is looked up in the name store, again whenever it does not answer: a restarted one has a new address.
+    It reads the manager's address from the name store again when the manager does not answer: a restarted manager has
+    a new one.
     """
 
     def __init__(self, config: Config, paths: TrialPaths, progress: Progress, screen: Screen, tail: StepTail) -> None:
-        self._config, self._paths = config, paths
-        self._progress, self._screen, self._tail = progress, screen, tail
+        self._config = config
+        self._paths = paths
+        self._progress = progress
+        self._screen = screen
+        self._tail = tail
 
     def read_steps(self) -> None:
-        """Take in what the MasterWorker wrote since the last time."""
+        """Read the records that the MasterWorker wrote since the last call."""
         new = self._tail.read()
         self._progress.add(new)
         self._screen.refresh(self._progress, new)
@@ -56,7 +60,7 @@ class Monitor:
             store.close()
 
     async def ask_manager(self, session: aiohttp.ClientSession, store: NameStore) -> None:
-        """One look at the manager's status; without an answer the last one stays."""
+        """Read the manager's status; without an answer the last one stays."""
         progress = self._progress
         if progress.address is None:
             progress.address = await asyncio.to_thread(_lookup, store, trial_names(self._config))
@@ -80,7 +84,7 @@ async def look_once(config: Config, paths: TrialPaths, progress: Progress) -> No
     monitor = Monitor(config, paths, progress, _NoScreen(), tail)
     try:
         store = await asyncio.to_thread(make_name_store, config, paths)
-    except NameStoreError:  # a folder that one can only read
+    except NameStoreError:  # a folder without write permission
         return
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_STATUS_TIMEOUT_S)) as session:

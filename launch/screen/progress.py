@@ -1,7 +1,7 @@
-"""What is shown of a run while it runs: step records and the manager's status folded into one state. Pure.
+"""State of a running trial for the display, from step records and the manager's status. Pure.
 
-Of the records it keeps the newest ones, whatever the length of the run; the report reads the step log again.
-Fields that a record or the status lacks stay None; a display must never be what stops a run.
+It keeps the newest records only, whatever the length of the run; the report reads the step log again. A field that a
+record or the status lacks is None: a display must never stop a run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Progress:
     train: deque[Record] = field(default_factory=lambda: deque(maxlen=WINDOW))
     evals: dict[str, Record] = field(default_factory=dict)
     status: Record = field(default_factory=dict)  # GET /status of the manager
-    address: str | None = None  # of the manager
-    _trained: tuple[int, int] | None = None  # steps done and in all, once one was; of the warm-up:
+    address: str | None = None  # address of the manager
+    _trained: tuple[int, int] | None = None  # (steps done, all steps) after the first step; for the warm-up:
     _warmed_up: tuple[int, int] = (0, 0)
 
     def add(self, records: Iterable[Record]) -> None:
@@ -56,7 +56,7 @@ class Progress:
                     self._go_back(record)
 
     def _go_back(self, recovered: Record) -> None:
-        """What was undone is forgotten: it will happen again. Steps before the window stay done."""
+        """Remove the records that a recovery undid: the steps happen again. Steps before the window stay done."""
         self.train = deque((record for record in self.train if not undone(record, recovered)), WINDOW)
         self.warmup = deque((record for record in self.warmup if not undone(record, recovered)), WINDOW)
         self.evals = {name: record for name, record in self.evals.items() if not undone(record, recovered)}
@@ -68,7 +68,7 @@ class Progress:
 
     @property
     def step(self) -> tuple[int, int]:
-        """(steps done, steps in all) of the phase that has steps."""
+        """Return (steps done, all steps) of the current phase."""
         return self._warmed_up if self._trained is None else self._trained
 
 
@@ -77,7 +77,7 @@ def _count(record: Record) -> tuple[int, int]:
 
 
 def number(record: object, *path: str) -> float | None:
-    """The number at ``path`` of nested mappings, or None where there is none."""
+    """Return the number at ``path`` of nested mappings, or None."""
     for key in path:
         if not isinstance(record, Mapping):
             return None
@@ -91,6 +91,6 @@ def number(record: object, *path: str) -> float | None:
 
 
 def mean(records: Iterable[Record], *path: str) -> float | None:
-    """Mean over the records that have a number at ``path``."""
+    """Return the mean over the records that have a number at ``path``."""
     values = [v for v in (number(r, *path) for r in records) if v is not None]
     return sum(values) / len(values) if values else None

@@ -1,8 +1,9 @@
-"""What a finished run leaves: a summary on the terminal, summary.json, curves.png. All of it from the step log."""
+"""Reports a finished run from its step log: a summary on the terminal, summary.json and curves.png."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ def summarise(
     ended: float,
     failure: FirstFailure | None = None,
 ) -> Summary:
-    """Everything worth keeping of a run, as plain values; what was not measured is null."""
+    """Return the results of a run as plain values; a number that was not measured is None."""
     totals = Totals.of(surviving_steps(paths.steps), since=started)
     before = number(totals.evals.get("before", {}), "accuracy")
     after = number(totals.evals.get("after", {}), "accuracy")
@@ -78,13 +79,13 @@ def summarise(
         "recoveries": totals.recoveries,
         "restarts": [{"process": d.name, "how": d.how, "time": d.time} for d in outcome.restarted],
         "killed_at_stop": outcome.killed,
-        "checkpoint": str(paths.final_model) if paths.final_model.is_dir() else None,
+        "model": str(paths.final_model) if paths.final_model.is_dir() else None,
         "folder": str(paths.root),
     }
 
 
 def ended_by(config: Config, totals: Totals) -> str | None:
-    """Which limit the run came to; None if it says nothing of its steps."""
+    """Return the limit that ended the run; None if the step log does not have it."""
     last = totals.last[-1] if totals.last else {}
     step, total, train = number(last, "step"), number(last, "total"), config.train
     if step is None or total is None:
@@ -104,7 +105,7 @@ def write_summary(summary: Summary, paths: TrialPaths) -> None:
 
 
 def print_summary(console: Console, summary: Summary) -> None:
-    """The summary, a line per fact. Lines are never cut or broken: the paths in them are there to be copied."""
+    """Print the summary, a line per fact. Lines are never cut or wrapped, so that paths can be copied."""
     console.print(
         f"[bold]{summary['experiment']}/{summary['trial']}: {summary['status']}[/]", highlight=False, soft_wrap=True
     )
@@ -113,7 +114,7 @@ def print_summary(console: Console, summary: Summary) -> None:
 
 
 def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
-    """(name, text) of what is known; a name stands once."""
+    """Yield (name, text) of every number that was measured; a name occurs once."""
     accuracy, seconds, staleness = summary["accuracy"], summary["seconds"], summary["staleness"]
     if limit := summary.get("ended_by"):  # older summaries have none
         yield "ended by", limit
@@ -142,18 +143,18 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "staleness", f"{lag}; {staleness['dropped']} groups dropped{filtered}"
     if idle := summary.get("without_signal"):
         cause = "every advantage was 0, as when all answers to a prompt get the same reward"
-        yield "no signal", f"{idle} of {summary['steps']} steps changed no weight: {cause}"
+        yield "no signal", f"{idle} of {summary['steps']} steps: {cause}"
     for i, restart in enumerate(summary["restarts"]):
         yield "" if i else "restarts", f"{restart['process']} {restart['how']}"
     if recoveries := summary.get("recoveries"):  # older summaries have none
-        yield "recoveries", f"training went on from a checkpoint {recoveries} time{'s' if recoveries > 1 else ''}"
-    if summary["checkpoint"]:
-        yield "checkpoint", summary["checkpoint"]
+        yield "recoveries", f"training continued from a checkpoint {recoveries} time{'s' if recoveries > 1 else ''}"
+    if model := summary.get("model"):  # older summaries have none
+        yield "trained model", f"{shlex.quote(model)}  (a Hugging Face directory; model.path= accepts it)"
     yield "report", f"{summary['folder']}/summary.json, curves.png" if summary["steps"] else summary["folder"]
 
 
 def _metrics(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """The metrics of the last evaluation, and what they were at the first."""
+    """Return the metrics of the first and of the last evaluation, as text."""
     measured = [record["metrics"] for record in evaluations if record.get("metrics")]
     if not measured:
         return ""
@@ -181,7 +182,7 @@ Point = Mapping[str, float]
 
 
 def draw_curves(summary: Summary, paths: TrialPaths) -> None:
-    """2x2: reward, accuracy (held-out as points), staleness, answer length; each over train steps."""
+    """Draw reward, accuracy (held-out as points), staleness and completion length over train steps."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What a whole run comes to, from its step log: sums, means and extremes over the records that hold.
+"""Totals of a whole run from its step log: sums, means and extremes over the records that hold.
 
 step log ──surviving_steps──> Totals (for the summary) ──> course (for the curves)
 
@@ -17,14 +17,14 @@ from typing import Any, Self
 from realsys.launch.screen.progress import TIME_PARTS, Record, mean, number
 from realsys.telemetry.steps import RECOVERED
 
-#: the course of training is told by the means of so many first and last steps: one batch is noise
+#: number of first and of last steps whose means describe the course of training: one batch is noise
 COURSE_STEPS = 5
-CURVE_POINTS = 2000  # a curve has at most so many
+CURVE_POINTS = 2000  # maximum for one curve
 
 
 @dataclass(slots=True)
 class Mean:
-    """Of the numbers that there were; None without any."""
+    """Mean of the numbers that were added; None without any."""
 
     total: float = 0.0
     count: int = 0
@@ -41,7 +41,7 @@ class Mean:
 
 @dataclass(slots=True)
 class Totals:
-    """``since``: unix seconds; what came before belongs to earlier starts of the trial, whose seconds do not count."""
+    """Sums over a step log. ``since``: unix seconds; earlier starts of the trial do not count in the wall time."""
 
     since: float = 0.0
     steps: int = 0  # trained
@@ -63,7 +63,7 @@ class Totals:
 
     @classmethod
     def of(cls, records: Iterable[Record], since: float = 0.0) -> Self:
-        """Of ``records`` that hold: nothing undoes them."""
+        """Add up ``records``, none of which a later record undoes."""
         totals = cls(since)
         for record in records:
             totals.add(record)
@@ -108,16 +108,16 @@ class Totals:
         """Wall seconds spent in each phase since ``since``; a phase entered twice is summed."""
         seconds: dict[str, float] = {}
         stops = [*(began for _, began in self.phases[1:]), end]
-        for (name, start), stop in zip(self.phases, stops, strict=False):  # without any phase `end` stands alone
+        for (name, start), stop in zip(self.phases, stops, strict=False):  # without any phase, `stops` is longer
             if name != "done":
                 seconds[name] = seconds.get(name, 0.0) + max(0.0, stop - start)
         return seconds
 
 
 def course(records: Iterable[Record], steps: int) -> Iterator[dict[str, float]]:
-    """The numbers that the curves are drawn of, by name, of each of ``steps`` train steps; ``step`` is always there.
+    """Yield the numbers of the curves by name, for each of ``steps`` train steps; ``step`` is always one of them.
 
-    Of more than CURVE_POINTS, each point is of several steps: their means, but of the lag the extremes.
+    With more than CURVE_POINTS steps, a point has the means of several steps, and the extremes of their staleness.
     """
     trained = (record for record in records if record.get("kind") == "train" and number(record, "step") is not None)
     width = max(1, math.ceil(steps / CURVE_POINTS))

@@ -12,6 +12,7 @@ own exceptions stay in here. hydra is imported inside ``compose`` so that ``real
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -36,8 +37,8 @@ _EXPERIMENT = "experiment"
 def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Config:
     """Compose and validate the configuration of one trial.
 
-    ``overrides`` are hydra's: ``group=option`` or ``field.path=value``. ``config_dir`` is searched besides the
-    shipped files, for experiments of one's own. Cross-field rules are in checks.py.
+    ``overrides`` are hydra's: ``group=option`` or ``field.path=value``. ``config_dir`` has the user's files, which are
+    searched after the shipped ones. Rules over several fields are in checks.py.
     Raises ConfigError.
     """
     return validate(_merge(list(overrides), config_dir))
@@ -57,7 +58,7 @@ def validate(tree: object) -> Config:
 
 
 def fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all leaf fields of the schema."""
+    """Yield the dotted paths of all leaf fields of the schema."""
     for name, info in section.model_fields.items():
         nested = _section_of(info.annotation)
         if nested is None:
@@ -86,7 +87,7 @@ def _merge(overrides: list[str], config_dir: Path | None) -> object:
     from yaml import YAMLError
 
     if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError("--config-dir", str(config_dir), "is no directory")
+        raise ConfigError("--config-dir", str(config_dir), "is not a directory")
     # The schema's defaults are a node of the composition, so that interpolations such as ${train.total_steps} resolve.
     ConfigStore.instance().store(name="schema", node=Config().model_dump(), provider="realsys")
     search = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
@@ -108,7 +109,7 @@ def _merge(overrides: list[str], config_dir: Path | None) -> object:
 
 
 def _groups(config_dir: Path | None) -> dict[str, list[str]]:
-    """Group -> options, shipped and one's own."""
+    """Return group -> options, shipped ones and the user's."""
     roots: list[Traversable] = [resources.files(CONFIG_MODULE)]
     if config_dir is not None:
         roots.append(config_dir)
@@ -125,40 +126,60 @@ def _prepare(text: str, groups: dict[str, list[str]]) -> str:
     parsed = _parse(text)
     key, value = parsed.key_or_group, parsed.value()
     if not key:
-        raise ConfigError("override", text, "names no field; write field=value")
+        raise ConfigError("override", text, "names no field: write field=value")
     if key.partition("@")[0].partition(".")[0] == "hydra":
         raise ConfigError(key, value, "hydra's own settings do not apply here")
     if parsed.is_sweep_override():
         info = _field_info(key)
         if info is not None and info.annotation is str:  # actor.d2,critic.d1 is one text with a comma in it
-            quoted = text.partition("=")[2].replace("'", "\\'")
-            return f"++{key}='{quoted}'"
-        raise ConfigError(key, parsed.get_value_string(), "one value only; a list is written [a,b]")
+            return f"++{key}={quoted(text.partition('=')[2])}"
+        raise ConfigError(key, parsed.get_value_string(), "takes one value only: a list is written [a,b]")
     if key in groups:
         if parsed.is_delete():
-            raise ConfigError(key, "~", f"cannot be left out; known: {', '.join(groups[key])}")
+            raise ConfigError(key, "~", f"cannot be left out: use one of {', '.join(groups[key])}")
         if not isinstance(value, str) or value not in groups[key]:
             raise ConfigError(
                 key, value, f"unknown; known: {', '.join(groups[key])}{_did_you_mean(value, groups[key])}"
             )
         return f"{key}={value}"
     if parsed.is_delete():
-        raise ConfigError(key, "~", "a field cannot be deleted; set it to the value you want")
+        raise ConfigError(key, "~", "a field cannot be deleted: set it to the value you want")
     return f"++{key}={parsed.get_value_string()}"
 
 
 def _parse(text: str) -> Override:
+    """Parse one override. A text that hydra cannot read, such as ``~/qwen``, is taken as it is.
+
+    Raises ConfigError.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     if "=" not in text and not text.startswith("~"):
-        raise ConfigError(text, "", "cannot be read; write field=value")
-    try:
-        return OverridesParser.create().parse_override(text)
-    except HydraException:
-        key, _, value = text.partition("=")
-        problem = "cannot be read; put a value with spaces or special characters in quotes: field=\"'...'\""
-        raise ConfigError(key, value, problem) from None
+        raise ConfigError(text, "", "cannot be read: write field=value")
+    key, _, value = text.partition("=")
+    info = _field_info(key.lstrip("+"))
+    attempts = [text]
+    if info is not None and info.annotation is str and "${" not in value:
+        attempts.append(f"{key}={quoted(value)}")
+    for attempt in attempts:
+        try:
+            return OverridesParser.create().parse_override(attempt)
+        except HydraException:
+            continue
+    problem = "cannot be read: put a value with spaces or special characters in quotes: field=\"'...'\""
+    raise ConfigError(key, value, problem)
+
+
+def quoted(value: str) -> str:
+    """Write a text so that hydra reads it as text, whatever it contains."""
+    # A backslash is one for hydra, except in a row before a quote: there each must be doubled.
+    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value) + "'"
+
+
+def given_fields(overrides: Sequence[str]) -> set[str]:
+    """Return the keys that the command line sets. A section includes all of its fields. Raises ConfigError."""
+    return {_parse(text).key_or_group for text in overrides}
 
 
 def _first_line(exc: BaseException) -> str:
@@ -174,14 +195,14 @@ def _path(error: ErrorDetails) -> str:
 
 
 def _explain(error: ErrorDetails) -> tuple[str, object, str]:
-    """(field, value, problem) in our words."""
+    """Return (field, value, problem) of a pydantic error."""
     path, value = _path(error), error["input"]
     if error["type"] == "extra_forbidden":
         return path, value, f"unknown field{_did_you_mean_field(path)}"
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return path, value, f"is a section; set one of its fields, e.g. {path}.{_first_field(path)}"
+        return path, value, f"is a section: set one of its fields, e.g. {path}.{_first_field(path)}"
     if error["type"] == "string_type" and isinstance(value, bool | int | float):
-        return path, value, f"must be text; write {path}=\"'{value}'\""
+        return path, value, f"must be text: write {path}=\"'{value}'\""
     if error["type"] == "string_pattern_mismatch":
         return path, value, "must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
     message = error["msg"].replace("Input should be", "must be")
@@ -194,7 +215,7 @@ def _did_you_mean(value: object, known: Sequence[str]) -> str:
 
 
 def _did_you_mean_field(path: str) -> str:
-    """The nearest field: the same name in another section, one described by that word (eta), or the one misspelt."""
+    """Suggest a field: the same name in another section, one described by that word (eta), or a similar one."""
     known = list(fields())
     name = path.rpartition(".")[2]
     close = [k for k in known if name in (k.rpartition(".")[2], _description(k).partition(":")[0])]
@@ -207,7 +228,7 @@ def _did_you_mean_field(path: str) -> str:
 
 
 def _field_info(path: str) -> FieldInfo | None:
-    """The schema's field, or None where the path leaves the schema."""
+    """Return the schema's field, or None if the path leaves the schema."""
     section: type[BaseModel] | None = Config
     info = None
     for part in path.split("."):

@@ -51,9 +51,18 @@ class TrialPaths:
         return self.root / "token"
 
     @property
-    def model(self) -> Path:
-        """The model made on the spot, when the user gave none."""
-        return self.root / "model"
+    def start(self) -> Path:
+        """How the launcher decided that the trial starts (realsys.config.trial_start)."""
+        return self.root / "start.json"
+
+    @property
+    def start_model(self) -> Path:
+        """Untrained model that the launcher makes if ``model.path`` is empty."""
+        return self.root / "start_model"
+
+    def base_model(self, config: Config) -> Path:
+        """HF directory of the model that the actor begins with."""
+        return Path(config.model.path) if config.model.path else self.start_model
 
     @property
     def warmed_up(self) -> Path:
@@ -75,7 +84,8 @@ class TrialPaths:
 
     @property
     def final_model(self) -> Path:
-        return self.root / "checkpoint"
+        """The trained actor as HF directory; there once training has finished."""
+        return self.root / "model"
 
     @property
     def checkpoints(self) -> Path:

@@ -34,7 +34,7 @@ class RoleSettings:
     as_actor: bool = False
 
     def model_dir(self, paths: TrialPaths) -> Path:
-        return Path(self.path) if self.path else paths.model
+        return Path(self.path) if self.path else paths.start_model
 
 
 def role_settings(config: Config, role: str) -> RoleSettings:

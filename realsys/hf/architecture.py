@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,6 +93,11 @@ class HfModel:
             "intermediate_size": self.ffn,
             "vocab_size": self.vocab,
         }
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters in the checkpoint."""
+        return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return HF name -> shape of every tensor that the checkpoint must have."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from realsys.config.paths import TrialPaths
@@ -54,7 +53,7 @@ def open_demonstrations(config: Config, paths: TrialPaths) -> Demonstrations:
 
     Raises ConfigError if no file is configured.
     """
-    model = Path(config.model.path) if config.model.path else paths.model
+    model = paths.base_model(config)
     file = dataset_files(config, paths).demos
     if file is None:
         raise ConfigError(

@@ -76,7 +76,7 @@ def _trained_twice(path: Path) -> int:
 def rejudge(paths: TrialPaths) -> tuple[int, list[str]]:
     """Judge every trained completion again from its recorded tokens; return their number and the differences."""
     config = read_config(paths.config)
-    tokenizer = TextTokenizer(paths.model)
+    tokenizer = TextTokenizer(paths.start_model)
     prompts, verifier = PromptDataset(config, paths, tokenizer), VERIFIER.load(config.data.verifier)
     judged, problems = 0, list[str]()
     for step, folder in recorded_steps(paths.records).items():

@@ -18,7 +18,7 @@ from realsys.errors import ConfigError, StreamError
 from realsys.launch.cli import main
 from realsys.launch.commands.audit import audit_trial
 from realsys.launch.prepare import prepare, resolve
-from realsys.launch.resume import check_resume
+from realsys.launch.start import read_trial
 from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.ledger.order import permutation
@@ -52,7 +52,7 @@ def trial(compose_in: Callable[..., Config]) -> Path:
     """The folder of a trial that has checkpoints of steps 2 and 3, of the model that `arith` makes."""
     with prepare(compose_in("trial=first"), lambda _: None) as ready:
         paths = ready.paths
-    raw = json.loads((paths.model / "config.json").read_text())
+    raw = json.loads((paths.start_model / "config.json").read_text())
     sizes = {
         "hidden": raw["hidden_size"],
         "layers": raw["num_hidden_layers"],
@@ -78,6 +78,7 @@ def test_a_trial_folder_means_its_newest_complete_checkpoint(trial: Path, compos
     newest = trial / "checkpoints" / "step-00000003"
     assert compose_in(f"resume={trial}").resume == str(newest)
     assert compose_in(f"resume={newest}").resume == str(newest)
+    assert compose_in(f"resume={newest.parent}").resume == str(newest)
     assert compose_in(f"resume={newest.with_name('step-00000002')}").resume.endswith("step-00000002")
 
 
@@ -103,14 +104,14 @@ def test_inherited_groups_count_at_the_new_size(trial: Path, compose_in: Callabl
 @pytest.mark.parametrize(
     ("overrides", "field", "problem"),
     [
-        (["train.total_steps=3"], "resume", "is at step 3 and train.total_steps is 3: nothing is left"),
+        (["train.total_steps=3"], "resume", "is at step 3, and train.total_steps (3) is reached"),
         (["seed=2"], "seed", "must be 1, as in resume="),
         (["train.optimizer.name=sgd"], "resume", "role 'actor' has the state of adam, not of sgd"),
         (["train.ppo.critic.enabled=true"], "resume", "has no role 'critic', which this run trains; it has: actor"),
         (
             ["warmup.steps=2", "warmup.batch=4", "data.arith.demo_size=9", *KL],
             "resume",
-            "has no role 'ref', which starts as the warmed-up actor (warmup.steps); name its directory in roles.ref",
+            "has no role 'ref', which starts as the warmed-up actor (warmup.steps): name its directory in roles.ref",
         ),
         (["train.batch_groups=5", "train.total_epochs=9"], "train.batch_groups", "with another batch size epochs"),
         (["data.arith.train_size=30"], "resume", "was trained on 20 prompts, and the train split has 30"),
@@ -133,7 +134,7 @@ def test_the_command_refuses_with_exit_code_2(trial: Path, tmp_path: Path, capsy
     (trial / "checkpoints" / "step-00000003" / "state.json").write_text("{}")
     for text, problem in [
         ("nowhere", "is not a directory"),
-        (str(tmp_path), "is no checkpoint and no trial"),
+        (str(tmp_path), "is neither a trial folder nor a checkpoint"),
         (str(trial), "state.json is corrupt"),
     ]:
         assert main(["run", *CONFIG, f"resume={text}", "--dry-run"]) == 2
@@ -143,14 +144,14 @@ def test_the_command_refuses_with_exit_code_2(trial: Path, tmp_path: Path, capsy
 
 def test_truncated_file_is_refused_before_the_start(trial: Path, compose_in: Callable[..., Config]) -> None:
     made = compose_in(f"resume={trial}")
-    state = check_resume(made)
+    state = read_trial(made, TrialPaths.of(made)).state
     assert state is not None
     files = {"actor-00001-of-00001.safetensors": FileInfo(10, "")}
     target = Path(made.resume)
     (target / "actor-00001-of-00001.safetensors").write_bytes(b"short")
     (target / "state.json").write_bytes(CHECKPOINT.encode(msgspec.structs.replace(state, files=files)))
     with pytest.raises(ConfigError, match=r"safetensors has 5 bytes, its writer says 10: truncated"):
-        check_resume(made)
+        read_trial(made, TrialPaths.of(made))
 
 
 def test_resume_issues_every_prompt_once(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_newest_weights_load_in_transformers(job):
     assert version == STEPS - 1
     files = [path.name for path in directory.glob("*.safetensors")]
     assert files and all((directory / name).read_bytes() != (before / name).read_bytes() for name in files)
-    trained, fresh = (load_checkpoint(path, "a3b5=") for path in (job.paths.final_model, job.paths.model))
+    trained, fresh = (load_checkpoint(path, "a3b5=") for path in (job.paths.final_model, job.paths.start_model))
     assert weights_differ(trained, fresh)
 
 
@@ -73,7 +73,7 @@ def test_summary_and_curves_describe_the_run(job):
     assert summary["status"] == "done"
     assert summary["accuracy"]["before"] is not None and summary["accuracy"]["after"] is not None
     assert summary["restarts"] == [] and summary["killed_at_stop"] == []
-    assert summary["checkpoint"] == str(job.paths.final_model)
+    assert summary["model"] == str(job.paths.final_model)
     assert job.paths.curves.read_bytes().startswith(b"\x89PNG")
     assert "http://127.0.0.1:" in job.stdout  # the address of the status page
     assert "arith/whole: done" in job.stdout

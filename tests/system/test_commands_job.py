@@ -122,7 +122,7 @@ def test_wrong_summary_is_one_line(
     shutil.copy(interrupted.root / "config.json", tmp_path)
     (tmp_path / "summary.json").write_text(content)
     assert main(["status", str(tmp_path)]) == 2
-    assert "is no summary" in capsys.readouterr().err
+    assert "summary.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("record", ['{"kind":"train"}', '{"kind":"train","step":"x","tickets":3}', '{"kind":"eval"}'])

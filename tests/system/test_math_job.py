@@ -68,7 +68,7 @@ def test_trained_model_of_a_user_loads_in_transformers(tmp_path, problems, make_
     assert {k: v for k, v in trained.config.to_dict().items() if k != "_name_or_path"} == {
         k: v for k, v in given.config.to_dict().items() if k != "_name_or_path"
     }
-    assert not job.paths.model.exists()  # no tiny model was made
+    assert not job.paths.start_model.exists()  # no tiny model was made
     assert processes_of(job.root) == []
 
 

@@ -79,6 +79,6 @@ def test_constant_reward_changes_no_weight_and_is_reported(tmp_path):
     for step in steps:
         assert step["stats"]["grad_norm_max"] == step["stats"]["loss"] == step["stats"]["skipped_steps"] == 0.0
     assert json.loads(job.paths.summary.read_text())["without_signal"] == 4
-    assert "4 of 4 steps changed no weight: every advantage was 0" in job.stdout
+    assert "4 of 4 steps: every advantage was 0" in job.stdout
     assert "train.total_steps=4" in job.stdout
     assert not list(job.paths.errors.glob("*")), job.report()

@@ -99,15 +99,15 @@ def test_resume_after_ctrl_c_repeats_no_step(tmp_path):
         live.process.send_signal(signal.SIGINT)
         job = live.wait()
     assert job.returncode == 130, job.report()
-    assert job.stderr.startswith("realsys: stopped by SIGINT; to go on: realsys run experiment=arith ")
+    assert job.stderr.startswith("realsys: stopped by SIGINT; to continue: ")
     assert processes_of(root) == []
     done = len(job.records("train"))
     assert complete_checkpoints(job.paths.checkpoints)[-1][0] == done < 12
-    words = shlex.split(job.stderr.split("to go on: ")[1])
-    with running(root, command(*words[2:])) as live:
+    words = shlex.split(job.stderr.split("to continue: ")[1])
+    with running(root, command(*words[words.index("run") + 1 :])) as live:
         job = live.wait()
     summary = check_complete(job, 12)
-    assert f"going on from step-{done:08d}; {done} steps had been trained" in job.stdout
+    assert f"continuing from step-{done:08d}; {done} steps had been trained" in job.stdout
     assert summary["recoveries"] == 1 and not summary["restarts"]
     trained = [record["step"] for record in StepTail(job.paths.steps).read() if record["kind"] == "train"]
     assert trained == list(range(1, 13))  # the log itself shows that none was undone

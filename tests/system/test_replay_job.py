@@ -140,7 +140,7 @@ def test_replay_needs_a_checkpoint_with_equal_settings(copy):
     record.config["train"]["ppo"]["minibatches"] = 7
     (directory / files.BATCH).write_bytes(files.RECORD.encode(record))
     done = realsys("replay", copy.root, "--step", 4)
-    problem = "step 3 was trained with other settings than step 4, and no checkpoint lies between them"
+    problem = "step 3 was trained with other settings than step 4, and there is no checkpoint between them"
     assert done.returncode == 2 and problem in done.stderr and "train.ppo.minibatches=7" in done.stderr
 
 
@@ -162,7 +162,7 @@ def test_bad_arguments_are_one_line_and_code_2(job, tmp_path):
         done = realsys(*arguments)
         assert (done.returncode, done.stderr) == (2, expected)
     done = realsys("samples", job.root, "--ticket", "nobody")
-    assert done.returncode == 2 and "step 5 has not trained ticket 'nobody'; it has 00" in done.stderr
+    assert done.returncode == 2 and "step 5 has not trained ticket 'nobody': it has 00" in done.stderr
 
 
 def test_missing_record_is_named(copy):

@@ -76,7 +76,8 @@ def test_adapters_are_trained_and_served_merged(tmp_path: Path) -> None:
         *QUICK[:3],
     ).completed()
     check_finite(job, "loss", "grad_norm")
-    changed = weights_differ(load_checkpoint(job.paths.model, "a1b2="), load_checkpoint(job.paths.final_model, "a1b2="))
+    before = load_checkpoint(job.paths.start_model, "a1b2=")
+    changed = weights_differ(before, load_checkpoint(job.paths.final_model, "a1b2="))
     assert changed and all(re.search(r"(q|k|v|down)_proj\.weight", name) for name in changed), changed
     load_checkpoint(job.root / "hf" / "step-2", "a1b2=")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
@@ -15,19 +16,15 @@ from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
 from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, TRANSPORT, VERIFIER
 from realsys.config.roles import role_field, role_settings
 from realsys.config.rules.backend_rules import BackendRules, backend_rules
-from realsys.config.rules.lengths import longest_sequence
+from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
+from realsys.config.rules.resources import check_memory, memory_of_models, process_bytes
 from realsys.config.rules.training_rules import check_training
 from realsys.config.rules.vocabulary_rules import check_vocabulary
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError
 from realsys.hf.architecture import Head
 from realsys.hf.config import read_model
-
-_TORCH_PROCESS_BYTES = (
-    600 << 20
-)  # resident memory of a process that has imported torch and Megatron, with a small model
-_LIGHT_PROCESS_BYTES = 120 << 20
 
 
 def check(config: Config, machine: Machine) -> Allocation:
@@ -40,7 +37,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     allocation.check_roles(flow.roles, config.allocation)
     backend = backend_rules(config)
     _check_generation(config, allocation, backend)
-    _check_machine(config, allocation, machine, backend)
+    process_memory = _check_machine(config, allocation, machine, backend)
     _check_rollout(config)
     _check_lengths(config)
     check_training(config, allocation, flow)
@@ -51,6 +48,8 @@ def check(config: Config, machine: Machine) -> Allocation:
     if not config.model.path:
         _check_tiny(config, allocation, flow)
     check_models(config, allocation, flow)
+    if process_memory:
+        check_memory(config, machine, process_memory, memory_of_models(config, allocation, flow))
     return allocation
 
 
@@ -71,30 +70,23 @@ def _check_generation(config: Config, allocation: Allocation, backend: BackendRu
         raise ConfigError("rollout.max_concurrent", config.rollout.max_concurrent, problem)
 
 
-def _check_machine(config: Config, allocation: Allocation, machine: Machine, backend: BackendRules) -> None:
+def _check_machine(config: Config, allocation: Allocation, machine: Machine, backend: BackendRules) -> int:
+    """Check the number of processes. Returns the host memory in bytes that they need without models; 0 with GPUs."""
     ranks, servers = allocation.workers, allocation.inference.data
     total = ranks + servers + config.rollout.workers + 2
     bound = max(32, 8 * machine.cpus)
     if total > bound:
-        raise ConfigError(
-            "allocation",
-            config.allocation,
-            f"{total} processes are too many for {machine.cpus} CPU cores; at most {bound} on this machine",
-        )
+        problem = f"{total} processes are too many for {machine.cpus} CPU cores; at most {bound} on this machine"
+        raise ConfigError("allocation", config.allocation, problem)
     if machine.trainer_gpus:
         if ranks > len(machine.trainer_gpus):
             problem = f"{ranks} training ranks need a device each, and there are {len(machine.trainer_gpus)}"
             raise ConfigError("allocation", config.allocation, problem)
-    else:
-        heavy = ranks + servers
-        need = heavy * _TORCH_PROCESS_BYTES + (total - heavy) * _LIGHT_PROCESS_BYTES
-        with BACKEND.guard(config.generation.backend, "memory_bytes raised"):
-            need += servers * int(backend.memory_bytes(machine))
-        if need > machine.memory_bytes:
-            problem = (
-                f"{total} processes need about {need / 2**30:.1f} GiB, {machine.memory_bytes / 2**30:.1f} GiB are free"
-            )
-            raise ConfigError("allocation", config.allocation, problem)
+        return 0
+    with BACKEND.guard(config.generation.backend, "memory_bytes raised"):
+        need = process_bytes(ranks, servers, total - ranks - servers) + servers * int(backend.memory_bytes(machine))
+    check_memory(config, machine, need)
+    return need
 
 
 def _check_cluster(config: Config) -> None:
@@ -107,7 +99,9 @@ def _check_cluster(config: Config) -> None:
     if cluster.name_store.backend == "etcd":
         host, _, port = cluster.name_store.address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigError("cluster.name_store.address", cluster.name_store.address, "write host:port")
+            raise ConfigError(
+                "cluster.name_store.address", cluster.name_store.address, "cannot be read: write host:port"
+            )
     if cluster.name_store.start:
         if cluster.name_store.backend != "etcd":
             raise ConfigError(
@@ -115,10 +109,19 @@ def _check_cluster(config: Config) -> None:
             )
         if shutil.which("etcd") is None:
             raise ConfigError("cluster.name_store.start", True, "there is no program named etcd; install etcd-server")
+    _check_fileroot(config)
+
+
+def _check_fileroot(config: Config) -> None:
+    """Make a folder where the trial would make its own, and remove it: no other check finds every read-only disk."""
     root = Path(config.fileroot).resolve()
     existing = next(p for p in (root, *root.parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError("fileroot", config.fileroot, f"cannot write into {existing}")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".realsys-", dir=existing):
+            pass
+    except OSError as exc:
+        problem = f"cannot write into {existing}: {exc.strerror}: name a folder that you can write to"
+        raise ConfigError("fileroot", config.fileroot, problem) from None
 
 
 def _check_transport(config: Config) -> None:
@@ -177,7 +180,7 @@ def _check_data(config: Config) -> None:
         raise ConfigError("data.train", "", "name a JSONL file with prompt and answer on every line")
     for field, path in (("data.train", data.train), ("data.eval", data.eval), ("data.demos", data.demos)):
         if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
-            raise ConfigError(field, path, "is no readable file")
+            raise ConfigError(field, path, "is not a readable file")
     if config.warmup.steps and not data.demos:
         raise ConfigError("data.demos", "", "the supervised warm-up (warmup.steps) needs demonstrations")
     if evaluation.problems and not data.eval and not data.eval_fraction:
@@ -239,11 +242,11 @@ def check_model(
     Raises ConfigError or ModelError.
     """
     if not path.is_dir():
-        raise ConfigError(field, str(path), "is no directory; only local paths are read")
+        raise ConfigError(field, str(path), "is not a directory: name a local directory; nothing is downloaded")
     model = read_model(path, head)
     for pattern in ("tokenizer.json", "*.safetensors"):
         if not any(file.is_file() for file in path.glob(pattern)):
-            raise ModelError(f"{field}={str(path)!r}: no {pattern} in it")
+            raise ModelError(f"{field}={str(path)!r}: there is no {pattern} in it")
     _check_layers(model.layers, config, allocation, role, str(path))
     _check_sizes(model.split_sizes, config, allocation, role, str(path))
     _check_positions(model.positions, config, str(path))
@@ -294,6 +297,10 @@ def _part(role: str) -> str:
 
 def _check_positions(positions: int, config: Config, model: str) -> None:
     longest = longest_sequence(config)
-    if longest > positions:
-        problem = f"{model} has {positions} positions, prompt + answer may have {longest} tokens"
-        raise ConfigError("generation.sampling.max_new_tokens", config.generation.sampling.max_new_tokens, problem)
+    if longest <= positions:
+        return
+    problem = f"{model} has {positions} positions, prompt + answer may have {longest} tokens"
+    prompt, answer = lengths_that_fit(positions)
+    if longest == config.data.max_prompt_tokens + config.generation.sampling.max_new_tokens:
+        problem += f": set data.max_prompt_tokens={prompt} generation.sampling.max_new_tokens={answer}, for example"
+    raise ConfigError("generation.sampling.max_new_tokens", config.generation.sampling.max_new_tokens, problem)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from realsys.config.doors import AGENT
-from realsys.config.schema import Config
+from realsys.config.schema import Config, DataConfig
 from realsys.errors import ConfigError
+
+DEFAULT_PROMPT = int(DataConfig.model_fields["max_prompt_tokens"].default)
 
 
 def longest_sequence(config: Config) -> int:
@@ -21,3 +23,9 @@ def longest_sequence(config: Config) -> int:
     if type(longest) is not int or longest < 1:
         raise ConfigError("rollout.agent", agent, f"longest_row must return a number of tokens, not {longest!r}")
     return longest
+
+
+def lengths_that_fit(positions: int, prompt: int = DEFAULT_PROMPT) -> tuple[int, int]:
+    """Split the positions of a model into (prompt tokens, new tokens): at most a quarter of them for the prompt."""
+    prompt = max(1, min(prompt, positions // 4))
+    return prompt, max(1, positions - prompt)

@@ -19,6 +19,7 @@ from realsys.cluster.disk import on_disk
 from realsys.cluster.worker import WorkerContext
 from realsys.config.allocation import ACTOR
 from realsys.config.roles import role_settings
+from realsys.config.trial_start import read_start
 from realsys.errors import StreamError
 from realsys.manager.messages import RollBackRequest
 from realsys.master.recovery import Start, evaluated, find_start, has_trained, recovered_record, unanswered
@@ -91,10 +92,11 @@ class MasterRun:
 
     async def _find_start(self) -> Start:
         root = self._ctx.paths.checkpoints
+        resumed_from = read_start(self._ctx.paths.start).resumed_from
         # One process verifies what all ranks wrote, so it gets the time that one call gives to each
         # rank.
         timeout_s = self._ctx.config.cluster.request_timeout_s * self._parts.world_size
-        return await on_disk(f"verifying {root}", timeout_s, lambda: find_start(root, self._ctx.config.resume))
+        return await on_disk(f"verifying {root}", timeout_s, lambda: find_start(root, resumed_from))
 
     async def _roll_back(self, start: Start) -> list[str]:
         """Undo everything later than ``start``; return the ids of all evaluations that were ever

@@ -176,7 +176,7 @@ def test_wrong_override_names_its_field(overrides: list[str], field: str, proble
 
 
 def test_config_dir_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         compose(["experiment=arith"], config_dir=tmp_path / "none")
 
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import pytest
 from realsys.cluster.network import bind_tcp
 from realsys.config.paths import TrialPaths
 from realsys.launch.lock import TrialLock, running_launcher
+from realsys.launch.run import own_command
 from tests.support.processes.ports import lasting_ports
 
 BOUND_S = 120.0
@@ -152,7 +154,7 @@ def test_ctrl_c_says_all_before_it_draws_and_a_second_one_ends_the_drawing(start
     command = start(modules=slow_matplotlib)
     command.until(SHOWN)
     command.process.send_signal(signal.SIGINT)
-    command.until("stopped by SIGINT; to go on: realsys run experiment=arith", of_errors=True)
+    command.until(f"stopped by SIGINT; to continue: {shlex.join(own_command())} run experiment=arith", of_errors=True)
     assert json.loads(command.paths.summary.read_text())["status"] == "interrupted"
     command.until("drawing", of_errors=True)
     TrialLock(command.paths.lock, "t", retry_timeout_s=0.0).close()  # what it said can be done at once
@@ -179,7 +181,7 @@ def test_ctrl_c_stops_in_order_when_the_reader_of_its_output_is_gone_before(star
         command.stderr.close()
     command.process.send_signal(signal.SIGINT)
     if not errors_too:
-        command.until("stopped by SIGINT; to go on: ", of_errors=True)
+        command.until("stopped by SIGINT; to continue: ", of_errors=True)
     assert command.process.wait(BOUND_S) == 130
     assert json.loads(command.paths.summary.read_text())["status"] == "interrupted"
 
@@ -233,7 +235,7 @@ def test_summary_that_cannot_be_written_does_not_hide_how_the_run_ended(start: S
     found, errors = command.end()
     assert found == code and "Traceback" not in errors
     assert "realsys: cannot write the summary: " in errors
-    assert {0: "", 130: "stopped by SIGINT; to go on: ", 1: "the run failed: master_worker/0"}[code] in errors
+    assert {0: "", 130: "stopped by SIGINT; to continue: ", 1: "the run failed: master_worker/0"}[code] in errors
 
 
 # ---- two launchers, and one that is killed
@@ -277,7 +279,7 @@ def test_launcher_that_is_killed_leaves_no_process_no_lock_and_no_name_store(sta
     host, _, port = address.rpartition(":")
     bind_tcp(host, int(port)).close()
     again = start(*own)
-    again.until("going on from the beginning")
+    again.until("starting again from the beginning")
     again.until(SHOWN)
     again.process.send_signal(signal.SIGTERM)
     assert again.end()[0] == 143

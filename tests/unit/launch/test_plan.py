@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from datetime import datetime
@@ -140,7 +141,7 @@ def test_paths_are_absolute_in_the_resolved_configuration(tmp_path: Path, monkey
 def test_trial_that_exists_is_refused_and_untouched(tmp_path: Path) -> None:
     config = Config(fileroot=str(tmp_path), trial="mine")
     TrialPaths.of(config).root.mkdir(parents=True)
-    for recover, problem in (("off", "exists already"), ("auto", "is no trial"), ("resume", "is no trial")):
+    for recover, problem in (("off", "exists already"), ("auto", "is not a trial"), ("resume", "is not a trial")):
         with pytest.raises(ConfigError, match=problem) as caught:
             prepare(config.model_copy(update={"recover": recover}), print)
         assert caught.value.field == "trial"
@@ -164,7 +165,7 @@ def test_prepared_folder_has_all_that_workers_read(tmp_path: Path) -> None:
     assert paths.root == tmp_path / "math" / "mine"
     assert read_config(paths.config) == config
     assert paths.token.stat().st_mode & 0o777 == 0o600 and len(paths.token.read_text()) >= 32
-    assert (paths.model / "model.safetensors").is_file() and (paths.data / "eval.jsonl").is_file()
+    assert (paths.start_model / "model.safetensors").is_file() and (paths.data / "eval.jsonl").is_file()
     assert said == ["data: 50 train, 20 eval, 70 demos"]
 
 
@@ -217,6 +218,18 @@ def test_dry_run_prints_every_process_and_writes_nothing(tmp_path: Path, capsys:
         assert name in out
     assert "python -P -m realsys.workers.model_worker" in out and "7 processes" not in out and "8 processes" in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_prints_commands_that_can_be_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "my runs"
+    assert main(["run", "experiment=arith", "--dry-run", "--trial", "t", f"fileroot={root}"]) == 0
+    lines = capsys.readouterr().out.split("commands:\n")[1].splitlines()
+    exports, words = shlex.split(lines[0]), [shlex.split(line) for line in lines[1:-1]]
+    assert exports[0] == "export" and any(word.startswith("REALSYS_RUN_ID=arith-t-") for word in exports)
+    assert words[-1] == [
+        *(sys.executable, "-P", "-m", "realsys.workers.master_worker"),
+        *("--trial-dir", str(root / "arith" / "t"), "--index", "0"),
+    ]
 
 
 BAD = [

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import realsys.launch.run
 from realsys.cluster.failure import ErrorRecord, read_errors, write_error
 from realsys.cluster.store.connect import trial_names
 from realsys.cluster.store.file_store import FileNameStore
+from realsys.config.compose import compose
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -26,8 +28,9 @@ from realsys.hf.config import read_sizes
 from realsys.launch.cli import main
 from realsys.launch.lock import TrialLock, running_launcher
 from realsys.launch.plan import ProcessSpec
-from realsys.launch.recover import newer_data
-from realsys.launch.run import RunOptions, command_again
+from realsys.launch.prepare import prepare, resolve
+from realsys.launch.run import RunOptions, command_again, own_command
+from realsys.launch.start import newer_data
 from realsys.manager.ledger.events import Opened
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import DataPosition
@@ -79,7 +82,7 @@ class Runs:
 
     def checkpoint(self, step: int) -> Path:
         """A complete checkpoint of the model that the trial has, with one file of 10 bytes."""
-        sizes = asdict(read_sizes(self.paths.model, "lm")) | {"lora_rank": 0}
+        sizes = asdict(read_sizes(self.paths.start_model, "lm")) | {"lora_rank": 0}
         roles = {"actor": RoleState(sizes, "adam", "d1p1m1")}
         state = CheckpointState(step, step, 1, 4, DataPosition(step * 4, [], 20, 1), roles, {}, "", 0.0)
         self.paths.ledger.touch()
@@ -117,13 +120,13 @@ def test_the_message_of_ctrl_c_is_a_command_that_goes_on(run: Runs, capsys: pyte
     assert run(records=STOPPED, end=CTRL_C) == 130
     token = run.paths.token.read_text()
     err = capsys.readouterr().err
-    assert err.startswith("realsys: stopped by SIGINT; to go on: realsys run experiment=arith ")
-    words = shlex.split(err.split("to go on: ")[1])
+    assert err.startswith(f"realsys: stopped by SIGINT; to continue: {shlex.join(own_command())} run experiment=arith ")
+    words = shlex.split(err.split("to continue: ")[1])
     assert words[-2:] == ["--trial", "t"]
     argv, words = words, []
-    assert run(*argv[2:], records=[{"kind": "recovered", "step": 1}, *DONE[2:]], trial="") == 0
+    assert run(*argv[argv.index("run") + 1 :], records=[{"kind": "recovered", "step": 1}, *DONE[2:]], trial="") == 0
     out = capsys.readouterr().out
-    assert "going on from the beginning: there is no complete checkpoint yet" in out
+    assert "starting again from the beginning: there is no complete checkpoint yet" in out
     assert out.count("step 1/3") == 0 and out.count("step 2/3") == out.count("step 3/3") == 1
     summary = json.loads(run.paths.summary.read_text())
     assert (summary["status"], summary["steps"], summary["recoveries"]) == ("done", 3, 1)
@@ -136,7 +139,7 @@ def test_what_goes_on_says_from_where_and_what_has_changed(run: Runs, capsys: py
     capsys.readouterr()
     assert run("train.optimizer.lr=0.5", "train.total_steps=4") == 0
     out = capsys.readouterr().out
-    assert "going on from step-00000002; 2 steps had been trained" in out
+    assert "continuing from step-00000002; 2 steps had been trained" in out
     assert "changed: train.optimizer.lr=0.5 (was 0.0001)" in out and "changed: train.total_steps=4 (was 3)" in out
     assert out.count("changed:") == 2
     assert read_config(run.paths.config).train.optimizer.lr == 0.5
@@ -156,7 +159,7 @@ def test_what_the_dead_run_left_is_put_away(run: Runs, capsys: pytest.CaptureFix
         assert run(records=STOPPED, end="os._exit(1)") == 1
         err = capsys.readouterr().err
         assert "the run failed: master_worker/0" in err and "old" not in err  # what happened now is the cause
-        assert "  to go on: realsys run experiment=arith" in err
+        assert f"  to continue: {shlex.join(own_command())} run experiment=arith" in err
         assert kept.is_dir() and not list(paths.root.rglob("*.tmp")) and not stale.exists()
     assert len(list((paths.errors / "old").glob("model_worker-0-77*.json"))) == 2
     assert not list(paths.errors.glob("*.json"))
@@ -178,9 +181,9 @@ def test_preparation_that_was_cut_short_is_done_again(run: Runs) -> None:
     run(records=STOPPED, end=CTRL_C)
     run.paths.config.unlink()
     run.paths.steps.unlink()
-    (run.paths.model / "model.safetensors").write_bytes(b"half")
+    (run.paths.start_model / "model.safetensors").write_bytes(b"half")
     assert run() == 0
-    assert len((run.paths.model / "model.safetensors").read_bytes()) > 4
+    assert len((run.paths.start_model / "model.safetensors").read_bytes()) > 4
 
 
 def test_resume_without_a_name_means_the_newest_trial(run: Runs, refused: Callable[..., str]) -> None:
@@ -198,7 +201,7 @@ def test_dry_run_says_where_it_would_go_on_and_changes_nothing(run: Runs, capsys
     capsys.readouterr()
     assert run("--dry-run", "train.optimizer.lr=0.5") == 0
     out = capsys.readouterr().out
-    assert "going on from step-00000002" in out and "changed: train.optimizer.lr=0.5" in out
+    assert "continuing from step-00000002" in out and "changed: train.optimizer.lr=0.5" in out
     assert run.contents() == before
 
 
@@ -210,7 +213,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_it_taken(run: Runs, caps
     assert run("--dry-run") == 0
     out = capsys.readouterr().out
     assert "damaged: " in out and "step-00000002/state.json is corrupt" in out
-    assert "going on from step-00000001" in out
+    assert "continuing from step-00000001" in out
 
 
 # ---- refusals
@@ -219,7 +222,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_it_taken(run: Runs, caps
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("seed=2", "seed=2: trial 't' was begun with 1; keep that"),
+        ("seed=2", "seed=2: trial 't' was begun with 1: keep that"),
         ("train.batch_groups=5", "train.batch_groups=5: trial 't' was begun with 4"),
         ("rollout.group_size=9", "rollout.group_size=9: trial 't' was begun with 8"),
         ("model.tiny.hidden_size=64", "model.tiny.hidden_size=64: trial 't' was begun with 128"),
@@ -247,7 +250,7 @@ def test_role_that_the_checkpoint_lacks_is_refused(run: Runs, refused: Callable[
 def test_finished_trial_has_nothing_left_until_the_limit_is_raised(run: Runs, refused: Callable[..., str]) -> None:
     assert run() == 0
     err = refused()
-    assert "train.total_steps=3: trial 't' has trained its 3 steps: nothing is left; raise that" in err
+    assert "train.total_steps=3: trial 't' has trained its 3 steps: increase it" in err
 
     assert run("train.total_steps=4") == 0
 
@@ -278,11 +281,11 @@ def test_trial_whose_ledger_is_gone_or_damaged_is_refused(run: Runs, refused: Ca
     run.paths.ledger.write_bytes(damaged)
     assert "ledger.jsonl: line 1 is damaged and line 2 after it is not" in refused()
     run.paths.ledger.unlink()
-    assert "ledger.jsonl is gone, and with it what has become of the prompts" in refused()
+    assert "has checkpoints and no ledger.jsonl" in refused()
 
 
 def test_trial_that_runs_in_another_folder_keeps_its_names(
-    run: Runs, refused: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Runs, refused: Callable[..., str], tmp_path: Path
 ) -> None:
     """A copy of a trial's folder, and a name store outside of both."""
     store = FileNameStore(tmp_path / "names")
@@ -294,16 +297,24 @@ def test_trial_that_runs_in_another_folder_keeps_its_names(
     assert store.get(key) == "beat" and not run.paths.root.exists()
     lease.revoke()
     assert run(*outside, records=STOPPED, end=CTRL_C) == 130
-    store.add(key, "of a worker that was killed", lease=store.lease(3.0))  # longer than a slow start
-    assert run(*outside[:1]) == 0  # with leases of twenty seconds: it waits for this one
-    assert "leases of its last run to lapse" in capsys.readouterr().out
+    lapsing = store.lease(600.0)
+    store.add(key, "of a worker that was killed", lease=lapsing)
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "leases of its last run to lapse" in text:
+            lapsing.revoke()
+
+    with prepare(resolve(compose([*RUN, "trial=t", outside[0]]), now=datetime.now()), say):
+        assert any("waiting up to 40 s for 1 leases of its last run to lapse" in text for text in said)
     store.close()
 
 
 def test_folder_that_is_no_trial_is_refused(run: Runs, refused: Callable[..., str]) -> None:
     run.paths.root.mkdir(parents=True)
     (run.paths.root / "thesis.txt").write_text("mine")
-    assert "exists and is no trial" in refused()
+    assert "exists and is not a trial" in refused()
 
 
 @pytest.mark.needs("etcd")
@@ -386,7 +397,7 @@ def test_command_again_can_be_pasted_into_a_shell() -> None:
     overrides = ["experiment=arith", "trial=x", "recover=off", "allocation='sglang.d1+d2'", "data.train=a b.jsonl"]
     text = command_again(overrides, "20250101-000000", RunOptions(config_dir=Path("my configs"), plain=True))
     assert shlex.split(text) == [
-        "realsys",
+        *own_command(),
         "run",
         "experiment=arith",
         "allocation='sglang.d1+d2'",
@@ -397,6 +408,19 @@ def test_command_again_can_be_pasted_into_a_shell() -> None:
         "my configs",
         "--plain",
     ]
+
+
+def test_printed_command_starts_this_realsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name if the shell finds it, else its path."""
+    here = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
+    installed = (here / "realsys").is_file()
+    assert (own_command() == ["realsys"]) == installed
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = own_command()
+    assert words[0].startswith(str(here))
+    done = subprocess.run([*words, "--version"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("realsys ")
 
 
 def test_prompts_that_were_written_after_the_last_start_are_named(tmp_path: Path) -> None:

@@ -194,13 +194,13 @@ def test_what_recovery_undid_is_counted_once_and_shown_as_it_happened(paths: Tri
     progress.add(again)
     view.refresh(progress, again)
     heads = [" ".join(line.split()[:2]) for line in out.getvalue().splitlines()]
-    assert heads == ["training goes", "step 3/4", "step 4/4"]
+    assert heads == ["training continues", "step 3/4", "step 4/4"]
     assert [record["step"] for record in progress.train] == [1, 2, 3, 4]
     summary = summary_of(paths, records + again)
     assert summary["steps"] == 4 and summary["recoveries"] == 1
     assert summary["staleness"]["histogram"] == {"0": 1200, "1": 800, "2": 48}
     print_summary(Console(file=(text := io.StringIO())), summary)
-    assert "training went on from a checkpoint 1 time\n" in text.getvalue()
+    assert "training continued from a checkpoint 1 time\n" in text.getvalue()
 
 
 def test_what_is_shown_takes_no_more_memory_in_a_longer_run() -> None:
@@ -253,7 +253,7 @@ def test_summary_says_gain_times_and_tokens(paths: TrialPaths) -> None:
     assert summary["tokens"]["end_to_end_per_s"] == pytest.approx(1600)
     assert summary["staleness"]["histogram"] == {"0": 1200, "1": 800, "2": 48}
     assert summary["staleness"]["dropped"] == 4 and summary["step_seconds"]["wait"] == 1.0
-    assert summary["checkpoint"] == str(paths.final_model)
+    assert summary["model"] == str(paths.final_model)
     out = io.StringIO()
     print_summary(Console(file=out, width=200), summary)
     assert "41.0% -> 83.5%  (+42.5 points) on 512 problems" in out.getvalue()
@@ -372,7 +372,7 @@ def test_status_of_a_finished_and_of_an_unfinished_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="no trial in it"):
+    with pytest.raises(ConfigError, match="has no trial"):
         show_status(None)
     paths = TrialPaths(tmp_path / "runs" / "math" / "t")
     paths.root.mkdir(parents=True)

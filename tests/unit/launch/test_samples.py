@@ -118,5 +118,5 @@ def test_an_answer_cannot_steer_the_terminal() -> None:
 
 def test_a_ticket_that_the_step_did_not_train_is_refused_with_some_that_it_did() -> None:
     assert wanted(record(), "00000007") == record().groups
-    with pytest.raises(RecordError, match="step 3 has not trained ticket '8'; it has 00000007"):
+    with pytest.raises(RecordError, match="step 3 has not trained ticket '8': it has 00000007"):
         wanted(record(), "8")

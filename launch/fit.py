@@ -1,0 +1,104 @@
+"""Sets what the user left open so that it fits the model, the data and the machine.
+
+    allocation: auto                   a quarter of the GPUs trains, the others generate; without GPUs, one process each
+    data.max_prompt_tokens,            the model's positions, if the defaults do not fit: a quarter for the prompt
+    generation.sampling.max_new_tokens
+    evaluation.problems,               the held-out problems, if there are fewer
+    evaluation.every_problems
+
+A setting is left open if the command line does not name it and it has the default of the schema. Every setting that is
+chosen here is shown, and is written to config.json like any other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from realsys.config.paths import TrialPaths
+from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
+from realsys.config.rules.machine import Machine
+from realsys.config.schema import Config
+from realsys.hf.config import read_model
+
+AUTO = "auto"
+_PROMPT, _ANSWER = "data.max_prompt_tokens", "generation.sampling.max_new_tokens"
+_EVALUATIONS = ("evaluation.problems", "evaluation.every_problems")
+
+
+def fit(config: Config, given: Collection[str], machine: Machine) -> tuple[Config, list[str]]:
+    """Return the configuration with the open settings chosen, and a line for each. Raises DataError or ModelError.
+
+    ``given``: keys of the command line. Files that do not exist are left to the checks.
+    """
+    chosen = _allocation(config, machine) | _lengths(config, given) | _evaluations(config, given)
+    lines = [f"set {field}={value}: {reason}" for field, (value, reason) in chosen.items()]
+    for field, (value, _) in chosen.items():
+        config = _with(config, field.split("."), value)
+    return config, lines
+
+
+def _is_open(config: Config, given: Collection[str], field: str) -> bool:
+    parts = field.split(".")
+    named = any(".".join(parts[:length]) in given for length in range(1, len(parts) + 1))
+    return not named and _at(config, parts) == _at(Config(), parts)
+
+
+def _allocation(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:
+    if config.allocation != AUTO:
+        return {}
+    gpus = len(machine.trainer_gpus)
+    if gpus < 2:
+        return {"allocation": ("serve.d1+d1", f"this machine has {gpus or 'no'} GPU{'s' * (gpus != 1)} for torch")}
+    training = max(1, gpus // 4)
+    return {"allocation": (f"serve.d{gpus - training}+d{training}", f"this machine has {gpus} GPUs")}
+
+
+def _lengths(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:
+    """Fit prompt and completion into the model's positions. The row of another agent is not theirs to choose."""
+    prompt, answer = config.data.max_prompt_tokens, config.generation.sampling.max_new_tokens
+    if not (Path(config.model.path) / "config.json").is_file() or longest_sequence(config) != prompt + answer:
+        return {}
+    positions = read_model(Path(config.model.path)).positions
+    is_open = [_is_open(config, given, field) for field in (_PROMPT, _ANSWER)]
+    if prompt + answer <= positions or not any(is_open):
+        return {}
+    if all(is_open):
+        prompt, answer = lengths_that_fit(positions, prompt)
+    elif is_open[0]:
+        prompt = min(prompt, positions - answer)
+    else:
+        answer = positions - prompt
+    if prompt < 1 or answer < 1:
+        return {}  # the user's limit alone is too large, and the check refuses it
+    reason = f"the model has {positions} positions"
+    values = {_PROMPT: prompt, _ANSWER: answer}
+    return {field: (value, reason) for field, value in values.items() if value != _at(config, field.split("."))}
+
+
+def _evaluations(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:
+    used = _EVALUATIONS if config.evaluation.every_steps else _EVALUATIONS[:1]
+    is_open = [field for field in used if _is_open(config, given, field)]
+    files = [path for path in (config.data.train, config.data.eval) if path]
+    if config.data.kind != "jsonl" or not is_open or not files or not all(Path(path).is_file() for path in files):
+        return {}
+    from realsys.data.prompts import split_sizes
+
+    held_out = split_sizes(config, TrialPaths.of(config))["eval"]
+    reason = f"{held_out} problems are held out"
+    return {field: (held_out, reason) for field in is_open if 0 < held_out < _at(config, field.split("."))}
+
+
+def _at(section: Any, parts: list[str]) -> Any:
+    return functools.reduce(getattr, parts, section)
+
+
+def _with(section: Any, parts: list[str], value: Any) -> Any:
+    """Return a copy of a section in which the field at ``parts`` has ``value``."""
+    assert isinstance(section, BaseModel)
+    name, *rest = parts
+    return section.model_copy(update={name: _with(getattr(section, name), rest, value) if rest else value})

@@ -1,0 +1,91 @@
+"""Checks what only this machine can tell, before anything starts: addresses, etcd, weight files, disk space.
+
+The checks over the configuration are in realsys.config.rules. Every error names the field to change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+from realsys.cluster.network import bind_tcp
+from realsys.config.dataflow import dataflow_of
+from realsys.config.paths import TrialPaths
+from realsys.config.roles import role_settings
+from realsys.config.rules.resources import GIB, disk_bytes
+from realsys.config.schema import Config
+from realsys.errors import ConfigError, RealsysError, WaitTimeout
+from realsys.hf.config import read_model
+from realsys.hf.weights import check_weights
+from realsys.launch.processes.own_etcd import etcd_answers
+
+_ETCD_TIMEOUT_S = 5.0
+
+
+def check_here(config: Config, paths: TrialPaths) -> None:
+    """Run all checks of this module. Raises ConfigError or ModelError."""
+    check_addresses(config)
+    check_etcd(config)
+    for role in dataflow_of(config).roles:
+        settings = role_settings(config, role)
+        if settings.path:
+            check_weights(Path(settings.path), read_model(Path(settings.path), settings.head))
+    if not paths.config.exists():  # else most of it is on the disk already
+        check_disk(config, disk_bytes(config, dataflow_of(config)))
+
+
+def check_addresses(config: Config) -> None:
+    """Bind every address that the workers will bind, and close it again. Raises ConfigError."""
+    cluster, port = config.cluster, config.manager.port
+    if problem := _bind_problem(cluster.host, 0):
+        remedy = "name an address of this machine, such as 127.0.0.1"
+        raise ConfigError("cluster.host", cluster.host, f"cannot be bound: {problem}: {remedy}")
+    if port and (problem := _bind_problem(cluster.host, port)):
+        remedy = "choose another port, or 0 for any free one"
+        raise ConfigError("manager.port", port, f"cannot be bound on {cluster.host}: {problem}: {remedy}")
+    store = cluster.name_store
+    host, _, own_port = store.address.rpartition(":")
+    if store.start and (problem := _bind_problem(host, int(own_port))):
+        remedy = "set another port, or cluster.name_store.start=false to use what listens there"
+        raise ConfigError("cluster.name_store.address", store.address, f"cannot be bound: {problem}: {remedy}")
+
+
+def _bind_problem(host: str, port: int) -> str:
+    """Return why the address cannot be bound; empty if it can."""
+    if port > 65535:
+        return "a port is at most 65535"
+    try:
+        bind_tcp(host, port).close()
+    except RealsysError as error:
+        cause = error.__cause__
+        return (cause.strerror if isinstance(cause, OSError) else None) or str(error)
+    return ""
+
+
+def check_etcd(config: Config) -> None:
+    """Ask the etcd that the run uses, unless it starts its own. Raises ConfigError."""
+    store = config.cluster.name_store
+    if store.backend != "etcd" or store.start:
+        return
+    timeout_s = min(_ETCD_TIMEOUT_S, config.cluster.connect_timeout_s)
+    try:
+        asyncio.run(etcd_answers(store.address, timeout_s))
+    except WaitTimeout:
+        problem = f"no etcd answered within {timeout_s:g} s: start it there, or set cluster.name_store.start=true"
+        raise ConfigError("cluster.name_store.address", store.address, problem) from None
+
+
+def check_disk(config: Config, need: int) -> None:
+    """Refuse a trial whose weights and checkpoints do not fit on the disk. Raises ConfigError."""
+    free = free_bytes(config)
+    if need > free:
+        sizes = f"weights and checkpoints need about {need / GIB:.2f} GiB, {free / GIB:.2f} GiB are free"
+        remedy = "name another disk, or lower checkpoint.keep or weights.keep_versions"
+        raise ConfigError("fileroot", config.fileroot, f"{sizes}: {remedy}")
+
+
+def free_bytes(config: Config) -> int:
+    """Return the free space of the disk that has ``fileroot``, or will have it."""
+    root = Path(config.fileroot)
+    return shutil.disk_usage(next(p for p in (root, *root.parents) if p.exists())).free

@@ -1,0 +1,80 @@
+"""Prints what `realsys run --dry-run` found: engine, model, batch, steps, memory, disk and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from realsys.config.allocation import parse_allocation
+from realsys.config.dataflow import dataflow_of
+from realsys.config.paths import TrialPaths
+from realsys.config.rules.lengths import longest_sequence
+from realsys.config.rules.resources import (
+    GIB,
+    batch_tokens,
+    disk_bytes,
+    memory_of_models,
+    model_of,
+    record_bytes,
+)
+from realsys.config.schema import Config
+from realsys.launch.plan import ProcessSpec, as_commands, as_rows
+from realsys.launch.preflight import free_bytes
+from realsys.launch.prepare import Examined
+from realsys.master.loop import planned_steps
+
+
+def print_dry_run(
+    console: Console, config: Config, paths: TrialPaths, specs: Sequence[ProcessSpec], examined: Examined
+) -> None:
+    """Print facts, notes, a table of the processes, and their commands, which can be copied to a shell."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    say(f"{config.experiment}/{config.trial}: {len(specs)} processes, folder {paths.root}")
+    for name, text in _facts(config, examined.sizes):
+        say(f"{name:<10}  {text}")
+    for line in examined.lines:
+        say(line)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("process", "holds", "threads", "device", "when it dies"):
+        table.add_column(column, no_wrap=True, justify="right" if column == "threads" else "left")
+    for row in as_rows(specs):
+        table.add_row(*row)
+    console.print(table)
+    say("commands:")
+    for command in as_commands(specs):
+        say(f"  {command}")
+    say("dry run: everything is checked; nothing was written or started")
+
+
+def _facts(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
+    servers, width = allocation.inference.data, allocation.inference.tensor
+    layout = f"servers: {servers}" + (f" of {width} devices each" if width > 1 else "")
+    yield "engine", f"{config.generation.backend}, {layout}, training ranks: {allocation.workers}"
+    name = config.model.path or "made on the spot"
+    yield "model", f"{_count(model_of(config).parameters)} parameters in {config.model.dtype}, {name}"
+    groups, size = config.train.batch_groups, config.rollout.group_size
+    episodes = f"{groups} prompts x {size} episodes of at most {longest_sequence(config):,} tokens"
+    yield "batch", f"{episodes}: at most {batch_tokens(config):,} tokens"
+    steps, per_epoch = planned_steps(config, sizes["train"]), sizes["train"] / groups
+    yield "steps", f"{steps:,}, which are {steps / per_epoch:.2f} epochs; one epoch is {per_epoch:,.1f} steps"
+    memory = memory_of_models(config, allocation, flow)
+    yield "memory", f"at least {_bytes(memory.ranks)} on the training ranks, {_bytes(memory.servers)} on the servers"
+    records = f", records of the kept steps up to {_bytes(record_bytes(config))}" if config.record.samples else ""
+    yield "disk", f"about {_bytes(disk_bytes(config, flow))}{records}; {_bytes(free_bytes(config))} are free"
+
+
+def _count(number: int) -> str:
+    for size, unit in ((10**9, " billion"), (10**6, " million"), (10**3, " thousand")):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+def _bytes(number: int) -> str:
+    return f"{number / GIB:,.1f} GiB" if number >= GIB / 10 else f"{number / 2**20:,.1f} MiB"

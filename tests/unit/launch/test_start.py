@@ -1,0 +1,84 @@
+"""How a trial starts: a pure decision over what was read from the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from realsys.config.schema import Config
+from realsys.config.trial_start import TrialStart, read_start, write_start
+from realsys.errors import ConfigError
+from realsys.launch.start import Trial, decide_start, describe
+from realsys.manager.messages import DataPosition
+from realsys.master.recovery import Start
+from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState
+
+CONFIG = Config(trial="t")
+STATE = CheckpointState(
+    5, 5, 1, 512, DataPosition(9, [], 20, 1), {"actor": RoleState({}, "adam", "d1p1m1")}, {}, "", 0.0
+)
+OWN, OTHER = Path("/runs/t/checkpoints/step-00000005"), Path("/runs/other/checkpoints/step-00000005")
+RESUMING = CONFIG.model_copy(update={"resume": str(OTHER)})
+
+
+@pytest.mark.parametrize(
+    ("config", "trial", "start", "line"),
+    [
+        (CONFIG, Trial(), TrialStart(kind="new"), ""),
+        (
+            RESUMING,
+            Trial(begin=Start(OTHER, 5), state=STATE),
+            TrialStart(kind="resumed", checkpoint=str(OTHER), step=5),
+            f"continuing at step 5 from {OTHER}",
+        ),
+        (
+            RESUMING,
+            Trial(config=RESUMING, begin=Start(OTHER, 5), state=STATE, steps=1),
+            TrialStart(kind="resumed", checkpoint=str(OTHER), step=5, trained=1),
+            f"continuing at step 5 from {OTHER}",
+        ),
+        (
+            RESUMING,
+            Trial(config=RESUMING, begin=Start(OWN, 5, own=True), state=STATE, steps=7, has_ledger=True),
+            TrialStart(kind="recovered", checkpoint=str(OWN), step=5, trained=7),
+            "continuing from step-00000005; 7 steps had been trained",
+        ),
+        (
+            CONFIG,
+            Trial(config=CONFIG, steps=2),
+            TrialStart(kind="recovered", trained=2),
+            "starting again from the beginning: there is no complete checkpoint yet",
+        ),
+    ],
+    ids=["new", "resumed", "resumed again", "recovered", "recovered without checkpoint"],
+)
+def test_start_follows_from_the_disk(
+    config: Config, trial: Trial, start: TrialStart, line: str, tmp_path: Path
+) -> None:
+    decided = decide_start(config, trial)
+    assert decided == start and "\n".join(describe(decided)) == line
+    assert decided.resumed_from == (str(OTHER) if start.kind == "resumed" else "")
+    write_start(decided, tmp_path / "start.json")
+    assert read_start(tmp_path / "start.json") == decided
+
+
+def test_changed_settings_are_listed() -> None:
+    other = CONFIG.model_copy(update={"allocation": "serve.d1+d2"})
+    assert list(describe(decide_start(other, Trial(config=CONFIG))))[1:] == [
+        "changed: allocation='serve.d1+d2' (was 'serve.d1p1m1+d1p1m1')"
+    ]
+
+
+def test_checkpoints_without_a_ledger_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no ledger.jsonl.*: restore it from a copy, or start a new trial with"):
+        decide_start(CONFIG, Trial(config=CONFIG, begin=Start(OWN, 5, own=True), state=STATE))
+
+
+def test_unreadable_decision_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "start.json"
+    with pytest.raises(ConfigError, match=r"start.json.*No such file or directory; run the same"):
+        read_start(path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_start(path)
