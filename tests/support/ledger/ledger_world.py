@@ -262,7 +262,7 @@ class WorldState:
     def _can_never_fill(self) -> bool:
         """Apply the rule of a running master to two consecutive statuses of the manager."""
         check, seen = StuckCheck(self.bounds.batch), status(self.manager, 0.0, 0.0)
-        return check.look(seen, self.buffer.ready_groups) is None and bool(check.look(seen, self.buffer.ready_groups))
+        return check.check(seen, self.buffer.ready_groups) is None and bool(check.check(seen, self.buffer.ready_groups))
 
     def _group(self, attempt: Attempt, reward: float = 1.0) -> SampleMeta:
         ticket = attempt.ticket

@@ -43,7 +43,7 @@ def fault(point="rollout.push", action="drop", worker="a/0", **fields):
 def test_product_passes_each_point_and_no_other():
     sources = [p for folder in ("realsys", "workers", "launch") for p in (ROOT / folder).rglob("*.py")]
     text = "\n".join(path.read_text() for path in sources if path.name != "failpoint.py")
-    assert set(re.findall(r"\bfailpoint\(\s*\"([^\"]+)\"", text)) == set(POINTS)
+    assert set(re.findall(r"\bfailpoint(?:\(\s*|=)\"([^\"]+)\"", text)) == set(POINTS)
 
 
 def test_nothing_is_armed_without_the_variable(monkeypatch):

@@ -240,7 +240,7 @@ DEFECTS = [
         "older than the checkpo",
     ),
     ("what is unknown is passed over", instead(Ledger, "require", nothing), LOSES, "has never heard of is passed over"),
-    ("no end is noticed", instead(StuckCheck, "look", nothing), bounds("rejected"), "stuck"),
+    ("no end is noticed", instead(StuckCheck, "check", nothing), bounds("rejected"), "stuck"),
 ]
 
 
@@ -276,11 +276,11 @@ def test_exploration_finds_a_seeded_defect_of_evaluations(
 def test_endless_data_without_accepted_group_ends_by_name(outcome: str) -> None:
     world = World(Bounds(batch=2, prompts=3, epochs=0, attempts=1, faults=0))
     check = StuckCheck(2)
-    assert check.look(status(world.manager, 0.0, 0.0), 0) is None
+    assert check.check(status(world.manager, 0.0, 0.0), 0) is None
     reason = None
     for turn in range(FEWEST_FAILURES):
         assert reason is None, f"given up after {turn} groups"
         (ticket,) = world.manager.allocate(AllocateRequest("rollout_worker/0", 1), 0.0).tickets
         world.manager.finish(FinishRequest(ticket.ticket_id, 0, "w", outcome, "why"), 0.0)  # type: ignore[arg-type]
-        reason = check.look(status(world.manager, 0.0, 0.0), 0)
+        reason = check.check(status(world.manager, 0.0, 0.0), 0)
     assert reason is not None and f"{FEWEST_FAILURES} groups were dropped" in reason and f"{outcome} why" in reason

@@ -79,7 +79,7 @@ class Workers:
 
 
 def make(tmp_path: Path, workers: Workers, **settings: object) -> Checkpoints:
-    model = tmp_path / "model"
+    model = tmp_path / "start_model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(MODEL | SIZES))
     config = Config.model_validate({"checkpoint": settings, "train": {"batch_groups": 4}})
