@@ -17,7 +17,7 @@ from realsys.config.rules.resources import GIB, disk_bytes
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError, WaitTimeout
 from realsys.hf.config import read_model
-from realsys.hf.weights import check_weights
+from realsys.hf.weight_headers import check_weights
 from realsys.launch.processes.own_etcd import etcd_answers
 
 _ETCD_TIMEOUT_S = 5.0

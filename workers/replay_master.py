@@ -2,7 +2,7 @@
 ModelWorkers of the trial.
 
 It exits with 0 when the replay has run, whether its results are equal or not
-(``realsys.master.run.replay``).
+(``realsys.master.run.replay_run``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import uvloop
 from realsys.cluster.aio import run_until_stopped
 from realsys.cluster.process import training_start
 from realsys.cluster.worker import WorkerContext, worker_main
-from realsys.master.run.replay import replay
+from realsys.master.run.replay_run import replay
 from realsys.stream.request_reply import MasterStream
 
 

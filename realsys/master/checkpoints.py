@@ -38,7 +38,11 @@ from realsys.storage.commit_folder import checksum_of
 from realsys.storage.files import FileInfo
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState, RoleState
-from realsys.train.checkpoint.messages import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
+from realsys.train.checkpoint.checkpoint_messages import (
+    FinishCheckpointRequest,
+    LoadCheckpointRequest,
+    SaveCheckpointRequest,
+)
 from realsys.types import Empty
 
 log = logging.getLogger(__name__)

@@ -39,14 +39,18 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.train.calls import Role, find_handler
-from realsys.train.checkpoint.messages import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
+from realsys.train.checkpoint.checkpoint_messages import (
+    FinishCheckpointRequest,
+    LoadCheckpointRequest,
+    SaveCheckpointRequest,
+)
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
 from realsys.train.data_manager import DataManager
 from realsys.train.demonstrations import DemoSource
 from realsys.train.hooks import find_hook, onloaded
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import MeshGroups
-from realsys.train.records.messages import HoldRequest, LoadRecordRequest, RecordRequest
+from realsys.train.records.record_messages import HoldRequest, LoadRecordRequest, RecordRequest
 from realsys.train.records.recording import SampleRecorder
 from realsys.train.role_parts import make_role
 from realsys.train.transfer import execute

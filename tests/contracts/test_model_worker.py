@@ -26,7 +26,11 @@ from realsys.master.checkpoints import commit
 from realsys.train.call_service import ModelWorkerService, WorkerParts
 from realsys.train.calls import CallOutcome, Role
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
-from realsys.train.checkpoint.messages import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
+from realsys.train.checkpoint.checkpoint_messages import (
+    FinishCheckpointRequest,
+    LoadCheckpointRequest,
+    SaveCheckpointRequest,
+)
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.types import (

@@ -10,8 +10,12 @@ import msgspec
 
 from realsys.cluster.topology import Mesh
 from realsys.stream.head_routing import RoutedStream
-from realsys.train.checkpoint.messages import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
-from realsys.train.records.messages import HoldRequest, LoadRecordRequest, RecordReply, RecordRequest
+from realsys.train.checkpoint.checkpoint_messages import (
+    FinishCheckpointRequest,
+    LoadCheckpointRequest,
+    SaveCheckpointRequest,
+)
+from realsys.train.records.record_messages import HoldRequest, LoadRecordRequest, RecordReply, RecordRequest
 from realsys.types import (
     ClearRequest,
     Empty,

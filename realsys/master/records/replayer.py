@@ -31,9 +31,9 @@ from realsys.master.records.compare import Comparison, compare
 from realsys.master.records.recorder import Recorder
 from realsys.master.step import StepRunner
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints, find_checkpoint, read_state
-from realsys.train.checkpoint.messages import LoadCheckpointRequest
+from realsys.train.checkpoint.checkpoint_messages import LoadCheckpointRequest
 from realsys.train.records import record_files as files
-from realsys.train.records.messages import LoadRecordRequest
+from realsys.train.records.record_messages import LoadRecordRequest
 from realsys.types import InitializeRequest
 
 log = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from realsys.master.intake import Intake
 from realsys.master.loop import LoopParts, TrainLoop, planned_steps
 from realsys.master.publish import Publisher, VersionKey
 from realsys.master.records.recorder import Recorder
-from realsys.master.run.status import RunStatus
+from realsys.master.run.run_status import RunStatus
 from realsys.master.statistics import episodes_of
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
@@ -45,7 +45,7 @@ from realsys.master.warmup import Warmup, WarmupParts
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream
-from realsys.train.records.messages import Recorded
+from realsys.train.records.record_messages import Recorded
 from realsys.types import SampleMeta, SamplesArrived
 from realsys.weights.base import PublisherParts
 from realsys.weights.build import build as build_transport

@@ -27,7 +27,7 @@ from realsys.train.calls import Role
 from realsys.train.data_manager import DataManager
 from realsys.train.hooks import onloaded
 from realsys.train.records import record_files as files
-from realsys.train.records.messages import HoldRequest, LoadRecordRequest, Recorded, RecordReply, RecordRequest
+from realsys.train.records.record_messages import HoldRequest, LoadRecordRequest, Recorded, RecordReply, RecordRequest
 from realsys.types import Empty, GroupOrigin
 
 log = logging.getLogger(__name__)

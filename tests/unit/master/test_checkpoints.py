@@ -32,7 +32,11 @@ from realsys.train.checkpoint.checkpoint_files import (
     find_checkpoint,
     read_state,
 )
-from realsys.train.checkpoint.messages import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
+from realsys.train.checkpoint.checkpoint_messages import (
+    FinishCheckpointRequest,
+    LoadCheckpointRequest,
+    SaveCheckpointRequest,
+)
 from realsys.types import Empty
 
 MESHES = {"actor": Mesh(ParallelLayout(data=2), (0, 1)), "critic": Mesh(ParallelLayout(), (2,))}

@@ -16,7 +16,7 @@ from realsys.config.paths import TrialPaths
 from realsys.master.calls.executor import CallResult, Minibatches
 from realsys.master.records.recorder import Recorder, array_holders
 from realsys.train.records import record_files as files
-from realsys.train.records.messages import HoldRequest, Recorded, RecordReply, RecordRequest
+from realsys.train.records.record_messages import HoldRequest, Recorded, RecordReply, RecordRequest
 from realsys.types import Empty, SampleMeta
 from tests.support.processes.config_trees import changed
 from tests.support.training.records import make_ref

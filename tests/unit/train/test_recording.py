@@ -5,7 +5,7 @@ import threading
 
 from realsys.train.data_manager import DataManager
 from realsys.train.records import recording
-from realsys.train.records.messages import RecordRequest
+from realsys.train.records.record_messages import RecordRequest
 from realsys.train.records.recording import SampleRecorder
 
 

@@ -13,7 +13,7 @@ from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.records.replayer import Replay, ReplayJob, meshes_of
 from realsys.stream.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream
-from realsys.train.records.messages import Recorded
+from realsys.train.records.record_messages import Recorded
 
 
 async def replay(ctx: WorkerContext, stream: MasterStream) -> None:
