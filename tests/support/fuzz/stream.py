@@ -28,8 +28,8 @@ from realsys.manager.state import ManagerState
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream import codec
 from realsys.stream import wire as protocol
-from realsys.train.checkpoint import messages as checkpoint_messages
-from realsys.train.records import messages as record_messages
+from realsys.train.checkpoint import checkpoint_messages
+from realsys.train.records import record_messages
 from realsys.types import PublishedVersion, ServerAddress, Ticket
 from tests.support.fuzz.mutations import Spoiler, example, examples
 from tests.support.fuzz.targets import Target
