@@ -9,21 +9,18 @@ The launcher may restart it at any time: it replays the ledger and reads the res
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import uvicorn
 
+from realsys.cluster.aio import first_completed
 from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_guard import BoundedRequest
-from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of
+from realsys.cluster.http.http_server import HttpServer
 from realsys.cluster.store.base import NameStore, Watch
 from realsys.cluster.store.names import Names
 from realsys.config.schema import Config
@@ -59,22 +56,6 @@ class ManagerParts:
     register: Callable[[str], None]
     check_alive: CheckAlive = unleased
     count: Callable[[Callable[[], Mapping[str, int]]], None] = lambda _: None
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers (the worker has them), with a callback for when it accepts requests."""
-
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_started = on_started
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_started()
 
 
 class Manager:
@@ -115,28 +96,14 @@ class Manager:
     async def _serve(self, stop: asyncio.Event) -> None:
         """Serve HTTP, watch the name store and count the leases, until ``stop`` or a fatal error."""
         config, service = self._parts.config, self.service
-        bound = bind_tcp(config.cluster.host, config.manager.port)
-        address = f"http://{join_host_port(advertised_host(config.cluster.host), port_of(bound))}"
         app = ManagerApp(service, self._parts.token, self._refresh_version, self._parts.check_alive).build()
         self._parts.count(lambda: app.refused + self._unreadable)
+        server = HttpServer(app, config.cluster.host, config.manager.port)
         listening = asyncio.Event()
-        server = HttpServer(
-            uvicorn.Config(
-                app,
-                http=BoundedRequest,
-                ws="none",
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_keep_alive=75,  # longer than any client's, so that no request meets a closing connection
-                timeout_graceful_shutdown=2,
-            ),
-            listening.set,
-        )
-        http = asyncio.create_task(server.serve(sockets=[bound]), name="http")
+        http = asyncio.create_task(server.serve(listening.set), name="http")
         helpers: list[asyncio.Task[Any]] = [
             asyncio.create_task(stop.wait(), name="stop"),
-            asyncio.create_task(self._start(listening, address), name="start"),
+            asyncio.create_task(self._start(listening, server.url), name="start"),
             asyncio.create_task(self._lease_clock(), name="leases"),
             asyncio.create_task(self._updates.poll_load(LOAD_PERIOD_S), name="loads"),
             asyncio.create_task(service.keep_compact(), name="compaction"),
@@ -144,18 +111,16 @@ class Manager:
         waiting: set[asyncio.Future[Any]] = {http, service.fatal, *helpers}
         try:
             while not stop.is_set():
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                done = await first_completed(waiting)
+                waiting -= done
                 for task in done:
                     task.result()  # raises the error that ended it
-                if http.done():
-                    raise RuntimeError("gserver_manager: the HTTP server ended without a request to stop: see its log")
         finally:
             service.close()
-            server.should_exit = True
+            server.stop()
             for task in helpers:
                 task.cancel()
             await asyncio.gather(http, *helpers, return_exceptions=True)
-            bound.close()
 
     async def _start(self, listening: asyncio.Event, address: str) -> None:
         """Watch the name store; register once the manager accepts requests and knows servers and version."""

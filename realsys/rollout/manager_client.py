@@ -16,12 +16,11 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic
 
-import aiohttp
 import msgspec
 
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_client import open_session, read_reply
+from realsys.cluster.http.http_client import CallFailed, HttpClient
 from realsys.errors import MALFORMED, Fenced, GenerationError, RealsysError, StreamError, WaitTimeout
 from realsys.manager import operations
 from realsys.manager.operations import Operation, Reply, Request
@@ -34,10 +33,6 @@ FIRST_DELAY_S, LAST_DELAY_S = 0.05, 1.0  # between tries; doubles
 
 class RolloutSuperseded(RealsysError):
     """The manager has cancelled this attempt: its lease lapsed, or it was reissued. Not a failure of the rollout."""
-
-
-class _ErrorBody(msgspec.Struct):
-    error: str = ""
 
 
 class _Method(Generic[Request, Reply]):
@@ -97,12 +92,10 @@ class ManagerClient:
         ``timeout_s`` one exchange without the time that the manager holds it. Every exchange calls ``check_alive``.
         """
         self._resolve = resolve
-        self._check_alive = check_alive
-        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._http = HttpClient(token, check_alive=check_alive, faults=_fault)
         self._retry_timeout_s = retry_timeout_s
         self._no_server_retry_timeout_s = no_server_retry_timeout_s
         self._timeout_s = timeout_s
-        self._session: aiohttp.ClientSession | None = None
         self._url: str | None = None
 
     async def call(self, operation: Operation[Request, Reply], request: Request) -> Reply:
@@ -113,67 +106,48 @@ class ManagerClient:
         no_server_since: float | None = None
         delay = FIRST_DELAY_S
         while True:
-            status, payload, problem = await self._try(operation, request)
+            try:
+                return self._decode(path, await self._exchange(operation, request), operation.reply)
+            except CallFailed as error:
+                failed = error
             now = clock()
-            if status == 200:
-                return self._decode(path, payload, operation.reply)
-            if status == NoServer.status and operation is operations.SCHEDULE:
+            if failed.status == NoServer.status and operation is operations.SCHEDULE:
                 away_since, no_server_since = None, no_server_since or now
                 if now - no_server_since > self._no_server_retry_timeout_s:
                     waited = f"waited {self._no_server_retry_timeout_s:g} s for a generation server"
-                    raise GenerationError(f"{waited}: {_reason(payload)}")
-            elif status == 0 or status >= 500:
-                problem = problem or f"status {status}: {_reason(payload)}"
+                    raise GenerationError(f"{waited}: {failed.reason}")
+            elif failed.status == 0 or failed.status >= 500:
                 if away_since is None:  # once per call, not per try
-                    log.warning("gserver_manager %s: %s; trying again", path, problem)
+                    log.warning("gserver_manager %s: %s; trying again", path, failed)
                     away_since = now
                 if now - away_since > self._retry_timeout_s:
                     waited = f"waited {self._retry_timeout_s:g} s for the gserver_manager to answer {path}"
-                    raise WaitTimeout(f"{waited}: {problem}; see its log")
+                    raise WaitTimeout(f"{waited}: {failed}; see its log")
             else:
-                raise _refusal(operation, path, status, _reason(payload))
+                raise _refusal(operation, path, failed)
             await asyncio.sleep(delay)  # no event says that a manager or a server is back
             delay = min(2 * delay, LAST_DELAY_S)
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
-    async def _try(self, operation: Operation[Request, Reply], request: Request) -> tuple[int, bytes, str]:
-        """Exchange once. Returns status, body and "", or (0, b"", problem) when the manager cannot be reached."""
-        try:
-            return *await self._exchange(operation, request), ""
-        except Fenced:
-            raise
-        except (TimeoutError, aiohttp.ClientError, OSError, RealsysError) as error:
-            self._url = None  # it may have moved
-            return 0, b"", str(error) or type(error).__name__
-
-    async def _exchange(self, operation: Operation[Request, Reply], request: Request) -> tuple[int, bytes]:
+    async def _exchange(self, operation: Operation[Request, Reply], request: Request) -> bytes:
+        """Exchange once. Raises CallFailed, with status 0 if the manager cannot be reached; Fenced without a lease."""
         if self._url is None:
-            self._url = await asyncio.to_thread(self._resolve)
-        if self._session is None:
-            self._session = open_session(self._headers)
-        total_s = self._timeout_s + operation.held_s(request)
-        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=self._timeout_s)
-        method, body = ("POST", msgspec.json.encode(request)) if operation.is_post else ("GET", None)
+            try:
+                self._url = await asyncio.to_thread(self._resolve)
+            except Fenced:
+                raise
+            except (RealsysError, OSError) as error:
+                raise CallFailed(str(error) or type(error).__name__) from error
         url = self._url + operation.url_path(request)
-        fault = failpoint("manager.call")
-        self._check_alive()
-        if fault == "drop":
-            raise ConnectionResetError("the request was lost")
-        if fault == "garbage":
-            body = b"{\xff"
-        for _ in range(1 + (fault == "duplicate")):
-            async with self._session.request(method, url, data=body, timeout=timeout) as response:
-                status, payload = response.status, await read_reply(response)
-        match failpoint("manager.reply"):
-            case "drop":
-                raise ConnectionResetError("the reply was lost")
-            case "garbage":
-                payload = b"{\xff"
-        return status, payload
+        total_s = self._timeout_s + operation.held_s(request)
+        try:
+            return await self._http.call(url, request if operation.is_post else None, total_s, self._timeout_s)
+        except CallFailed as failed:
+            if failed.status == 0:
+                self._url = None  # it may have moved
+            raise
 
     def _decode(self, path: str, payload: bytes, kind: type[Reply]) -> Reply:
         try:
@@ -182,14 +156,11 @@ class ManagerClient:
             raise StreamError(f"gserver_manager {path}: reply cannot be read: {error}") from error
 
 
-def _refusal(operation: Operation[Any, Any], path: str, status: int, reason: str) -> RealsysError:
-    if status != OlderTrainer.status:
-        return StreamError(f"gserver_manager {path}: status {status}: {reason}")
-    return Fenced(f"gserver_manager {path}: {reason}") if operation.trainer else RolloutSuperseded(reason)
+def _refusal(operation: Operation[Any, Any], path: str, failed: CallFailed) -> RealsysError:
+    if failed.status != OlderTrainer.status:
+        return StreamError(f"gserver_manager {path}: {failed}")
+    return Fenced(f"gserver_manager {path}: {failed.reason}") if operation.trainer else RolloutSuperseded(failed.reason)
 
 
-def _reason(payload: bytes) -> str:
-    try:
-        return msgspec.json.decode(payload, type=_ErrorBody).error or "no reason given"
-    except MALFORMED:
-        return payload[:200].decode("utf-8", "replace") or "no reason given"
+def _fault(replied: bool) -> str:
+    return failpoint("manager.reply") if replied else failpoint("manager.call")

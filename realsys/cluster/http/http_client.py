@@ -26,11 +26,12 @@ _PLAIN = {"Accept-Encoding": "identity"}  # unpacked, a reply that is small on t
 
 
 class CallFailed(Exception):
-    """A call without a usable reply. ``status`` is 0 if no reply came. The message is one line."""
+    """A call without a usable reply. ``status`` is 0 if no reply came. ``reason`` and the message are one line each."""
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    def __init__(self, reason: str, status: int = 0) -> None:
+        self.reason = reason
         self.status = status
-        super().__init__(message)
+        super().__init__(f"status {status}: {reason}" if status else reason)
 
 
 class HttpClient:
@@ -85,7 +86,7 @@ class HttpClient:
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed(f"connection failed: {str(error) or type(error).__name__}") from error
         if status != 200:
-            raise CallFailed(f"status {status}: {reason_of(payload)}", status)
+            raise CallFailed(reason_of(payload), status)
         return payload
 
     async def answers(self, url: str, timeout_s: float) -> bool:
@@ -112,14 +113,14 @@ class HttpClient:
         self, url: str, data: bytes | None, timeout_s: float, connect_timeout_s: float
     ) -> tuple[int, bytes]:
         if self._session is None:
-            self._session = open_session(self._headers, keepalive_timeout=self._keepalive_timeout)
+            self._session = _open_session(self._headers, keepalive_timeout=self._keepalive_timeout)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_timeout_s)
         method = "GET" if data is None else "POST"
         async with self._session.request(method, url, data=data, timeout=timeout) as response:
-            return response.status, await read_reply(response)
+            return response.status, await _read_reply(response)
 
 
-def open_session(headers: Mapping[str, str], **connector: float) -> aiohttp.ClientSession:
+def _open_session(headers: Mapping[str, str], **connector: float) -> aiohttp.ClientSession:
     """Return a session. No limit on connections: hundreds of calls wait on one service, which has its own limit."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, **connector),  # type: ignore[arg-type]
@@ -142,7 +143,7 @@ async def attempts(limit_s: float, first_delay_s: float = 0.05, last_delay_s: fl
         number, delay = number + 1, min(2 * delay, last_delay_s)
 
 
-async def read_reply(response: aiohttp.ClientResponse) -> bytes:
+async def _read_reply(response: aiohttp.ClientResponse) -> bytes:
     """Return the whole body. Raises aiohttp.ClientPayloadError as soon as it is known to be too large."""
     if (response.content_length or 0) > MAX_REPLY:
         raise _too_large(response)
