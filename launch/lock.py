@@ -166,14 +166,17 @@ def _holders(path: Path) -> str:
 
 def _pids_that_hold(path: Path) -> list[int]:
     """Return the processes on this machine that hold or inherited the lock, without those that wait for it."""
-    wanted, found = str(path.resolve()), []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            for fd in (process / "fd").iterdir():
-                if os.readlink(fd) == wanted and "FLOCK" in (process / "fdinfo" / fd.name).read_text():
-                    found.append(int(process.name))
-                    break
-    return sorted(found)
+    file = str(path.resolve())
+    return sorted(int(process.name) for process in Path("/proc").glob("[0-9]*") if _holds(process, file))
+
+
+def _holds(process: Path, file: str) -> bool:
+    """Return True if the process with this folder in /proc has ``file`` open and locked."""
+    with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        for fd in (process / "fd").iterdir():
+            if os.readlink(fd) == file and "FLOCK" in (process / "fdinfo" / fd.name).read_text():
+                return True
+    return False
 
 
 def _started(pid: int) -> int | None:

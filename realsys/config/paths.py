@@ -52,7 +52,7 @@ class TrialPaths:
 
     @property
     def start(self) -> Path:
-        """How the launcher decided that the trial starts (realsys.config.trial_start)."""
+        """Start of the trial as the launcher decided it (realsys.config.trial_start)."""
         return self.root / "start.json"
 
     @property

@@ -20,7 +20,7 @@ from realsys.errors import RealsysError
 from realsys.manager.ledger.tickets import ticket_ranges
 
 DIGITS = 7  # significant digits: the precision of float32
-DECIMALS = 3  # at least, so that unix seconds keep their milliseconds
+DECIMALS = 3  # minimum number of decimals: unix seconds keep their milliseconds
 
 
 class StepLog:

@@ -169,7 +169,7 @@ class FolderFormat(Generic[M]):
     # ---- read
 
     def read(self, folder: Path) -> M:
-        """Return the manifest. Raises the format's error if it is missing or not what was written."""
+        """Return the manifest. Raises the format's error if it is missing or damaged."""
         path = folder / self.manifest
         if folder.suffix == TEMPORARY or not path.exists():
             problem = f"it has no {self.manifest}, or its name ends in {TEMPORARY}"
@@ -188,7 +188,7 @@ class FolderFormat(Generic[M]):
     def verify(self, folder: Path) -> M:
         """Read every byte of every file, and return the manifest.
 
-        Raises the format's error, which names the first file that is not what was written.
+        Raises the format's error. It names the first file with damage.
         """
         manifest = self.read(folder)
         self.check_sizes(folder, manifest)

@@ -156,7 +156,7 @@ class BoundedRequest(HttpToolsProtocol):
     """uvicorn's HTTP protocol with bounds on the size of the headers and on the wait for them; uvicorn has neither."""
 
     _head: int | None = None  # bytes of the head so far; None: in a body, or between messages
-    _deadline: asyncio.TimerHandle | None = None  # for the request that is being received
+    _deadline: asyncio.TimerHandle | None = None  # deadline of the request that is being received
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

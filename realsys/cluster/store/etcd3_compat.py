@@ -21,7 +21,7 @@ from typing import Any
 
 from realsys.errors import NameStoreError
 
-_FILES = ("kv", "auth", "rpc")  # in the order in which they import each other
+_FILES = ("kv", "auth", "rpc")  # import order: each needs the ones before it
 _lock = threading.Lock()
 
 

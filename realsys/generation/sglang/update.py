@@ -86,15 +86,13 @@ class Updater:
                 await asyncio.to_thread(shutil.rmtree, staged.directory, ignore_errors=True)
 
     def _stage(self, source: str, version: int, target: Path) -> Materialised:
+        directory = target
         try:
             staged = self._materialise(source, version, target)
+            directory = staged.directory
+            check_shapes(directory, self._shapes)
         except BaseException:
-            shutil.rmtree(target, ignore_errors=True)
-            raise
-        try:
-            check_shapes(staged.directory, self._shapes)
-        except BaseException:
-            shutil.rmtree(staged.directory, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
             raise
         return staged
 

@@ -326,8 +326,8 @@ async def _result(
     try:
         await asyncio.gather(*both)
     finally:
-        # gather leaves the other future running after an error; its own error would then be logged
-        # as never retrieved.
+        # After an error, gather leaves the other future running. Python would log its error as one
+        # that was never retrieved.
         for future in both:
             future.cancel()
     replies = {reply.worker: reply for reply in computing.result()}
