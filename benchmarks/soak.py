@@ -291,6 +291,7 @@ def main() -> None:
             raise SystemExit(f"the last sample was at step {watched.step} of {options.steps}: choose a smaller --every")
         rows = rows_of(watched, settled)
         restarted = {name: len(pids) for name, pids in watched.pids.items() if len(pids) > 1 and "child" not in name}
+        log_kib = next(r["per_100_steps"] for r in rows if r["what"] == f"folder {STEPS}")  # NaN: too few samples
         draw(watched, RESULTS / "soak.png")
         report(
             "soak",
@@ -301,9 +302,7 @@ def main() -> None:
                 "samples": len(watched.series["launcher", "fds"].steps),
                 "settled_after": settled,
                 "restarted": restarted or "none",
-                "bytes_per_step": round(
-                    next(r["per_100_steps"] for r in rows if r["what"] == f"folder {STEPS}") * 10.24
-                ),
+                "bytes_per_step": None if math.isnan(log_kib) else round(log_kib * 10.24),
                 "growing": [f"{r['what']} {r['figure']}" for r in rows if r["verdict"] == "growing"],
                 "machine_memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
                 "override": options.override,

@@ -46,6 +46,7 @@ def make_model(folder: Path, scale: float) -> Tensors:
     """config.json in ``folder``, and float32 weights: about 0.25 G of them times ``scale``."""
     folder.mkdir()
     config = {
+        "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
         "hidden_size": 1024,
         "intermediate_size": 4096,

@@ -173,14 +173,6 @@ def split_to(batches: list[list[int]], lengths: Lengths, count: int) -> list[lis
     return result
 
 
-def lower_bound(lengths: Lengths, capacity: int, k_min: int = 1) -> int:
-    """Return a lower bound of the number of micro-batches: ``ceil(sum / capacity)``, at least ``k_min``.
-
-    With fewer than ``k_min`` sequences, their number takes its place.
-    """
-    return max(-(-int(np.sum(lengths)) // capacity), min(k_min, len(lengths)))
-
-
 def _spread(lengths: Lengths, count: int, capacity: int) -> list[list[int]] | None:
     """Put each sequence, longest first, into the micro-batch with the fewest tokens; None if one does not fit."""
     array = np.asarray(lengths, np.int64)

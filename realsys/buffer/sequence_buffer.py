@@ -264,15 +264,6 @@ class SequenceBuffer:
             self._ended.popitem(last=False)
 
 
-def staleness_summary(histogram: dict[int, int]) -> dict[str, float]:
-    """Return min, mean and max of a histogram staleness -> count; zeros if it is empty."""
-    count = sum(histogram.values())
-    if not count:
-        return {"min": 0.0, "mean": 0.0, "max": 0.0}
-    mean = sum(staleness * n for staleness, n in histogram.items()) / count
-    return {"min": float(min(histogram)), "mean": mean, "max": float(max(histogram))}
-
-
 def owners_of(groups: Sequence[Sequence[SampleMeta]]) -> dict[str, set[int]]:
     """Return sample id -> the worker that received it, for ``plan_transfers``."""
     return {sample.sample_id: {sample.owner} for group in groups for sample in group}

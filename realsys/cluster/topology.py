@@ -81,11 +81,6 @@ def place(allocation: Allocation, roles: Iterable[str]) -> dict[str, Mesh]:
     return meshes
 
 
-def inference_rank(layout: ParallelLayout, dp: int, tp: int, pp: int) -> int:
-    """Return the inference rank at these coordinates."""
-    return dp * (layout.pipeline * layout.tensor) + pp * layout.tensor + tp
-
-
 def routing_table(meshes: Mapping[str, Mesh]) -> dict[str, int]:
     """Return handle -> worker index.
 

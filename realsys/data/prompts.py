@@ -96,11 +96,6 @@ def split_sizes(config: Config, paths: TrialPaths) -> dict[str, int]:
     return {split: len(lines) for split, lines in open_splits(config, paths).items()}
 
 
-def check_file(path: Path) -> int:
-    """Check every line of a file of problems and return their number. Raises DataError at the first bad one."""
-    return len(index_file(path, RecordReader(Problem)))
-
-
 def open_splits(config: Config, paths: TrialPaths) -> Splits:
     """Open all splits. Raises DataError for a bad line, or for a needed split that is empty."""
     files = dataset_files(config, paths)

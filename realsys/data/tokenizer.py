@@ -42,10 +42,6 @@ class TextTokenizer:
         return self.eos_token_ids[0]
 
     @property
-    def has_chat_template(self) -> bool:
-        return self._chat is not None
-
-    @property
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 

@@ -11,8 +11,6 @@ from realsys.manager.routing.update_times import STAGES
 from realsys.manager.state import ManagerState
 from realsys.manager.trial_state import NO_VERSION
 
-MASTER_KEYS = ("phase", "step", "total_steps", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy")
-
 
 def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
     """Return the body of GET /status. Times in seconds, rates per second."""

@@ -42,10 +42,6 @@ class MicroBatch:
     )  # host [a], positions of the loss tokens; last stage
 
     @property
-    def total_tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
     def loss_tokens(self) -> int:
         return sum(ref.loss_tokens for ref in self.refs)
 

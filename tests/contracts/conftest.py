@@ -1,4 +1,4 @@
-"""The generation servers of the contract suite: shared by its files, as SGLang takes long to start.
+"""The generation servers of the contract suite, shared because SGLang takes long to start; the models of PPO.
 
 Each fixture imports its modules itself: most contracts do not need them.
 """
@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
     from tests.support.serving.generation_servers import Running, ServerUnderTest, Versions
 
 
@@ -53,3 +57,22 @@ def server(backend: Running | str, versions: Versions) -> Iterator[ServerUnderTe
         return
     with (embedded_server if backend == "embedded" else example_server)(versions) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    """Models of the roles of PPO, by role."""
+    import torch
+
+    from tests.support.training.ppo_batch import make_models
+
+    torch.set_num_threads(1)
+    return make_models()
+
+
+@pytest.fixture(scope="module")
+def folders(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """HF directories of ``models``."""
+    from tests.support.training.ppo_batch import save_models
+
+    return save_models(models, tmp_path_factory.mktemp("models"))

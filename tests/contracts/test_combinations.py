@@ -20,7 +20,7 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
 from realsys.train.hooks import onloaded
 from realsys.train.megatron.device import Device
-from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models
+from tests.support.training.ppo_batch import Worker, make_batch
 from tests.support.training.train_ranks import cat_exports, run_ranks
 
 REFS, ARRAYS = make_batch()
@@ -93,12 +93,6 @@ CASES = {
         "actor.d2p2,critic.d2", CRITIC, {"optimizer": ADAM}, {"distributed_optimizer": True}, "all", "bfloat16"
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    torch.set_num_threads(1)
-    return save_models(make_models(), tmp_path_factory.mktemp("models"))
 
 
 def train(rank: int, device: Device, config: Config, meshes: Mapping[str, Mesh], folders: dict[str, Path]) -> Weights:

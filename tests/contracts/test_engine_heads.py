@@ -26,7 +26,6 @@ from tests.support.training.engine_ranks import (
     make_settings,
     on_ranks,
     plain_answers,
-    plain_gradients,
 )
 from tests.support.training.records import prompt_len
 
@@ -39,6 +38,13 @@ LAYOUTS: list[Any] = [
     pytest.param("p2", {}, id="p2"),
     pytest.param("d2p2m2", SEQUENCE_PARALLEL, id="d2p2m2-sp"),
 ]
+
+
+def plain_gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """HF name -> gradient of ``loss``; of tied weights once."""
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,11 @@ from realsys.config.dataflow import dataflow_of
 from realsys.config.schema import Config
 from realsys.launch.cli import main
 from realsys.train.megatron.device import Device
-from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models, whole
+from tests.support.training.ppo_batch import Worker, make_batch, whole
 from tests.support.training.train_ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 REFS, ARRAYS = make_batch()
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    torch.set_num_threads(1)
-    return save_models(make_models(), tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(autouse=True)

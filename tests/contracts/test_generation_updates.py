@@ -7,30 +7,50 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from realsys.generation.client import SamplingSpec
+from realsys.weights.disk import manifest
 from realsys.weights.disk.shards import ShardWriter
 from tests.support.serving.generation_servers import (
     BOUND_S,
     PROMPT,
     Crowd,
     check,
-    corrupt_shard,
     drive,
     flip,
-    no_manifest,
-    no_weights,
-    other_manifest,
     publish,
     samples,
     shard_of,
-    short_shard,
     until_decoding,
 )
+
+
+def no_weights(version: Path) -> None:
+    shard_of(version).unlink()
+
+
+def no_manifest(version: Path) -> None:
+    (version / "MANIFEST.json").unlink()
+
+
+def corrupt_shard(version: Path) -> None:
+    flip(shard_of(version))
+
+
+def short_shard(version: Path) -> None:
+    os.truncate(shard_of(version), 100)
+
+
+def other_manifest(version: Path) -> None:
+    other = msgspec.structs.replace(manifest.load_manifest(version), version=8)
+    (version / manifest.MANIFEST).write_bytes(manifest.VERSION.encode(other))
 
 
 @samples

@@ -20,21 +20,10 @@ from realsys.train.calls import CallOutcome, Role, find_handler
 from realsys.train.hooks import find_hook
 from realsys.train.megatron.device import Device
 from realsys.types import MfcRequest, SequenceRef
-from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models, whole
+from tests.support.training.ppo_batch import Worker, make_batch, whole
 from tests.support.training.train_ranks import run_ranks
 
 REFS, ARRAYS = make_batch()
-
-
-@pytest.fixture(scope="module")
-def models() -> dict[str, PreTrainedModel]:
-    torch.set_num_threads(1)
-    return make_models()
-
-
-@pytest.fixture(scope="module")
-def folders(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return save_models(models, tmp_path_factory.mktemp("models"))
 
 
 def make_config(*, max_skipped_steps: int = 5, **ppo: Any) -> Config:

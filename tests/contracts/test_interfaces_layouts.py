@@ -21,7 +21,7 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
 from realsys.train.megatron.device import Device
 from realsys.types import SequenceRef
-from tests.support.training.ppo_batch import Arrays, Worker, make_batch, make_models, save_models
+from tests.support.training.ppo_batch import Arrays, Worker, make_batch
 from tests.support.training.train_ranks import cat_exports, run_ranks
 
 TEMPERATURE, GAMMA, LAM, KL_COEF, ENTROPY_COEF, EPS_CLIP, VALUE_CLIP, CAP = 0.7, 0.97, 0.9, 0.2, 0.05, 0.2, 0.1, 4.0
@@ -68,17 +68,6 @@ def make_config(ppo: dict[str, Any]) -> Config:
             },
         }
     )
-
-
-@pytest.fixture(scope="module")
-def models() -> dict[str, PreTrainedModel]:
-    torch.set_num_threads(1)
-    return make_models()
-
-
-@pytest.fixture(scope="module")
-def folders(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return save_models(models, tmp_path_factory.mktemp("models"))
 
 
 # ---------------------------------------------------------------- one process, plain torch

@@ -21,7 +21,7 @@ from realsys.train.megatron.device import Device
 from realsys.train.megatron.megatron_core import parallel_state
 from realsys.train.megatron.mesh import form_meshes, rendezvous
 from realsys.types import MfcRequest
-from tests.support.training.ppo_batch import make_batch, make_models, save_models
+from tests.support.training.ppo_batch import make_batch
 from tests.support.training.train_ranks import FORMED, build_role, run_ranks
 
 Workers = list[int]
@@ -228,11 +228,6 @@ REFS, ARRAYS = make_batch()
 FORWARD = {"actor": "actor_inf", "critic": "critic_inf", "ref": "ref_inf"}
 LEAVES = {"actor": "prox_logprobs", "critic": "values", "ref": "ref_logprobs"}
 TRAIN = {"actor": "sft", "critic": "critic_train"}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return save_models(make_models(), tmp_path_factory.mktemp("models"))
 
 
 def run_rounds(config: Config, folders: dict[str, Path], rank: int, device: Device) -> dict[str, Any]:

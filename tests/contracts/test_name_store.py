@@ -152,11 +152,6 @@ def test_delete_removes_one_key_only(store, root):
         store.delete(f"{root}/a")
 
 
-def test_subentries_get_distinct_keys_below_the_root(store, root):
-    keys = {store.add_subentry(f"{root}/peers", str(i)) for i in range(3)}
-    assert len(keys) == 3 and store.get_subtree(f"{root}/peers").keys() == keys
-
-
 @pytest.mark.parametrize("key", ["", "/", "a//b", "/a", "a/", "a/" + "x" * 300])
 def test_malformed_key_is_refused_everywhere(store, key):
     operations = [store.get, store.get_subtree, store.clear_subtree, store.delete, lambda k: store.add(k, "v")]

@@ -146,7 +146,7 @@ def test_lapsed_leases_and_their_keys_are_tidied_up(tmp_path):
     store = FileNameStore(tmp_path)
     for i in range(5):
         lease = store.lease(30)
-        store.add_subentry("peers", str(i), lease=lease)
+        store.add(f"peers/{i}", str(i), lease=lease)
         lease.revoke()
     assert not list((tmp_path / "leases").iterdir())
     assert not list((tmp_path / "keys").rglob("*@value"))

@@ -21,7 +21,7 @@ from realsys.types import Empty
 from tests.support.streams.stream_parts import BOUND_S, make_group
 
 
-def test_an_io_thread_that_hangs_does_not_hold_up_who_closes(
+def test_close_returns_although_io_thread_hangs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(endpoints, "IO_THREAD_S", 0.1)
@@ -53,7 +53,8 @@ def test_an_io_thread_that_hangs_does_not_hold_up_who_closes(
         asyncio.run(run())
 
 
-def test_a_worker_number_that_no_trial_has_is_refused_not_remembered() -> None:
+def test_impossible_worker_number_is_refused() -> None:
+    """A worker number that no trial has is refused and not stored."""
     last = Hello((1 << 16) - 1, "1", 0)
     assert decode_with(TO_MASTER, encode_message(last), "message") == last
     for index in (1 << 16, 1 << 40):
@@ -91,7 +92,7 @@ def test_outcomes_of_a_broken_sender_are_bounded(monkeypatch: pytest.MonkeyPatch
         puller.close()
 
 
-def test_a_message_of_a_puller_that_does_not_decode_is_counted_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
+def test_undecodable_puller_message_is_counted_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger = 0

@@ -86,7 +86,7 @@ def test_grouped_senders_reach_every_receiver(senders: int, receivers: int) -> N
             puller.close()
 
 
-def test_a_push_nobody_acknowledges_names_group_receiver_and_reason() -> None:
+def test_unacknowledged_push_names_group_receiver_and_reason() -> None:
     def resolve(dp: int) -> str:
         raise KeyMissing(f"no key pull/{dp}")
 
@@ -164,7 +164,9 @@ def test_no_more_than_the_limit_is_in_flight() -> None:
         context.destroy(linger=0)
 
 
-def test_a_group_the_store_refuses_is_a_stream_error_for_its_sender_only() -> None:
+def test_refused_group_is_stream_error_for_its_sender() -> None:
+    """Other senders keep pushing to the same puller."""
+
     def store(group: Group) -> None:
         if group.ticket.ticket_id == "t1":
             raise StreamError("token 99999 is outside the vocabulary")
@@ -183,7 +185,9 @@ def test_a_group_the_store_refuses_is_a_stream_error_for_its_sender_only() -> No
     assert puller.stats.refused == 1
 
 
-def test_a_group_that_does_not_decode_is_refused_not_hung() -> None:
+def test_undecodable_group_is_refused() -> None:
+    """The pusher gets an error instead of waiting for ever."""
+
     async def run(puller: PullerThread) -> None:
         pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0")
         bad = make_group("t0")
@@ -199,7 +203,8 @@ def test_a_group_that_does_not_decode_is_refused_not_hung() -> None:
     assert puller.stats.malformed == 1
 
 
-def test_garbage_is_counted_logged_with_its_sender_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_is_counted_logged_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    """The log line names the sender."""
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0

@@ -16,7 +16,7 @@ from tests.support.streams.stream_parts import BOUND_S, make_group
 from tests.support.streams.stream_workers import Answering, Number, with_workers
 
 
-def test_requests_reach_each_worker_in_the_order_they_were_made() -> None:
+def test_requests_reach_each_worker_in_order() -> None:
     async def body(stream: MasterStream, workers: list[Answering]) -> None:
         replies = [stream.request(w, "echo", Number(i), Number) for i in range(50) for w in range(2)]
         values = [reply.value for reply in await asyncio.gather(*replies)]
@@ -48,7 +48,7 @@ def test_an_error_in_a_handler_carries_its_traceback() -> None:
     with_workers(body)
 
 
-def test_a_payload_of_the_wrong_type_is_an_error_on_the_side_that_notices() -> None:
+def test_wrong_payload_type_raises_on_side_that_notices() -> None:
     async def body(stream: MasterStream, workers: list[Answering]) -> None:
         with pytest.raises(RemoteError, match="request 1 for handler echo: not a Number"):
             await stream.request(0, "echo", ClearRequest(["a"]), Number)
@@ -84,7 +84,9 @@ def test_a_request_before_the_barrier_says_so() -> None:
     asyncio.run(run())
 
 
-def test_a_timeout_names_worker_and_handler_and_a_late_reply_is_ignored() -> None:
+def test_timeout_names_worker_and_handler() -> None:
+    """A reply that comes after the timeout is ignored."""
+
     async def body(stream: MasterStream, workers: list[Answering]) -> None:
         with pytest.raises(WaitTimeout, match="model_worker/0: no reply to hold in 0.1 s"):
             await stream.request(0, "hold", Number(1), Number, timeout_s=0.1)
@@ -107,7 +109,7 @@ def test_notices_that_nobody_asks_for_are_bounded(monkeypatch: pytest.MonkeyPatc
     with_workers(body)
 
 
-def test_groups_pushed_to_a_worker_are_announced_to_the_master() -> None:
+def test_pushed_groups_are_announced_to_master() -> None:
     async def run() -> None:
         stream = MasterStream()
         stored: list[str] = []
@@ -139,7 +141,7 @@ def test_groups_pushed_to_a_worker_are_announced_to_the_master() -> None:
     asyncio.run(run())
 
 
-def test_garbage_at_the_master_is_counted_logged_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_at_master_is_counted_logged_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
     async def body(stream: MasterStream, workers: list[Answering]) -> None:
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
@@ -159,7 +161,7 @@ def test_garbage_at_the_master_is_counted_logged_and_dropped(caplog: pytest.LogC
     assert "master: dropped message 1 from 127.0.0.1 (route " in caplog.text
 
 
-def test_closing_an_endpoint_waits_for_its_last_reply_to_arrive() -> None:
+def test_closing_endpoint_waits_until_last_reply_arrives() -> None:
     async def run() -> None:
         stream = MasterStream()
         endpoint = WorkerEndpoint(0, stream.address)
@@ -179,7 +181,8 @@ def test_closing_an_endpoint_waits_for_its_last_reply_to_arrive() -> None:
     asyncio.run(run())
 
 
-def test_an_endpoint_without_a_master_says_where_it_looked_and_can_be_closed() -> None:
+def test_endpoint_without_master_says_where_it_looked() -> None:
+    """It can still be closed."""
     endpoint = WorkerEndpoint(3, "tcp://127.0.0.1:9")
     with pytest.raises(WaitTimeout, match=r"model_worker/3: no welcome from the master at tcp://127.0.0.1:9 in 0.1 s"):
         endpoint.wait_connected(0.1)

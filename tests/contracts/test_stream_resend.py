@@ -40,7 +40,7 @@ def test_a_closing_sender_loses_nothing_that_was_acknowledged() -> None:
     assert puller.stats.duplicates == 0
 
 
-def test_closing_as_the_connection_opens_does_not_wait_for_ever() -> None:
+def test_close_returns_while_connection_opens() -> None:
     async def run(puller: PullerThread) -> None:
         pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0")
         push = asyncio.create_task(pusher.push(make_group("t0")))
@@ -78,7 +78,7 @@ def serve_until_killed(pipe: Connection) -> None:
         puller.drain(store, budget=1)
 
 
-def test_a_puller_killed_on_the_way_and_restarted_elsewhere_loses_nothing() -> None:
+def test_puller_killed_and_restarted_elsewhere_loses_nothing() -> None:
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=serve_until_killed, args=(there,), daemon=True)
     process.start()
@@ -127,7 +127,7 @@ def test_a_puller_killed_on_the_way_and_restarted_elsewhere_loses_nothing() -> N
         assert len(tickets) == len(set(tickets))
 
 
-def test_a_group_that_was_stored_but_not_acknowledged_goes_to_the_next_incarnation() -> None:
+def test_stored_unacknowledged_group_goes_to_next_incarnation() -> None:
     def crash(group: Group) -> None:
         if group.ticket.ticket_id == "t2":
             raise PullerCrash
@@ -153,7 +153,7 @@ def test_a_group_that_was_stored_but_not_acknowledged_goes_to_the_next_incarnati
     assert second.tickets[-4:] == ["t2", "t3", "t4", "t5"]
 
 
-def test_a_cut_connection_resends_and_the_puller_drops_what_it_has() -> None:
+def test_cut_connection_resends_and_puller_drops_duplicates() -> None:
     """The acknowledgement of t0 is held back by the store until the connection is gone."""
     stored, cut = threading.Event(), threading.Event()
 
@@ -182,7 +182,7 @@ def test_a_cut_connection_resends_and_the_puller_drops_what_it_has() -> None:
     assert proxy.accepted >= 2
 
 
-def test_an_address_that_is_not_there_yet_is_waited_for() -> None:
+def test_pusher_waits_for_missing_address() -> None:
     with pulling() as puller:
         answers = iter([KeyMissing("pull/0"), KeyMissing("pull/0")])
 
@@ -200,7 +200,7 @@ def test_an_address_that_is_not_there_yet_is_waited_for() -> None:
         assert puller.tickets == ["t0"]
 
 
-def test_a_resent_sequence_is_answered_again_and_not_stored_again() -> None:
+def test_resent_sequence_is_acknowledged_but_not_stored_again() -> None:
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0

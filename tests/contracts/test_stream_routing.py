@@ -69,7 +69,9 @@ def test_handles_lead_to_their_workers() -> None:
     asyncio.run(run())
 
 
-def test_a_broadcast_goes_to_each_worker_once_and_answers_in_order() -> None:
+def test_broadcast_reaches_each_worker_once_in_order() -> None:
+    """The replies come back in the order of the workers."""
+
     async def run() -> None:
         stream = MasterStream()
         routed, endpoints = await routed_mesh(stream)
@@ -99,7 +101,7 @@ def test_concurrent_broadcasts_reach_every_worker_in_one_order() -> None:
     asyncio.run(run())
 
 
-def test_the_first_failure_of_a_broadcast_is_raised_though_others_hang() -> None:
+def test_broadcast_raises_first_failure_though_others_hang() -> None:
     async def run() -> None:
         stream = MasterStream()
         routed, endpoints = await routed_mesh(stream)

@@ -48,7 +48,7 @@ def test_keys_are_made_once_and_kept_private(tmp_path: Path) -> None:
         (lambda path: path.unlink(), "No such file or directory: the launcher creates them"),
     ],
 )
-def test_spoiled_keys_are_an_error_that_names_the_file(tmp_path: Path, spoil, message: str) -> None:
+def test_spoiled_keys_error_names_the_file(tmp_path: Path, spoil, message: str) -> None:
     ensure_keys(tmp_path)
     spoil(tmp_path / KEY_FILE)
     with pytest.raises(StreamError, match=message) as caught:
@@ -56,7 +56,7 @@ def test_spoiled_keys_are_an_error_that_names_the_file(tmp_path: Path, spoil, me
     assert str(tmp_path / KEY_FILE) in str(caught.value)
 
 
-def test_loopback_needs_no_keys_and_the_rest_is_refused_without(tmp_path: Path) -> None:
+def test_only_loopback_needs_no_keys(tmp_path: Path) -> None:
     assert keys_for("127.0.0.1", tmp_path) is None
     assert keys_for("localhost", tmp_path) is None
     assert not list(tmp_path.iterdir())
@@ -107,7 +107,7 @@ def strangers(keys: CurveKeys) -> dict[str, CurveKeys | None]:
 
 
 @pytest.mark.parametrize("who", ["no key", "another trial's keys", "the server's public key only"])
-def test_a_stranger_is_not_let_in_and_is_counted(keys: CurveKeys, who: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_stranger_is_not_admitted_and_is_counted(keys: CurveKeys, who: str, caplog: pytest.LogCaptureFixture) -> None:
     stranger = strangers(keys)[who]
 
     async def run(puller: PullerThread) -> None:
@@ -192,7 +192,8 @@ def zmtp_peer(address: str) -> socket.socket:
     return peer
 
 
-def test_a_frame_that_is_said_to_be_huge_ends_the_connection_before_memory_is_taken_for_it() -> None:
+def test_frame_announced_as_huge_closes_connection() -> None:
+    """The connection ends before the receiver allocates memory for the frame."""
     with pulling() as puller:
         peer = zmtp_peer(puller.address)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -207,7 +208,9 @@ def test_a_frame_that_is_said_to_be_huge_ends_the_connection_before_memory_is_ta
         assert puller.tickets == [] and puller.stats.malformed == 0
 
 
-def test_a_peer_that_speaks_another_protocol_is_cut_off_and_harms_nobody() -> None:
+def test_peer_with_other_protocol_is_cut_off() -> None:
+    """Other peers are not affected."""
+
     async def push(puller: PullerThread) -> None:
         pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0")
         await pusher.push(make_group("t0"))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -15,10 +18,27 @@ from realsys.stream.request_reply import GroupIntake, MasterStream, WorkerEndpoi
 from realsys.stream.wire import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome
 from realsys.types import Group, SamplesArrived
 from tests.support.streams.stream_parts import BOUND_S, CuttableProxy, make_group
-from tests.support.streams.stream_workers import Answering, Number, happens, thread_errors, with_workers
+from tests.support.streams.stream_workers import Answering, Number, happens, with_workers
 
 
-def test_a_new_incarnation_fails_the_calls_of_the_old_and_takes_over() -> None:
+@contextmanager
+def thread_errors() -> Iterator[list[BaseException]]:
+    """Errors that ended a thread, as a worker's excepthook sees them."""
+    seen: list[BaseException] = []
+    previous = threading.excepthook
+
+    def note(args: threading.ExceptHookArgs) -> None:
+        assert args.exc_value is not None
+        seen.append(args.exc_value)
+
+    threading.excepthook = note
+    try:
+        yield seen
+    finally:
+        threading.excepthook = previous
+
+
+def test_new_incarnation_fails_old_calls_and_takes_over() -> None:
     async def run() -> None:
         with thread_errors() as errors:
             stream = MasterStream()
@@ -41,7 +61,7 @@ def test_a_new_incarnation_fails_the_calls_of_the_old_and_takes_over() -> None:
     asyncio.run(run())
 
 
-def test_an_older_incarnation_that_comes_later_does_not_take_over() -> None:
+def test_older_incarnation_does_not_take_over() -> None:
     async def run() -> None:
         with thread_errors() as errors:
             stream = MasterStream()
@@ -113,7 +133,7 @@ def test_a_cut_connection_loses_and_doubles_nothing() -> None:
     asyncio.run(run())
 
 
-def test_a_request_lost_with_its_connection_comes_again_before_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_request_is_resent_before_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those behind it lie in the worker's queue already; to take them would say that the lost one had come, too."""
     reached = 0
 
@@ -160,7 +180,7 @@ def test_a_request_sent_twice_is_handled_once() -> None:
         context.destroy(linger=0)
 
 
-def test_a_notice_and_a_reply_sent_twice_are_taken_once() -> None:
+def test_resent_notice_and_reply_are_taken_once() -> None:
     """A worker by hand."""
 
     async def run() -> None:
@@ -196,7 +216,7 @@ def test_a_notice_and_a_reply_sent_twice_are_taken_once() -> None:
     asyncio.run(run())
 
 
-def test_an_exception_while_storing_a_group_ends_the_io_thread_loudly() -> None:
+def test_exception_in_group_store_ends_io_thread_loudly() -> None:
     async def run() -> None:
         stream = MasterStream()
         puller = Puller()
@@ -225,7 +245,9 @@ def test_an_exception_while_storing_a_group_ends_the_io_thread_loudly() -> None:
     assert [type(error) for error in errors] == [ZeroDivisionError]
 
 
-def test_an_exception_in_a_notice_callback_fails_pending_and_later_requests() -> None:
+def test_exception_in_notice_callback_fails_all_requests() -> None:
+    """Pending requests and later ones fail."""
+
     async def body(stream: MasterStream, workers: list[Answering]) -> None:
         def callback(notice: Number) -> None:
             raise ZeroDivisionError("a defect")
@@ -242,7 +264,7 @@ def test_an_exception_in_a_notice_callback_fails_pending_and_later_requests() ->
     with_workers(body)
 
 
-def test_a_notice_that_cannot_be_decoded_fails_the_stream_loudly() -> None:
+def test_undecodable_notice_fails_the_stream_loudly() -> None:
     """What it announced is on the worker and would never be heard of again."""
 
     async def body(stream: MasterStream, workers: list[Answering]) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,12 +115,6 @@ class NameStore(ABC):
 
         Raises KeyExists if the key exists and ``replace`` is False, and Fenced if ``lease`` has lapsed.
         """
-
-    def add_subentry(self, root: str, value: str, *, lease: Lease | None = None) -> str:
-        """Add ``value`` under a new unique key below ``root`` and return the key."""
-        key = f"{root}/{uuid.uuid4().hex}"
-        self.add(key, value, lease=lease)
-        return key
 
     @abstractmethod
     def get(self, key: str) -> str:

@@ -35,10 +35,6 @@ class Names:
         """Key of the tcp address of the push-pull socket of DP head ``dp``."""
         return f"{self.root}/pull/{dp}"
 
-    @property
-    def pulls(self) -> str:
-        return f"{self.root}/pull"
-
     def generation_server(self, index: int) -> str:
         """Key of a server, leased. Value: JSON ServerAddress."""
         return f"{self.root}/generation_server/{index}"

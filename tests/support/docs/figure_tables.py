@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from tests.support.docs.figures import load, row_of, rows_of
 
@@ -13,12 +14,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("|  |", "| |")
 
 
+def listing(columns: Mapping[str, str], rows: Iterable[Mapping[str, object]]) -> str:
+    """Return a table of ``rows``. ``columns`` maps a heading to the format of a cell, such as ``{seconds:.1f} s``."""
+    return table(list(columns), ([cell.format_map(row) for cell in columns.values()] for row in rows))
+
+
 def millions(parameters: int) -> str:
     return f"{parameters / 1e6:.1f}M"
-
-
-def spread(row: dict[str, float]) -> str:
-    return f"{row['least']:.2f} - {row['greatest']:.2f}"
 
 
 def readme_results() -> str:
@@ -75,19 +77,15 @@ def readme_results() -> str:
 
 
 def arith() -> str:
-    return table(
-        ("seed", "before", "after", "minutes", "staleness mean / max"),
-        [
-            (
-                str(row["seed"]),
-                f"{row['before']:.1f} %",
-                f"{row['after']:.1f} %",
-                f"{row['seconds'] // 60}:{row['seconds'] % 60:02d}",
-                f"{row['staleness_mean']:.2f} / {row['staleness_max']}",
-            )
-            for row in load("arith")["rows"]
-        ],
-    )
+    columns = {
+        "seed": "{seed}",
+        "before": "{before:.1f} %",
+        "after": "{after:.1f} %",
+        "minutes": "{minutes}:{rest:02d}",
+        "staleness mean / max": "{staleness_mean:.2f} / {staleness_max}",
+    }
+    rows = load("arith")["rows"]
+    return listing(columns, [row | {"minutes": row["seconds"] // 60, "rest": row["seconds"] % 60} for row in rows])
 
 
 def train_step() -> str:
@@ -103,36 +101,36 @@ def train_step() -> str:
 
 
 def train_throughput() -> str:
-    rows = []
-    for fixed in rows_of("train_throughput", mode="fixed"):
-        at = {"model": fixed["model"], "capacity": fixed["capacity"]}
-        first, dynamic = (row_of("train_throughput", mode=mode, **at) for mode in ("algorithm_1", "dynamic"))
-        rows.append(
-            (
-                millions(fixed["parameters"]),
-                f"{fixed['capacity']:,}",
-                f"{fixed['tokens/s']:,}",
-                f"{first['tokens/s']:,}",
-                f"**{dynamic['tokens/s']:,}**",
-                f"{fixed['microbatches']} / {dynamic['microbatches']}",
-                f"**{dynamic['over_fixed']:.2f}** ({spread(dynamic)})",
-                f"{dynamic['mfu_%']:.0f} %",
-            )
-        )
-    head = ("parameters", "capacity", "fixed", "Algorithm 1", "dynamic (default)", "micro-batches fixed / dynamic")
-    return table((*head, "dynamic over fixed (least - greatest)", "MFU of dynamic"), rows)
+    columns = {
+        "parameters": "{size}",
+        "capacity": "{capacity:,}",
+        "fixed": "{fixed[tokens/s]:,}",
+        "Algorithm 1": "{algorithm_1[tokens/s]:,}",
+        "dynamic (default)": "**{tokens/s:,}**",
+        "micro-batches fixed / dynamic": "{fixed[microbatches]} / {microbatches}",
+        "dynamic over fixed (least - greatest)": "**{over_fixed:.2f}** ({least:.2f} - {greatest:.2f})",
+        "MFU of dynamic": "{mfu_%:.0f} %",
+    }
+
+    def joined(row: Mapping[str, Any]) -> Mapping[str, Any]:
+        at = {"model": row["model"], "capacity": row["capacity"]}
+        others = {mode: row_of("train_throughput", mode=mode, **at) for mode in ("fixed", "algorithm_1")}
+        return {**row, **others, "size": millions(row["parameters"])}
+
+    return listing(columns, map(joined, rows_of("train_throughput", mode="dynamic")))
 
 
 def dp_balance() -> str:
-    names = ("round_robin", "equal_count", "tokens", "flops", "bound")
-    head = ("sequences in a minibatch", "ranks", "round robin", "equal count", "`balance=tokens`", "`balance=flops`")
-    return table(
-        (*head, "bound"),
-        [
-            (f"{row['sequences']:,}", str(row["ranks"]), *(f"{row[name]:.3f}" for name in names))
-            for row in rows_of("dp_balance", lengths="heavy")
-        ],
-    )
+    columns = {
+        "sequences in a minibatch": "{sequences:,}",
+        "ranks": "{ranks}",
+        "round robin": "{round_robin:.3f}",
+        "equal count": "{equal_count:.3f}",
+        "`balance=tokens`": "{tokens:.3f}",
+        "`balance=flops`": "{flops:.3f}",
+        "bound": "{bound:.3f}",
+    }
+    return listing(columns, rows_of("dp_balance", lengths="heavy"))
 
 
 def async_vs_sync() -> str:
@@ -172,19 +170,15 @@ def generation() -> str:
 
 
 def interruption() -> str:
-    return table(
-        ("running", "longest completion", "interrupting over draining", "wait for a drain", "pause of an interruption"),
-        [
-            (
-                str(row["running"]),
-                f"{row['longest']:,}",
-                f"{row['gain_percent']:+.0f} %",
-                f"{_drained(row) / 1e3:.1f} s",
-                f"{row['pause_ms']:.1f} ms",
-            )
-            for row in rows_of("interruption", mode="interrupt")
-        ],
-    )
+    columns = {
+        "running": "{running}",
+        "longest completion": "{longest:,}",
+        "interrupting over draining": "{gain_percent:+.0f} %",
+        "wait for a drain": "{drain_s:.1f} s",
+        "pause of an interruption": "{pause_ms:.1f} ms",
+    }
+    rows = rows_of("interruption", mode="interrupt")
+    return listing(columns, [row | {"drain_s": _drained(row) / 1e3} for row in rows])
 
 
 def _drained(row: dict[str, object]) -> float:
@@ -193,13 +187,12 @@ def _drained(row: dict[str, object]) -> float:
 
 
 def prefill() -> str:
-    return table(
-        ("`prefill_tokens`", "longest gap between tokens of the others", "first token of the long prompt"),
-        [
-            (f"{row['prefill_tokens']:,}", f"{row['longest_gap_ms']:.0f} ms", f"{row['first_token_ms']:.0f} ms")
-            for row in load("prefill")["rows"]
-        ],
-    )
+    columns = {
+        "`prefill_tokens`": "{prefill_tokens:,}",
+        "longest gap between tokens of the others": "{longest_gap_ms:.0f} ms",
+        "first token of the long prompt": "{first_token_ms:.0f} ms",
+    }
+    return listing(columns, load("prefill")["rows"])
 
 
 def weights() -> str:
@@ -224,36 +217,26 @@ def weights() -> str:
 
 
 def router() -> str:
-    return table(
-        ("server", "requests/s", "p50", "p99", "of bare FastAPI", "of a bare msgspec handler"),
-        [
-            (
-                row["contender"],
-                f"{row['requests/s']:,.0f}",
-                f"{row['p50 ms']:.1f} ms",
-                f"{row['p99 ms']:.1f} ms",
-                f"{row['of fastapi']:.2f}",
-                f"{row['of fastapi, msgspec']:.2f}",
-            )
-            for row in load("router")["rows"]
-        ],
-    )
+    columns = {
+        "server": "{contender}",
+        "requests/s": "{requests/s:,.0f}",
+        "p50": "{p50 ms:.1f} ms",
+        "p99": "{p99 ms:.1f} ms",
+        "of bare FastAPI": "{of fastapi:.2f}",
+        "of a bare msgspec handler": "{of fastapi, msgspec:.2f}",
+    }
+    return listing(columns, load("router")["rows"])
 
 
 def streams() -> str:
-    return table(
-        ("stream", "tokens", "trajectories/s", "MB/s", "of bare ZMQ (lowest - highest)"),
-        [
-            (
-                row["stream"],
-                f"{row['tokens']:,}",
-                f"{row['trajectories/s']:,.0f}",
-                f"{row['MB/s']:,.0f}",
-                f"**{row['of bare']:.2f}** ({row['lowest']:.2f} - {row['highest']:.2f})",
-            )
-            for row in load("streams")["rows"]
-        ],
-    )
+    columns = {
+        "stream": "{stream}",
+        "tokens": "{tokens:,}",
+        "trajectories/s": "{trajectories/s:,.0f}",
+        "MB/s": "{MB/s:,.0f}",
+        "of bare ZMQ (lowest - highest)": "**{of bare:.2f}** ({lowest:.2f} - {highest:.2f})",
+    }
+    return listing(columns, load("streams")["rows"])
 
 
 def microbatch() -> str:
@@ -264,63 +247,52 @@ def microbatch() -> str:
         "first_fit": "first fit",
         "balanced (default)": "balanced (default)",
     }
-    head = ("sequences", "packer", "micro-batches", "over ceil(sum/C)", "largest / mean", "largest / C", "time")
-    return table(
-        head,
-        [
-            (
-                f"{row['sequences']:,}",
-                names[row["packer"]],
-                f"{row['batches']:,.1f}",
-                f"{row['over_bound_%']:,.2f} %",
-                f"{row['max/mean']:.3f}",
-                f"{row['peak']:.2f}",
-                f"{row['ms']:.2f} ms",
-            )
-            for row in rows_of("microbatch", lengths="heavy")
-        ],
-    )
+    columns = {
+        "sequences": "{sequences:,}",
+        "packer": "{name}",
+        "micro-batches": "{batches:,.1f}",
+        "over ceil(sum/C)": "{over_bound_%:,.2f} %",
+        "largest / mean": "{max/mean:.3f}",
+        "largest / C": "{peak:.2f}",
+        "time": "{ms:.2f} ms",
+    }
+    return listing(columns, [row | {"name": names[row["packer"]]} for row in rows_of("microbatch", lengths="heavy")])
 
 
 def memory() -> str:
-    rows = []
-    for row in rows_of("memory", rank=0):
-        other = row_of("memory", rank=1, step=row["step"])
-        rows.append(
-            (
-                str(row["step"]),
-                str(row["samples"]),
-                f"{row['arrays_kib']:.1f} KiB",
-                f"{row['tensors']} ({row['tensors_kib']:.1f} KiB)",
-                f"{row['rss_mib']:.1f} MiB",
-                f"{other['rss_mib']:.1f} MiB",
-            )
-        )
-    return table(("after step", "samples held", "arrays held", "live tensors", "resident, rank 0", "rank 1"), rows)
+    columns = {
+        "after step": "{step}",
+        "samples held": "{samples}",
+        "arrays held": "{arrays_kib:.1f} KiB",
+        "live tensors": "{tensors} ({tensors_kib:.1f} KiB)",
+        "resident, rank 0": "{rss_mib:.1f} MiB",
+        "rank 1": "{other[rss_mib]:.1f} MiB",
+    }
+    rows = rows_of("memory", rank=0)
+    return listing(columns, [row | {"other": row_of("memory", rank=1, step=row["step"])} for row in rows])
+
+
+def ratios(head: str, digits: int, rows: Mapping[str, Mapping[str, object]]) -> str:
+    """Return a table of ratios. ``rows`` maps a name to ``mean``, ``error``, ``least`` and ``greatest``."""
+    columns = {
+        head: "{name}",
+        "mean": f"**{{mean:.{digits}f}}**",
+        "standard error": f"{{error:.{digits}f}}",
+        "least - greatest": "{least:.2f} - {greatest:.2f}",
+    }
+    return listing(columns, [{**row, "name": name} for name, row in rows.items()])
 
 
 def ledger_cost() -> str:
     meta = load("ledger_cost")["meta"]
-    names = {"on_over_off": "throughput", "cpu_on_over_off": "CPU seconds per token"}
-    return table(
-        ("with over without", "mean", "standard error", "least - greatest"),
-        [
-            (name, f"**{meta[key]['mean']:.3f}**", f"{meta[key]['error']:.3f}", spread(meta[key]))
-            for key, name in names.items()
-        ],
-    )
+    rows = {"throughput": meta["on_over_off"], "CPU seconds per token": meta["cpu_on_over_off"]}
+    return ratios("with over without", 3, rows)
 
 
 def before_after() -> str:
-    ratios = load("before_after")["meta"]["now_over_before"]
-    names = {"tokens_per_s": "tokens/s trained", "cpu_s_per_1k": "CPU seconds per token"}
-    return table(
-        ("now over before", "mean", "standard error", "least - greatest"),
-        [
-            (name, f"**{ratios[key]['mean']:.2f}**", f"{ratios[key]['error']:.2f}", spread(ratios[key]))
-            for key, name in names.items()
-        ],
-    )
+    meta = load("before_after")["meta"]["now_over_before"]
+    rows = {"tokens/s trained": meta["tokens_per_s"], "CPU seconds per token": meta["cpu_s_per_1k"]}
+    return ratios("now over before", 2, rows)
 
 
 def soak() -> str:
@@ -333,34 +305,29 @@ def soak() -> str:
         "rollout_worker/0": "RolloutWorker 0",
         "rollout_worker/1": "RolloutWorker 1",
     }
-    rows = []
-    for what, name in names.items():
-        resident, files, threads = (
-            row_of("soak", what=what, figure=figure) for figure in ("rss_mib", "fds", "threads")
-        )
-        rows.append(
-            (
-                name,
-                f"{resident['mean']:.1f}",
-                f"{resident['per_100_steps']:.2f} ({resident['error']:.2f})",
-                f"{resident['last_half']:.2f}",
-                f"{files['mean']:.0f}",
-                f"{threads['mean']:.0f}",
-                resident["verdict"],
-            )
-        )
-    head = ("process", "resident, MiB", "MiB per 100 steps (error)", "second half", "descriptors", "threads")
-    return table((*head, "verdict"), rows)
+    columns = {
+        "process": "{name}",
+        "resident, MiB": "{rss_mib[mean]:.1f}",
+        "MiB per 100 steps (error)": "{rss_mib[per_100_steps]:.2f} ({rss_mib[error]:.2f})",
+        "second half": "{rss_mib[last_half]:.2f}",
+        "descriptors": "{fds[mean]:.0f}",
+        "threads": "{threads[mean]:.0f}",
+        "verdict": "{rss_mib[verdict]}",
+    }
+    figures = ("rss_mib", "fds", "threads")
+    rows = [{figure: row_of("soak", what=what, figure=figure) for figure in figures} for what in names]
+    return listing(columns, [row | {"name": name} for row, name in zip(rows, names.values(), strict=True)])
 
 
 def agreement() -> str:
-    return table(
-        ("versions", "tokens compared", "mean difference", "largest difference", "warnings"),
-        [
-            (row["versions"], f"{row['tokens compared']:,}", row["mean"], row["max"], str(row["warnings"]))
-            for row in load("agreement")["rows"]
-        ],
-    )
+    columns = {
+        "versions": "{versions}",
+        "tokens compared": "{tokens compared:,}",
+        "mean difference": "{mean}",
+        "largest difference": "{max}",
+        "warnings": "{warnings}",
+    }
+    return listing(columns, load("agreement")["rows"])
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -6,14 +6,12 @@ import asyncio
 import dataclasses
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -256,30 +254,6 @@ async def raw(server: ServerUnderTest, path: str, body: object) -> tuple[int, di
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with aiohttp.ClientSession() as session, session.post(server.url + path, data=data) as response:
         return response.status, await response.json()
-
-
-# ---- what can be wrong with a version
-
-
-def no_weights(version: Path) -> None:
-    shard_of(version).unlink()
-
-
-def no_manifest(version: Path) -> None:
-    (version / "MANIFEST.json").unlink()
-
-
-def corrupt_shard(version: Path) -> None:
-    flip(shard_of(version))
-
-
-def short_shard(version: Path) -> None:
-    os.truncate(shard_of(version), 100)
-
-
-def other_manifest(version: Path) -> None:
-    other = msgspec.structs.replace(manifest.load_manifest(version), version=8)
-    (version / manifest.MANIFEST).write_bytes(manifest.VERSION.encode(other))
 
 
 def shard_of(version: Path) -> Path:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -78,20 +77,3 @@ def with_workers(body: Callable[[MasterStream, list[Answering]], Awaitable[None]
 
 async def happens(event: threading.Event) -> None:
     assert await asyncio.to_thread(event.wait, BOUND_S)
-
-
-@contextmanager
-def thread_errors() -> Iterator[list[BaseException]]:
-    """Errors that ended a thread, as a worker's excepthook sees them."""
-    seen: list[BaseException] = []
-    previous = threading.excepthook
-
-    def note(args: threading.ExceptHookArgs) -> None:
-        assert args.exc_value is not None
-        seen.append(args.exc_value)
-
-    threading.excepthook = note
-    try:
-        yield seen
-    finally:
-        threading.excepthook = previous

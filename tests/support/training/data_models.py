@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from realsys.config.paths import TrialPaths
-from realsys.config.schema import Config, DataConfig, EvalConfig
 from realsys.data.char_model import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 
@@ -27,11 +26,6 @@ def char_tokenizer(directory: Path, template: str | None = None) -> TextTokenize
 def jsonl(path: Path, records: list[object]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
-
-
-def jsonl_config(train: Path, *, evaluate: Path | None = None, problems: int = 1, **data: object) -> Config:
-    settings = {"train": str(train), "eval": str(evaluate or ""), **data}
-    return Config(data=DataConfig(kind="jsonl", **settings), evaluation=EvalConfig(problems=problems))
 
 
 def trial(tmp_path: Path) -> TrialPaths:

@@ -124,13 +124,6 @@ def assert_gradients(found: Sequence[Mapping[str, torch.Tensor]], expected: Mapp
         torch.testing.assert_close(gradients[name], gradient, atol=2e-6, rtol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def plain_gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """HF name -> gradient of ``loss``; of tied weights once."""
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def plain_answers(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies of all answer tokens, in the order of REFS."""
     logprobs, entropies = [], []

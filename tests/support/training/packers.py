@@ -7,10 +7,18 @@ import time
 
 import numpy as np
 
-from realsys.buffer.microbatch import Lengths, Packer, balanced, fewest_sequences, first_fit, lower_bound
+from realsys.buffer.microbatch import Lengths, Packer, balanced, fewest_sequences, first_fit
 from tests.support.training.lengths import Array
 
 CAPACITY = 32_768  # tokens of a micro-batch
+
+
+def lower_bound(lengths: Lengths, capacity: int, k_min: int = 1) -> int:
+    """Return a lower bound of the number of micro-batches: ``ceil(sum / capacity)``, at least ``k_min``.
+
+    With fewer than ``k_min`` sequences, their number takes its place.
+    """
+    return max(-(-int(np.sum(lengths)) // capacity), min(k_min, len(lengths)))
 
 
 def fixed(lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]]:

@@ -32,7 +32,7 @@ def outcome(refs: list[SequenceRef], cfg: PPOConfig) -> np.ndarray:
     return outcome_advantages(refs, cfg, max_new_tokens=100)
 
 
-def test_batch_norm_counts_an_answer_as_often_as_it_has_tokens() -> None:
+def test_batch_norm_weighs_completions_by_their_tokens() -> None:
     # +5 on 1 token, -5 on 3: mean -2.5, variance (7.5^2 + 3 * 2.5^2) / 4 = 18.75
     found = outcome([ref(5.0, answer=1), ref(-5.0, answer=3)], ppo(PAPER))
     assert found.dtype == np.float32
@@ -139,7 +139,7 @@ rewards_of_groups = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(rewards_of_groups)
-def test_batch_norm_has_weighted_mean_zero_and_std_one(rows: list[tuple[int, int, int]]) -> None:
+def test_batch_norm_gives_weighted_mean_zero_std_one(rows: list[tuple[int, int, int]]) -> None:
     values, groups, weights = (np.array(column, np.float64) for column in zip(*rows, strict=True))
     found = normalise(values, groups.astype(int), weights, NormalisationConfig(eps=1e-12))
     repeated = np.repeat(found, weights.astype(int))
@@ -220,7 +220,7 @@ def test_gae_bootstraps_a_truncated_end() -> None:
     assert targets.tolist() == [1.0, 6.0]
 
 
-def test_gae_without_discount_and_values_is_the_outcome_on_every_token() -> None:
+def test_gae_without_discount_and_values_is_the_outcome() -> None:
     """The paper's setting: gamma = lam = 1 and no critic."""
     found, _ = gae([0, 0, 5, 0, -5], [0.0] * 5, [3, 2], [0.0, 0.0], 1.0, 1.0)
     assert found.tolist() == [5, 5, 5, -5, -5]

@@ -67,7 +67,7 @@ def test_mean_gradient_of_an_estimator_in_the_loss(kind: Kind, objective: Callab
 
 
 @pytest.mark.parametrize(("kind", "exact"), [("k1", True), ("k2", False), ("k3", False)])
-def test_mean_policy_gradient_of_an_estimator_in_the_reward(kind: Kind, exact: bool) -> None:
+def test_policy_gradient_of_estimator_in_reward(kind: Kind, exact: bool) -> None:
     """In the reward the estimator is a number that weighs the gradient of the log-prob: only k1 is right there."""
     found = gradient(lambda log_p: (log_p.exp().detach() * kl_estimate(log_p, REFERENCE, kind).detach() * log_p).sum())
     right = gradient(lambda log_p: divergence(log_p, REFERENCE))
@@ -108,7 +108,7 @@ def test_coefficient_reaches_the_target_of_a_simple_plant() -> None:
 
 
 @pytest.mark.parametrize("answers", [8_000, 1_000_000])
-def test_a_batch_beyond_the_horizon_keeps_the_coefficient_positive(answers: int) -> None:
+def test_batch_beyond_horizon_keeps_coefficient_positive(answers: int) -> None:
     controller = AdaptiveKL(0.05, target=0.1, horizon=1_000)
     controller.update(0.0, answers)
     assert controller.coef == pytest.approx(0.05 * 0.8)

@@ -66,7 +66,7 @@ def test_weight_multiplies_the_clipped_term_too() -> None:
     assert loss.item() == pytest.approx(-1.2 * 2.0 * 1.3498588, rel=1e-6)
 
 
-def test_capped_token_contributes_nothing_but_stays_in_the_denominator() -> None:
+def test_capped_token_counts_in_the_denominator_only() -> None:
     loss, gradient, stats = loss_and_gradient(PPOConfig(behav_imp_weight_cap=1.1))
     assert loss == pytest.approx((2.9477703 + 3.2396611) / 5, rel=1e-6)
     assert gradient[0] == 0.0
@@ -223,7 +223,7 @@ def test_huge_ratios_leave_loss_and_gradient_finite(advantage: float) -> None:
     assert all(math.isfinite(value.item()) for value in stats.values())
 
 
-def test_no_tokens_give_a_zero_loss_that_can_be_differentiated() -> None:
+def test_no_tokens_give_differentiable_zero_loss() -> None:
     empty = torch.zeros(0)
     theta = torch.zeros(0, requires_grad=True)
     loss, stats = actor_loss(theta, empty, empty, empty, torch.zeros(0, dtype=torch.bool), 5, PPOConfig())
@@ -240,7 +240,7 @@ def test_a_tensor_that_would_broadcast_is_refused() -> None:
         actor_loss(one, one, one, one, torch.ones(3), 1, PPOConfig())
 
 
-def test_sft_loss_is_the_token_mean_of_the_negative_log_likelihood() -> None:
+def test_sft_loss_is_token_mean_negative_log_likelihood() -> None:
     theta = torch.tensor([-1.0, -3.0, math.nan], requires_grad=True)
     loss, stats = sft_loss(theta, torch.tensor([True, True, False]), 4.0)
     loss.backward()

@@ -57,7 +57,8 @@ def test_kl_term(estimator: str, values: list[float], gradients: list[float]) ->
     assert stats["kl_ref_mean"] == pytest.approx(sum(values) / 4, rel=1e-5)
 
 
-def test_kl_is_reported_without_a_coefficient_and_then_no_term() -> None:
+def test_kl_without_coefficient_is_reported_only() -> None:
+    """Without a coefficient the KL is a metric and adds no term to the loss."""
     loss, _, stats = penalised(config(), ref=torch.tensor(REF))
     assert loss.item() == 0.0
     assert stats["kl_ref_mean"] == pytest.approx(1.1926919 / 4, rel=1e-5)

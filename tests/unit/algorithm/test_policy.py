@@ -58,7 +58,7 @@ def run(
 # --- GSPO
 
 
-def test_gspo_has_one_ratio_and_one_weight_per_answer() -> None:
+def test_gspo_has_one_ratio_and_weight_per_completion() -> None:
     loss, gradient, stats = run(config(loss="gspo", aggregation="sequence"), ANSWERS, denominator=2)
     # mean log u: -0.15, 0.25; mean log w: 0.1, -0.1. Answer 0: -e^(0.1-0.15)*2; answer 1, A < 0 and u above the clip,
     # which bounds nothing there: e^(-0.1+0.25)*3
@@ -141,7 +141,7 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
     assert stats["clip_count"] == 4
 
 
-def test_cispo_within_the_clip_has_the_gradient_of_the_ratio() -> None:
+def test_cispo_within_clip_has_gradient_of_ratio() -> None:
     """d(u*A)/dtheta = u*A: inside the range CISPO and PPO agree, whatever their values."""
     wide = {"eps_clip": 1.0, "eps_clip_higher": 4.0}
     _, cispo, stats = run(config(loss="cispo", **wide), TOKENS)
@@ -162,7 +162,7 @@ def test_reinforce_has_no_ratio(decoupled: bool, terms: list[float]) -> None:
     assert stats["u_sum"] > 0, "the ratio is still reported"
 
 
-def test_truncated_importance_sampling_sets_the_weight_to_its_cap() -> None:
+def test_truncated_importance_sampling_caps_the_weight() -> None:
     cfg = config(behav_imp_weight_cap=0.85, behav_imp_weight_mode="truncate")
     _, gradient, stats = run(cfg, TOKENS)
     # token 2: w = 1 becomes 0.85; token 3: w = e^-0.2 is below the cap. Tokens 0 and 1 are clipped.
@@ -309,7 +309,7 @@ def test_shares_add_up_whatever_the_micro_batches(rows: Answers, cfg: PPOConfig,
 
 @settings(max_examples=40, deadline=None)
 @given(answers, st.sampled_from(["ppo", "gspo"]), st.sampled_from([-2.0, 0.5]))
-def test_ratios_do_not_see_a_shift_of_all_log_probs(rows: Answers, loss: str, shift: float) -> None:
+def test_ratios_ignore_shift_of_all_log_probs(rows: Answers, loss: str, shift: float) -> None:
     cfg = config(loss=loss, aggregation="sequence")
     no_kl = [([(*row[:4], row[0]) for row in tokens], counted) for tokens, counted in rows]  # ref = theta
     moved = [

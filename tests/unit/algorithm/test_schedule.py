@@ -16,7 +16,7 @@ def rates(cfg: OptimizerConfig, total: int) -> list[float]:
     return [learning_rate(cfg, step, total) for step in range(total)]
 
 
-def test_warm_up_learns_from_the_first_step_and_ends_at_the_full_rate() -> None:
+def test_warm_up_starts_above_zero_reaches_full_rate() -> None:
     assert rates(optimizer(warmup_fraction=0.4), 10)[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 
 
@@ -36,7 +36,8 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_rates_never_rise_after_warm_up_and_hold_beyond_the_end(schedule: str) -> None:
+def test_rates_never_rise_after_warm_up(schedule: str) -> None:
+    """Beyond the last step the rate stays as it is."""
     cfg = optimizer(schedule=schedule, min_lr_ratio=0.1, warmup_fraction=0.1)
     after = rates(cfg, 50)[4:]
     assert after == sorted(after, reverse=True)
@@ -47,7 +48,7 @@ def test_warm_up_over_everything() -> None:
     assert rates(optimizer(warmup_fraction=1.0, schedule="linear"), 4) == pytest.approx([0.25, 0.5, 0.75, 1.0])
 
 
-def test_warm_up_steps_are_not_one_too_many_by_rounding() -> None:
+def test_rounding_adds_no_warm_up_step() -> None:
     assert learning_rate(optimizer(warmup_fraction=0.07), 6, 100) == 1.0  # 0.07 * 100 > 7 in floats
 
 

@@ -109,7 +109,7 @@ def test_rows_are_episodes_by_default_bit_for_bit() -> None:
     assert torch.equal(plain.counted(mask), named.counted(mask))
 
 
-def test_mean_of_an_episode_is_that_of_its_tokens() -> None:
+def test_mean_of_episode_is_mean_of_its_tokens() -> None:
     generator = torch.Generator().manual_seed(3)
     lengths, episodes = torch.tensor([4, 2, 0, 7, 1, 3]), torch.tensor([5, 1, 5, 5, 1, 2])
     x = torch.randn(17, generator=generator)

@@ -62,7 +62,7 @@ def test_outcomes_are_shaped_first() -> None:
 # --- rewards of tokens
 
 
-def test_the_outcome_is_earned_by_the_last_token_and_the_kl_is_paid_by_each() -> None:
+def test_last_token_gets_outcome_each_token_pays_kl() -> None:
     kl = [1.0, 2.0, -1.0, 0.5, 4.0]
     found = token_rewards([5.0, -5.0], [3, 2], kl, 0.1)
     assert found.tolist() == pytest.approx([-0.1, -0.2, 5.1, -0.05, -5.4])
@@ -93,7 +93,7 @@ def test_reward_to_go_without_a_critic() -> None:
     assert discounted.tolist() == [-0.75, 0.5, 5.0, -3.5, -6.0]
 
 
-def test_gae_takes_the_end_value_of_truncated_answers_only() -> None:
+def test_gae_uses_end_value_of_truncated_completions_only() -> None:
     # values: 1, 2 and 9 behind | 3 and 9 behind; gamma 0.5, lam 0.5
     rewards, values = [0.0, 4.0, 1.0], [1.0, 2.0, 9.0, 3.0, 9.0]
     cfg = ppo(gamma=0.5, lam=0.5)
@@ -150,7 +150,7 @@ def test_equal_advantages_become_zero_not_noise() -> None:
     assert normalise_tokens([], Moments(0, 0, 0), NormalisationConfig()).tolist() == []
 
 
-def test_a_mean_far_from_zero_does_not_swallow_the_spread() -> None:
+def test_mean_far_from_zero_keeps_the_spread() -> None:
     x = np.array([1000.0, 1000.25, 1000.5, 1000.25], np.float32)
     assert moments(x).std == pytest.approx(math.sqrt(0.03125), rel=1e-6)
 
@@ -160,9 +160,7 @@ rows = st.lists(st.tuples(st.integers(-8, 8), st.integers(0, 3), st.integers(1, 
 
 @settings(max_examples=60, deadline=None)
 @given(rows, st.sampled_from([("batch", "batch"), ("group", "group"), ("group", "none"), ("none", "none")]))
-def test_without_kl_and_critic_tokens_have_the_advantage_of_their_answer(
-    batch: list[tuple[int, int, int]], levels: tuple[str, str]
-) -> None:
+def test_tokens_have_advantage_of_their_completion(batch: list[tuple[int, int, int]], levels: tuple[str, str]) -> None:
     """The two ways to an advantage agree where both apply."""
     refs = [ref(float(r), group=g, answer=a) for r, g, a in batch]
     cfg = ppo(*levels)

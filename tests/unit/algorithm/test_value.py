@@ -39,7 +39,7 @@ def test_squared_error_without_a_clip() -> None:
     assert stats["clip_count"] == 0
 
 
-def test_clip_around_the_old_value_takes_the_larger_loss() -> None:
+def test_value_clip_takes_the_larger_loss() -> None:
     loss, gradient, stats = run(CriticConfig(eps_clip=0.2))
     # token 1: 2 to 1.2, nearer to its return, so the loss stays 2. Token 2: 3 to 2.2, loss 1.8^2 / 2, no gradient
     assert loss == pytest.approx((0.405 + 2 + 1.62 + 12.5) / 4)
@@ -168,7 +168,7 @@ def test_exponential_forgets() -> None:
     assert (norm.mean, norm.std) == pytest.approx((2.0, 1.0), rel=1e-3)
 
 
-def test_equal_returns_do_not_make_the_next_ones_infinite() -> None:
+def test_equal_returns_keep_the_next_ones_finite() -> None:
     norm = running("moving")
     update(norm, -5.0, -5.0, -5.0)
     assert norm.mean == -5.0

@@ -68,7 +68,8 @@ def test_cost_is_what_the_configuration_balances() -> None:
     assert cost_function(BY_FLOPS, SIZES)([]) == []
 
 
-def test_a_long_sequence_is_as_much_work_as_many_short_ones_of_more_tokens() -> None:
+def test_long_sequence_costs_more_than_its_tokens() -> None:
+    """One long sequence is as much work as many short ones with more tokens together."""
     # One of 100 tokens: 1,632,000 FLOPs. One of 20: 134,400 + 38,400 = 172,800, so ten of them: 1,728,000.
     refs = make_refs([20] * 10 + [100])
     by_flops = plan_minibatches(refs, 1, 2, cost_function(BY_FLOPS, SIZES))
@@ -84,7 +85,7 @@ def test_a_long_sequence_is_as_much_work_as_many_short_ones_of_more_tokens() -> 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(2, 2000), min_size=1, max_size=40), st.integers(1, 5))
-def test_composition_does_not_depend_on_the_layout_when_balanced_by_flops(lengths: list[int], n: int) -> None:
+def test_composition_balanced_by_flops_ignores_layout(lengths: list[int], n: int) -> None:
     refs, cost = make_refs(lengths), cost_function(BY_FLOPS, SIZES)
     composed = {
         dp: [sorted(r.sample_id for rank in ranks for r in rank) for ranks in plan_minibatches(refs, n, dp, cost)]

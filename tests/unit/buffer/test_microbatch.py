@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.buffer.microbatch import Packer, balanced, fewest_sequences, first_fit, lower_bound, pack, pack_equal
+from realsys.buffer.microbatch import Packer, balanced, fewest_sequences, first_fit, pack, pack_equal
 from realsys.errors import DataError
 from tests.support.training import packers
 from tests.support.training.lengths import bimodal, heavy, lognormal, uniform
@@ -70,7 +70,7 @@ def test_every_packer_partitions_within_capacity(packer: Packer, lengths: list[i
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     assert all(batches), "an empty micro-batch is a forward pass on nothing"
     assert all(total <= CAPACITY for total in sums(batches, lengths))
-    assert len(batches) >= lower_bound(lengths, CAPACITY, k_min)
+    assert len(batches) >= packers.lower_bound(lengths, CAPACITY, k_min)
     if k_min == 1:
         # two micro-batches at most half full would have been one
         assert sum(2 * total <= CAPACITY for total in sums(batches, lengths)) <= 1 or packer is balanced
@@ -109,7 +109,7 @@ def test_heavy_tail_stays_near_the_lower_bound(packer: Packer) -> None:
     rng = np.random.default_rng(7)
     lengths = np.clip((300 * (1 + rng.pareto(1.1, 20_000))).astype(np.int64), 1, 28_672)
     batches = packer(lengths, 32_768)
-    assert len(batches) <= 1.02 * lower_bound(lengths, 32_768)
+    assert len(batches) <= 1.02 * packers.lower_bound(lengths, 32_768)
 
 
 def test_balanced_evens_out_what_first_fit_leaves() -> None:
@@ -156,7 +156,7 @@ def test_packers_accept_numpy_and_return_plain_integers() -> None:
 def test_packing_is_not_quadratic(packer: Packer) -> None:
     """100,000 sequences in 40,000 micro-batches: a scan over the open ones would be 2e9 comparisons."""
     lengths = np.random.default_rng(3).integers(1, 28_672, 100_000)
-    assert len(packer(lengths, 32_768)) <= 1.01 * lower_bound(lengths, 32_768)
+    assert len(packer(lengths, 32_768)) <= 1.01 * packers.lower_bound(lengths, 32_768)
 
 
 @pytest.mark.parametrize("make", [heavy, lognormal, uniform, bimodal])

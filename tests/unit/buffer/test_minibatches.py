@@ -36,7 +36,7 @@ def totals(split: list[list[int]], costs: list[int]) -> list[int]:
     return [sum(costs[i] for i in part) for part in split]
 
 
-def test_differencing_beats_greedy_where_greedy_is_known_to_be_bad() -> None:
+def test_differencing_beats_greedy_on_bad_case_for_greedy() -> None:
     costs = [8, 7, 6, 5, 4]
     assert sorted(totals(largest_first(costs, 2), costs)) == [13, 17]
     assert sorted(totals(karmarkar_karp(costs, 2), costs)) == [14, 16]
@@ -93,7 +93,7 @@ def test_flop_cost_is_linear_plus_quadratic() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(2, 200), max_size=40), st.integers(1, 5), st.integers(1, 4))
-def test_every_sequence_is_in_one_minibatch_on_one_rank(lengths: list[int], n: int, dp: int) -> None:
+def test_each_sequence_has_one_minibatch_and_rank(lengths: list[int], n: int, dp: int) -> None:
     refs = make_refs(lengths)
     plan = plan_minibatches(refs, n, dp)
     assert sorted(r.sample_id for ranks in plan for rank in ranks for r in rank) == [r.sample_id for r in refs]
@@ -103,7 +103,7 @@ def test_every_sequence_is_in_one_minibatch_on_one_rank(lengths: list[int], n: i
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(2, 200), min_size=1, max_size=40), st.integers(1, 5))
-def test_composition_of_minibatches_does_not_depend_on_the_layout(lengths: list[int], n: int) -> None:
+def test_minibatch_composition_does_not_depend_on_layout(lengths: list[int], n: int) -> None:
     refs = make_refs(lengths)
     composed = {
         dp: [sorted(r.sample_id for rank in ranks for r in rank) for ranks in plan_minibatches(refs, n, dp)]
@@ -140,7 +140,7 @@ def test_refs_number_the_groups_of_the_batch() -> None:
     ]
 
 
-def test_refs_number_the_episodes_and_know_the_last_row() -> None:
+def test_refs_number_episodes_and_know_last_row() -> None:
     def meta(ticket: str, episode: int, row: int) -> SampleMeta:
         place = {"episode": episode, "row": row, "episode_tokens": 7}
         name = f"{ticket}/{episode}.{row}"
@@ -198,7 +198,7 @@ need_lists = st.dictionaries(st.integers(0, 5), st.lists(st.sampled_from(sample_
 
 @settings(max_examples=150, deadline=None)
 @given(need_lists, ownership)
-def test_executed_plan_satisfies_every_need_and_moves_nothing_twice(
+def test_plan_meets_every_need_and_moves_nothing_twice(
     needs: dict[int, list[str]], owners: dict[str, set[int]]
 ) -> None:
     plan = plan_transfers(needs, ["tokens"], owners)
@@ -220,7 +220,7 @@ def test_executed_plan_satisfies_every_need_and_moves_nothing_twice(
 
 @settings(max_examples=40, deadline=None)
 @given(need_lists, ownership, st.randoms(use_true_random=False))
-def test_plan_does_not_depend_on_the_order_of_mappings(
+def test_plan_does_not_depend_on_mapping_order(
     needs: dict[int, list[str]], owners: dict[str, set[int]], random: object
 ) -> None:
     workers, samples = list(needs), list(owners)
@@ -239,7 +239,7 @@ def test_sources_share_the_load_by_size() -> None:
     assert dict(sent) == {0: 80, 1: 80, 2: 80}
 
 
-def test_a_sole_owner_is_counted_before_the_free_choices() -> None:
+def test_sole_owner_is_counted_before_free_choices() -> None:
     owners = {"a-free": {0, 1}, "b-bound": {0}}  # by name alone the free one would come first, and take worker 0
     plan = plan_transfers({2: ["a-free", "b-bound"]}, ["tokens"], owners)
     assert [(t.src, t.sample_ids) for t in plan] == [(0, ["b-bound"]), (1, ["a-free"])]
@@ -266,7 +266,7 @@ def moves(
 A, B, C = (make_ref(name, 10, 4, 1.0, False, 0) for name in "abc")
 
 
-def test_sequences_go_to_every_stage_and_answers_to_the_last() -> None:
+def test_every_stage_gets_sequences_last_one_completions() -> None:
     mesh = whole_mesh(ParallelLayout(data=2, pipeline=2))  # workers 0, 1: first stage of data rank 0, 1; 2, 3: last
     owners = {
         "tokens": {"a": {2}, "b": {3}, "c": {3}},
@@ -282,7 +282,7 @@ def test_sequences_go_to_every_stage_and_answers_to_the_last() -> None:
     assert holders_of_outputs(mesh, plan) == {"a": [2], "b": [3], "c": [2]}
 
 
-def test_another_role_on_other_workers_gathers_scatters_and_broadcasts() -> None:
+def test_role_on_other_workers_gathers_scatters_and_broadcasts() -> None:
     tensor = Mesh(ParallelLayout(tensor=2), (4, 5))  # one data rank: all samples on both of its workers
     owners = {"tokens": {"a": {0}, "b": {1}, "c": {1, 4}}}
     assert moves(tensor, [[[A, B, C]]], "tokens", owners) == {
@@ -301,7 +301,7 @@ def test_another_role_on_other_workers_gathers_scatters_and_broadcasts() -> None
     }
 
 
-def test_scores_are_no_arrays_and_what_is_in_place_stays() -> None:
+def test_scores_and_arrays_in_place_are_not_moved() -> None:
     mesh = whole_mesh(ParallelLayout())
     assert moves(mesh, [[[A]]], "tokens scores", {"tokens": {"a": {0}}}) == set()
     with pytest.raises(StuckError, match="worker 0 needs sample a, but no worker holds it"):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from realsys.cluster.topology import (
     Mesh,
     group_contiguously,
-    inference_rank,
     place,
     routing_table,
     whole_mesh,
@@ -135,13 +134,6 @@ def test_worker_is_in_exactly_one_dp_rank(layout):
     members = [mesh.dp_members(dp) for dp in range(layout.data)]
     assert sorted(worker for group in members for worker in group) == list(range(layout.world_size))
     assert all(mesh.dp_head(dp) in members[dp] for dp in range(layout.data))
-
-
-@given(layouts)
-def test_inference_ranks_count_tensor_first(layout):
-    """Ranks are one to one with coordinates."""
-    coordinates = [(d, t, p) for d in range(layout.data) for p in range(layout.pipeline) for t in range(layout.tensor)]
-    assert [inference_rank(layout, d, t, p) for d, t, p in coordinates] == list(range(layout.world_size))
 
 
 @pytest.mark.parametrize("workers", [(0,), (0, 0), (0, 1, 2)])

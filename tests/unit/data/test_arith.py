@@ -30,7 +30,7 @@ def test_a_held_out_prompt_is_never_trained_on(tmp_path):
     assert not evaluated & {record["prompt"] for record in train + demos}
 
 
-def test_the_same_seed_writes_the_same_files_and_another_seed_others(tmp_path):
+def test_seed_alone_decides_the_files(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         arith.write_dataset(SMALL, tmp_path / name, seed=seed)
     for file in ("train.jsonl", "eval.jsonl", "demos.jsonl"):
@@ -38,14 +38,15 @@ def test_the_same_seed_writes_the_same_files_and_another_seed_others(tmp_path):
         assert a == b != c
 
 
-def test_answers_differ_in_length_by_an_order_of_magnitude(tmp_path):
+def test_completion_lengths_span_order_of_magnitude(tmp_path):
     arith.write_dataset(SMALL, tmp_path, seed=1)
     lengths = sorted(len(record["response"]) + 1 for record in read(tmp_path / "demos.jsonl"))
     assert lengths[-1] >= 10 * lengths[len(lengths) // 20]
     assert lengths[-1] <= 200 and lengths[len(lengths) // 2] < lengths[-1] / 4
 
 
-def test_a_clean_demonstration_is_right_and_a_noisy_one_carries_its_error_on():
+def test_noisy_demonstration_carries_its_error_on():
+    """A clean demonstration is right."""
     record = arith.demonstration([3, 5, 7], 0.0, random.Random(1))
     assert (record.prompt, record.response) == ("a3b5c7=", "a0+3=3;b3+5=8;c8+7=15;#15")
     noisy = arith.demonstration([3, 5, 7], 1.0, random.Random(1))
@@ -54,7 +55,7 @@ def test_a_clean_demonstration_is_right_and_a_noisy_one_carries_its_error_on():
         assert following[1:].partition("+")[0] == step.partition("=")[2]
 
 
-def test_noise_makes_about_the_share_of_demonstrations_wrong_that_it_should(tmp_path):
+def test_noise_sets_share_of_wrong_demonstrations(tmp_path):
     fixed = ArithConfig(min_operands=4, max_operands=4, train_size=1, eval_size=1, demo_size=2000, demo_noise=0.15)
     arith.write_dataset(fixed, tmp_path, seed=1)
     wrong = 0
@@ -64,7 +65,7 @@ def test_noise_makes_about_the_share_of_demonstrations_wrong_that_it_should(tmp_
     assert wrong / 2000 == pytest.approx(1 - 0.85**4, abs=0.05)  # 0.478, less errors that cancel
 
 
-def test_a_task_without_a_prompt_to_hold_out_is_an_error(tmp_path, monkeypatch):
+def test_task_without_held_out_prompt_is_error(tmp_path, monkeypatch):
     monkeypatch.setattr(arith, "MAX_DRAWS", 500)
     monkeypatch.setattr(arith, "is_held_out", lambda prompt: False)
     with pytest.raises(ConfigError, match="none to hold out"):
@@ -72,7 +73,7 @@ def test_a_task_without_a_prompt_to_hold_out_is_an_error(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]  # and no half-written eval.jsonl
 
 
-def test_second_tries_show_a_wrong_first_one_and_feedback(tmp_path):
+def test_second_try_shows_wrong_first_and_feedback(tmp_path):
     """Only the second try is imitated; without the setting the files are as they were."""
     plain, tries = ArithConfig(demo_size=400), ArithConfig(demo_size=400, second_tries=0.5, feedback=" no; {prompt}")
     for name, config in (("plain", plain), ("tries", tries)):

@@ -1,6 +1,7 @@
 """Datasets from files: splits, bad lines, limits."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,9 +9,18 @@ from realsys.config.schema import Config, DataConfig, EvalConfig, WarmupConfig
 from realsys.data.check import check_data
 from realsys.data.dataset_files import dataset_files
 from realsys.data.demos import DemoDataset
-from realsys.data.prompts import PromptDataset, check_file, split_sizes
+from realsys.data.prompts import PromptDataset, split_sizes
 from realsys.errors import DataError
-from tests.support.training.data_models import char_tokenizer, jsonl, jsonl_config, trial
+from tests.support.training.data_models import char_tokenizer, jsonl, trial
+
+
+def jsonl_config(train: Path, *, evaluate: Path | None = None, problems: int = 1, **data: object) -> Config:
+    settings = {"train": str(train), "eval": str(evaluate or ""), **data}
+    return Config(data=DataConfig(kind="jsonl", **settings), evaluation=EvalConfig(problems=problems))
+
+
+def count_rows(path: Path) -> int:
+    return split_sizes(jsonl_config(path, eval_fraction=0.0, problems=0), trial(path.parent))["train"]
 
 
 def problems(count, start=0):
@@ -32,28 +42,28 @@ def problems(count, start=0):
         ('["a", "5"]', "Expected `object`, got `array`"),
     ],
 )
-def test_a_bad_line_is_named_by_file_and_line(tmp_path, line, expected):
+def test_bad_row_is_named_by_file_and_line(tmp_path, line, expected):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "a", "answer": "1"}\n\n' + line + '\n{"prompt": "b", "answer": "2"}\n')
     with pytest.raises(DataError) as caught:
-        check_file(path)
+        count_rows(path)
     assert str(caught.value).startswith(f"{path}:3: ") and expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_bytes_that_are_no_utf8_and_files_that_are_not_there_are_data_errors(tmp_path):
+def test_invalid_utf8_and_missing_files_are_data_errors(tmp_path):
     path = tmp_path / "latin.jsonl"
     path.write_bytes(b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff", "answer": "2"}\n')
     with pytest.raises(DataError, match=":2: .*utf-8"):
-        check_file(path)
+        count_rows(path)
     with pytest.raises(DataError, match="No such file"):
-        check_file(tmp_path / "none.jsonl")
+        count_rows(tmp_path / "none.jsonl")
 
 
-def test_blank_lines_a_byte_order_mark_and_unknown_keys_are_fine(tmp_path):
+def test_blank_lines_bom_and_unknown_keys_are_accepted(tmp_path):
     path = tmp_path / "odd.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": "1", "source": "x"}\r\n\n  \n{"prompt":"b","answer":"2"}')
-    assert check_file(path) == 2
+    assert count_rows(path) == 2
 
 
 def test_other_keys_arrive_with_their_prompt(tmp_path):
@@ -84,7 +94,7 @@ def test_bad_other_keys_are_named_by_line(tmp_path):
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes(b'{"prompt": "a1=", "answer": "1", "source": "\xff"}\n')
     with pytest.raises(DataError, match=f"{latin}:1: .*utf-8"):
-        check_file(latin)
+        count_rows(latin)
     huge = tmp_path / "huge.jsonl"
     huge.write_text('{"prompt": "a1=", "answer": "1", "level": 1e999}\n')
     dataset = PromptDataset(
@@ -94,7 +104,7 @@ def test_bad_other_keys_are_named_by_line(tmp_path):
         dataset.prompt("train", 0)
 
 
-def test_every_prompt_is_in_one_split_and_can_be_read_at_its_index(tmp_path):
+def test_each_prompt_has_one_split_and_its_index(tmp_path):
     tokenizer = char_tokenizer(tmp_path / "model")
     train = jsonl(tmp_path / "train.jsonl", problems(300))
     dataset = PromptDataset(jsonl_config(train, eval_fraction=0.2), trial(tmp_path), tokenizer)
@@ -120,7 +130,7 @@ def test_the_hold_out_depends_on_the_prompt_alone(tmp_path):
     assert few == {text for text in more if int(text[1:-1]) < 100}
 
 
-def test_a_file_for_evaluation_leaves_all_of_train_to_train_on(tmp_path):
+def test_evaluation_file_leaves_all_train_rows_for_training(tmp_path):
     train, held = jsonl(tmp_path / "t", problems(10)), jsonl(tmp_path / "e", problems(3, 100))
     config = jsonl_config(train, evaluate=held)
     dataset = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
@@ -129,7 +139,7 @@ def test_a_file_for_evaluation_leaves_all_of_train_to_train_on(tmp_path):
     assert dataset_files(config, trial(tmp_path)).demos is None
 
 
-def test_an_empty_split_that_is_needed_is_an_error(tmp_path):
+def test_needed_split_must_not_be_empty(tmp_path):
     one = jsonl(tmp_path / "one", problems(1))
     with pytest.raises(DataError, match="data.eval_fraction=0.0 holds out none of 1 prompts"):
         split_sizes(jsonl_config(one, eval_fraction=0.0), trial(tmp_path))
@@ -140,7 +150,7 @@ def test_an_empty_split_that_is_needed_is_an_error(tmp_path):
         split_sizes(jsonl_config(one, evaluate=jsonl(tmp_path / "none", [])), trial(tmp_path))
 
 
-def test_a_prompt_that_is_too_long_is_named_by_check_and_by_prompt(tmp_path):
+def test_check_and_prompt_name_too_long_prompt(tmp_path):
     tokenizer = char_tokenizer(tmp_path / "model")
     train = jsonl(tmp_path / "t", [{"prompt": "a1=", "answer": "1"}, {"prompt": "a1" * 20, "answer": "1"}])
     config = jsonl_config(train, eval_fraction=0.0, problems=0, max_prompt_tokens=16)
@@ -151,7 +161,7 @@ def test_a_prompt_that_is_too_long_is_named_by_check_and_by_prompt(tmp_path):
     assert len(dataset.prompt("train", 0).ids) == 4
 
 
-def test_an_index_or_split_that_is_not_there_is_an_error(tmp_path):
+def test_missing_index_or_split_is_error(tmp_path):
     config = jsonl_config(jsonl(tmp_path / "t", problems(4)), eval_fraction=0.0, problems=0)
     dataset = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
     for index in (4, -1):
@@ -194,7 +204,8 @@ def test_check_data_reads_what_the_trial_will_read(tmp_path):
         check_data(config.model_copy(update={"warmup": WarmupConfig(steps=1)}), trial(tmp_path), tokenizer)
 
 
-def test_a_file_that_changed_under_a_running_trial_is_an_error_not_another_prompt(tmp_path):
+def test_file_changed_during_trial_is_an_error(tmp_path):
+    """The reader raises instead of returning another prompt."""
     train = jsonl(tmp_path / "t", problems(5))
     config = jsonl_config(train, eval_fraction=0.0, problems=0)
     dataset = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))

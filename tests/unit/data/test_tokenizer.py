@@ -20,7 +20,7 @@ def chars(tmp_path_factory):
 
 @settings(max_examples=50, deadline=None)
 @given(text=st.text(ALPHABET, min_size=1))
-def test_text_of_the_alphabet_comes_back_one_token_per_character(chars, text):
+def test_alphabet_round_trips_one_token_per_character(chars, text):
     ids = chars.encode_prompt(text)
     assert ids[0] == BOS_ID and len(ids) == len(text) + 1
     assert chars.decode(ids[1:]) == text and ids[1:] == chars.encode_text(text)
@@ -31,7 +31,7 @@ def test_vocabulary_divides_by_four(chars):
     assert chars.eos_token_ids == (EOS_ID,) and chars.eos_token_id == EOS_ID
 
 
-def test_answer_text_drops_only_the_final_end_of_text(chars):
+def test_completion_text_drops_only_final_end_of_text(chars):
     fifteen = chars.encode_text("#15")
     assert chars.completion_text([*fifteen, EOS_ID]) == "#15"
     assert chars.completion_text(fifteen) == "#15"
@@ -46,7 +46,7 @@ def test_many_prompts_are_encoded_as_one_by_one(chars):
     assert chars.encode_prompts([]) == []
 
 
-def test_a_text_prompt_is_wrapped_in_the_template_unless_told_otherwise(tmp_path):
+def test_text_prompt_uses_template_by_default(tmp_path):
     tokenizer = char_tokenizer(tmp_path, TEMPLATE)
     ids = tokenizer.encode_prompt("a1=")
     assert tokenizer.decode(ids) == "<bos>user a1=<eos>assistant "
@@ -59,7 +59,7 @@ def test_a_text_prompt_is_wrapped_in_the_template_unless_told_otherwise(tmp_path
         tokenizer.encode_prompt(chat, chat=False)
 
 
-def test_a_template_that_refuses_the_messages_is_a_data_error(tmp_path):
+def test_template_that_refuses_messages_is_data_error(tmp_path):
     tokenizer = char_tokenizer(tmp_path, TEMPLATE)
     with pytest.raises(DataError, match="no system"):
         tokenizer.encode_prompt([Message("system", "a"), Message("user", "b")])
@@ -71,18 +71,18 @@ def test_a_template_cannot_reach_outside_its_sandbox(tmp_path):
         tokenizer.encode_prompt("a")
 
 
-def test_templates_that_use_what_transformers_offers_can_be_rendered(tmp_path):
+def test_templates_with_transformers_extras_can_be_rendered(tmp_path):
     source = (
         "{%- for m in messages -%}{%- if loop.index > 1 -%}{%- break -%}{%- endif -%}"
         "{% generation %}{{ m.content | tojson }}{% endgeneration %}{%- endfor -%}{{ strftime_now('%%') }}"
     )
     (tmp_path / "chat_template.jinja").write_text(source.replace('"', "'"))
     tokenizer = char_tokenizer(tmp_path)
-    assert tokenizer.has_chat_template
     assert tokenizer.decode(tokenizer.encode_prompt([Message("user", "ab"), Message("user", "c")])) == "ab"
 
 
-def test_models_without_an_end_of_text_or_with_broken_files_are_refused(tmp_path):
+def test_model_without_eos_is_refused(tmp_path):
+    """A model with broken files is refused, too."""
     write_char_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ModelError, match="no end-of-text token"):

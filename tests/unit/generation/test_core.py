@@ -67,7 +67,7 @@ def test_completions_of_one_request_share_one_prefill(two_models):
         check_logprobs(model, PROMPTS[2], result)
 
 
-def test_completions_admitted_later_copy_the_prompt_of_a_running_sibling(two_models):
+def test_later_completion_copies_prompt_of_running_sibling(two_models):
     model, path = two_models[0]
     core = make_core(path, max_running=3)
     # The short request leaves one row after two steps, then the others: completions of "b" join one by one.
@@ -82,7 +82,7 @@ def test_completions_admitted_later_copy_the_prompt_of_a_running_sibling(two_mod
 # ---- chunked prefill and shared prefixes
 
 
-def test_a_long_prompt_is_computed_in_parts_while_others_decode(two_models):
+def test_long_prompt_prefills_in_chunks_while_others_decode(two_models):
     model, path = two_models[0]
     core = make_core(path, prefill_tokens=64, context=512)
     short = make_request("short", PROMPTS[1], max_new_tokens=60)
@@ -119,7 +119,7 @@ def test_prompts_of_all_lengths_arrive_while_others_end(two_models):
             check_logprobs(model, request.prompt.tolist(), result)
 
 
-def test_an_update_in_the_middle_of_a_long_prompt_computes_it_anew(two_models):
+def test_update_during_long_prefill_restarts_it(two_models):
     (_, old_path), (new, new_path) = two_models
     core = make_core(old_path, prefill_tokens=64, context=512)
     prompt = np.random.default_rng(0).integers(0, 97, 200).tolist()
@@ -135,7 +135,7 @@ def test_an_update_in_the_middle_of_a_long_prompt_computes_it_anew(two_models):
     check_logprobs(new, prompt, result)
 
 
-def test_an_update_recomputes_the_prompt_of_a_group_once(two_models):
+def test_update_recomputes_prompt_of_group_once(two_models):
     (_, old_path), (new, new_path) = two_models
     core = make_core(old_path)
     request = make_request("a", PROMPTS[2], n=6, max_new_tokens=20)
@@ -189,7 +189,7 @@ def test_update_in_the_middle_of_completions(two_models):
         assert np.abs(before[9:] - after[9:]).max() > 0.1  # the two models do differ
 
 
-def test_continuation_after_an_update_is_that_of_a_fresh_prefill(two_models):
+def test_continuation_after_update_equals_fresh_prefill(two_models):
     (_, old_path), (_, new_path) = two_models
     core = make_core(old_path)
     request = make_request("a", PROMPTS[3], temperature=0.0, max_new_tokens=24)
@@ -268,7 +268,7 @@ def test_id_in_use_is_refused(two_models):
     assert not refused.value.retryable
 
 
-def test_weights_that_overflow_are_an_error_that_names_their_version(two_models):
+def test_overflowing_weights_error_names_their_version(two_models):
     _, path = two_models[0]
     core = make_core(path)
     broken = read_weights(path)

@@ -96,7 +96,7 @@ def staged(engine):
     return event
 
 
-def test_update_stages_beside_decoding_and_swaps_between_two_steps(start, steps, models):
+def test_update_stages_during_decoding_swaps_between_steps(start, steps, models):
     gate = threading.Event()
 
     def load(path, version):
@@ -125,7 +125,7 @@ def test_update_stages_beside_decoding_and_swaps_between_two_steps(start, steps,
     assert engine.info().updates == 1
 
 
-def test_weights_of_a_lower_version_are_taken_and_each_token_has_the_version_that_sampled_it(start, steps):
+def test_lower_weight_version_is_taken_and_marks_tokens(start, steps):
     """Training went back to a checkpoint: what publishes is younger, the number is lower."""
     engine = start()
     engine.core.version = 7
@@ -139,7 +139,7 @@ def test_weights_of_a_lower_version_are_taken_and_each_token_has_the_version_tha
     assert update.result(BOUND).success and (engine.version, engine.model_path) == (5, "weights/v5.0002")
 
 
-def test_an_update_is_answered_at_once_when_no_token_is_to_come(start):
+def test_update_without_running_requests_returns_immediately(start):
     engine = start()
     timings = engine.update("v2", 2).result(BOUND).timings
     assert "first_token_s" not in timings and timings["pause_s"] >= timings["load_s"]
@@ -160,7 +160,7 @@ def test_two_updates_in_a_row_are_both_answered(start, steps):
     assert completion.result(BOUND)[0].segments == [(1, 10), (3, 90)]
 
 
-def test_an_update_does_not_wait_for_the_cache_of_those_it_interrupts(start, steps):
+def test_update_returns_before_interrupted_caches_are_rebuilt(start, steps):
     engine = start(prefill_tokens=64)
     params = SamplingParams(max_new_tokens=60, sampling_seed=1)
     steps.stop_at(10)
@@ -183,7 +183,8 @@ def test_an_update_does_not_wait_for_the_cache_of_those_it_interrupts(start, ste
         assert len(result.tokens) == 60
 
 
-def test_without_interruption_running_completions_finish_and_new_ones_wait(start, steps):
+def test_without_interruption_running_finish_and_new_wait(start, steps):
+    """Completions that run finish on the old weights, and new ones wait for the new weights."""
     engine = start(interruptible=False)
     running = held_after(engine, steps, 10)
     ready = staged(engine)
@@ -254,7 +255,7 @@ def test_update_while_paused_takes_effect_at_resume(start, steps):
     assert completion.result(BOUND)[0].segments == [(1, 10), (2, 90)]
 
 
-def test_pause_abort_ends_all_requests_with_what_they_have(start, steps):
+def test_pause_abort_returns_partial_completions(start, steps):
     engine = start()
     completion = held_after(engine, steps, 10, SamplingParams(max_new_tokens=100, n=5))
     pause = engine.pause("abort")
@@ -288,7 +289,7 @@ def test_abort_of_one_request_leaves_the_others(start, steps):
     assert other.result(BOUND)[0].finish_reason == "length"
 
 
-def test_full_queue_fails_the_future_with_a_retryable_error(start, steps):
+def test_full_queue_fails_future_with_retryable_error(start, steps):
     engine = start()
     held_after(engine, steps, 1, SamplingParams(max_new_tokens=50, n=4))
     accepted = engine.generate("b", [1], SamplingParams(max_new_tokens=1, n=8))
@@ -315,7 +316,7 @@ def test_close_fails_open_requests_and_refuses_new_ones(start, steps):
     assert engine.failure == "the server is stopping"
 
 
-def test_error_in_the_engine_thread_reaches_the_thread_hook_and_every_caller(start, steps, monkeypatch):
+def test_engine_thread_error_reaches_hook_and_every_caller(start, steps, monkeypatch):
     seen = threading.Event()
     caught = []
     monkeypatch.setattr(threading, "excepthook", lambda args: (caught.append(args.exc_value), seen.set()))

@@ -38,7 +38,7 @@ def rows_in_use(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(rows_in_use())
-def test_layout_is_dense_and_its_groups_cover_every_row_and_length(case):
+def test_dense_layout_groups_cover_every_row_and_length(case):
     current, lengths, overhead = case
     layout = LayoutPlanner(overhead).plan(current, lengths)
     assert sorted(layout.rows) == list(range(len(current)))
@@ -59,7 +59,7 @@ def test_layout_is_dense_and_its_groups_cover_every_row_and_length(case):
         assert layout.moved_length == max(lengths[current == source].item() for source in moved)
 
 
-def test_one_long_completion_does_not_make_the_short_ones_pay():
+def test_long_completion_does_not_slow_short_ones():
     lengths = np.asarray([20, 21, 900, 22, 20, 23], np.int64)
     layout = LayoutPlanner(50).plan(np.arange(6), lengths)
     read = sum((g.stop - g.start) * g.length for g in layout.groups)
@@ -92,7 +92,7 @@ few_tokens = st.lists(st.sampled_from([0, 1, 256, 70000]), min_size=1, max_size=
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(few_tokens, min_size=1, max_size=12), few_tokens, st.integers(0, 5))
-def test_the_neighbour_in_the_index_shares_the_longest_prefix(prompts, prompt, generated):
+def test_index_neighbour_shares_the_longest_prefix(prompts, prompt, generated):
     others = [completion(other, generated=20) for other in prompts]
     index = PrefixIndex(others[: len(others) // 2])
     for other in others[len(others) // 2 :]:
@@ -119,7 +119,7 @@ def test_a_pass_takes_from_the_front_what_fits():
     assert parts[0].completes
 
 
-def test_those_who_share_wait_for_the_first_and_then_copy():
+def test_sharers_wait_for_first_and_then_copy():
     prompt = list(range(40))
     group = [completion(prompt, generated) for generated in (3, 5, 9)]
     stranger = completion([7] * 20)
@@ -129,7 +129,7 @@ def test_those_who_share_wait_for_the_first_and_then_copy():
     assert {id(part.donor) for part in parts} == {id(group[0])}
 
 
-def test_a_short_common_beginning_is_not_worth_waiting_for():
+def test_short_common_prefix_does_not_delay():
     waiting = [completion([1, 2, 3, *([i] * 30)]) for i in range(3)]
     assert spans(plan_pass(waiting, [], 500)) == [(0, 32)] * 3
 
@@ -179,7 +179,8 @@ def test_config_accepts_only_what_a_server_does(name):
 # ---- random numbers
 
 
-def test_uniforms_are_uniform_and_differ_by_seed_completion_and_position():
+def test_uniforms_differ_by_seed_completion_and_position():
+    """The numbers are uniform in [0, 1)."""
     numbers = np.concatenate([uniforms(seed, completion, 500) for seed in range(20) for completion in range(4)])
     assert numbers.min() >= 0 and numbers.max() < 1
     counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
@@ -190,7 +191,7 @@ def test_uniforms_are_uniform_and_differ_by_seed_completion_and_position():
     assert np.abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
 
 
-def test_uniforms_have_a_prefix_that_does_not_depend_on_the_length():
+def test_uniforms_prefix_does_not_depend_on_length():
     assert uniforms(3, 1, 10).tolist() == uniforms(3, 1, 100)[:10].tolist()
     uniforms(-1, 0, 1), uniforms(2**64 - 1, 0, 1)  # any integer is a seed
 
@@ -206,7 +207,7 @@ def draw(logits, uniform, **params):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.05, 1e-6])
 @pytest.mark.parametrize("how", ["banned", "penalised"])
-def test_logprob_of_a_token_that_had_next_to_no_probability_is_a_number(temperature, how):
+def test_logprob_of_very_unlikely_token_is_finite(temperature, how):
     """A stop token is banned, or a token has been penalised, and at a low temperature the rest had none to speak of: as
     a float 0, whose logarithm would look like a model that has diverged, and end the server.
     """
@@ -264,7 +265,7 @@ def test_a_filtered_row_leaves_the_others_alone():
     assert tokens[2] == logits[2].argmax()
 
 
-def test_the_extremes_of_a_uniform_draw_tokens_that_can_be_drawn():
+def test_extreme_uniforms_draw_allowed_tokens():
     logits = torch.full((1, 6), float("-inf"))
     logits[0, 2] = logits[0, 4] = 0.0
     tokens, logprobs = draw(logits[0], [0.0, 1 - 2**-24])

@@ -46,7 +46,7 @@ def test_sampling_does_not_depend_on_the_batch(two_models):
     assert [r.tokens.tolist() for r in alone] != [r.tokens.tolist() for r in other_seed]
 
 
-def test_stop_token_ends_the_completion_and_is_part_of_it(two_models):
+def test_stop_token_ends_and_belongs_to_completion(two_models):
     _, path = two_models[0]
     [[free]] = run(make_core(path), make_request("a", PROMPTS[1], max_new_tokens=30))
     stop = int(free.tokens[10])
@@ -57,7 +57,7 @@ def test_stop_token_ends_the_completion_and_is_part_of_it(two_models):
     assert stopped.finish_reason == "stop"
 
 
-def test_min_new_tokens_bans_stops_but_keeps_the_logprobs(two_models):
+def test_min_new_tokens_bans_stops_keeps_logprobs(two_models):
     model, path = two_models[0]
     stops = tuple(range(60))
     [[early]] = run(make_core(path), make_request("a", PROMPTS[1], max_new_tokens=20, stops=stops))
@@ -94,7 +94,7 @@ def penalised_greedy(model, prompt, count, prefix=0, **penalties):
         {"repetition_penalty": 0.6, "presence_penalty": -0.5, "frequency_penalty": 0.4},
     ],
 )
-def test_penalties_look_at_the_completion_and_leave_the_logprobs_alone(two_models, penalties):
+def test_penalties_read_completion_and_keep_logprobs(two_models, penalties):
     model, path = two_models[0]
     greedy = {"temperature": 0.0, "max_new_tokens": 30}
     plain = make_request("plain", PROMPTS[1], **greedy)
@@ -105,7 +105,7 @@ def test_penalties_look_at_the_completion_and_leave_the_logprobs_alone(two_model
     assert free.tokens.tolist() == penalised_greedy(model, PROMPTS[1], 30)  # the neighbour in the batch
 
 
-def test_a_continued_completion_is_penalised_for_its_earlier_tokens(two_models):
+def test_continued_completion_is_penalised_for_earlier_tokens(two_models):
     model, path = two_models[0]
     params = {"temperature": 0.0, "frequency_penalty": 0.8}
     [[whole]] = run(make_core(path), make_request("a", PROMPTS[3], max_new_tokens=24, **params))
@@ -127,7 +127,7 @@ def tokenizer(tmp_path):
     return read_tokenizer(tmp_path)
 
 
-def test_a_stop_string_ends_the_completion_with_the_token_that_completes_it(two_models, tokenizer):
+def test_stop_string_ends_completion_with_its_last_token(two_models, tokenizer):
     model, path = two_models[0]
     [[free]] = run(make_core(path), make_request("a", PROMPTS[1], max_new_tokens=40))
     text = letters(free.tokens)
@@ -142,7 +142,8 @@ def test_a_stop_string_ends_the_completion_with_the_token_that_completes_it(two_
     check_logprobs(model, PROMPTS[1], result)
 
 
-def test_a_stop_string_is_looked_for_in_the_completion_only_and_not_too_early(two_models, tokenizer):
+def test_stop_string_counts_only_inside_the_completion(two_models, tokenizer):
+    """A match before `min_new_tokens` tokens does not count."""
     _, path = two_models[0]
     params = {"max_new_tokens": 20, "temperature": 0.0}
     [[free]] = run(make_core(path), make_request("a", PROMPTS[1], **params))

@@ -95,7 +95,7 @@ def test_end_of_text_comes_from_both_files(tmp_path: Path) -> None:
         read_model(tmp_path)
 
 
-def test_rope_of_old_and_new_transformers_is_the_same(tmp_path: Path) -> None:
+def test_rope_is_equal_in_old_and_new_transformers(tmp_path: Path) -> None:
     old = read_model(write(tmp_path, rope_scaling=None)).rope
     new = {"rope_type": "default", "rope_theta": 500.0}
     assert read_model(write(tmp_path, rope_scaling=None, rope_theta=1.0, rope_parameters=new)).rope == old

@@ -150,7 +150,8 @@ def slow_matplotlib(tmp_path: Path) -> Path:
     return folder.parent
 
 
-def test_ctrl_c_says_all_before_it_draws_and_a_second_one_ends_the_drawing(start: Start, slow_matplotlib: Path) -> None:
+def test_ctrl_c_reports_before_drawing(start: Start, slow_matplotlib: Path) -> None:
+    """A second Ctrl-C ends the drawing."""
     command = start(modules=slow_matplotlib)
     command.until(SHOWN)
     command.process.send_signal(signal.SIGINT)
@@ -162,7 +163,7 @@ def test_ctrl_c_says_all_before_it_draws_and_a_second_one_ends_the_drawing(start
     assert command.end() == (130, "realsys: curves.png is not drawn\n")
 
 
-def test_a_run_that_is_done_says_so_before_it_draws(start: Start, slow_matplotlib: Path) -> None:
+def test_finished_run_reports_before_drawing(start: Start, slow_matplotlib: Path) -> None:
     command = start(scripts={"master_worker": ONE_STEP + DONE}, modules=slow_matplotlib)
     command.until("summary.json, curves.png")
     command.until("drawing", of_errors=True)
@@ -171,7 +172,7 @@ def test_a_run_that_is_done_says_so_before_it_draws(start: Start, slow_matplotli
 
 
 @pytest.mark.parametrize("errors_too", [False, True])
-def test_ctrl_c_stops_in_order_when_the_reader_of_its_output_is_gone_before(start: Start, errors_too: bool) -> None:
+def test_ctrl_c_stops_in_order_without_output_reader(start: Start, errors_too: bool) -> None:
     """`realsys run | tee log`: the terminal's Ctrl-C goes to both. With 2>&1 nobody hears a word."""
     asked = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(143)); signal.pause()"
     command = start(scripts={"master_worker": FOREVER, "rollout_worker": asked})
@@ -217,7 +218,7 @@ def fifo(path: Path) -> Iterator[int]:
 # ---- the disk
 
 
-def test_disk_that_is_full_at_the_start_is_one_line_and_leaves_nothing(start: Start) -> None:
+def test_full_disk_at_start_is_one_line(start: Start) -> None:
     """A limit on the size of a file stands in for it: the first one that is too large cannot be written."""
     command = start(largest_file=300)
     code, errors = command.end()
@@ -229,7 +230,7 @@ def test_disk_that_is_full_at_the_start_is_one_line_and_leaves_nothing(start: St
 @pytest.mark.parametrize(
     ("end", "code"), [(DONE, 0), ("os.kill(os.getppid(), signal.SIGINT); signal.pause()", 130), ("os._exit(3)", 1)]
 )
-def test_summary_that_cannot_be_written_does_not_hide_how_the_run_ended(start: Start, end: str, code: int) -> None:
+def test_unwritable_summary_does_not_hide_the_outcome(start: Start, end: str, code: int) -> None:
     blocked = f"{ONE_STEP}os.makedirs(ROOT + '/summary.json/x')\n{end}"
     command = start(scripts={"master_worker": blocked})
     found, errors = command.end()
@@ -241,7 +242,7 @@ def test_summary_that_cannot_be_written_does_not_hide_how_the_run_ended(start: S
 # ---- two launchers, and one that is killed
 
 
-def test_of_two_launchers_that_start_at_once_one_runs_the_trial(start: Start) -> None:
+def test_one_of_two_simultaneous_launchers_runs(start: Start) -> None:
     both = {command.process.pid: command for command in (start(), start())}
     loser = both.pop(first_to_end(list(both)))
     code, errors = loser.end()
@@ -263,7 +264,8 @@ def first_to_end(pids: list[int]) -> int:
 
 
 @pytest.mark.needs("etcd")
-def test_launcher_that_is_killed_leaves_no_process_no_lock_and_no_name_store(start: Start) -> None:
+def test_killed_launcher_leaves_nothing_running(start: Start) -> None:
+    """No process, no lock and no name store is left."""
     address = f"127.0.0.1:{lasting_ports(1)[0]}"
     own = ["name_store=etcd", "cluster.name_store.start=true", f"cluster.name_store.address={address}"]
     command = start(*own)

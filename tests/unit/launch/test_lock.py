@@ -59,13 +59,13 @@ def test_who_signed_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shift", [1, -500, None])
-def test_another_process_that_has_the_pid_of_a_dead_launcher_is_not_blamed(held: Path, shift: int | None) -> None:
+def test_process_with_reused_launcher_pid_is_not_blamed(held: Path, shift: int | None) -> None:
     held.write_text(f"{os.getpid()}\n" if shift is None else signature_of(os.getpid(), shift))
     assert running_launcher(held) is None
     assert "is run by another launcher" not in refusal(held)
 
 
-def test_a_launcher_that_nobody_has_buried_yet_is_dead(held: Path) -> None:
+def test_zombie_launcher_counts_as_dead(held: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     held.write_text(signature_of(dead.pid))
     assert running_launcher(held) == dead.pid
@@ -76,7 +76,8 @@ def test_a_launcher_that_nobody_has_buried_yet_is_dead(held: Path) -> None:
     dead.wait(BOUND_S)
 
 
-def test_processes_that_hold_it_are_named_and_those_that_wait_for_it_are_not(held: Path) -> None:
+def test_only_processes_that_hold_the_lock_are_named(held: Path) -> None:
+    """Processes that wait for the lock are not named."""
     waiting = os.open(held, os.O_RDWR)
     text = refusal(held)
     os.close(waiting)
@@ -101,13 +102,13 @@ def test_the_wait_ends_when_the_last_holder_has(tmp_path: Path) -> None:
     TrialLock(tmp_path / "lock", "t", retry_timeout_s=BOUND_S, say=let_go).close()
 
 
-def test_a_folder_that_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_missing_folder_error_says_what_to_do(tmp_path: Path) -> None:
     text = refusal(tmp_path / "none" / "lock")
     assert f"{tmp_path}/none/lock cannot be opened for writing: No such file or directory" in text
     assert "another fileroot" in text
 
 
-def test_a_file_system_without_locks_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_locks_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(fd: int, operation: int) -> None:  # what NFS without lockd answers; no local file system does
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -119,7 +120,7 @@ def test_a_file_system_without_locks_is_named_with_what_to_do(tmp_path: Path, mo
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_full_disk_is_named_when_the_lock_is_signed() -> None:
+def test_full_disk_is_named_when_signing_the_lock() -> None:
     lock = TrialLock(Path("/dev/full"), "t", retry_timeout_s=0.0)
     with pytest.raises(ConfigError, match="trial='t': /dev/full cannot be written: ") as caught:
         lock.sign()

@@ -70,7 +70,7 @@ def test_plan_of_one_server_and_one_rank_golden() -> None:
     }
 
 
-def test_every_kind_has_its_number_and_its_restart_rule() -> None:
+def test_each_kind_has_number_and_restart_policy() -> None:
     specs = planned(allocation="sglang.d3+d2p2m2", rollout=RolloutConfig(workers=4))
     kinds = [spec.kind for spec in specs]
     assert {kind: kinds.count(kind) for kind in set(kinds)} == {
@@ -91,7 +91,7 @@ def test_threads_are_those_of_the_kind() -> None:
     assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["model_worker/0"] == "1"
 
 
-def test_every_rank_has_a_gpu_of_its_own_and_servers_the_rest() -> None:
+def test_ranks_get_one_gpu_each_servers_the_rest() -> None:
     placed = devices(planned(gpus(4), allocation="sglang.d2+d2"))
     assert [placed[f"model_worker/{i}"] for i in range(2)] == ["0", "1"]
     assert [placed[f"generation_server/{i}"] for i in range(2)] == ["2", "3"]
@@ -103,7 +103,7 @@ def test_one_gpu_is_shared_by_rank_and_server() -> None:
     assert placed["model_worker/0"] == placed["generation_server/0"] == "0"
 
 
-def test_more_servers_than_gpus_left_share_them_in_turn() -> None:
+def test_surplus_servers_share_gpus_in_turn() -> None:
     placed = devices(planned(gpus(3), allocation="sglang.d3+d1"))
     assert [placed[f"generation_server/{i}"] for i in range(3)] == ["1", "2", "1"]
 
@@ -123,7 +123,7 @@ def test_torch_without_cuda_leaves_the_gpus_to_sglang() -> None:
 # ---- names and folders
 
 
-def test_trial_without_a_name_is_called_by_its_start(tmp_path: Path) -> None:
+def test_unnamed_trial_is_named_by_start_time(tmp_path: Path) -> None:
     now = datetime(2026, 1, 2, 3, 4, 5)
     first = resolve(Config(fileroot=str(tmp_path)), now=now)
     assert first.trial == "20260102-030405"
@@ -180,9 +180,7 @@ def test_prepared_folder_has_all_that_workers_read(tmp_path: Path) -> None:
         ({"data": {"kind": "jsonl", "train": __file__, "max_prompt_tokens": 48}}, f"{__file__}:1"),
     ],
 )
-def test_folder_of_a_trial_that_cannot_start_is_gone_again(
-    sections: dict[str, Any], problem: str, tmp_path: Path
-) -> None:
+def test_trial_that_cannot_start_leaves_no_folder(sections: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(RealsysError) as caught:
         prepare(arith(tmp_path, **sections), print)
     assert problem in str(caught.value) and caught.value.exit_code == 2
@@ -252,7 +250,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("argv", "field"), BAD, ids=[" ".join(argv)[:50] for argv, _ in BAD])
-def test_bad_input_is_one_line_and_exit_code_two(
+def test_bad_input_prints_one_line_and_exits_two(
     argv: list[str], field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -270,7 +268,7 @@ def test_unknown_argument_is_exit_code_two(argv: list[str], capsys: pytest.Captu
     assert "usage: realsys" in capsys.readouterr().err
 
 
-def test_overrides_may_stand_on_either_side_of_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_may_precede_or_follow_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["run", "experiment=arith", "--trial", "x", "rollout.workers=3", "--dry-run", f"fileroot={tmp_path}"]
     assert main(argv) == 0
     assert "rollout_worker/2" in capsys.readouterr().out

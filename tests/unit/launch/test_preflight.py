@@ -79,7 +79,7 @@ def test_given_limits_are_refused_with_values_that_fit(refused: Refused) -> None
     assert "set data.max_prompt_tokens=128 generation.sampling.max_new_tokens=384" in line
 
 
-def test_given_prompt_limit_leaves_the_rest_to_the_answer(
+def test_given_prompt_limit_leaves_rest_to_completion(
     tmp_path: Path, model: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["run", "experiment=math", f"model.path={model}", f"data.train={data}", f"fileroot={tmp_path / 'runs'}"]

@@ -116,7 +116,7 @@ def refused(run: Runs, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]
 # ---- going on
 
 
-def test_the_message_of_ctrl_c_is_a_command_that_goes_on(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_message_is_a_command_that_resumes(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(records=STOPPED, end=CTRL_C) == 130
     token = run.paths.token.read_text()
     err = capsys.readouterr().err
@@ -133,7 +133,7 @@ def test_the_message_of_ctrl_c_is_a_command_that_goes_on(run: Runs, capsys: pyte
     assert run.paths.token.read_text() == token
 
 
-def test_what_goes_on_says_from_where_and_what_has_changed(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumed_trial_says_start_point_and_changes(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     run(records=STOPPED, end=CTRL_C)
     run.checkpoint(1), run.checkpoint(2)
     capsys.readouterr()
@@ -165,7 +165,7 @@ def test_what_the_dead_run_left_is_put_away(run: Runs, capsys: pytest.CaptureFix
     assert not list(paths.errors.glob("*.json"))
 
 
-def test_of_the_error_files_of_earlier_starts_the_newest_stay(run: Runs) -> None:
+def test_newest_error_files_of_earlier_starts_stay(run: Runs) -> None:
     run(records=STOPPED, end=CTRL_C)
     old = run.paths.errors / "old"
     for pid in range(120):
@@ -194,7 +194,8 @@ def test_resume_without_a_name_means_the_newest_trial(run: Runs, refused: Callab
     assert json.loads(run.paths.summary.read_text())["trial"] == "t"
 
 
-def test_dry_run_says_where_it_would_go_on_and_changes_nothing(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_of_resume_changes_nothing(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    """The dry run says at which step the trial would resume."""
     run(records=STOPPED, end=CTRL_C)
     run.checkpoint(2)
     before = run.contents()
@@ -205,7 +206,7 @@ def test_dry_run_says_where_it_would_go_on_and_changes_nothing(run: Runs, capsys
     assert run.contents() == before
 
 
-def test_damaged_checkpoint_is_named_and_the_one_before_it_taken(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_checkpoint_is_named_and_previous_taken(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     run(records=STOPPED, end=CTRL_C)
     run.checkpoint(1)
     (run.checkpoint(2) / "state.json").write_text("{}")
@@ -247,7 +248,7 @@ def test_role_that_the_checkpoint_lacks_is_refused(run: Runs, refused: Callable[
     assert "has no role 'critic', which this run trains; it has: actor" in critic
 
 
-def test_finished_trial_has_nothing_left_until_the_limit_is_raised(run: Runs, refused: Callable[..., str]) -> None:
+def test_finished_trial_resumes_only_with_raised_limit(run: Runs, refused: Callable[..., str]) -> None:
     assert run() == 0
     err = refused()
     assert "train.total_steps=3: trial 't' has trained its 3 steps: increase it" in err
@@ -261,7 +262,7 @@ def test_no_good_checkpoint_is_refused_by_name(run: Runs, refused: Callable[...,
     assert "no checkpoint of this trial can be used" in refused()
 
 
-def test_trial_whose_configuration_is_gone_is_not_made_anew(run: Runs, refused: Callable[..., str]) -> None:
+def test_trial_without_configuration_is_not_recreated(run: Runs, refused: Callable[..., str]) -> None:
     """With what was trained in it: that would be removed."""
     run(records=STOPPED, end=CTRL_C)
     run.checkpoint(2)
@@ -271,7 +272,7 @@ def test_trial_whose_configuration_is_gone_is_not_made_anew(run: Runs, refused: 
     assert "t has checkpoints and no config.json" in refused()
 
 
-def test_trial_whose_ledger_is_gone_or_damaged_is_refused(run: Runs, refused: Callable[..., str]) -> None:
+def test_missing_or_damaged_ledger_is_refused(run: Runs, refused: Callable[..., str]) -> None:
     run(records=STOPPED, end=CTRL_C)
     run.checkpoint(2)
     with Journal(run.paths.ledger) as journal:
@@ -284,9 +285,7 @@ def test_trial_whose_ledger_is_gone_or_damaged_is_refused(run: Runs, refused: Ca
     assert "has checkpoints and no ledger.jsonl" in refused()
 
 
-def test_trial_that_runs_in_another_folder_keeps_its_names(
-    run: Runs, refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_copied_trial_keeps_names_of_running_one(run: Runs, refused: Callable[..., str], tmp_path: Path) -> None:
     """A copy of a trial's folder, and a name store outside of both."""
     store = FileNameStore(tmp_path / "names")
     outside = [f"cluster.name_store.root={tmp_path / 'names'}", "cluster.lease_s=0.2", "cluster.heartbeat_s=0.1"]
@@ -318,7 +317,7 @@ def test_folder_that_is_no_trial_is_refused(run: Runs, refused: Callable[..., st
 
 
 @pytest.mark.needs("etcd")
-def test_address_of_the_own_name_store_must_be_free(run: Runs, refused: Callable[..., str]) -> None:
+def test_own_name_store_address_must_be_free(run: Runs, refused: Callable[..., str]) -> None:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -366,7 +365,7 @@ def holder() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.wait(60)
 
 
-def test_trial_of_a_live_launcher_is_refused_with_its_pid(
+def test_trial_of_live_launcher_is_refused_with_pid(
     run: Runs, refused: Callable[..., str], holder: Callable[..., subprocess.Popen[str]]
 ) -> None:
     run(records=STOPPED, end=CTRL_C)
@@ -379,9 +378,7 @@ def test_trial_of_a_live_launcher_is_refused_with_its_pid(
     assert run() == 0
 
 
-def test_worker_that_a_dead_launcher_left_is_waited_for(
-    tmp_path: Path, holder: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_resume_waits_for_worker_of_dead_launcher(tmp_path: Path, holder: Callable[..., subprocess.Popen[str]]) -> None:
     process = holder(tmp_path / "lock", "--trial-dir", str(tmp_path))
     process.wait(60)
     with pytest.raises(ConfigError, match=r"is still held by processes of its last run, or .* \(pid \d+\)"):
@@ -423,7 +420,7 @@ def test_printed_command_starts_this_realsys(tmp_path: Path, monkeypatch: pytest
     assert done.returncode == 0 and done.stdout.startswith("realsys ")
 
 
-def test_prompts_that_were_written_after_the_last_start_are_named(tmp_path: Path) -> None:
+def test_prompts_changed_after_last_start_are_named(tmp_path: Path) -> None:
     """As many as before, in another order perhaps: the ledger would take them for the old ones."""
     paths, train = TrialPaths(tmp_path), tmp_path / "train.jsonl"
     data = {"kind": "jsonl", "train": str(train), "eval": str(tmp_path / "none.jsonl")}

@@ -131,7 +131,7 @@ def test_live_display_shows_what_matters(paths: TrialPaths) -> None:
     assert "7.00 s: wait 14%, inf 29%, train 43%" in text and "83.5%" in text and "staleness" in text
 
 
-def test_live_display_before_the_first_version_shows_no_number_for_it(paths: TrialPaths) -> None:
+def test_live_display_hides_version_before_the_first(paths: TrialPaths) -> None:
     progress = progress_of([{"kind": "phase", "phase": "warmup", "time": START}])
     progress.status = {**STATUS, "version": -1, "admission": {"admits": False, "reason": "no_server"}}
     text = drawn(progress, paths)
@@ -171,7 +171,8 @@ def test_curves_survive_missing_fields(records: list[dict[str, Any]], paths: Tri
     assert paths.curves.is_file()
 
 
-def test_plain_output_is_one_line_per_step_in_the_order_of_events() -> None:
+def test_plain_output_is_one_line_per_step() -> None:
+    """The lines are in the order of the events."""
     out = io.StringIO()
     view = PlainView(Console(file=out, width=40))
     progress, records = Progress(), run_records()
@@ -185,7 +186,7 @@ def test_plain_output_is_one_line_per_step_in_the_order_of_events() -> None:
     assert lines[5].startswith("step 1/4  v1  reward +0.100  accuracy 50.0%  length 41  lag 0.5/2  4,000 tok/s")
 
 
-def test_what_recovery_undid_is_counted_once_and_shown_as_it_happened(paths: TrialPaths) -> None:
+def test_rolled_back_steps_are_counted_once(paths: TrialPaths) -> None:
     records = run_records()
     steps = [record for record in records if record["kind"] == "train"]
     progress = progress_of(records)
@@ -203,7 +204,7 @@ def test_what_recovery_undid_is_counted_once_and_shown_as_it_happened(paths: Tri
     assert "training continued from a checkpoint 1 time\n" in text.getvalue()
 
 
-def test_what_is_shown_takes_no_more_memory_in_a_longer_run() -> None:
+def test_display_memory_does_not_grow_with_run() -> None:
     progress = Progress()
     progress.add({"kind": "warmup", "step": step, "total": 1000} for step in range(1, 1001))
     assert progress.step == (1000, 1000) and len(progress.warmup) == WINDOW
@@ -226,7 +227,7 @@ def test_steps_that_are_shown_after_a_recovery(back: int, left: int, shown: int)
     assert progress.step == (back + 1, 5000)
 
 
-def test_times_of_an_earlier_start_of_the_trial_do_not_count(paths: TrialPaths) -> None:
+def test_times_of_earlier_starts_do_not_count(paths: TrialPaths) -> None:
     began = START + 1010
     records = [*run_records(), {"kind": "phase", "phase": "train", "time": began}]
     summary = summary_of(paths, records, started=START + 1000, ended=began + 5)
@@ -260,7 +261,7 @@ def test_summary_says_gain_times_and_tokens(paths: TrialPaths) -> None:
     assert "rollout_worker/0 was killed by SIGKILL" in out.getvalue()
 
 
-def test_groups_dropped_for_their_success_rate_are_said_apart(paths: TrialPaths) -> None:
+def test_groups_dropped_by_filter_are_counted_apart(paths: TrialPaths) -> None:
     summary = summary_of(paths, [train_record(1, dropped_filtered=5), train_record(2, dropped_filtered=2)])
     assert summary["staleness"]["filtered"] == 7
     out = io.StringIO()
@@ -275,7 +276,7 @@ def test_groups_dropped_for_their_success_rate_are_said_apart(paths: TrialPaths)
         ({"total_steps": 9, "total_epochs": 2}, "train.total_epochs=2: the data gives 4 batches of 16"),
     ],
 )
-def test_the_limit_that_a_run_came_to_is_named(paths: TrialPaths, train: dict[str, int], limit: str) -> None:
+def test_reached_limit_of_run_is_named(paths: TrialPaths, train: dict[str, int], limit: str) -> None:
     write_log(paths, run_records())
     config = Config.model_validate({"train": {**train, "batch_groups": 16}})
     summary = summarise(config, paths, Outcome("done", ""), started=START, ended=START + 160)
@@ -284,7 +285,7 @@ def test_the_limit_that_a_run_came_to_is_named(paths: TrialPaths, train: dict[st
     assert any(line.split(None, 2) == ["ended", "by", limit] for line in out.getvalue().splitlines())
 
 
-def test_a_run_that_came_to_no_limit_of_its_steps_says_so(paths: TrialPaths) -> None:
+def test_run_without_reached_limit_says_so(paths: TrialPaths) -> None:
     write_log(paths, [train_record(1), train_record(2)])
     config = Config.model_validate({"train": {"total_steps": 4, "max_seconds": 90}})
     done = summarise(config, paths, Outcome("done", ""), started=START, ended=START + 160)
@@ -322,7 +323,7 @@ def test_sparkline_is_bounded_and_flat_lines_are_low() -> None:
 # ---- the step log
 
 
-def test_tail_returns_each_record_once_and_never_half_of_one(tmp_path: Path) -> None:
+def test_tail_returns_each_whole_record_once(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     tail = StepTail(path)
     assert tail.read() == []
@@ -368,7 +369,7 @@ def test_manager_is_found_and_asked(tmp_path: Path) -> None:
     assert progress.status == {"version": 7} and progress.address is None
 
 
-def test_status_of_a_finished_and_of_an_unfinished_trial(
+def test_status_of_finished_and_unfinished_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -71,7 +71,7 @@ def test_run_that_is_done_reports_and_returns_zero(
     assert paths.curves.is_file()
 
 
-def test_master_that_exits_0_before_it_has_finished_is_a_failed_run(
+def test_early_exit_0_of_master_fails_run(
     command: Callable[..., tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, paths = command("")
@@ -80,7 +80,7 @@ def test_master_that_exits_0_before_it_has_finished_is_a_failed_run(
     assert "the run failed: master_worker/0 (pid " in err and "exited with code 0, before its work was done" in err
 
 
-def test_failed_run_names_the_first_failure_and_returns_one(
+def test_failed_run_names_first_failure_returns_one(
     command: Callable[[str], tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     code, paths = command(failing(tmp_path / "runs" / "arith" / "t" / "errors", 1))
@@ -99,7 +99,7 @@ def test_failure_that_is_bad_input_returns_two(
 
 
 @pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_stops_the_run_and_is_the_exit_code(
+def test_signal_stops_run_and_sets_exit_code(
     signum: signal.Signals,
     expected: int,
     command: Callable[[str], tuple[int, TrialPaths]],

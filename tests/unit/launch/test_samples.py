@@ -116,7 +116,8 @@ def test_an_answer_cannot_steer_the_terminal() -> None:
     assert "\x1b" not in text and "[v2]\\x1b]0;title\\x07[red]x[/red]" in text
 
 
-def test_a_ticket_that_the_step_did_not_train_is_refused_with_some_that_it_did() -> None:
+def test_ticket_outside_the_step_is_refused() -> None:
+    """The message names some tickets that the step trained."""
     assert wanted(record(), "00000007") == record().groups
     with pytest.raises(RecordError, match="step 3 has not trained ticket '8': it has 00000007"):
         wanted(record(), "8")

@@ -154,7 +154,7 @@ def test_curves_have_a_point_for_every_step() -> None:
 
 
 @pytest.mark.parametrize("count", [CURVE_POINTS + 1, 10 * CURVE_POINTS - 1])
-def test_curves_of_a_long_run_are_means_with_the_extremes_of_the_lag(count: int) -> None:
+def test_curves_of_long_run_are_means(count: int) -> None:
     """And records that are no step, or have no number, make no point."""
     records = [{"kind": "phase"}, {"kind": "train"}, *(trained(step) for step in range(1, count + 1))]
     points = list(course(iter(records), count))

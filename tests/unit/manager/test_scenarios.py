@@ -1,15 +1,133 @@
 """Scenarios of the control plane: text scripts with recorded output, run against the real ManagerState.
 
-Commands: tests/support/ledger/scenario.py. The output of a command is indented below it, and ``REALSYS_REWRITE=1``
-records it anew.
+The output of a command is indented below it, and ``REALSYS_REWRITE=1`` records it anew.
+
+The commands are the operations of the manager and the methods of Scenario.
+
+The fields of an operation's request follow in order or by name, in JSON without spaces. ``#3`` is ticket 3, ``@A`` a
+trainer that is older than ``@B``. The worker is w and the trainer the current one, unless the script says otherwise.
 """
 
+import dataclasses
+import json
 import os
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from tests.support.ledger.scenario import Scenario
+from realsys.manager import operations
+from realsys.manager.ledger.events import Resumed
+from realsys.manager.messages import AllocateReply
+from realsys.manager.overview import explain
+from realsys.manager.refusals import Refusal
+from realsys.manager.state import ManagerState
+from realsys.types import PublishedVersion
+from tests.support.ledger.manager_states import ANSWER, SETTINGS, address, update
+
+TRAINERS = {f"@{name}": f"{number:019d}" for number, name in enumerate("ABC", 1)}
+
+
+def value_of(text):
+    """Return the value of a word: JSON, or the text itself."""
+    for name, incarnation in TRAINERS.items():
+        text = text.replace(name, incarnation)
+    text = re.sub(r"#(\d+)", lambda match: f"{int(match[1]):010d}", text.partition("=")[2] or text)
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def shown(reply):
+    """Return a reply as text, without the fields that say nothing."""
+    if isinstance(reply, AllocateReply) and reply.tickets:
+        return "\n".join(f"{t.ticket_id} attempt {t.attempt} prompt {t.prompt_index} {t.kind}" for t in reply.tickets)
+    fields = {key: value for key, value in msgspec.to_builtins(reply).items() if value not in (None, [], {}, "")}
+    return " ".join(f"{key}={json.dumps(value)}" for key, value in fields.items()) or "ok"
+
+
+def shortened(text):
+    """Return ``text`` with the names of scripts."""
+    for name, incarnation in TRAINERS.items():
+        text = text.replace(incarnation, name)
+    return re.sub(r"\b0{5}(\d{5})\b", lambda match: f"#{int(match[1])}", text)
+
+
+class Scenario:
+    def __init__(self):
+        self.state, self.now, self.journal = ManagerState(SETTINGS), 0.0, []
+
+    def settings(self, **changes):
+        self.state = ManagerState(dataclasses.replace(SETTINGS, **changes))
+
+    def open(self, now):
+        self.state.open(float(now))
+
+    def resume(self, step, groups, cursor, pending):
+        self.journal = [Resumed("/c", step, groups, cursor, pending, 0.0)]
+        self.restart()
+
+    def master(self, status):
+        self.state.master = status
+
+    def time(self, now):
+        self.now = now
+
+    def servers(self, *numbers):
+        self.state.observe_servers([address(number) for number in numbers])
+
+    def publish(self, version, trainer=None):
+        incarnation = self.state.trainer_incarnation if trainer is None else str(trainer)
+        if not self.state.servers.publish(PublishedVersion(version, incarnation, f"/v{version}", version)):
+            return f"version {version} is not newer"
+        return None
+
+    def verify(self, number):
+        update(self.state, number, self.now)
+
+    def workers(self, **incarnations):
+        beats = {name: json.dumps({"incarnation": str(number)}) for name, number in incarnations.items()}
+        return " ".join(["lost:", *self.state.observe_workers(beats, self.now)])
+
+    def expire(self):
+        return " ".join(["lost:", *self.state.expire(self.now)])
+
+    def restart(self, how="replay"):
+        if how == "compacted":
+            self.journal = [self.state.snapshot(self.now)]
+        self.state = ManagerState(self.state.settings)
+        self.state.restore_from(self.journal)
+
+    def ledger(self):
+        counts = " ".join(f"{state}={n}" for state, n in self.state.ledger.counts.by_state().items() if n)
+        places = " ".join(f"{s.name[-1]}:{self.state.reservations.load(s.name)[0]}" for s in self.state.servers.all())
+        return f"N={self.state.ledger.counted} {counts} places={places or 'none'}; {explain(self.state)}"
+
+    def run(self, line):
+        name, *words = line.split()
+        named = {key: value_of(text) for key, _, text in (w.partition("=") for w in words if re.match(r"\w+=", w))}
+        plain = [value_of(word) for word in words if not re.match(r"\w+=", word)]
+        try:
+            output = getattr(self, name)(*plain, **named) if hasattr(self, name) else self.call(name, plain, named)
+        except Refusal as refusal:
+            output = f"{refusal.status} {refusal}"
+        self.journal += self.state.outbox
+        self.state.outbox = []
+        return shortened(output or "")
+
+    def call(self, name, plain, named):
+        operation = getattr(operations, name.upper())
+        if not operation.is_post:
+            return shown(operation.decide(self.state, *plain or [None], self.now))
+        names = operation.request.__struct_fields__
+        fields = {"incarnation": self.state.trainer_incarnation, "worker": "w", "answers": [ANSWER], "request_id": ""}
+        body = {key: value for key, value in fields.items() if key in names}
+        body |= dict(zip(names, plain, strict=False)) | named
+        request = msgspec.convert(msgspec.to_builtins(body), operation.request)
+        return shown(operation.decide(self.state, request, self.now))
+
 
 SCRIPTS = sorted(Path(__file__).with_name("scenarios").glob("*.txt"))
 

@@ -39,12 +39,13 @@ def test_a_step_is_shown_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("found", [{}, {"agreement/tokens": 0.0}])
-def test_no_token_of_the_version_is_said_and_is_no_agreement_of_zero(found: dict[str, float]) -> None:
+def test_agreement_without_tokens_is_reported_as_missing(found: dict[str, float]) -> None:
+    """It is not reported as an agreement of zero."""
     shown = AgreementMonitor(CONFIG).observe(7, found)
     assert (shown["tokens"], shown["difference_mean"], shown["ratio"], shown["warning"]) == (0, None, None, "")
 
 
-def test_difference_over_the_threshold_warns_at_once_and_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_difference_over_threshold_warns_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
     monitor = AgreementMonitor(CONFIG)
     with caplog.at_level(logging.WARNING):
         assert warnings(monitor, [0.05, 0.051, 0.2, 0.01]) == [False, True, True, False]
@@ -58,7 +59,7 @@ def test_not_a_number_warns() -> None:
     assert warnings(AgreementMonitor(CONFIG), [math.nan]) == [True]
 
 
-def test_slow_growth_below_the_threshold_warns_by_its_trend() -> None:
+def test_slow_growth_below_threshold_warns_by_trend() -> None:
     # the first three average 0.002; the last three reach 4 times that with (0.004 + 0.008 + 0.0121) / 3 = 0.00803
     means = [0.001, 0.002, 0.003, 0.002, 0.004, 0.008, 0.0121]
     assert warnings(AgreementMonitor(CONFIG), means) == [False] * 6 + [True]

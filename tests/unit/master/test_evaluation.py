@@ -98,7 +98,7 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def test_a_run_that_trains_on_is_evaluated_again_at_its_new_end() -> None:
+def test_extended_run_is_evaluated_at_its_new_end() -> None:
     async def body() -> None:
         manager = Answering(ready())
         first = await evaluations(manager).run("after", 2, 0)
@@ -112,7 +112,7 @@ def test_a_run_that_trains_on_is_evaluated_again_at_its_new_end() -> None:
     run(body)
 
 
-def test_what_was_started_beside_training_is_waited_for_at_its_end() -> None:
+def test_master_waits_for_evaluations_at_end() -> None:
     async def body() -> None:
         asking = evaluations(Answering(ready()))
         await asking.start("step-1", 2, 1)
@@ -124,7 +124,7 @@ def test_what_was_started_beside_training_is_waited_for_at_its_end() -> None:
     run(body)
 
 
-def test_while_an_evaluation_is_waited_for_the_newest_version_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_wait_checks_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be one that no server can load, and at the end of a run none comes after it."""
     monkeypatch.setattr(evaluation, "POLL_S", 0.0)
     monkeypatch.setattr(evaluation, "STATUS_INTERVAL_S", -1.0)
@@ -137,7 +137,7 @@ def test_while_an_evaluation_is_waited_for_the_newest_version_is_looked_at(monke
     run(body)
 
 
-def test_every_evaluation_without_a_result_is_asked_for_again_after_a_recovery_and_once() -> None:
+def test_recovery_requests_unfinished_evaluations_once() -> None:
     """Due at 1, 2 and 3. The training side dies at 3: the first is done and logged, the second done and not logged, the
     third was never asked for. The one after it dies before any of them has answered.
     """
@@ -172,7 +172,7 @@ def test_every_evaluation_without_a_result_is_asked_for_again_after_a_recovery_a
     run(body)
 
 
-def test_what_is_asked_for_again_is_logged_as_of_the_weights_that_answer() -> None:
+def test_repeated_evaluation_is_logged_with_answering_version() -> None:
     async def body() -> None:
         manager = Answering(ready(eta=9))
         manager.starts(-1, 1)
@@ -190,7 +190,7 @@ def test_what_is_asked_for_again_is_logged_as_of_the_weights_that_answer() -> No
     run(body)
 
 
-def test_a_training_side_that_was_replaced_starts_no_evaluation() -> None:
+def test_replaced_trainer_starts_no_evaluation() -> None:
     async def body() -> None:
         manager = Answering(ready())
         manager.starts(-1, 1)
@@ -223,9 +223,7 @@ class Parts:
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_stopped_in_its_last_evaluation_a_run_saves_what_it_has_trained(
-    monkeypatch: pytest.MonkeyPatch, stopped: bool
-) -> None:
+def test_stop_during_last_evaluation_saves_checkpoint(monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
     async def body() -> None:
         parts = Parts()
 
@@ -247,7 +245,9 @@ def test_stopped_in_its_last_evaluation_a_run_saves_what_it_has_trained(
     run(body)
 
 
-def test_a_ledger_that_does_not_fit_the_checkpoint_ends_the_run_and_not_only_this_start() -> None:
+def test_ledger_that_contradicts_checkpoint_ends_the_run() -> None:
+    """The launcher does not start the master again."""
+
     class Refusing:
         incarnation = f"{1:019d}"
 

@@ -77,7 +77,7 @@ def requests(workers: SimulatedWorkers, kind: type) -> list[Sent]:
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
-def test_every_rank_gets_what_it_reads_and_nothing_twice(layout: tuple[int, int, int]) -> None:
+def test_ranks_get_what_they_read_only_once(layout: tuple[int, int, int]) -> None:
     mesh = whole_mesh(ParallelLayout(*layout))
     turns = itertools.count(1)  # the n-th request that a worker gets to takes n turns
     workers, results = execute(dataflows.ppo(changed()), {"actor": mesh}, turns=lambda: next(turns))
@@ -98,7 +98,7 @@ def test_every_rank_gets_what_it_reads_and_nothing_twice(layout: tuple[int, int,
         "sglang.d1+actor.d1,critic.d4+ref.d2,reward.m2",
     ],
 )
-def test_roles_on_shared_and_separate_workers_find_what_they_read(allocation: str) -> None:
+def test_roles_find_inputs_on_shared_and_separate_workers(allocation: str) -> None:
     flow = dataflows.ppo(changed(*EVERYTHING))
     meshes = place(parse_allocation(allocation), flow.roles)
     _, results = execute(flow, meshes, score=lambda sample_id: 0.5)
@@ -107,7 +107,7 @@ def test_roles_on_shared_and_separate_workers_find_what_they_read(allocation: st
     }
 
 
-def test_transfers_among_idle_workers_go_before_the_calls_that_would_occupy_them() -> None:
+def test_transfers_between_idle_workers_precede_their_calls() -> None:
     meshes = {"actor": Mesh(ParallelLayout(), (0,)), "ref": Mesh(ParallelLayout(tensor=2), (1, 2))}
     flow = Dataflow([call("a", "tokens"), call("r", "tokens", role="ref")], source_keys={"tokens"})
     workers, _ = execute(flow, meshes)
@@ -120,7 +120,7 @@ def test_transfers_among_idle_workers_go_before_the_calls_that_would_occupy_them
     assert sorted(r.sample_id for r in moving.payload.sequences) == NAMES
 
 
-def test_a_transfer_to_a_busy_worker_holds_up_no_call_of_its_source() -> None:
+def test_transfer_to_busy_worker_delays_no_source_call() -> None:
     meshes = {"actor": Mesh(ParallelLayout(), (0,)), "ref": Mesh(ParallelLayout(), (1,))}
     flow = Dataflow(
         [
@@ -136,7 +136,7 @@ def test_a_transfer_to_a_busy_worker_holds_up_no_call_of_its_source() -> None:
     assert [sent.name for sent in workers.sent[:5]] == ["long", "first", "second", "transfer 3", "there"]
 
 
-def test_a_key_is_cleared_everywhere_once_its_last_reader_has_run() -> None:
+def test_key_is_cleared_everywhere_after_last_reader() -> None:
     meshes = {"actor": whole_mesh(ParallelLayout(data=2)), "ref": Mesh(ParallelLayout(), (2,))}
     calls = [
         call("ref_inf", "tokens", "ref_logprobs", role="ref"),
@@ -179,7 +179,7 @@ SCORED = Dataflow(
 SCORED_MESHES = {"actor": whole_mesh(ParallelLayout(tensor=2)), "reward": Mesh(ParallelLayout(data=2), (1, 2))}
 
 
-def test_rewards_include_the_scores_for_calls_that_read_them_on_every_role() -> None:
+def test_rewards_include_scores_on_every_role() -> None:
     workers, results = execute(
         SCORED, SCORED_MESHES, score=lambda sample_id: 0.25 * int(sample_id[1:]), score_weight=2.0
     )
@@ -194,7 +194,7 @@ def test_rewards_include_the_scores_for_calls_that_read_them_on_every_role() -> 
 
 
 @pytest.mark.parametrize(("score", "found"), [(None, "no score"), (math.nan, "nan"), (math.inf, "inf")])
-def test_a_sample_without_a_finite_score_ends_the_step(score: float | None, found: str) -> None:
+def test_sample_without_finite_score_ends_step(score: float | None, found: str) -> None:
     some: Callable[[str], float | None] = lambda sample_id: score if sample_id in ("s5", "s6") else 1.0  # noqa: E731
     with pytest.raises(RewardError, match=rf"reward_inf \(role reward\), step 3: 2 of 8 samples .* is s5: {found}"):
         execute(SCORED, SCORED_MESHES, score=some)
@@ -218,7 +218,7 @@ class OneFails(SimulatedWorkers):
         return self.pending
 
 
-def test_a_failing_call_ends_the_step_with_its_error_and_gives_up_the_others() -> None:
+def test_failing_call_ends_step_and_cancels_others() -> None:
     mesh = whole_mesh(ParallelLayout())
     flow = Dataflow([call(n, "tokens") for n in ("a", "b")], source_keys={"tokens"})
 

@@ -20,7 +20,7 @@ from realsys.master import intake as intake_module
 from tests.support.training.master_fakes import BOUND_S, Run, run
 
 
-def test_a_step_tells_who_trained_what_and_how_old_it_is_and_what_waits() -> None:
+def test_step_reports_trained_tickets_staleness_and_waiting_groups() -> None:
     async def body() -> Run:
         job = Run("train.total_steps=1")
         job.arrive(*[(5.0, -5.0)] * 3)
@@ -34,7 +34,9 @@ def test_a_step_tells_who_trained_what_and_how_old_it_is_and_what_waits() -> Non
     assert job.records[0]["tickets"] == told.trained and job.records[0]["refused"] == 0
 
 
-def test_groups_of_another_training_side_are_freed_and_neither_trained_nor_given_back() -> None:
+def test_groups_of_other_trainer_incarnation_are_freed() -> None:
+    """They are neither trained nor reissued."""
+
     async def body() -> Run:
         job = Run("train.total_steps=1")
         job.intake.trainer_incarnation = "0002"
@@ -55,7 +57,7 @@ def test_groups_of_another_training_side_are_freed_and_neither_trained_nor_given
     assert not any(job.workers.held.values()), "freed where they lay"
 
 
-def test_a_group_whose_ticket_was_given_up_is_not_trained_though_it_arrived() -> None:
+def test_arrived_group_of_cancelled_ticket_is_not_trained() -> None:
     """Its push was not acknowledged in time, and all its attempts count as failed: that is its end."""
 
     async def body() -> Run:
@@ -102,7 +104,7 @@ def test_a_training_side_that_was_replaced_ends() -> None:
     run(body)
 
 
-def test_a_run_told_to_stop_waits_for_no_batch_and_has_what_it_did_saved() -> None:
+def test_stopped_run_saves_without_waiting_for_batch() -> None:
     async def body() -> Run:
         job = Run("train.total_steps=5")
         job.arrive(*[(5.0, -5.0)] * 2)
@@ -115,7 +117,7 @@ def test_a_run_told_to_stop_waits_for_no_batch_and_has_what_it_did_saved() -> No
     assert run(body).disk.wrote == ["v1", "checkpoint 1", "stopped"]
 
 
-def test_the_step_under_way_is_ended_when_the_run_is_told_to_stop() -> None:
+def test_stop_request_ends_the_current_step() -> None:
     async def body() -> Run:
         job = Run("train.total_steps=5")
         job.arrive(*[(5.0, -5.0)] * 4)
@@ -133,9 +135,10 @@ def test_the_step_under_way_is_ended_when_the_run_is_told_to_stop() -> None:
     assert job.disk.wrote == ["v1", "checkpoint 1", "stopped"] and [r["step"] for r in job.records] == [1]
 
 
-def test_a_master_that_waits_tells_what_it_holds_so_that_what_was_lost_is_rolled_out_again(
+def test_waiting_master_reports_held_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Lost groups are generated again because the manager learns which ones the master holds."""
     monkeypatch.setattr(intake_module, "_STATUS_INTERVAL_S", 0.01)
 
     async def body() -> None:

@@ -22,7 +22,7 @@ from tests.support.training.master_fakes import BOUND_S, Run, run
 CRITIC = ("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false", "train.ppo.critic.minibatches=1")
 
 
-def test_a_run_trains_publishes_tells_and_keeps_and_leaves_nothing_on_the_workers() -> None:
+def test_run_trains_publishes_and_clears_the_workers() -> None:
     async def body() -> Run:
         job = Run("train.total_steps=2", "checkpoint.hf_every_steps=2")
         job.arrive(*[(5.0, -5.0)] * 4)
@@ -42,7 +42,7 @@ def test_a_run_trains_publishes_tells_and_keeps_and_leaves_nothing_on_the_worker
     assert job.records[0]["stats"] == {"inf/rank": 0.0, "rank": 0.0}
 
 
-def test_a_run_goes_on_from_the_steps_that_a_checkpoint_has_done() -> None:
+def test_run_resumes_after_steps_of_checkpoint() -> None:
     async def body() -> Run:
         job = Run("train.total_steps=5")
         job.manager.publish(4)
@@ -55,7 +55,9 @@ def test_a_run_goes_on_from_the_steps_that_a_checkpoint_has_done() -> None:
     assert job.disk.wrote == ["v5", "checkpoint 5", "finish"]
 
 
-def test_only_the_critic_trains_while_it_warms_up_and_each_role_has_its_own_minibatches_and_rate() -> None:
+def test_only_critic_trains_during_its_warm_up() -> None:
+    """Each role has its own minibatches and learning rate."""
+
     async def body() -> Run:
         job = Run(
             *CRITIC,
@@ -87,7 +89,7 @@ def test_only_the_critic_trains_while_it_warms_up_and_each_role_has_its_own_mini
     assert job.disk.wrote[:2] == ["v1", "checkpoint 1"], "the same weights as a new version: admission goes on"
 
 
-def test_the_coefficient_of_the_reference_kl_follows_what_the_calls_report() -> None:
+def test_reference_kl_coefficient_follows_reported_kl() -> None:
     config = changed(
         "train.ppo.kl.coef=0.1", "train.ppo.kl.adaptive=true", "train.ppo.kl.target=1.0", "train.ppo.kl.horizon=100"
     )
@@ -106,7 +108,9 @@ def test_the_coefficient_of_the_reference_kl_follows_what_the_calls_report() -> 
     assert fixed.of_step(2)["actor_train"]["kl_coef"] == 0.1 and fixed.state_dict() == {}
 
 
-def test_train_time_is_what_training_calls_cover_and_inference_the_rest() -> None:
+def test_train_time_is_covered_by_training_calls() -> None:
+    """The remaining time of the step counts as inference."""
+
     def result(began: float, ended: float) -> CallResult:
         return CallResult({}, {}, 0.0, began, ended, 0)
 
@@ -120,7 +124,9 @@ def test_train_time_is_what_training_calls_cover_and_inference_the_rest() -> Non
 FILTER = ("train.ppo.filter.min=0.1", "train.ppo.filter.max=0.9")
 
 
-def test_filtered_groups_give_their_quota_to_other_prompts_at_once_and_only_once() -> None:
+def test_filtered_group_frees_its_quota_once() -> None:
+    """The quota goes to other prompts without a wait for the step."""
+
     async def body() -> None:
         job = Run(*FILTER, "train.total_steps=1")
         ledger = job.manager.state.ledger
@@ -145,7 +151,7 @@ def test_filtered_groups_give_their_quota_to_other_prompts_at_once_and_only_once
     run(body)
 
 
-def test_filtered_groups_are_counted_and_freed_and_never_trained() -> None:
+def test_filtered_groups_are_counted_freed_never_trained() -> None:
     async def body() -> Run:
         job = Run(*FILTER, "train.total_steps=1")
         filtered, *kept = job.arrive((5.0, 5.0), (5.0, -5.0), (-5.0, 5.0))
@@ -161,7 +167,7 @@ def test_filtered_groups_are_counted_and_freed_and_never_trained() -> None:
     assert not any(job.workers.held.values())
 
 
-def test_a_run_whose_groups_are_all_filtered_ends_and_says_why() -> None:
+def test_run_with_only_filtered_groups_says_why() -> None:
     async def body() -> None:
         job = Run(*FILTER, "train.total_steps=1", prompts=10)
 

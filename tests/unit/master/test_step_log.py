@@ -34,7 +34,7 @@ def test_numbers_keep_what_single_precision_has(value: float) -> None:
     assert found == pytest.approx(value, rel=0.6e-6, abs=0.6e-323)
 
 
-def test_times_keep_their_milliseconds_and_what_is_no_float_stays() -> None:
+def test_times_keep_milliseconds_and_integers_stay() -> None:
     record = {"time": 1795286285.7614832, "step": 123456789, "stats": {"loss": 0.123456789, "none": None, "zero": 0.0}}
     assert short(record) == {
         "time": 1795286285.761,
@@ -44,7 +44,7 @@ def test_times_keep_their_milliseconds_and_what_is_no_float_stays() -> None:
     assert math.isnan(short({"value": math.nan})["value"]) and record["time"] == 1795286285.7614832
 
 
-def test_a_line_that_a_predecessor_left_torn_is_closed(tmp_path: Path) -> None:
+def test_torn_line_of_predecessor_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     for content in ("", '{"kind":"phase"}\n', '{"kind":"phase"}\n{"kind":"tr'):
         path.write_text(content)
@@ -56,7 +56,8 @@ def test_a_line_that_a_predecessor_left_torn_is_closed(tmp_path: Path) -> None:
         assert tail.skipped == (content[-1:] not in ("", "\n"))
 
 
-def test_a_log_is_followed_record_by_record_and_what_was_not_taken_comes_next(tmp_path: Path) -> None:
+def test_log_is_followed_record_by_record(tmp_path: Path) -> None:
+    """Records that the reader did not take come next."""
     path = tmp_path / "steps.jsonl"
     path.write_text("".join(json.dumps({"kind": "train", "step": step}) + "\n" for step in range(5)))
     tail = StepTail(path)

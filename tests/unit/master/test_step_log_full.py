@@ -15,7 +15,7 @@ from realsys.telemetry.steps import StepTail
 
 
 @pytest.mark.parametrize("room", [0, 7])
-def test_a_record_that_does_not_fit_is_an_error_and_leaves_nothing_of_it(tmp_path: Path, room: int) -> None:
+def test_record_on_full_disk_leaves_no_trace(tmp_path: Path, room: int) -> None:
     path = tmp_path / "steps.jsonl"
     log = StepLog(path)
     log.append({"kind": "train", "step": 1})

@@ -13,7 +13,7 @@ def status(reason: str | None = None, **ledger: Any) -> dict[str, Any]:
     return {"admission": {"reason": reason}, "ledger": {**counts, "dropped_by_reason": {}, **ledger}}
 
 
-def test_exhausted_with_too_few_groups_left_says_what_became_of_them() -> None:
+def test_exhausted_data_says_what_became_of_groups() -> None:
     check = StuckCheck(4)
     ended = status("exhausted", finished=3, dropped=3, dropped_by_reason={"failed RewardError": 3})
     assert check.check(ended, ready=3) is None  # its notice may be on the way
@@ -21,7 +21,8 @@ def test_exhausted_with_too_few_groups_left_says_what_became_of_them() -> None:
     assert reason is not None and "3 x failed RewardError" in reason and "fewer than the 4 of a batch" in reason
 
 
-def test_exhausted_is_no_dead_end_while_a_group_runs_waits_or_is_on_its_way() -> None:
+def test_exhausted_data_waits_for_outstanding_groups() -> None:
+    """Outstanding groups run, wait in the buffer or are in transit."""
     for open_ in ({"running": 1}, {"waiting": 1}, {"finished": 2}):
         check = StuckCheck(4)
         assert [check.check(status("exhausted", **open_), ready=1) for _ in range(3)] == [None] * 3
@@ -32,7 +33,8 @@ def test_staleness_and_missing_servers_are_waited_for() -> None:
     assert [check.check(status(reason), ready=0) for reason in ("staleness", "no_server", None) * 2] == [None] * 6
 
 
-def test_groups_that_only_fail_end_the_wait_and_earlier_drops_do_not_count() -> None:
+def test_only_failing_groups_end_the_wait() -> None:
+    """Groups that were dropped earlier do not count."""
     check = StuckCheck(4)
     assert check.check(status(dropped=500), ready=0) is None
     assert check.check(status(dropped=500 + FEWEST_FAILURES - 1), ready=0) is None
@@ -40,14 +42,14 @@ def test_groups_that_only_fail_end_the_wait_and_earlier_drops_do_not_count() -> 
     assert reason is not None and "failed RewardError" in reason
 
 
-def test_groups_that_were_check_filter_have_arrived_and_are_no_failures() -> None:
+def test_filtered_groups_are_no_failures() -> None:
     check = StuckCheck(4)
     assert check.check(status(), ready=0) is None
     filtered = status(dropped=500, dropped_by_reason={"success_rate": 500})
     assert [check.check(filtered, ready=0) for _ in range(2)] == [None] * 2
 
 
-def test_a_filter_that_keeps_nothing_is_named_with_its_bounds() -> None:
+def test_filter_that_keeps_nothing_names_its_bounds() -> None:
     wanted = FilterConfig(min=0.1, max=0.9)
     assert check_filter(FEWEST_FILTERED - 1, 4, wanted) is None
     reason = check_filter(FEWEST_FILTERED, 4, wanted)

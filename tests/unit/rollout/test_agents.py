@@ -139,7 +139,7 @@ def test_turns_end_when_no_further_one_is_possible(tokenizer, overrides, texts, 
     assert len(session.sent) == turns == episode.metrics["turns"]
 
 
-def test_task_without_right_or_wrong_has_no_such_metric(tokenizer):
+def test_ungraded_task_has_no_correctness_metric(tokenizer):
     episode, _, _ = play(MULTI, tokenizer, ["3", "3"], Exact(correct=False))
     assert episode.correct is None and episode.metrics == {"judged": 1.0, "turns": 2.0}
 
@@ -175,7 +175,7 @@ def test_feedback_is_a_user_turn_of_the_template(tmp_path, template, expected):
         ),
     ],
 )
-def test_template_that_cannot_add_a_turn_is_a_config_error(tmp_path, template, problem):
+def test_template_without_further_turns_is_config_error(tmp_path, template, problem):
     config = compose([*MULTI, "data.chat_template=true"])
     with pytest.raises(ConfigError, match=f"rollout.agent='multi_turn': .*{problem}"):
         agents.check(config, with_template(tmp_path, template))
@@ -241,7 +241,7 @@ def test_the_example_agent_plays_an_episode(tokenizer, monkeypatch):
     assert len(session.sent) == 2
 
 
-def test_the_example_agent_is_short_and_outside_the_package():
+def test_example_agent_is_short_and_outside_package():
     lines = EXAMPLE.read_text().splitlines()
     assert 15 <= len(lines) <= 40
     assert importlib.util.find_spec("realsys.docs") is None

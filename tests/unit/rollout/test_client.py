@@ -67,7 +67,7 @@ def resolve():
     return ADDRESS["url"]
 
 
-def test_a_call_carries_the_token_and_the_typed_body():
+def test_call_carries_token_and_typed_body():
     async def body(client):
         server = await Server((200, AllocateReply([Ticket("7", 1, 5, n=4)]))).start()
         ADDRESS["url"] = server.url
@@ -81,7 +81,7 @@ def test_a_call_carries_the_token_and_the_typed_body():
     with_client(body, resolve)
 
 
-def test_a_manager_that_comes_back_elsewhere_is_found_again():
+def test_manager_at_new_address_is_found():
     async def body(client):
         first = await Server((200, FinishReply(True))).start()
         ADDRESS["url"] = first.url
@@ -98,7 +98,7 @@ def test_a_manager_that_comes_back_elsewhere_is_found_again():
     with_client(body, resolve)
 
 
-def test_a_manager_that_stays_away_is_named_after_a_bounded_wait():
+def test_missing_manager_is_named_after_bounded_wait():
     async def body(client):
         ADDRESS.pop("url", None)
         with pytest.raises(WaitTimeout, match=r"waited 0.1 s for the gserver_manager .*gserver_manager is not there"):
@@ -107,7 +107,7 @@ def test_a_manager_that_stays_away_is_named_after_a_bounded_wait():
     with_client(body, resolve, retry_timeout_s=0.1)
 
 
-def test_a_manager_that_is_unavailable_is_not_taken_for_a_lack_of_servers():
+def test_unavailable_manager_differs_from_missing_servers():
     async def body(client):
         server = await Server((503, b"closing")).start()
         ADDRESS["url"] = server.url
@@ -128,7 +128,7 @@ def test_scheduling_waits_for_a_server():
     with_client(body, resolve)
 
 
-def test_scheduling_does_not_wait_for_a_server_for_ever():
+def test_scheduling_wait_for_server_is_bounded():
     async def body(client):
         server = await Server(NO_SERVER).start()
         ADDRESS["url"] = server.url

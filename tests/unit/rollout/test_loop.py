@@ -8,15 +8,51 @@ import pytest
 
 from realsys.data.prompts import Prompt
 from realsys.errors import DataError, GenerationError, RewardError, StreamError, StuckError, WaitTimeout
+from realsys.manager.messages import AllocateReply, AllocateRequest, FinishReply, FinishRequest
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.sessions import Played
 from realsys.rollout.worker_loop import LoopParts, RolloutLoop, answer_of
-from realsys.types import Episode, Row, Ticket
-from tests.support.serving.rollout_fakes import FakeManager, FakePusher
+from realsys.types import Episode, Group, Row, Ticket
 
 
 def ticket(number, *, n=2, kind="train", split="train", prompt_index=0):
     return Ticket(str(number), 0, prompt_index, kind=kind, split=split, n=n, version=3)
+
+
+class FakeManager:
+    """Hands out what a test puts in; says when a finish has come."""
+
+    def __init__(self) -> None:
+        self.grants: asyncio.Queue[list[Ticket]] = asyncio.Queue()
+        self.allocations: list[AllocateRequest] = []
+        self.finished: asyncio.Queue[FinishRequest] = asyncio.Queue()
+        self.finish_error: Exception | None = None
+        self.known = True
+
+    async def allocate(self, request: AllocateRequest) -> AllocateReply:
+        self.allocations.append(request)
+        tickets = await self.grants.get()
+        assert len(tickets) <= request.max_tickets
+        return AllocateReply(tickets)
+
+    async def finish(self, request: FinishRequest) -> FinishReply:
+        if self.finish_error is not None:
+            raise self.finish_error
+        self.finished.put_nowait(request)
+        return FinishReply(self.known)
+
+
+class FakePusher:
+    """A pusher that keeps the groups, or raises ``error``."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        self.error: Exception | None = None
+
+    async def push(self, group: Group) -> None:
+        if self.error is not None:
+            raise self.error
+        self.groups.append(group)
 
 
 class FakePrompts:
@@ -115,7 +151,7 @@ def test_a_train_ticket_is_pushed_then_finished():
     bench_test(body)
 
 
-def test_an_evaluation_ticket_is_finished_with_its_answer_and_never_pushed():
+def test_evaluation_ticket_is_finished_and_never_pushed():
     async def body(bench, task):
         bench.grant(ticket("eval-1/0", n=1, kind="eval", split="eval", prompt_index=4))
         request = await bench.finish()
@@ -134,7 +170,7 @@ def test_an_evaluation_ticket_is_finished_with_its_answer_and_never_pushed():
         (RewardError("file \udc80\nis gone"), "RewardError: file ? is gone"),
     ],
 )
-def test_a_failed_rollout_is_reported_as_failed_without_any_reward(error, expected):
+def test_failed_rollout_is_reported_without_reward(error, expected):
     async def body(bench, task):
         bench.player.errors["7"] = error
         bench.grant(ticket(7), ticket(8))
@@ -147,7 +183,7 @@ def test_a_failed_rollout_is_reported_as_failed_without_any_reward(error, expect
     bench_test(body)
 
 
-def test_a_group_with_a_failed_episode_is_pushed_with_its_error():
+def test_group_with_failed_episode_carries_its_error():
     async def body(bench, task):
         bench.player.failed = ["episode 1: RewardError: hung"]
         bench.grant(ticket(7))
@@ -159,7 +195,7 @@ def test_a_group_with_a_failed_episode_is_pushed_with_its_error():
     bench_test(body)
 
 
-def test_an_agent_that_always_fails_ends_the_worker_after_its_report():
+def test_always_failing_agent_ends_worker_after_report():
     async def body(bench, task):
         bench.player.errors["7"] = StuckError("every episode of two tickets in a row failed")
         bench.grant(ticket(7))
@@ -175,7 +211,7 @@ def test_an_agent_that_always_fails_ends_the_worker_after_its_report():
 
 
 @pytest.mark.parametrize("empty", [0, 1])
-def test_an_answer_without_tokens_has_the_version_of_its_ticket(empty):
+def test_empty_completion_has_version_of_its_ticket(empty):
     none = np.empty(0, np.int32)
     rows = [Row(np.ones(2, np.int32), np.zeros(2, np.bool_), none.astype(np.float32), none, "length"), row()]
     answer = answer_of(ticket(7), Episode(rows[: 2 - empty], 1.0))
@@ -183,7 +219,7 @@ def test_an_answer_without_tokens_has_the_version_of_its_ticket(empty):
     assert (answer.version_min, answer.version_max) == ((3, 3) if empty else (3, 4))
 
 
-def test_a_bad_prompt_and_a_push_that_fails_are_failures_of_their_ticket():
+def test_bad_prompt_or_failed_push_fails_its_ticket():
     async def body(bench, task):
         bench.grant(ticket(1, prompt_index=99))
         assert (await bench.finish()).reason == "DataError: train.jsonl:100: no good"
@@ -205,7 +241,7 @@ def test_a_superseded_attempt_is_not_finished():
     bench_test(body)
 
 
-def test_an_attempt_unknown_to_the_manager_does_not_end_the_worker():
+def test_unknown_attempt_does_not_end_worker():
     async def body(bench, task):
         bench.manager.known = False
         bench.grant(ticket(7))
@@ -216,7 +252,9 @@ def test_an_attempt_unknown_to_the_manager_does_not_end_the_worker():
     bench_test(body)
 
 
-def test_no_more_is_asked_for_than_there_is_room_and_room_comes_back():
+def test_worker_requests_only_what_fits():
+    """A finished ticket makes room again."""
+
     async def body(bench, task):
         bench.player.gate.clear()
         bench.grant(ticket(1))
@@ -233,7 +271,7 @@ def test_no_more_is_asked_for_than_there_is_room_and_room_comes_back():
     bench_test(body)
 
 
-def test_single_answers_of_an_evaluation_run_as_wide_as_training():
+def test_evaluation_runs_as_wide_as_training():
     async def body(bench, task):
         bench.player.gate.clear()
         for number in range(3):
@@ -245,7 +283,7 @@ def test_single_answers_of_an_evaluation_run_as_wide_as_training():
     bench_test(body)
 
 
-def test_stop_cancels_what_runs_and_ends_the_held_call():
+def test_stop_cancels_rollouts_and_ends_held_call():
     async def body(bench, task):
         bench.player.gate.clear()
         bench.grant(ticket(1))
@@ -258,7 +296,7 @@ def test_stop_cancels_what_runs_and_ends_the_held_call():
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_finish_that_cannot_be_reported_ends_the_worker(full):
+def test_unreportable_finish_ends_the_worker(full):
     async def body(bench, task):
         bench.manager.finish_error = WaitTimeout("waited 120 s for the gserver_manager")
         bench.player.gate.clear()

@@ -1,19 +1,75 @@
 """Partial rollouts: nothing of an answer is lost or made anew when its server goes away."""
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from realsys.errors import GenerationError
-from realsys.generation.client import SamplingSpec
+from realsys.generation.client import Generated, SamplingSpec
+from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.rollout import partial
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.partial import Call, PartialRolloutManager
-from realsys.types import Ticket
-from tests.support.serving.rollout_fakes import STEP, FakeScheduler, FakeServers
+from realsys.types import FinishReason, Ticket
 
 PROMPT = [5, 6, 7]
+
+
+STEP = 1000  # a fake server's k-th token after ``length`` input tokens is STEP + length + k
+
+
+def generated(input_len: int, count: int, version: int, reason: FinishReason) -> Generated:
+    """Tokens that say where in the sequence they were sampled, log-probs that say by which version."""
+    tokens = np.arange(STEP + input_len, STEP + input_len + count, dtype=np.int32)
+    return Generated(tokens, np.full(count, -0.5 - version, np.float32), np.full(count, version, np.int32), reason)
+
+
+@dataclass
+class Request:
+    """One request a server got."""
+
+    url: str
+    input_ids: list[int]
+    spec: SamplingSpec
+    rid: str
+    seed: int
+
+
+@dataclass
+class FakeServers:
+    """``script`` is consumed one entry per request: what to answer, or what to raise."""
+
+    script: list[object]
+    calls: list[Request] = field(default_factory=list)
+
+    async def generate(
+        self, url: str, input_ids: Sequence[int], spec: SamplingSpec, *, rid: str, seed: int
+    ) -> list[Generated]:
+        self.calls.append(Request(url, list(input_ids), spec, rid, seed))
+        await asyncio.sleep(0)
+        step = self.script.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        assert isinstance(step, list)
+        return [generated(len(input_ids), *answer) for answer in step]
+
+
+@dataclass
+class FakeScheduler:
+    """Names servers a, b, c, ... in turn; raises what ``error`` says."""
+
+    requests: list[ScheduleRequest] = field(default_factory=list)
+    error: Exception | None = None
+
+    async def schedule(self, request: ScheduleRequest) -> ScheduleReply:
+        if self.error is not None:
+            raise self.error
+        name = chr(ord("a") + len(self.requests) % 26)
+        self.requests.append(request)
+        return ScheduleReply(name, f"http://{name}", 0)
 
 
 def ticket(n=1, **fields):
@@ -48,7 +104,8 @@ def test_all_answers_are_asked_for_in_one_request():
     assert (request.prompt_len, request.max_new_tokens) == (3, 20)
 
 
-def test_an_aborted_answer_goes_on_from_its_own_tokens_with_what_is_left_of_its_budget():
+def test_aborted_completion_continues_from_its_tokens():
+    """The continuation has the rest of the token budget."""
     answers, servers, scheduler = run(
         [[(4, 3, "abort"), (2, 3, "stop")], [(5, 4, "abort")], [(1, 6, "stop")]], n=2, min_new=7
     )
@@ -86,7 +143,7 @@ def test_segments_are_sampled_with_different_random_numbers():
     ]
 
 
-def test_a_dead_server_is_reported_and_the_request_is_made_elsewhere():
+def test_dead_server_is_reported_and_request_moves():
     answers, servers, scheduler = run([dead(), [(3, 1, "stop"), (3, 1, "stop")]], n=2)
     assert [len(a.tokens) for a in answers] == [3, 3]
     assert [call.url for call in servers.calls] == ["http://a", "http://b"]
@@ -97,7 +154,7 @@ def test_a_dead_server_is_reported_and_the_request_is_made_elsewhere():
     )
 
 
-def test_a_server_that_dies_under_a_continued_answer_costs_only_its_own_segment():
+def test_server_death_loses_only_its_own_segment():
     script = [[(4, 3, "abort"), (4, 3, "abort")], dead("http://b"), [(2, 4, "stop")], [(3, 4, "stop")]]
     answers, _, scheduler = run(script, n=2)
     assert sorted(len(a.tokens) for a in answers) == [6, 7]
@@ -107,7 +164,7 @@ def test_a_server_that_dies_under_a_continued_answer_costs_only_its_own_segment(
     assert scheduler.requests[2].failed_server == "b" and scheduler.requests[2].n == 1
 
 
-def test_a_request_that_the_server_calls_wrong_is_not_repeated():
+def test_request_rejected_by_server_is_not_repeated():
     with pytest.raises(GenerationError, match="too long"):
         run([GenerationError("status 400: too long")])
 
@@ -127,18 +184,18 @@ def test_a_server_that_only_aborts_ends_the_rollout(monkeypatch):
         run([[(0, 0, "abort")]] * 10)
 
 
-def test_answers_without_a_token_yet_start_over_as_if_they_had_been_first():
+def test_completions_without_tokens_start_over():
     answers, servers, _ = run([[(0, 0, "abort"), (2, 0, "stop")], [(3, 1, "stop")]], n=2)
     assert [len(a.tokens) for a in answers] == [3, 2]
     assert (servers.calls[1].input_ids, servers.calls[1].seed) == (PROMPT, 400)
 
 
-def test_an_abort_on_the_last_token_of_the_budget_is_the_end():
+def test_abort_on_last_budget_token_is_end():
     answers, servers, _ = run([[(20, 0, "abort")]])
     assert answers[0].finish_reason == "length" and len(servers.calls) == 1
 
 
-def test_an_answer_in_pieces_is_the_answer_in_one():
+def test_completion_in_segments_equals_completion_in_one():
     script = [[(6, 3, "length"), (2, 3, "stop")], [(6, 3, "length")], [(6, 4, "length")], [(2, 4, "length")]]
     answers, servers, scheduler = run(script, n=2, chunk=6)
     assert [call.spec.max_new_tokens for call in servers.calls] == [6, 6, 6, 2]
@@ -157,7 +214,8 @@ def test_min_new_tokens_holds_across_pieces():
     assert [call.spec.min_new_tokens for call in servers.calls] == [4, 2, 0]
 
 
-def test_an_answer_that_fills_the_context_before_its_piece_is_at_its_end():
+def test_completion_that_fills_the_context_ends():
+    """The context is full before the segment is."""
     answers, servers, _ = run([[(5, 0, "length")]], chunk=8)
     assert (answers[0].finish_reason, len(answers[0].tokens), len(servers.calls)) == ("length", 5, 1)
 
@@ -167,7 +225,7 @@ def test_a_superseded_attempt_stops_at_once():
         run([], scheduler=FakeScheduler(error=RolloutSuperseded("attempt 2 is not running")))
 
 
-def test_calls_that_ended_are_named_in_the_next_request():
+def test_ended_calls_are_named_in_next_request():
     async def body():
         servers, scheduler = FakeServers([[(1, 0, "stop")]] * 5), FakeScheduler()
         manager, spec = PartialRolloutManager(scheduler, servers), SamplingSpec(max_new_tokens=5)
@@ -182,7 +240,7 @@ def test_calls_that_ended_are_named_in_the_next_request():
     asyncio.run(body())
 
 
-def test_one_request_names_no_more_ended_calls_than_it_may(monkeypatch):
+def test_request_names_bounded_number_of_ended_calls(monkeypatch):
     monkeypatch.setattr(partial, "MOST_RELEASED", 2)
 
     async def body():
@@ -209,7 +267,7 @@ def test_an_answer_is_delivered_while_others_go_on():
     asyncio.run(body())
 
 
-def test_an_answer_goes_on_with_the_same_numbers_whatever_it_was_merged_with():
+def test_continuation_draws_same_numbers_whatever_was_merged():
     def seeds(n, seed, script):
         servers = FakeServers(list(script))
         manager = PartialRolloutManager(FakeScheduler(), servers)

@@ -71,7 +71,7 @@ class Wanderer:
         return made
 
 
-def test_rows_of_random_conversations_are_what_the_engine_saw(monkeypatch):
+def test_rows_of_random_conversations_match_engine_input(monkeypatch):
     monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.0)
     rng = random.Random(5)
     engine, agent = Engine(rng), Wanderer(rng)
@@ -130,7 +130,7 @@ def test_row_holds_context_and_completions_in_order():
     assert [a.dtype for a in (row.tokens, row.loss_mask, row.logprobs, row.versions)] == ["i4", "?", "f4", "i4"]
 
 
-def test_branch_has_the_tokens_and_trains_only_its_own():
+def test_branch_trains_only_its_own_tokens():
     builder = RowBuilder([1])
     builder.completion(generated(5, 6))
     branch = builder.branch()

@@ -2,22 +2,63 @@
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, GenerationError, RewardError, StuckError
-from realsys.generation.client import SamplingSpec
+from realsys.generation.client import Generated, SamplingSpec
 from realsys.rollout.manager_client import RolloutSuperseded
+from realsys.rollout.partial import Call, Deliver
 from realsys.rollout.rows import RowBuilder
 from realsys.rollout.sessions import GroupPlayer, GroupRules, group_rules
 from realsys.stream.codec import decode_group, encode_group
 from realsys.types import Episode, Group, Ticket
 from tests.support.processes.config_trees import changed
-from tests.support.serving.rollout_fakes import FakeEngine
 
 PROMPT = Prompt("a1=", "1", [2, 10, 4])
 SPEC = SamplingSpec(max_new_tokens=9)
+
+
+@dataclass
+class FakeEngine:
+    """The engine of a GroupPlayer: answers a call with ``length`` tokens that tell seed and number of the completion.
+
+    ``errors``: call name -> exception that it raises; ``held``: names of calls that wait for ``gate``.
+    """
+
+    length: int = 3
+    errors: dict[str, Exception] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    calls: list[Call] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+
+    async def generate(self, call: Call, deliver: Deliver | None = None) -> list[Generated]:
+        self.calls.append(call)
+        try:
+            await (self.gate.wait() if call.name in self.held else asyncio.sleep(0))
+        except asyncio.CancelledError:
+            self.cancelled.append(call.name)
+            raise
+        if call.name in self.errors:
+            raise self.errors[call.name]
+        completions = [self.completion(call.seed + k) for k in range(call.spec.n)]
+        for k, completion in enumerate(completions):
+            if deliver is not None:
+                deliver(k, completion)
+        return completions
+
+    def completion(self, seed: int) -> Generated:
+        tokens = (seed + np.arange(self.length) * 1000).astype(np.int32)
+        ones = np.ones(self.length, np.int32)
+        return Generated(tokens, -ones.astype(np.float32), 7 * ones, "stop", (("a", self.length),))
+
+    def discard(self, ticket: Ticket) -> None:
+        self.forgotten.append(ticket.ticket_id)
 
 
 class Script:
@@ -61,7 +102,7 @@ def test_first_calls_of_all_episodes_are_one_request():
     assert played.errors == [] and set(played.extra) == {"generate_s", "reward_s"}
 
 
-def test_first_calls_for_other_tokens_are_requests_of_their_own():
+def test_first_calls_with_different_tokens_stay_separate():
     engine = FakeEngine()
     played = play(Script(prompts={1: [5, 6]}), engine)
     assert sent(engine) == [("0.0", 1, 400), ("1.0", 1, 401), ("2.0", 2, 402)]
@@ -69,7 +110,7 @@ def test_first_calls_for_other_tokens_are_requests_of_their_own():
     assert sampled == [400, 401, 402, 403], "the seeds of a ticket do not depend on what was merged"
 
 
-def test_seeds_do_not_depend_on_when_an_episode_asks():
+def test_seeds_do_not_depend_on_request_time():
     class Late(Script):
         async def run(self, task, session):
             for _ in range(task.episode % 3):
@@ -84,7 +125,7 @@ def test_seeds_do_not_depend_on_when_an_episode_asks():
         assert one.rows[0].tokens.tolist() == other.rows[0].tokens.tolist()
 
 
-def test_every_later_call_has_a_name_and_a_seed_of_its_own():
+def test_each_later_call_has_own_name_and_seed():
     engine = FakeEngine()
     play(Script(calls=5), engine, n=16)
     assert [n for _, n, _ in sent(engine)] == [16] + [1] * 64
@@ -94,7 +135,7 @@ def test_every_later_call_has_a_name_and_a_seed_of_its_own():
     assert all(call.previous == ("a", 7) for call in engine.calls[1:]) and engine.calls[0].previous is None
 
 
-def test_two_calls_of_one_episode_run_at_the_same_time():
+def test_two_calls_of_one_episode_run_concurrently():
     class Drafts:
         async def run(self, task, session):
             drafts = await asyncio.gather(*(session.generate(task.prompt.ids) for _ in range(2)))
@@ -116,7 +157,7 @@ def test_a_failed_episode_costs_only_itself():
     assert played.errors == ["episode 2: RewardError: verifier hung"]
 
 
-def test_too_few_episodes_fail_the_ticket_with_the_first_error():
+def test_too_few_episodes_fail_ticket_with_first_error():
     with pytest.raises(RewardError, match="hung"):
         play(Script(errors={2: RewardError("hung")}), FakeEngine())
 
@@ -130,13 +171,13 @@ def test_episodes_without_hope_are_cancelled():
     assert engine.cancelled == ["1.0"] and engine.forgotten == ["17"]
 
 
-def test_a_refused_request_fails_all_episodes_that_share_it():
+def test_refused_request_fails_all_sharing_episodes():
     engine = FakeEngine(errors={"0.0": GenerationError("status 400: too long")})
     with pytest.raises(GenerationError, match="too long"):
         play(Script(), engine)
 
 
-def test_a_superseded_attempt_ends_even_if_the_agent_goes_on():
+def test_superseded_attempt_ends_although_agent_goes_on():
     class Stubborn(Script):
         async def run(self, task, session):
             try:
@@ -150,7 +191,7 @@ def test_a_superseded_attempt_ends_even_if_the_agent_goes_on():
             play(agent, engine)
 
 
-def test_an_exception_of_the_agent_is_an_error_with_its_place(caplog):
+def test_agent_exception_names_file_and_line(caplog):
     class Broken(Script):
         async def run(self, task, session):
             episode = await super().run(task, session)
@@ -174,7 +215,7 @@ def test_an_exception_is_logged_once(caplog):
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
 
 
-def test_an_error_inside_an_exception_group_counts_as_itself():
+def test_error_inside_exception_group_counts_as_itself():
     group = ExceptionGroup("of a TaskGroup", [ValueError("later"), ExceptionGroup("", [RewardError("hung")])])
     with pytest.raises(RewardError, match="hung"):
         play(Script(errors={1: group}), FakeEngine())
@@ -189,7 +230,7 @@ def test_an_agent_that_cancels_itself_fails_its_episode():
     ("result", "problem"),
     [(None, "run returned NoneType: it must return an Episode"), (Episode([], 1.0), "has no rows")],
 )
-def test_a_result_that_is_no_episode_is_an_error(result, problem):
+def test_result_must_be_an_episode(result, problem):
     class Wrong:
         async def run(self, task, session):
             return result
@@ -202,7 +243,9 @@ def always(error):
     return Script(errors=dict.fromkeys(range(4), error))
 
 
-def test_a_defect_in_every_episode_of_two_tickets_is_fatal():
+def test_defect_in_all_episodes_twice_is_fatal():
+    """It is fatal when every episode of two tickets in a row fails."""
+
     async def body():
         group = player(always(ZeroDivisionError("a defect")), FakeEngine())
         with pytest.raises(AgentError, match="ZeroDivisionError: a defect"):
@@ -224,7 +267,7 @@ def test_errors_that_are_no_defect_are_never_fatal(error):
     asyncio.run(body())
 
 
-def test_a_good_ticket_between_two_bad_ones_is_not_fatal():
+def test_good_ticket_between_bad_ones_prevents_fatal_error():
     async def body():
         agent = always(ZeroDivisionError("a defect"))
         group = player(agent, FakeEngine())
@@ -238,7 +281,7 @@ def test_a_good_ticket_between_two_bad_ones_is_not_fatal():
     asyncio.run(body())
 
 
-def test_a_call_after_the_end_of_its_episode_is_refused():
+def test_call_after_end_of_episode_is_refused():
     class Leaks(Script):
         async def run(self, task, session):
             self.session = session
@@ -304,7 +347,7 @@ def test_errors_of_episodes_can_always_be_sent():
 
 
 @pytest.mark.parametrize("patient", [0, 1])
-def test_a_merged_call_ends_when_all_who_wait_have_given_up(patient):
+def test_merged_call_ends_when_all_waiters_cancelled(patient):
     class Impatient(Script):
         async def run(self, task, session):
             if task.episode < patient:

@@ -283,7 +283,7 @@ def test_random_headers_only_raise_decode_error(data: bytes, decoder: msgspec.ms
         decode_with(decoder, data, "header")
 
 
-def test_messages_come_back_and_name_what_they_are_not() -> None:
+def test_messages_round_trip_and_name_type_errors() -> None:
     assert decode_message(encode_message(ClearRequest(["a"])), ClearRequest) == ClearRequest(["a"])
     with pytest.raises(DecodeError, match="not a SamplesArrived: "):
         decode_message(encode_message(ClearRequest(["a"])), SamplesArrived)

@@ -55,7 +55,7 @@ def answers(current_of: Any) -> dict[str, Arrays]:
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("d1", 1), ("d2", 2), ("p2", 2)])
-def test_tokens_of_the_trained_version_are_compared_also_within_mixed_answers(
+def test_agreement_compares_current_tokens_in_mixed_completions(
     folders: dict[str, Path], layout: str, ranks: int
 ) -> None:
     """The last four tokens of every answer are current: 14, 3, 1, 9, 21, ... tokens -> 4, 3, 1, 4, 4, 4, 4, 4, 4."""
@@ -74,6 +74,6 @@ def test_tokens_of_the_trained_version_are_compared_also_within_mixed_answers(
         assert stats["logprob_difference_max"] == pytest.approx(2.0, rel=1e-5), "over all tokens"
 
 
-def test_a_batch_without_a_current_token_has_no_agreement(folders: dict[str, Path]) -> None:
+def test_batch_without_current_token_has_no_agreement(folders: dict[str, Path]) -> None:
     [stats] = compare(folders, "d1", 1, answers(lambda n: np.zeros(n, bool)))
     assert {key: value for key, value in stats.items() if key.startswith("agreement/")} == {"agreement/tokens": 0.0}

@@ -53,7 +53,7 @@ def test_a_group_is_stored_and_described() -> None:
     np.testing.assert_array_equal(data.get("t7.0/1.0", "tokens"), np.arange(8))
 
 
-def test_a_token_that_the_actor_does_not_know_is_refused_not_trained() -> None:
+def test_token_outside_vocabulary_is_refused() -> None:
     """Looked up in the embedding it would end the training side."""
     data = DataManager(3)
     data.vocabulary = 8
@@ -63,7 +63,7 @@ def test_a_token_that_the_actor_does_not_know_is_refused_not_trained() -> None:
     assert len(data) == 1
 
 
-def test_a_group_of_another_training_side_is_not_stored_and_does_not_stand_in_the_way() -> None:
+def test_group_of_other_trainer_incarnation_is_not_stored() -> None:
     """Its ticket is issued again."""
     data = DataManager(0)
     data.trainer_incarnation = "0002"
@@ -83,7 +83,7 @@ def test_a_group_that_arrives_twice_is_told_once() -> None:
     assert len(data.get("t1.0/0.0", "tokens")) == 5
 
 
-def test_two_attempts_of_a_ticket_lie_side_by_side_and_the_master_trains_the_later() -> None:
+def test_later_of_two_stored_attempts_is_trained() -> None:
     """The first one is in a batch, or its notice is on the way, or it is forgotten: the worker cannot know."""
     data, buffer = DataManager(0), SequenceBuffer()
     first, second = data.add_group(make_group("t1", [2, 2])), data.add_group(make_group("t1", [5, 5], attempt=1))
@@ -97,7 +97,7 @@ def test_two_attempts_of_a_ticket_lie_side_by_side_and_the_master_trains_the_lat
     assert len(data) == 2, "of the first nothing is left"
 
 
-def test_a_later_attempt_that_arrives_during_training_changes_nothing_of_the_batch() -> None:
+def test_attempt_during_training_leaves_batch_unchanged() -> None:
     data, buffer = DataManager(0), SequenceBuffer()
     first = data.add_group(make_group("t1", [2, 2]))
     assert first is not None
@@ -142,7 +142,7 @@ def test_clear_with_keys_frees_those_arrays_only() -> None:
     assert (len(data), data.nbytes) == (0, 0)
 
 
-def test_the_size_of_an_array_follows_from_what_its_key_spans() -> None:
+def test_array_size_follows_from_span_of_key() -> None:
     sizes = {key: array_size(make_ref("s", length=9, prompt=4), key) for key in ARRAY_KEYS}
     whole, loss, with_end = 9, 5, 6
     assert sizes == {
@@ -185,7 +185,7 @@ def test_samples_come_and_go_while_others_are_read() -> None:
     assert len(data) == 1
 
 
-def test_stored_arrays_do_not_keep_the_received_frame_alive() -> None:
+def test_stored_arrays_release_the_received_frame() -> None:
     frame = np.zeros(1000, np.int32)
     alive = weakref.ref(frame)
     group = make_group("t1", [2])
@@ -230,7 +230,7 @@ def test_rows_point_one_before_the_answer_tokens() -> None:
     assert batch.arrays["behav_logprobs"].tolist() == pytest.approx([-0.2, -0.3, -0.4, -0.1])
 
 
-def test_rows_of_several_turns_point_before_each_loss_token() -> None:
+def test_multi_turn_rows_point_before_loss_tokens() -> None:
     """Two turns in one row: feedback between them is context, and no row predicts it."""
     data = DataManager(0)
     mask = np.array([False, True, True, False, False, True, False])
@@ -249,7 +249,7 @@ def test_rows_of_several_turns_point_before_each_loss_token() -> None:
     assert {name: part.tolist() for name, part in parts.items()} == {"turns": [0, 1, 2, 3], "one": [4, 5, 6]}
 
 
-def test_a_mask_that_differs_from_the_plan_is_an_error() -> None:
+def test_mask_must_match_the_plan() -> None:
     data = DataManager(0)
     data.put("s", {"tokens": np.arange(4), "loss_mask": make_mask(4, 2)})
     with pytest.raises(AssertionError, match=r"loss tokens per sequence: \[2\] here, \[3\] in the plan"):
@@ -259,7 +259,7 @@ def test_a_mask_that_differs_from_the_plan_is_an_error() -> None:
         make_packer(data).pack([make_ref("s", 4, 0)])
 
 
-def test_rows_of_an_episode_are_samples_of_their_own() -> None:
+def test_rows_of_episode_are_separate_samples() -> None:
     data = DataManager(0)
     data.token_rewards = True
     rows = [
@@ -280,14 +280,14 @@ def test_rows_of_an_episode_are_samples_of_their_own() -> None:
     assert data.get("t1.0/0.1", "token_rewards").tolist() == [0.0, 0.0]
 
 
-def test_a_row_that_fits_no_micro_batch_is_refused() -> None:
+def test_row_that_fits_no_micro_batch_is_refused() -> None:
     data = DataManager(0)
     data.row_limit = 7
     with pytest.raises(StreamError, match=r"has a row of 8 tokens, but train.microbatch_tokens is 7"):
         data.add_group(make_group("t1", [5]))
 
 
-def test_an_episode_too_long_for_its_loss_is_refused() -> None:
+def test_episode_too_long_for_loss_is_refused() -> None:
     data = DataManager(0)
     data.episode_limit = 9
     row = make_row(np.arange(5, dtype=np.int32), np.full(3, -1, np.float32), np.full(3, 7, np.int32))
@@ -296,7 +296,7 @@ def test_an_episode_too_long_for_its_loss_is_refused() -> None:
         data.add_group(Group(Ticket("t2", 0, 0), [Episode([row, row], 1.0)], "w"))
 
 
-def test_padding_is_a_segment_of_its_own_that_no_row_points_into() -> None:
+def test_padding_is_own_segment_without_rows() -> None:
     data, refs = filled()
     batch = make_packer(data, 6).pack(refs)
     assert batch.lengths == [5, 3, 4]
@@ -316,7 +316,7 @@ def test_an_empty_micro_batch_is_one_masked_segment() -> None:
 def test_a_stage_between_needs_no_arrays() -> None:
     batch = make_packer(DataManager(0), first=False, last=False).pack([make_ref("elsewhere", 5, 2)], ["behav_logprobs"])
     assert batch.tokens is None and batch.targets is None and not batch.arrays
-    assert batch.total_tokens == 5
+    assert sum(batch.lengths) == 5
 
 
 def test_answers_go_back_to_their_samples() -> None:
@@ -332,7 +332,7 @@ def test_values_per_sequence_are_spread_over_answer_tokens() -> None:
     assert packer.per_loss_token(packer.pack(refs), [0.5, -2.0]).tolist() == [0.5, 0.5, 0.5, -2.0]
 
 
-def test_buckets_cover_every_token_once_and_pad_only_behind() -> None:
+def test_buckets_cover_tokens_once_and_pad_behind() -> None:
     lengths = [400, 90, 88, 60, 60, 60, 9, 7, 1, 1, 4]  # the dummy at the end may be longer than its neighbour
     buckets = make_buckets(lengths, torch.device("cpu"), torch.float32)
     assert [b.start for b in buckets] == [0, *(b.stop for b in buckets[:-1])]
@@ -375,13 +375,13 @@ def test_demonstrations_are_loaded_as_samples_of_their_own(tmp_path: Path, monke
     assert data.get(twice[1].sample_id, "loss_mask").tolist() == [False, False, True, True]
 
 
-def test_a_warm_up_without_demonstrations_is_a_mistake_in_the_configuration(tmp_path: Path) -> None:
+def test_warm_up_without_demonstrations_is_config_error(tmp_path: Path) -> None:
     config = Config.model_validate({"data": {"kind": "jsonl", "train": "t.jsonl"}})
     with pytest.raises(ConfigError, match=r"data\.demos"):
         DemoSource(config, TrialPaths(tmp_path), DataManager(0)).load([0])
 
 
-def test_a_key_of_a_dataflow_of_ones_own_is_stored_and_cannot_become_another() -> None:
+def test_custom_dataflow_key_is_stored_and_fixed() -> None:
     try:
         for _ in range(2):  # twice is fine: every process imports the module that declares it
             register_key("entropies", "float32", "loss")
@@ -397,7 +397,7 @@ def test_a_key_of_a_dataflow_of_ones_own_is_stored_and_cannot_become_another() -
         ARRAY_KEYS.pop("entropies", None)
 
 
-def test_what_is_held_outlives_its_clearing_and_nothing_else_does() -> None:
+def test_only_held_arrays_outlive_clearing() -> None:
     data = DataManager(0)
     data.add_group(make_group("t1", [2, 2]))
     data.add_group(make_group("t2", [2]))

@@ -58,7 +58,7 @@ class Lease:
 
 
 @pytest.mark.parametrize(("holds", "on_disk"), [(0, 0), (1, 1)])
-def test_publication_stops_before_the_manifest_and_before_the_name_store(tmp_path: Path, holds: int, on_disk: int):
+def test_fenced_publication_stops_before_manifest_and_names(tmp_path: Path, holds: int, on_disk: int):
     store, lease, model = MemoryNameStore(), Lease(holds), tmp_path / "hf"
     model.mkdir()
 
@@ -128,7 +128,7 @@ def test_checkpoint_begins_with_nothing_removed(tmp_path: Path):
     assert theirs.is_dir()
 
 
-def test_rank_of_an_earlier_training_side_has_no_folder_to_write_into(tmp_path: Path):
+def test_rank_of_earlier_incarnation_finds_no_folder(tmp_path: Path):
     """It was suspended right before it opened its file; the step is being saved again."""
     before, now = prepare(tmp_path, 1, "1"), prepare(tmp_path, 1, "2")
     with pytest.raises(FileNotFoundError):
@@ -276,7 +276,7 @@ def test_call_of_a_server_is_not_made():
 
 
 @pytest.mark.parametrize(("holds", "served"), [(0, 0), (1, 1)])
-def test_service_neither_takes_a_request_nor_answers_one_that_it_took(holds: int, served: int):
+def test_fenced_service_takes_and_answers_no_request(holds: int, served: int):
     """No answer at all: in a worker the check does not return."""
     taken, sent = [], []
 

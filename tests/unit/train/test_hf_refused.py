@@ -45,7 +45,7 @@ SLIDING: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("changes", "problem"), SLIDING)
-def test_a_real_sliding_window_is_refused_at_the_check_and_at_load(
+def test_sliding_window_is_refused_at_check_and_load(
     changes: dict[str, Any], problem: str | None, tmp_path: Path
 ) -> None:
     path = directory(tmp_path, "mistral", **changes)
@@ -59,7 +59,7 @@ def test_a_real_sliding_window_is_refused_at_the_check_and_at_load(
             refuse()
 
 
-def test_mistral_without_a_word_on_its_window_slides_over_4096(tmp_path: Path) -> None:
+def test_mistral_without_window_setting_slides_over_4096(tmp_path: Path) -> None:
     path = directory(tmp_path, "mistral")
     raw = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": 32768}
     del raw["sliding_window"]
@@ -78,7 +78,7 @@ UNEVEN = [
 
 
 @pytest.mark.parametrize(("changes", "axis", "name", "size"), UNEVEN, ids=[case[2] for case in UNEVEN])
-def test_sizes_that_do_not_divide_are_refused_with_the_numbers(
+def test_indivisible_sizes_are_refused_with_numbers(
     changes: dict[str, Any], axis: str, name: str, size: int, tmp_path: Path
 ) -> None:
     path = directory(tmp_path, "qwen3", **changes)
@@ -197,7 +197,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_files_that_are_not_the_model_are_named_in_one_line(case: str, tmp_path: Path) -> None:
+def test_files_that_contradict_model_are_named(case: str, tmp_path: Path) -> None:
     form, spoil, problem = WRONG[case]
     make_model("qwen2").save_pretrained(tmp_path, max_shard_size="12KB" if form == "sharded" else "1GB")
     load(tmp_path)

@@ -48,9 +48,7 @@ def read(directory: Path, **changes: Any) -> HfModel:
         (ParallelLayout(pipeline=3), r"num_hidden_layers=4 must divide by p3"),
     ],
 )
-def test_a_layout_that_does_not_divide_the_model_is_refused_with_the_numbers(
-    tmp_path: Path, layout: ParallelLayout, message: str
-) -> None:
+def test_layout_that_does_not_divide_model_is_refused(tmp_path: Path, layout: ParallelLayout, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         check_layout(read(tmp_path), layout)
 
@@ -78,7 +76,7 @@ def checkpoint(directory: Path, **changes: torch.Tensor | None) -> tuple[HfModel
         ({"visual.weight": torch.zeros(1)}, "visual.weight is not part of the model"),
     ],
 )
-def test_a_checkpoint_that_is_not_the_model_is_refused(
+def test_checkpoint_of_other_model_is_refused(
     tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str
 ) -> None:
     model, directory = checkpoint(tmp_path, **changes)
@@ -86,7 +84,7 @@ def test_a_checkpoint_that_is_not_the_model_is_refused(
         HFReader(directory).check(model)
 
 
-def test_a_directory_without_safetensors_and_a_broken_file_are_refused(tmp_path: Path) -> None:
+def test_missing_or_broken_safetensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="convert the model to safetensors"):
         HFReader(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
@@ -117,7 +115,7 @@ def test_writers_share_the_bytes() -> None:
     assert set(assign_writers([1], 4)) == {0}
 
 
-def test_fused_pieces_have_the_gradients_of_the_plain_ones() -> None:
+def test_fused_operations_have_gradients_of_plain_ones() -> None:
     torch.manual_seed(1)
     x, weight = torch.randn(7, 6), torch.randn(6)
     angle = torch.randn(7, 1, 3)
@@ -149,7 +147,7 @@ def test_fused_pieces_have_the_gradients_of_the_plain_ones() -> None:
             torch.testing.assert_close(got, expected)
 
 
-def test_padding_rows_gives_each_row_the_gradient_of_its_place() -> None:
+def test_padded_rows_keep_the_gradient_of_each() -> None:
     x = torch.randn(3, 2, requires_grad=True)
     gather, scatter = torch.tensor([0, 1, 2, 2]), torch.tensor([0, 1, 2])
     out = pad_rows(x, gather, scatter)

@@ -39,7 +39,7 @@ def holding(worker: int, names: list[str]) -> DataManager:
     return data
 
 
-def test_arrays_arrive_where_the_plan_says_and_nowhere_else() -> None:
+def test_arrays_arrive_only_where_plan_says() -> None:
     plan = [
         Transfer(0, 1, ["s0", "s1"], ["tokens", "behav_logprobs", "values"]),
         Transfer(0, 2, ["s1"], ["tokens"]),
@@ -73,7 +73,7 @@ def test_arrays_arrive_where_the_plan_says_and_nowhere_else() -> None:
             assert found[name, key].dtype == arrays(name)[key].dtype
 
 
-def test_workers_outside_a_transfer_take_no_part_in_it_whatever_meshes_there_are() -> None:
+def test_workers_outside_a_transfer_take_no_part() -> None:
     meshes = {
         "actor": Mesh(ParallelLayout(data=2), (0, 1)),
         "critic": Mesh(ParallelLayout(tensor=2), (2, 3)),
@@ -118,7 +118,7 @@ def test_a_source_that_lacks_the_sample_says_so() -> None:
     assert "model_worker/0 has no tokens of sample s0" in run_ranks(2, body, Config())[0]
 
 
-def test_an_array_of_another_length_than_its_sequence_is_not_sent() -> None:
+def test_array_with_wrong_length_is_not_sent() -> None:
     data = DataManager(0)
     data.put("s1", {"values": np.zeros(2)})
 

@@ -81,7 +81,7 @@ def test_no_rows_give_no_gradient() -> None:
         assert weight.grad is not None and not weight.grad.any()
 
 
-def test_a_certain_token_has_no_entropy_and_a_finite_gradient() -> None:
+def test_certain_token_has_zero_entropy_finite_gradient() -> None:
     hidden = torch.tensor([[1.0]], requires_grad=True)
     weight = torch.tensor([[500.0], [0.0]])  # a probability of exp(-500), which fp32 does not have
     logprobs, entropy = projected_logprobs(hidden, weight, torch.tensor([0]), Scoring(entropy_gradient=True))
@@ -103,7 +103,7 @@ def test_bfloat16_logits_give_fp32_log_probs() -> None:
     torch.testing.assert_close(low_weight.grad.float(), expected[3], atol=0.1, rtol=0.05)
 
 
-def test_only_one_chunk_of_logits_exists_at_a_time() -> None:
+def test_only_one_logits_chunk_exists_at_once() -> None:
     """Seen by the largest result of any operation, forward and backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
