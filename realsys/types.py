@@ -205,6 +205,21 @@ class SequenceRef(msgspec.Struct, omit_defaults=True):
     row_truncated: bool = False  # this row did not end with a stop token
 
 
+SNAPSHOT = "snapshot"  #: argument of a call: a SnapshotPlan
+
+
+class SnapshotPlan(msgspec.Struct):
+    """Comparison of engine and trainer on tokens of an earlier version (``AgreementSampler``).
+
+    ``samples`` are scored with the snapshot of ``version``. With ``take``, the weights of the call
+    then become the snapshot.
+    """
+
+    version: int = -1
+    samples: list[str] = []
+    take: bool = False
+
+
 class Transfer(msgspec.Struct):
     """Move of the arrays ``keys`` of ``sample_ids`` from worker ``src`` to worker ``dst`` (worker
     indices).

@@ -50,6 +50,11 @@ class Moments(NamedTuple):
         """
         return math.sqrt(max(self.total_of_squares / self.number - self.mean**2, 0.0)) if self.number else 0.0
 
+    @property
+    def has_spread(self) -> bool:
+        """True if the std is more than its own rounding error."""
+        return self.std > 1e-7 * abs(self.mean)
+
 
 def outcome_advantages(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> F32:
     """Compute the advantage of each row of a batch, float32 ``[len(refs)]``, for every loss token of the row.
@@ -204,13 +209,14 @@ def normalise_tokens(advantages: npt.ArrayLike, batch: Moments, cfg: Normalisati
     """Apply the batch level of ``cfg`` to advantages of tokens, float32 of the same shape.
 
     Mean and std are over all loss tokens of the batch (``batch``), masked episodes included. The group
-    level was applied to the outcomes before (``outcome_rewards``).
+    level was applied to the outcomes before (``outcome_rewards``). With a std, a batch without spread
+    becomes 0: it must not be divided by eps.
     """
     x = np.asarray(advantages, np.float64)
     if cfg.mean == "batch":
         x = x - batch.mean
     if cfg.std == "batch":
-        x = x / (batch.std + cfg.eps)
+        x = x / (batch.std + cfg.eps) if batch.has_spread else np.zeros_like(x)
     return x.astype(np.float32)
 
 
@@ -221,9 +227,12 @@ def normalise(values: npt.ArrayLike, groups: npt.ArrayLike, weights: npt.ArrayLi
     groups  int [n]  number of the prompt of each
     weights [n]      weight of each in batch mean and std (loss tokens); within a group all weigh the same
 
-    The std is that of the population, about the plain mean of the same level, of the unchanged ``values``.
-    With ``leave_one_out``, the mean of a value excludes the value itself. If all values of a level are
-    equal, the result is exactly 0, not rounding noise divided by eps; so it is for a level of one value.
+    The std is that of the population about the plain mean of its level. It is that of the centred values if
+    the mean is subtracted per group and the std is over the batch, as in REINFORCE++-baseline, and that of
+    the unchanged ``values`` otherwise. With ``leave_one_out``, the mean of a value excludes the value itself.
+
+    If all values of a level are equal, the result is exactly 0, for the level of the mean and for that of the
+    std: rounding noise, or a reward, must not be divided by eps. This includes a level of one value.
     """
     x = np.asarray(values, np.float64)
     if x.size == 0:
@@ -236,9 +245,12 @@ def normalise(values: npt.ArrayLike, groups: npt.ArrayLike, weights: npt.ArrayLi
     centred = x
     if cfg.mean != "none":
         centred = x - _level_mean(x, *levels[cfg.mean], leave_one_out=cfg.leave_one_out)
-    if cfg.std != "none":
-        centred = centred / (_level_std(x, *levels[cfg.std]) + cfg.eps)
-    return centred
+    if cfg.std == "none":
+        return centred
+    members, of_level = levels[cfg.std]
+    spread = centred if (cfg.mean, cfg.std) == ("group", "batch") else x
+    scaled = centred / (_level_std(spread, members, of_level) + cfg.eps)
+    return np.where(_constant(spread, members), 0.0, scaled)
 
 
 def gae(

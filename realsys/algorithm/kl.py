@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 #: clipped branch is NaN. A policy that still trains has no ratio near e^20.
 MAX_LOG_RATIO = 20.0
 
+#: Bound on k3, which grows like e^|log ratio|: without it one token whose probability has collapsed outweighs a batch.
+#: A token beyond it adds the bound and no gradient.
+MAX_K3 = 10.0
+
 #: Largest relative error that the controller reacts to (Ziegler et al.)
 MAX_ERROR = 0.2
 
@@ -25,7 +29,7 @@ def kl_estimate(policy: Tensor, ref: Tensor, kind: Literal["k1", "k2", "k3"]) ->
 
         k1  log(policy / ref)                       unbiased, can be negative
         k2  log(policy / ref)^2 / 2                 biased, never negative
-        k3  ref / policy - 1 - log(ref / policy)    unbiased, never negative
+        k3  ref / policy - 1 - log(ref / policy)    unbiased, never negative; at most MAX_K3
 
     Differentiable in ``policy``; docs/algorithms.md explains the gradient of each.
     """
@@ -35,7 +39,7 @@ def kl_estimate(policy: Tensor, ref: Tensor, kind: Literal["k1", "k2", "k3"]) ->
     if kind == "k2":
         return 0.5 * log_ratio.square()
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return log_ratio.expm1() - log_ratio
+    return (log_ratio.expm1() - log_ratio).clamp(max=MAX_K3)
 
 
 class AdaptiveKL:

@@ -21,17 +21,13 @@ from torch import Tensor
 
 from realsys.algorithm.flat import blank, check_shapes, count, masked_max, masked_sum
 from realsys.algorithm.kl import MAX_LOG_RATIO, kl_estimate
+from realsys.algorithm.left_out import counts_in_loss
 from realsys.algorithm.losses import ConfiguredLoss, LossInputs, Surrogate, load_loss
 from realsys.algorithm.segments import Segments
 from realsys.config.schema_train import PPOConfig
 from realsys.types import SequenceRef
 
 Stats = dict[str, Tensor]
-
-
-def counts_in_loss(ref: SequenceRef, cfg: PPOConfig) -> bool:
-    """Return True if a row counts in the loss; otherwise its tokens are masked and in no denominator."""
-    return not (cfg.truncated_answers == "mask" and ref.truncated)
 
 
 def loss_denominator(refs: Iterable[SequenceRef], cfg: PPOConfig, max_new_tokens: int) -> float:
@@ -83,8 +79,9 @@ def actor_loss(
     segments    needed for an episode-level loss (gspo) and for aggregation=sequence
 
     A token with ``w > behav_imp_weight_cap`` adds nothing to the policy term but stays in the denominator
-    (mode mask), or its w is set to the cap (truncate). Raises ValueError for shapes that do not agree and
-    for a missing input.
+    (mode mask), or its w is set to the cap (truncate). A token whose ``behav`` is -inf counts as masked: the
+    engine says that it could not sample it, so it has no ratio. Raises ValueError for shapes that do not
+    agree and for a missing input.
 
     Statistics over the counted tokens: tokens, loss_sum (share * denominator), u_sum, u_max, w_sum, w_max
     (before the cap), clip_count, dual_clip_count, capped_count, kl_behav_prox_sum and kl_prox_theta_sum
@@ -93,6 +90,7 @@ def actor_loss(
     optional = {name: x for name, x in (("entropy", entropy), ("ref", ref)) if x is not None}
     check_shapes(mask, theta=theta, prox=prox, behav=behav, advantages=advantages, **optional)
     loss = loss or load_loss(cfg)
+    mask = mask & ~torch.isneginf(behav)
     theta, prox, behav, advantages = (blank(x, mask) for x in (theta, prox.detach(), behav.detach(), advantages))
     if not cfg.use_decoupled_loss:
         prox = behav

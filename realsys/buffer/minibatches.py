@@ -9,7 +9,7 @@ and in one micro-batch if they fit into a micro-batch (``row_units``).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 from realsys.buffer.balance import CostFunction, split_balanced, token_costs
@@ -62,7 +62,13 @@ def row_units(refs: Sequence[SequenceRef], capacity: int) -> list[Unit]:
 
 
 def plan_minibatches(
-    refs: Sequence[SequenceRef], n_minibatches: int, dp: int, cost: CostFunction = token_costs, *, capacity: int = 0
+    refs: Sequence[SequenceRef],
+    n_minibatches: int,
+    dp: int,
+    cost: CostFunction = token_costs,
+    *,
+    capacity: int = 0,
+    left_out: Collection[str] = (),
 ) -> list[list[list[SequenceRef]]]:
     """Return ``plan[m][d]``, the rows that DP rank d trains in minibatch m; every row exactly once.
 
@@ -72,6 +78,10 @@ def plan_minibatches(
     it would be an optimizer step without data: with fewer episodes than ``n_minibatches``, the plan has
     fewer minibatches. The part of a rank may be empty.
 
+    ``left_out``: ids of the rows that are not computed, whole episodes. They are spread apart from the others:
+    the work of the others is balanced, and each minibatch has its share of both, because rows that are left
+    out stay in the denominators. Every minibatch has an episode that is computed, if there is one.
+
     Raises ValueError if ``n_minibatches`` or ``dp`` is below 1.
     """
     if n_minibatches < 1 or dp < 1:
@@ -79,11 +89,20 @@ def plan_minibatches(
     episodes = [list(rows) for _, rows in groupby(refs, key=lambda ref: ref.episode)]
     if not episodes:
         return []
-    minibatches = _split(episodes, min(n_minibatches, len(episodes)), cost)
-    return [_split(row_units(minibatch, capacity), dp, cost) for minibatch in minibatches if minibatch]
+    skipped = frozenset(left_out)
+    computed = sum(rows[0].sample_id not in skipped for rows in episodes)
+    minibatches = _split(episodes, min(n_minibatches, computed or 1), cost, skipped)
+    return [_split(row_units(minibatch, capacity), dp, cost, skipped) for minibatch in minibatches if minibatch]
 
 
-def _split(units: Sequence[Unit], parts: int, cost: CostFunction) -> list[list[SequenceRef]]:
+def _split(units: Sequence[Unit], parts: int, cost: CostFunction, left_out: frozenset[str]) -> list[list[SequenceRef]]:
+    """Distribute whole units over ``parts``: of equal cost what is computed, and of equal cost what is left out."""
+    computed = _split_alike([unit for unit in units if unit[0].sample_id not in left_out], parts, cost)
+    others = _split_alike([unit for unit in units if unit[0].sample_id in left_out], parts, cost)
+    return [a + b for a, b in zip(computed, others, strict=True)]
+
+
+def _split_alike(units: Sequence[Unit], parts: int, cost: CostFunction) -> list[list[SequenceRef]]:
     """Distribute whole units over ``parts`` of equal cost."""
     costs = iter(cost([ref for unit in units for ref in unit]))
     sums = [sum(next(costs) for _ in unit) for unit in units]

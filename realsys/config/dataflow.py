@@ -133,6 +133,11 @@ def dataflow_of(config: Config) -> Dataflow:
     return flow
 
 
+def advantages_by_token(config: Config) -> bool:
+    """Return True if a call of the graph computes one advantage per token, False if each episode has one."""
+    return any("advantages" in call.outputs for call in dataflow_of(config).calls)
+
+
 def _build(config: Config) -> Dataflow:
     """Call the algorithm that the configuration names. Raises ConfigError."""
     name = config.train.ppo.algorithm

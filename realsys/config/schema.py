@@ -234,6 +234,11 @@ class AgreementConfig(Section):
         4.0, description="a step warns when the mean of the last ``window`` steps is this many times that of the first"
     )
     window: Positive = Field(8, description="steps in one mean for max_growth")
+    sample_tokens: NonNegative = Field(
+        2048,
+        description="completion tokens that are scored with the version that sampled them, if the batch has none of the"
+        " current one; costs a copy of the weights in host memory. 0: never",
+    )
     floor: PositiveFloat = Field(1e-4, description="nats per token below which growth counts as numerical noise")
 
 

@@ -104,7 +104,9 @@ class PPOConfig(Section):
         0.0, description="upper end of the clip range is 1 + eps_clip_higher (DAPO); 0: use eps_clip"
     )
     c_clip: NonNegativeFloat = Field(0.0, description="constant of the dual clip, above 1; 0: off")
-    behav_imp_weight_cap: NonNegativeFloat = Field(0.0, description="largest behaviour weight w; 0: no limit")
+    behav_imp_weight_cap: NonNegativeFloat = Field(
+        5.0, description="largest behaviour weight w of use_decoupled_loss; 0: no limit"
+    )
     behav_imp_weight_mode: Literal["mask", "truncate"] = Field(
         "mask", description="above the cap a token contributes 0 (mask), or w is set to the cap (truncate, TIS)"
     )

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from realsys.buffer.minibatches import sequence_refs
 from realsys.buffer.sequence_buffer import owners_of
 from realsys.cluster.topology import Mesh
@@ -19,9 +21,11 @@ from realsys.config.schema import Config
 from realsys.master.calls.executor import CallResult, GraphExecutor, Minibatches
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.calls.ownership import Ownership
+from realsys.master.records.agreement import AgreementSampler
 from realsys.master.records.recorder import Recorder
-from realsys.types import SampleMeta, SequenceRef
+from realsys.types import SNAPSHOT, SampleMeta, SequenceRef
 
+ACTOR_INF = "actor_inf"
 Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]
 
 
@@ -46,6 +50,7 @@ class StepRunner:
         weight = ppo.reward_model.weight
         self._executor = GraphExecutor(flow, meshes, workers, score_weight=weight)
         self._critic_executor = GraphExecutor(self._only_critic, meshes, workers, score_weight=weight)
+        self._agreement = AgreementSampler(config.agreement.sample_tokens, config.asynchronous.max_head_offpolicyness)
         self._critic_steps = ppo.critic.warmup_steps if ppo.critic.enabled else 0
 
     async def run(
@@ -59,6 +64,7 @@ class StepRunner:
         ownership = Ownership()
         ownership.add_owners(self.flow.source_keys, owners_of(groups))
         plans = self._plan(sequence_refs(groups))
+        args = self._with_snapshot(step - 1, groups, plans, args)
         critic_only = step <= self._critic_steps
         flow = self._only_critic if critic_only else self.flow
         executor = self._critic_executor if critic_only else self._executor
@@ -72,6 +78,21 @@ class StepRunner:
         ids = [sample.sample_id for group in groups for sample in group]
         await asyncio.gather(self._workers.clear(sorted(ownership.discard_samples(ids)), ids), *recorded)
         return results
+
+    def _with_snapshot(
+        self,
+        version: int,
+        groups: Sequence[Sequence[SampleMeta]],
+        plans: Mapping[str, Minibatches],
+        args: Mapping[str, dict[str, Any]],
+    ) -> Mapping[str, dict[str, Any]]:
+        """Return the arguments with those of the comparison of engine and trainer, for ``actor_inf``."""
+        if ACTOR not in plans or ACTOR_INF not in args:
+            return args
+        samples = {sample.sample_id: sample for group in groups for sample in group}
+        own = [samples[ref.sample_id] for minibatch in plans[ACTOR] for ref in minibatch[0]]
+        plan = self._agreement.plan(version, own)
+        return args if plan is None else {**args, ACTOR_INF: {**args[ACTOR_INF], SNAPSHOT: msgspec.to_builtins(plan)}}
 
 
 def without_actor_training(flow: Dataflow) -> Dataflow:

@@ -159,7 +159,8 @@ def test_training_after_warm_up_starts_with_fresh_state(model: Path) -> None:
     refs, arrays = make_batch()
 
     def body(rank: int, device: Device) -> Any:
-        config = make_config(optimizer={"lr": 1e-3, "clip_grad": 0.0, "weight_decay": 0.0, "eps": 1e-12})
+        optimizer = {"lr": 1e-3, "clip_grad": 0.0, "weight_decay": 0.0, "eps": 1e-12}
+        config = make_config(optimizer=optimizer, ppo={"behav_imp_weight_cap": 0.0})
         role = build_role(config, D1, rank, device, model)
         fill(role, arrays)
         losses = [call(role, "sft", [refs], lr=1e-2)["loss"] for _ in range(25)]
@@ -174,6 +175,27 @@ def test_training_after_warm_up_starts_with_fresh_state(model: Path) -> None:
     assert losses[-1] < 0.8 * losses[0]
     # The first step of a fresh Adam moves every parameter by lr at most; momentum left over would add to it.
     assert move == pytest.approx(1e-3, rel=0.01)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_warm_up_is_scored_at_temperature_one(model: Path, temperature: float) -> None:
+    """The demonstrations are not samples of the policy, so the sampling temperature is not theirs."""
+    refs, arrays = make_batch()
+    config = make_config()
+    sampling = config.generation.sampling.model_copy(update={"temperature": temperature})
+    config = config.model_copy(update={"generation": config.generation.model_copy(update={"sampling": sampling})})
+
+    def body(rank: int, device: Device) -> float:
+        role = build_role(config, D1, rank, device, model)
+        fill(role, arrays)
+        tokens = {ref.sample_id: torch.as_tensor(arrays[ref.sample_id]["tokens"]) for ref in refs}
+        nll = call(role, "sft", [refs], lr=0.0)["loss"]
+        call(role, "actor_inf", [refs])
+        scored = [role.data.get(name, "prox_logprobs") for name in tokens]
+        return nll, -float(np.concatenate(scored).mean())
+
+    [(nll, at_sampling)] = run_ranks(1, body, config, D1)
+    assert (nll == pytest.approx(at_sampling, rel=1e-4)) == (temperature == 1.0)
 
 
 def test_training_in_bfloat16_writes_bfloat16(model: Path) -> None:

@@ -103,9 +103,6 @@ def _check_loss(config: Config) -> None:
     if ppo.behav_imp_weight_mode == "truncate" and not ppo.behav_imp_weight_cap:
         problem = "needs a cap: set train.ppo.behav_imp_weight_cap above 0"
         raise ConfigError("train.ppo.behav_imp_weight_mode", "truncate", problem)
-    if ppo.behav_imp_weight_cap and not ppo.use_decoupled_loss:
-        problem = "must be 0 without train.ppo.use_decoupled_loss, which has no behaviour weight"
-        raise ConfigError("train.ppo.behav_imp_weight_cap", ppo.behav_imp_weight_cap, problem)
     if 0 < ppo.early_stop_ratio <= 1:
         problem = "must be above 1, the mean of u before the first update, or 0 for off"
         raise ConfigError("train.ppo.early_stop_ratio", ppo.early_stop_ratio, problem)

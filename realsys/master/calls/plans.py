@@ -6,9 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from realsys.algorithm.left_out import rows_left_out
 from realsys.buffer.balance import CostFunction, cost_function
 from realsys.buffer.minibatches import plan_minibatches
 from realsys.cluster.topology import Mesh
+from realsys.config.allocation import ACTOR
+from realsys.config.dataflow import advantages_by_token
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
@@ -31,9 +34,14 @@ def plan_roles(
 ) -> dict[str, Minibatches]:
     """Return role -> ``plan[minibatch][data rank]``.
 
-    A call that only infers runs its role's whole plan in one pass.
+    A call that only infers runs its role's whole plan in one pass. The actor's plan balances the work of
+    the rows that it computes. With a reward model the rewards are not known yet, so nothing is left out.
     """
     ppo = config.train.ppo
+    left_out: set[str] = set()
+    if not ppo.reward_model.enabled:
+        max_new_tokens = config.generation.sampling.max_new_tokens
+        left_out = rows_left_out(refs, ppo, max_new_tokens, by_token=advantages_by_token(config))
     return {
         role: plan_minibatches(
             refs,
@@ -41,6 +49,7 @@ def plan_roles(
             mesh.layout.data,
             costs[role],
             capacity=config.train.microbatch_tokens,
+            left_out=left_out if role == ACTOR else (),
         )
         for role, mesh in meshes.items()
     }

@@ -1,8 +1,10 @@
 """Monitor of the agreement between generation engine and trainer on log-probs.
 
-It compares the tokens whose log-probs both computed with the same weights.
+It compares tokens whose log-probs both computed with the same weights: those of the version that is
+trained, and if the batch has none, those of an earlier version of which the trainer kept the weights.
 
-    actor_inf, before the first minibatch of a step ──> ``agreement/...`` statistics ──> AgreementMonitor
+    AgreementSampler ──SnapshotPlan──> actor_inf, before the first minibatch of a step
+        ──``agreement/...`` statistics──> AgreementMonitor
         ──> step record, status page; a warning in the log when it drifts
 
 Their difference is due to numerics only: kernels, precision, batch shapes. It enters every importance
@@ -14,14 +16,51 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from realsys.config.schema import AgreementConfig
+from realsys.types import SampleMeta, SnapshotPlan
 
 log = logging.getLogger(__name__)
 
 PREFIX = "agreement/"  # prefix of the statistics
+
+
+class AgreementSampler:
+    """Decides when the trainer keeps the weights of a version, and what it scores with them.
+
+    In an asynchronous run the batch at version v has tokens of v - eta to v - 1. The weights of one version
+    s are kept until a batch has tokens of s; these are scored, and the weights of that step are kept next.
+    """
+
+    def __init__(self, sample_tokens: int, eta: int) -> None:
+        self._sample_tokens = sample_tokens
+        self._expiry = 2 * (eta + 1)  # steps after which no token of the kept version is expected any more
+        self._kept: int | None = None
+
+    def plan(self, version: int, samples: Sequence[SampleMeta]) -> SnapshotPlan | None:
+        """Return what to score before the step that trains ``version``, and whether to keep its weights.
+
+        ``samples``: those of data rank 0, which has the copy.
+        """
+        if not self._sample_tokens or any(sample.version_max >= version for sample in samples):
+            return None
+        plan = SnapshotPlan()
+        if self._kept is not None:
+            plan.version, plan.samples = self._kept, self._select(self._kept, samples)
+        if self._kept is None or plan.samples or version - self._kept > self._expiry:
+            plan.take, self._kept = True, version
+        return plan if plan.take else None
+
+    def _select(self, version: int, samples: Sequence[SampleMeta]) -> list[str]:
+        """Return samples with tokens of ``version``: as many as reach ``sample_tokens``, at least one."""
+        selected, tokens = [], 0
+        for sample in samples:
+            if tokens < self._sample_tokens and sample.version_min <= version <= sample.version_max:
+                selected.append(sample.sample_id)
+                tokens += sample.loss_tokens
+        return selected
 
 
 class AgreementMonitor:

@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from realsys.master.records.agreement import PREFIX as AGREEMENT
 from realsys.train.data_manager import Array
 from realsys.train.records.record_files import Arrays, StepRecord, checksum
+from realsys.types import SNAPSHOT
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -82,8 +84,11 @@ def _named(arrays: Arrays) -> dict[str, Array]:
 
 def _statistics(record: StepRecord) -> Iterator[tuple[str, Any]]:
     for call, stats in record.stats.items():
+        # Such tokens were scored with weights of an earlier version, which a replay does not have.
+        scored_older = bool(record.args.get(call, {}).get(SNAPSHOT, {}).get("samples"))
         for name, value in stats.items():
-            yield f"{call}/{name}", value
+            if not (scored_older and name.startswith(AGREEMENT)):
+                yield f"{call}/{name}", value
 
 
 def _parameters(record: StepRecord) -> Iterator[tuple[str, str]]:

@@ -100,6 +100,9 @@ class Replay:
         self._meshes = meshes_of(config)
         self.recorder = Recorder(config, paths, self._meshes, workers, "replay")
         plan = functools.partial(plan_roles, config, self._meshes, cost_functions(config, paths, list(self._meshes)))
+        # A replay repeats the recorded comparisons of engine and trainer and plans none of its own.
+        agreement = config.agreement.model_copy(update={"sample_tokens": 0})
+        config = config.model_copy(update={"agreement": agreement})
         self._runner = StepRunner(config, self._flow, self._meshes, plan, workers, self.recorder)
 
     async def run(self) -> ReplayResult:

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from realsys.algorithm.loss import actor_loss, counts_in_loss, loss_denominator, should_stop
+from realsys.algorithm.left_out import counts_in_loss
+from realsys.algorithm.loss import actor_loss, loss_denominator, should_stop
 from realsys.algorithm.losses import ConfiguredLoss, load_loss
 from realsys.algorithm.segments import Segments
 from realsys.train.calls.handlers import CallOutcome

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 import torch
 
@@ -22,7 +23,7 @@ from realsys.train.calls.role import Role, sequences_per_rank
 from realsys.train.calls.token_advantages import skipped_samples
 from realsys.train.data_manager import Array
 from realsys.train.packing import split_rows
-from realsys.types import MfcRequest, SequenceRef
+from realsys.types import SNAPSHOT, MfcRequest, SequenceRef, SnapshotPlan
 
 
 class ActorInference:
@@ -30,14 +31,15 @@ class ActorInference:
     first update.
 
     Its statistics compare them with the recorded log-probs. Over all tokens the difference contains
-    staleness; over the tokens that were sampled with these same weights (``agreement/...``) only
-    numerics differ.
+    staleness; over the tokens that are scored with the weights that sampled them (``agreement/...``)
+    only numerics differ.
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
         skipped = skipped_samples(request, role.config)
         per_rank = [[ref for ref in refs if ref.sample_id not in skipped] for refs in sequences_per_rank(request)]
         computed = store_logprobs(role, per_rank, "prox_logprobs")
+        older = score_with_snapshot(role, request)
         if not role.groups.last_stage:
             return CallOutcome()
         for ref in role.own_sequences(request):
@@ -45,36 +47,62 @@ class ActorInference:
             # sequence.
             if ref.sample_id in skipped:
                 role.data.put(ref.sample_id, {"prox_logprobs": np.zeros(ref.loss_tokens, np.float32)})
-        differences, current = self._compare(role, request.version, computed)
+        differences, current = compare_logprobs(role, request.version, computed)
         absolute = differences.abs()
         stats = {
             "tokens": torch.tensor(float(len(absolute))),
             "logprob_difference_sum": absolute.sum(),
             "logprob_difference_max": absolute.amax() if len(absolute) else torch.zeros(()),
         }
-        return CallOutcome(token_means(stats, role) | measure_agreement(differences[current], role))
+        return CallOutcome(token_means(stats, role) | measure_agreement(torch.cat([differences[current], older]), role))
 
-    @staticmethod
-    def _compare(role: Role, version: int, computed: Mapping[str, Array]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return proximal minus recorded log-probs, float32 [tokens], and which tokens ``version``
-        sampled, bool [tokens].
-        """
-        differences, current = [np.zeros(0, np.float32)], [np.zeros(0, np.bool_)]
-        for sample_id, proximal in computed.items():
-            if role.data.has(sample_id, "behav_logprobs"):
-                differences.append(proximal - role.data.get(sample_id, "behav_logprobs"))
-                has_versions = role.data.has(sample_id, "versions")
-                current.append(
-                    role.data.get(sample_id, "versions") == version
-                    if has_versions
-                    else np.zeros(len(proximal), np.bool_)
-                )
-        return torch.from_numpy(np.concatenate(differences)), torch.from_numpy(np.concatenate(current))
+
+def compare_logprobs(role: Role, version: int, computed: Mapping[str, Array]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return computed minus recorded log-probs, float32 [tokens], and which tokens ``version``
+    sampled, bool [tokens].
+
+    A recorded -inf has no difference and is left out, as in the loss.
+    """
+    differences, current = [np.zeros(0, np.float32)], [np.zeros(0, np.bool_)]
+    for sample_id, logprobs in computed.items():
+        if role.data.has(sample_id, "behav_logprobs"):
+            recorded = role.data.get(sample_id, "behav_logprobs")
+            has_versions = role.data.has(sample_id, "versions")
+            sampled = role.data.get(sample_id, "versions") == version if has_versions else np.zeros(len(logprobs), bool)
+            possible = ~np.isneginf(recorded)
+            differences.append((logprobs - recorded)[possible])
+            current.append(sampled[possible])
+    return torch.from_numpy(np.concatenate(differences)), torch.from_numpy(np.concatenate(current))
+
+
+def score_with_snapshot(role: Role, request: MfcRequest) -> torch.Tensor:
+    """Score samples with the version that sampled some of their tokens, and take the next snapshot, if
+    the master asks for it (``SnapshotPlan``).
+
+    Returns computed minus recorded log-probs of the tokens of that version, float32 [tokens]; empty
+    before the last stage and on other data ranks than 0, which have no snapshot.
+    """
+    asked = request.args.get(SNAPSHOT)
+    none = torch.zeros(0)
+    if asked is None or role.groups.data_rank:
+        return none
+    plan, older = msgspec.convert(asked, SnapshotPlan), none
+    # After a restart the master may know of a snapshot that is gone: then nothing is compared.
+    if plan.samples and role.snapshot is not None and role.snapshot.version == plan.version:
+        refs = {ref.sample_id: ref for ref in role.own_sequences(request)}
+        with role.snapshot.swapped_in():
+            computed = compute_logprobs(role, [[refs[sample_id] for sample_id in plan.samples]])
+        differences, current = compare_logprobs(role, plan.version, computed)
+        older = differences[current]
+    if plan.take:
+        role.snapshot = None  # freed first: two copies may not fit
+        role.snapshot = role.engine.snapshot(request.version)
+    return older
 
 
 def measure_agreement(differences: torch.Tensor, role: Role) -> dict[str, float]:
-    """Return how trainer and generation engine agree on tokens that the weights of this step
-    sampled, over all data ranks.
+    """Return how trainer and generation engine agree on tokens that were scored with the weights that
+    sampled them, over all data ranks.
 
     ``differences``: trainer minus engine, float32 [tokens], natural logarithms. A completion whose
     weights changed while it was sampled also has such tokens. They compare exactly, because the
@@ -117,12 +145,18 @@ def store_logprobs(role: Role, per_rank: Sequence[Sequence[SequenceRef]], key: s
 
     Returns {} before the last stage.
     """
+    computed = compute_logprobs(role, per_rank)
+    for sample_id, values in computed.items():
+        role.data.put(sample_id, {key: values})
+    return computed
+
+
+def compute_logprobs(role: Role, per_rank: Sequence[Sequence[SequenceRef]]) -> dict[str, Array]:
+    """Return the log-probs of this data rank's loss tokens by sample id; {} before the last stage."""
     batches = role.microbatches(per_rank)
     computed: dict[str, Array] = {}
     for batch, logprobs in zip(batches, role.engine.logprobs(batches), strict=role.groups.last_stage):
         computed |= split_rows(batch, logprobs)
-    for sample_id, values in computed.items():
-        role.data.put(sample_id, {key: values})
     return computed
 
 

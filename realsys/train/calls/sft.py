@@ -21,7 +21,9 @@ class Sft:
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
         role.engine.use_optimizer("warmup", role.config.warmup.optimizer)
-        steps = OptimizerSteps(role, call_argument(request, "lr"))
+        # Demonstrations are samples of the data, not of the policy: at the sampling temperature T the
+        # model would learn a distribution that is flatter than theirs by 1 / T.
+        steps = OptimizerSteps(role, call_argument(request, "lr"), temperature=1.0)
         for minibatch in request.minibatches:
             denominator = float(max(1, count_loss_tokens(minibatch)))
 

@@ -23,7 +23,8 @@ from realsys.algorithm.advantages import (
     turn_discounts,
 )
 from realsys.algorithm.kl import kl_estimate
-from realsys.config.dataflow import TOKEN_REWARDS, dataflow_of
+from realsys.algorithm.left_out import rows_left_out
+from realsys.config.dataflow import TOKEN_REWARDS, advantages_by_token
 from realsys.config.schema import Config
 from realsys.train.calls.handlers import CallOutcome
 from realsys.train.calls.reductions import all_reduce
@@ -98,22 +99,13 @@ def episode_advantages(request: MfcRequest, config: Config) -> dict[str, float]:
     """Return sample id -> advantage for the whole batch; the same on every rank without
     communication.
     """
-    refs = [ref for minibatch in request.minibatches for part in minibatch for ref in part]
-    return advantages_by_id(refs, config.train.ppo, config.generation.sampling.max_new_tokens)
+    return advantages_by_id(_in_order(request), config.train.ppo, config.generation.sampling.max_new_tokens)
 
 
 def skipped_samples(request: MfcRequest, config: Config) -> set[str]:
-    """Return the samples of the batch that need no forward pass (``skip_zero_advantage``); the same
-    on every rank.
-
-    An entropy bonus and a KL to the reference have a gradient also where the advantage is 0: then
-    nothing is skipped.
-    """
-    ppo = config.train.ppo
-    by_token = any("advantages" in call.outputs for call in dataflow_of(config).calls)
-    if not ppo.skip_zero_advantage or ppo.entropy_coef > 0 or ppo.kl.coef > 0 or by_token:
-        return set()
-    return {sample_id for sample_id, advantage in episode_advantages(request, config).items() if advantage == 0.0}
+    """Return the samples of the batch that the actor does not compute; the same on every rank."""
+    max_new_tokens = config.generation.sampling.max_new_tokens
+    return rows_left_out(_in_order(request), config.train.ppo, max_new_tokens, by_token=advantages_by_token(config))
 
 
 def _outcomes(request: MfcRequest, config: Config) -> dict[str, float]:

@@ -38,6 +38,7 @@ class OptimizerSteps:
 
     role: Role
     lr: float
+    temperature: float | None = None  # of the log-probs in the loss; None: that of generation
     merged: Stats = field(default_factory=dict)
     loss_tokens: int = 0
     denominator: float = 0.0
@@ -61,7 +62,7 @@ class OptimizerSteps:
         ``train.max_skipped_steps`` skipped steps in a row.
         """
         role = self.role
-        stats = merge_stats(role.engine.accumulate(batches, loss))
+        stats = merge_stats(role.engine.accumulate(batches, loss, temperature=self.temperature))
         bad_loss = role.groups.any_rank(
             "loss_sum" in stats and not math.isfinite(stats["loss_sum"].item()), role.device
         )

@@ -9,7 +9,7 @@ and no one reads them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -122,14 +122,16 @@ class Head:
         self._kind = kind
         self._sequence_parallel = sequence_parallel
 
-    def outputs(self, batch: MicroBatch, hidden: torch.Tensor) -> Outputs:
-        """Return what a loss reads, for either kind of head."""
+    def outputs(self, batch: MicroBatch, hidden: torch.Tensor, temperature: float | None = None) -> Outputs:
+        """Return what a loss reads, for either kind of head. ``temperature`` None: that of generation."""
         if self._kind == "value":
             return Outputs(values=self.evaluate(hidden, batch.rows))
-        logprobs, entropy = self.score(batch, hidden)
+        logprobs, entropy = self.score(batch, hidden, temperature)
         return Outputs(logprobs=logprobs, entropy=entropy)
 
-    def score(self, batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def score(
+        self, batch: MicroBatch, hidden: torch.Tensor, temperature: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs and entropies of the loss tokens, fp32 [a] each. For an lm head."""
         module = self._module
         assert batch.targets is not None
@@ -137,7 +139,8 @@ class Head:
         # own copy of it.
         tied = module.share_embeddings_and_output_weights and self._groups.first_stage
         weight = module.embedding.word_embeddings.weight if tied else module.output_layer.weight
-        return projected_logprobs(self._states(hidden, batch.rows), weight, batch.targets, self._scoring)
+        scoring = self._scoring if temperature is None else replace(self._scoring, temperature=temperature)
+        return projected_logprobs(self._states(hidden, batch.rows), weight, batch.targets, scoring)
 
     def evaluate(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return the values of the states at ``rows``, fp32 [n]. For a value head."""

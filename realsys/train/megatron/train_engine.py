@@ -42,6 +42,7 @@ from realsys.train.megatron.megatron_core import (
 from realsys.train.megatron.mesh import MeshGroups
 from realsys.train.megatron.offload import OffloadedMemory, storages
 from realsys.train.megatron.optimizer import StepOutcome, make_optimizer, optimizer_tensors, take_step
+from realsys.train.megatron.snapshot import WeightSnapshot
 from realsys.train.megatron.spec import pack_segments
 from realsys.train.packing import MicroBatch, last_rows, loss_and_end_rows
 from realsys.train.vocab_logprob import Scoring
@@ -190,9 +191,13 @@ class MegatronEngine:
         self._require_head("value")
         return self._read(batches, lambda batch, hidden: self._head.evaluate(hidden, last_rows(batch)))
 
-    def accumulate(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Stats]:
+    def accumulate(
+        self, batches: Sequence[MicroBatch], loss: LossFunction, *, temperature: float | None = None
+    ) -> list[Stats]:
         """Compute the gradient of the sum of ``loss`` over all micro-batches of all data ranks,
         reduced over the mesh in fp32.
+
+        ``temperature``: of the log-probs that the loss reads; None: that of generation.
 
         Returns the statistics per micro-batch; empty before the last stage.
         """
@@ -203,7 +208,7 @@ class MegatronEngine:
         scale = float(len(batches) * self.groups.mesh.layout.data)
 
         def scaled_loss(batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, Stats]:
-            share, stats = loss(batch, self._head.outputs(batch, hidden))
+            share, stats = loss(batch, self._head.outputs(batch, hidden, temperature))
             return share * scale, stats
 
         with self._active():
@@ -259,6 +264,11 @@ class MegatronEngine:
         )
         for name, tensor in exported:
             yield name, tensor.to(torch.float32 if gradients else self._dtype)
+
+    def snapshot(self, version: int) -> WeightSnapshot:
+        """Return a copy of this rank's trained parameters, which are those of ``version``."""
+        parameters = self._require_parameters().parameters()
+        return WeightSnapshot(version, (parameter for parameter in parameters if parameter.requires_grad))
 
     def offload(self) -> None:
         """Release device memory until ``onload``, as ``settings.offload`` says. Call it between

@@ -121,13 +121,14 @@ class Worker:
         role: str,
         minibatches: Sequence[Sequence[SequenceRef]],
         deal: Callable[[Sequence[SequenceRef], int], list[list[SequenceRef]]] = deal,
+        version: int = 0,
         **args: Any,
     ) -> CallOutcome:
         """One call on the mesh of ``role``; nothing on workers outside of it."""
         if role not in self.roles:
             return CallOutcome()
         dealt = [deal(refs, self._meshes[role].layout.data) for refs in minibatches]
-        request = MfcRequest(handler, role, handler, 0, 0, dealt, args)
+        request = MfcRequest(handler, role, handler, 0, version, dealt, args)
         return find_handler(handler).run(self.roles[role], request)
 
     def spread(self, refs: Sequence[SequenceRef], *keys: str) -> dict[str, Arrays]:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.algorithm.advantages import gae, normalise, outcome_advantages, shape_rewards
+from realsys.algorithm.advantages import (
+    gae,
+    moments,
+    normalise,
+    normalise_tokens,
+    outcome_advantages,
+    outcome_rewards,
+    shape_rewards,
+    token_advantages,
+    token_rewards,
+)
 from realsys.config.schema_train import NormalisationConfig, PPOConfig
 from realsys.errors import ConfigError
 from realsys.types import SequenceRef
@@ -68,11 +80,37 @@ def test_groups_need_not_be_contiguous() -> None:
     assert outcome(refs, ppo(DR_GRPO)).tolist() == [0.5, 1.0, -0.5, -1.0]
 
 
-def test_group_mean_with_batch_std() -> None:
-    # rewards 1 0 | 1 1: group means 1/2 and 1; batch std of the rewards sqrt(3)/4
+def test_batch_std_is_of_group_centred_rewards() -> None:
+    """REINFORCE++-baseline. Rewards 1 0 | 1 1 are 1/2 -1/2 | 0 0 when centred; their std is sqrt(1/8)."""
     refs = [ref(1.0), ref(0.0), ref(1.0, group=1), ref(1.0, group=1)]
     found = outcome(refs, ppo(NormalisationConfig(mean="group", std="batch")))
-    assert found.tolist() == pytest.approx([1.1547005, -1.1547005, 0.0, 0.0], rel=1e-5)
+    assert found.tolist() == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("std", ["group", "batch"])
+def test_episode_and_token_advantages_agree(std: Literal["group", "batch"]) -> None:
+    """One setting is one algorithm, whether advantages are those of episodes or of tokens."""
+    cfg = ppo(NormalisationConfig(mean="group", std=std))
+    refs = [ref(1.0, answer=3), ref(0.0, answer=5), ref(2.0, group=1, answer=2), ref(1.5, group=1, answer=7)]
+    lengths = np.array([r.loss_tokens for r in refs])
+    rewards = token_rewards(outcome_rewards(refs, cfg, 100), lengths)
+    raw, _ = token_advantages(rewards, lengths, np.zeros(4, bool), cfg)
+    tokens = normalise_tokens(raw, moments(raw), cfg.advantage)
+    assert tokens.tolist() == pytest.approx(np.repeat(outcome(refs, cfg), lengths).tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("mean", "std"), [("batch", "group"), ("none", "group"), ("none", "batch")])
+def test_std_without_spread_gives_zero(mean: Literal["none", "batch"], std: Literal["group", "batch"]) -> None:
+    """Without the rule, a reward of 5 over a std of 0 is an advantage of 5e6."""
+    refs = [ref(5.0), ref(5.0), ref(5.0, group=1), ref(5.0 if std == "batch" else 1.0, group=1)]
+    found = outcome(refs, ppo(NormalisationConfig(mean=mean, std=std)))
+    assert found.tolist()[:2] == [0.0, 0.0]
+    assert abs(found).max() < 10
+
+
+def test_tokens_without_spread_give_zero() -> None:
+    cfg = NormalisationConfig(mean="none", std="batch")
+    assert normalise_tokens([0.1] * 7, moments([0.1] * 7), cfg).tolist() == [0.0] * 7
 
 
 @pytest.mark.parametrize("advantage", [GRPO, DR_GRPO, RLOO, PAPER])

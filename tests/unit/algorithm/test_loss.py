@@ -74,6 +74,26 @@ def test_capped_token_counts_in_the_denominator_only() -> None:
     assert stats["w_max"] == pytest.approx(1.3498588, rel=1e-6), "w is reported as it was before the cap"
 
 
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_token_that_was_impossible_weighs_nothing(decoupled: bool) -> None:
+    """Its ratio would be infinite: with log w clamped at 20 it would outweigh every other token."""
+    theta, prox, behav, advantages = tensors([-1.15, -1.15], [-1.2, -1.2], [-1.3, -math.inf], [2.0, 2.0])
+    theta.requires_grad_()
+    cfg = PPOConfig(use_decoupled_loss=decoupled, behav_imp_weight_cap=0.0)
+    loss, stats = actor_loss(theta, prox, behav, advantages, torch.ones(2, dtype=torch.bool), 2, cfg)
+    loss.backward()
+    assert theta.grad is not None
+    assert theta.grad[0] != 0.0 and theta.grad[1] == 0.0
+    assert math.isfinite(loss.item()) and stats["w_max"].item() < 2
+
+
+def test_cap_on_the_weight_is_on_by_default() -> None:
+    """One token with prox - behav = 6 nats would carry 85 % of the gradient of 64,000 tokens."""
+    theta, prox, behav, advantages = tensors([-1.0], [-1.0], [-7.0], [2.0])
+    loss, stats = actor_loss(theta, prox, behav, advantages, torch.ones(1, dtype=torch.bool), 1, PPOConfig())
+    assert (loss.item(), stats["capped_count"].item()) == (0.0, 1.0)
+
+
 def test_weight_equal_to_the_cap_is_kept() -> None:
     _, gradient, stats = loss_and_gradient(PPOConfig(behav_imp_weight_cap=1.0))
     assert stats["capped_count"] == 1  # only w = e^0.3; w = 1 is not larger than 1

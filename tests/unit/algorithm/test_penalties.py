@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from realsys.algorithm.kl import MAX_K3, kl_estimate
 from realsys.algorithm.loss import actor_loss, finish_stats, should_stop
 from realsys.algorithm.segments import Segments
 from realsys.config.schema_train import PPOConfig
@@ -55,6 +56,14 @@ def test_kl_term(estimator: str, values: list[float], gradients: list[float]) ->
     assert loss.item() == pytest.approx(0.3 * sum(v * w for v, w in zip(values, weights, strict=True)), rel=1e-5)
     assert gradient.tolist() == pytest.approx([0.3 * g * w for g, w in zip(gradients, weights, strict=True)], rel=1e-5)
     assert stats["kl_ref_mean"] == pytest.approx(sum(values) / 4, rel=1e-5)
+
+
+def test_k3_of_a_collapsed_token_is_bounded() -> None:
+    policy = torch.tensor([-30.0], requires_grad=True)
+    estimate = kl_estimate(policy, torch.tensor([-1.0]), "k3")
+    estimate.backward()
+    assert policy.grad is not None
+    assert (estimate.item(), policy.grad.item()) == (MAX_K3, 0.0)
 
 
 def test_kl_without_coefficient_is_reported_only() -> None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from realsys.algorithm.left_out import counts_in_loss
 from realsys.algorithm.loss import (
     actor_loss,
-    counts_in_loss,
     loss_denominator,
     merge_stats,
 )

@@ -86,11 +86,10 @@ WRONG = [
     ([f"train.ppo.loss={__name__}:own_loss"], "train.ppo.loss_args", "missing a required argument: 'scale'"),
     (["train.ppo.loss_args={eps: 0.2}"], "train.ppo.loss_args", "must be empty for loss=ppo"),
     (["train.ppo.loss=gspo", "train.ppo.c_clip=3"], "train.ppo.c_clip", "loss=gspo"),
-    (["train.ppo.behav_imp_weight_mode=truncate"], "train.ppo.behav_imp_weight_mode", "behav_imp_weight_cap"),
     (
-        ["train.ppo.use_decoupled_loss=false", "train.ppo.behav_imp_weight_cap=2"],
+        ["train.ppo.behav_imp_weight_mode=truncate", "train.ppo.behav_imp_weight_cap=0"],
+        "train.ppo.behav_imp_weight_mode",
         "behav_imp_weight_cap",
-        "no behaviour",
     ),
     (["train.ppo.kl.adaptive=true"], "train.ppo.kl.coef", "must be above 0"),
     (["train.ppo.filter.min=0.9", "train.ppo.filter.max=0.1"], "train.ppo.filter.min", "filter.max (0.1)"),

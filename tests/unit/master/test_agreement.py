@@ -8,7 +8,8 @@ import math
 import pytest
 
 from realsys.config.schema import AgreementConfig
-from realsys.master.records.agreement import AgreementMonitor
+from realsys.master.records.agreement import AgreementMonitor, AgreementSampler
+from realsys.types import SampleMeta, SnapshotPlan
 
 CONFIG = AgreementConfig(max_difference=0.05, max_growth=4.0, window=3, floor=1e-4)
 
@@ -77,3 +78,43 @@ def test_steps_weigh_by_their_tokens_in_the_trend() -> None:
     for version in range(3, 5):
         monitor.observe(version, stats(0.001, tokens=1000.0))
     assert monitor.observe(5, stats(0.04, tokens=10.0))["warning"] == "", "ten tokens are no trend"
+
+
+def sample(number: int, oldest: int, newest: int, tokens: int = 100) -> SampleMeta:
+    return SampleMeta(
+        sample_id=f"s{number}",
+        ticket_id=f"t{number}",
+        attempt=1,
+        truncated=False,
+        owner=0,
+        length=tokens + 5,
+        loss_tokens=tokens,
+        reward=0.0,
+        version_min=oldest,
+        version_max=newest,
+    )
+
+
+def test_kept_weights_wait_for_their_tokens() -> None:
+    """A trainer that is always three versions behind: the batch at version v has tokens of v - 3."""
+    sampler = AgreementSampler(sample_tokens=150, eta=3)
+    plans = [sampler.plan(v, [sample(n, v - 3, v - 3) for n in range(4)]) for v in range(3, 10)]
+    scored = SnapshotPlan(version=3, samples=["s0", "s1"], take=True)
+    assert plans[:4] == [SnapshotPlan(take=True), None, None, scored]
+    assert plans[6] == SnapshotPlan(version=6, samples=["s0", "s1"], take=True)
+
+
+def test_current_tokens_need_no_kept_weights() -> None:
+    sampler = AgreementSampler(sample_tokens=150, eta=3)
+    assert [sampler.plan(v, [sample(0, v - 1, v)]) for v in range(4)] == [None] * 4
+
+
+def test_kept_weights_expire() -> None:
+    """No server ever sampled with version 0: another one is kept after 2 * (eta + 1) steps."""
+    sampler = AgreementSampler(sample_tokens=150, eta=1)
+    plans = [sampler.plan(v, [sample(0, -1, -1)]) for v in range(7)]
+    assert [v for v, plan in enumerate(plans) if plan is not None and plan.take] == [0, 5]
+
+
+def test_no_sample_tokens_keep_no_weights() -> None:
+    assert AgreementSampler(sample_tokens=0, eta=3).plan(5, [sample(0, 1, 2)]) is None
