@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -35,10 +37,12 @@ def main() -> int:
     if not cases:
         print(f"chaos: no case matches {' '.join([*arguments.only, *arguments.fault])}", file=sys.stderr)
         return 2
+    if arguments.minutes:  # a sample: other seeds begin with other runs
+        random.Random(arguments.seed).shuffle(cases)
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="realsys-chaos-"))
     began = time.monotonic()
     stop = _Stop()
-    results = _run_all(cases, folder, arguments.jobs, stop)
+    results = _run_all(cases, folder, arguments.jobs, stop, began + 60 * (arguments.minutes or math.inf))
     if stop.number:
         print(f"chaos: stopped by {signal.Signals(stop.number).name}; {len(results)} runs of {len(cases)} were over")
     else:
@@ -65,12 +69,12 @@ class _Stop:
         self.event.set()
 
 
-def _run_all(cases: Sequence[Case], folder: Path, jobs: int, stop: _Stop) -> list[CaseResult]:
-    """The results of those that were over before ``stop``."""
+def _run_all(cases: Sequence[Case], folder: Path, jobs: int, stop: _Stop, last_start: float) -> list[CaseResult]:
+    """Return the results of those that were over before ``stop``. None starts after ``last_start``."""
 
     def run(case: Case) -> CaseResult | None:
         with contextlib.suppress(Interrupted):
-            return None if stop.event.is_set() else _run(case, folder, stop.event)
+            return None if stop.event.is_set() or time.monotonic() > last_start else _run(case, folder, stop.event)
         return None
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -89,7 +93,7 @@ def _report(results: Sequence[CaseResult], arguments: argparse.Namespace, took: 
     rows = [row for result in results for row in result.rows]
     bad = sum(not row.good for row in rows)
     print(f"\nseed {arguments.seed}: {len(rows)} faults in {len(results)} runs, {bad} of them bad, {took:.0f} s")
-    if arguments.json and not (arguments.only or arguments.fault or arguments.short):
+    if arguments.json and not (arguments.only or arguments.fault or arguments.short or arguments.minutes):
         about = {"seed": arguments.seed, "jobs": arguments.jobs, "cores": os.cpu_count(), "seconds": round(took, 1)}
         outcome = {**about, "cases": [result.as_json() for result in results]}
         arguments.json.write_text(json.dumps(outcome, indent=1) + "\n")
@@ -101,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="runs with this in their name")
     parser.add_argument("--fault", nargs="*", default=[], metavar="TEXT", help='rows with this in "fault, phase"')
     parser.add_argument("--short", action="store_true", help="the few that `make test` has")
+    parser.add_argument("--minutes", type=float, help="a sample, chosen by the seed: start no run after this time")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also as JSON, if everything was run")
     parser.add_argument("--folder", type=Path, help="of the runs; bad ones stay (default: temporary)")
