@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from realsys.config.rules.machine import Machine
 from realsys.generation.backend import Materialised
 from realsys.weights.base import WeightReader
+from realsys.weights.disk.dtypes import dtype_name
 from realsys.weights.disk.manifest import auxiliary_files
 
 
@@ -44,8 +46,11 @@ class FolderWriter:
         folder.mkdir(parents=True)
         try:
             save_file(staged.tensors, folder / "model.safetensors")
-            for file in auxiliary_files(self.model_dir):
-                shutil.copy(file, folder)
+            sizes = Counter[str]()
+            for name, tensor in staged.tensors.items():
+                sizes[dtype_name(name, tensor)] += tensor.nbytes
+            for name, content in auxiliary_files(self.model_dir, sizes.most_common(1)[0][0]).items():
+                (folder / name).write_bytes(content)
         except BaseException:  # half a version must not stay on a disk that is full
             shutil.rmtree(folder, ignore_errors=True)
             raise

@@ -24,6 +24,8 @@ def _not_compiled(function: Callable[..., Any] | None = None, **_: Any) -> Calla
 def _importing() -> Iterator[None]:
     # it reports missing packages, which are optional
     logging.getLogger("megatron").setLevel(logging.WARNING)
+    # It warns of an unknown MLP once per layer; only its own MLP gets further arguments, which ours does not need.
+    logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
     torch_compile = torch.compile
     if not torch.cuda.is_available():
         torch.compile = _not_compiled  # type: ignore[assignment]

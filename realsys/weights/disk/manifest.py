@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -35,6 +36,8 @@ ITEM_BYTES = {
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
 #: files of an HF directory that are not weights, and that a served version needs
+#: safetensors' name -> the one in config.json
+_HF_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _AUXILIARY = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|merges)\.(json|txt|jinja)"
     r"|tokenizer\.model|chat_template\.(jinja|json)"
@@ -114,8 +117,11 @@ def commit(
         weight_map = {name: info.pieces[0].file for name, info in sorted(tensors.items())}
         index = {"metadata": {"total_size": sum(map(tensor_bytes, tensors.values()))}, "weight_map": weight_map}
         write_durably(tmp / INDEX, msgspec.json.format(msgspec.json.encode(index)))
-    for source in auxiliary_files(model_dir):
-        write_durably(tmp / source.name, source.read_bytes())
+    dtypes = Counter[str]()
+    for info in tensors.values():
+        dtypes[info.dtype] += tensor_bytes(info)
+    for name, content in auxiliary_files(model_dir, dtypes.most_common(1)[0][0]).items():
+        write_durably(tmp / name, content)
     manifest = Manifest(needs, version, incarnation, step, tensors, files=files)
     return VERSION.commit(tmp, final or tmp.with_name(own), manifest, check_alive, replace=replace)
 
@@ -143,9 +149,19 @@ def _merged(folder: Path, version: int, shards: Sequence[ShardInfo]) -> dict[str
     return tensors
 
 
-def auxiliary_files(model_dir: Path) -> list[Path]:
-    """Return the config and tokenizer files of an HF directory."""
-    return sorted(p for p in model_dir.iterdir() if p.is_file() and _AUXILIARY.fullmatch(p.name))
+def auxiliary_files(model_dir: Path, dtype: str) -> dict[str, bytes]:
+    """Return the config and tokenizer files of an HF directory by name, for weights of another type.
+
+    ``dtype``: safetensors' name of the type of most weights. config.json names it: libraries allocate the
+    model in the type that stands there, so a float32 left there would double the memory of bfloat16.
+    """
+    paths = sorted(path for path in model_dir.iterdir() if path.is_file() and _AUXILIARY.fullmatch(path.name))
+    files = {path.name: path.read_bytes() for path in paths}
+    if "config.json" in files and dtype in _HF_DTYPES:
+        config = msgspec.json.decode(files["config.json"])
+        config["dtype" if "dtype" in config else "torch_dtype"] = _HF_DTYPES[dtype]
+        files["config.json"] = msgspec.json.format(msgspec.json.encode(config), indent=2)
+    return files
 
 
 def load_manifest(directory: Path, expected_version: int | None = None) -> Manifest:

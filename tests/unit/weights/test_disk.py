@@ -60,6 +60,20 @@ def test_committed_version_stages_to_the_written_tensors(tmp_path, model_dir):
     assert staged.timings.keys() == {"read_s", "verify_s", "apply_s"}
 
 
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [('{"model_type": "qwen2", "torch_dtype": "float32"}', "torch_dtype"), ('{"dtype": "float32"}', "dtype")],
+)
+def test_config_names_the_type_of_the_weights(tmp_path, model_dir, config, key):
+    """A model in bfloat16 whose config says float32 takes twice the memory when it is loaded."""
+    (model_dir / "config.json").write_text(config)
+    tmp = m.prepare(tmp_path / "w", 1, "a")
+    weights = {name: tensor.bfloat16() for name, tensor in tensors(1).items()}
+    shards = [ShardWriter().write(tmp / "model-00001-of-00001.safetensors", weights)]
+    final = m.commit(tmp, version=1, incarnation="a", step=1, shards=shards, model_dir=model_dir)
+    assert json.loads((final / "config.json").read_text()) == {**json.loads(config), key: "bfloat16"}
+
+
 def test_manifest_and_index_describe_the_files(tmp_path, model_dir):
     """An independent reader: json, xxhash and the offsets of the manifest, against safetensors' reading of the file."""
     final = committed(tmp_path / "w", 3, model_dir)
