@@ -27,6 +27,7 @@ from realsys.config.doors import LOSS
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.checks import check
 from realsys.config.rules.machine import Machine
+from realsys.config.rules.sampling import sampling_warnings
 from realsys.config.schema import Config
 from realsys.launch.fit import fit
 from realsys.launch.plan import ProcessSpec, plan
@@ -63,6 +64,7 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
     config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
     config, chosen = fit(config, given_fields(given), machine)
     check(config, machine)
+    chosen = [*chosen, *sampling_warnings(config.generation.sampling)]
     _try_own_loss(config)
     run_id = f"{config.experiment}-{config.trial}-{uuid.uuid4().hex[:8]}"
     paths = TrialPaths.of(config)

@@ -127,8 +127,36 @@ class GenerationError(RealsysError):
         super().__init__(message)
 
 
+class ServerBusy(GenerationError):
+    """The queue of a generation server is full. The server is well."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)
+
+
+class ServerSilent(GenerationError):
+    """A call of a generation server made no progress within its time limit. The server may be well."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)
+
+
+class ServerFailed(GenerationError):
+    """A generation server refused or reset the connection, does not serve, or sent an unreadable reply."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)
+
+
 class RewardError(RealsysError):
-    """A verifier raised, hung or died. This never becomes a reward."""
+    """One completion has no verdict: its verifier raised, hung or died. This never becomes a reward.
+
+    The episode leaves the loss, and the others of its group stay.
+    """
+
+
+class NoVerifierError(RealsysError):
+    """No verifier process can be started, or none can load the verifier. No completion is the cause."""
 
 
 class AgentError(RealsysError):

@@ -11,10 +11,12 @@ from realsys.cluster.topology import group_contiguously
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.config.allocation import parse_allocation
 from realsys.config.rules.backend_rules import backend_rules
+from realsys.config.rules.sampling import evaluation_sampling
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
 from realsys.reward.pool import VerifierPool
+from realsys.reward.verifier_process import Limits
 from realsys.rollout import agents, environments
 from realsys.rollout.manager_client import ManagerClient
 from realsys.rollout.partial import PartialRolloutManager
@@ -50,17 +52,24 @@ async def serve(ctx: WorkerContext) -> None:
         check_alive=ctx.check_alive,
     )
     ctx.count(lambda: {"bad_messages": pusher.bad_messages})
-    generation = GenerationClient(config.generation.request_timeout_s, token=ctx.token, check_alive=ctx.check_alive)
-    pool = VerifierPool(config.rollout.reward.processes, config.rollout.reward.timeout_s)
+    generation = GenerationClient(
+        config.generation.progress_timeout_s,
+        progress_s=config.generation.progress_s,
+        token=ctx.token,
+        check_alive=ctx.check_alive,
+    )
+    reward = config.rollout.reward
+    pool = VerifierPool(reward.processes, Limits(reward.timeout_s, reward.elapsed_timeout_s))
     player = GroupPlayer(
         agents.build(config, tokenizer, environments.build(config, tokenizer, pool)),
         PartialRolloutManager(manager, generation),
         sampling_spec(config.generation.sampling, tokenizer.eos_token_ids),
         config.train.microbatch_tokens,
         group_rules(config),
+        sampling_spec(evaluation_sampling(config), tokenizer.eos_token_ids),
     )
     loop = RolloutLoop(
-        LoopParts(manager, player, prompts, pusher),
+        LoopParts(manager, player, prompts, pusher, pool),
         ctx.name,
         incarnation=ctx.incarnation,
         max_groups=config.rollout.max_concurrent,

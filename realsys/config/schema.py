@@ -180,7 +180,15 @@ class GenerationConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SglangConfig = SglangConfig()
-    request_timeout_s: PositiveFloat = Field(3600.0, description="seconds that one completion may take")
+    progress_timeout_s: float = Field(
+        600.0,
+        ge=30,
+        description="seconds without a new token, and without progress of the queue before it, after which a request"
+        " moves to another server",
+    )
+    progress_s: PositiveFloat = Field(
+        2.0, description="seconds of sampling that the death of a server can cost: it sends new tokens this often"
+    )
     threads: Positive = Field(1, description="torch threads of one server on CPU")
 
 
@@ -188,7 +196,10 @@ class RewardConfig(Section):
     """Rewards and the processes that compute them."""
 
     processes: Positive = Field(1, description="verifier processes per RolloutWorker")
-    timeout_s: PositiveFloat = Field(10.0, description="seconds that a verifier may take for one completion")
+    timeout_s: PositiveFloat = Field(10.0, description="seconds of CPU time that a verifier may use for one completion")
+    elapsed_timeout_s: PositiveFloat = Field(
+        60.0, description="seconds on the clock that a verifier may take for one completion, its waits included"
+    )
     correct: float = Field(5.0, description="reward of a correct completion if the verifier returns True")
     wrong: float = Field(-5.0, description="reward of a wrong completion if the verifier returns False")
 
@@ -199,7 +210,7 @@ class RolloutConfig(Section):
     workers: Positive = Field(2, description="number of RolloutWorker processes")
     group_size: Positive = Field(16, description="episodes per prompt")
     min_episodes: NonNegative = Field(
-        0, description="train a group if at least this number of its episodes succeeded; 0: all of group_size"
+        0, description="train a group if at least this number of its episodes succeeded or have no verdict; 0: all"
     )
     max_concurrent: Positive = Field(64, description="groups that one RolloutWorker runs at a time")
     agent: str = Field("single_turn", description="single_turn, multi_turn, or package.module:Class")
@@ -294,11 +305,14 @@ class WarmupConfig(Section):
 
 
 class EvalConfig(Section):
-    """Accuracy on held-out problems, sampled like the training batches."""
+    """Accuracy on held-out problems."""
 
     problems: NonNegative = Field(512, description="held-out problems before and after training; 0: no evaluation")
     every_steps: NonNegative = Field(0, description="train steps between evaluations during training; 0: none")
     every_problems: Positive = Field(256, description="held-out problems of an evaluation during training")
+    sampling: dict[str, Any] = Field(
+        {}, description="temperature, top_p, top_k and min_p of evaluations, if they differ from generation.sampling"
+    )
 
 
 class Config(Section):

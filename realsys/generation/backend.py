@@ -45,6 +45,20 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """State of a request in progress.
+
+    completions  results as an abort would give them now, in the order of their indices
+    running      numbers of the completions that have not ended
+    moved        changes whenever the request gets closer to its end, also by work on requests before it
+    """
+
+    completions: list[Completion]
+    running: frozenset[int]
+    moved: int
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
     """Change in the state of an engine.
 
@@ -115,6 +129,9 @@ class GenerationEngine(Protocol):
 
     def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
         """Sample ``params.n`` completions of one prompt."""
+
+    def snapshot(self, rid: str) -> Future[Snapshot | None]:
+        """Return the state of a request; None if no request has that id."""
 
     def update(self, path: str, version: int, *, abort_all: bool = False) -> Future[UpdateResult]:
         """Stage and verify a weight version while generating, then swap it in.

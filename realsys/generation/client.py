@@ -1,11 +1,16 @@
 """Client of a generation server: one shared HTTP session, no retries. No torch.
 
-Retrying is the caller's decision, because only it knows whether another server may take the request over:
-``GenerationError.retryable`` tells whether that can help.
+Retrying is the caller's decision, because only it knows whether another server may take the request over. A retryable
+GenerationError says what the call learned about the server:
+
+    ServerBusy     its queue is full: the server is well
+    ServerSilent   no reply and no progress within the limit: ``works`` asks whether it lives
+    ServerFailed   connection refused or reset, status 5xx, or a reply that cannot be read
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,7 +21,8 @@ import numpy as np
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.http.http_client import CallFailed, HttpClient
-from realsys.errors import MALFORMED, GenerationError
+from realsys.errors import MALFORMED, GenerationError, ServerBusy, ServerFailed, ServerSilent
+from realsys.generation.progress import Received
 from realsys.generation.protocol import (
     Acknowledged,
     CompletionReply,
@@ -30,6 +36,9 @@ from realsys.generation.protocol import (
 from realsys.types import F32, I32, FinishReason
 
 T = TypeVar("T")
+
+ANSWER_TIMEOUT_S = 10.0  # bound on the reply of a server that may be dead
+WATCH_S = 2.0  # time in which a living server samples a token
 
 
 class SamplingSpec(SamplingParams, frozen=True):
@@ -65,7 +74,8 @@ class Generated:
 class GenerationClient:
     """Calls generation servers, within one event loop.
 
-    timeout_s    bounds a call from start to last byte
+    timeout_s    bounds a call from start to last byte; of generate() the time without progress
+    progress_s   generate() requests the tokens so far this often; 0: only the reply
     token        of the trial, which its servers require; None for a server without a trial
     check_alive  is called before every call: a process without its lease must not change a server
     """
@@ -75,28 +85,45 @@ class GenerationClient:
         timeout_s: float,
         connect_timeout_s: float = 10.0,
         *,
+        progress_s: float = 0.0,
         token: str | None = None,
         check_alive: CheckAlive = unleased,
     ) -> None:
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
+        self._progress_s = progress_s
         self._http = HttpClient(token, check_alive=check_alive, faults=_faults)
 
     async def generate(
-        self, url: str, input_ids: Sequence[int], spec: SamplingSpec, *, rid: str, seed: int
+        self,
+        url: str,
+        input_ids: Sequence[int],
+        spec: SamplingSpec,
+        *,
+        rid: str,
+        seed: int,
+        received: Received | None = None,
     ) -> list[Generated]:
         """Sample ``spec.n`` completions. Completion k of a seed does not depend on the load of the server.
 
-        Raises GenerationError, ``retryable`` unless the request itself is wrong.
+        ``received`` collects tokens that arrive before the reply. Raises GenerationError, ``retryable`` unless the
+        request itself is wrong.
         """
+        received = received or Received(spec.n)
         body = {
             "input_ids": [int(token) for token in input_ids],
             "sampling_params": spec.params(seed),
             "return_logprob": True,
             "rid": rid,
         }
+        if self._progress_s:
+            body["progress_s"] = self._progress_s
         kind: Any = list[CompletionReply] | CompletionReply  # a list only when n > 1
-        reply = await self._call(url, "/generate", body, kind)
+        payload = await self._send(url, "/generate", body, self._timeout_s, received)
+        if received.error is not None:
+            status, message = received.error
+            raise _failure(f"{url}/generate: status {status}: {message}", status)
+        reply = decode_reply(url + "/generate", payload, kind)
         completions = reply if isinstance(reply, list) else [reply]
         if len(completions) != spec.n:
             raise GenerationError(
@@ -125,18 +152,46 @@ class GenerationClient:
     async def server_info(self, url: str, timeout_s: float | None = None) -> ServerInfo:
         return await self._call(url, "/server_info", None, ServerInfo, timeout_s)
 
+    async def works(self, url: str) -> bool:
+        """Return True if the server answers, and is paused or samples tokens. Takes ``WATCH_S``."""
+        try:
+            before = await self.server_info(url, ANSWER_TIMEOUT_S)
+            await asyncio.sleep(WATCH_S)
+            after = await self.server_info(url, ANSWER_TIMEOUT_S)
+        except GenerationError:
+            return False
+        return after.paused or (before.steps, before.generated_tokens) != (after.steps, after.generated_tokens)
+
     async def close(self) -> None:
         """Close the connections."""
         await self._http.close()
 
     async def _call(self, url: str, path: str, body: Any, kind: type[T], timeout_s: float | None = None) -> T:
-        total = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return decode_reply(url + path, await self._send(url, path, body, limit_s), kind)
+
+    async def _send(self, url: str, path: str, body: Any, limit_s: float, received: Received | None = None) -> bytes:
+        def take(line: bytes) -> None:
+            assert received is not None
+            try:
+                received.take(line)
+            except (ValueError, *MALFORMED) as error:
+                raise ServerFailed(f"{url}{path}: progress cannot be read: {error}") from error
+
         try:
-            payload = await self._http.call(url + path, body, total, self._connect_timeout_s)
+            on_line = None if received is None else take
+            return await self._http.call(url + path, body, limit_s, self._connect_timeout_s, on_line)
         except CallFailed as error:
-            retryable = error.status in (0, 429) or error.status >= 500
-            raise GenerationError(f"{url}{path}: {error}", retryable=retryable) from error
-        return decode_reply(url + path, payload, kind)
+            raise _failure(f"{url}{path}: {error}", error.status, error.timed_out) from error
+
+
+def _failure(message: str, status: int, timed_out: bool = False) -> GenerationError:
+    """Return the error of a call by its status; 0: no reply came."""
+    if timed_out:
+        return ServerSilent(message)
+    if status == 429:
+        return ServerBusy(message)
+    return ServerFailed(message) if status == 0 or status >= 500 else GenerationError(message)
 
 
 def _faults(replied: bool) -> str:
@@ -144,11 +199,24 @@ def _faults(replied: bool) -> str:
 
 
 def decode_reply(where: str, payload: bytes, kind: type[T]) -> T:
-    """Decode the body of a reply. Raises a retryable GenerationError for anything else."""
+    """Decode the body of a reply. Raises ServerFailed for anything else."""
     try:
         return msgspec.json.decode(payload, type=kind)
     except MALFORMED as error:
-        raise GenerationError(f"{where}: reply cannot be read: {error}", retryable=True) from error
+        raise ServerFailed(f"{where}: reply cannot be read: {error}") from error
+
+
+def generated_so_far(received: Received) -> list[Generated]:
+    """Return the completions of a request whose reply did not come, with the tokens that had arrived."""
+    return [
+        Generated(
+            np.asarray(one.tokens, np.int32),
+            np.asarray(one.logprobs, np.float32),
+            np.asarray(one.versions, np.int32),
+            one.finish,
+        )
+        for one in received.completions
+    ]
 
 
 def _generated(url: str, completion: CompletionReply) -> Generated:
@@ -165,5 +233,5 @@ def _generated(url: str, completion: CompletionReply) -> Generated:
         logprobs = np.asarray([entry[0] for entry in entries], np.float32)
         versions = np.repeat(np.asarray([int(version) for version, _ in segments], np.int32), counts)
     except (ValueError, OverflowError) as error:  # not a number, or out of the range of tokens or versions
-        raise GenerationError(f"{url}/generate: completion cannot be read: {error}", retryable=True) from error
+        raise ServerFailed(f"{url}/generate: completion cannot be read: {error}") from error
     return Generated(tokens, logprobs, versions, meta.finish_reason.type)

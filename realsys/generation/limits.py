@@ -59,7 +59,10 @@ class Limits:
         if params.answer_prefix >= len(input_ids):
             return f"sampling_params.answer_prefix={params.answer_prefix} leaves no prompt in {len(input_ids)} tokens"
         if params.stop and not self.tokenizer:
-            return f"sampling_params.stop={list(params.stop)} needs a tokenizer.json, which {self.model_path} lacks"
+            return (
+                f"sampling_params.stop={list(params.stop)} needs a tokenizer.json in {self.model_path}, "
+                "and in a run with SGLang generation.sampling.stop in the configuration"
+            )
         if params.n > self.capacity:
             return f"sampling_params.n={params.n} is more than this server can run and queue: at most {self.capacity}"
         return None

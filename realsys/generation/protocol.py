@@ -1,6 +1,7 @@
 """HTTP messages between a generation server and its clients: the part of SGLang's API that realsys uses.
 
-    POST /generate                   GenerateRequest -> CompletionReply, or a list of them when n > 1
+    POST /generate                   GenerateRequest -> CompletionReply, or a list of them when n > 1;
+                                     with progress_s, lines of Progress before it
     POST /update_weights_from_disk   UpdateRequest   -> UpdateResult
     POST /pause_generation           PauseRequest    -> Acknowledged     POST /continue_generation
     POST /abort_request              AbortRequest    -> Acknowledged     POST /flush_cache
@@ -99,12 +100,17 @@ def not_default(params: SamplingParams) -> dict[str, Any]:
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of /generate. ``rid`` names the request for /abort_request; the server chooses one if it is empty."""
+    """Body of /generate. ``rid`` names the request for /abort_request; the server chooses one if it is empty.
+
+    ``progress_s`` is not part of SGLang's API: a reply that takes longer begins with a line of Progress for every
+    ``progress_s`` seconds in which something moved; 0: no lines.
+    """
 
     input_ids: list[int]
     sampling_params: SamplingParams = SamplingParams()
     return_logprob: bool = False
     rid: str = ""
+    progress_s: float = 0.0
 
 
 class Finish(msgspec.Struct, omit_defaults=True):
@@ -136,6 +142,28 @@ class CompletionReply(msgspec.Struct):
 
     output_ids: list[int]
     meta_info: MetaInfo
+
+
+class Part(msgspec.Struct, array_like=True):
+    """Tokens of completion ``index`` from its ``begin``-th on. ``finish``: its finish reason, or None while it runs."""
+
+    index: int
+    begin: int
+    output_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[tuple[str, int]]
+    finish: FinishReason | None = None
+
+
+class Progress(msgspec.Struct, omit_defaults=True):
+    """A line before the reply of /generate: new tokens, or the error that replaces the reply.
+
+    No parts: the request waits, and the server works on others. ``status``: HTTP status of the error.
+    """
+
+    parts: list[Part] = []
+    status: int = 0
+    message: str = ""
 
 
 class UpdateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

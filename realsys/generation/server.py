@@ -1,29 +1,31 @@
 """HTTP surface of a generation engine: the routes of protocol.py over raw msgspec bodies.
 
-Status 400 for a bad request, 401 without the token, 413 for a body that is too large, 503 for a full queue or a server
-that stops. The body is then {"error": {"message": one line}}.
+Status 400 for a bad request, 401 without the token, 413 for a body that is too large, 429 for a full queue, 503 for a
+server that does not serve. The body is then {"error": {"message": one line}}.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.http.http_guard import Guard
-from realsys.errors import MALFORMED, GenerationError
+from realsys.errors import MALFORMED, GenerationError, ServerBusy
 from realsys.generation import protocol as p
 from realsys.generation.backend import Completion, GenerationEngine
+from realsys.generation.progress import Delta
 
 MAX_BODY = 16 << 20  # bytes; a prompt of a million tokens is 7 MB
 MAX_MESSAGE = 2000  # characters of an error, which may quote a refused value
@@ -62,9 +64,10 @@ def _post(path: str, kind: type[T], handle: Callable[[T, Request], Awaitable[Any
         except MALFORMED as error:
             return _error(400, f"{path}: {error}")
         try:
-            return _reply(await handle(body, request))
+            result = await handle(body, request)
+            return result if isinstance(result, Response) else _reply(result)
         except GenerationError as error:
-            return _error(503 if error.retryable else 400, str(error))
+            return _error(_status(error), str(error))
         except ValueError as error:
             return _error(400, f"{path}: {error}")
 
@@ -82,13 +85,39 @@ class _Calls:
         future = asyncio.wrap_future(self._engine.generate(rid, body.input_ids, body.sampling_params))
         client_left = asyncio.create_task(_disconnected(request))
         try:
-            await asyncio.wait((future, client_left), return_when=asyncio.FIRST_COMPLETED)
-            if not future.done():
+            # A short reply is one piece, with the status of its error.
+            await asyncio.wait(
+                (future, client_left), timeout=body.progress_s or None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if client_left.done():
                 # The client closed the connection: free its slots for the requests that wait.
                 await asyncio.wrap_future(self._engine.abort(rid))
-            results = await future
         finally:
             client_left.cancel()
+        if not future.done():
+            return StreamingResponse(self._lines(rid, body, future), media_type="application/json")
+        return self._completions(rid, body, await future)
+
+    async def _lines(
+        self, rid: str, body: p.GenerateRequest, future: asyncio.Future[list[Completion]]
+    ) -> AsyncIterator[bytes]:
+        """Yield a line of Progress whenever the request has moved, then the reply, or a line with its error."""
+        delta = Delta()
+        try:
+            while not future.done():
+                snapshot = await asyncio.wrap_future(self._engine.snapshot(rid))
+                if snapshot is not None and (progress := delta.next(snapshot)) is not None:
+                    yield msgspec.json.encode(progress) + b"\n"
+                await asyncio.wait((future,), timeout=body.progress_s)
+            yield msgspec.json.encode(self._completions(rid, body, await future))
+        except GenerationError as error:
+            yield msgspec.json.encode(p.Progress([], _status(error), str(error)[:MAX_MESSAGE])) + b"\n"
+        finally:
+            if not future.done():  # the client closed the connection
+                with contextlib.suppress(GenerationError):
+                    self._engine.abort(rid)
+
+    def _completions(self, rid: str, body: p.GenerateRequest, results: list[Completion]) -> Any:
         completions = [_completion(self._engine, rid, body, result) for result in results]
         return completions if body.sampling_params.n > 1 else completions[0]
 
@@ -158,6 +187,12 @@ def _completion(engine: GenerationEngine, rid: str, body: p.GenerateRequest, res
         output_token_logprobs=logprobs,
     )
     return p.CompletionReply(tokens, meta)
+
+
+def _status(error: GenerationError) -> int:
+    if isinstance(error, ServerBusy):
+        return 429
+    return 503 if error.retryable else 400
 
 
 def _reply(value: Any) -> Response:

@@ -23,8 +23,8 @@ import numpy as np
 
 from realsys.config.rules.backend_rules import DEFAULT_CAPACITY
 from realsys.config.rules.lengths import longest_sequence
-from realsys.errors import GenerationError, RealsysError
-from realsys.generation.backend import Change, Completion, EngineParts
+from realsys.errors import GenerationError, RealsysError, ServerBusy
+from realsys.generation.backend import Change, Completion, EngineParts, Snapshot
 from realsys.generation.limits import Limits
 from realsys.generation.protocol import UNSYNCED, SamplingParams, ServerInfo, UpdateResult
 from realsys.generation.stop_strings import find_stop, read_tokenizer, window
@@ -165,7 +165,7 @@ class SimpleEngine(ThreadedEngine):
             request.done.set_exception(GenerationError(problem))
         elif self._queued + request.params.n > limit:
             problem = f"queue full: {self._queued} completions wait, at most {limit} may: try again later"
-            request.done.set_exception(GenerationError(problem, retryable=True))
+            request.done.set_exception(ServerBusy(problem))
         else:
             self._queue.append(request)
             self._queued += request.params.n
@@ -222,16 +222,20 @@ class SimpleEngine(ThreadedEngine):
                     return position + 1, "stop", text
         return limit, "length" if limit == params.max_new_tokens else "stop", None
 
+    def _snapshot(self, rid: str) -> Snapshot | None:
+        request = next((queued for queued in self._queue if queued.rid == rid), None)
+        if request is None:
+            return None
+        waiting = frozenset(range(len(request.results), request.params.n))
+        return Snapshot(request.results + [_empty() for _ in waiting], waiting, self._completions)
+
     def _end_requests(self, rid: str | None) -> bool:
         """End one request, or all, with the completions they have; the missing ones are empty."""
         ended = [request for request in self._queue if rid is None or request.rid == rid]
         for request in ended:
             self._queue.remove(request)
             self._queued -= request.waiting
-            empty = [
-                Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "abort") for _ in range(request.waiting)
-            ]
-            request.done.set_result(request.results + empty)
+            request.done.set_result(request.results + [_empty() for _ in range(request.waiting)])
         return bool(ended)
 
     def _update(self, path: str, version: int, abort_all: bool) -> UpdateResult:
@@ -254,3 +258,8 @@ class SimpleEngine(ThreadedEngine):
         timings = {name: float(seconds) for name, seconds in staged.timings.items()}
         timings |= {"stage_s": loading - start, "pause_s": now - start, "load_s": now - loading}
         return UpdateResult(True, f"serving version {version}", timings, dict(staged.counts))
+
+
+def _empty() -> Completion:
+    """Return the result of a completion that has not begun."""
+    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "abort")

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from realsys.errors import GenerationError, WaitTimeout
+from realsys.generation.backend import Snapshot
 from realsys.generation.protocol import PauseMode
 
 T = TypeVar("T")
@@ -143,6 +144,10 @@ class ThreadedEngine(ABC):
         """End one request now, with the tokens it has. The result is False if no request has that id."""
         return self._mailbox.call(lambda: self._end_requests(rid))
 
+    def snapshot(self, rid: str) -> Future[Snapshot | None]:
+        """Return the state of a request; None if no request has that id."""
+        return self._mailbox.call(lambda: self._snapshot(rid))
+
     def abort_all(self) -> Future[None]:
         """End all requests now, with the tokens they have."""
 
@@ -175,6 +180,10 @@ class ThreadedEngine(ABC):
     @abstractmethod
     def _end_requests(self, rid: str | None) -> bool:
         """End one request, or all if None, with the tokens they have. Return True if any ended."""
+
+    @abstractmethod
+    def _snapshot(self, rid: str) -> Snapshot | None:
+        """Return the state of a request; None if no request has that id."""
 
     def _drop_cache(self) -> None:  # noqa: B027  (an engine may have no cache)
         """Drop the cache of running completions."""

@@ -57,6 +57,7 @@ class ScheduleRequest(msgspec.Struct):
     prefix    hashes of the prompt's leading blocks (``routing.prefix``), for servers that may hold them
     previous  (server, version) of the episode's last call, whose server may have these tokens in its cache
     released  (ticket, attempt, call) of this worker's calls that have ended since its last request
+    avoid     server that is too busy for the call: chosen only if no other may serve it
     """
 
     ticket_id: Identifier
@@ -70,6 +71,7 @@ class ScheduleRequest(msgspec.Struct):
     call: ShortName = ""
     previous: tuple[str, int] | None = None
     released: Annotated[list[tuple[Identifier, Count, ShortName]], msgspec.Meta(max_length=MOST_RELEASED)] = []
+    avoid: str | None = None
 
 
 class ScheduleReply(msgspec.Struct):
@@ -99,7 +101,8 @@ class Answer(msgspec.Struct):
 class FinishRequest(msgspec.Struct):
     """POST /finish_rollout: the end of one attempt; releases its reservations.
 
-    ``servers``: server -> tokens that it sampled for the completions, for the rates per server.
+    ``servers``: server -> tokens that it sampled for the completions, for the rates per server. Of the worker's
+    verifiers: completions that wait for a verdict now, and completions without one since its start.
     """
 
     ticket_id: Identifier
@@ -109,6 +112,8 @@ class FinishRequest(msgspec.Struct):
     reason: Text | None = ""
     answers: list[Answer] = []
     servers: dict[str, Count] = {}
+    verdicts_waiting: Count = 0
+    verdicts_undecided: Count = 0
 
     def versions(self) -> tuple[int, int]:
         """Return the versions of the oldest and the newest token of all completions; -1 without completions."""

@@ -26,6 +26,7 @@ class StateCollector(Collector):
         yield from self._ledger()
         yield from self._servers()
         yield from self._updates()
+        yield from self._verdicts()
         yield from self._agreement()
         state = self._state
         yield gauge("realsys_workers", "workers with a heartbeat", len(state.workers))
@@ -68,6 +69,20 @@ class StateCollector(Collector):
             took.add_metric([stage.removesuffix("_s")], histogram.cumulative(), histogram.total)
         yield took
         yield CounterMetricFamily("realsys_weight_update_failures", "weight updates that failed", updates.failures)
+
+    def _verdicts(self) -> Iterator[Metric]:
+        """Yield the state of the verifiers of each RolloutWorker, as its last finished rollout reported it."""
+        waiting = GaugeMetricFamily(
+            "realsys_verdicts_waiting", "completions that wait for a verifier process", labels=["worker"]
+        )
+        undecided = CounterMetricFamily(
+            "realsys_verdicts_undecided", "completions that two judgements left without a verdict", labels=["worker"]
+        )
+        for worker, counts in self._state.throughput.verdicts.items():
+            waiting.add_metric([worker], counts[0])
+            undecided.add_metric([worker], counts[1])
+        yield waiting
+        yield undecided
 
     def _agreement(self) -> Iterator[Metric]:
         """Yield the agreement of the last train step, if it had tokens of the version that it trained."""

@@ -1,12 +1,14 @@
 """VerifierPool: verifiers in separate processes, so that a slow, hung or crashing one stalls nothing.
 
-    verify ──> queue ──up to 64 items of one verifier──> idle process ──outcomes──> Verdict or RewardError of each item
+    verify ──> queue ──up to 64 items of one verifier──> idle process ──outcomes──> Verdict of each item
                  ^                                            │
-                 └── items behind the one that ended it ──────┘ killed and replaced
+                 ├── items behind the one that ended it ──────┤ killed and replaced
+                 └── an item without a verdict, once ─────────┘ the second time: RewardError
 
-`error-is-not-data`: an error is never a verdict, and it fails one item only. The item fails alone if its verifier
-raises, returns no verdict, exceeds the time limit, or ends its process. Items behind it go to a fresh process, and no
-item is judged twice. All items of a trip fail only if the process cannot start or cannot load the verifier.
+`error-is-not-data`: an error is never a verdict, and it fails one item only. An item has no verdict if its verifier
+raises, returns something else, exceeds a limit, or ends its process. It is judged once more, behind all that wait:
+the cause may have been the machine. Items behind it go to a fresh process. The limits begin when its process begins
+it. All items of a trip fail only if the process cannot start or cannot load the verifier (NoVerifierError).
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from realsys.errors import RewardError
+from realsys.errors import NoVerifierError, RealsysError, RewardError
 from realsys.reward.frames import MAX_ITEMS, Outcome, encode_item
-from realsys.reward.verifier_process import VerifierProcess
+from realsys.reward.verifier_process import Limits, VerifierProcess
 from realsys.reward.verifiers.base import Item, Verdict
 
 log = logging.getLogger(__name__)
@@ -32,32 +34,28 @@ _CLOSED = "the verifier pool is closed"
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """One item, and the future of its verdict."""
+    """One item, and the future of its verdict. ``again``: it has been judged once, without a verdict."""
 
     name: str
     item: bytes
     future: asyncio.Future[Verdict]
+    again: bool = False
 
-    def settle(self, outcome: Outcome) -> None:
-        if isinstance(outcome, str):
-            self.fail(f"verifier {self.name}: {outcome}")
-        elif not self.future.done():  # the caller may have been cancelled
-            self.future.set_result(outcome)
-
-    def fail(self, problem: str) -> None:
-        if not self.future.done():
-            self.future.set_exception(RewardError(problem))
+    def fail(self, error: RealsysError) -> None:
+        if not self.future.done():  # the caller may have been cancelled
+            self.future.set_exception(error)
 
 
 class VerifierPool:
-    """``processes`` verifiers at a time; ``timeout_s`` bounds the time spent on one item. For one event loop."""
+    """``processes`` verifiers at a time; ``limits`` of one item. For one event loop."""
 
-    def __init__(self, processes: int, timeout_s: float) -> None:
+    def __init__(self, processes: int, limits: Limits) -> None:
         if processes < 1:
             raise ValueError(f"a verifier pool needs at least one process, got {processes}")
         self.restarts = 0  # processes replaced since the start
+        self.undecided = 0  # items without a verdict since the start
         self._processes = processes
-        self._timeout_s = timeout_s
+        self._limits = limits
         self._queue: dict[str, deque[_Call]] = {}  # keyed by verifier; the first key is served next
         self._idle: list[VerifierProcess | None] = [None] * processes  # None: to be started when needed
         self._running: set[VerifierProcess] = set()
@@ -70,12 +68,12 @@ class VerifierPool:
         return sum(not call.future.done() for calls in self._queue.values() for call in calls)
 
     async def verify(self, name: str, item: Item) -> Verdict:
-        """Judge one completion with the verifier ``name``. Raises RewardError if there is no verdict on it.
+        """Judge one completion with the verifier ``name``. Raises RewardError if two judgements give no verdict.
 
         Items that are given in one turn of the event loop cost one round trip together.
         """
         if self._closed:
-            raise RewardError(_CLOSED)
+            raise NoVerifierError(_CLOSED)
         try:
             encoded = encode_item(item)
         except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
@@ -95,8 +93,7 @@ class VerifierPool:
         for child in self._running:
             child.process.kill()
         for calls in self._queue.values():
-            for call in calls:
-                call.fail(_CLOSED)
+            self._fail(calls, _CLOSED)
         self._queue.clear()
         if self._workers:
             await asyncio.wait(self._workers)
@@ -128,8 +125,7 @@ class VerifierPool:
 
     def _put_back(self, calls: deque[_Call]) -> None:
         if self._closed:
-            for call in calls:
-                call.fail(_CLOSED)
+            self._fail(calls, _CLOSED)
         elif calls:
             self._queue.setdefault(calls[0].name, deque()).extendleft(reversed(calls))
 
@@ -145,7 +141,7 @@ class VerifierPool:
             keep = await self._load(child, calls)
             if keep and calls:
                 keep = await self._judge(child, calls)
-        except RewardError as error:  # there is no process
+        except NoVerifierError as error:
             self._fail(calls, str(error))
         except BaseException as error:
             self._fail(calls, f"the verifier pool failed: {type(error).__name__}: {error}")
@@ -158,14 +154,17 @@ class VerifierPool:
 
     async def _start(self) -> VerifierProcess:
         if self._closed:
-            raise RewardError(_CLOSED)
+            raise NoVerifierError(_CLOSED)
         try:
             child = VerifierProcess(MEMORY_BYTES)
         except OSError as error:
-            raise RewardError(f"a verifier process cannot be started: {error}") from error
+            raise NoVerifierError(f"a verifier process cannot be started: {error}") from error
         self._running.add(child)
         try:
             await child.open(START_TIMEOUT_S)
+        except RewardError as error:
+            await self._discard(child)
+            raise NoVerifierError(str(error)) from error
         except BaseException:
             await self._discard(child)
             raise
@@ -189,19 +188,32 @@ class VerifierPool:
 
         def deliver(outcomes: list[Outcome]) -> None:
             for outcome in outcomes:
-                calls.popleft().settle(outcome)
+                call = calls.popleft()
+                if isinstance(outcome, str):
+                    self._no_verdict(call, RewardError(f"verifier {call.name}: {outcome}"))
+                elif not call.future.done():  # the caller may have been cancelled
+                    call.future.set_result(outcome)
 
         try:
-            return await child.judge(calls[0].name, [call.item for call in calls], self._timeout_s, deliver)
+            return await child.judge(calls[0].name, [call.item for call in calls], self._limits, deliver)
         except RewardError as error:
+            log.warning("%s; it is replaced, and %d more items go to another process", error, len(calls) - 1)
             if calls:  # the first one without an outcome was being judged
-                calls.popleft().fail(str(error))
-            log.warning("%s; it is replaced, and %d more items go to another process", error, len(calls))
+                self._no_verdict(calls.popleft(), error)
             return False
+
+    def _no_verdict(self, call: _Call, error: RewardError) -> None:
+        """Queue an item behind all others to be judged again; fail it if this was the second time."""
+        if not call.again and not self._closed:
+            call.again = True
+            self._queue.setdefault(call.name, deque()).append(call)
+            return
+        self.undecided += not self._closed
+        call.fail(error)
 
     def _fail(self, calls: deque[_Call], problem: str) -> None:
         while calls:
-            calls.popleft().fail(problem)
+            calls.popleft().fail(NoVerifierError(problem))
 
     async def _discard(self, child: VerifierProcess) -> None:
         if child in self._running:

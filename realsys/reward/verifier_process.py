@@ -8,14 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from realsys.cluster.child_process import ChildProcess, how_it_ended
 from realsys.errors import MALFORMED, RewardError
@@ -25,10 +29,34 @@ from realsys.reward.outcomes import JournalReader
 log = logging.getLogger(__name__)
 
 REPORT_FRACTION = 0.1  # the process reports at least once in this part of the time limit
+_QUICK_S = 0.05  # replies within this time are not measured
 _KILL_S = 1.0  # bound on the wait for a killed process, which takes milliseconds unless the kernel itself hangs
 _LAST_S = 0.2  # a process that has closed its socket exits within this time
 _SHOWN = 300  # characters of what a verifier printed
 _REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one item, from the moment when its process begins it.
+
+    cpu_s      CPU time of the process: another load of the machine does not count
+    elapsed_s  time on the clock, for a verifier that waits for something
+    """
+
+    cpu_s: float
+    elapsed_s: float
+
+    def left_s(self, cpu_s: float, elapsed_s: float) -> float:
+        """Return the seconds after which the use must be looked at again; not more than 0 if a limit is reached."""
+        return min(self.cpu_s - cpu_s, self.elapsed_s - elapsed_s)
+
+    def reached(self, cpu_s: float) -> str:
+        """Name the limit that was reached."""
+        return f"{self.cpu_s:.3g} s of CPU time" if cpu_s >= self.cpu_s else f"{self.elapsed_s:.3g} s"
+
+    def extended(self, seconds: float) -> Limits:
+        return Limits(self.cpu_s + seconds, self.elapsed_s + seconds)
 
 
 class VerifierProcess:
@@ -58,7 +86,7 @@ class VerifierProcess:
     async def open(self, timeout_s: float) -> None:
         """Wait until the process is up. Raises RewardError."""
         self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        await self._reply(timeout_s, "to start")
+        await self._reply(Limits(math.inf, timeout_s), "to start")
 
     def has_ended(self) -> bool:
         """Return True if the process ended since its last batch; then no item is to blame."""
@@ -69,25 +97,26 @@ class VerifierProcess:
         if name in self._loaded:
             return None
         self._send(name, [], 0.0)
-        reply = await self._reply(timeout_s, f"to load verifier {name}")
+        reply = await self._reply(Limits(math.inf, timeout_s), f"to load verifier {name}")
         if isinstance(reply, NotLoaded):
             return reply
         self._loaded.add(name)
         return None
 
     async def judge(
-        self, name: str, items: Sequence[bytes], timeout_s: float, deliver: Callable[[list[Outcome]], None]
+        self, name: str, items: Sequence[bytes], limits: Limits, deliver: Callable[[list[Outcome]], None]
     ) -> bool:
         """Hand the outcomes of the items to ``deliver``, in order. Returns False if the process is spent.
 
         Raises RewardError. Then the first item without an outcome is to blame.
         """
-        report_s = timeout_s * REPORT_FRACTION
+        report_s = min(limits.cpu_s, limits.elapsed_s) * REPORT_FRACTION
         self._send(name, items, report_s)
         told, spent = 0, False
         try:
             while told < len(items) and not spent:
-                reply = await self._reply(timeout_s + report_s, f"verifier {name}")
+                # An item may begin up to report_s after the last report.
+                reply = await self._reply(limits.extended(report_s), f"verifier {name}")
                 if not isinstance(reply, Done) or not told < reply.count <= len(items):
                     problem = f"said {reply} after {told} of {len(items)} outcomes"
                     raise RewardError(f"verifier process {self.process.pid} {problem} (verifier {name})")
@@ -107,17 +136,10 @@ class VerifierProcess:
         self._journal.begin(self._batches)
         self._writer.write(frame(Batch(self._batches, name, list(items), report_s)))
 
-    async def _reply(self, timeout_s: float, doing: str) -> Reply:
+    async def _reply(self, limits: Limits, doing: str) -> Reply:
         pid = self.process.pid
         try:
-            async with asyncio.timeout(timeout_s):
-                (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-                if size > MAX_REPLY:
-                    raise RewardError(f"verifier process {pid} sent a message of {size} bytes ({doing})")
-                reply = _REPLY.decode(await self._reader.readexactly(size))
-        except TimeoutError:
-            problem = f"verifier process {pid} killed: no result within {timeout_s:.3g} s ({doing})"
-            raise RewardError(self._with_last_words(problem)) from None
+            reply = _REPLY.decode(await self._read(limits, doing))
         except (asyncio.IncompleteReadError, OSError):
             problem = f"verifier process {pid} died: {await self._how_it_ended()} ({doing})"
             raise RewardError(self._with_last_words(problem)) from None
@@ -126,6 +148,39 @@ class VerifierProcess:
         if reply.serial != self._batches:
             raise RewardError(f"verifier process {pid} replied to batch {reply.serial}, not {self._batches} ({doing})")
         return reply
+
+    async def _read(self, limits: Limits, doing: str) -> bytes:
+        """Return the next message. Raises RewardError if the process reaches a limit before."""
+        reading = asyncio.create_task(self._read_message(doing))
+        try:
+            await asyncio.wait((reading,), timeout=_QUICK_S)
+            if reading.done():  # nearly always: then the CPU time, which costs system calls, is not needed
+                return reading.result()
+            begin, cpu_before = time.monotonic(), self._cpu_s()
+            while True:
+                cpu_s = self._cpu_s() - cpu_before
+                left_s = limits.left_s(cpu_s, time.monotonic() - begin)
+                if left_s <= 0:
+                    problem = f"killed: no result within {limits.reached(cpu_s)} ({doing})"
+                    raise RewardError(self._with_last_words(f"verifier process {self.process.pid} {problem}"))
+                await asyncio.wait((reading,), timeout=left_s)
+                if reading.done():
+                    return reading.result()
+        finally:
+            reading.cancel()
+
+    async def _read_message(self, doing: str) -> bytes:
+        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        if size > MAX_REPLY:
+            raise RewardError(f"verifier process {self.process.pid} sent a message of {size} bytes ({doing})")
+        return await self._reader.readexactly(size)
+
+    def _cpu_s(self) -> float:
+        """Return the CPU time of the process and its ended children."""
+        try:
+            return sum(psutil.Process(self.process.pid).cpu_times()[:4])
+        except psutil.Error:  # it has ended: the end of its socket follows
+            return 0.0
 
     async def _how_it_ended(self) -> str:
         if not await self.process.exits_within(_LAST_S):

@@ -1,8 +1,12 @@
 """Partial rollouts: calls of the engine whose completions survive the server that began them.
 
     schedule ──> generate n completions ──> all finished ──> done
-       ^               │ some aborted, a piece is full, or the server failed
+       ^               │ some aborted, a piece is full, or the server is busy, silent or failed
        └── each unfinished completion continues from prompt + its tokens, on the server that the manager names next
+
+A server sends the tokens so far every ``generation.progress_s`` seconds, so its death costs at most the tokens since
+then. Only a failure is reported to the manager (`blame-needs-evidence`). A busy server is avoided. The worker looks
+first whether a silent server samples.
 
 Tokens, log-probs and versions of all segments stay unchanged; nothing is tokenised again or recomputed. By the paper's
 Proposition 1 the concatenation is a sample of one behaviour policy, whose log-probs are the recorded ones.
@@ -26,8 +30,9 @@ from typing import Protocol
 import numpy as np
 from msgspec.structs import replace
 
-from realsys.errors import GenerationError
-from realsys.generation.client import Generated, SamplingSpec
+from realsys.errors import GenerationError, ServerBusy, ServerSilent
+from realsys.generation.client import Generated, SamplingSpec, generated_so_far
+from realsys.generation.progress import Received
 from realsys.manager.ledger.order import sampling_seed
 from realsys.manager.messages import MOST_RELEASED, ScheduleReply, ScheduleRequest
 from realsys.manager.routing.prefix import prefix_hashes
@@ -37,6 +42,7 @@ log = logging.getLogger(__name__)
 
 MAX_FAILURES = 8  # trips on which a server failed, per call
 MAX_STALLED = 20  # trips in a row without a token
+MAX_BUSY = 3600  # trips in a row to servers with a full queue: about an hour
 #: delay after a trip without a token; doubles from the first to the last
 FIRST_DELAY_S = 0.05
 LAST_DELAY_S = 1.0
@@ -52,8 +58,17 @@ class Generator(Protocol):
     """The part of GenerationClient that this module needs."""
 
     async def generate(
-        self, url: str, input_ids: Sequence[int], spec: SamplingSpec, *, rid: str, seed: int
+        self,
+        url: str,
+        input_ids: Sequence[int],
+        spec: SamplingSpec,
+        *,
+        rid: str,
+        seed: int,
+        received: Received | None = None,
     ) -> list[Generated]: ...
+
+    async def works(self, url: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +98,15 @@ Deliver = Callable[[int, Generated], None]
 
 def _ignore(number: int, completion: Generated) -> None:
     """Do nothing with a completion: the caller waits for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trouble:
+    """Reason why a trip brought less than it should. ``failed``: the server is reported; otherwise it is avoided."""
+
+    server: str
+    reason: str
+    failed: bool = False
 
 
 @dataclass(slots=True)
@@ -159,31 +183,35 @@ class PartialRolloutManager:
         prefix = prefix_hashes(call.token_ids)
         completions = [_PartialCompletion(k, call.spec.max_new_tokens) for k in range(call.spec.n)]
         ended: dict[int, Generated] = {}
-        failed: tuple[str, str] | None = None  # server, failure
-        trip = failures = stalled = 0
+        trouble: _Trouble | None = None  # trouble of the last trip
+        trip = failures = stalled = busy = 0
         delay = FIRST_DELAY_S
         while pending := [completion for completion in completions if completion.pending]:
             before = sum(completion.length for completion in pending)
-            request = _schedule_request(call, prefix, pending, failed)
+            request = _schedule_request(call, prefix, pending, trouble)
             request.released = self._take_ended()
             place = await self._manager.schedule(request)
-            problem = await self._trip(call, trip, pending, place)
+            trouble = await self._trip(call, trip, pending, place)
             trip += 1
-            failed = (place.server, problem) if problem else None
-            failures += bool(problem)
+            failures += trouble is not None and trouble.failed
             progress = sum(completion.length for completion in pending) > before or not any(a.pending for a in pending)
-            stalled, delay = (0, FIRST_DELAY_S) if progress else (stalled + 1, delay)
+            if progress:
+                stalled, busy, delay = 0, 0, FIRST_DELAY_S
+            elif trouble is not None and not trouble.failed:
+                busy += 1
+            else:
+                stalled += 1
             for completion in pending:
                 if not completion.pending:
                     ended[completion.index] = completion.join()
                     deliver(completion.index, ended[completion.index])
-            if failures > MAX_FAILURES or stalled > MAX_STALLED:
-                what = f"{failures} failures and {stalled} trips without a token in {trip} trips"
-                raise GenerationError(
-                    f"ticket {call.ticket.ticket_id}: cancelled after {what}; last: {problem or 'aborted'}"
-                )
+            if failures > MAX_FAILURES or stalled > MAX_STALLED or busy > MAX_BUSY:
+                what = f"{failures} failures and {stalled + busy} trips without a token in {trip} trips"
+                last = trouble.reason if trouble else "aborted"
+                raise GenerationError(f"ticket {call.ticket.ticket_id}: cancelled after {what}; last: {last}")
             if not progress:
-                # A server that updates or stops aborts each request immediately. Without a delay the loop would spin.
+                # A server that updates, stops or is full ends each request immediately. Without a delay the loop
+                # would spin.
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_DELAY_S)
         return [ended[completion.index] for completion in completions]
@@ -198,8 +226,10 @@ class PartialRolloutManager:
                 del self._ended[attempt]
         return taken
 
-    async def _trip(self, call: Call, trip: int, pending: list[_PartialCompletion], place: ScheduleReply) -> str:
-        """Extend the pending completions at one server. Return its failure, or "".
+    async def _trip(
+        self, call: Call, trip: int, pending: list[_PartialCompletion], place: ScheduleReply
+    ) -> _Trouble | None:
+        """Extend the pending completions at one server. Return its trouble, a failure before any other.
 
         Raises GenerationError if the server refuses the request.
         """
@@ -216,9 +246,12 @@ class PartialRolloutManager:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-        return next((result for result in results if isinstance(result, str) and result), "")
+        troubles = [result for result in results if isinstance(result, _Trouble)]
+        return max(troubles, key=lambda trouble: trouble.failed, default=None)
 
-    async def _continue(self, place: ScheduleReply, call: Call, rid: str, completion: _PartialCompletion) -> str:
+    async def _continue(
+        self, place: ScheduleReply, call: Call, rid: str, completion: _PartialCompletion
+    ) -> _Trouble | None:
         spec = call.spec
         piece = _piece(spec, completion.budget)
         rest = replace(
@@ -242,18 +275,27 @@ class PartialRolloutManager:
         rid: str,
         seed: int,
         completions: list[_PartialCompletion],
-    ) -> str:
+    ) -> _Trouble | None:
+        received, trouble = Received(spec.n), None
         try:
-            segments = await self._generator.generate(place.url, input_ids, spec, rid=rid, seed=seed)
+            segments = await self._generator.generate(place.url, input_ids, spec, rid=rid, seed=seed, received=received)
         except GenerationError as error:
             if not error.retryable:
                 raise
-            self.failures += 1
-            log.warning("request %s: %s; continuing at another server", rid, error)
-            return str(error)
+            segments = generated_so_far(received)
+            trouble = _Trouble(place.server, str(error), await self._blames(error, place))
+            self.failures += trouble.failed
+            kept = sum(len(segment.tokens) for segment in segments)
+            log.warning("request %s: %s; continuing elsewhere, after %d tokens that had arrived", rid, error, kept)
         for completion, segment in zip(completions, segments, strict=True):
             completion.extend(segment, spec.max_new_tokens, place.server)
-        return ""
+        return trouble
+
+    async def _blames(self, error: GenerationError, place: ScheduleReply) -> bool:
+        """Return True if the error is evidence against the server (`blame-needs-evidence`)."""
+        if isinstance(error, ServerSilent):
+            return not await self._generator.works(place.url)
+        return not isinstance(error, ServerBusy)
 
 
 def _piece(spec: SamplingSpec, budget: int) -> int:
@@ -262,18 +304,20 @@ def _piece(spec: SamplingSpec, budget: int) -> int:
 
 
 def _schedule_request(
-    call: Call, prefix: list[int], pending: list[_PartialCompletion], failed: tuple[str, str] | None
+    call: Call, prefix: list[int], pending: list[_PartialCompletion], trouble: _Trouble | None
 ) -> ScheduleRequest:
-    """Build the request for a server, for the pending completions. ``failed``: the last server and its failure."""
+    """Build the request for a server, for the pending completions. ``trouble``: of the last trip."""
+    failed = trouble if trouble and trouble.failed else None
     return ScheduleRequest(
         call.ticket.ticket_id,
         call.ticket.attempt,
         prompt_len=len(call.token_ids) + max(completion.length for completion in pending),
         max_new_tokens=max(completion.budget for completion in pending),
         n=len(pending),
-        failed_server=failed[0] if failed else None,
-        failure=failed[1][:2000] if failed else None,
+        failed_server=failed.server if failed else None,
+        failure=failed.reason[:2000] if failed else None,
         prefix=prefix,
         call=call.name,
         previous=call.previous,
+        avoid=trouble.server if trouble and not trouble.failed else None,
     )

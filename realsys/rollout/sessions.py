@@ -4,6 +4,9 @@
                    │                                      └─ first calls for the same tokens: one request
                    └─ Episode, or an error of this episode ──> Played: enough episodes for a group, or the first error
 
+An episode without a verdict leaves the loss (`error-is-not-data`). It counts as played: the group is trained with the
+others, and nothing is generated again.
+
 Seeds depend only on (ticket seed, episode, number of the call), never on timing: the first call of episode k has
 seed + k, and every later one a seed mixed from all three. A merged first call has the seed of its first episode.
 """
@@ -22,7 +25,7 @@ from msgspec.structs import replace
 
 from realsys.config.schema import Config, SamplingConfig
 from realsys.data.prompts import Prompt
-from realsys.errors import AgentError, RealsysError, StuckError
+from realsys.errors import AgentError, RealsysError, RewardError, StuckError
 from realsys.generation.client import Generated, SamplingSpec
 from realsys.manager.ledger.order import sampling_seed
 from realsys.rollout.agents.base import Agent
@@ -59,11 +62,13 @@ class Played:
 class GroupRules:
     """Conditions for a group.
 
-    min_episodes   episodes that must succeed; 0: all of them
+    min_episodes   episodes that must succeed or have no verdict; 0: all of them
+    least          episodes with a verdict: 2 if advantages compare them with each other
     needs_correct  ``train.ppo.filter`` uses the success rate, so each episode must be right or wrong
     """
 
     min_episodes: int = 0
+    least: int = 1
     needs_correct: bool = False
 
 
@@ -209,12 +214,19 @@ class GroupPlayer:
     """Player of all episodes of a ticket; one object per RolloutWorker."""
 
     def __init__(
-        self, agent: Agent, engine: Engine, spec: SamplingSpec, longest_row: int, group: GroupRules | None = None
+        self,
+        agent: Agent,
+        engine: Engine,
+        spec: SamplingSpec,
+        longest_row: int,
+        group: GroupRules | None = None,
+        eval_spec: SamplingSpec | None = None,
     ) -> None:
-        """``longest_row`` is the longest row that training accepts, in tokens."""
+        """``longest_row`` is the longest row that training accepts, in tokens. ``eval_spec``: of evaluations."""
         self._agent = agent
         self._engine = engine
         self._spec = spec
+        self._eval_spec = eval_spec or spec
         self._longest_row = longest_row
         self._rules = group or GroupRules()
         self._defects = Defects()
@@ -223,11 +235,13 @@ class GroupPlayer:
         """Play ``ticket.n`` episodes at the same time.
 
         Raises RolloutSuperseded if the attempt is over, StuckError if the agent has the same defect in every
-        episode of two tickets in a row, and the first error if too few episodes succeeded.
+        episode of two tickets in a row, and the first error if too few episodes succeeded: a RewardError only if no
+        other is the cause.
         """
         begin = time.perf_counter()
-        calls = Calls(self._engine, ticket, self._spec)
-        group = _Playing(ticket, min(self._rules.min_episodes or ticket.n, ticket.n))
+        calls = Calls(self._engine, ticket, self._eval_spec if ticket.kind == "eval" else self._spec)
+        needed = min(self._rules.min_episodes or ticket.n, ticket.n)
+        group = _Playing(ticket, needed, min(self._rules.least, ticket.n))
         sessions = [EpisodeSession(calls, episode) for episode in range(ticket.n)]
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -243,8 +257,8 @@ class GroupPlayer:
             raise calls.superseded
         if problem := self._defects.repeated(ticket.n, list(group.failed.values())):
             raise StuckError(problem)
-        if len(group.episodes) < group.needed:
-            raise next(iter(group.failed.values()))
+        if group.hopeless:
+            raise group.first_error()
         seconds = max(session.seconds for session in sessions)
         extra = {"generate_s": seconds, "reward_s": max(0.0, time.perf_counter() - begin - seconds)}
         return Played([group.episodes[k] for k in sorted(group.episodes)], group.errors(), extra)
@@ -278,17 +292,26 @@ class GroupPlayer:
 
 @dataclass(slots=True)
 class _Playing:
-    """Results of a ticket's episodes so far. ``failed`` is in the order in which they failed."""
+    """Results of a ticket's episodes so far. ``failed`` is in the order in which they failed.
+
+    A group needs ``needed`` episodes that were played, with or without a verdict, and ``least`` with one.
+    """
 
     ticket: Ticket
     needed: int
+    least: int
     episodes: dict[int, Episode] = field(default_factory=dict)
     failed: dict[int, RealsysError] = field(default_factory=dict)
 
     @property
     def hopeless(self) -> bool:
         """True if too few episodes are left for a group."""
-        return len(self.failed) > self.ticket.n - self.needed
+        broken = sum(not isinstance(error, RewardError) for error in self.failed.values())
+        return broken > self.ticket.n - self.needed or len(self.failed) > self.ticket.n - self.least
+
+    def first_error(self) -> RealsysError:
+        """Return the first error that is not a missing verdict, else the first error."""
+        return min(self.failed.values(), key=lambda error: isinstance(error, RewardError))
 
     def errors(self) -> list[str]:
         """Return one line for each episode that failed."""
@@ -297,8 +320,9 @@ class _Playing:
 
 def group_rules(config: Config) -> GroupRules:
     """Return the conditions for a group from the trial's settings."""
-    success = config.train.ppo.filter
-    return GroupRules(config.rollout.min_episodes, needs_correct=success.min > 0 or success.max < 1)
+    success, advantage = config.train.ppo.filter, config.train.ppo.advantage
+    least = 2 if "group" in (advantage.mean, advantage.std) else 1
+    return GroupRules(config.rollout.min_episodes, least, needs_correct=success.min > 0 or success.max < 1)
 
 
 def sampling_spec(config: SamplingConfig, end_of_text: Sequence[int]) -> SamplingSpec:

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from realsys.cluster.failpoint import failpoint
 from realsys.data.prompts import Prompt
-from realsys.errors import RealsysError, StuckError
+from realsys.errors import RealsysError, RewardError, StuckError
 from realsys.manager.ledger.events import Outcome
 from realsys.manager.messages import (
     MAX_TICKETS,
@@ -35,6 +35,7 @@ from realsys.manager.messages import (
     FinishReply,
     FinishRequest,
 )
+from realsys.reward.pool import VerifierPool
 from realsys.rollout.defects import one_line
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.sessions import Played
@@ -77,6 +78,7 @@ class LoopParts:
     player: Player
     prompts: Prompts
     pusher: Push
+    verifiers: VerifierPool
 
 
 class _Stopped(Exception):
@@ -156,6 +158,7 @@ class RolloutLoop:
     async def _rollout(self, ticket: Ticket) -> None:
         """Run one ticket from prompt to finish. Raises StuckError, and errors of reporting the finish."""
         stuck: StuckError | None = None
+        outcome: Outcome = "failed"
         try:
             episodes = await self._produce(ticket)
         except RolloutSuperseded as error:
@@ -164,6 +167,8 @@ class RolloutLoop:
         except RealsysError as error:
             log.warning("ticket %s attempt %d failed: %s", ticket.ticket_id, ticket.attempt, one_line(str(error)))
             reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, RewardError) and ticket.kind == "train":
+                outcome = "rejected"  # to sample the prompt again would not decide it
             stuck = error if isinstance(error, StuckError) else None
         except Exception as error:  # the request boundary: a defect fails its ticket, with the traceback here
             log.exception("ticket %s attempt %d failed", ticket.ticket_id, ticket.attempt)
@@ -174,7 +179,7 @@ class RolloutLoop:
             await self._finish(ticket, "accepted", "", episodes)
             return
         self.failed += 1
-        await self._finish(ticket, "failed", reason, [])
+        await self._finish(ticket, outcome, reason, [])
         if stuck is not None:
             raise stuck
 
@@ -212,6 +217,8 @@ class RolloutLoop:
             one_line(reason),
             [answer_of(ticket, episode) for episode in episodes],
             tokens_by_server(episodes),
+            self._parts.verifiers.waiting,
+            self._parts.verifiers.undecided,
         )
         reply = await self._parts.manager.finish(request)
         if not reply.known:

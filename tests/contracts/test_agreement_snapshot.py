@@ -26,7 +26,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2", "m2", "p2", "d2p2"])
-def test_tokens_are_scored_with_the_version_that_sampled_them(folders: dict[str, Path], layout: str) -> None:
+def test_tokens_are_scored_with_their_own_version(folders: dict[str, Path], layout: str) -> None:
     """The log-probs of version 0 count as recorded by the engine; then the weights move far, to version 1."""
     config = Config.model_validate({"train": {"microbatch_tokens": 48, "ppo": {"behav_imp_weight_cap": 0.0}}})
     placed = parse_allocation(f"sglang.d1+actor.{layout}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from realsys.generation.client import GenerationClient, SamplingSpec
+from realsys.generation.progress import Received
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.rollout.partial import Call, PartialRolloutManager
 from realsys.types import Ticket
@@ -76,11 +77,32 @@ def servers(tmp_path: Path) -> Iterator[tuple[Process, Process, dict[int, object
             process.join()
 
 
-def generate(servers, chunk: int, end: Callable[[Process], None]):
-    """Begin completions at the first server and end it in the middle; return them with the manager's requests."""
+class Watched(GenerationClient):
+    """A client that shows what has arrived before the replies."""
+
+    arrived: list[Received]
+
+    async def generate(self, url, input_ids, spec, *, rid, seed, received=None):
+        self.arrived.append(received)
+        return await super().generate(url, input_ids, spec, rid=rid, seed=seed, received=received)
+
+
+def generate(servers, chunk: int, end: Callable[[Process], None], progress_s: float = 0.0):
+    """Begin completions at the first server and end it in the middle; return them with the manager's requests.
+
+    With ``progress_s`` the server ends once the client has all tokens that it sampled.
+    """
     first, second, models, paths = servers
 
-    async def test(client: GenerationClient):
+    async def test(_: GenerationClient):
+        client = Watched(BOUND_S, progress_s=progress_s)
+        client.arrived = []
+        try:
+            return await roll_out(client)
+        finally:
+            await client.close()
+
+    async def roll_out(client: Watched):
         places = Places({"first": first.url, "second": second.url})
         for name, version in (("first", 1), ("second", 2)):
             assert (await client.update_weights(places.urls[name], str(paths[version]), version, BOUND_S)).success
@@ -90,6 +112,8 @@ def generate(servers, chunk: int, end: Callable[[Process], None]):
         async with asyncio.timeout(BOUND_S):
             while not (await client.server_info(places.urls["first"])).paused:
                 assert not rollout.done()
+            while progress_s and sum(len(one.tokens) for one in client.arrived[0].completions) < PAUSE_AFTER:
+                await client.server_info(places.urls["first"])
             places.gone = True
             end(first)
             answers = await rollout
@@ -110,8 +134,19 @@ def test_killed_server_costs_only_its_current_piece(servers):
     assert requests[-1].failure is not None and "connection failed" in requests[-1].failure
 
 
-def test_stopped_server_hands_over_unfinished_completions(servers):
-    answers, requests = generate(servers, 0, Process.stop)
+def test_killed_server_costs_nothing_that_had_arrived(servers):
+    """One request for whole completions: the client has their tokens since the last line at the latest."""
+    answers, requests = generate(servers, 0, Process.kill, progress_s=0.02)
+    for answer in answers:
+        assert answer.versions.tolist() == [1] * 50 + [2] * 10
+        assert [tokens for _, tokens in answer.route] == [50, 10]
+    assert [request.failed_server for request in requests] == [None, "first"]
+    assert [request.max_new_tokens for request in requests] == [60, 10]
+
+
+@pytest.mark.parametrize("progress_s", [0.0, 0.02])
+def test_stopped_server_hands_over_unfinished_completions(servers, progress_s):
+    answers, requests = generate(servers, 0, Process.stop, progress_s)
     assert sum(answer.versions.tolist().count(1) for answer in answers) >= PAUSE_AFTER
     for answer in answers:
         assert set(answer.versions.tolist()) == {1, 2}

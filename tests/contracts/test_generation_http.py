@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from realsys.errors import GenerationError
-from realsys.generation.client import SamplingSpec
+from realsys.errors import ServerBusy, ServerFailed, ServerSilent
+from realsys.generation.client import GenerationClient, SamplingSpec, generated_so_far
+from realsys.generation.progress import Received
 from tests.support.serving.generation_models import VOCAB, chosen, reference_logprobs
 from tests.support.serving.generation_servers import (
     BOUND_S,
@@ -166,7 +167,123 @@ def test_requests_of_a_disconnected_client_end(server):
     drive(test)
 
 
-def test_full_server_answers_503(server):
+class Watched(Received):
+    """Tokens that a client has received; ``grown`` is set by every line."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.grown = asyncio.Event()
+
+    def take(self, line: bytes) -> None:
+        super().take(line)
+        self.grown.set()
+
+
+def with_progress(test):
+    """Run ``test(client)`` with a client that requests progress every 20 ms."""
+
+    async def body():
+        client = GenerationClient(BOUND_S, progress_s=0.02)
+        try:
+            async with asyncio.timeout(BOUND_S):
+                await test(client)
+        finally:
+            await client.close()
+
+    asyncio.run(body())
+
+
+@samples
+def test_tokens_arrive_before_the_reply(server):
+    """Whatever has arrived is the beginning of the reply, with its log-probs and versions."""
+
+    async def test(client):
+        received, seen = Watched(3), []
+        spec = SamplingSpec(max_new_tokens=480, n=3)
+        request = asyncio.create_task(client.generate(server.url, PROMPT, spec, rid="a", seed=5, received=received))
+        while not request.done():
+            received.grown.clear()
+            seen.append([one.tokens.tolist() for one in generated_so_far(received)])
+            await asyncio.wait((request, asyncio.create_task(received.grown.wait())), return_when="FIRST_COMPLETED")
+        answers = await request
+        for so_far, answer in zip(generated_so_far(received), answers, strict=True):
+            count = len(so_far.tokens)
+            assert so_far.tokens.tolist() == answer.tokens[:count].tolist()
+            assert so_far.logprobs.tolist() == answer.logprobs[:count].tolist()
+            assert so_far.versions.tolist() == answer.versions[:count].tolist()
+            check(server, answer)
+        if server.seeded:  # the pieces of SGLang are longer than these completions
+            assert any(tokens for tokens in seen[-1])
+
+    with_progress(test)
+
+
+@samples
+def test_request_behind_others_is_not_silent(server):
+    """Its limit is on progress: the work on the requests before it counts, however long it waits."""
+    if not server.seeded:
+        pytest.skip("SGLang reports progress by pieces, which are longer than the limit of this test")
+
+    async def test(_):
+        client = GenerationClient(0.5, progress_s=0.05)
+        try:
+            crowd = [client.generate(server.url, PROMPT, LONG, rid=f"c{k}", seed=k) for k in range(12)]
+            assert len(await asyncio.gather(*crowd)) == 12
+        finally:
+            await client.close()
+
+    drive(test)
+
+
+def test_paused_server_is_silent_not_failed(server):
+    async def test(client):
+        await client.pause(server.url, "in_place")
+        impatient = GenerationClient(0.3, progress_s=0.05)
+        with pytest.raises(ServerSilent, match="no answer and no progress within 0.3 s"):
+            await impatient.generate(server.url, PROMPT, LONG, rid="a", seed=1)
+        await impatient.close()
+        async with asyncio.timeout(BOUND_S):  # the request of a client that left ends
+            while (await client.server_info(server.url)).queued:
+                pass
+        await client.resume(server.url)
+
+    drive(test)
+
+
+@samples
+def test_server_works_while_it_samples(server, monkeypatch):
+    monkeypatch.setattr("realsys.generation.client.WATCH_S", 0.1)
+
+    async def test(client):
+        assert await client.works(server.url) is False  # it has no request, so ours is lost
+        assert await client.works("http://127.0.0.1:1") is False
+        if server.seeded:  # SGLang counts tokens when it returns a piece
+            crowd = Crowd(client, server.url)
+            await until_decoding(client, server.url)
+            assert await client.works(server.url) is True
+            await crowd.finish()
+        await client.pause(server.url, "in_place")
+        assert await client.works(server.url) is True
+        await client.resume(server.url)
+
+    drive(test)
+
+
+def test_client_that_leaves_a_stream_frees_its_places(server):
+    async def test(client):
+        await client.pause(server.url, "in_place")
+        received = Watched(1)
+        gone = asyncio.create_task(client.generate(server.url, PROMPT, LONG, rid="g", seed=1, received=received))
+        await received.grown.wait()  # the first line: the reply has begun
+        gone.cancel()
+        while (await client.server_info(server.url)).queued:
+            pass
+        await client.resume(server.url)
+
+    with_progress(test)
+
+
+def test_full_server_is_busy_not_failed(server):
     async def test(client):
         await client.pause(server.url, "in_place")
         spec = SamplingSpec(max_new_tokens=4, n=server.max_answers)
@@ -174,7 +291,7 @@ def test_full_server_answers_503(server):
         async with asyncio.timeout(BOUND_S):
             while (await client.server_info(server.url)).queued < server.max_answers:
                 pass
-        with pytest.raises(GenerationError, match="status 503: queue full") as refused:
+        with pytest.raises(ServerBusy, match="status 429: queue full") as refused:
             await client.generate(server.url, PROMPT, SamplingSpec(max_new_tokens=4), rid="b", seed=1)
         assert refused.value.retryable
         assert server.url in str(refused.value)
@@ -219,7 +336,7 @@ def test_bad_requests_get_400_and_one_line(server, path, body, message):
 
 def test_dead_server_is_a_retryable_named_error():
     async def test(client):
-        with pytest.raises(GenerationError, match=r"http://127\.0\.0\.1:1/generate: connection failed") as error:
+        with pytest.raises(ServerFailed, match=r"http://127\.0\.0\.1:1/generate: connection failed") as error:
             await client.generate("http://127.0.0.1:1", PROMPT, LONG, rid="a", seed=1)
         assert error.value.retryable
 

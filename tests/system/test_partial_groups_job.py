@@ -1,4 +1,4 @@
-"""A whole job in which some episodes fail: their groups are trained without them, and nothing becomes a reward of 0."""
+"""A whole job in which some completions have no verdict: groups are trained without them, and none has reward 0."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ def verify(item):
 """
 
 
-def test_groups_train_without_their_failed_episodes(tmp_path: Path) -> None:
+def test_groups_train_without_undecided_episodes(tmp_path: Path) -> None:
     (tmp_path / "picky.py").write_text(VERIFIER)
     settings = [
         "data.verifier=picky:verify",
-        "rollout.min_episodes=1",
         "rollout.group_size=4",
         "train.total_steps=3",
         "warmup.steps=60",  # completions that end: one that is cut off is not judged

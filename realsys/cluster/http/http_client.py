@@ -22,15 +22,21 @@ MAX_REPLY = 1 << 30  # bytes; 64 answers of 32,768 tokens are 90 MB
 _CONNECT_TIMEOUT_S = 10.0
 _SHOWN = 300  # characters of a reply that is not the JSON of an error
 _HEADERS = {"Content-Type": "application/json"}
+#: Receives a line of a reply without its end.
+OnLine = Callable[[bytes], None]
 _PLAIN = {"Accept-Encoding": "identity"}  # unpacked, a reply that is small on the wire could have any size
 
 
 class CallFailed(Exception):
-    """A call without a usable reply. ``status`` is 0 if no reply came. ``reason`` and the message are one line each."""
+    """A call without a usable reply. ``status`` is 0 if no reply came. ``reason`` and the message are one line each.
 
-    def __init__(self, reason: str, status: int = 0) -> None:
+    ``timed_out``: no reply came within the time limit, and no connection broke.
+    """
+
+    def __init__(self, reason: str, status: int = 0, *, timed_out: bool = False) -> None:
         self.reason = reason
         self.status = status
+        self.timed_out = timed_out
         super().__init__(f"status {status}: {reason}" if status else reason)
 
 
@@ -56,10 +62,17 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def call(
-        self, url: str, body: object, timeout_s: float, connect_timeout_s: float = _CONNECT_TIMEOUT_S
+        self,
+        url: str,
+        body: object,
+        timeout_s: float,
+        connect_timeout_s: float = _CONNECT_TIMEOUT_S,
+        on_line: OnLine | None = None,
     ) -> bytes:
         """POST ``body`` as JSON, or GET if it is None. Returns the body of the reply.
 
+        With ``on_line`` the reply may begin with lines: ``on_line`` gets each when it arrives, without its end, and
+        the rest is returned. ``timeout_s`` then bounds the time without a byte from the server, not the whole call.
         Raises CallFailed for any status but 200, and if no reply comes. Raises Fenced without a lease.
         """
         data = None if body is None else msgspec.json.encode(body)
@@ -75,14 +88,15 @@ class HttpClient:
                 case "garbage":
                     data = b"{\xff"
             for _ in range(repeat):
-                status, payload = await self._exchange(url, data, timeout_s, connect_timeout_s)
+                status, payload = await self._exchange(url, data, (timeout_s, connect_timeout_s), on_line)
             match self._faults(True):
                 case "drop":
                     raise ConnectionResetError("the reply was lost")
                 case "garbage":
                     payload = b"{\xff"
         except TimeoutError as error:
-            raise CallFailed(f"no answer within {timeout_s:g} s") from error
+            what = "no answer" if on_line is None else "no answer and no progress"
+            raise CallFailed(f"{what} within {timeout_s:g} s", timed_out=True) from error
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed(f"connection failed: {str(error) or type(error).__name__}") from error
         if status != 200:
@@ -110,14 +124,17 @@ class HttpClient:
         await self.close()
 
     async def _exchange(
-        self, url: str, data: bytes | None, timeout_s: float, connect_timeout_s: float
+        self, url: str, data: bytes | None, bounds_s: tuple[float, float], on_line: OnLine | None
     ) -> tuple[int, bytes]:
+        """Return status and body. ``bounds_s``: of the call (or of its silence), and of the connection."""
         if self._session is None:
             self._session = _open_session(self._headers, keepalive_timeout=self._keepalive_timeout)
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_timeout_s)
+        limit_s, connect_s = bounds_s
+        total_s, silence_s = (limit_s, None) if on_line is None else (None, limit_s)
+        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=connect_s, sock_read=silence_s)
         method = "GET" if data is None else "POST"
         async with self._session.request(method, url, data=data, timeout=timeout) as response:
-            return response.status, await _read_reply(response)
+            return response.status, await _read_reply(response, on_line if response.status == 200 else None)
 
 
 def _open_session(headers: Mapping[str, str], **connector: float) -> aiohttp.ClientSession:
@@ -143,15 +160,19 @@ async def attempts(limit_s: float, first_delay_s: float = 0.05, last_delay_s: fl
         number, delay = number + 1, min(2 * delay, last_delay_s)
 
 
-async def _read_reply(response: aiohttp.ClientResponse) -> bytes:
-    """Return the whole body. Raises aiohttp.ClientPayloadError as soon as it is known to be too large."""
+async def _read_reply(response: aiohttp.ClientResponse, on_line: OnLine | None) -> bytes:
+    """Return the whole body, or what follows its lines. Raises aiohttp.ClientPayloadError once it is too large."""
     if (response.content_length or 0) > MAX_REPLY:
         raise _too_large(response)
-    body = bytearray()
+    body, size = bytearray(), 0
     async for piece in response.content.iter_any():
         body += piece
-        if len(body) > MAX_REPLY:
+        size += len(piece)
+        if size > MAX_REPLY:
             raise _too_large(response)
+        while on_line is not None and (end := body.find(b"\n")) >= 0:
+            on_line(bytes(body[:end]))
+            del body[: end + 1]
     return bytes(body)
 
 

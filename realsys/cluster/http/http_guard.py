@@ -135,11 +135,10 @@ class Guard:
         return replay
 
     def _guarded(self, send: Send) -> Send:
-        """Return a ``send`` that starts an answer only with the lease."""
+        """Return a ``send`` that sends each part of an answer only with the lease."""
 
         async def guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                await self._alive()
+            await self._alive()
             await send(message)
 
         return guarded

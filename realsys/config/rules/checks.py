@@ -19,6 +19,7 @@ from realsys.config.rules.backend_rules import BackendRules, backend_rules
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
 from realsys.config.rules.resources import check_memory, memory_of_models, process_bytes
+from realsys.config.rules.sampling import evaluation_sampling
 from realsys.config.rules.training_rules import check_training
 from realsys.config.rules.vocabulary_rules import check_vocabulary
 from realsys.config.schema import Config
@@ -39,6 +40,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     _check_generation(config, allocation, backend)
     process_memory = _check_machine(config, allocation, machine, backend)
     _check_rollout(config)
+    evaluation_sampling(config)
     _check_lengths(config)
     check_training(config, allocation, flow)
     _check_data(config)

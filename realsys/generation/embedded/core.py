@@ -21,12 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 
 from realsys.errors import GenerationError
-from realsys.generation.backend import Completion
+from realsys.generation.backend import Completion, Snapshot
 from realsys.generation.embedded.forward.batch import Batch, PrefillBatch
 from realsys.generation.embedded.forward.kv_cache import CacheShape, KVCache
 from realsys.generation.embedded.forward.model import Decoder
@@ -35,6 +34,7 @@ from realsys.generation.embedded.forward.token_store import TokenStore
 from realsys.generation.embedded.forward.weights import ModelWeights
 from realsys.generation.embedded.layout import LayoutPlanner
 from realsys.generation.embedded.prefill import Part, plan_pass
+from realsys.generation.embedded.results import EMPTY, read_result, snapshot_of
 from realsys.generation.embedded.scheduler import LiveCompletion, Request, Scheduler
 from realsys.generation.protocol import UNSYNCED
 from realsys.generation.stop_strings import find_stop, window
@@ -128,9 +128,19 @@ class EngineCore:
 
     def abort(self, request: Request) -> None:
         """End a request now; its completions keep the tokens they have."""
-        empty = Completion(np.empty(0, np.int32), np.empty(0, np.float32), [], "abort")
-        _deliver(self.scheduler.drop_waiting(request, empty))
+        _deliver(self.scheduler.drop_waiting(request, EMPTY))
         self._finish([Ended(completion, "abort") for completion in request.running])
+
+    def snapshot(self, request: Request) -> Snapshot | None:
+        """Return the results of a request as an abort would give them now; None if it fails, for a bad log-prob."""
+        # Not _retire_batch(): to build the batch again would cost every running completion time.
+        lengths = self._batch.by_completion() if self._batch is not None else {}
+        running = {c.index: self._read(Ended(c, "abort"), lengths.get(id(c), c.length)) for c in request.running}
+        if request.failure:
+            self.abort(request)
+            return None
+        work = self.counters.tokens + self.counters.prefilled
+        return snapshot_of(request, running, work if self.scheduler.holds_back(request) else 0)
 
     @property
     def idle(self) -> bool:
@@ -143,10 +153,7 @@ class EngineCore:
 
     @property
     def staging_device(self) -> torch.device:
-        """Device on which new weights are built while the old ones serve: always host memory.
-
-        On an accelerator, the cache may leave no room for two copies of the weights.
-        """
+        """Device for new weights while the old ones serve: an accelerator's cache may leave no room for both."""
         return torch.device("cpu")
 
     @property
@@ -317,24 +324,20 @@ class EngineCore:
             return
         self._retire_batch()
         # All results are read before any slot becomes free: the next step may overwrite a free slot.
-        complete = self.scheduler.finish([(end.completion, self._result(end)) for end in ended])
-        _deliver(complete)
+        results = [(end.completion, self._read(end, end.completion.length)) for end in ended]
+        _deliver(self.scheduler.finish(results))
+        for request in [end.completion.request for end in ended]:
+            if request.failure and not request.done.done():
+                self.abort(request)
 
-    def _result(self, end: Ended) -> Completion:
-        completion = end.completion
-        completion.close_segment(self.version)
-        prompt_length = len(completion.request.prompt)
-        tokens, logprobs = self._store.read(completion.slot, prompt_length, completion.length)
-        # Checked once per completion, not per step: a check on every step would wait for the device.
-        if not np.isfinite(logprobs).all():
-            raise GenerationError(
-                f"weights of version {self.version} give log-probs that are not finite (request "
-                f"{completion.request.rid!r}, completion {completion.index}): the model has diverged or is corrupt"
-            )
-        return Completion(tokens, logprobs, completion.segments, end.reason, end.matched)
+    def _read(self, end: Ended, length: int) -> Completion:
+        return read_result(self._store, end.completion, length, self.version, (end.reason, end.matched))
 
 
 def _deliver(requests: Sequence[Request]) -> None:
-    """Complete the calls of ``requests``, results in the order of their indices."""
+    """Complete the calls of ``requests``: their results in the order of their indices, or their failure."""
     for request in requests:
+        if request.failure:
+            request.done.set_exception(GenerationError(request.failure))
+            continue
         request.done.set_result([request.results[index] for index in range(request.params.n)])

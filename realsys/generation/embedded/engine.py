@@ -18,7 +18,7 @@ from concurrent.futures import Future
 
 from realsys.cluster.failpoint import failpoint
 from realsys.errors import GenerationError
-from realsys.generation.backend import Completion, Load
+from realsys.generation.backend import Completion, Load, Snapshot
 from realsys.generation.embedded.core import EngineCore
 from realsys.generation.embedded.scheduler import Request
 from realsys.generation.embedded.staging import Stager, Update
@@ -203,6 +203,10 @@ class Engine(ThreadedEngine):
         for request in requests:
             self.core.abort(request)
         return bool(requests)
+
+    def _snapshot(self, rid: str) -> Snapshot | None:
+        request = self.core.scheduler.find(rid)
+        return None if request is None else self.core.snapshot(request)
 
     def _drop_cache(self) -> None:
         self.core.drop_cache()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from realsys.errors import GenerationError
+from realsys.errors import GenerationError, ServerBusy
 from realsys.generation.backend import Completion
 from realsys.generation.embedded.layout import Layout, LayoutPlanner, RowGroup
 from realsys.generation.protocol import SamplingParams
@@ -37,6 +37,7 @@ class Request:
     seed: int
     stops: tuple[int, ...]
     done: Future[list[Completion]]
+    failure: str = ""  # reason why it has no results
     admitted: int = 0  # completions taken from the queue so far
     running: list[LiveCompletion] = field(default_factory=list)
     results: dict[int, Completion] = field(default_factory=dict)
@@ -117,10 +118,9 @@ class Scheduler:
         count = request.params.n
         # Free slots count as queue: the next step admits that many.
         if self.queued + count > self.max_queued + len(self._free_slots):
-            raise GenerationError(
+            raise ServerBusy(
                 f"queue full: {self.queued} completions wait and {count} more are requested, "
-                f"max_queued={self.max_queued}: try again later or use another server",
-                retryable=True,
+                f"max_queued={self.max_queued}: try again later or use another server"
             )
         self._by_rid[request.rid] = request
         self._queue.append(request)
@@ -193,6 +193,10 @@ class Scheduler:
     @property
     def can_admit(self) -> bool:
         return bool(self._queue and self._free_slots)
+
+    def holds_back(self, request: Request) -> bool:
+        """Return True if a completion of the request waits for its slot or its prefill: work on others helps it."""
+        return bool(request.waiting) or any(completion in self.prefilling for completion in request.running)
 
     def find(self, rid: str) -> Request | None:
         return self._by_rid.get(rid)

@@ -1,4 +1,4 @@
-"""SGLang's command line and environment. Pure, except that it checks if the model has a tokenizer."""
+"""SGLang's command line and environment. Pure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from realsys.config.rules.sglang import flags
+from realsys.config.schema import SamplingConfig
 
 CPU_SUPPORT = Path(__file__).with_name("cpu_support")
 LOOPBACK = "127.0.0.1"
@@ -21,9 +22,21 @@ _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "_
 _CPU_TOKENS = 65536  # KV cache of a server on CPU, unless the context is longer
 
 
+def needs_tokenizer(sampling: SamplingConfig, options: Mapping[str, Any]) -> bool:
+    """Return True if SGLang needs a tokenizer: for stop strings and min_new_tokens, or because the user wants it.
+
+    Otherwise one process of SGLang would turn every sampled token into text that no caller reads.
+    """
+    skips = options.get("skip-tokenizer-init")
+    return bool(sampling.stop or sampling.min_new_tokens) if skips is None else not skips
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Settings of one start. ``context``: tokens of a sequence; ``options``: of the user, by name without dashes."""
+    """Settings of one start. ``context``: tokens of a sequence; ``options``: of the user, by name without dashes.
+
+    ``tokenizer``: SGLang loads the model's tokenizer and turns every token into text.
+    """
 
     python: str
     model_path: Path
@@ -34,6 +47,7 @@ class Launch:
     threads: int
     gpus: bool
     options: Mapping[str, Any]
+    tokenizer: bool = False
 
     def command(self, port: int) -> list[str]:
         """Return argv. The user's options replace ours, except the address and the model (checked before)."""
@@ -70,7 +84,7 @@ class Launch:
             "tp-size": self.tensor,
             "random-seed": self.seed,
             "log-level": "warning",
-            "skip-tokenizer-init": not (self.model_path / "tokenizer.json").is_file(),
+            "skip-tokenizer-init": not self.tokenizer,
         }
         if not self.gpus:
             options |= {

@@ -12,7 +12,7 @@ from realsys.config.rules.sglang import check_sglang, check_sglang_sampling, int
 from realsys.config.schema import Config
 from realsys.generation.backend import Backend, Change, EngineParts, Materialise
 from realsys.generation.limits import Limits
-from realsys.generation.sglang.arguments import Launch
+from realsys.generation.sglang.arguments import Launch, needs_tokenizer
 from realsys.generation.sglang.engine import Model, SglangEngine
 from realsys.generation.sglang.keeper import Settings
 from realsys.generation.stop_strings import read_tokenizer
@@ -64,7 +64,8 @@ def build_sglang_engine(
     Raises ModelError for a model that realsys cannot train.
     """
     generation, arch = config.generation, read_model(model_path)
-    given, tokenizer = options(generation.sglang), read_tokenizer(model_path)
+    given = options(generation.sglang)
+    tokenizer = read_tokenizer(model_path) if needs_tokenizer(generation.sampling, given) else None
     context = int(given.pop("context-length", 0)) or longest_sequence(config)
     launch = Launch(
         python=interpreter(generation.sglang),
@@ -76,6 +77,7 @@ def build_sglang_engine(
         threads=generation.threads,
         gpus=bool(Machine.here().gpus),
         options=given,
+        tokenizer=tokenizer is not None,
     )
     limits = Limits(
         vocabulary=arch.vocab,
@@ -88,7 +90,6 @@ def build_sglang_engine(
     settings = Settings(
         start_timeout_s=generation.sglang.start_timeout_s,
         max_restarts=generation.sglang.max_restarts,
-        request_timeout_s=generation.request_timeout_s,
         load_timeout_s=config.manager.update_timeout_s,
         silence_timeout_s=generation.sglang.silence_timeout_s,
         drain=not config.asynchronous.interruptible,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from realsys.errors import GenerationError
-from realsys.generation.backend import Change, Completion, Materialise
+from realsys.generation.backend import Change, Completion, Materialise, Snapshot
 from realsys.generation.limits import Limits
 from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
 from realsys.generation.sglang.api import Load
@@ -61,7 +61,7 @@ class SglangEngine:
         self._limits = model.limits
         self._tokenizer = model.tokenizer
         self._on_change = on_change
-        self._traffic = Traffic(model.limits.capacity, settings.request_timeout_s)
+        self._traffic = Traffic(model.limits.capacity)
         self._updater = Updater(
             self._traffic, model.shapes, materialise, drain=settings.drain, timeout_s=settings.load_timeout_s
         )
@@ -125,6 +125,10 @@ class SglangEngine:
     def abort(self, rid: str) -> Future[bool]:
         return self._loop.call(functools.partial(self._abort, rid))
 
+    def snapshot(self, rid: str) -> Future[Snapshot | None]:
+        """Return the state of a request. Tokens of a piece are in it once SGLang has returned the piece."""
+        return self._loop.call(functools.partial(self._snapshot, rid))
+
     def abort_all(self) -> Future[None]:
         return self._loop.call(self._abort_all)
 
@@ -153,6 +157,10 @@ class SglangEngine:
     def _down(self, reason: str) -> None:
         self._traffic.down(reason)
         self._on_change(Change(None, reason))
+
+    async def _snapshot(self, rid: str) -> Snapshot | None:
+        # While SGLang samples, every request in it moves, although its tokens come with the end of a piece only.
+        return self._traffic.snapshot(rid, self._keeper.proofs)
 
     async def _abort(self, rid: str) -> bool:
         running = rid in self._traffic

@@ -47,7 +47,6 @@ class Settings:
 
     start_timeout_s: float
     max_restarts: int
-    request_timeout_s: float
     load_timeout_s: float
     silence_timeout_s: float
     drain: bool = False
@@ -84,6 +83,7 @@ class Keeper:
         self._launch = launch
         self._settings = settings
         self._listener = listener
+        self.proofs = 0  # times that SGLang was seen to sample, or to be paused
 
     async def keep(self) -> NoReturn:
         """Keep the server running. Raises GenerationError if that is impossible; cancel to stop."""
@@ -139,6 +139,7 @@ class Keeper:
             # ``held`` before and after: a pause that begins or ends during the probe explains its silence.
             if held() or await child.samples(http, timeout_s) or held():
                 heard = time.monotonic()
+                self.proofs += 1
         if child.ended.done():
             return child.ended.result()
         return f"has sampled nothing for {limit:g} s (generation.sglang.silence_timeout_s) and is killed"

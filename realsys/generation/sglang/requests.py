@@ -16,13 +16,16 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from realsys.errors import GenerationError
-from realsys.generation.backend import Completion
+from realsys.generation.backend import Completion, Snapshot
 from realsys.generation.protocol import UNSYNCED, SamplingParams, not_default
 from realsys.generation.sglang.api import Piece, Reply
 from realsys.generation.stop_strings import find_stop, window
 from realsys.generation.uniforms import completion_seed
 from realsys.types import I32, FinishReason
 
+#: A longer completion is sampled in pieces, so that its client has its first tokens before its last. SGLang keeps the
+#: cache of a piece, so the next one computes hardly anything again.
+PIECE_TOKENS = 4096
 _UNNAMED = "default"  # SGLang's name for the weights that it started with
 #: parameters that SGLang gets in another form; all others go to it under their own name
 _ADAPTED = {"max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "n", "sampling_seed", "answer_prefix"}
@@ -46,6 +49,7 @@ class Request:
 
     stops      stop tokens of the request and of the model
     tokenizer  finds stop strings; None if the model has none, then no request has stop strings
+    limit      tokens of one piece of a completion
     """
 
     rid: str
@@ -54,6 +58,7 @@ class Request:
     stops: tuple[int, ...]
     completions: list[PartialCompletion]
     tokenizer: Tokenizer | None = None
+    limit: int = PIECE_TOKENS
     aborted: bool = False  # ends with the tokens so far
     recalled: bool = False  # SGLang has to return its pieces early
     rids: list[str] = field(default_factory=list)  # ids of its pieces in SGLang
@@ -119,6 +124,11 @@ class Request:
             self._finish(completion, reply)
             self._cut(completion, begin)
 
+    def snapshot(self, moved: int) -> Snapshot:
+        """Return its results as an abort would give them now."""
+        running = frozenset(k for k, completion in enumerate(self.completions) if completion.finish is None)
+        return Snapshot(self.results(), running, moved)
+
     def results(self) -> list[Completion]:
         return [
             Completion(
@@ -133,6 +143,9 @@ class Request:
 
     def _finish(self, completion: PartialCompletion, reply: Reply) -> None:
         finish = reply.meta_info.finish_reason
+        full = finish.type == "length" and len(reply.output_ids) >= self.limit  # else SGLang's context is full
+        if full and len(completion.tokens) < self.params.max_new_tokens:
+            return
         if finish.type != "abort":
             completion.finish = finish.type
             # A list is for stop tokens that match only together. realsys sends none, so the last token names it.
@@ -160,9 +173,9 @@ class Request:
     def _sampling(self, completion: PartialCompletion) -> dict[str, Any]:
         done = len(completion.tokens)
         sampling = {name: value for name, value in not_default(self.params).items() if name not in _ADAPTED}
-        sampling["max_new_tokens"] = self.params.max_new_tokens - done
+        sampling["max_new_tokens"] = min(self.limit, self.params.max_new_tokens - done)
         if self.params.min_new_tokens > done:
-            sampling["min_new_tokens"] = self.params.min_new_tokens - done
+            sampling["min_new_tokens"] = min(self.limit, self.params.min_new_tokens - done)
         if self.params.stop:
             sampling["stop"] = list(self.params.stop)
         if self.stops:

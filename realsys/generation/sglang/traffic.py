@@ -11,12 +11,14 @@ import itertools
 import time
 from collections.abc import Iterable
 
-from realsys.errors import GenerationError
-from realsys.generation.backend import Completion
+from realsys.errors import GenerationError, ServerBusy
+from realsys.generation.backend import Completion, Snapshot
 from realsys.generation.protocol import UNSYNCED
 from realsys.generation.sglang.keeper import Run
 from realsys.generation.sglang.requests import Request
 
+#: A trip waits in SGLang's queue, too. The keeper ends it much earlier, when SGLang samples nothing.
+_TRIP_TIMEOUT_S = 86400.0
 _RECALL_INTERVAL_S = 0.25
 _RECALL_TIMEOUT_S = 60.0
 
@@ -28,9 +30,8 @@ class Traffic:
     holds          reasons why new trips wait
     """
 
-    def __init__(self, max_answers: int, request_timeout_s: float) -> None:
+    def __init__(self, max_answers: int) -> None:
         self._max_answers = max_answers
-        self._request_timeout_s = request_timeout_s
         self._requests: dict[str, Request] = {}
         self._serials = itertools.count()
         self.run: Run | None = None
@@ -75,10 +76,9 @@ class Traffic:
             raise GenerationError(f"rid={request.rid!r} is the id of a request in progress; ids must be unique")
         waiting = sum(self.open_completions())
         if waiting + request.params.n > self._max_answers:
-            raise GenerationError(
+            raise ServerBusy(
                 f"queue full: {waiting} completions are open and {request.params.n} more were requested, "
-                f"max_answers={self._max_answers}; try again later or another server",
-                retryable=True,
+                f"max_answers={self._max_answers}; try again later or another server"
             )
         self._requests[request.rid] = request
         try:
@@ -100,7 +100,7 @@ class Traffic:
         pieces = request.pieces(self._serials)
         if not self.under_way():
             self._busy_since = time.perf_counter()
-        request.trip = asyncio.ensure_future(run.api.generate(pieces, self._request_timeout_s))
+        request.trip = asyncio.ensure_future(run.api.generate(pieces, _TRIP_TIMEOUT_S))
         try:
             replies = await request.trip
         finally:
@@ -109,6 +109,11 @@ class Traffic:
                 self._busy_s += time.perf_counter() - self._busy_since
         # Without a report from SGLang our version is right: it cannot change while a trip is under way (Updater).
         request.take(replies, None if run.reports else version)
+
+    def snapshot(self, rid: str, moved: int) -> Snapshot | None:
+        """Return the state of a request; None if no request has that id."""
+        request = self._requests.get(rid)
+        return None if request is None else request.snapshot(moved)
 
     def hold(self, why: str) -> None:
         """Start no trip until ``release`` is called for every hold."""

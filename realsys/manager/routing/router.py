@@ -40,6 +40,7 @@ class Router:
         candidates = self._candidates(minimum, held)
         if not candidates:
             return None
+        candidates = [server for server in candidates if server.name != request.avoid] or candidates
         tokens = request.n * (request.prompt_len + request.max_new_tokens)
         self._reservations.release_call(request.ticket_id, request.call)  # its own place must not count against it
         previous, version = (held.server, held.version) if held else request.previous or (None, None)

@@ -24,7 +24,7 @@ from realsys.generation.sglang.update import check_shapes
 from realsys.hf.config import read_model, read_sizes
 from realsys.reward.frames import LENGTH, MAX_REPLY, Reply
 from realsys.reward.outcomes import JournalReader
-from realsys.reward.verifier_process import VerifierProcess
+from realsys.reward.verifier_process import Limits, VerifierProcess
 from realsys.reward.verifiers.base import Verdict
 from realsys.storage.files import FileInfo
 from realsys.train.checkpoint.checkpoint_files import Piece, RankIndex, data_file, rank_stem
@@ -201,7 +201,7 @@ def verifier(_: Path) -> Iterator[Target]:
         process._batches, process._reader = 1, asyncio.StreamReader()
         process._reader.feed_data(data)
         process._reader.feed_eof()
-        return await process._reply(60.0, "to judge")
+        return await process._reply(Limits(60.0, 60.0), "to judge")
 
     def make_journal(spoiler: Spoiler) -> bytes:
         bodies = [spoiler.spoil(spoiler.encode(example(Verdict, spoiler.rng))) for _ in range(3)]

@@ -22,6 +22,14 @@ def behave(item: Item) -> bool:
         threading.Event().wait()
     if answer == "crash":
         os._exit(7)
+    if answer == "crash once":  # the file ``reference`` says that it did
+        if not os.path.exists(reference):
+            open(reference, "w").close()
+            os._exit(7)
+        return True
+    if answer == "spin":
+        while True:
+            pass
     if answer == "raise":
         raise ArithmeticError("cannot\ntell")
     if answer == "none":

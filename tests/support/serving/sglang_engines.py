@@ -68,7 +68,7 @@ class Engines:
         """Start an engine over a stand-in with these flags; return it with the state that it reports."""
         changes: Changes = queue.SimpleQueue()
         limits = Limits(vocabulary=97, eos=(96,), context=64, capacity=8, tokenizer=False, model_path="/models/base")
-        bounds = ("start_timeout_s", "request_timeout_s", "load_timeout_s", "silence_timeout_s")
+        bounds = ("start_timeout_s", "load_timeout_s", "silence_timeout_s")
         values = {**dict.fromkeys(bounds, WAIT_S), "max_restarts": 2, "first_backoff_s": 0.01, **settings}
         engine = SglangEngine(StandIn(flags), Model(limits, SHAPES), materialise, Settings(**values), changes.put)
         if start:

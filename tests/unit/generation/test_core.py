@@ -268,11 +268,54 @@ def test_id_in_use_is_refused(two_models):
     assert not refused.value.retryable
 
 
-def test_overflowing_weights_error_names_their_version(two_models):
-    _, path = two_models[0]
-    core = make_core(path)
+def overflowing(path):
     broken = read_weights(path)
     broken.layers[0].down.fill_(float("nan"))
-    core.swap(broken, 12)
+    return broken
+
+
+def test_overflow_fails_its_request_with_the_version(two_models):
+    """The engine serves later requests with a good version."""
+    _, path = two_models[0]
+    core = make_core(path, max_running=2)
+    core.swap(overflowing(path), 12)
+    with pytest.raises(GenerationError, match="version 12 .*not finite") as caught:
+        run(core, make_request("a", PROMPTS[1], n=3, max_new_tokens=3))
+    assert not caught.value.retryable and core.idle
+    core.swap(read_weights(path), 13)
+    [[good]] = run(core, make_request("b", PROMPTS[1], max_new_tokens=3))
+    assert good.segments == [(13, 3)]
+
+
+def test_overflow_is_found_before_the_end(two_models):
+    """A client that wants progress does not wait for thousands of tokens that cannot be trained."""
+    _, path = two_models[0]
+    core = make_core(path)
+    core.swap(overflowing(path), 12)
+    request = make_request("a", PROMPTS[1], n=2, max_new_tokens=50)
+    core.submit(request)
+    core.step()
+    assert core.snapshot(request) is None and core.idle
     with pytest.raises(GenerationError, match="version 12 .*not finite"):
-        run(core, make_request("a", PROMPTS[1], max_new_tokens=3))
+        request.done.result(0)
+
+
+def test_snapshot_is_the_beginning_of_the_result(two_models):
+    _, path = two_models[0]
+    core = make_core(path, max_running=2)
+    request = make_request("a", PROMPTS[1], n=3, max_new_tokens=8)
+    core.submit(request)
+    for _ in range(4):
+        core.step()
+    first = core.snapshot(request)
+    core.swap(read_weights(path), 7)
+    core.step()
+    second = core.snapshot(request)
+    assert [one.segments for one in first.completions] == [[(-1, 4)], [(-1, 4)], []]
+    assert [one.segments for one in second.completions] == [[(-1, 4), (7, 1)], [(-1, 4), (7, 1)], []]
+    assert first.running == second.running == {0, 1, 2} and second.moved > first.moved
+    finish(core)
+    for early, late in zip(second.completions, request.done.result(0), strict=True):
+        count = len(early.tokens)
+        assert early.tokens.tolist() == late.tokens[:count].tolist()
+        assert early.logprobs.tolist() == late.logprobs[:count].tolist()

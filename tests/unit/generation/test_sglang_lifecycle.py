@@ -180,10 +180,11 @@ def test_silence_counts_only_without_a_pause(monkeypatch):
 
     monkeypatch.setattr(keepers, "_CHECK_INTERVAL_S", 0.0)
     monkeypatch.setattr(keepers, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    settings = keepers.Settings(1.0, 0, 1.0, 1.0, silence_timeout_s=100.0)
+    settings = keepers.Settings(1.0, 0, 1.0, silence_timeout_s=100.0)
     keeper = keepers.Keeper(StandIn(), settings, keepers.Listener(print, print, held_and_counted))
     assert asyncio.run(body()).startswith("has sampled nothing for 100 s")
     assert asked == ["held"] * 20 + ["samples"]
+    assert keeper.proofs == 20  # each of them is progress of the requests that wait
 
 
 def test_restarts_are_bounded(make):

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from realsys.config.rules.sglang import interpreter, options
-from realsys.config.schema import SglangConfig
+from realsys.config.schema import SamplingConfig, SglangConfig
 from realsys.errors import ConfigError, GenerationError
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.sglang.api import Reply
-from realsys.generation.sglang.arguments import CPU_SUPPORT, Launch
+from realsys.generation.sglang.arguments import CPU_SUPPORT, Launch, needs_tokenizer
 from realsys.generation.sglang.requests import Request
 from realsys.generation.stop_strings import read_tokenizer
 from realsys.generation.uniforms import completion_seed
@@ -51,7 +51,7 @@ def test_command_on_a_gpu():
         "--tp-size": "2",
         "--random-seed": "7",
         "--log-level": "warning",
-        "--skip-tokenizer-init": None,  # there is no tokenizer.json in /models/m
+        "--skip-tokenizer-init": None,
         "--model-path": "/models/m",
         "--host": "127.0.0.1",
         "--port": "1234",
@@ -67,9 +67,22 @@ def test_command_on_a_cpu():
     assert flags_of(replace(cpu, context=40_000))["--max-total-tokens"] == str(2 * 40_016)
 
 
-def test_tokenizer_of_a_model_is_used(tmp_path):
-    (tmp_path / "tokenizer.json").touch()
-    assert "--skip-tokenizer-init" not in flags_of(replace(GPU, model_path=tmp_path))
+def test_sglang_with_tokenizer_does_not_skip_it():
+    assert "--skip-tokenizer-init" not in flags_of(replace(GPU, tokenizer=True))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options", "needed"),
+    [
+        ({}, {}, False),  # it would only make text that no caller reads
+        ({"stop": ["end"]}, {}, True),
+        ({"min_new_tokens": 1}, {}, True),
+        ({}, {"skip-tokenizer-init": False}, True),
+        ({"stop": ["end"]}, {"skip-tokenizer-init": True}, False),
+    ],
+)
+def test_tokenizer_is_loaded_only_if_needed(sampling, options, needed):
+    assert needs_tokenizer(SamplingConfig(**sampling), options) is needed
 
 
 def test_options_of_the_user_replace_ours():
@@ -149,6 +162,23 @@ def test_pieces_say_what_is_wanted_in_sglangs_words():
         "no_stop_trim": True,
     }
     assert first.rid != second.rid and len(first.rid) == len(second.rid)
+
+
+def test_long_completion_is_sampled_in_pieces():
+    """Else its client would have none of its tokens before the last one."""
+    one = request(max_new_tokens=6, min_new_tokens=5, n=2)
+    one.limit = 4
+    for piece in one.pieces(itertools.count()):
+        assert (piece.sampling_params["max_new_tokens"], piece.sampling_params["min_new_tokens"]) == (4, 4)
+    one.take([reply([5, 6, 7, 8]), reply([5, 6])], 3)  # the second has filled SGLang's context
+    assert [completion.finish for completion in one.completions] == [None, "length"]
+    so_far = one.snapshot(moved=1)
+    assert so_far.running == {0} and so_far.completions[0].tokens.tolist() == [5, 6, 7, 8]
+    [rest] = one.pieces(itertools.count())
+    assert rest.input_ids == [1, 2, 5, 6, 7, 8]
+    assert (rest.sampling_params["max_new_tokens"], rest.sampling_params["min_new_tokens"]) == (2, 1)
+    one.take([reply([9, 10])], 4)
+    assert one.completions[0].finish == "length" and one.completions[0].segments == [(3, 4), (4, 2)]
 
 
 def test_seeds_of_answers_differ_and_fit_sglang():

@@ -218,6 +218,12 @@ def test_dry_run_prints_every_process_and_writes_nothing(tmp_path: Path, capsys:
     assert not (tmp_path / "runs").exists()
 
 
+def test_start_warns_of_sampling_that_biases_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["run", "experiment=arith", "--dry-run", "generation.sampling.top_p=0.9", f"fileroot={tmp_path / 'runs'}"]
+    assert main(argv) == 0
+    assert capsys.readouterr().out.count("warning: generation.sampling.top_p=0.9: ") == 1
+
+
 def test_dry_run_prints_commands_that_can_be_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "my runs"
     assert main(["run", "experiment=arith", "--dry-run", "--trial", "t", f"fileroot={root}"]) == 0

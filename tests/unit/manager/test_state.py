@@ -14,6 +14,7 @@ from realsys.manager.messages import (
     EvaluateRequest,
     FinishRequest,
 )
+from realsys.manager.metrics import render_metrics
 from realsys.manager.overview import status
 from realsys.manager.routing.rates import RateWindow
 from realsys.manager.settings import ManagerSettings
@@ -54,6 +55,31 @@ def test_evaluation_without_right_or_wrong_has_no_accuracy() -> None:
     state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", "accepted", "", [answer]), 0.0)
     reply = state.evaluations.find("e").reply()
     assert (reply.done, reply.accuracy) == (1, None)
+
+
+def test_metrics_show_the_verifiers_of_each_worker() -> None:
+    state = ready()
+    for worker, waiting, undecided in (("w", 7, 1), ("x", 0, 0), ("w", 2, 3)):
+        (ticket,) = tickets(state, 1)
+        request = FinishRequest(ticket.ticket_id, ticket.attempt, worker, "failed")
+        request.verdicts_waiting, request.verdicts_undecided = waiting, undecided
+        state.finish(request, 0.0)
+    text = render_metrics(state, 0.0)[0].decode()
+    assert 'realsys_verdicts_waiting{worker="w"} 2.0' in text
+    assert 'realsys_verdicts_undecided_total{worker="w"} 3.0' in text
+    assert 'realsys_verdicts_undecided_total{worker="x"} 0.0' in text
+
+
+def test_call_avoids_busy_server_if_another_serves() -> None:
+    state = ready(servers=2)
+    (ticket,) = tickets(state, 1)
+    first = place(state, ticket).server
+    second = place(state, ticket, avoid=first).server
+    assert second != first
+    alone = ready(servers=1)
+    (ticket,) = tickets(alone, 1)
+    only = place(alone, ticket).server
+    assert place(alone, ticket, avoid=only).server == only
 
 
 def test_call_returns_to_server_of_last_call() -> None:

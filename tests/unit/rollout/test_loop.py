@@ -2,57 +2,30 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from realsys.data.prompts import Prompt
-from realsys.errors import DataError, GenerationError, RewardError, StreamError, StuckError, WaitTimeout
-from realsys.manager.messages import AllocateReply, AllocateRequest, FinishReply, FinishRequest
+from realsys.errors import (
+    DataError,
+    GenerationError,
+    NoVerifierError,
+    RewardError,
+    StreamError,
+    StuckError,
+    WaitTimeout,
+)
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.sessions import Played
 from realsys.rollout.worker_loop import LoopParts, RolloutLoop, answer_of
-from realsys.types import Episode, Group, Row, Ticket
+from realsys.types import Episode, Row, Ticket
+from tests.support.serving.rollout_fakes import FakeManager, FakePusher
 
 
 def ticket(number, *, n=2, kind="train", split="train", prompt_index=0):
     return Ticket(str(number), 0, prompt_index, kind=kind, split=split, n=n, version=3)
-
-
-class FakeManager:
-    """Hands out what a test puts in; says when a finish has come."""
-
-    def __init__(self) -> None:
-        self.grants: asyncio.Queue[list[Ticket]] = asyncio.Queue()
-        self.allocations: list[AllocateRequest] = []
-        self.finished: asyncio.Queue[FinishRequest] = asyncio.Queue()
-        self.finish_error: Exception | None = None
-        self.known = True
-
-    async def allocate(self, request: AllocateRequest) -> AllocateReply:
-        self.allocations.append(request)
-        tickets = await self.grants.get()
-        assert len(tickets) <= request.max_tickets
-        return AllocateReply(tickets)
-
-    async def finish(self, request: FinishRequest) -> FinishReply:
-        if self.finish_error is not None:
-            raise self.finish_error
-        self.finished.put_nowait(request)
-        return FinishReply(self.known)
-
-
-class FakePusher:
-    """A pusher that keeps the groups, or raises ``error``."""
-
-    def __init__(self) -> None:
-        self.groups: list[Group] = []
-        self.error: Exception | None = None
-
-    async def push(self, group: Group) -> None:
-        if self.error is not None:
-            raise self.error
-        self.groups.append(group)
 
 
 class FakePrompts:
@@ -102,7 +75,8 @@ class Bench:
     def __init__(self, **options):
         self.manager, self.player, self.prompts, self.pusher = FakeManager(), FakePlayer(), FakePrompts(), FakePusher()
         settings = {"max_groups": 2, "group_size": 2, **options}
-        parts = LoopParts(self.manager, self.player, self.prompts, self.pusher)
+        verifiers = SimpleNamespace(waiting=5, undecided=3)
+        parts = LoopParts(self.manager, self.player, self.prompts, self.pusher, verifiers)
         self.loop = RolloutLoop(parts, "rollout_worker/0", **settings)
         self.stop = asyncio.Event()
 
@@ -164,10 +138,10 @@ def test_evaluation_ticket_is_finished_and_never_pushed():
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (RewardError("verifier math hung"), "RewardError: verifier math hung"),
+        (NoVerifierError("cannot be started"), "NoVerifierError: cannot be started"),
         (GenerationError("no server"), "GenerationError: no server"),
         (ZeroDivisionError("a defect"), "ZeroDivisionError: a defect"),
-        (RewardError("file \udc80\nis gone"), "RewardError: file ? is gone"),
+        (DataError("file \udc80\nis gone"), "DataError: file ? is gone"),
     ],
 )
 def test_failed_rollout_is_reported_without_reward(error, expected):
@@ -179,6 +153,21 @@ def test_failed_rollout_is_reported_without_reward(error, expected):
         assert requests["8"].outcome == "accepted"
         assert [group.ticket.ticket_id for group in bench.pusher.groups] == ["8"]
         assert (bench.loop.accepted, bench.loop.failed) == (1, 1)
+
+    bench_test(body)
+
+
+def test_group_without_verdicts_is_not_generated_again():
+    """Another attempt would cost all its tokens, and the verifier would meet the same completions."""
+
+    async def body(bench, task):
+        for number, kind in ((7, "train"), (8, "eval")):
+            bench.player.errors[str(number)] = RewardError("verifier math hung")
+            bench.grant(ticket(number, kind=kind))
+        requests = {r.ticket_id: r for r in (await bench.finish(), await bench.finish())}
+        assert (requests["7"].outcome, requests["7"].reason) == ("rejected", "RewardError: verifier math hung")
+        assert requests["8"].outcome == "failed"
+        assert (requests["7"].verdicts_waiting, requests["7"].verdicts_undecided) == (5, 3)
 
     bench_test(body)
 

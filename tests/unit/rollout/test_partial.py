@@ -1,75 +1,19 @@
 """Partial rollouts: nothing of an answer is lost or made anew when its server goes away."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
-from realsys.errors import GenerationError
-from realsys.generation.client import Generated, SamplingSpec
-from realsys.manager.messages import ScheduleReply, ScheduleRequest
+from realsys.errors import GenerationError, ServerBusy, ServerFailed, ServerSilent
+from realsys.generation.client import SamplingSpec
 from realsys.rollout import partial
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.partial import Call, PartialRolloutManager
-from realsys.types import FinishReason, Ticket
+from realsys.types import Ticket
+from tests.support.serving.rollout_fakes import STEP, FakeScheduler, FakeServers
 
 PROMPT = [5, 6, 7]
-
-
-STEP = 1000  # a fake server's k-th token after ``length`` input tokens is STEP + length + k
-
-
-def generated(input_len: int, count: int, version: int, reason: FinishReason) -> Generated:
-    """Tokens that say where in the sequence they were sampled, log-probs that say by which version."""
-    tokens = np.arange(STEP + input_len, STEP + input_len + count, dtype=np.int32)
-    return Generated(tokens, np.full(count, -0.5 - version, np.float32), np.full(count, version, np.int32), reason)
-
-
-@dataclass
-class Request:
-    """One request a server got."""
-
-    url: str
-    input_ids: list[int]
-    spec: SamplingSpec
-    rid: str
-    seed: int
-
-
-@dataclass
-class FakeServers:
-    """``script`` is consumed one entry per request: what to answer, or what to raise."""
-
-    script: list[object]
-    calls: list[Request] = field(default_factory=list)
-
-    async def generate(
-        self, url: str, input_ids: Sequence[int], spec: SamplingSpec, *, rid: str, seed: int
-    ) -> list[Generated]:
-        self.calls.append(Request(url, list(input_ids), spec, rid, seed))
-        await asyncio.sleep(0)
-        step = self.script.pop(0)
-        if isinstance(step, Exception):
-            raise step
-        assert isinstance(step, list)
-        return [generated(len(input_ids), *answer) for answer in step]
-
-
-@dataclass
-class FakeScheduler:
-    """Names servers a, b, c, ... in turn; raises what ``error`` says."""
-
-    requests: list[ScheduleRequest] = field(default_factory=list)
-    error: Exception | None = None
-
-    async def schedule(self, request: ScheduleRequest) -> ScheduleReply:
-        if self.error is not None:
-            raise self.error
-        name = chr(ord("a") + len(self.requests) % 26)
-        self.requests.append(request)
-        return ScheduleReply(name, f"http://{name}", 0)
 
 
 def ticket(n=1, **fields):
@@ -77,11 +21,11 @@ def ticket(n=1, **fields):
 
 
 def dead(url="http://a"):
-    return GenerationError(f"{url}/generate: connection failed", retryable=True)
+    return ServerFailed(f"{url}/generate: connection failed")
 
 
-def run(script, n=1, max_new=20, min_new=0, chunk=0, scheduler=None):
-    servers, scheduler = FakeServers(list(script)), scheduler or FakeScheduler()
+def run(script, n=1, max_new=20, min_new=0, chunk=0, scheduler=None, **server):
+    servers, scheduler = FakeServers(list(script), **server), scheduler or FakeScheduler()
     manager = PartialRolloutManager(scheduler, servers)
     spec = SamplingSpec(max_new_tokens=max_new, min_new_tokens=min_new, n=n, new_tokens_per_chunk=chunk)
 
@@ -162,6 +106,47 @@ def test_server_death_loses_only_its_own_segment():
         assert answer.tokens.tolist() == [STEP + 3 + k for k in range(len(answer.tokens))]
         assert answer.versions.tolist()[:4] == [3] * 4
     assert scheduler.requests[2].failed_server == "b" and scheduler.requests[2].n == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "working", "asked", "failed", "avoided"),
+    [
+        (ServerBusy("queue full"), False, [], None, "a"),
+        (ServerSilent("no progress"), True, ["http://a"], None, "a"),
+        (ServerSilent("no progress"), False, ["http://a"], "a", None),
+        (ServerFailed("connection failed"), True, [], "a", None),
+    ],
+)
+def test_only_evidence_is_reported(error, working, asked, failed, avoided, monkeypatch):
+    """A full queue is no evidence against a server, and neither is silence while it works."""
+    monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.001)
+    answers, servers, scheduler = run([error, [(3, 1, "stop")]], working=working)
+    assert len(answers[0].tokens) == 3 and servers.asked == asked
+    assert (scheduler.requests[1].failed_server, scheduler.requests[1].avoid) == (failed, avoided)
+
+
+def test_busy_servers_are_waited_for(monkeypatch):
+    """Many more refusals than failures are allowed, and no token that was sampled before is lost."""
+    monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(partial, "LAST_DELAY_S", 0.0)
+    answers, _, scheduler = run([[(4, 1, "abort")], *[ServerBusy("queue full")] * 500, [(3, 2, "stop")]])
+    assert answers[0].versions.tolist() == [1] * 4 + [2] * 3
+    assert not any(request.failed_server for request in scheduler.requests)
+
+
+def test_wait_for_busy_servers_is_bounded(monkeypatch):
+    monkeypatch.setattr(partial, "MAX_BUSY", 2)
+    monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.0)
+    with pytest.raises(GenerationError, match="3 trips without a token in 3 trips; last: queue full"):
+        run([ServerBusy("queue full")] * 10)
+
+
+def test_tokens_that_arrived_outlive_their_server():
+    answers, servers, scheduler = run([dead(), [(3, 1, "stop")], [(2, 1, "stop")]], n=2, arrived=5)
+    assert [answer.versions.tolist() for answer in answers] == [[0] * 5 + [1] * 3, [0] * 5 + [1] * 2]
+    assert [answer.tokens.tolist() for answer in answers] == [[STEP + 3 + k for k in range(n)] for n in (8, 7)]
+    assert [len(call.input_ids) for call in servers.calls] == [3, 8, 8]
+    assert scheduler.requests[1].failed_server == "a"
 
 
 def test_request_rejected_by_server_is_not_repeated():

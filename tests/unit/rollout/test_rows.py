@@ -31,7 +31,7 @@ class Engine:
     async def schedule(self, request):
         return ScheduleReply(self.rng.choice("ab"), "", 0)
 
-    async def generate(self, url, input_ids, spec, *, rid, seed):
+    async def generate(self, url, input_ids, spec, *, rid, seed, received=None):
         if self.rng.random() < 0.005:
             raise GenerationError("died", retryable=True)
         segments = []

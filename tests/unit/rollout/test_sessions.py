@@ -2,63 +2,22 @@
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 
 from realsys.data.prompts import Prompt
-from realsys.errors import AgentError, GenerationError, RewardError, StuckError
-from realsys.generation.client import Generated, SamplingSpec
+from realsys.errors import AgentError, GenerationError, NoVerifierError, RewardError, StuckError
+from realsys.generation.client import SamplingSpec
 from realsys.rollout.manager_client import RolloutSuperseded
-from realsys.rollout.partial import Call, Deliver
 from realsys.rollout.rows import RowBuilder
 from realsys.rollout.sessions import GroupPlayer, GroupRules, group_rules
 from realsys.stream.codec import decode_group, encode_group
 from realsys.types import Episode, Group, Ticket
 from tests.support.processes.config_trees import changed
+from tests.support.serving.rollout_fakes import FakeEngine
 
 PROMPT = Prompt("a1=", "1", [2, 10, 4])
 SPEC = SamplingSpec(max_new_tokens=9)
-
-
-@dataclass
-class FakeEngine:
-    """The engine of a GroupPlayer: answers a call with ``length`` tokens that tell seed and number of the completion.
-
-    ``errors``: call name -> exception that it raises; ``held``: names of calls that wait for ``gate``.
-    """
-
-    length: int = 3
-    errors: dict[str, Exception] = field(default_factory=dict)
-    held: set[str] = field(default_factory=set)
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
-    calls: list[Call] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)
-    forgotten: list[str] = field(default_factory=list)
-
-    async def generate(self, call: Call, deliver: Deliver | None = None) -> list[Generated]:
-        self.calls.append(call)
-        try:
-            await (self.gate.wait() if call.name in self.held else asyncio.sleep(0))
-        except asyncio.CancelledError:
-            self.cancelled.append(call.name)
-            raise
-        if call.name in self.errors:
-            raise self.errors[call.name]
-        completions = [self.completion(call.seed + k) for k in range(call.spec.n)]
-        for k, completion in enumerate(completions):
-            if deliver is not None:
-                deliver(k, completion)
-        return completions
-
-    def completion(self, seed: int) -> Generated:
-        tokens = (seed + np.arange(self.length) * 1000).astype(np.int32)
-        ones = np.ones(self.length, np.int32)
-        return Generated(tokens, -ones.astype(np.float32), 7 * ones, "stop", (("a", self.length),))
-
-    def discard(self, ticket: Ticket) -> None:
-        self.forgotten.append(ticket.ticket_id)
 
 
 class Script:
@@ -100,6 +59,14 @@ def test_first_calls_of_all_episodes_are_one_request():
     assert [episode.rows[0].tokens[3] for episode in played.episodes] == [400, 401, 402, 403]
     assert engine.calls[0].rid == "17.2.0.0" and engine.forgotten == ["17"]
     assert played.errors == [] and set(played.extra) == {"generate_s", "reward_s"}
+
+
+def test_evaluation_has_its_own_sampling():
+    engine, own = FakeEngine(), SamplingSpec(max_new_tokens=9, temperature=0.5)
+    group = GroupPlayer(Script(), engine, SPEC, 1000, eval_spec=own)
+    for kind in ("train", "eval"):
+        asyncio.run(group.play(Ticket("t", 0, 0, kind=kind, n=1), PROMPT))
+    assert [call.spec.temperature for call in engine.calls] == [1.0, 0.5]
 
 
 def test_first_calls_with_different_tokens_stay_separate():
@@ -152,21 +119,50 @@ def test_two_calls_of_one_episode_run_concurrently():
 
 
 def test_a_failed_episode_costs_only_itself():
-    played = play(Script(errors={2: RewardError("verifier hung")}), FakeEngine(), min_episodes=3)
+    played = play(Script(errors={2: GenerationError("refused")}), FakeEngine(), min_episodes=3)
     assert [episode.reward for episode in played.episodes] == [0.0, 1.0, 3.0]
-    assert played.errors == ["episode 2: RewardError: verifier hung"]
+    assert played.errors == ["episode 2: GenerationError: refused"]
+
+
+def test_episode_without_verdict_costs_only_itself():
+    """Whatever min_episodes is: the others have their verdicts, and their tokens are not sampled again."""
+    hung = {k: RewardError("verifier hung") for k in (1, 2)}
+    played = play(Script(errors=hung), FakeEngine())
+    assert [episode.reward for episode in played.episodes] == [0.0, 3.0]
+    assert played.errors == [f"episode {k}: RewardError: verifier hung" for k in (1, 2)]
+
+
+def test_missing_verdicts_do_not_excuse_other_failures():
+    errors = {0: RewardError("verifier hung"), 1: GenerationError("refused")}
+    with pytest.raises(GenerationError, match="refused"):
+        play(Script(errors=errors), FakeEngine())
+    assert len(play(Script(errors=errors), FakeEngine(), min_episodes=3).episodes) == 2
+
+
+@pytest.mark.parametrize(("mean", "least"), [("group", 2), ("batch", 1)])
+def test_group_needs_verdicts_to_compare(mean, least):
+    """A verdict alone has the advantage 0 if it is compared with its group."""
+    rules = group_rules(changed(f"train.ppo.advantage.mean={mean}", "train.ppo.advantage.std=batch"))
+    hung = {k: RewardError("hung") for k in range(1, 4)}
+    group = GroupPlayer(Script(errors=hung), FakeEngine(), SPEC, 1000, rules)
+    assert rules.least == least
+    if least == 1:
+        assert len(asyncio.run(group.play(Ticket("t", 0, 0, n=4), PROMPT)).episodes) == 1
+    else:
+        with pytest.raises(RewardError, match="hung"):
+            asyncio.run(group.play(Ticket("t", 0, 0, n=4), PROMPT))
 
 
 def test_too_few_episodes_fail_ticket_with_first_error():
-    with pytest.raises(RewardError, match="hung"):
-        play(Script(errors={2: RewardError("hung")}), FakeEngine())
+    with pytest.raises(NoVerifierError, match="cannot be started"):
+        play(Script(errors={2: NoVerifierError("a verifier process cannot be started")}), FakeEngine())
 
 
 def test_episodes_without_hope_are_cancelled():
     """No group can come of it any more, so no further token is sampled for it."""
     engine = FakeEngine(held={"1.0"})
-    agent = Script(prompts={1: [5, 6]}, errors={0: RewardError("hung")})
-    with pytest.raises(RewardError, match="hung"):
+    agent = Script(prompts={1: [5, 6]}, errors={0: GenerationError("refused")})
+    with pytest.raises(GenerationError, match="refused"):
         play(agent, engine)
     assert engine.cancelled == ["1.0"] and engine.forgotten == ["17"]
 
@@ -217,8 +213,7 @@ def test_an_exception_is_logged_once(caplog):
 
 def test_error_inside_exception_group_counts_as_itself():
     group = ExceptionGroup("of a TaskGroup", [ValueError("later"), ExceptionGroup("", [RewardError("hung")])])
-    with pytest.raises(RewardError, match="hung"):
-        play(Script(errors={1: group}), FakeEngine())
+    assert play(Script(errors={1: group}), FakeEngine()).errors == ["episode 1: RewardError: hung"]
 
 
 def test_an_agent_that_cancels_itself_fails_its_episode():
@@ -375,7 +370,7 @@ def test_unknown_correctness_is_refused_if_groups_are_filtered():
     """The master would find out only when the group is there, and could not go on."""
 
     rules = group_rules(changed("train.ppo.filter.min=0.1"))
-    assert rules == GroupRules(0, needs_correct=True) and group_rules(changed()) == GroupRules()
+    assert rules.needs_correct and not group_rules(changed()).needs_correct
     group = GroupPlayer(Script(), FakeEngine(), SPEC, 1000, rules)
     with pytest.raises(AgentError, match="correct is None, but train.ppo.filter needs it"):
         asyncio.run(group.play(Ticket("t", 0, 0, n=2), PROMPT))

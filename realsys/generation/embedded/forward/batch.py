@@ -64,6 +64,10 @@ class Batch:
             watched=[row for row, a in enumerate(completions) if a.request.params.stop],
         )
 
+    def by_completion(self) -> dict[int, int]:
+        """Return the length of each completion, by its ``id()``."""
+        return {id(c): length for c, length in zip(self.completions, self.lengths.tolist(), strict=True)}
+
     def banned(self) -> Tensor | None:
         """Return the (row, token) pairs that must not be drawn in this step, int64 [b, 2], or None.
 

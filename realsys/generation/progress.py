@@ -1,0 +1,102 @@
+"""Tokens of a request on their way from server to client before its reply. Pure, no torch.
+
+    Snapshot ──Delta.line──> Progress ──HTTP──> Received.take ──> completions so far, if the reply never comes
+
+A client that has received a token keeps it when the server dies. The reply repeats all tokens, so lines are read only
+if it does not come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from realsys.generation.backend import Completion, Snapshot
+from realsys.generation.protocol import Part, Progress, segments_of
+from realsys.types import FinishReason
+
+_LINE = msgspec.json.Decoder(Progress)
+
+
+class Delta:
+    """The part of a request's snapshots that its client does not have yet."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, int] = {}  # completion -> tokens
+        self._ended: set[int] = set()
+        self._moved: int | None = None
+
+    def next(self, snapshot: Snapshot) -> Progress | None:
+        """Return the next line; None if nothing has moved since the last one."""
+        moved, self._moved = self._moved, snapshot.moved
+        parts = [
+            self._part(index, completion, index in snapshot.running)
+            for index, completion in enumerate(snapshot.completions)
+            if self._is_new(index, completion, index in snapshot.running)
+        ]
+        return Progress(parts) if parts or moved != snapshot.moved else None
+
+    def _is_new(self, index: int, completion: Completion, running: bool) -> bool:
+        ended = not running and index not in self._ended
+        return ended or len(completion.tokens) > self._sent.get(index, 0)
+
+    def _part(self, index: int, completion: Completion, running: bool) -> Part:
+        begin = self._sent.get(index, 0)
+        self._sent[index] = len(completion.tokens)
+        if not running:
+            self._ended.add(index)
+        return Part(
+            index,
+            begin,
+            completion.tokens[begin:].tolist(),
+            completion.logprobs[begin:].tolist(),
+            segments_of(_after(completion.segments, begin)),
+            None if running else completion.finish_reason,
+        )
+
+
+@dataclass(slots=True)
+class PartsOfOne:
+    """Tokens of one completion that have arrived. ``finish`` is abort while it runs."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: FinishReason = "abort"
+
+
+class Received:
+    """Tokens of a request that have arrived before its reply. ``error``: status and message instead of the reply."""
+
+    def __init__(self, n: int) -> None:
+        self.completions = [PartsOfOne() for _ in range(n)]
+        self.error: tuple[int, str] | None = None
+
+    def take(self, line: bytes) -> None:
+        """Add a line. Raises what ``MALFORMED`` lists, and changes nothing, if it cannot be read."""
+        progress = _LINE.decode(line)
+        versions = [[int(v) for v, count in part.weight_versions for _ in range(count)] for part in progress.parts]
+        for part, sampled in zip(progress.parts, versions, strict=True):
+            if not len(part.output_ids) == len(part.logprobs) == len(sampled):
+                raise ValueError(f"completion {part.index} has not as many log-probs and versions as tokens")
+            if not 0 <= part.index < len(self.completions) or part.begin > len(self.completions[part.index].tokens):
+                raise ValueError(f"completion {part.index} from token {part.begin} on is not expected")
+        for part, sampled in zip(progress.parts, versions, strict=True):
+            one = self.completions[part.index]
+            one.tokens[part.begin :] = part.output_ids
+            one.logprobs[part.begin :] = part.logprobs
+            one.versions[part.begin :] = sampled
+            one.finish = part.finish or "abort"
+        if progress.status:
+            self.error = progress.status, progress.message
+
+
+def _after(segments: list[tuple[int, int]], begin: int) -> list[tuple[int, int]]:
+    """Return the (version, tokens) runs without their first ``begin`` tokens."""
+    rest = []
+    for version, count in segments:
+        skipped = min(begin, count)
+        begin -= skipped
+        rest.append((version, count - skipped))
+    return rest

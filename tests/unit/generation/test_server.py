@@ -1,0 +1,62 @@
+"""HTTP surface: an error after the first line of progress still has its status and its message."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from realsys.cluster.http.http_server import HttpServer
+from realsys.errors import GenerationError, ServerBusy, ServerFailed
+from realsys.generation.backend import Completion, Snapshot
+from realsys.generation.client import GenerationClient, SamplingSpec
+from realsys.generation.progress import Received
+from realsys.generation.server import build_app
+
+TWO = Completion(np.asarray([5, 6], np.int32), np.asarray([-0.5, -1], np.float32), [(3, 2)], "abort")
+
+
+class FailsLater:
+    """An engine whose request fails after its tokens were looked at."""
+
+    def __init__(self, error: GenerationError) -> None:
+        self._error = error
+        self._done: Future[list[Completion]] = Future()
+
+    def generate(self, rid, input_ids, params):
+        return self._done
+
+    def snapshot(self, rid):
+        self._done.set_exception(self._error)
+        looked: Future[Snapshot | None] = Future()
+        looked.set_result(Snapshot([TWO], frozenset({0}), 0))
+        return looked
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "status"),
+    [
+        (GenerationError("not finite"), GenerationError, 400),
+        (GenerationError("it stops", retryable=True), ServerFailed, 503),
+        (ServerBusy("queue full"), ServerBusy, 429),
+    ],
+)
+def test_error_after_progress_keeps_its_kind(error, kind, status):
+    async def ask(url):
+        client, received = GenerationClient(30.0, progress_s=0.01), Received(1)
+        try:
+            with pytest.raises(GenerationError, match=f"status {status}: {error}") as caught:
+                await client.generate(url, [1], SamplingSpec(), rid="a", seed=1, received=received)
+        finally:
+            await client.close()
+        assert type(caught.value) is kind
+        assert received.completions[0].tokens == [5, 6]
+
+    http = HttpServer(build_app(FailsLater(error)))
+    http.start()
+    try:
+        asyncio.run(ask(http.url))
+    finally:
+        http.close()
