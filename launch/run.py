@@ -169,7 +169,9 @@ async def _supervise(
         finished=finished,
         name_store_ready=lambda _: etcd_answers(cluster.name_store.address, cluster.connect_timeout_s),
     )
-    bounds = Bounds(cluster.stop_timeout_s, cluster.master_stop_s, cluster.max_restarts)
+    bounds = Bounds(
+        cluster.stop_timeout_s, cluster.master_stop_s, cluster.max_restarts, min_share=cluster.min_workers_share
+    )
     supervisor = Supervisor(specs, bounds, hooks, inherit=[ready.lock.fd])
     outcome, trouble, unbounded = Outcome("failed", "the display could not be opened"), None, None
     with _reported("show the run"), view:

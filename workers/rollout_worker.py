@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-
 import uvloop
 
 from realsys.cluster.aio import stop_event
@@ -74,6 +72,7 @@ async def serve(ctx: WorkerContext) -> None:
         incarnation=ctx.incarnation,
         max_groups=config.rollout.max_concurrent,
         group_size=config.rollout.group_size,
+        touch_s=config.manager.rollout_lease_s / 4,
     )
     try:
         ctx.set_state("rolling out")
@@ -87,9 +86,6 @@ async def serve(ctx: WorkerContext) -> None:
 
 
 def main() -> None:
-    # Each running call of an engine has a connection: together more than the usual soft limit of open files.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     worker_main("rollout_worker", lambda ctx: uvloop.run(serve(ctx)))
 
 

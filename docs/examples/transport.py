@@ -33,8 +33,8 @@ class MirrorPublisher(DiskPublisher):
         Path(tmp).rename(copy)  # a server finds a whole copy or none
         return dataclasses.replace(made, locator=str(copy))
 
-    def prune(self, newest):
-        return super().prune(newest) + self.copies.prune(newest)
+    def prune(self, in_use):
+        return super().prune(in_use) + self.copies.prune(in_use)
 
     def discard_unfinished(self):
         return super().discard_unfinished() + self.copies.discard_unfinished()

@@ -2,13 +2,18 @@
 
     RolloutWorker, GenerationServer, GserverManager, own etcd   restart alone
     ModelWorkers, MasterWorker: the trainer                     restart together, from the last checkpoint
-    permanent failure, same defect twice in a row, no restarts left      end of the run
+    same defect twice in a row, no restarts left                the run continues without a spare worker, or ends
+    permanent failure                                           end of the run
+
+`spare`: a GenerationServer or a RolloutWorker, if others of its kind have run for much longer than it did. So one bad
+GPU does not end a run that has others, and a fault that all of them share does.
 
 `same-defect`: an exception of the same type with the same stack, twice in a row, would come a third time.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -76,6 +81,7 @@ class Outcome:
     deaths: list[Death] = field(default_factory=list)
     restarted: list[Death] = field(default_factory=list)  # deaths that were followed by a restart
     recovered: frozenset[int] = frozenset()  # pids whose failure a restart repaired, so no cause of a later one
+    given_up: list[str] = field(default_factory=list)  # names of workers without which the run continued
     killed: list[str] = field(default_factory=list)  # names of processes that did not stop in time
 
 
@@ -90,6 +96,7 @@ class Failure:
     cause: Cause
     permanent: bool = False  # a restart would fail in the same way
     checkpoint: int = NO_CHECKPOINT  # step of the newest complete one
+    spare: bool = False  # the run can do without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +115,24 @@ class End:
     deaths: Sequence[Death]
 
 
-Decision = Restart | End
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Decision to continue without a worker that cannot stay up."""
+
+    why: str
+
+
+Decision = Restart | GiveUp | End
+
+
+def is_spare(ran_s: float, others_s: Sequence[float], planned: int, min_share: float) -> bool:
+    """Return True if the run can do without a worker that ran for ``ran_s``.
+
+    ``others_s``: for how long each other worker of its kind has run by now; ``planned``: their number with this one.
+    ``min_share`` of them, and at least one, must have run for more than twice as long: else the fault may be theirs.
+    """
+    steady = sum(other_s > 2 * ran_s for other_s in others_s)
+    return steady >= max(1, math.ceil(min_share * planned))
 
 
 @dataclass(slots=True)
@@ -154,11 +178,17 @@ class RestartPolicy:
         row.pids |= failure.pids
         if failure.permanent:
             return End(ended, failure.deaths)
+        delay = None if repeated else row.backoff.next_delay(failure.ran_s)
+        why = f"after {row.backoff.restarts} restarts (cluster.max_restarts)"
         if repeated:
-            return End(f"{ended}, twice in a row with the same exception at {cause.defect[-1]}", failure.deaths)
-        delay = row.backoff.next_delay(failure.ran_s)
+            why = f"twice in a row with the same exception at {cause.defect[-1]}"
+        if delay is None and failure.spare:
+            self._recovered |= row.pids
+            return GiveUp(why)
+        if repeated:
+            return End(f"{ended}, {why}", failure.deaths)
         if delay is None:
             self._recovered -= row.pids  # the restarts did not help: the cause is the first of the row
-            return End(f"{ended}, after {row.backoff.restarts} restarts (cluster.max_restarts)", row.deaths)
+            return End(f"{ended}, {why}", row.deaths)
         self._recovered |= failure.pids
         return Restart(delay, row.backoff.restarts)

@@ -41,9 +41,11 @@ from realsys.launch.processes.restart_policy import (
     Death,
     End,
     Failure,
+    GiveUp,
     Outcome,
     Restart,
     RestartPolicy,
+    is_spare,
 )
 from realsys.launch.processes.trainer import Trainer
 
@@ -53,6 +55,7 @@ P = ParamSpec("P")
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KILL_TIMEOUT_S = 2.0
+_REPLACEABLE = {"generation_server": "generation servers", "rollout_worker": "RolloutWorkers"}
 _BAD_INPUT = 2  # RealsysError.exit_code of ConfigError, DataError, ModelError
 
 
@@ -68,6 +71,7 @@ class Bounds:
     master_stop_s: float
     max_restarts: int
     first_backoff_s: float = 0.5
+    min_share: float = 0.0  # of the workers of a kind that must be left when one is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ class Supervisor:
         self._outcome: Outcome | None = None
         self._deaths: list[Death] = []
         self._restarted: list[Death] = []
+        self._given_up: list[str] = []
         self._changed = asyncio.Event()  # a process has ended, or the run has to end
         self._hurry = False  # after a second signal: no orderly stop
         self._killing = False
@@ -144,6 +149,7 @@ class Supervisor:
         outcome = self._outcome
         outcome.deaths = self._deaths
         outcome.restarted = self._restarted
+        outcome.given_up = self._given_up
         outcome.recovered = self._policy.recovered
         outcome.killed = killed
         return outcome
@@ -222,7 +228,8 @@ class Supervisor:
             self._end(Outcome("failed", f"{spec.name} {death.how}"))
         elif spec.on_death == "restart":
             ran_s = time.monotonic() - child.started
-            if decided := self._decide(death.name, [death], frozenset({death.pid}), ran_s):
+            spare = self._is_spare(child, ran_s)
+            if decided := self._decide(death.name, [death], frozenset({death.pid}), ran_s, spare=spare):
                 restart, cause = decided
                 child.pending = asyncio.get_running_loop().call_later(restart.delay_s, self._start, child)
                 self._say_restart(cause, restart)
@@ -248,21 +255,48 @@ class Supervisor:
         self._trainer.mark_complete()
 
     def _decide(
-        self, who: str, deaths: list[Death], pids: frozenset[int], ran_s: float, checkpoint: int = NO_CHECKPOINT
+        self,
+        who: str,
+        deaths: list[Death],
+        pids: frozenset[int],
+        ran_s: float,
+        checkpoint: int = NO_CHECKPOINT,
+        *,
+        spare: bool = False,
     ) -> tuple[Restart, Cause] | None:
-        """Ask the policy. Returns the restart to make and the cause; None if the run ends."""
+        """Ask the policy. Returns the restart to make and the cause; None if there is none to make."""
         errors = [error for error in self._hooks.errors() if error.pid in pids]
         logs = {child.spec.name: child.spec.log for child in self._children}
         cause = first_cause(deaths, errors, lambda name: logs.get(name, deaths[0].log))
         assert cause is not None
         permanent = any(error.permanent or error.exit_code == _BAD_INPUT for error in errors)
-        decision = self._policy.decide(Failure(who, deaths, pids, ran_s, cause, permanent, checkpoint))
+        decision = self._policy.decide(Failure(who, deaths, pids, ran_s, cause, permanent, checkpoint, spare))
+        if isinstance(decision, GiveUp):
+            self._give_up(who, cause, decision)
+            return None
         if isinstance(decision, End):
             self._deaths += decision.deaths
             self._end(Outcome("failed", decision.reason))
             return None
         self._restarted.append(next((death for death in deaths if death.pid == cause.pid), deaths[0]))
         return decision, cause
+
+    def _of_kind(self, kind: str) -> list[Child]:
+        return [c for c in self._children if c.spec.kind == kind]
+
+    def _is_spare(self, child: Child, ran_s: float) -> bool:
+        """Return True if the run can do without this worker, which has just ended."""
+        alike, now = self._of_kind(child.spec.kind), time.monotonic()
+        others_s = [now - other.started for other in alike if other.process is not None]
+        return child.spec.kind in _REPLACEABLE and is_spare(ran_s, others_s, len(alike), self._bounds.min_share)
+
+    def _give_up(self, name: str, cause: Cause, decision: GiveUp) -> None:
+        self._given_up.append(name)
+        kind = name.partition("/")[0]
+        alike = [child.spec.name for child in self._of_kind(kind)]
+        left = len(alike) - len(set(alike) & set(self._given_up))
+        goes_on = f"the run continues with {left} of {len(alike)} {_REPLACEABLE[kind]}"
+        self._hooks.say(f"{cause}; given up {decision.why}: {goes_on} ({cause.log})")
 
     def _say_restart(self, cause: Cause, restart: Restart, of: str = "", start: str = "") -> None:
         number = f"restart {restart.number}/{self._bounds.max_restarts}{of} in {restart.delay_s:.1f} s"

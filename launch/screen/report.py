@@ -77,6 +77,7 @@ def summarise(
         },
         "without_signal": totals.without_signal,  # steps
         "recoveries": totals.recoveries,
+        "given_up": outcome.given_up,
         "restarts": [{"process": d.name, "how": d.how, "time": d.time} for d in outcome.restarted],
         "killed_at_stop": outcome.killed,
         "model": str(paths.final_model) if paths.final_model.is_dir() else None,
@@ -144,6 +145,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     if idle := summary.get("without_signal"):
         cause = "every advantage was 0, as when all answers to a prompt get the same reward"
         yield "no signal", f"{idle} of {summary['steps']} steps: {cause}"
+    if summary["given_up"]:
+        yield "given up", ", ".join(summary["given_up"])
     for i, restart in enumerate(summary["restarts"]):
         yield "" if i else "restarts", f"{restart['process']} {restart['how']}"
     if recoveries := summary.get("recoveries"):  # older summaries have none

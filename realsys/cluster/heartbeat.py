@@ -1,9 +1,12 @@
 """A worker's leased heartbeat key, and the threads that notice its loss.
 
-    beat thread      every heartbeat_s: renew the lease, check that the key is still ours, write it again
+    beat thread      every heartbeat_s: renew the lease, check that the key is still ours, write its value if it changed
     deadline thread  waits until the lease must have lapsed by our own clock; a good beat moves that moment
 
     check()          any thread, before an act that others see: raises once that moment has passed
+
+The key exists as long as the lease is renewed, so a beat changes nothing that others see: the manager of 1,000 workers
+sleeps until one of them starts, ends or changes its state.
 
 Two threads, because the beat may hang inside the store (a dead file server, an unreachable etcd) for longer than the
 lease; all other processes then treat this worker as dead, and it must stop. The thread that finds the loss first calls
@@ -73,6 +76,7 @@ class Heartbeat:
         self._on_lost = on_lost
         self._counters: Callable[[], Mapping[str, int]] = dict
         self._state = "starting"
+        self._written = ""
         self._incarnation = self._next_incarnation(terms.last)
         self._due = threading.Event()
         self._condition = threading.Condition()
@@ -82,7 +86,7 @@ class Heartbeat:
         self.lease = store.lease(terms.lease_s)
         # Counted from before the call: the store's own lease can only end later than this.
         self._deadline = began + self.lease.ttl_s
-        self._write()
+        self._write(self._value())
         self._threads = [
             threading.Thread(target=self._beat_loop, name="heartbeat", daemon=True),
             threading.Thread(target=self._deadline_loop, name="heartbeat deadline", daemon=True),
@@ -150,15 +154,15 @@ class Heartbeat:
             problem = f"name store: {self._key} holds {value[:80]!r}, which is not a heartbeat: delete the key"
             raise NameStoreError(problem) from None
 
-    def _write(self) -> None:
-        value = {
-            **self._identity,
-            "incarnation": self.incarnation,
-            "state": self._state,
-            "time": time.time(),
-            "counters": dict(self._counters()),
-        }
-        self._store.add(self._key, json.dumps(value), lease=self.lease, replace=True)
+    def _value(self) -> str:
+        counters = dict(self._counters())
+        return json.dumps(
+            {**self._identity, "incarnation": self.incarnation, "state": self._state, "counters": counters}
+        )
+
+    def _write(self, value: str) -> None:
+        self._store.add(self._key, value, lease=self.lease, replace=True)
+        self._written = value
 
     def _beat_loop(self) -> None:
         """Wait for the next beat or a change of state; end with ``stop`` or a loss."""
@@ -184,7 +188,9 @@ class Heartbeat:
             raise Fenced(f"{self._key} was removed: this worker was declared dead; it must stop")
         if holder > self._incarnation:
             raise Fenced(f"{self._key} was taken over by incarnation {holder}; this one ({self.incarnation}) must stop")
-        self._write()
+        # An older incarnation that was in the middle of a beat may have overwritten the value.
+        if (value := self._value()) != self._written or holder < self._incarnation:
+            self._write(value)
         with self._condition:
             self._deadline = began + self.lease.ttl_s
             self._condition.notify_all()

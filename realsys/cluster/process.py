@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -36,6 +37,16 @@ def configure_logging(worker: str) -> None:
     logging.captureWarnings(True)
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard one.
+
+    A RolloutWorker has a connection for each running call, the manager one for each held call: together more than the
+    usual soft limit. A process beyond its limit cannot connect, and would take its own trouble for that of a server.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def die_with_parent() -> None:

@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 from realsys.cluster import failpoint
 from realsys.cluster.failure import ErrorRecord, record_of, write_error
-from realsys.cluster.process import StopSignals, bounded, configure_logging, die_with_parent, end, flush
+from realsys.cluster.process import (
+    StopSignals,
+    bounded,
+    configure_logging,
+    die_with_parent,
+    end,
+    flush,
+    raise_file_limit,
+)
 from realsys.errors import Fenced, RealsysError, WaitTimeout
 
 if TYPE_CHECKING:
@@ -156,6 +164,7 @@ def worker_main(kind: str, body: Body, argv: Sequence[str] | None = None) -> NoR
     trial_dir, index = _parse(kind, argv)
     name = f"{kind}/{index}"
     configure_logging(name)
+    raise_file_limit()
     signals = StopSignals(threading.Event())
     signals.install()
     from realsys.config.paths import TrialPaths  # imports pydantic: not before the arguments are parsed

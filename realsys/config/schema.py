@@ -47,7 +47,14 @@ class ClusterConfig(Section):
     )
     stop_timeout_s: PositiveFloat = Field(8.0, description="seconds that processes have to stop before they are killed")
     max_restarts: NonNegative = Field(
-        5, description="restarts in a row of one stateless worker, or of the trainer, before the run ends"
+        5,
+        description="restarts in a row of one stateless worker, or of the trainer; then the run ends, or continues"
+        " without that worker if others of its kind work",
+    )
+    min_workers_share: Probability = Field(
+        0.0,
+        description="share of the generation servers, and of the RolloutWorkers, that must work when the run gives"
+        " up another one; at least one of each",
     )
     log_mb: PositiveFloat = Field(
         16.0, description="size in MiB above which the log of a process is moved to .log.1, replacing the older part"
@@ -271,7 +278,16 @@ class ManagerConfig(Section):
     )
     update_timeout_s: PositiveFloat = Field(600.0, description="seconds that one server may take for one weight update")
     rollout_lease_s: PositiveFloat = Field(
-        3600.0, description="seconds without news after which a running ticket is reissued"
+        3600.0, description="seconds without news of its RolloutWorker after which a running ticket is reissued"
+    )
+    blame_window_s: PositiveFloat = Field(
+        30.0, description="seconds for which a RolloutWorker's report of a failed generation server counts"
+    )
+    blame_reporters: Annotated[int, Field(ge=2)] = Field(
+        2, description="RolloutWorkers whose reports in the window quarantine a server that answers the manager's probe"
+    )
+    blame_wrong_reports: Positive = Field(
+        3, description="servers that a RolloutWorker may report wrongly in the window before its reports are ignored"
     )
     ledger_compact_mb: PositiveFloat = Field(
         64.0, description="size in MiB above which a snapshot replaces the ledger file; older history is removed"

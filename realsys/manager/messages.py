@@ -98,6 +98,19 @@ class Answer(msgspec.Struct):
     metrics: Metrics = {}
 
 
+class TouchRequest(msgspec.Struct):
+    """POST /touch: ``worker`` still works on the attempts ``running``, (ticket, attempt). Renews their leases."""
+
+    worker: Identifier
+    running: list[tuple[Identifier, Count]]
+
+
+class TouchReply(msgspec.Struct):
+    """``over``: tickets whose attempt has been superseded, or is another worker's."""
+
+    over: list[str] = []
+
+
 class FinishRequest(msgspec.Struct):
     """POST /finish_rollout: the end of one attempt; releases its reservations.
 
@@ -194,11 +207,16 @@ class TrainedRequest(msgspec.Struct):
 
 
 class TrainedReply(msgspec.Struct):
-    """Number of the named tickets that changed state (0 for a repetition); ``lost``: never arrived and reissued."""
+    """Number of the named tickets that changed state (0 for a repetition); ``lost``: never arrived and reissued.
+
+    ``in_use``: versions of this trainer that servers stage or serve, oldest first. The last one is the newest that the
+    manager knows; no server will begin an older one.
+    """
 
     trained: int
     dropped: int
     lost: list[str] = []
+    in_use: list[int] = []
 
 
 class EvaluateRequest(msgspec.Struct):

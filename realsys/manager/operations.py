@@ -36,7 +36,7 @@ class Operation(Generic[Request, Reply]):
     decide    pure: (state, request, unix seconds) -> reply; raises Refusal
     settled   False: the call is held, up to ``held_s`` seconds, and decided again whenever something changes
     caller    name of the worker whose call is held; the wait ends with its heartbeat
-    wakes     whether held calls and weight updates are decided again after this call
+    grants    whether a held call waits for tickets; any other one waits for a server
     syncs     whether the reply waits for an fsync of the journal
     secret    whether a GET needs the token; a POST always does
     trainer   whether the caller is a trainer: status 409 says that a younger one has started (``monotonic``)
@@ -51,7 +51,7 @@ class Operation(Generic[Request, Reply]):
     settled: Callable[[Reply], bool] = _always
     held_s: Callable[[Request], float] = lambda _: 0.0
     caller: Callable[[Request], str] = lambda _: ""
-    wakes: Callable[[ManagerState, Request], bool] = lambda *_: False
+    grants: bool = False
     syncs: Callable[[Request], bool] = lambda _: False
     secret: bool = False
     trainer: bool = False
@@ -76,6 +76,7 @@ ALLOCATE = Operation(
     settled=lambda reply: bool(reply.tickets),
     held_s=lambda request: min(request.wait_s, m.MAX_WAIT_S),
     caller=lambda request: request.worker,
+    grants=True,
 )
 SCHEDULE = Operation(
     path="/schedule_request",
@@ -83,23 +84,15 @@ SCHEDULE = Operation(
     reply=m.ScheduleReply,
     decide=ManagerState.schedule,
     held_s=lambda _: SCHEDULE_WAIT_S,
-    wakes=lambda _, request: request.failed_server is not None,
 )
-FINISH = Operation(
-    path="/finish_rollout",
-    request=m.FinishRequest,
-    reply=m.FinishReply,
-    decide=ManagerState.finish,
-    # An accepted group frees no quota: only a server that is being drained waits for it.
-    wakes=lambda state, request: request.outcome != "accepted" or not state.settings.interruptible,
-)
+TOUCH = Operation(path="/touch", request=m.TouchRequest, reply=m.TouchReply, decide=ManagerState.touch)
+FINISH = Operation(path="/finish_rollout", request=m.FinishRequest, reply=m.FinishReply, decide=ManagerState.finish)
 CLAIM = Operation(path="/claim", request=m.ClaimRequest, reply=m.ClaimReply, decide=ManagerState.claim, trainer=True)
 TRAINED = Operation(
     path="/trained",
     request=m.TrainedRequest,
     reply=m.TrainedReply,
     decide=ManagerState.trained,
-    wakes=_always,
     # A repeated call, too: the first one may have ended before its records were on the disk.
     syncs=lambda request: bool(request.trained or request.dropped),
     trainer=True,
@@ -109,7 +102,6 @@ ROLL_BACK = Operation(
     request=m.RollBackRequest,
     reply=m.RollBackReply,
     decide=ManagerState.roll_back,
-    wakes=_always,
     syncs=_always,  # the incarnation that this one replaces stays replaced though the machine dies
     trainer=True,
     log_line=lambda request, reply: (
@@ -121,7 +113,6 @@ EVALUATE = Operation(
     request=m.EvaluateRequest,
     reply=m.EvaluateReply,
     decide=ManagerState.evaluate,
-    wakes=_always,
     trainer=True,
     refresh=True,
 )
@@ -152,7 +143,7 @@ STATUS = Operation(
     reply=dict[str, Any],
     decide=lambda state, _, now: status(state, now, state.started),
 )
-_OF_WORKERS = (ALLOCATE, SCHEDULE, FINISH)
+_OF_WORKERS = (ALLOCATE, SCHEDULE, TOUCH, FINISH)
 _OF_TRAINER = (ROLL_BACK, CLAIM, TRAINED, EVALUATE)
 _READS = (EVALUATION, DATA_POSITION, VERSION, HEALTH, STATUS)
 OPERATIONS: tuple[Operation[Any, Any], ...] = (*_OF_WORKERS, *_OF_TRAINER, *_READS)

@@ -28,6 +28,7 @@ def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
         "servers": servers(state, now),
         "rollout": weight_updates(state),
         "workers": workers(state, now),
+        "blame": {"suspects": state.servers.reports.suspects(now), "ignored": state.servers.reports.ignored},
         "ledger": ledger(state),
         "staleness": staleness(state),
         "throughput": {
@@ -145,7 +146,7 @@ def workers(state: ManagerState, now: float) -> list[dict[str, Any]]:
             "incarnation": beat.incarnation,
             "state": beat.state,
             "up_s": now - beat.since,
-            "age_s": max(0.0, now - (beat.time or beat.changed)),
+            "unchanged_s": now - beat.changed,
             "running": running.get(name, 0),
             "refused": {what: count for what, count in beat.counters.items() if count},
         }

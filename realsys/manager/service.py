@@ -2,7 +2,10 @@
 
     call ──> decide (pure) ──> append events ──> wake held calls ──> fsync where the operation asks for it ──> reply
                  ^                                    │
-                 └────────── not settled: held until something changes
+                 └── not settled: held ───────────────┘
+
+A wake is as small as the change: an allocation is woken only if there is a ticket for it, a schedule request only if a
+server has changed, the tasks of a server only if that server has something to decide.
 
 No code here awaits between reading the state and changing it, so no lock is needed (``no-wait-for-the-dead``).
 """
@@ -10,7 +13,10 @@ No code here awaits between reading the state and changing it, so no lock is nee
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -40,6 +46,50 @@ class Signal:
     def fire(self) -> None:
         self._event.set()
         self._event = asyncio.Event()
+
+
+class HeldAllocations:
+    """Allocations that wait for tickets, in the order of their arrival.
+
+    A woken one has its turn until its next decision; until then its ticket counts as taken. If it gets none, it keeps
+    its place. Take a ``place`` once per call, and end with ``decided``.
+    """
+
+    def __init__(self) -> None:
+        self._places = itertools.count()
+        self._waiting: dict[int, asyncio.Event] = {}
+        self._turns: set[int] = set()  # woken, and not decided yet
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._turns)
+
+    @property
+    def turns(self) -> int:
+        """Number of allocations that have been woken, and have not decided yet."""
+        return len(self._turns)
+
+    def place(self) -> int:
+        return next(self._places)
+
+    async def wait(self, place: int, timeout_s: float) -> None:
+        """Wait for a turn, or until the time is over."""
+        event = self._waiting[place] = asyncio.Event()
+        try:
+            await wait_for(event, timeout_s)
+        finally:
+            self._waiting.pop(place, None)
+
+    def wake(self, tickets: int) -> None:
+        """Give a turn to as many allocations as there are ``tickets``, longest wait first."""
+        for place in heapq.nsmallest(max(0, tickets - len(self._turns)), self._waiting):
+            self._turns.add(place)
+            self._waiting.pop(place).set()
+
+    def decided(self, place: int) -> bool:
+        """End the turn of a call. Returns True if it had one."""
+        had = place in self._turns
+        self._turns.discard(place)
+        return had
 
 
 async def wait_for(event: asyncio.Event, timeout_s: float | None) -> None:
@@ -79,7 +129,10 @@ class ManagerService:
         self.state = state
         self.journal = journal
         self.clock = steady_clock()
-        self.changed = Signal()
+        self.changed = Signal()  # a server or the routes
+        self.grants = HeldAllocations()
+        self._servers: defaultdict[str, Signal] = defaultdict(Signal)
+        self._revision = -1  # revision of the servers at the last wake
         self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.closing = False
         self.compaction = asyncio.Event()  # the journal has grown beyond its limit
@@ -90,6 +143,11 @@ class ManagerService:
         """Answer the held calls, so that the server can stop."""
         self.closing = True
         self.changed.fire()
+        self.grants.wake(len(self.grants))
+
+    def server(self, name: str) -> Signal:
+        """Return the signal that a server's tasks have something to decide."""
+        return self._servers[name]
 
     async def call(self, operation: Operation[Request, Reply], request: Request, is_gone: IsGone = _stays) -> Reply:
         """Run one operation. ``is_gone`` tells if the caller has disconnected.
@@ -100,20 +158,26 @@ class ManagerService:
         deadline = loop.time() + operation.held_s(request)
         caller = operation.caller(request)
         caller_incarnation = incarnation_of(caller, self.state.workers)
-        while True:
-            changed = self.changed.ticket()
-            reply = self._decide(operation, request)
-            left = deadline - loop.time()
-            settled = not isinstance(reply, NoServer) and operation.settled(reply)
-            if settled or left <= 0 or self.closing:
-                break
-            await wait_for(changed, left)
-            # A ticket granted to a caller that left would run until its lease lapses. A suspended caller keeps its
-            # connection, but not its heartbeat.
-            if await is_gone():
-                break
-            if caller_incarnation and incarnation_of(caller, self.state.workers) != caller_incarnation:
-                break
+        place = self.grants.place()
+        try:
+            while True:
+                self.grants.decided(place)
+                changed = self.changed.ticket()
+                reply = self._decide(operation, request)
+                left = deadline - loop.time()
+                settled = not isinstance(reply, NoServer) and operation.settled(reply)
+                if settled or left <= 0 or self.closing:
+                    break
+                await (self.grants.wait(place, left) if operation.grants else wait_for(changed, left))
+                # A ticket granted to a caller that left would run until its lease lapses. A suspended caller keeps its
+                # connection, but not its heartbeat.
+                if await is_gone():
+                    break
+                if caller_incarnation and incarnation_of(caller, self.state.workers) != caller_incarnation:
+                    break
+        finally:
+            if self.grants.decided(place):
+                self._wake()  # the caller has left: the next one has the turn
         if isinstance(reply, NoServer):
             raise reply
         if operation.syncs(request):
@@ -121,22 +185,30 @@ class ManagerService:
         return reply
 
     def _decide(self, operation: Operation[Request, Reply], request: Request) -> Reply | NoServer:
-        wakes = operation.wakes(self.state, request)
+        self.state.asking, self.state.promised = len(self.grants), self.grants.turns
         try:
             reply: Reply | NoServer = operation.decide(self.state, request, self.clock())
         except NoServer as refusal:
             reply = refusal
         self.commit()
-        if wakes:
-            self.changed.fire()
+        self._wake()
         return reply
 
     def settle(self, change: T) -> T:
-        """Commit a change that name store or clock made, and wake held calls if ``change`` is true. Returns it."""
+        """Commit a change that name store, clock or a server made, and wake what waits for it. Returns ``change``."""
         self.commit()
-        if change:
-            self.changed.fire()
+        self._wake()
         return change
+
+    def _wake(self) -> None:
+        """Wake the tasks and the calls whose decision may be another one now."""
+        for name in self.state.take_due():
+            self._servers[name].fire()
+        if self._revision != self.state.servers.revision:
+            self._revision = self.state.servers.revision
+            self.changed.fire()
+        if self.grants:
+            self.grants.wake(self.state.grantable())
 
     def commit(self) -> None:
         """Append the events in the outbox to the journal.

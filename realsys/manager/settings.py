@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from realsys.config.schema import Config
+from realsys.manager.routing.health import BlameRules
 from realsys.manager.routing.servers import Pace
 
 
@@ -24,6 +25,7 @@ class ManagerSettings:
     routing: str = "sticky"
     interruptible: bool = True
     pace: Pace = field(default_factory=Pace)
+    blame: BlameRules = field(default_factory=BlameRules)
     stale_policy: str = "drop"
 
     @classmethod
@@ -45,4 +47,5 @@ class ManagerSettings:
             routing=manager.routing,
             interruptible=config.asynchronous.interruptible,
             pace=Pace(manager.rolling_fraction, manager.rolling_retry_timeout_s) if rolling else Pace(),
+            blame=BlameRules(manager.blame_window_s, manager.blame_reporters, manager.blame_wrong_reports),
         )

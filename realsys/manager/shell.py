@@ -190,7 +190,7 @@ class Manager:
     def _on_status(self, tree: Tree) -> None:
         for key, value in tree.items():
             self.service.state.master = self._decoded(key, value, dict[str, object]) or {}
-            self.service.changed.fire()
+            self.service.settle(None)
 
     async def _refresh_version(self) -> None:
         """Read the published version, for a caller that published just before it called."""

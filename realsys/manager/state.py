@@ -31,14 +31,20 @@ class ManagerState(TrialState):
     # -- calls of the RolloutWorkers ---------------------------------------------------------------------------------
 
     def allocate(self, request: m.AllocateRequest, now: float) -> m.AllocateReply:
-        """Grant up to ``max_tickets``: problems of evaluations first, then train tickets while ``admission`` allows."""
+        """Grant up to ``max_tickets``: problems of evaluations first, then train tickets while ``admission`` allows.
+
+        A worker gets its share of what can be granted. It may ask again immediately.
+        """
         runs = self.running_attempt
         if before := self.repeats.find(request.worker, request.request_id, lambda *attempt: runs(*attempt) is not None):
             return m.AllocateReply(before)
         incarnation = request.incarnation or incarnation_of(request.worker, self.workers)
+        if incarnation != incarnation_of(request.worker, self.workers):
+            self.unseen[request.worker] = now
         tickets: list[Ticket] = []
         reason: m.RefusalReason | None = None
-        while len(tickets) < request.max_tickets and reason is None:
+        most = min(request.max_tickets, self.share())
+        while len(tickets) < most and reason is None:
             ticket = self.evaluations.grant(request.worker, incarnation, self.router.routes, self.version, now)
             if ticket is None and (reason := self.refusal()) is None:
                 event = self.ledger.grant(request.worker, incarnation, self.version, now, request.request_id)
@@ -48,10 +54,12 @@ class ManagerState(TrialState):
             if ticket is not None:
                 tickets.append(ticket)
                 self.repeats.remember(request.worker, request.request_id, ticket)
-        return m.AllocateReply(tickets) if tickets else m.AllocateReply([], reason, RETRY_AFTER_S)
+        if tickets:
+            return m.AllocateReply(tickets)
+        return m.AllocateReply([], reason or self.refusal() or "staleness", RETRY_AFTER_S)
 
     def schedule(self, request: m.ScheduleRequest, now: float) -> m.ScheduleReply:
-        """Choose a server and reserve a place on it. A reported failure puts that server in quarantine first.
+        """Choose a server and reserve a place on it. A failure that it reports is counted first.
 
         Raises NotRunning for an attempt that is over, NoServer if no server may take the request now.
         """
@@ -65,14 +73,26 @@ class ManagerState(TrialState):
         minimum = attempt.evaluation.started.version if isinstance(attempt, RunningProblem) else None
         held = self.reservations.get(request.ticket_id, request.call)
         if request.failed_server is not None and held is not None and held.server == request.failed_server:
-            self.servers.report_failure(held.server, held.epoch, request.failure or "a rollout reported a failure", now)
+            request.avoid = held.server
+            self.servers.report(held.server, held.epoch, attempt.worker, request.failure or "a call failed", now)
             self.reservations.release_call(request.ticket_id, request.call)
             held = None
         request.failed_server = None  # a held call is decided again, and must not report the failure twice
-        reply = self.router.place(request, minimum, held)
+        reply = self.router.place(request, minimum, held, attempt.worker)
         if reply is None:
             raise NoServer(self.servers.explain())
         return reply
+
+    def touch(self, request: m.TouchRequest, now: float) -> m.TouchReply:
+        """Renew the leases of the attempts that a worker names: an agent's tool may run for longer than a lease."""
+        over = []
+        for ticket_id, number in request.running:
+            attempt = self.running_attempt(ticket_id, number)
+            if attempt is not None and attempt.worker == request.worker:
+                attempt.news_at = now
+            else:
+                over.append(ticket_id)
+        return m.TouchReply(over)
 
     def finish(self, request: m.FinishRequest, now: float) -> m.FinishReply:
         """End an attempt. Frees its reservations only if it is the current attempt."""
@@ -135,7 +155,8 @@ class ManagerState(TrialState):
             if self.staleness and self.staleness[-1].version == request.version:
                 self.staleness.pop()  # the call is a repetition
             self.staleness.append(StepStaleness(request.step, request.version, dict(request.staleness)))
-        return m.TrainedReply(len(event.tickets) if event else 0, dropped, [event.ticket_id for event in lost])
+        in_use = self.servers.in_use()
+        return m.TrainedReply(len(event.tickets) if event else 0, dropped, [event.ticket_id for event in lost], in_use)
 
     def roll_back(self, request: m.RollBackRequest, now: float) -> m.RollBackReply:
         """Start a trainer from ``request.version``: reissue every ticket that is not in the weights of that version.

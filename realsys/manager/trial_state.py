@@ -10,7 +10,7 @@ No I/O and no clock: ``now`` (unix seconds) is an argument.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from realsys.manager.ledger.evaluations import Evaluations, RunningProblem
 from realsys.manager.ledger.events import EvalAnswered, EvalStarted, Event, Granted, Opened, RolledBack, Snapshot
@@ -22,29 +22,37 @@ from realsys.manager.ledger.tickets import OpenTicket
 from realsys.manager.messages import RefusalReason
 from realsys.manager.routing.placement import Reservations, make_strategy
 from realsys.manager.routing.rates import Throughput
-from realsys.manager.routing.rollout_workers import Heartbeat, Held, is_lost, observe
+from realsys.manager.routing.rollout_workers import Heartbeat, Held, is_lost, observe, renewed
 from realsys.manager.routing.router import Router
 from realsys.manager.routing.servers import ServerRegistry, UpdateOrder
 from realsys.manager.settings import ManagerSettings
 from realsys.types import ServerAddress, Ticket
 
 NO_VERSION = -1
+#: Seconds that the watch may be behind a worker that asks for tickets. A worker that ended just before its call was
+#: decided has no heartbeat after them, and its tickets are reissued.
+UNSEEN_GRACE_S = 10.0
 
 
 class TrialState:
     """Ledger, evaluations, servers, reservations and workers of one trial."""
 
-    def __init__(self, settings: ManagerSettings, *, backoff_s: float = 0.5, backoff_max_s: float = 30.0) -> None:
-        """``backoff_s`` doubles with each failed update of a server, up to ``backoff_max_s``."""
+    def __init__(self, settings: ManagerSettings) -> None:
         self.settings = settings
         self.bound = StalenessBound(settings.batch_groups, settings.eta)
         order = PromptOrder(settings.seed, settings.split_sizes["train"], settings.total_epochs)
         self.ledger = Ledger(order, settings.max_attempts)
         self.evaluations = Evaluations(settings.max_attempts)
-        self.servers = ServerRegistry(self.bound, settings.pace, backoff_s=backoff_s, backoff_max_s=backoff_max_s)
+        self.servers = ServerRegistry(self.bound, settings.pace, settings.blame)
         self.reservations = Reservations()
         self.router = Router(self.servers, self.reservations, make_strategy(settings.routing))
         self.workers: dict[str, Heartbeat] = {}
+        self.rollout_workers = 0  # heartbeats of RolloutWorkers
+        self._observed = False  # heartbeats have been seen since the start
+        self.unseen: dict[str, float] = {}  # worker -> time of a grant to an incarnation whose heartbeat is not there
+        # Other allocations that are held, and those of them that have been woken for a ticket; the shell counts them.
+        self.asking = 0
+        self.promised = 0
         self.repeats = Repeats()
         self.unplaced: list[tuple[str, int]] = []  # attempts that ran when the manager before this one ended
         self.outbox: list[Event] = []
@@ -75,6 +83,26 @@ class TrialState:
             return "exhausted"
         return None if self.bound.admits(self.ledger.counted + 1, self.version) else "staleness"
 
+    def grantable(self) -> int:
+        """Return how many tickets can be granted now, at most as many as there are prompts left."""
+        problems = sum(
+            len(evaluation.waiting)
+            for evaluation in self.evaluations.by_id.values()
+            if evaluation.waiting and self.router.routes(evaluation.started.version)
+        )
+        if self.refusal() is not None:
+            return problems
+        return problems + self.bound.headroom(self.ledger.counted, self.version)
+
+    def share(self) -> int:
+        """Return the most tickets that one allocation may get: the same for all workers that may ask, at least one.
+
+        A ticket that is promised to another allocation is not taken. ``refusal`` alone says whether any is granted.
+        """
+        grantable = self.grantable()
+        equal = max(1, -(-grantable // max(self.asking + 1, self.rollout_workers)))
+        return min(equal, grantable - self.promised) if self.promised else equal
+
     def running_attempt(self, ticket_id: str, attempt: int) -> OpenTicket | RunningProblem | None:
         """Return a running attempt of training or of an evaluation, None if it is over or unknown."""
         return self.ledger.running_attempt(ticket_id, attempt) or self.evaluations.running_attempt(ticket_id, attempt)
@@ -82,7 +110,7 @@ class TrialState:
     # -- journal -----------------------------------------------------------------------------------------------------
 
     def restore_from(self, events: Iterable[Event]) -> None:
-        """Replay a journal into a fresh state. Running tickets keep the lease they had."""
+        """Replay a journal into a fresh state."""
         for event in events:
             if not isinstance(event, EvalStarted | EvalAnswered):
                 self.ledger.apply(event)
@@ -112,8 +140,9 @@ class TrialState:
         )
         if event := self.ledger.bind(opened):
             self.outbox.append(event)
-        for ticket in self.ledger.open.values():  # a clock that was set back must not prolong the leases
-            ticket.news_at = min(ticket.news_at, now)
+        for ticket in self.ledger.open.values():
+            # Renewals are not in the journal, so every lease starts again. A clock that was set back prolongs nothing.
+            ticket.news_at = now if ticket.state == "running" else min(ticket.news_at, now)
 
     def snapshot(self, now: float) -> Snapshot:
         """Return the state of ledger and evaluations as one record that replaces the journal."""
@@ -143,13 +172,37 @@ class TrialState:
         self.throughput.observe_servers([server.name for server in self.servers.all()], lost)
 
     def observe_workers(self, heartbeats: dict[str, str], now: float) -> list[str]:
-        """Take over all heartbeat keys (worker name -> JSON). Returns the tickets of lost workers, now reissued."""
-        self.workers = observe(heartbeats, self.workers, now)
+        """Take over all heartbeat keys (worker name -> JSON). Returns the tickets of lost workers, now reissued.
+
+        Only the tickets of workers that have come, gone or restarted are looked at; the first time all tickets, because
+        workers may have ended while no manager ran.
+        """
+        before, self.workers = self.workers, observe(heartbeats, self.workers, now)
+        self.rollout_workers = sum(beat.kind == "rollout_worker" for beat in self.workers.values())
+        if self._observed:
+            return self._lose_workers(renewed(before, self.workers), now)
+        self._observed = True
         return self._lose(lambda held: is_lost(held, self.workers), "worker lost", now)
 
     def expire(self, now: float) -> list[str]:
-        """Reissue running tickets without news for ``lease_s``; returns them."""
-        return self._lose(lambda held: now - held.news_at > self.settings.lease_s, "lease lapsed", now)
+        """Reissue running tickets without news for ``lease_s``, and those of workers that never had a heartbeat."""
+        unseen = {worker for worker, since in self.unseen.items() if now - since > UNSEEN_GRACE_S}
+        for worker in unseen:
+            del self.unseen[worker]
+        lost = self._lose_workers(unseen, now)
+        return lost + self._lose(lambda held: now - held.news_at > self.settings.lease_s, "lease lapsed", now)
+
+    def _lose_workers(self, workers: Collection[str], now: float) -> list[str]:
+        if not workers:
+            return []
+        return self._lose(lambda held: held.worker in workers and is_lost(held, self.workers), "worker lost", now)
+
+    def take_due(self) -> set[str]:
+        """Return the servers whose tasks have something to decide, once."""
+        due, self.servers.due = self.servers.due, set()
+        if not self.settings.interruptible:  # a draining server waits for the end of its calls
+            due.update(server.name for server in self.servers.all() if server.draining)
+        return due
 
     def begin_update(self, order: UpdateOrder, now: float) -> bool:
         """Return True if the update may start now. If completions may not be interrupted, drain the server first."""

@@ -1,8 +1,12 @@
-"""Weight updates: one task per server incarnation, so that a slow or dead server delays no other (``fenced-weights``).
+"""Weight updates and probes: two tasks per server incarnation, so that a slow or dead server delays no other.
 
-published / registered / quarantined ──> next_order ──> probe or POST /update_weights_from_disk
+published / registered ──> next_order ──> probe or POST /update_weights_from_disk
     ├── success ──> verified (routable)
-    └── failure, timeout ──> quarantined ──> back-off ──> next_order, with the version that is newest then
+    └── failure, timeout ──> probed; back-off ──> next_order, with the version that is newest then
+
+suspected / quarantined ──> next_probe ──> GET /model_info
+    ├── reply ──> healthy
+    └── failure, timeout ──> quarantined ──> back-off ──> next_probe
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Iterable
 
 from realsys.errors import GenerationError
 from realsys.generation.client import GenerationClient
-from realsys.manager.routing.servers import Idle, Server, UpdateOrder
+from realsys.manager.routing.servers import Idle, Probe, Server, UpdateOrder
 from realsys.manager.service import ManagerService, wait_for
 from realsys.types import ServerAddress
 
@@ -26,7 +30,7 @@ LOAD_KEYS = ("running", "queued", "kv_tokens", "kv_capacity", "generated_tokens"
 
 
 class WeightUpdates:
-    """Owns the update tasks in the group ``tasks``: an unexpected error in one ends the process."""
+    """Owns the tasks of all servers in the group ``tasks``: an unexpected error in one ends the process."""
 
     def __init__(
         self, service: ManagerService, client: GenerationClient, tasks: asyncio.TaskGroup, timeout_s: float
@@ -35,18 +39,20 @@ class WeightUpdates:
         self._client = client
         self._group = tasks
         self._timeout_s = timeout_s
-        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._tasks: dict[tuple[str, str], list[asyncio.Task[None]]] = {}
 
     def observe(self, addresses: Iterable[ServerAddress]) -> None:
-        """Take over the current list of servers: start a task per new incarnation, cancel those of lost servers."""
+        """Take over the current list of servers: start the tasks of new incarnations, cancel those of lost servers."""
         self._service.state.observe_servers(addresses)
         present = {(s.name, s.address.incarnation) for s in self._service.state.servers.all()}
         for key in list(self._tasks.keys() - present):
-            self._tasks.pop(key).cancel()
+            for task in self._tasks.pop(key):
+                task.cancel()
         for name, incarnation in sorted(present - self._tasks.keys()):
-            task = self._group.create_task(self._drive(name, incarnation), name=f"update {name}")
-            self._tasks[name, incarnation] = task
-        self._service.changed.fire()
+            update = self._group.create_task(self._drive(name, incarnation), name=f"update {name}")
+            watch = self._group.create_task(self._watch(name, incarnation), name=f"probe {name}")
+            self._tasks[name, incarnation] = [update, watch]
+        self._service.settle(None)
 
     async def poll_load(self, period_s: float) -> None:
         """Fetch every server's load for ever, for /status only; a server that does not reply shows none.
@@ -70,24 +76,51 @@ class WeightUpdates:
             await asyncio.gather(asyncio.sleep(period_s), *asks)
 
     def close(self) -> None:
-        for task in self._tasks.values():
+        for task in [task for tasks in self._tasks.values() for task in tasks]:
             task.cancel()
         self._tasks.clear()
 
     async def _drive(self, name: str, incarnation: str) -> None:
         state, clock = self._service.state, self._service.clock
         while True:
-            changed = self._service.changed.ticket()
+            changed = self._service.server(name).ticket()
             order = state.servers.next_order(name, incarnation, clock())
             if order is None:
                 return
             if isinstance(order, Idle):
                 await wait_for(changed, None if order.until is None else max(0.0, order.until - clock()))
             elif not state.begin_update(order, clock()):
-                await wait_for(changed, None)  # draining: every finished rollout fires the signal
+                await wait_for(changed, None)  # draining: the end of every call fires the signal
             else:
                 await self._update(order)
-                self._service.changed.fire()
+                self._service.settle(None)
+
+    async def _watch(self, name: str, incarnation: str) -> None:
+        """Probe the server whenever it is suspected or quarantined."""
+        servers, clock = self._service.state.servers, self._service.clock
+        while True:
+            changed = self._service.server(name).ticket()
+            probe = servers.next_probe(name, incarnation, clock())
+            if probe is None:
+                return
+            if isinstance(probe, Idle):
+                await wait_for(changed, None if probe.until is None else max(0.0, probe.until - clock()))
+            else:
+                await self._probe(probe)
+                self._service.settle(None)
+
+    async def _probe(self, probe: Probe) -> None:
+        servers, clock = self._service.state.servers, self._service.clock
+        try:
+            info = await self._client.model_info(probe.url, min(PROBE_TIMEOUT_S, self._timeout_s))
+        except GenerationError as error:
+            if servers.silent(probe, str(error), clock()):
+                log.warning("%s: quarantined, it does not answer: %s", probe.server, error)
+            return
+        suspects = servers.answered(probe, info.weight_version, info.model_path, clock())
+        log.info("%s: answers, and serves version %s", probe.server, info.weight_version)
+        for worker in suspects:
+            log.warning("%s reported several servers that answer: its reports are ignored for a while", worker)
 
     async def _update(self, order: UpdateOrder) -> None:
         servers = self._service.state.servers
@@ -101,7 +134,7 @@ class WeightUpdates:
                     raise GenerationError(f"{order.url}: took version {order.target.version}, but does not report it")
         except GenerationError as error:
             servers.failed(order, str(error), self._service.clock())
-            log.warning("%s: version %d failed, quarantined: %s", order.server, order.target.version, error)
+            log.warning("%s: version %d failed: %s", order.server, order.target.version, error)
         else:
             seconds = time.perf_counter() - begin
             servers.succeeded(order, seconds, timings)

@@ -196,7 +196,7 @@ class TrainLoop:
         """
         intake = self._parts.intake
         statistics = batch_statistics(batch.samples, version=step - 1)
-        await self._parts.manager.trained(
+        reply = await self._parts.manager.trained(
             TrainedRequest(
                 step=step,
                 version=step,
@@ -207,6 +207,7 @@ class TrainLoop:
                 held=intake.held(),
             )
         )
+        self._parts.publisher.keep(reply.in_use)
         return statistics
 
     async def _save(self, step: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,6 +98,7 @@ class Publisher:
         self._timeout_s = timeout_s
         self.newest: PublishedVersion | None = None
         self._logged: set[str] = set()  # locators whose problem has been logged
+        self._in_use: dict[int, str] = {}  # locators of the versions that a server may still stage or serve
         self._repairs = 0  # times that the newest version was written again
         self._verified = False  # the newest version has been read, and is good
 
@@ -119,9 +120,11 @@ class Publisher:
         published = PublishedVersion(version, self._incarnation, locator, step, self._transport)
         await self._version_key.set(published)
         self.newest = published
+        self._in_use[version] = locator
         self._repairs = 0
         self._verified = False
-        removed = await self._on_disk(version, lambda: self._weights.prune(locator))
+        in_use = list(self._in_use.values())
+        removed = await self._on_disk(version, lambda: self._weights.prune(in_use))
         self._log_once(removed.problems)
         log.info(
             "published version %d (%s), %.1f of %.1f MB written, pruned %d",
@@ -132,6 +135,15 @@ class Publisher:
             len(removed.gone),
         )
         return {"save": saved - start, "publish": time.perf_counter() - saved}
+
+    def keep(self, versions: Sequence[int]) -> None:
+        """Keep from now on the versions in use, as the manager names them (``fenced-weights``), and all newer ones.
+
+        A server may begin those at any moment. Before the first call every version of this trainer is kept.
+        """
+        newest = max(versions, default=-1)
+        kept = {version: locator for version, locator in self._in_use.items() if version in versions}
+        self._in_use = kept | {version: locator for version, locator in self._in_use.items() if version > newest}
 
     async def _write(self, version: int, step: int, base: str, *, replace: str = "") -> tuple[Committed, float]:
         """Have every rank write, and commit. Returns the version, and when the ranks were done.
@@ -243,7 +255,7 @@ class Publisher:
 def unserved(status: Mapping[str, Any], version: int) -> bool:
     """Return True if servers have tried to load the newest version and none has it."""
     servers = status["servers"]
-    tried = any(server["state"] == "quarantined" and server["error"] for server in servers)
+    tried = any(server["failures"] for server in servers)
     return tried and status["version"] == version and not any(server["version"] == version for server in servers)
 
 

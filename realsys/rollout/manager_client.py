@@ -58,7 +58,7 @@ class _Query(Generic[Reply]):
 class ManagerClient:
     """Calls of the RolloutWorkers and the master. All raise WaitTimeout when the manager stays away.
 
-    allocate, finish                     of tickets and attempts
+    allocate, touch, finish              of tickets and attempts
     schedule                             waits for a routable server; raises RolloutSuperseded when the attempt is
                                          over, GenerationError when no server becomes routable
     claim, trained, roll_back, evaluate  raise Fenced for an older trainer, StreamError for a contradiction
@@ -67,6 +67,7 @@ class ManagerClient:
 
     allocate = _Method(operations.ALLOCATE)
     schedule = _Method(operations.SCHEDULE)
+    touch = _Method(operations.TOUCH)
     finish = _Method(operations.FINISH)
     claim = _Method(operations.CLAIM)
     trained = _Method(operations.TRAINED)

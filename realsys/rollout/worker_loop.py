@@ -34,6 +34,8 @@ from realsys.manager.messages import (
     Answer,
     FinishReply,
     FinishRequest,
+    TouchReply,
+    TouchRequest,
 )
 from realsys.reward.pool import VerifierPool
 from realsys.rollout.defects import one_line
@@ -48,6 +50,8 @@ class Manager(Protocol):
     """The part of ManagerClient that this module needs."""
 
     async def allocate(self, request: AllocateRequest) -> AllocateReply: ...
+
+    async def touch(self, request: TouchRequest) -> TouchReply: ...
 
     async def finish(self, request: FinishRequest) -> FinishReply: ...
 
@@ -100,12 +104,16 @@ class RolloutLoop:
         group_size: int,
         hold_s: float = MAX_WAIT_S,
         incarnation: str = "",
+        touch_s: float = 60.0,
     ) -> None:
+        """``touch_s``: seconds between two renewals of the leases of the running attempts."""
         self._parts = parts
         self._worker = worker
         self._incarnation = incarnation
         self._group_size = group_size
         self._hold_s = hold_s
+        self._touch_s = touch_s
+        self._attempts: set[tuple[str, int]] = set()  # running
         self._free = max_groups * group_size  # episodes
         self._freed = asyncio.Event()
         self.running = 0  # rollouts in progress
@@ -117,6 +125,7 @@ class RolloutLoop:
         try:
             async with asyncio.TaskGroup() as tasks:  # the first error, or the stop, cancels all others
                 tasks.create_task(_stop(stop), name="stop")
+                tasks.create_task(self._touch(), name="touch")
                 await self._feed(tasks)
         except ExceptionGroup as errors:
             for error in errors.exceptions:
@@ -133,6 +142,13 @@ class RolloutLoop:
             for ticket in (await self._allocate()).tickets:
                 self._start(ticket, tasks)
 
+    async def _touch(self) -> None:
+        """Renew the leases of all running attempts, for ever: a tool may run for longer than a lease."""
+        while True:
+            await asyncio.sleep(self._touch_s)
+            if self._attempts:
+                await self._parts.manager.touch(TouchRequest(self._worker, sorted(self._attempts)))
+
     async def _allocate(self) -> AllocateReply:
         begin = time.monotonic()
         count = min(self._free // self._group_size, MAX_TICKETS)
@@ -146,10 +162,13 @@ class RolloutLoop:
     def _start(self, ticket: Ticket, tasks: asyncio.TaskGroup) -> None:
         self._free -= ticket.n
         self.running += 1
+        attempt = ticket.ticket_id, ticket.attempt
+        self._attempts.add(attempt)
 
         def ended(_: asyncio.Task[None]) -> None:
             self._free += ticket.n
             self.running -= 1
+            self._attempts.discard(attempt)
             self._freed.set()
 
         task = tasks.create_task(self._rollout(ticket), name=f"rollout {ticket.ticket_id}")

@@ -21,8 +21,8 @@ Every transport must keep these rules; the rest of the system relies on them:
 - ``older-is-refused``: versions are ordered by (incarnation, version). ``stage`` refuses a version
   that is older than one it has staged, and a process of an older incarnation cannot change what a
   newer one has written.
-- ``kept-while-needed``: ``prune`` keeps the newest version, and everything that a kept version
-  refers to.
+- ``kept-while-needed``: ``prune`` keeps the newest version, those that a server stages or serves,
+  and everything that a kept version refers to.
 
 A writer, a publisher and a reader live in three processes, often on three machines. They share only
 the configuration, the plan, the reports and the locator.
@@ -159,10 +159,11 @@ class WeightPublisher(Protocol):
     def verify(self, locator: str, version: int) -> None:
         """Read a version as a server does, every byte. Raises WeightsError if it is damaged."""
 
-    def prune(self, newest: str) -> Removed:
-        """Delete versions beyond ``weights.keep_versions``, but none that a kept one needs.
+    def prune(self, in_use: Sequence[str]) -> Removed:
+        """Delete versions beyond ``weights.keep_versions``, but none in use, and none that a kept one needs.
 
-        ``newest``: locator of the version published last.
+        ``in_use``: locators of the version published last, and of those that a server may stage or
+        serve.
         """
 
     def discard_unfinished(self) -> Removed:

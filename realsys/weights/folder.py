@@ -12,7 +12,6 @@ from pathlib import Path
 from realsys.config.rules.machine import Machine
 from realsys.generation.backend import Materialised
 from realsys.weights.base import WeightReader
-from realsys.weights.disk.dtypes import dtype_name
 from realsys.weights.disk.manifest import auxiliary_files
 
 
@@ -35,6 +34,8 @@ class FolderWriter:
         OSError if it cannot be written.
         """
         from safetensors.torch import save_file
+
+        from realsys.weights.disk.dtypes import dtype_name
 
         staged = self.reader.stage(locator, version)
         begin = time.perf_counter()

@@ -152,7 +152,7 @@ def test_group_that_never_arrived_wakes_held_allocation(tmp_path: Path) -> None:
         held = asyncio.create_task(t.allocate(1, wait_s=BOUND_S))
         kept = [[ticket["ticket_id"], 0] for ticket in tickets[1:]]
         reply = await t.post("/trained", step=0, version=0, incarnation=A, held=kept)
-        assert reply == {"trained": 0, "dropped": 0, "lost": [tickets[0]["ticket_id"]]}
+        assert reply == {"trained": 0, "dropped": 0, "lost": [tickets[0]["ticket_id"]], "in_use": [0]}
         assert (await held)["tickets"][0]["attempt"] == 1
 
     drive(tmp_path, scenario)
@@ -210,3 +210,17 @@ def test_compaction_under_load_loses_nothing(tmp_path: Path) -> None:
         assert (await t.get("/status"))["ledger"] == before
 
     drive(tmp_path, scenario, ledger_compact_mb=4 / 1024)
+
+
+def test_reported_server_that_is_dead_is_quarantined(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        ticket = (await t.allocate())["tickets"][0]
+        await t.schedule(ticket)
+        [dead] = t.servers
+        await dead.stop()
+        reported = asyncio.create_task(t.schedule(ticket, failed_server=dead.name, failure="connection refused"))
+        await t.until("no answer", t.quarantined(dead.name))
+        assert (await reported)[0] == 503 and (await t.allocate())["reason"] == "no_server"
+
+    drive(tmp_path, scenario)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,8 @@ LONG_S = 120.0  # a lease that no slow machine outlives
 FOLLOWER = """
     root = ctx.names.root
     watch = ctx.store.watch(root + "/asked", lambda tree: ctx.register(root + "/seen", "".join(tree.values()) or "-"))
+    beats = iter(range(1 << 30))
+    ctx.count(lambda: {"beats": next(beats)})  # so that a beat can be seen
     quick()
     ctx.stop.wait()
     watch.close()
@@ -40,14 +41,18 @@ class Follower:
     def _look(self, tree: dict[str, str]) -> None:
         self.missing += not tree
 
+    @staticmethod
+    def _beats(value: str) -> int:
+        return int(json.loads(value)["counters"].get("beats", 0))
+
     def goes_on(self) -> None:
         """The same incarnation beats, its keys were never gone, and its watch misses nothing."""
         other = make_name_store(self.trial.config, self.trial.paths)
         other.add(f"{self.root}/asked", "now", replace=True)
         other.close()
         self.trial.until(f"{self.root}/seen", lambda tree: "now" in tree.values())
-        back = time.time()
-        self.trial.until(self.heartbeat, lambda tree: json.loads(tree[self.heartbeat])["time"] > back)
+        back = self._beats(self.trial.store.get(self.heartbeat))
+        self.trial.until(self.heartbeat, lambda tree: self._beats(tree[self.heartbeat]) > back)
         after = json.loads(self.trial.store.get(self.heartbeat))
         assert (after["incarnation"], after["pid"]) == (self.before["incarnation"], self.process.pid)
         self._watch.close()

@@ -199,7 +199,7 @@ class EtcdNameStore(NameStore):
 
 
 class EtcdWatch(Watch):
-    """A watch that lists the subtree again at every event of etcd, instead of interpreting the event."""
+    """A watch that lists the subtree once per connection, and applies the events of etcd to its copy."""
 
     def __init__(self, store: EtcdNameStore, root: str, callback: WatchCallback) -> None:
         self._store = store
@@ -214,7 +214,7 @@ class EtcdWatch(Watch):
         self._thread.start()
 
     def _follow(self) -> None:
-        """Wait in the stream for an event, a lost connection or ``close``, then list and call back."""
+        """Follow one stream of events after the other until ``close``; list the subtree before each."""
         listed = True
         while not self._closed.is_set():
             # Listen only after a successful listing. A server that was restarted with other data may have a lower
@@ -232,7 +232,7 @@ class EtcdWatch(Watch):
                 log.info("watch on %s: etcd at %s: %s; listing again", self._root, where, exc.code())
 
     def _listen(self) -> None:
-        """List again at every event. Returns or raises when the stream ends."""
+        """Apply every event. Returns or raises when the stream ends."""
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         stream = self._store.watch_stream(self._root, self._revision + 1, requests)
         with self._lock:
@@ -241,12 +241,30 @@ class EtcdWatch(Watch):
                 stream.cancel()
         try:
             for response in stream:
-                # Cancelled: etcd has compacted our revision, so list again. Failed listing: leave the stream, too.
-                if response.canceled or (response.events and not self._relist()):
+                if response.canceled:  # etcd has compacted our revision, so list again
                     return
+                self._apply(response.events)
         finally:
             requests.put(None)  # ends grpc's thread that reads the requests
             stream.cancel()
+
+    def _apply(self, events: Any) -> None:
+        """Apply the events to the copy of the subtree, and call back if it changed."""
+        current = dict(self._last)
+        for event in events:
+            key = _text(event.kv.key)
+            if not belongs(key, self._root):
+                continue
+            if event.type == event.DELETE:
+                current.pop(key, None)
+            else:
+                current[key] = _text(event.kv.value)
+        self._call_back(dict(sorted(current.items())) if len(current) > len(self._last) else current)
+
+    def _call_back(self, current: Tree) -> None:
+        if current != self._last and not self._closed.is_set():
+            self._last = current
+            self._callback(current)
 
     def _relist(self) -> bool:
         """List the subtree and call back if it changed. Returns False if etcd cannot be read."""
@@ -257,9 +275,7 @@ class EtcdWatch(Watch):
                 log.warning("watch on %s: cannot list: %s", self._root, exc)
                 self._closed.wait(RETRY_S)
             return False
-        if current != self._last and not self._closed.is_set():
-            self._last = current
-            self._callback(current)
+        self._call_back(current)
         return True
 
     def close(self) -> None:

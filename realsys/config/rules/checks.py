@@ -45,7 +45,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     check_training(config, allocation, flow)
     _check_data(config)
     _check_doors(config)
-    _check_cluster(config)
+    _check_cluster(config, allocation)
     _check_transport(config)
     if not config.model.path:
         _check_tiny(config, allocation, flow)
@@ -91,8 +91,20 @@ def _check_machine(config: Config, allocation: Allocation, machine: Machine, bac
     return need
 
 
-def _check_cluster(config: Config) -> None:
+#: Processes that a name store of files carries: each watch polls all keys, and each beat takes the lock of the store.
+#: Beyond it the manager needs more than 5 % of a core to see the heartbeats (benchmarks/results/heartbeats.json).
+MOST_WITH_FILES = 64
+
+
+def _check_cluster(config: Config, allocation: Allocation) -> None:
     cluster = config.cluster
+    processes = allocation.workers + allocation.inference.data + config.rollout.workers + 2
+    if cluster.name_store.backend == "file" and processes > MOST_WITH_FILES:
+        problem = (
+            f"{processes} processes are too many for a name store of files, which carries {MOST_WITH_FILES}: "
+            "use name_store=etcd"
+        )
+        raise ConfigError("cluster.name_store.backend", "file", problem)
     if cluster.lease_s < 2 * cluster.heartbeat_s:
         problem = (
             f"must be at least twice cluster.heartbeat_s ({cluster.heartbeat_s}), or one late heartbeat kills a worker"

@@ -11,7 +11,10 @@ from realsys.errors import MALFORMED
 
 
 class Heartbeat(msgspec.Struct):
-    """Value of a heartbeat key. ``since``: first sight of this incarnation; ``changed``: its last change."""
+    """Value of a heartbeat key.
+
+    ``value``: its text. ``since``: first sight of this incarnation. ``changed``: last change of the value.
+    """
 
     kind: str = ""
     index: int = 0
@@ -19,8 +22,8 @@ class Heartbeat(msgspec.Struct):
     pid: int = 0
     incarnation: str = ""
     state: str = ""
-    time: float = 0.0  # the worker's clock when it wrote the value, 0 if it does not say
     counters: dict[str, int] = {}  # messages that the worker refused, by cause
+    value: str = ""
     since: float = 0.0
     changed: float = 0.0
 
@@ -34,19 +37,31 @@ class Held(Protocol):
 
 
 def observe(values: Mapping[str, str], before: Mapping[str, Heartbeat], now: float) -> dict[str, Heartbeat]:
-    """Return the new table of all heartbeat keys (worker name -> JSON). An unreadable value keeps the old row."""
+    """Return the new table of all heartbeat keys (worker name -> JSON). An unreadable value keeps the old row.
+
+    Only values that have changed are decoded.
+    """
     table: dict[str, Heartbeat] = {}
     for name, value in values.items():
         old = before.get(name)
+        if old is not None and old.value == value:
+            table[name] = old
+            continue
         try:
             new = msgspec.json.decode(value, type=Heartbeat)
         except MALFORMED:
             new = old or Heartbeat(state="unreadable heartbeat")
         same = old is not None and old.incarnation == new.incarnation
         new.since = old.since if old is not None and same else now
-        new.changed = now
+        new.value, new.changed = value, now
         table[name] = new
     return table
+
+
+def renewed(before: Mapping[str, Heartbeat], after: Mapping[str, Heartbeat]) -> set[str]:
+    """Return the workers that are new or gone, or have another incarnation than before."""
+    same = {name for name, beat in after.items() if name in before and before[name].incarnation == beat.incarnation}
+    return (before.keys() | after.keys()) - same
 
 
 def incarnation_of(worker: str, workers: Mapping[str, Heartbeat]) -> str:

@@ -35,9 +35,16 @@ class Router:
             ]
         return self._routes[minimum]
 
-    def place(self, request: ScheduleRequest, minimum: int | None, held: Reservation | None) -> ScheduleReply | None:
-        """Choose a server and reserve a place on it, instead of the call's place ``held``. None without a server."""
+    def place(
+        self, request: ScheduleRequest, minimum: int | None, held: Reservation | None, worker: str
+    ) -> ScheduleReply | None:
+        """Choose a server and reserve a place on it, instead of the call's place ``held``. None without a server.
+
+        Not a server that ``worker`` has reported and that is being probed. ``request.avoid`` only if there is no other.
+        """
         candidates = self._candidates(minimum, held)
+        if self._servers.reports:
+            candidates = [s for s in candidates if not self._servers.avoids(worker, s.name)]
         if not candidates:
             return None
         candidates = [server for server in candidates if server.name != request.avoid] or candidates
@@ -49,7 +56,7 @@ class Router:
         server = self._servers.get(name)
         assert server is not None and server.verified is not None, f"strategy chose {name}, not a candidate"
         serves = server.verified.version
-        place = Reservation(name, request.n, tokens, serves, server.epoch)
+        place = Reservation(name, request.n, tokens, serves, server.health.epoch)
         self._reservations.reserve(request.ticket_id, place, request.call)
         return ScheduleReply(name, server.address.url, serves)
 

@@ -1,20 +1,23 @@
-"""Registry of the generation servers: versions, quarantine, weight updates. Pure: time is an argument.
+"""Registry of the generation servers: versions, health, weight updates. Pure: time is an argument.
 
-    registered ──> updating ──> ready at a verified version ──> updating ──> ...
-                      │             │
-                      └──> quarantined <──┘  failed; not routable until it has verified the newest version
+    registered ──> updating ──> ready at a verified version ──> updating ──> ...       (``health``: healthy, suspected,
+                                                                                       quarantined)
 
 Invariants:
 
 fenced-weights         A server gets train tokens only for a version that it has verified, within the staleness bound.
-                       While it updates it stays routable, because it generates while it stages.
+                       While it updates it stays routable, because it generates while it stages. A failed or superseded
+                       update changes nothing: it generates with the version that it has. ``in_use`` names the
+                       versions that must not be pruned.
 monotonic              Versions are ordered by (incarnation of the trainer, number). After ``roll_back`` no server is
                        trusted until the new trainer has published and the server has verified that version.
-blame-needs-evidence   A report quarantines a server only if it is newer than the server's last proof.
+blame-needs-evidence   Reports and failed updates make the manager probe the server: see ``health``.
 no-wait-for-the-dead   Servers update all together, or in turns (``Pace``): then a serving server takes a slot first,
                        oldest weights first, and loses it after a while. A server that serves no ticket needs no slot.
 
-A server that leaves the name store is discarded; a new incarnation of it starts as registered.
+Each server has two tasks in the shell: one runs ``next_order``, the other ``next_probe``. ``due`` names the servers
+whose tasks must decide again. A server that leaves the name store is discarded; a new incarnation of it starts as
+registered.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from realsys.manager.ledger.staleness import StalenessBound
+from realsys.manager.routing.health import BlameRules, Health, Reports, backoff_s
 from realsys.manager.routing.update_times import UpdateLog
 from realsys.types import PublishedVersion, ServerAddress
 
-State = Literal["registered", "draining", "updating", "ready", "quarantined"]
+State = Literal["registered", "draining", "updating", "ready", "suspected", "quarantined"]
 
 
 @dataclass(slots=True)
@@ -39,24 +43,30 @@ class Server:
     target: PublishedVersion | None = None  # version of the update under way
     began: float | None = None  # start of that update, or of draining for it
     draining: bool = False  # takes no new rollout until it has been updated
-    quarantined: bool = False
-    failures: int = 0  # consecutive failures
-    retry_at: float = 0.0
+    failures: int = 0  # failed updates in a row
+    retry_at: float = 0.0  # time of the next update after a failed one
     error: str = ""  # last failure
-    epoch: int = 0  # grows when the server leaves quarantine: older failure reports are ignored
     updates: int = 0
     update_s: float = 0.0  # seconds of the last update
     timings: dict[str, float] = field(default_factory=dict)
     load: dict[str, float] = field(default_factory=dict)  # reported by the server; empty before its first report
+    health: Health = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.health = Health(self.name)
 
     @property
     def name(self) -> str:
         return self.address.name
 
     @property
+    def quarantined(self) -> bool:
+        return self.health.state == "quarantined"
+
+    @property
     def state(self) -> State:
-        if self.quarantined:
-            return "quarantined"
+        if self.health.state != "healthy":
+            return self.health.state
         if self.draining:
             return "draining"
         if self.target is not None:
@@ -91,6 +101,17 @@ class UpdateOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """A question to run: which version does the server serve? ``serial``: see ``Health``."""
+
+    server: str
+    incarnation: str
+    url: str
+    serial: int
+    verified: PublishedVersion | None
+
+
+@dataclass(frozen=True, slots=True)
 class Idle:
     """Nothing to do until something changes, or until the time ``until``."""
 
@@ -100,18 +121,16 @@ class Idle:
 class ServerRegistry:
     """All registered servers. Reports about a lost or restarted server are ignored."""
 
-    def __init__(
-        self, bound: StalenessBound, pace: Pace, *, backoff_s: float = 0.5, backoff_max_s: float = 30.0
-    ) -> None:
+    def __init__(self, bound: StalenessBound, pace: Pace, blame: BlameRules | None = None) -> None:
         self._bound = bound
         self._pace = pace
-        self._backoff_s = backoff_s
-        self._backoff_max_s = backoff_max_s
+        self.reports = Reports(blame or BlameRules())
         self._servers: dict[str, Server] = {}  # sorted by name
         self.published: PublishedVersion | None = None
         self.trainer_incarnation = ""  # publications of older incarnations are refused
         self.updates = UpdateLog()
         self.revision = 0  # grows with every change to the routes
+        self.due: set[str] = set()  # servers with something to decide; the shell empties it
 
     def all(self) -> list[Server]:
         return list(self._servers.values())
@@ -143,8 +162,9 @@ class ServerRegistry:
         lost = [name for name, server in self._servers.items() if seen.get(name) != server.address]
         for name in lost:
             del self._servers[name]
+            self.reports.discard(name)
         self._servers = {name: self._servers.get(name) or Server(seen[name]) for name in sorted(seen)}
-        self.revision += 1
+        self._all_due()
         return lost
 
     def publish(self, published: PublishedVersion) -> bool:
@@ -154,7 +174,7 @@ class ServerRegistry:
         if self.published is not None and _age(published) <= _age(self.published):
             return False
         self.published = published
-        self.revision += 1
+        self._all_due()
         for server in self._servers.values():
             server.retry_at = 0.0  # the new version may be readable where the last one was not
         return True
@@ -162,7 +182,7 @@ class ServerRegistry:
     def roll_back(self, incarnation: str) -> None:
         """Start the trainer ``incarnation``: trust no server before it has verified a version of this trainer."""
         self.trainer_incarnation, self.published = incarnation, None
-        self.revision += 1
+        self._all_due()
         for server in self._servers.values():
             server.verified = None
             server.draining = False
@@ -185,6 +205,22 @@ class ServerRegistry:
             and (self._bound.may_serve(served.version, self.published.version))
         )
 
+    def in_use(self) -> list[int]:
+        """Return the versions of the current trainer that must not be pruned (``fenced-weights``), oldest first.
+
+        The last one is the published version: no server will begin an older one. A dead server keeps no version for
+        ever: an update has a time limit, and a verified version counts only within the staleness bound.
+        """
+        if self.published is None:
+            return []
+        versions = {self.published.version}
+        for server in self._servers.values():
+            if server.target is not None and server.target.incarnation == self.published.incarnation:
+                versions.add(server.target.version)
+            if server.verified is not None and self.trusts(server):
+                versions.add(server.verified.version)
+        return sorted(versions)
+
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def next_order(self, name: str, incarnation: str, now: float) -> UpdateOrder | Idle | None:
@@ -192,14 +228,13 @@ class ServerRegistry:
         server = self.incarnation(name, incarnation)
         if server is None:
             return None
-        if self.published is None or (server.verified == self.published and not server.quarantined):
+        if self.published is None or server.verified == self.published or server.quarantined:
             return Idle()
         if server.retry_at > now:
             return Idle(server.retry_at)
         if (until := self._turn(server, now)) > now:
             return Idle(until)
-        probe = server.verified is None and not server.quarantined
-        return UpdateOrder(name, incarnation, server.address.url, self.published, probe)
+        return UpdateOrder(name, incarnation, server.address.url, self.published, probe=server.verified is None)
 
     def _turn(self, server: Server, now: float) -> float:
         """Return when to ask again for a slot if nothing changes; ``now`` if the server has one."""
@@ -229,7 +264,7 @@ class ServerRegistry:
             server.began = now if server.began is None else server.began
 
     def succeeded(self, order: UpdateOrder, seconds: float, timings: Mapping[str, float] | None) -> bool:
-        """Record that the server serves the order's version. It leaves quarantine only if that is still the newest.
+        """Record that the server serves the order's version, which also proves that it is healthy.
 
         ``timings`` of its update; None if it had the version before. Returns False for another incarnation.
         """
@@ -243,53 +278,116 @@ class ServerRegistry:
         self._ended(server)
         began_before_roll_back = order.target.incarnation < self.trainer_incarnation
         server.verified = None if began_before_roll_back else order.target
-        self.revision += 1
-        if self.published == order.target:
-            server.epoch += server.quarantined
-            server.quarantined = False
-            server.failures = 0
-            server.error = ""
+        server.failures = 0
+        server.error = ""
+        server.health.apply("updated")
         return True
 
     def failed(self, order: UpdateOrder, error: str, now: float) -> bool:
-        """Quarantine after a failed update; the next try takes the newest version. False for another incarnation."""
+        """Record a failed update, and probe the server; it keeps the version that it has verified.
+
+        The next update is that of the newest version, after a delay if this one was the newest. Returns False for
+        another incarnation.
+        """
         server = self.incarnation(order.server, order.incarnation)
         if server is None:
             return False
         self.updates.add_failure(order.server, order.target.version, server.began or now, error[:500])
         self._ended(server)
         if order.target.incarnation < self.trainer_incarnation:
-            return True  # weights of an older trainer: no reason for a quarantine
-        self._quarantine(server, error, now)
-        if self.published != order.target:
-            server.retry_at = 0.0  # a newer version has not been tried yet
+            return True  # weights of an older trainer: they are of no use
+        server.error = error[:500]
+        if self.published == order.target:
+            server.retry_at = now + backoff_s(server.failures)
+        server.failures += 1
+        server.health.apply("update_failed", now)
         return True
 
-    # -- failures ----------------------------------------------------------------------------------------------------
-
-    def report_failure(self, name: str, epoch: int, error: str, now: float) -> bool:
-        """Quarantine a server on which a rollout failed (``blame-needs-evidence``).
-
-        Returns False, without a change, if the server has verified a version since, or is in quarantine.
-        """
-        server = self._servers.get(name)
-        if server is None or server.epoch != epoch or server.quarantined:
-            return False
-        self._quarantine(server, error, now)
-        server.retry_at = now  # the first proof needs no delay
-        return True
-
-    @staticmethod
-    def _ended(server: Server) -> None:
+    def _ended(self, server: Server) -> None:
         server.target = None
         server.began = None
         server.draining = False
+        self._changed(server)
 
-    def _quarantine(self, server: Server, error: str, now: float) -> None:
-        server.quarantined, server.error = True, error[:500]
+    # -- evidence ----------------------------------------------------------------------------------------------------
+
+    def report(self, name: str, epoch: int, worker: str, error: str, now: float) -> None:
+        """Take over the report of a worker whose call failed on a server (``blame-needs-evidence``).
+
+        Ignored if the call is older than the server's last proof, if the server is in quarantine, or if the worker is
+        a suspect.
+        """
+        server = self._servers.get(name)
+        if server is None or server.health.epoch != epoch or server.quarantined:
+            return
+        verdict = self.reports.add(worker, name, now)
+        if verdict != "ignored":
+            server.error = f"{worker}: {error}"[:500]
+            server.health.apply(verdict, now)
+            self._changed(server)
+
+    def avoids(self, worker: str, name: str) -> bool:
+        """Return True while a server that ``worker`` has reported is being probed."""
+        server = self._servers.get(name)
+        return server is not None and server.health.state == "suspected" and self.reports.doubts(worker, name)
+
+    def next_probe(self, name: str, incarnation: str, now: float) -> Probe | Idle | None:
+        """Return the next step of the probe task of this incarnation; None ends the task."""
+        server = self.incarnation(name, incarnation)
+        if server is None:
+            return None
+        if server.health.state == "healthy":
+            return Idle()
+        if server.health.probe_at > now:
+            return Idle(server.health.probe_at)
+        return Probe(name, incarnation, server.address.url, server.health.serial, server.verified)
+
+    def silent(self, probe: Probe, error: str, now: float) -> bool:
+        """Quarantine a server that did not answer its probe. False, without a change, if the probe was overtaken."""
+        server = self._probed(probe)
+        if server is None:
+            return False
+        server.error = error[:500]
+        server.health.apply("silent", now)
+        self.reports.discard(probe.server)
+        self._changed(server)
+        return True
+
+    def answered(self, probe: Probe, version: str, locator: str, now: float) -> list[str]:
+        """Return a server to routing that answered its probe: it serves ``version`` from ``locator``.
+
+        It needs no update if that is the right version; if it is an unexpected one, it must be updated first. Returns
+        the workers that are suspects since, because they reported too many servers that answer.
+        """
+        server = self._probed(probe)
+        if server is None:
+            return []
+
+        def serves(published: PublishedVersion | None) -> bool:
+            return published is not None and (str(published.version), published.locator) == (version, locator)
+
+        if serves(self.published) and server.target is None:
+            server.verified = self.published
+        elif server.verified == probe.verified and not serves(server.verified) and not serves(server.target):
+            server.verified = None  # it was restarted or changed behind the manager's back
+        server.health.apply("answered", now)
+        self._changed(server)
+        return self.reports.answered(probe.server, now)
+
+    def _probed(self, probe: Probe) -> Server | None:
+        """Return the server of a probe; None if it is gone, or if something else has changed its health since."""
+        server = self.incarnation(probe.server, probe.incarnation)
+        return server if server is not None and server.health.serial == probe.serial else None
+
+    def _changed(self, server: Server) -> None:
         self.revision += 1
-        server.failures += 1
-        server.retry_at = now + min(self._backoff_max_s, self._backoff_s * 2 ** min(server.failures - 1, 16))
+        self.due.add(server.name)
+        if self._pace.fraction < 1:
+            self._all_due()  # it may have freed a slot
+
+    def _all_due(self) -> None:
+        self.revision += 1
+        self.due.update(self._servers)
 
 
 def _age(published: PublishedVersion) -> tuple[str, int]:

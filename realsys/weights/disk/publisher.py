@@ -64,13 +64,13 @@ class DiskPublisher:
         """Read every byte of the version. Raises WeightsError."""
         verify(Path(locator), version)
 
-    def prune(self, newest: str) -> Removed:
-        """Delete all but the newest ``keep`` versions and what they refer to.
+    def prune(self, in_use: Sequence[str]) -> Removed:
+        """Delete all but the newest ``keep`` versions, those in use, and what they refer to.
 
         Versions of earlier incarnations count as older ones. So the newest of them stays for a
         while, because a server may still read it.
         """
-        return manifest.prune(self.root, keep=self.keep, in_use=[Path(newest)])
+        return manifest.prune(self.root, keep=self.keep, in_use=[self.root / Path(name).name for name in in_use])
 
     def discard_unfinished(self) -> Removed:
         """Delete the folders that earlier incarnations have written or removed in part."""

@@ -23,7 +23,7 @@ def _ticket(ticket: OpenTicket) -> Any:
 
 
 def _server(server: Server) -> Any:
-    flags = (server.draining, server.quarantined, server.epoch)
+    flags = (server.draining, server.health.state, server.health.epoch)
     return server.address.incarnation, server.verified, server.target, flags
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import strategies as st
@@ -48,6 +49,7 @@ class Truth:
     address: ServerAddress
     version: int | None = None
     trusted: bool = True
+    reporters: set[str] = field(default_factory=set)  # workers that have reported it since its last proof
     draining: bool = False
     began: float | None = None
 
@@ -87,8 +89,9 @@ class ManagerModel(RuleBasedStateMachine):
     def serves(self, truth: Truth, minimum: int) -> bool:
         return truth.trusted and truth.version is not None and minimum <= truth.version <= self.version
 
-    def takes_new(self, minimum: int) -> bool:
-        return any(self.serves(truth, minimum) and not truth.draining for truth in self.servers.values())
+    def takes_new(self, minimum: int, without: Collection[str] = ()) -> bool:
+        takes = (name for name, truth in self.servers.items() if self.serves(truth, minimum) and not truth.draining)
+        return any(name not in without for name in takes)
 
     def holds_slot(self, truth: Truth) -> bool:
         serving = self.serves(truth, self.version - ETA)

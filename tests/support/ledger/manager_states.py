@@ -12,7 +12,7 @@ from realsys.manager.messages import (
     ScheduleReply,
     ScheduleRequest,
 )
-from realsys.manager.routing.servers import UpdateOrder
+from realsys.manager.routing.servers import Probe, UpdateOrder
 from realsys.manager.settings import ManagerSettings
 from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion, ServerAddress, Ticket
@@ -39,6 +39,12 @@ def update(state: ManagerState, index: int, now: float = 0.0) -> None:
     made = order(state, index, now)
     assert state.begin_update(made, 0.0)
     assert state.servers.succeeded(made, 0.1, {"pause_s": 0.002})
+
+
+def answer(state: ManagerState, index: int, number: int, now: float = 0.0) -> list[str]:
+    """Let the server answer its probe: it serves version ``number``. Returns the workers that are suspects since."""
+    probe = state.servers.next_probe(f"generation_server/{index}", "1", now)
+    return state.servers.answered(probe, str(number), f"/v{number}", now) if isinstance(probe, Probe) else []
 
 
 def ready(servers: int = 1, **changes: Any) -> ManagerState:

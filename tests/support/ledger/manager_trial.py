@@ -18,6 +18,7 @@ from realsys.cluster.store.memory_store import MemoryNameStore
 from realsys.cluster.store.names import Names
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
 from realsys.config.schema_train import TrainConfig
+from realsys.manager.service import ManagerService, Signal
 from realsys.manager.shell import Manager, ManagerParts
 from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion, ServerAddress
@@ -84,6 +85,7 @@ class Trial:
         self.url = ""
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=BOUND_S))
         self.stop = asyncio.Event()
+        self.changed = Signal()
         self.manager: Manager
         self.task: asyncio.Task[None]
 
@@ -105,6 +107,17 @@ class Trial:
         if self.task.done():
             self.task.result()
         assert registered.is_set(), "the manager did not register"
+        self._follow(self.manager.service)
+
+    def _follow(self, service: ManagerService) -> None:
+        """Fire ``changed`` after every decision of the manager."""
+        wake = service._wake
+
+        def followed() -> None:
+            wake()
+            self.changed.fire()
+
+        service._wake = followed  # type: ignore[method-assign]
 
     async def halt(self) -> None:
         self.stop.set()
@@ -126,11 +139,11 @@ class Trial:
         return self.manager.service.state
 
     async def until(self, what: str, holds: Callable[[], bool]) -> None:
-        """Woken by the manager's own signal; bounded."""
+        """Woken by the manager's decisions; bounded."""
         try:
             async with asyncio.timeout(BOUND_S):
                 while True:
-                    changed = self.manager.service.changed.ticket()
+                    changed = self.changed.ticket()
                     if holds():
                         return
                     await changed.wait()
@@ -163,6 +176,15 @@ class Trial:
                 and server.verified is not None
                 and (server.verified.version == version)
             )
+
+        return holds
+
+    def failed(self, name: str) -> Callable[[], bool]:
+        """Its last update failed, and it has answered the probe that follows."""
+
+        def holds() -> bool:
+            server = self.state.servers.get(name)
+            return server is not None and server.failures > 0 and server.health.state == "healthy"
 
         return holds
 

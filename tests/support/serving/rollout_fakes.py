@@ -17,6 +17,8 @@ from realsys.manager.messages import (
     FinishRequest,
     ScheduleReply,
     ScheduleRequest,
+    TouchReply,
+    TouchRequest,
 )
 from realsys.rollout.partial import Call, Deliver
 from realsys.types import FinishReason, Group, Ticket
@@ -103,6 +105,7 @@ class FakeManager:
     def __init__(self) -> None:
         self.grants: asyncio.Queue[list[Ticket]] = asyncio.Queue()
         self.allocations: list[AllocateRequest] = []
+        self.touched: asyncio.Queue[TouchRequest] = asyncio.Queue()
         self.finished: asyncio.Queue[FinishRequest] = asyncio.Queue()
         self.finish_error: Exception | None = None
         self.known = True
@@ -112,6 +115,10 @@ class FakeManager:
         tickets = await self.grants.get()
         assert len(tickets) <= request.max_tickets
         return AllocateReply(tickets)
+
+    async def touch(self, request: TouchRequest) -> TouchReply:
+        self.touched.put_nowait(request)
+        return TouchReply()
 
     async def finish(self, request: FinishRequest) -> FinishReply:
         if self.finish_error is not None:

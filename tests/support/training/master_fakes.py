@@ -112,6 +112,9 @@ class Disk:
         self.wrote.append(f"v{version}")
         return {"save": 0.25, "publish": 0.5}
 
+    def keep(self, versions: Sequence[int]) -> None:
+        assert versions[-1:] == [self._manager.state.version], "no server will begin an older version"
+
     async def repair(self, status: Mapping[str, Any]) -> None:
         self.looks.append(status["version"])
 

@@ -43,9 +43,7 @@ def test_value_has_identity_and_state(store, losses):
         assert first["incarnation"] == beating.incarnation
         beating.start()
         beating.set_state("serving")
-        while (value := values.get(timeout=BOUND_S))["state"] != "serving":
-            pass
-        assert value["time"] >= first["time"]
+        assert values.get(timeout=BOUND_S)["state"] == "serving"
         beating.stop()
     assert losses.empty()
 
@@ -85,7 +83,7 @@ def test_newer_incarnation_wins_and_the_older_stops(store, losses):
     old = heartbeat(store, losses)
     new = heartbeat(store, newer_losses)
     assert new.incarnation > old.incarnation
-    old._write()  # the older one was in the middle of a beat
+    old._write(old._value())  # the older one was in the middle of a beat
     new.start()
     old.start()
     assert f"incarnation {int(new.incarnation)}" in str(losses.get(timeout=BOUND_S))
@@ -191,6 +189,16 @@ def test_check_raises_once_the_key_was_taken_over(store, losses):
         old.check()
     new.check()
     old.stop()
+
+
+def test_beat_writes_only_changed_values(store, losses, monkeypatch):
+    """Every write wakes all that watch the heartbeats."""
+    beating, written = heartbeat(store, losses), []
+    monkeypatch.setattr(store, "add", lambda key, value, **_: written.append(json.loads(value)["state"]))
+    for state in ("starting", "serving", "serving"):
+        beating.set_state(state)
+        beating._beat()
+    assert written == ["serving"]
 
 
 def test_counters_are_in_the_next_beat(store, losses):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -82,6 +83,16 @@ def test_exception_in_body_leaves_only_an_error_file(trial):
     assert trial.store.get_subtree(trial.names.root) == {}
 
 
+def test_soft_limit_of_open_files_is_raised(trial):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))  # the child inherits it
+    try:
+        process = trial.start("import resource; assert len(set(resource.getrlimit(resource.RLIMIT_NOFILE))) == 1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    trial.ends(process, 0)
+
+
 def test_first_failure_is_written_before_the_exit(trial):
     """Its file waits for the disk while the main thread fails because of it."""
     slow = (
@@ -124,7 +135,8 @@ def test_paused_process_fences_itself(trial):
 
 
 def test_short_pause_does_no_harm(trial):
-    process = trial.start("quick(); ctx.stop.wait(30)")
+    beats = "beats = iter(range(1 << 30)); ctx.count(lambda: {'beats': next(beats)});"
+    process = trial.start(beats + "quick(); ctx.stop.wait(30)")
     trial.ready()
     process.send_signal(signal.SIGSTOP)
     assert not threading.Event().wait(0.3)

@@ -114,6 +114,13 @@ def test_wrong_combination_names_the_field_to_change(overrides: list[str], field
     assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_file_store_is_refused_for_many_processes() -> None:
+    many = ["allocation=sglang.d2+d2", "rollout.workers=80"]
+    with pytest.raises(ConfigError, match="86 processes are too many for a name store of files.*name_store=etcd"):
+        check(changed(*many), GPU8)
+    check(changed(*many, "cluster.name_store.backend=etcd"), GPU8)
+
+
 @pytest.mark.parametrize(
     "allocation",
     ["serve.d1+d2p2m2", "d1p2m1+serve.d4", "sglang.d2p1m1+d4", "embedded.d1+actor.d2p2,ref.m2", "d2+ref.d1+serve.d1"],

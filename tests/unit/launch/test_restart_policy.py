@@ -13,8 +13,10 @@ from realsys.launch.processes.restart_policy import (
     Death,
     End,
     Failure,
+    GiveUp,
     Restart,
     RestartPolicy,
+    is_spare,
 )
 
 KEY_ERROR = ("KeyError", "/mine/loss.py:7")
@@ -28,10 +30,11 @@ def failure(
     who: str = "trainer",
     permanent: bool = False,
     defect: tuple[str, ...] = (),
+    spare: bool = False,
 ) -> Failure:
     death = Death(f"model_worker/{pid}", pid, 1, float(pid), Path("/nowhere.log"))
     cause = Cause(death.name, pid, death.time, death.how, "", death.log, defect=defect)
-    return Failure(who, [death], frozenset({pid}), ran_s, cause, permanent, checkpoint)
+    return Failure(who, [death], frozenset({pid}), ran_s, cause, permanent, checkpoint, spare)
 
 
 def numbers(policy: RestartPolicy, failures: list[Failure]) -> list[int | None]:
@@ -107,3 +110,27 @@ def test_progress_in_between_allows_a_restart() -> None:
     """Each start got further than the one before: a restart helps."""
     failures = [failure(pid, defect=KEY_ERROR, checkpoint=step) for pid, step in ((1, 0), (2, 20), (3, 40))]
     assert numbers(RestartPolicy(5, 0.5), failures) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("defect", [(), KEY_ERROR])
+def test_spare_worker_is_given_up(defect: tuple[str, ...]) -> None:
+    policy = RestartPolicy(1, 0.5)
+    policy.decide(failure(1, spare=True, defect=defect))
+    assert isinstance(policy.decide(failure(2, spare=True, defect=defect)), GiveUp)
+    assert policy.recovered == {1, 2}, "no cause of a later end"
+    assert isinstance(policy.decide(failure(3, spare=True, permanent=True)), End)
+
+
+@pytest.mark.parametrize(
+    ("others_s", "min_share", "expected"),
+    [
+        ([300.0] * 63, 0.0, True),
+        ([300.0], 0.0, True),
+        ([], 0.0, False),
+        ([39.0, 41.0, 70.0], 0.0, False),  # they die as often
+        ([300.0] * 31, 0.5, False),
+        ([300.0] * 32, 0.5, True),
+    ],
+)
+def test_worker_is_spare_beside_steady_ones(others_s: list[float], min_share: float, expected: bool) -> None:
+    assert is_spare(40.0, others_s, 64, min_share) == expected

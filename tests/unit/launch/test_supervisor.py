@@ -66,6 +66,32 @@ def test_stateless_worker_is_restarted_within_its_budget(trial: Trial) -> None:
     assert (trial.folder / "rollout_worker-0.log").read_text().count("hello") == 3
 
 
+@pytest.mark.parametrize("kind", ["generation_server", "rollout_worker"])
+def test_run_continues_without_one_bad_worker(trial: Trial, kind: Kind) -> None:
+    """It crashes at every start but its first, while the other one runs. Then the master finishes."""
+    flag = trial.folder / "started"
+    bad = waits_for("SIGUSR1").replace("ready(); ", f"first = not os.path.exists({str(flag)!r}); first and ready();")
+    bad = bad.replace("signal.sigwait", f"open({str(flag)!r}, 'w'); first and signal.sigwait") + "raise SystemExit(4)"
+    supervisors: list[Supervisor] = []
+
+    def began(supervisor: Supervisor) -> None:
+        supervisors.append(supervisor)
+        os.kill(supervisor.running()[f"{kind}/1"], signal.SIGUSR1)
+
+    class Notes(list[str]):
+        def append(self, note: str) -> None:
+            super().append(note)
+            if "given up" in note:
+                os.kill(supervisors[0].running()["master_worker/0"], signal.SIGUSR1)
+
+    trial.notes = Notes()
+    specs = [trial.spec(kind, 0, FOREVER), trial.spec(kind, 1, bad)]
+    specs.append(trial.spec("master_worker", 0, waits_for("SIGUSR1")))
+    outcome = trial.run(*specs, until=[spec.name for spec in specs], then=began)
+    assert outcome.status == "done" and outcome.given_up == [f"{kind}/1"]
+    assert "given up after 2 restarts" in trial.notes[-1] and "the run continues with 1 of 2" in trial.notes[-1]
+
+
 BAD_INPUT = "import os; print(os.getpid(), flush=True); raise SystemExit(1)"
 
 

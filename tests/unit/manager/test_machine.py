@@ -34,7 +34,7 @@ from realsys.manager.messages import (
 )
 from realsys.manager.refusals import NoServer, NotRunning, Refusal
 from realsys.manager.routing.placement import STRATEGIES
-from realsys.manager.routing.servers import Pace, UpdateOrder
+from realsys.manager.routing.servers import Pace, Probe, UpdateOrder
 from realsys.manager.state import ARRIVAL_GRACE_S, ManagerState
 from realsys.types import ServerAddress, Ticket
 from tests.support.ledger.manager_model import (
@@ -147,9 +147,30 @@ class ManagerMachine(ManagerModel):
                 truth.version = None if success else truth.version
             elif success:
                 truth.version = order.target.version
-                truth.trusted = truth.trusted or order.target.version == self.version
-            else:
-                truth.trusted = False
+                self.proved(truth)
+
+    def proved(self, truth: Truth) -> None:
+        truth.trusted, truth.reporters = True, set()
+
+    @rule(index=SERVERS, answers=st.booleans(), restarted=st.booleans())
+    def probe(self, index: int, answers: bool, restarted: bool) -> None:
+        """The due probe of a server. ``restarted``: it answers, with other weights than it had."""
+        truth = self.servers.get(f"generation_server/{index}")
+        if truth is None:
+            return
+        name = truth.address.name
+        probe = self.state.servers.next_probe(name, truth.address.incarnation, self.now)
+        if not isinstance(probe, Probe):
+            assert truth.trusted or self.state.servers.get(name).health.probe_at > self.now  # type: ignore[union-attr]
+            return
+        if not answers:
+            assert self.state.servers.silent(probe, "timeout", self.now)
+            truth.trusted, truth.reporters = False, set()
+            return
+        truth.version = None if restarted else truth.version
+        published = self.published(-1 if truth.version is None else truth.version)
+        self.state.servers.answered(probe, str(published.version), published.locator, self.now)
+        self.proved(truth)
 
     @rule()
     def all_servers_update(self) -> None:
@@ -161,7 +182,8 @@ class ManagerMachine(ManagerModel):
                 if isinstance(order, UpdateOrder):
                     self.update_ends(order, True)
         if self.settings.interruptible and not hanging:
-            assert all(t.version == self.version for t in self.servers.values() if t.trusted)
+            due = {s.name for s in self.state.servers.all() if s.retry_at <= self.now}
+            assert all(t.version == self.version for n, t in self.servers.items() if t.trusted and n in due)
 
     # -- workers and the clock -----------------------------------------------------------------------------------------
 
@@ -276,14 +298,21 @@ class ManagerMachine(ManagerModel):
         if not running:
             assert isinstance(reply, NotRunning)
             return
-        if failed and held is not None and self.state.servers.get(held.server).quarantined:  # type: ignore[union-attr]
-            self.servers[held.server].trusted = False
+        avoided = {name for name in self.servers if self.state.servers.avoids(self.worker_of(ticket), name)}
+        if failed and held is not None:
+            truth = self.servers[held.server]
+            truth.reporters.add(self.worker_of(ticket))
+            if self.state.servers.get(held.server).quarantined:  # type: ignore[union-attr]
+                assert not truth.trusted or len(truth.reporters) > 1, "one report has removed a server"
+                self.proved(truth)
+                truth.trusted = False
         if ticket.kind == "train":
             self.model[ticket.ticket_id].news = self.now
         if isinstance(reply, ScheduleReply):
             truth = self.servers[reply.server]
             minimum = self.version - ETA if ticket.kind == "train" else 0
             assert self.serves(truth, minimum), "sent to a dead, untrusted or stale server"
+            assert reply.server not in avoided, "sent to the server that its worker has reported"
             stays = held is not None and not failed and held.server == reply.server
             assert not truth.draining or stays, "a new ticket on a server that is drained"
             assert (reply.url, reply.version) == (truth.address.url, truth.version)
@@ -292,7 +321,11 @@ class ManagerMachine(ManagerModel):
         else:
             assert isinstance(reply, NoServer)
             if ticket.kind == "train":
-                assert not self.takes_new(self.version - ETA)
+                assert not self.takes_new(self.version - ETA, avoided)
+
+    def worker_of(self, ticket: Ticket) -> str:
+        attempt = self.state.running_attempt(ticket.ticket_id, ticket.attempt)
+        return attempt.worker if attempt is not None else ""
 
     @rule(ticket=tickets, outcome=OUTCOMES)
     def finish(self, ticket: Ticket, outcome: Outcome) -> None:
@@ -405,7 +438,7 @@ class ManagerMachine(ManagerModel):
         self.state.open(self.now)
         assert not self.state.outbox, "nothing has changed"
         for known in self.model.values():
-            known.news = known.granted  # renewals are not journalled
+            known.news = known.news if known.state == "finished" else self.now  # every lease starts again
         self.state.servers.publish(self.published(self.version))
         for truth in self.servers.values():
             truth.version, truth.trusted, truth.draining, truth.began = None, True, False, None

@@ -22,6 +22,7 @@ from realsys.manager.ledger.events import Resumed
 from realsys.manager.messages import AllocateReply
 from realsys.manager.overview import explain
 from realsys.manager.refusals import Refusal
+from realsys.manager.routing.servers import Probe, UpdateOrder
 from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion
 from tests.support.ledger.manager_states import ANSWER, SETTINGS, address, update
@@ -86,6 +87,35 @@ class Scenario:
 
     def verify(self, number):
         update(self.state, number, self.now)
+
+    def probe(self, number, version=None):
+        """Run the due probe of a server: it serves ``version``, or does not answer."""
+        probe = self.state.servers.next_probe(f"generation_server/{number}", "1", self.now)
+        if not isinstance(probe, Probe):
+            return f"not due until {probe.until}"
+        if version is None:
+            self.state.servers.silent(probe, "timeout", self.now)
+            return "quarantined"
+        suspects = self.state.servers.answered(probe, str(version), f"/v{version}", self.now)
+        return " ".join(["suspects:", *suspects]) if suspects else "answers"
+
+    def fail(self, number, error):
+        """Begin the due update of a server, and let it fail."""
+        order = self.state.servers.next_order(f"generation_server/{number}", "1", self.now)
+        if not isinstance(order, UpdateOrder):
+            return f"not due until {order.until}"
+        self.state.begin_update(order, self.now)
+        self.state.servers.failed(order, str(error), self.now)
+        return None
+
+    def states(self):
+        return "\n".join(
+            f"{s.name[-1]} {s.state} at {s.verified.version if s.verified else 'no version'}"
+            for s in self.state.servers.all()
+        )
+
+    def in_use(self):
+        return " ".join(map(str, self.state.servers.in_use()))
 
     def workers(self, **incarnations):
         beats = {name: json.dumps({"incarnation": str(number)}) for name, number in incarnations.items()}

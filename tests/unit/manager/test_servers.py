@@ -6,14 +6,15 @@ import dataclasses
 
 import pytest
 
-from realsys.manager.messages import ScheduleRequest
+from realsys.manager.messages import AllocateRequest, ScheduleRequest
 from realsys.manager.overview import status
 from realsys.manager.refusals import NoServer
-from realsys.manager.routing.servers import Idle, Pace, UpdateOrder
+from realsys.manager.routing.servers import Idle, Pace, Probe, UpdateOrder
 from realsys.manager.state import ManagerState
 from tests.support.ledger.manager_states import (
     SETTINGS,
     address,
+    answer,
     finish,
     order,
     place,
@@ -24,18 +25,17 @@ from tests.support.ledger.manager_states import (
 )
 
 
-def test_update_to_old_version_keeps_quarantine() -> None:
-    state = ready()
+def test_superseded_update_leaves_the_server_routable() -> None:
+    """It is no failure of the server: the next update takes the newest version without a delay."""
+    state = ready(eta=2)
     state.servers.publish(version(1))
     old = order(state, 0)
     state.begin_update(old, 0.0)
-    state.servers.report_failure("generation_server/0", 0, "connection reset", 0.0)
     state.servers.publish(version(2))
-    state.servers.succeeded(old, 0.1, {})
-    server = state.servers.get("generation_server/0")
-    assert server is not None and server.quarantined and state.refusal() == "no_server"
-    update(state, 0)
-    assert not server.quarantined and server.epoch == 1 and state.refusal() is None
+    state.servers.failed(old, "pruned", 0.0)
+    assert state.refusal() is None and order(state, 0).target.version == 2
+    state.servers.publish(version(3))
+    assert state.refusal() == "no_server", "now it is beyond the bound"
 
 
 def test_failed_update_backs_off_and_takes_newest_version() -> None:
@@ -45,6 +45,7 @@ def test_failed_update_backs_off_and_takes_newest_version() -> None:
     now = 0.0
     for _ in range(3):
         state.servers.failed(order(state, 0, now), "checksum", now)
+        assert state.refusal() is None, "it has version 0, which is within the bound"
         idle = state.servers.next_order("generation_server/0", "1", now)
         assert isinstance(idle, Idle) and idle.until is not None
         waits.append(idle.until - now)
@@ -56,28 +57,25 @@ def test_failed_update_backs_off_and_takes_newest_version() -> None:
     assert order(state, 0, now).target.version == 2
 
 
-def test_failure_report_before_last_proof_is_ignored() -> None:
+def test_report_before_last_proof_is_ignored() -> None:
     state = ready(servers=2)
     first, second = tickets(state, 2)
-    held = place(state, first)
-    state.servers.get(held.server)
-    for ticket in (first, second):
-        state.reservations.release(ticket.ticket_id)
     states = [place(state, first), place(state, second)]
     failed = states[0].server
-    moved = place(state, first, failed_server=failed, failure="reset")
-    assert moved.server != failed
-    update(state, int(failed[-1]))
-    place(state, second, failed_server=states[1].server, failure="reset, noticed late")
+    state.servers.report(failed, 0, "a", "reset", 0.0)
+    state.servers.report(failed, 0, "b", "reset", 0.0)
     server = state.servers.get(failed)
-    assert server is not None and not server.quarantined
+    assert server is not None and server.quarantined
+    answer(state, int(failed[-1]), 0, 1.0)
+    state.servers.report(failed, 0, "c", "reset, noticed late", 1.0)
+    assert server.health.state == "healthy"
 
 
 def test_failure_report_about_another_server_is_ignored() -> None:
     state = ready()
     [ticket] = tickets(state)
     place(state, ticket, failed_server="generation_server/0", failure="never was there")
-    assert state.refusal() is None
+    assert not state.servers.reports
 
 
 def test_route_releases_reservation_when_the_server_dies() -> None:
@@ -159,12 +157,11 @@ def test_rolling_gives_no_slot_to_unused_servers() -> None:
     state = ready(4, pace=Pace(0.25, 30.0), eta=1)
     state.servers.publish(version(1))
     assert isinstance(begin(state, 0, 0.0), UpdateOrder)
-    state.servers.report_failure("generation_server/1", 0, "connection reset", 0.0)
     state.observe_servers([address(index) for index in range(5)])  # 4 is new
-    assert isinstance(begin(state, 1, 0.0), UpdateOrder) and isinstance(begin(state, 4, 0.0), UpdateOrder)
+    assert isinstance(begin(state, 4, 0.0), UpdateOrder)
     assert isinstance(begin(state, 2, 0.0), Idle)
     state.servers.publish(version(2))  # now all that have not updated are beyond the bound
-    assert isinstance(begin(state, 2, 0.0), UpdateOrder) and isinstance(begin(state, 3, 0.0), UpdateOrder)
+    assert all(isinstance(begin(state, index, 0.0), UpdateOrder) for index in (1, 2, 3))
 
 
 def test_drain_after_restart_waits_for_unplaced_attempts() -> None:
@@ -214,13 +211,82 @@ def test_probed_server_counts_as_no_update() -> None:
 
 
 def test_held_request_reports_its_failure_once() -> None:
-    """It is decided again after the server has verified its version: an old report must not quarantine it again."""
+    """It is decided again when the server has answered: an old report must not count again."""
     state = ready()
     [ticket] = tickets(state)
     failed = place(state, ticket).server
     request = ScheduleRequest(ticket.ticket_id, 0, 10, 20, failed_server=failed)
     with pytest.raises(NoServer):
         state.schedule(request, 0.0)
-    update(state, 0)
+    answer(state, 0, 0)
     for _ in range(2):
         assert state.schedule(request, 0.0).server == failed
+
+
+def test_one_worker_cannot_remove_healthy_servers() -> None:
+    """Its network is broken: it reports every server. The others keep all of them, and nothing is loaded again."""
+    state = ready(servers=64)
+    for index in range(64):
+        state.servers.report(f"generation_server/{index}", 0, "broken", "Cannot connect", 0.0)
+        assert len(state.router.routes(None)) == 64
+        answer(state, index, 0)
+    assert all(server.state == "ready" and server.updates == 1 for server in state.servers.all())
+    [(worker, reported)] = state.servers.reports.suspects(0.0).items()
+    assert worker == "broken" and len(reported) == 3 and state.servers.reports.ignored == 61
+    assert status(state, 0.0, 0.0)["blame"]["suspects"] == {"broken": reported}
+
+
+def test_reporter_is_routed_elsewhere_during_probe() -> None:
+    state = ready(servers=2)
+    mine, other = (state.allocate(AllocateRequest(name, 1), 0.0).tickets[0] for name in ("a", "b"))
+    failed = place(state, mine).server
+    assert place(state, mine, failed_server=failed).server != failed
+    assert place(state, mine, call="1.0").server != failed, "until it has answered"
+    assert place(state, other).server == failed, "the other worker has no trouble with it"
+    answer(state, int(failed[-1]), 0)
+    assert place(state, mine, call="2.0").server == failed
+
+
+def test_silent_server_returns_without_reload() -> None:
+    state = ready()
+    state.servers.report("generation_server/0", 0, "w", "reset", 5.0)
+    probe = state.servers.next_probe("generation_server/0", "1", 5.0)
+    assert isinstance(probe, Probe) and state.servers.silent(probe, "timeout", 5.0)
+    assert state.refusal() == "no_server"
+    assert state.servers.next_probe("generation_server/0", "1", 5.0) == Idle(5.5)
+    answer(state, 0, 0, 5.5)
+    assert state.refusal() is None and state.servers.next_order("generation_server/0", "1", 5.5) == Idle()
+
+
+def test_server_with_unexpected_version_is_updated_first() -> None:
+    state = ready()
+    state.servers.report("generation_server/0", 0, "w", "reset", 0.0)
+    answer(state, 0, -1)
+    assert state.refusal() == "no_server" and order(state, 0).target.version == 0
+
+
+def test_overtaken_probe_changes_nothing() -> None:
+    """A second worker has reported the server since the probe began: it stays in quarantine for its time."""
+    state = ready()
+    name = "generation_server/0"
+    state.servers.report(name, 0, "a", "reset", 0.0)
+    probe = state.servers.next_probe(name, "1", 0.0)
+    state.servers.report(name, 0, "b", "reset", 0.0)
+    assert isinstance(probe, Probe) and state.servers.answered(probe, "0", "/v0", 0.0) == []
+    assert not state.servers.silent(probe, "timeout", 0.0)
+    assert state.servers.next_probe(name, "1", 0.0) == Idle(0.5) and state.refusal() == "no_server"
+
+
+def test_used_versions_are_named_within_bound() -> None:
+    state = ready(servers=3, eta=2)
+    state.servers.publish(version(1))
+    slow = order(state, 0)
+    state.begin_update(slow, 0.0)
+    update(state, 2)
+    assert state.servers.in_use() == [0, 1]
+    for number in (2, 3):
+        state.servers.publish(version(number))
+        update(state, 2)
+    assert state.servers.in_use() == [1, 3], "0 stages version 1; 1 serves version 0, which is beyond the bound"
+    state.servers.failed(slow, "timeout", 9.0)
+    assert state.servers.in_use() == [3], "a dead server keeps no version for ever"

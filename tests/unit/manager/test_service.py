@@ -6,15 +6,16 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from realsys.errors import LedgerError
 from realsys.manager.ledger.journal import Journal
-from realsys.manager.messages import ClaimRequest, RollBackRequest, TrainedRequest
-from realsys.manager.operations import CLAIM, DATA_POSITION, ROLL_BACK, TRAINED
+from realsys.manager.messages import AllocateReply, AllocateRequest, ClaimRequest, RollBackRequest, TrainedRequest
+from realsys.manager.operations import ALLOCATE, CLAIM, DATA_POSITION, ROLL_BACK, TRAINED
 from realsys.manager.service import ManagerService, steady_clock
-from tests.support.ledger.manager_states import SETTINGS, ready, tickets
+from tests.support.ledger.manager_states import SETTINGS, ready, tickets, update, version
 
 
 @pytest.mark.parametrize("jump", [1e9, -1e9])
@@ -89,5 +90,90 @@ def test_drop_is_synced_before_the_reply(tmp_path: Path, monkeypatch: pytest.Mon
             monkeypatch.setattr(journal, "sync", lambda: synced.append(journal.records))
             await service.call(TRAINED, TrainedRequest(0, 0, dropped=[(ticket.ticket_id, "stale")]))
             assert synced == [2], "the grant and the drop"
+
+    asyncio.run(scenario())
+
+
+async def _held(service: ManagerService, workers: int, each: int = 64) -> list[asyncio.Task[AllocateReply]]:
+    """Let ``workers`` wait for up to ``each`` tickets."""
+    requests = [AllocateRequest(f"w/{number}", each, wait_s=10.0) for number in range(workers)]
+    held = [asyncio.create_task(service.call(ALLOCATE, request)) for request in requests]
+    await _quiet()
+    assert len(service.grants) == workers
+    return held
+
+
+async def _quiet() -> None:
+    """Let every task run until it waits."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def _service(tmp_path: Path, batch: int) -> ManagerService:
+    """A manager at version 0 whose next version allows ``batch`` tickets."""
+    state = ready(batch_groups=batch, eta=0, split_sizes={"train": 4 * batch})
+    tickets(state, batch)
+    return ManagerService(state, Journal(tmp_path / "ledger"))
+
+
+def test_grants_are_spread_over_waiting_workers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service = _service(tmp_path, 512)
+        held = await _held(service, 512)
+        service.state.servers.publish(version(1))
+        update(service.state, 0)
+        service.settle(None)
+        replies = await asyncio.gather(*held)
+        assert sum(len(reply.tickets) for reply in replies) == 512
+        assert max(len(reply.tickets) for reply in replies) <= 4
+        service.journal.close()
+
+    asyncio.run(scenario())
+
+
+def test_release_wakes_as_many_as_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        service = _service(tmp_path, 16)
+        held = await _held(service, 512)
+        decisions = list[str]()
+        decide = service._decide
+
+        def counted(operation: Any, request: Any) -> Any:
+            decisions.append(request.worker)
+            return decide(operation, request)
+
+        monkeypatch.setattr(service, "_decide", counted)
+        service.settle(None)
+        await asyncio.sleep(0)
+        assert decisions == [], "there is nothing to grant"
+        service.state.servers.publish(version(1))
+        update(service.state, 0)
+        service.settle(None)
+        await _quiet()
+        assert sum(task.done() for task in held) == 16
+        assert decisions == [f"w/{number}" for number in range(16)], "the longest wait first"
+        service.close()
+        await asyncio.gather(*held)
+        service.journal.close()
+
+    asyncio.run(scenario())
+
+
+def test_turn_of_a_caller_that_left_passes_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service = _service(tmp_path, 1)
+
+        async def gone() -> bool:
+            return True
+
+        left = asyncio.create_task(service.call(ALLOCATE, AllocateRequest("gone", 1, wait_s=10.0), gone))
+        await _quiet()
+        waits = asyncio.create_task(service.call(ALLOCATE, AllocateRequest("waits", 1, wait_s=10.0)))
+        await _quiet()
+        service.state.servers.publish(version(1))
+        update(service.state, 0)
+        service.settle(None)
+        assert (await left).tickets == [] and len((await waits).tickets) == 1
+        service.journal.close()
 
     asyncio.run(scenario())

@@ -24,7 +24,7 @@ def test_oldest_versions_are_journalled_once() -> None:
     event = state.outbox[-1]
     assert isinstance(event, Trained) and (event.tickets, event.oldest, event.incarnation) == (ids[1:], [1, 0], A)
     again = state.trained(TrainedRequest(2, 2, ids[1:], incarnation=A, oldest=[1, 0]), 0.0)
-    assert again == TrainedReply(0, 0) and state.outbox[-1] is event
+    assert again == TrainedReply(0, 0, in_use=[0]) and state.outbox[-1] is event
     with pytest.raises(ValueError, match="oldest has 1 versions for 3"):
         state.trained(TrainedRequest(3, 3, ids, incarnation=A, oldest=[0]), 0.0)
 

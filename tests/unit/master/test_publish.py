@@ -50,6 +50,7 @@ class Trial:
 
     def publish(self, version: int) -> Path:
         asyncio.run(self.publisher.publish(version, version))
+        self.publisher.keep([version])  # every server has it
         return self.folder(version)
 
     def folder(self, version: int) -> Path:
@@ -216,10 +217,8 @@ def flipped(path: Path) -> None:
 
 
 def said(version: int, *served: int | None) -> dict[str, object]:
-    """The manager's status: versions that the servers have; None: quarantined, for it cannot load the newest."""
-    rows = [
-        {"state": "quarantined" if v is None else "ready", "error": "x" * (v is None), "version": v} for v in served
-    ]
+    """The manager's status: versions that the servers have; None: it failed to load the newest."""
+    rows = [{"failures": int(v is None), "version": v} for v in served]
     return {"version": version, "servers": rows}
 
 

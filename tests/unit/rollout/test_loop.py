@@ -309,3 +309,15 @@ def test_an_allocation_that_is_refused_ends_the_worker():
 
     with pytest.raises(StreamError, match="401"):
         bench_test(body)
+
+
+def test_running_attempts_keep_their_leases():
+    async def body(bench, task):
+        bench.player.gate.clear()
+        bench.grant(ticket(7), ticket(8))
+        while len(request := (await bench.manager.touched.get()).running) < 2:
+            pass
+        assert request == [("7", 0), ("8", 0)]
+        bench.player.gate.set()
+
+    bench_test(body, touch_s=0.01)

@@ -65,6 +65,7 @@ class Trial:
 
     def publish(self, version: int) -> PublishedVersion:
         asyncio.run(self.publisher.publish(version, version))
+        self.publisher.keep([version])  # every server has it
         return msgspec.json.decode(self.store.get("newest"), type=PublishedVersion)
 
     @contextmanager
@@ -125,11 +126,11 @@ def test_published_copy_is_served(trial: Trial, tmp_path: Path) -> None:
 def test_damaged_copy_is_refused_until_rewritten(trial: Trial) -> None:
     locator = trial.publish(0).locator
     flip(locator)
-    quarantined = {"state": "quarantined", "error": "corrupt", "version": None}
+    failing = {"failures": 1, "version": None}
     with trial.engine() as engine:
         refused = engine.update(locator, 0).result(BOUND_S)
         assert not refused.success and "corrupt" in refused.message and engine.version == -1
-        asyncio.run(trial.publisher.repair({"version": 0, "servers": [quarantined]}))
+        asyncio.run(trial.publisher.repair({"version": 0, "servers": [failing]}))
         assert engine.update(locator, 0).result(BOUND_S).success
 
 
@@ -193,9 +194,9 @@ def test_rewritten_version_must_keep_its_locator(trial: Trial) -> None:
     trial.publisher._weights = Wandering(PublisherParts(trial.root, trial.model, "0001"), keep=2)
     locator = trial.publish(0).locator
     flip(locator)
-    quarantined = {"state": "quarantined", "error": "corrupt", "version": None}
+    failing = {"failures": 1, "version": None}
     with pytest.raises(WeightsError, match="a transport must keep the locator of a version"):
-        asyncio.run(trial.publisher.repair({"version": 0, "servers": [quarantined]}))
+        asyncio.run(trial.publisher.repair({"version": 0, "servers": [failing]}))
 
 
 WRONG = {

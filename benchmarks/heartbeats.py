@@ -1,0 +1,224 @@
+"""Cost of the workers' heartbeats for the manager: ``python -m benchmarks.heartbeats``.
+
+The real manager process watches the name store while other processes beat for 125 to 1,000 workers, as often as the
+workers of a trial do (``cluster.heartbeat_s``). 10,240 tickets run. Measured: CPU time of the manager, in percent of a
+core, and the slowest beat. The exponent is the slope of log CPU over log workers.
+
+The name store is a real etcd, and for comparison the file store with the numbers of workers that it can carry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import multiprocessing
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks._router import BOUND_S, NAMES, TOKEN, running
+from benchmarks._table import report
+from realsys.cluster.heartbeat import Heartbeat, LeaseTerms
+from realsys.cluster.network import free_ports
+from realsys.cluster.store.base import NameStore
+from realsys.cluster.store.file_store import FileNameStore
+from realsys.config.schema import AsyncConfig, Config, ManagerConfig
+from realsys.config.schema_train import TrainConfig
+from realsys.manager.messages import AllocateRequest
+from realsys.manager.operations import ALLOCATE
+from realsys.manager.shell import Manager, ManagerParts
+from realsys.types import PublishedVersion, ServerAddress
+from realsys.workers.name_store import command
+
+BEATERS, THREADS = 2, 16  # processes that beat for all workers, and threads of each
+SETTLE_S = 3.0
+TICKETS = 10_240
+
+
+def open_store(place: str) -> NameStore:
+    """Open the file store in the folder ``place``, or the etcd at that address."""
+    if place.startswith("/"):
+        return FileNameStore(Path(place))
+    from realsys.cluster.store.etcd_store import EtcdNameStore
+
+    return EtcdNameStore(place, call_timeout_s=10.0, retry_timeout_s=20.0)
+
+
+def serve_manager(place: str, folder: Path, workers: int, port: Connection) -> None:
+    """Run the manager with TICKETS running tickets, spread over ``workers``. Sends its process id."""
+    config = Config(
+        train=TrainConfig(batch_groups=TICKETS),
+        asynchronous=AsyncConfig(max_head_offpolicyness=1),
+        manager=ManagerConfig(rollout_lease_s=1e6),
+    )
+
+    async def main() -> None:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        parts = ManagerParts(
+            config, NAMES, open_store(place), TOKEN, folder / "ledger.jsonl", {"train": 1_000_000}, lambda _: started()
+        )
+        manager = Manager(parts)
+
+        def started() -> None:
+            loop.call_soon_threadsafe(lambda: loop.create_task(grant()))
+
+        async def grant() -> None:
+            service = manager.service
+            # No server: its HTTP would be measured, too.
+            service.state.observe_servers([ServerAddress("generation_server/0", "http://127.0.0.1:1", 1, "h", "1")])
+            service.state.servers.publish(PublishedVersion(0, "m", "/v0", 0))
+            [server] = service.state.servers.all()
+            server.verified = service.state.servers.published
+            for number in range(TICKETS):
+                name = f"rollout_worker/{number % max(1, workers)}"
+                incarnation = getattr(service.state.workers.get(name), "incarnation", "")
+                await service.call(ALLOCATE, AllocateRequest(name, 1, incarnation=incarnation))
+            running_tickets = len(list(service.state.ledger.running()))
+            assert running_tickets == TICKETS, running_tickets
+            port.send(os.getpid())
+
+        await manager.run(asyncio.Event())
+
+    uvloop.run(main())
+
+
+def beat_for(place: str, indices: Sequence[int], period_s: float, pipe: Connection) -> None:
+    """Beat for the workers ``indices`` until a message comes; then send (beats, slowest beat in seconds)."""
+    store = open_store(place)
+    terms = LeaseTerms(60.0, period_s)
+
+    def start(index: int) -> Heartbeat:
+        key = NAMES.heartbeat(f"rollout_worker/{index}")
+        return Heartbeat(store, key, "rollout_worker", index, terms, lambda error: print(error, flush=True))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        hearts = list(pool.map(start, indices))
+        pipe.send(len(hearts))
+        slowest, beats = 0.0, 0
+
+        def beat(heart: Heartbeat) -> float:
+            began = time.perf_counter()
+            heart._beat()
+            return time.perf_counter() - began
+
+        while not pipe.poll():
+            began = time.perf_counter()
+            for number, heart in enumerate(hearts):
+                due = began + period_s * number / len(hearts)
+                time.sleep(max(0.0, due - time.perf_counter()))
+                done = pool.submit(beat, heart)
+                done.add_done_callback(lambda future: measured.append(future.result()))
+            time.sleep(max(0.0, began + period_s - time.perf_counter()))
+            beats, slowest = len(measured), max(measured, default=0.0)
+    pipe.send((beats, slowest))
+    store.close()
+
+
+measured: list[float] = []
+
+
+@contextlib.contextmanager
+def beating(place: str, workers: int, period_s: float) -> Iterator[list[Connection]]:
+    context = multiprocessing.get_context("spawn")
+    shares = [range(first, workers, BEATERS) for first in range(BEATERS)]
+    pipes, processes = [], []
+    for share in shares:
+        mine, other = context.Pipe()
+        process = context.Process(target=beat_for, args=(place, share, period_s, other), daemon=True)
+        process.start()
+        pipes.append(mine)
+        processes.append(process)
+    try:
+        for pipe in pipes:
+            assert pipe.poll(BOUND_S), "the heartbeats did not start"
+            pipe.recv()
+        yield pipes
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join(BOUND_S)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(place: str, workers: int, seconds: float, period_s: float) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        store = open_store(place)
+        store.clear_subtree(NAMES.root)
+        store.close()
+        pipes = stack.enter_context(beating(place, workers, period_s)) if workers else []
+        pid = stack.enter_context(running(serve_manager, place, folder, workers))
+        threading.Event().wait(SETTLE_S)
+        began, before = time.perf_counter(), cpu_s(pid)
+        threading.Event().wait(seconds)
+        share = (cpu_s(pid) - before) / (time.perf_counter() - began)
+        counts = []
+        for pipe in pipes:
+            pipe.send("stop")
+            assert pipe.poll(BOUND_S)
+            counts.append(pipe.recv())
+    return {
+        "workers": workers,
+        "manager core %": 100 * share,
+        "slowest beat s": max((slowest for _, slowest in counts), default=0.0),
+    }
+
+
+def exponent(rows: Sequence[dict[str, Any]]) -> float:
+    """Slope of log(CPU) over log(workers), by least squares."""
+    points = [(math.log(row["workers"]), math.log(max(1e-3, row["manager core %"]))) for row in rows if row["workers"]]
+    x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+
+
+@contextlib.contextmanager
+def own_etcd(folder: Path) -> Iterator[str]:
+    client, peer = free_ports(2)
+    with (folder / "etcd.log").open("wb") as log:
+        argv = command(f"127.0.0.1:{client}", f"127.0.0.1:{peer}", folder / "data")
+        process = subprocess.Popen(argv, stdout=log, stderr=log)
+        try:
+            yield f"127.0.0.1:{client}"
+        finally:
+            process.terminate()
+            process.wait(BOUND_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.heartbeats", description="Heartbeats of many workers.")
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 125, 250, 500, 1000])
+    parser.add_argument("--file-workers", type=int, nargs="*", default=[32, 64, 128, 256])
+    parser.add_argument("--seconds", type=float, default=20.0, help="of one measurement")
+    parser.add_argument("--period-s", type=float, default=2.0, help="cluster.heartbeat_s")
+    parser.add_argument("--name", default="heartbeats", help="of the result")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        with own_etcd(Path(folder)) as address:
+            etcd = [measure(address, n, arguments.seconds, arguments.period_s) for n in arguments.workers]
+        rows += [{"name store": "etcd", **row} for row in etcd]
+        for workers in arguments.file_workers:
+            row = measure(f"{folder}/files", workers, arguments.seconds, arguments.period_s)
+            rows.append({"name store": "file", **row})
+    report(arguments.name, rows, {**vars(arguments), "tickets": TICKETS, "exponent": round(exponent(etcd), 2)})
+
+
+if __name__ == "__main__":
+    main()
