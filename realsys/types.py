@@ -44,6 +44,7 @@ class Ticket(msgspec.Struct, frozen=True):
     n: int = 1  # episodes to play
     seed: int = 0  # base seed of the group's sampling
     version: int = 0  # version published when granted
+    reissues: int = 0  # how often its group was discarded as too old (``asynchronous.max_reissues``)
     #: incarnation of the trainer under which the ticket was granted; the short name is the one on
     #: the wire
     trainer_incarnation: str = msgspec.field(default="", name="trainer")
@@ -184,6 +185,10 @@ class SampleMeta(msgspec.Struct, omit_defaults=True):
     episode_tokens: int = 0  # loss tokens of the whole episode; 0 means the same as ``loss_tokens``
     correct: bool | None = None
     metrics: dict[str, float] = {}
+    #: (version, tokens) of the loss tokens, oldest first; empty for a row of one version
+    version_tokens: list[tuple[int, int]] = []
+    sampled_tokens: int = 0  # ``episode_tokens`` before tokens were masked as too old; 0: none were
+    reissues: int = 0  # copied from the ticket
 
 
 class SequenceRef(msgspec.Struct, omit_defaults=True):
@@ -203,6 +208,7 @@ class SequenceRef(msgspec.Struct, omit_defaults=True):
     episode_tokens: int
     last: bool = True  # the last row of its episode
     row_truncated: bool = False  # this row did not end with a stop token
+    sampled_tokens: int = 0  # ``episode_tokens`` before tokens were masked as too old; 0: none were
 
 
 SNAPSHOT = "snapshot"  #: argument of a call: a SnapshotPlan
@@ -282,6 +288,13 @@ class TransferReply(msgspec.Struct):
 
 class Empty(msgspec.Struct):
     """A reply without content."""
+
+
+class MaskRequest(msgspec.Struct):
+    """Take the tokens of versions below ``oldest`` out of the loss of these samples; they stay in the context."""
+
+    sample_ids: list[str]
+    oldest: int
 
 
 class InitializeRequest(msgspec.Struct):

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from realsys.buffer.token_losses import WARN_SHARE
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.screen.progress import TIME_PARTS, Progress, Record, mean, number
@@ -225,7 +226,7 @@ def _recent(records: Sequence[Record]) -> list[Record]:
     return list(itertools.islice(reversed(records), _RECENT_STEPS))
 
 
-def _fields(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+def _fields(title: str, rows: Sequence[tuple[str, str | Text]]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_row(Text(title, style="bold cyan"), "")
     for name, value in rows:
@@ -260,10 +261,11 @@ def _asynchrony(progress: Progress, config: Config) -> Table:
     status = progress.status
     last: Record = progress.train[-1] if progress.train else {}
     lag = f"{fmt(number(last, 'staleness', 'mean'), '.1f')} mean, {fmt(number(last, 'staleness', 'max'), '.0f')} max"
-    rows = [
+    rows: list[tuple[str, str | Text]] = [
         ("version", fmt(_published(status, last), ".0f")),
         ("staleness", f"{lag if last else '-'}  (eta {config.asynchronous.max_head_offpolicyness})"),
         ("dropped stale", fmt(number(last, "dropped_stale"), ".0f")),
+        ("not trained", _untrained(last)),
     ]
     if filtered := number(last, "dropped_filtered"):
         rows.append(("dropped by filter", fmt(filtered, ".0f")))
@@ -278,6 +280,16 @@ def _asynchrony(progress: Progress, config: Config) -> Table:
         headroom = f"{fmt(number(admission, 'headroom'), ',.0f')} groups free"
         rows.append(("admission", headroom if admission.get("admits") else _CLOSED.get(reason, reason)))
     return _fields("asynchrony", rows)
+
+
+def _untrained(last: Record) -> Text | str:
+    """Return the shares of sampled tokens that were not trained, by reason; red if staleness takes too many."""
+    shares = last.get("untrained")
+    if not isinstance(shares, Mapping):
+        return "-"
+    text = ", ".join(f"{reason} {share:.1%}" for reason, share in sorted(shares.items())) or "0 %"
+    too_old = number(last, "too_old") or 0.0
+    return Text(f"{text} of tokens", style="bold red") if too_old > WARN_SHARE else f"{text} of tokens"
 
 
 def _published(status: Record, last: Record) -> float | None:

@@ -56,8 +56,8 @@ def summarise(
             "after": after,
             "gain": None if before is None or after is None else after - before,
             "problems": number(totals.evals.get("after", totals.evals.get("before", {})), "problems"),
-            "train_first": mean(totals.first, "accuracy"),
-            "train_last": mean(totals.last, "accuracy"),
+            "train_first": mean(totals.first_unbiased or totals.first, "accuracy"),
+            "train_last": mean(totals.last_unbiased or totals.last, "accuracy"),
         },
         "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in totals.evals.values()],
         "seconds": {"total": ended - started, **seconds},
@@ -74,6 +74,7 @@ def summarise(
             "histogram": {str(lag): totals.lags[lag] for lag in sorted(totals.lags)},
             "dropped": int(totals.dropped_stale),
             "filtered": int(totals.dropped_filtered),
+            "tokens_too_old": totals.too_old.value,
         },
         "without_signal": totals.without_signal,  # steps
         "recoveries": totals.recoveries,
@@ -141,7 +142,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         )
         lag = f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}, bound {staleness['eta']}"
         filtered = f", {staleness['filtered']} by their success rate" if staleness["filtered"] else ""
-        yield "staleness", f"{lag}; {staleness['dropped']} groups dropped{filtered}"
+        wasted = f", {share:.1%} of the sampled tokens" if (share := staleness.get("tokens_too_old")) else ""
+        yield "staleness", f"{lag}; {staleness['dropped']} groups dropped{wasted}{filtered}"
     if idle := summary.get("without_signal"):
         cause = "every advantage was 0, as when all answers to a prompt get the same reward"
         yield "no signal", f"{idle} of {summary['steps']} steps: {cause}"
@@ -232,10 +234,13 @@ def _line(
     color: str = _LINE,
     style: str = "-",
 ) -> None:
-    steps, values = _series(points, name)
+    steps, values = _series([point for point in points if "length_biased" not in point], name)
     if values:
         marker = "o" if len(values) < 3 else None  # a single step has no line to see
         axis.plot(steps, values, color=color, linestyle=style, linewidth=1.8, label=label, marker=marker, markersize=4)
+    steps, values = _series([point for point in points if "length_biased" in point], name)
+    if values:  # the first batches and the last one: shown, but not as a part of the course
+        axis.plot(steps, values, "o", color=color, fillstyle="none", alpha=0.4, markersize=4)
     axis.set_title(title, loc="left", fontsize=11)
 
 

@@ -47,6 +47,8 @@ class Totals:
     steps: int = 0  # trained
     first: list[Record] = field(default_factory=list)
     last: deque[Record] = field(default_factory=lambda: deque(maxlen=COURSE_STEPS))
+    first_unbiased: list[Record] = field(default_factory=list)
+    last_unbiased: deque[Record] = field(default_factory=lambda: deque(maxlen=COURSE_STEPS))
     evals: dict[str, Record] = field(default_factory=dict)
     recoveries: int = 0
     phases: list[tuple[str, float]] = field(default_factory=list)  # (phase, unix seconds it began)
@@ -59,6 +61,7 @@ class Totals:
     lags: Counter[int] = field(default_factory=Counter)  # sequences per lag
     dropped_stale: float = 0.0
     dropped_filtered: float = 0.0
+    too_old: Mean = field(default_factory=Mean)  # share of a step's sampled tokens that staleness took from training
     without_signal: int = 0  # steps
 
     @classmethod
@@ -87,6 +90,10 @@ class Totals:
         if len(self.first) < COURSE_STEPS:
             self.first.append(record)
         self.last.append(record)
+        if not is_length_biased(record):
+            if len(self.first_unbiased) < COURSE_STEPS:
+                self.first_unbiased.append(record)
+            self.last_unbiased.append(record)
         tokens = number(record, "answer_tokens") or 0.0
         self.answer_tokens += tokens
         if (number(record, "time") or 0.0) >= self.since:
@@ -102,6 +109,8 @@ class Totals:
             self.lags[int(lag)] += int(count)
         self.dropped_stale += number(record, "dropped_stale") or 0.0
         self.dropped_filtered += number(record, "dropped_filtered") or 0.0
+        lost = [number(record, "untrained", reason) for reason in ("stale", "masked")]
+        self.too_old.add(sum(share or 0.0 for share in lost))
         self.without_signal += number(record, "stats", "grad_norm_max") == 0.0
 
     def phase_seconds(self, end: float) -> dict[str, float]:
@@ -114,10 +123,16 @@ class Totals:
         return seconds
 
 
+def is_length_biased(record: Record) -> bool:
+    """Return True for a step whose batch had other lengths than the policy samples: its means mislead."""
+    return record.get("length_biased") is True
+
+
 def course(records: Iterable[Record], steps: int) -> Iterator[dict[str, float]]:
     """Yield the numbers of the curves by name, for each of ``steps`` train steps; ``step`` is always one of them.
 
     With more than CURVE_POINTS steps, a point has the means of several steps, and the extremes of their staleness.
+    Length-biased steps are left out of the means; a point of such steps alone has ``length_biased``.
     """
     trained = (record for record in records if record.get("kind") == "train" and number(record, "step") is not None)
     width = max(1, math.ceil(steps / CURVE_POINTS))
@@ -127,10 +142,12 @@ def course(records: Iterable[Record], steps: int) -> Iterator[dict[str, float]]:
 
 def _point(some: list[Record]) -> dict[str, float | None]:
     lows, highs = ([number(r, "staleness", end) for r in some] for end in ("min", "max"))
+    usual = [record for record in some if not is_length_biased(record)]
     known: dict[str, Any] = {
-        name: mean(some, name)
+        name: mean(usual or some, name)
         for name in ("step", "reward_mean", "accuracy", "length_mean", "length_correct", "length_wrong")
     }
+    known["length_biased"] = None if usual else 1.0
     known["lag_mean"] = mean(some, "staleness", "mean")
     known["lag_min"] = min((low for low in lows if low is not None), default=None)
     known["lag_max"] = max((high for high in highs if high is not None), default=None)

@@ -111,7 +111,7 @@ def shape_rewards(episodes: Sequence[SequenceRef], cfg: PPOConfig, max_new_token
                - penalty * clip((tokens - (max_new_tokens - buffer)) / buffer, 0, 1)          with overlong.buffer
 
     The second line is DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), in units of the shaped
-    reward; ``tokens`` are the loss tokens of the episode. It also applies to truncated episodes: reaching the
+    reward; ``tokens`` are the sampled tokens of the episode. It also applies to truncated episodes: reaching the
     limit must not be better than stopping before it.
     """
     shaped = np.array([r.reward for r in episodes], np.float64) * cfg.reward_scale + cfg.reward_bias
@@ -119,7 +119,7 @@ def shape_rewards(episodes: Sequence[SequenceRef], cfg: PPOConfig, max_new_token
     if cfg.truncated_answers == "zero_reward":
         shaped = np.where(np.array([r.truncated for r in episodes], bool), 0.0, shaped)
     if cfg.overlong.buffer:
-        lengths = np.array([r.episode_tokens for r in episodes], np.float64)
+        lengths = np.array([r.sampled_tokens or r.episode_tokens for r in episodes], np.float64)
         beyond = (lengths - (max_new_tokens - cfg.overlong.buffer)) / cfg.overlong.buffer
         shaped = shaped - cfg.overlong.penalty * np.clip(beyond, 0.0, 1.0)
     return shaped

@@ -38,6 +38,7 @@ def sequence_refs(groups: Sequence[Sequence[SampleMeta]]) -> list[SequenceRef]:
                     episode_tokens=sample.episode_tokens or sample.loss_tokens,
                     last=sample.row == last[key],
                     row_truncated=sample.row_truncated,
+                    sampled_tokens=sample.sampled_tokens,
                 )
             )
     return refs

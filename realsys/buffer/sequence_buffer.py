@@ -2,8 +2,9 @@
 
     notices ──add──> incomplete ──(all of its rows)─────> ready ──take──> in training ──(next take)──> remembered
               ├─> rejected (a copy)       │                 │   <─release─┘  └─release─> excluded ─────┤
-              │                           │                 └───take──> dropped (too stale) ───────────┤
-              └─────────add───────────────┴─────> dropped (not worth training: ``keep``) ──────────────┘
+              │                           │                 └───take──> dropped (all tokens masked) ───┤
+              ├─────────add───────────────┼─────> dropped (not worth training: ``keep``) ──────────────┤
+              └─────────add───────────────┴─────> reissued (``too_old``): a later attempt may come ────┘
 
 ``add`` *consumes* the notices of the stream, in any order and possibly twice. ``take`` *waits for* nothing: it returns
 no groups while too few are ready. Results name in ``clear`` the samples that their owners may discard.
@@ -16,13 +17,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from realsys.buffer.masking import mask_group
+from realsys.buffer.token_losses import COPY, MASKED, STALE, SUCCESS_RATE
 from realsys.types import SampleMeta
 
-StalePolicy = Literal["drop", "train"]
-#: reasons for which the buffer drops a group
-STALE, SUCCESS_RATE = "stale", "success_rate"
+StalePolicy = Literal["train", "mask", "drop"]
 #: Returns True if a complete group is worth training on.
 Keep = Callable[[Sequence[SampleMeta]], bool]
+#: Returns True if a complete group is too old, and its ticket is to be issued again.
+TooOld = Callable[[Sequence[SampleMeta]], bool]
+_FINAL = 1 << 62  # above every attempt
 
 
 @dataclass(slots=True)
@@ -31,31 +35,49 @@ class Added:
 
     accepted, rejected  numbers of samples
     dropped             (ticket_id, reason) of groups that were complete and not worth training on
+    stale               (ticket_id, attempt) of groups that were complete and too old
     clear               samples that will not be trained: their owners may discard them
+    lost                (reason, samples): the samples whose tokens are lost
     """
 
     accepted: int = 0
     rejected: int = 0
     dropped: list[tuple[str, str]] = field(default_factory=list)
+    stale: list[tuple[str, int]] = field(default_factory=list)
     clear: list[SampleMeta] = field(default_factory=list)
+    lost: list[tuple[str, list[SampleMeta]]] = field(default_factory=list)
+
+    def lose(self, reason: str, samples: list[SampleMeta]) -> None:
+        """Add samples that will not be trained and may be discarded."""
+        self.lost.append((reason, samples))
+        self.clear.extend(samples)
 
 
 @dataclass(slots=True)
 class Batch:
     """Groups of one train step, oldest ticket first, and the groups that were dropped before it.
 
-    ``groups`` is empty if too few groups remain after drops; they then stay in the buffer. ``stale``
-    counts groups of this batch beyond the bound (policy ``train``). ``oldest_staleness`` and
-    ``newest_staleness`` are histograms of the rows: versions that the oldest, or newest, token of a row
-    is behind -> number of rows.
+    ``groups`` are the rows as they are trained, after masking; it is empty if too few groups remain after
+    drops, and they then stay in the buffer. ``sampled`` are all rows of these groups as they arrived.
     """
 
     groups: list[list[SampleMeta]] = field(default_factory=list)
+    sampled: list[SampleMeta] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)  # (ticket_id, reason)
     clear: list[SampleMeta] = field(default_factory=list)
-    stale: int = 0
-    oldest_staleness: dict[int, int] = field(default_factory=dict)
-    newest_staleness: dict[int, int] = field(default_factory=dict)
+    lost: list[tuple[str, list[SampleMeta]]] = field(default_factory=list)  # (reason, samples)
+
+    @property
+    def masked(self) -> list[SampleMeta]:
+        """Return the rows that are trained without some of their tokens."""
+        before = {sample.sample_id: sample.loss_tokens for sample in self.sampled}
+        return [row for group in self.groups for row in group if row.loss_tokens < before[row.sample_id]]
+
+    @property
+    def unused(self) -> list[SampleMeta]:
+        """Return the rows of its groups that are not trained, because all their tokens are too old."""
+        trained = {row.sample_id for group in self.groups for row in group}
+        return [sample for sample in self.sampled if sample.sample_id not in trained]
 
 
 @dataclass(slots=True)
@@ -69,43 +91,49 @@ class _Group:
         """Return the samples, sorted by episode, then row."""
         return sorted(self.samples.values(), key=lambda s: (s.episode, s.row))
 
-    def oldest_version(self) -> int:
-        return min(sample.version_min for sample in self.samples.values())
-
 
 class SequenceBuffer:
     """Buffer of groups by ticket. Each ticket leaves it at most once.
 
     Each sample names the number of rows of its group (``group_rows``); a group with all of them is
     complete. A complete group that ``keep`` refuses leaves with reason ``success_rate``;
-    ``filtered_in_a_row`` counts such groups since the last one that stayed.
+    ``filtered_in_a_row`` counts such groups since the last one that stayed. Of a complete group for which
+    ``too_old`` holds, this attempt leaves, and a later one is accepted.
 
     latest-attempt  Until a ticket is in training, its latest attempt counts, because the ledger knows
                     only that one. It replaces an earlier attempt; a late sample of an earlier one is
                     rejected.
     one-end         A copy of a ticket that is in training, trained or dropped is rejected, of any
                     attempt. For the ledger both ends are final, and the place of a dropped ticket is
-                    already taken by another one.
+                    already taken by another one. Of a ticket that was too old, that attempt and earlier
+                    ones are rejected.
 
     The buffer knows the last ``remember`` ended tickets; the ledger refuses a second claim of older ones.
     """
 
-    def __init__(self, keep: Keep = lambda group: True, remember: int = 65536) -> None:
+    def __init__(
+        self,
+        keep: Keep = lambda group: True,
+        too_old: TooOld = lambda group: False,
+        remember: int = 65536,
+    ) -> None:
         if remember < 1:
             raise ValueError(f"SequenceBuffer: remember={remember} must be at least 1")
         self.rejected = 0  # samples, since the start
         self.filtered_in_a_row = 0  # groups
         self._keep = keep
+        self._too_old = too_old
         self._remember = remember
         self._incomplete: dict[str, _Group] = {}
         self._ready: dict[str, _Group] = {}
         self._training: dict[str, _Group] = {}
         self._deferred: list[SampleMeta] = []  # copies of samples in training
-        self._ended: OrderedDict[str, None] = OrderedDict()  # trained and dropped tickets, oldest first
+        # trained, dropped and reissued tickets, oldest first -> the last attempt that can be a copy
+        self._ended: OrderedDict[str, int] = OrderedDict()
 
     @property
     def ready_groups(self) -> int:
-        """Number of complete groups, stale ones included."""
+        """Number of complete groups, too old ones included."""
         return len(self._ready)
 
     @property
@@ -120,9 +148,9 @@ class SequenceBuffer:
         """
         return {ticket: group.attempt for ticket, group in self._ready.items()}
 
-    def fresh_groups(self, version: int, eta: int) -> int:
-        """Count the complete groups that ``take`` would not drop under policy ``drop``."""
-        return sum(version - group.oldest_version() <= eta for group in self._ready.values())
+    def ready_before(self, ticket_id: str) -> int:
+        """Count the complete groups that ``take`` takes before that of ``ticket_id``."""
+        return sum(other < ticket_id for other in self._ready)
 
     def __contains__(self, ticket_id: str) -> bool:
         return ticket_id in self._ready or ticket_id in self._incomplete
@@ -136,37 +164,45 @@ class SequenceBuffer:
             else:
                 result.rejected += 1
                 self.rejected += 1
+                result.lost.append((COPY, [sample]))
         return result
 
-    def take(self, batch_groups: int, version: int, eta: int, stale_policy: StalePolicy) -> Batch:
-        """Take the ``batch_groups`` oldest complete groups, for training on top of version ``version``.
+    def take(self, batch_groups: int, oldest: int | None = None) -> Batch:
+        """Take the ``batch_groups`` oldest complete groups.
 
-        Under policy ``drop``, every complete group whose oldest token is more than ``eta`` versions behind
-        leaves the buffer with reason ``stale``, even if the batch does not fill. The batch taken before
-        counts as trained from here on.
+        With ``oldest``, the groups have no loss token of an older version (``mask_group``), and a group
+        without any other leaves the buffer with reason ``masked``, even if the batch does not fill. The
+        batch taken before counts as trained from here on.
         """
         batch = Batch(clear=self._settle())
-        if stale_policy == "drop":
-            self._drop_stale(version, eta, batch)
-        if len(self._ready) < batch_groups:
-            return batch
+        chosen: dict[str, list[SampleMeta]] = {}
         # Ids are zero-padded numbers, so their lexical order is the order of the grants.
-        for ticket_id in sorted(self._ready)[:batch_groups]:
-            group = self._ready.pop(ticket_id)
-            self._training[ticket_id] = group
+        for ticket_id in sorted(self._ready):
+            if len(chosen) == batch_groups:
+                break
+            group = self._ready[ticket_id].ordered()
+            rows = group if oldest is None else mask_group(group, oldest)
+            if rows:
+                chosen[ticket_id] = rows
+                continue
+            del self._ready[ticket_id]
+            batch.dropped.append((ticket_id, MASKED))
+            batch.lost.append((MASKED, group))
+            batch.clear.extend([*group, *self._part_of(ticket_id)])
+            self._end(ticket_id)
+        if len(chosen) < batch_groups:
+            return batch
+        for ticket_id, rows in chosen.items():
+            taken = self._training[ticket_id] = self._ready.pop(ticket_id)
             self._deferred += self._part_of(ticket_id)
-            batch.groups.append(group.ordered())
-            batch.stale += version - group.oldest_version() > eta
-        for sample in (sample for group in batch.groups for sample in group):
-            _increment(batch.oldest_staleness, version - sample.version_min)
-            _increment(batch.newest_staleness, version - sample.version_max)
+            batch.groups.append(rows)
+            batch.sampled.extend(taken.ordered())
         return batch
 
-    def release(self, excluded: Collection[str]) -> list[SampleMeta]:
+    def release(self, excluded: Collection[str]) -> Added:
         """Undo ``take`` for a batch that is not trained. Call it before any sample of it is transferred.
 
-        The tickets ``excluded`` end here and will not be trained; the others are ready again. Returns the
-        samples that may be cleared.
+        The tickets ``excluded`` end here and will not be trained; the others are ready again.
         """
         result = Added()
         copies = self._deferred
@@ -175,13 +211,13 @@ class SequenceBuffer:
         self._deferred = []
         for ticket_id, group in taken.items():
             if ticket_id in excluded:
-                result.clear.extend(group.ordered())
+                result.lose(COPY, group.ordered())
                 self._end(ticket_id)
             else:
                 self._ready[ticket_id] = group
         for copy in copies:
             self._refuse(copy, taken[copy.ticket_id], result)
-        return result.clear
+        return result
 
     def _accept(self, sample: SampleMeta, result: Added) -> bool:
         ticket_id = sample.ticket_id
@@ -190,7 +226,7 @@ class SequenceBuffer:
             # copy's worker, under the same sample id.
             self._deferred.append(sample)
             return False
-        if ticket_id in self._ended:
+        if sample.attempt <= self._ended.get(ticket_id, -1):
             result.clear.append(sample)
             return False
         ready = self._ready.get(ticket_id)
@@ -212,14 +248,20 @@ class SequenceBuffer:
     def _complete(self, ticket_id: str, group: _Group, result: Added) -> None:
         if older := self._ready.pop(ticket_id, None):
             self._discard(older, result)
-        if self._keep(group.ordered()):
-            self._ready[ticket_id] = group
-            self.filtered_in_a_row = 0
+        samples = group.ordered()
+        if not self._keep(samples):
+            self.filtered_in_a_row += 1
+            result.dropped.append((ticket_id, SUCCESS_RATE))
+            result.lose(SUCCESS_RATE, samples)
+            self._end(ticket_id)
             return
-        self.filtered_in_a_row += 1
-        result.dropped.append((ticket_id, SUCCESS_RATE))
-        result.clear.extend(group.ordered())
-        self._end(ticket_id)
+        self.filtered_in_a_row = 0
+        if self._too_old(samples):
+            result.stale.append((ticket_id, group.attempt))
+            result.lose(STALE, samples)
+            self._end(ticket_id, group.attempt)
+            return
+        self._ready[ticket_id] = group
 
     def _refuse(self, copy: SampleMeta, held: _Group, result: Added) -> None:
         """Clear a copy, unless it is on the same worker as the original.
@@ -234,15 +276,7 @@ class SequenceBuffer:
         """Reject a group that a later attempt replaces; it is not in training."""
         result.rejected += len(older.samples)
         self.rejected += len(older.samples)
-        result.clear.extend(older.ordered())
-
-    def _drop_stale(self, version: int, eta: int, batch: Batch) -> None:
-        stale = sorted(t for t, group in self._ready.items() if version - group.oldest_version() > eta)
-        for ticket_id in stale:
-            group = self._ready.pop(ticket_id)
-            batch.dropped.append((ticket_id, STALE))
-            batch.clear.extend([*group.ordered(), *self._part_of(ticket_id)])
-            self._end(ticket_id)
+        result.lose(COPY, older.ordered())
 
     def _part_of(self, ticket_id: str) -> list[SampleMeta]:
         """Remove the incomplete later attempt of a ticket, which can no longer be trained; return its samples."""
@@ -258,8 +292,9 @@ class SequenceBuffer:
         self._deferred = []
         return copies
 
-    def _end(self, ticket_id: str) -> None:
-        self._ended[ticket_id] = None
+    def _end(self, ticket_id: str, attempt: int = _FINAL) -> None:
+        self._ended[ticket_id] = attempt
+        self._ended.move_to_end(ticket_id)
         while len(self._ended) > self._remember:
             self._ended.popitem(last=False)
 
@@ -267,7 +302,3 @@ class SequenceBuffer:
 def owners_of(groups: Sequence[Sequence[SampleMeta]]) -> dict[str, set[int]]:
     """Return sample id -> the worker that received it, for ``plan_transfers``."""
     return {sample.sample_id: {sample.owner} for group in groups for sample in group}
-
-
-def _increment(histogram: dict[int, int], staleness: int) -> None:
-    histogram[staleness] = histogram.get(staleness, 0) + 1

@@ -234,8 +234,13 @@ class AsyncConfig(Section):
     max_head_offpolicyness: NonNegative = Field(
         4, description="eta: versions that generation may run ahead of training; 0: synchronous"
     )
-    stale_policy: Literal["drop", "train"] = Field(
-        "drop", description="discard a group with a token older than eta versions, or train it"
+    stale_policy: Literal["train", "mask", "drop"] = Field(
+        "train",
+        description="tokens older than eta versions: train them, mask them out of the loss, or drop their group and "
+        "issue its prompt again",
+    )
+    max_reissues: Annotated[int, Field(ge=0, le=100)] = Field(
+        2, description="stale_policy=drop: times that a prompt is issued again; after them its old tokens are masked"
     )
     interruptible: bool = Field(
         True, description="update weights in the middle of completions; false: wait until they have ended"

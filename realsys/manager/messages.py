@@ -115,7 +115,8 @@ class FinishRequest(msgspec.Struct):
     """POST /finish_rollout: the end of one attempt; releases its reservations.
 
     ``servers``: server -> tokens that it sampled for the completions, for the rates per server. Of the worker's
-    verifiers: completions that wait for a verdict now, and completions without one since its start.
+    verifiers: completions that wait for a verdict now, and completions without one since its start. ``lost_tokens``:
+    tokens of the worker's episodes that failed, since its last finish.
     """
 
     ticket_id: Identifier
@@ -127,6 +128,7 @@ class FinishRequest(msgspec.Struct):
     servers: dict[str, Count] = {}
     verdicts_waiting: Count = 0
     verdicts_undecided: Count = 0
+    lost_tokens: Count = 0
 
     def versions(self) -> tuple[int, int]:
         """Return the versions of the oldest and the newest token of all completions; -1 without completions."""
@@ -185,9 +187,11 @@ class ClaimReply(msgspec.Struct):
 
 
 class TrainedRequest(msgspec.Struct):
-    """POST /trained, idempotent. A drop for a reason that starts with "stale" gives the prompt a fresh ticket.
+    """POST /trained, idempotent.
 
     trained      tickets that the step trained; all claimed before
+    dropped      (ticket, reason) of groups that are not trained
+    stale        (ticket, attempt) of groups that were too old: their tickets are issued again
     staleness    versions behind -> sequences, of this step
     incarnation  of the trainer: status 409 if it is older than the one that rolled back last
     oldest       for each trained ticket the version of its oldest token, or empty
@@ -204,18 +208,22 @@ class TrainedRequest(msgspec.Struct):
     incarnation: AnyIncarnation = ""
     oldest: list[OrNone] = []
     held: list[tuple[Identifier, Count]] | None = None
+    stale: list[tuple[Identifier, Count]] = []
 
 
 class TrainedReply(msgspec.Struct):
     """Number of the named tickets that changed state (0 for a repetition); ``lost``: never arrived and reissued.
 
-    ``in_use``: versions of this trainer that servers stage or serve, oldest first. The last one is the newest that the
-    manager knows; no server will begin an older one.
+    ``lost_tokens``: tokens of failed episodes since the manager's start. ``in_use``: versions of this trainer that
+    servers stage or serve, oldest first. The last one is the newest that the manager knows; no server will begin an
+    older one.
     """
 
     trained: int
     dropped: int
     lost: list[str] = []
+    reissued: int = 0
+    lost_tokens: int = 0
     in_use: list[int] = []
 
 

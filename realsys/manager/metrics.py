@@ -28,6 +28,7 @@ class StateCollector(Collector):
         yield from self._updates()
         yield from self._verdicts()
         yield from self._agreement()
+        yield from self._untrained()
         state = self._state
         yield gauge("realsys_workers", "workers with a heartbeat", len(state.workers))
         tokens = state.throughput.tokens
@@ -93,6 +94,19 @@ class StateCollector(Collector):
             if isinstance(view.get(key), int | float):
                 yield gauge(f"realsys_agreement_{key}", f"log-probs of trainer against engine: {key}", view[key])
         yield gauge("realsys_agreement_warning", "1 while they drift apart", float(bool(view.get("warning"))))
+
+    def _untrained(self) -> Iterator[Metric]:
+        """Yield what the last train step said about sampled tokens that are not trained."""
+        shares = self._state.master.get("untrained")
+        if isinstance(shares, dict):
+            text = "share of sampled tokens that were not trained, by reason"
+            yield labelled("realsys_untrained_share", text, "reason", shares)
+        for key, text in (
+            ("too_old", "share of sampled tokens lost to staleness, last 20 steps"),
+            ("length_ks", "KS distance of the lengths of sampled and trained completions, last 20 steps"),
+        ):
+            if isinstance(value := self._state.master.get(key), int | float):
+                yield gauge(f"realsys_{key}", text, value)
 
     def _servers(self) -> Iterator[Metric]:
         families = {

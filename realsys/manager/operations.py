@@ -94,7 +94,7 @@ TRAINED = Operation(
     reply=m.TrainedReply,
     decide=ManagerState.trained,
     # A repeated call, too: the first one may have ended before its records were on the disk.
-    syncs=lambda request: bool(request.trained or request.dropped),
+    syncs=lambda request: bool(request.trained or request.dropped or request.stale),
     trainer=True,
 )
 ROLL_BACK = Operation(

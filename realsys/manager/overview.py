@@ -41,6 +41,7 @@ def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
         },
         "time_split": state.master.get("seconds"),
         "agreement": state.master.get("agreement"),
+        "untrained": {key: state.master.get(key) for key in ("untrained", "too_old", "length_ks")},
         "evaluations": evaluations(state),
     }
 
@@ -67,9 +68,11 @@ def explain(state: ManagerState) -> str:
         case None:
             return "granting"
         case "staleness":
+            needed = state.bound.oldest_weights(state.ledger.counted + 1)
+            awaited = "the next version" if needed > state.version else f"a server that serves version {needed}"
             return (
                 f"{state.ledger.counted} groups are granted and not given back; at version {state.version} and eta "
-                f"{state.bound.eta} the bound is {state.bound.capacity(state.version)}: waiting for the next version"
+                f"{state.bound.eta} the bound is {state.bound.capacity(state.version)}: waiting for {awaited}"
             )
         case "exhausted":
             open_ = state.ledger.counts.open

@@ -26,7 +26,8 @@ class ManagerSettings:
     interruptible: bool = True
     pace: Pace = field(default_factory=Pace)
     blame: BlameRules = field(default_factory=BlameRules)
-    stale_policy: str = "drop"
+    stale_policy: str = "train"
+    max_reissues: int = 2  # reissues that a ticket may have because its group was too old
 
     @classmethod
     def of(cls, config: Config, split_sizes: dict[str, int]) -> ManagerSettings:
@@ -43,6 +44,7 @@ class ManagerSettings:
             total_epochs=config.train.total_epochs,
             total_steps=config.train.total_steps,
             stale_policy=config.asynchronous.stale_policy,
+            max_reissues=config.asynchronous.max_reissues,
             lease_s=manager.rollout_lease_s,
             routing=manager.routing,
             interruptible=config.asynchronous.interruptible,

@@ -13,12 +13,12 @@ from realsys.manager import messages as m
 from realsys.manager.ledger.evaluations import RunningProblem
 from realsys.manager.ledger.events import MOST_PROBLEMS, EvalStarted
 from realsys.manager.ledger.staleness import StepStaleness
+from realsys.manager.ledger.tickets import OpenTicket
 from realsys.manager.refusals import BadCall, NoServer, NotRunning, OlderTrainer
 from realsys.manager.routing.rollout_workers import incarnation_of
 from realsys.manager.trial_state import TrialState
 from realsys.types import Ticket
 
-STALE = "stale"  # a drop whose reason starts with this gives the prompt a fresh ticket
 RETRY_AFTER_S = 0.5
 #: Seconds that a finished group may take to reach the master. Its DP head acknowledged it before the finish was sent,
 #: so only the notice from there to the master is under way.
@@ -70,7 +70,7 @@ class ManagerState(TrialState):
         if attempt is None:
             raise NotRunning(f"ticket {request.ticket_id} attempt {request.attempt} is not running: cancel it")
         attempt.news_at = now  # renews the lease
-        minimum = attempt.evaluation.started.version if isinstance(attempt, RunningProblem) else None
+        minimum = self._minimum(attempt)
         held = self.reservations.get(request.ticket_id, request.call)
         if request.failed_server is not None and held is not None and held.server == request.failed_server:
             request.avoid = held.server
@@ -93,6 +93,17 @@ class ManagerState(TrialState):
             else:
                 over.append(ticket_id)
         return m.TouchReply(over)
+
+    def _minimum(self, attempt: OpenTicket | RunningProblem) -> int | None:
+        """Return the oldest version that may serve this attempt; None: any that training may use.
+
+        A ticket was granted when a server served weights that are new enough for it. If that server is gone, the
+        others may serve it: tokens that are one version too old are better than a wait.
+        """
+        if isinstance(attempt, RunningProblem):
+            return attempt.evaluation.started.version
+        minimum = self.minimum(attempt.weights)
+        return minimum if self.router.routes(minimum) else None
 
     def finish(self, request: m.FinishRequest, now: float) -> m.FinishReply:
         """End an attempt. Frees its reservations only if it is the current attempt."""
@@ -134,7 +145,7 @@ class ManagerState(TrialState):
         Raises BadCall for a call that contradicts itself or the ledger, and what ``_require_current`` raises.
         """
         self._require_current(request.incarnation)
-        self.ledger.require(ticket_id for ticket_id, _ in request.dropped)
+        self.ledger.require(ticket_id for ticket_id, _ in (*request.dropped, *request.stale))
         event = self.ledger.trained(
             request.version, request.step, request.trained, now, request.oldest, request.incarnation
         )
@@ -142,11 +153,15 @@ class ManagerState(TrialState):
             self.outbox.append(event)
         dropped = 0
         for ticket_id, reason in request.dropped:
-            drop = self.ledger.drop(ticket_id, reason, now, requeue=reason.startswith(STALE))
+            drop = self.ledger.drop(ticket_id, reason, now)
             if drop is not None:
                 self.outbox.append(drop)
                 self.reservations.release(ticket_id)
                 dropped += 1
+        stale = self.ledger.reissue_stale(request.stale, now)
+        self.outbox += stale
+        for reissued in stale:
+            self.reservations.release(reissued.ticket_id)
         lost = []
         if request.held is not None:
             lost = self.ledger.never_arrived({ticket for ticket, _ in request.held}, now - ARRIVAL_GRACE_S, now)
@@ -155,8 +170,10 @@ class ManagerState(TrialState):
             if self.staleness and self.staleness[-1].version == request.version:
                 self.staleness.pop()  # the call is a repetition
             self.staleness.append(StepStaleness(request.step, request.version, dict(request.staleness)))
+        lost_tickets = [event.ticket_id for event in lost]
+        trained = len(event.tickets) if event else 0
         in_use = self.servers.in_use()
-        return m.TrainedReply(len(event.tickets) if event else 0, dropped, [event.ticket_id for event in lost], in_use)
+        return m.TrainedReply(trained, dropped, lost_tickets, len(stale), self.throughput.lost_tokens, in_use)
 
     def roll_back(self, request: m.RollBackRequest, now: float) -> m.RollBackReply:
         """Start a trainer from ``request.version``: reissue every ticket that is not in the weights of that version.

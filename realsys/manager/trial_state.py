@@ -81,7 +81,13 @@ class TrialState:
         needed = self.settings.total_steps * self.settings.batch_groups
         if self.ledger.exhausted or (needed and self.ledger.counted >= needed):
             return "exhausted"
-        return None if self.bound.admits(self.ledger.counted + 1, self.version) else "staleness"
+        # A version is published before a server serves it. A ticket that needs it waits until then.
+        weights = self.bound.oldest_weights(self.ledger.counted + 1)
+        return None if weights <= self.version and self.router.routes(self.minimum(weights)) else "staleness"
+
+    def minimum(self, weights: int) -> int:
+        """Return the oldest version that may serve a train ticket which needs ``weights`` or newer ones."""
+        return max(0, weights, self.version - self.settings.eta)
 
     def grantable(self) -> int:
         """Return how many tickets can be granted now, at most as many as there are prompts left."""
@@ -92,7 +98,8 @@ class TrialState:
         )
         if self.refusal() is not None:
             return problems
-        return problems + self.bound.headroom(self.ledger.counted, self.version)
+        served = max(server.version for server in self.router.routes(None))
+        return problems + self.bound.headroom(self.ledger.counted, min(served, self.version))
 
     def share(self) -> int:
         """Return the most tickets that one allocation may get: the same for all workers that may ask, at least one.
@@ -137,6 +144,7 @@ class TrialState:
             stale_policy=settings.stale_policy,
             group_size=settings.group_size,
             time=now,
+            max_reissues=settings.max_reissues,
         )
         if event := self.ledger.bind(opened):
             self.outbox.append(event)
@@ -159,6 +167,7 @@ class TrialState:
             n=self.settings.group_size,
             seed=sampling_seed(self.settings.seed, number, granted.attempt),
             version=granted.version,
+            reissues=self.ledger.stale_reissues(granted.ticket_id),
             trainer_incarnation=self.trainer_incarnation,
         )
 

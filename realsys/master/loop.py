@@ -16,12 +16,14 @@ version.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from realsys.buffer.token_losses import StepLosses
 from realsys.cluster.aio import run_beside, unless
 from realsys.cluster.failpoint import failpoint
 from realsys.config.schema import Config
@@ -29,17 +31,23 @@ from realsys.manager.messages import TrainedRequest
 from realsys.master.calls.call_arguments import CallArguments
 from realsys.master.calls.executor import CallResult
 from realsys.master.evaluation import Evaluations
-from realsys.master.intake import Intake, TrainBatch
+from realsys.master.intake import Intake
+from realsys.master.intake_state import TrainBatch
 from realsys.master.publish import Publisher
 from realsys.master.records.agreement import AgreementMonitor
 from realsys.master.recovery import eval_id_of
-from realsys.master.statistics import batch_statistics, call_seconds, episodes_of, train_record
+from realsys.master.statistics import batch_statistics, call_seconds, episodes_of, train_record, untrained_shares
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
 from realsys.rollout.manager_client import ManagerClient
 
+log = logging.getLogger(__name__)
+
 #: fields of the last step's record that the manager's status page shows
-STATUS_FIELDS = ("step", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy", "agreement")
+STATUS_FIELDS = (
+    *("step", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy", "agreement"),
+    *("untrained", "too_old", "length_ks"),
+)
 
 
 class Checkpointer(Protocol):
@@ -102,6 +110,8 @@ class TrainLoop:
         self._stop = stop
         self._agreement = AgreementMonitor(config.agreement)
         self._started = time.monotonic()
+        self._first_step = 1
+        self._warned = False
 
     async def run(self, done: int = 0) -> int:
         """Train from step ``done`` until a stop condition holds or ``stop`` is set; return the
@@ -111,6 +121,7 @@ class TrainLoop:
         """
         if recorder := self._parts.runner.recorder:
             await recorder.rewind(done)
+        self._first_step = done + 1
         return await run_beside(self._steps(done), self._parts.intake.report_drops())
 
     async def _steps(self, step: int) -> int:
@@ -178,6 +189,9 @@ class TrainLoop:
     ) -> dict[str, Any]:
         """Return the fields of the step log that neither the batch's metadata nor the calls report."""
         comparison = results["actor_inf"].stats if "actor_inf" in results else {}
+        trained = results["actor_train"].stats if "actor_train" in results else {}
+        masks_truncated = self._config.train.ppo.truncated_answers == "mask"
+        self._warn_of_waste(batch.losses)
         return {
             "step": step,
             "total": self._total_steps,
@@ -186,15 +200,38 @@ class TrainLoop:
             "dropped_stale": batch.dropped_stale,
             "dropped_filtered": batch.dropped_filtered,
             "refused": batch.refused,
+            "untrained": untrained_shares(batch.losses, batch.samples, trained, masks_truncated=masks_truncated),
+            "too_old": batch.losses.too_old,
+            "length_ks": batch.losses.length_ks,
+            **({"length_biased": True} if self._is_length_biased(step) else {}),
             "tickets": batch.tickets,
             "agreement": self._agreement.observe(step - 1, comparison),
         }
+
+    def _is_length_biased(self, step: int) -> bool:
+        """Return True if the lengths in the batch of ``step`` are not those of the policy.
+
+        The tickets of eta + 1 batches start together, so the first batches get the shortest completions.
+        The last batch gets all that were still running, which are the longest.
+        """
+        eta = self._config.asynchronous.max_head_offpolicyness
+        return step == self._total_steps or (eta > 0 and step - self._first_step <= eta)
+
+    def _warn_of_waste(self, losses: StepLosses) -> None:
+        """Warn once when staleness begins to cost many tokens, and again if it does so later."""
+        if losses.warning and not self._warned:
+            log.warning(
+                "%.0f %% of the tokens sampled for the last steps were too old to be trained: increase "
+                "asynchronous.max_head_offpolicyness, or set asynchronous.stale_policy=train",
+                100 * losses.too_old,
+            )
+        self._warned = losses.warning
 
     async def _report_trained(self, step: int, batch: TrainBatch) -> dict[str, Any]:
         """Report to the manager which tickets version ``step`` contains; return the statistics of
         the batch.
         """
-        intake = self._parts.intake
+        intake = self._parts.intake.state
         statistics = batch_statistics(batch.samples, version=step - 1)
         reply = await self._parts.manager.trained(
             TrainedRequest(
@@ -208,6 +245,7 @@ class TrainLoop:
             )
         )
         self._parts.publisher.keep(reply.in_use)
+        intake.observe_failed(reply.lost_tokens)
         return statistics
 
     async def _save(self, step: int) -> None:

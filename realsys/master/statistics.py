@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from realsys.buffer.token_losses import StepLosses
 from realsys.master.calls.executor import CallResult
 from realsys.master.records.agreement import PREFIX as AGREEMENT
 from realsys.types import SampleMeta
@@ -69,6 +70,31 @@ def batch_statistics(samples: Sequence[SampleMeta], *, version: int) -> dict[str
             "histogram": {str(value): histogram[value] for value in sorted(histogram)},
         },
     }
+
+
+def untrained_shares(
+    losses: StepLosses, samples: Sequence[SampleMeta], stats: Mapping[str, float], *, masks_truncated: bool
+) -> dict[str, float]:
+    """Return reason -> share of the step's sampled tokens that were not trained.
+
+    ``losses`` has the tokens that are in no batch. ``stats`` of the call `actor_train` say which tokens of
+    the batch reached the loss: not those of truncated episodes (``masks_truncated``), of rows whose
+    advantage is 0 and that were skipped for it (``zero_advantage``), and of minibatches that were left out
+    (``skipped_step``). Without that call no token of the batch is counted as untrained.
+    """
+    shares = dict(losses.untrained)
+    if "answer_tokens" not in stats:
+        return shares
+    # Without a computed row the call reports no `tokens`.
+    taken, computed = round(stats["answer_tokens"]), round(stats.get("tokens", 0.0))
+    truncated = sum(s.loss_tokens for s in samples if s.truncated) if masks_truncated else 0
+    truncated = min(truncated, taken - computed)
+    in_batch = {
+        "truncated": truncated,
+        "zero_advantage": taken - computed - truncated,
+        "skipped_step": sum(s.loss_tokens for s in samples) - taken,
+    }
+    return shares | {reason: n / losses.tokens for reason, n in in_batch.items() if n > 0}
 
 
 def mean_metrics(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:

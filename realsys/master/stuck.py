@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from realsys.buffer.sequence_buffer import SUCCESS_RATE
+from realsys.buffer.token_losses import SUCCESS_RATE
 from realsys.config.schema_train import FilterConfig
 
 FEWEST_FAILURES = 32  # dropped groups without an arrival in between, after which a run is stuck

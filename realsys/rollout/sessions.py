@@ -230,6 +230,12 @@ class GroupPlayer:
         self._longest_row = longest_row
         self._rules = group or GroupRules()
         self._defects = Defects()
+        self._lost_tokens = 0
+
+    def take_lost_tokens(self) -> int:
+        """Return the tokens sampled for training episodes that failed, since the last call."""
+        lost, self._lost_tokens = self._lost_tokens, 0
+        return lost
 
     async def play(self, ticket: Ticket, prompt: Prompt) -> Played:
         """Play ``ticket.n`` episodes at the same time.
@@ -238,11 +244,24 @@ class GroupPlayer:
         episode of two tickets in a row, and the first error if too few episodes succeeded: a RewardError only if no
         other is the cause.
         """
-        begin = time.perf_counter()
         calls = Calls(self._engine, ticket, self._eval_spec if ticket.kind == "eval" else self._spec)
+        sessions = [EpisodeSession(calls, episode) for episode in range(ticket.n)]
         needed = min(self._rules.min_episodes or ticket.n, ticket.n)
         group = _Playing(ticket, needed, min(self._rules.least, ticket.n))
-        sessions = [EpisodeSession(calls, episode) for episode in range(ticket.n)]
+        sent = False
+        try:
+            played = await self._play_all(group, calls, sessions, prompt)
+            sent = True
+            return played
+        finally:
+            if ticket.kind == "train":
+                failed = [s.sampled for k, s in enumerate(sessions) if not sent or k not in group.episodes]
+                self._lost_tokens += sum(failed)
+
+    async def _play_all(
+        self, group: _Playing, calls: Calls, sessions: Sequence[EpisodeSession], prompt: Prompt
+    ) -> Played:
+        begin, ticket = time.perf_counter(), group.ticket
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number, session in enumerate(sessions):

@@ -61,6 +61,8 @@ class Player(Protocol):
 
     async def play(self, ticket: Ticket, prompt: Prompt) -> Played: ...
 
+    def take_lost_tokens(self) -> int: ...
+
 
 class Prompts(Protocol):
     """The part of PromptDataset that this module needs."""
@@ -238,6 +240,8 @@ class RolloutLoop:
             tokens_by_server(episodes),
             self._parts.verifiers.waiting,
             self._parts.verifiers.undecided,
+            # Of any ticket, also of one that was superseded and has no finish.
+            self._parts.player.take_lost_tokens(),
         )
         reply = await self._parts.manager.finish(request)
         if not reply.known:

@@ -15,6 +15,7 @@ Waits for the next request only. Produces replies, and the notice ``samples_arri
     load_checkpoint     ranks of the role's mesh        replaces the training state
     hold, record        all workers                     keeps the arrays of a step; writes its share of the record
     load_record         all workers                     stores the samples of a recorded step (replay)
+    mask                holder of the samples           takes tokens out of the loss
     clear               holders of the samples          frees arrays
 
 An error is sent as a reply with its traceback and then ends the process. Other ranks of the mesh
@@ -59,6 +60,7 @@ from realsys.types import (
     Empty,
     InitializeRequest,
     LoadDemosRequest,
+    MaskRequest,
     MfcReply,
     MfcRequest,
     SamplesArrived,
@@ -154,6 +156,7 @@ class ModelWorkerService:
             "hold": (HoldRequest, recorder.hold),
             "record": (RecordRequest, recorder.record),
             "load_record": (LoadRecordRequest, recorder.load),
+            "mask": (MaskRequest, self._mask),
             "clear": (ClearRequest, self._clear),
         }
 
@@ -247,6 +250,10 @@ class ModelWorkerService:
 
     def _load_checkpoint(self, request: LoadCheckpointRequest) -> Empty:
         load_checkpoint(self._role(request.role), Path(request.directory))
+        return Empty()
+
+    def _mask(self, request: MaskRequest) -> Empty:
+        self._data.mask_older(request.sample_ids, request.oldest)
         return Empty()
 
     def _clear(self, request: ClearRequest) -> Empty:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from realsys.errors import StreamError
+from realsys.train.stale_tokens import version_tokens, without_older
 from realsys.types import (
     ARRAY_KEYS,
     Group,
@@ -94,6 +95,15 @@ class DataManager:
                 if not keys or not sample:
                     self._samples.pop(sample_id, None)
                     self._origins.pop(sample_id, None)
+
+    def mask_older(self, sample_ids: Iterable[str], oldest: int) -> None:
+        """Take the tokens of versions below ``oldest`` out of the loss of these samples (``without_older``).
+
+        Their origins stay as they arrived. Raises KeyError for a sample that is not here.
+        """
+        with self._lock:
+            for sample_id in sample_ids:
+                self._samples[sample_id] = without_older(self._samples[sample_id], oldest)
 
     def hold(self, arrays: Mapping[str, Iterable[str]]) -> list[GroupOrigin]:
         """Keep these arrays (key -> sample ids), including those stored later; return the origins
@@ -195,6 +205,8 @@ class DataManager:
                         episode_tokens=episode_tokens,
                         correct=episode.correct,
                         metrics=episode.metrics,
+                        version_tokens=version_tokens(row.versions) if version_min < version_max else [],
+                        reissues=ticket.reissues,
                     )
                 )
         return metas

@@ -287,13 +287,13 @@ def test_restart_with_torn_journal_keeps_tickets(tmp_path: Path) -> None:
             "step": 1,
             "version": 1,
             "trained": [tickets[0]["ticket_id"]],
-            "dropped": [[tickets[1]["ticket_id"], "stale"]],
+            "stale": [[tickets[1]["ticket_id"], 0]],
         }
         assert await t.post("/claim", version=1, tickets=trained["trained"]) == {"gone": []}
-        assert await t.post("/trained", **trained, staleness={"0": 1}) == {
-            "trained": 1, "dropped": 1, "lost": [], "in_use": [0],
-        }  # fmt: skip
-        assert await t.post("/trained", **trained) == {"trained": 0, "dropped": 0, "lost": [], "in_use": [0]}
+        first, again = await t.post("/trained", **trained, staleness={"0": 1}), await t.post("/trained", **trained)
+        none = {"dropped": 0, "lost": [], "lost_tokens": 0, "in_use": [0]}
+        assert first == {"trained": 1, "reissued": 1, **none}
+        assert again == {"trained": 0, "reissued": 0, **none}
         before = (await t.get("/status"))["ledger"]
         await t.halt()
         with t.ledger.open("ab") as file:
@@ -305,7 +305,8 @@ def test_restart_with_torn_journal_keeps_tickets(tmp_path: Path) -> None:
         assert (await t.finish(tickets[2]))["known"] is True
         given_back = (await t.allocate(1))["tickets"][0]
         assert given_back["prompt_index"] == tickets[1]["prompt_index"]
-        assert given_back["ticket_id"] == "0000000004"
+        assert (given_back["ticket_id"], given_back["attempt"]) == (tickets[1]["ticket_id"], 1)
+        assert given_back["reissues"] == 1
         assert (await t.allocate(1))["reason"] == "staleness"
 
     drive(tmp_path, scenario)
@@ -359,8 +360,9 @@ def test_status_metrics_and_page_show_the_trial(tmp_path: Path) -> None:
         t.store.add(t.names.status, json.dumps({"phase": "train", "time": 0}), replace=True)
         await t.until("phase", lambda: t.state.master.get("phase") == "train")
         assert (await t.get("/status"))["agreement"] is None, "no train step yet"
+        waste = {"untrained": {"stale": 0.25}, "too_old": 0.125, "length_ks": 0.5}
         drift = {"version": 3, "tokens": 9, "difference_mean": 0.5, "difference_max": 1.0, "ratio": 1.6, "warning": "!"}
-        t.store.add(t.names.status, json.dumps({"phase": "train", "agreement": drift}), replace=True)
+        t.store.add(t.names.status, json.dumps({"phase": "train", "agreement": drift, **waste}), replace=True)
         await t.until("agreement", lambda: "agreement" in t.state.master)
         ticket = (await t.allocate())["tickets"][0]
         await t.schedule(ticket)
@@ -370,6 +372,7 @@ def test_status_metrics_and_page_show_the_trial(tmp_path: Path) -> None:
         assert status["admission"]["headroom"] == 3 and status["admission"]["admits"] is True
         assert status["servers"][0]["tokens_per_s"] > 0
         assert status["rollout"]["updates"][0]["pause_s"] == 0.002 and status["agreement"] == drift
+        assert status["untrained"] == waste
         assert status["throughput"]["generated_tokens"] == 40
         assert [worker["name"] for worker in status["workers"]] == [WORKER]
         async with t.session.get(t.url + "/metrics") as response:
@@ -378,6 +381,7 @@ def test_status_metrics_and_page_show_the_trial(tmp_path: Path) -> None:
         assert 'realsys_weight_update_seconds_bucket{le="0.003",stage="pause"} 1.0' in text
         assert 'realsys_weight_update_seconds_count{stage="total"} 1.0' in text
         assert "realsys_agreement_difference_mean 0.5" in text and "realsys_agreement_warning 1.0" in text
+        assert 'realsys_untrained_share{reason="stale"} 0.25' in text and "realsys_length_ks 0.5" in text
         async with t.session.get(t.url + "/") as response:
             page = await response.text()
         assert response.status == 200 and "fetch(" in page and "http://" not in page and "https://" not in page

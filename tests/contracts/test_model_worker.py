@@ -37,6 +37,7 @@ from realsys.types import (
     ClearRequest,
     Empty,
     InitializeRequest,
+    MaskRequest,
     MfcReply,
     MfcRequest,
     SaveWeightsReply,
@@ -185,6 +186,40 @@ def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_p
     after = {name: tensor for shard in shards for name, tensor in load_file(tmp_path / shard.file).items()}
     assert after.keys() == before.keys()
     assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_masked_tokens_are_in_no_loss(models: dict[str, Path]) -> None:
+    """Training counts the tokens that are left, and the log-probs of those are computed in their whole context."""
+    layout = ParallelLayout(data=1)
+    versions = {ref.sample_id: np.arange(ref.loss_tokens, dtype=np.int32) for ref in REFS}
+    left = [
+        msgspec.structs.replace(ref, loss_tokens=ref.loss_tokens - 2, episode_tokens=ref.loss_tokens - 2)
+        for ref in REFS
+        if ref.loss_tokens > 2
+    ]
+    ids = [ref.sample_id for ref in left]
+    whole: Script = [load("actor", models), call("actor_inf", "actor", [REFS])]
+    script: Script = [
+        load("actor", models),
+        ("mask", MaskRequest(ids, 2)),
+        call("actor_inf", "actor", [left]),
+        call("actor_train", "actor", [left], lr=1e-3),
+    ]
+
+    def body(rank: int, device: Device) -> tuple[list[Any], dict[str, Any]]:
+        plain, masked = (Played(work, rank, device, make_config(), holders=[0]) for work in (whole, script))
+        for worker in (plain, masked):
+            for name, array in versions.items():
+                worker.data.put(name, {"versions": array})
+        plain.serve()
+        replies = masked.serve()
+        return replies, {n: (plain.data.get(n, "prox_logprobs"), masked.data.get(n, "prox_logprobs")) for n in ids}
+
+    [(replies, logprobs)] = run_ranks(1, body, make_config(), layout)
+    training = replies[3].stats
+    assert training["answer_tokens"] == sum(ref.loss_tokens for ref in left) and math.isfinite(training["loss"])
+    for before, after in logprobs.values():
+        assert np.allclose(before[2:], after, atol=1e-4)
 
 
 def test_roles_get_data_from_outside_their_mesh(models: dict[str, Path], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.system
 
 PROBLEMS = 40
 SMALL = [
+    "asynchronous.stale_policy=drop",
     "experiment=math",
     "allocation=sglang.d1p1m1+d1p1m1",
     "asynchronous.max_head_offpolicyness=4",

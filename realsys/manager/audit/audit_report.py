@@ -12,7 +12,7 @@ CLAIMS = {
     "ends": "no ticket ended twice (one-end)",
     "trained": "no ticket was trained twice, unless a roll-back lies between",
     "versions": "each version was trained once, in order, by the trainer that started last (monotonic)",
-    "staleness": "nothing older than eta was trained (stale_policy=drop)",
+    "staleness": "nothing older than eta was trained, or reissued too often for it (stale_policy=mask, drop)",
     "admission": "floor((N - 1) / B) <= v + eta at every grant",
     "steps": "the trainer's own record names the same tickets for each step",
     "replay": "the manager's replay accepts every record, and each ticket is in exactly one state",

@@ -26,6 +26,7 @@ class Seen:
     version: int = -1  # version that it is trained in
     lag: int = -1
     reason: str = ""
+    stale: int = 0  # reissues because its group was too old
 
 
 @dataclass
@@ -110,7 +111,7 @@ class AuditTally:
         if self.opened is None and not self.tickets:
             for name in ("staleness", "admission"):
                 reasons.setdefault(name, "no record says what B and eta were")
-        elif self.opened is not None and self.opened.stale_policy != "drop":
+        elif self.opened is not None and self.opened.stale_policy == "train":
             reasons["staleness"] = f"stale_policy={self.opened.stale_policy}: older groups may be trained"
         trained = [seen for seen in self.tickets.values() if seen.state == "trained"]
         lags = Counter(seen.lag for seen in trained)

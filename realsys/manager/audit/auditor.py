@@ -13,6 +13,7 @@ from realsys.errors import LedgerError
 from realsys.manager.audit.audit_report import RollBackRow
 from realsys.manager.audit.audit_tally import ENDED, AuditTally, Seen
 from realsys.manager.ledger import events as e
+from realsys.manager.ledger.ledger_state import STALE
 from realsys.manager.ledger.order import PromptOrder
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.ledger.tickets import OPEN_STATES, label, ticket_name
@@ -139,8 +140,6 @@ class Auditor(AuditTally):
         if seen is not None:
             seen.reason = label(event.reason)
             self.move(seen, "dropped")
-            if event.requeue:
-                self.given_back.append(seen.prompt)
 
     def _lost(self, ticket_id: str, attempt: int, cause: str, line: int) -> None:
         seen = self.current(ticket_id, attempt, f"reissued ({cause})", line)
@@ -149,6 +148,10 @@ class Auditor(AuditTally):
                 self.note("attempts", line, f"ticket {ticket_id} reissued ({cause}) while it was {seen.state}")
             self.causes[cause] += 1
             self.move(seen, "waiting")
+            seen.stale += cause == STALE
+            if cause == STALE and self.opened is not None and seen.stale > self.opened.max_reissues:
+                what = f"reissued {seen.stale} times as too old, and asynchronous.max_reissues is"
+                self.note("staleness", line, f"ticket {ticket_id} {what} {self.opened.max_reissues}")
 
     def _claimed(self, event: e.Claimed, line: int) -> None:
         self._by_whom("claimed for", event.version, event.incarnation, line)
@@ -188,7 +191,9 @@ class Auditor(AuditTally):
                 what = f"trained at version {event.version}, though it was {seen.state}, not claimed"
                 self.note("attempts", line, f"ticket {ticket_id} {what}")
             oldest = event.oldest[i] if i < len(event.oldest) else seen.oldest
-            if seen.attempt == 0 and 0 <= seen.oldest != oldest:  # two attempts may have arrived: the trainer chose one
+            # Two attempts may have arrived: the trainer chose one. It may also have masked the oldest tokens.
+            masks = self.opened is not None and self.opened.stale_policy != "train"
+            if seen.attempt == 0 and seen.oldest >= 0 and (oldest < seen.oldest if masks else oldest != seen.oldest):
                 what = f"its oldest token is of version {oldest}, its worker said {seen.oldest}"
                 self.note("staleness", line, f"ticket {ticket_id} trained at version {event.version}: {what}")
             seen.lag = event.version - 1 - oldest if oldest >= 0 else -1
@@ -196,7 +201,7 @@ class Auditor(AuditTally):
                 self.note(
                     "versions", line, f"ticket {ticket_id} of version {oldest} trained at version {event.version}"
                 )
-            if self.opened is not None and self.opened.stale_policy == "drop" and seen.lag > self.opened.eta:
+            if self.opened is not None and masks and seen.lag > self.opened.eta:
                 behind = f"{seen.lag} versions behind, eta is {self.opened.eta}"
                 self.note("staleness", line, f"ticket {ticket_id} trained at version {event.version}: {behind}")
             seen.version = event.version
@@ -240,6 +245,7 @@ class Auditor(AuditTally):
         for number, (code, attempt) in enumerate(zip(event.outcome, event.attempt, strict=True)):
             name = ticket_name(number)
             seen = self.tickets[name] = Seen(event.prompt[number], attempt=attempt, lag=event.lag[number])
+            seen.stale = event.stale[number] if event.stale else 0
             if code == -1 and (ticket := open_.get(name)):
                 seen.state = ticket.state
             elif code >= 0:

@@ -1,4 +1,4 @@
-"""Columns of the ledger: outcome, attempt, prompt and staleness of every ticket, 18 bytes each, by ticket number."""
+"""Columns of the ledger: outcome, attempt, prompt and staleness of every ticket, 19 bytes each, by ticket number."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ UNKNOWN_LAG, LONGEST_LAG = -1, 32767
 
 
 class TicketColumns:
-    """One row per ticket that was ever granted. ``attempt`` is the latest; ``lag``: see Snapshot."""
+    """One row per ticket that was ever granted. ``attempt`` is the latest; ``lag`` and ``stale``: see Snapshot."""
 
     def __init__(self, snapshot: Snapshot | None = None) -> None:
         self.outcome = array("i", snapshot.outcome if snapshot else ())
         self.attempt = array("i", snapshot.attempt if snapshot else ())
         self.prompt = array("q", snapshot.prompt if snapshot else ())
         self.lag = array("h", snapshot.lag if snapshot else ())
+        self.stale = array("B", (snapshot.stale or bytes(len(snapshot.lag))) if snapshot else ())
         self.reasons: list[str] = list(snapshot.reasons) if snapshot else []
 
     def __len__(self) -> int:
@@ -34,6 +35,7 @@ class TicketColumns:
         self.attempt.append(0)
         self.prompt.append(prompt_index)
         self.lag.append(UNKNOWN_LAG)
+        self.stale.append(0)
 
     def number(self, ticket_id: str) -> int | None:
         """Return the ticket's number, None for a ticket that was never granted."""

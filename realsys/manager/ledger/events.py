@@ -23,6 +23,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=_I32)]  # attempt or version
 OrNone = Annotated[int, msgspec.Meta(ge=-1, le=_I32)]  # -1: none
 Index = Annotated[int, msgspec.Meta(ge=0, le=_I64)]  # prompt, or position in the order of prompts
+MOST_STALE = 255  # reissues of a ticket because its group was too old
 MOST_PROBLEMS = 1 << 24  # per evaluation; the manager tracks each
 Outcome = Literal["accepted", "rejected", "failed"]
 
@@ -49,9 +50,10 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     seed: Annotated[int, msgspec.Meta(ge=0)]
     batch_groups: Positive  # B
     eta: Annotated[int, msgspec.Meta(ge=0)]
-    stale_policy: str  # "drop": nothing older than eta is trained
+    stale_policy: str  # "mask", "drop": nothing older than eta is trained
     group_size: int
     time: float
+    max_reissues: int = 0  # reissues that a ticket may have because its group was too old
 
 
 class RolledBack(msgspec.Struct, frozen=True, tag="rolled_back"):
@@ -95,7 +97,9 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class Reissued(msgspec.Struct, frozen=True, tag="reissued"):
-    """The attempt is lost (lease lapsed, worker died, never arrived); the ticket waits for its next one."""
+    """The attempt is lost (lease lapsed, worker died, never arrived) or its group was too old (cause ``stale``); the
+    ticket waits for its next one.
+    """
 
     ticket_id: str
     attempt: Number  # the lost one
@@ -104,11 +108,10 @@ class Reissued(msgspec.Struct, frozen=True, tag="reissued"):
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
-    """The trainer dropped the group. ``requeue``: its prompt gets a fresh ticket (the group was too stale, not bad)."""
+    """The trainer dropped the group."""
 
     ticket_id: str
     reason: str
-    requeue: bool
     time: float
 
 
@@ -181,7 +184,8 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
 
     ``outcome``, ``attempt``, ``prompt`` and ``lag`` have one entry per ticket, by number. outcome: -1 open, k >= 0
     trained at version k, -2 - i dropped for ``reasons[i]``. lag: versions that its oldest token was behind when it was
-    trained, -1 if not trained or unknown. ``prompts``: given back and not granted again yet, in order.
+    trained, -1 if not trained or unknown. stale: reissues because a group was too old; empty: none. ``prompts``:
+    pending at the resumed checkpoint and not granted again yet, in order.
     """
 
     records: int
@@ -205,11 +209,12 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     evaluations: list[EvaluationState]
     forgotten: dict[str, int]  # evaluation -> how often a roll-back discarded it
     time: float
+    stale: list[int] = []
     chain: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0  # checksum of the last record before
 
     def problem(self) -> str | None:
         """Return why no ledger can have been in this state, None if one can."""
-        columns = (self.outcome, self.attempt, self.prompt, self.lag)
+        columns = (self.outcome, self.attempt, self.prompt, self.lag, self.stale or self.lag)
         open_ = [ticket_name(number) for number, code in enumerate(self.outcome) if code == -1]
         if len({len(column) for column in columns}) > 1 or open_ != sorted(ticket.ticket_id for ticket in self.open):
             return f"a snapshot of {self.records} records has columns or open tickets that do not match"
@@ -218,6 +223,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
             (self.attempt, 0, _I32),
             (self.prompt, 0, _I64),
             (self.lag, -1, _I16),
+            (self.stale, 0, MOST_STALE),
         )
         if any(column and (min(column) < low or max(column) > high) for column, low, high in bounds):
             return f"a snapshot of {self.records} records with numbers out of bounds"

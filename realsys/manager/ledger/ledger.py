@@ -4,7 +4,7 @@
     waiting ────────────> running ───────────────────────> finished ─────────> claimed ─────────> trained at version k
        ^                  │  │  └── finish rejected/failed ──> dropped(reason)    ^
        │                  │  └── the group may arrive before its finish (from waiting, too)
-       └── failed, lost ──┴── never arrived, rolled back ── (from finished; from the others only by a roll-back)
+       └── failed, lost ──┴── stale, never arrived, rolled back ── (from finished; claimed only by a roll-back)
 
 Invariants:
 
@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import msgspec
 
 from realsys.manager.ledger import events as e
-from realsys.manager.ledger.ledger_state import LedgerState
+from realsys.manager.ledger.ledger_state import STALE, LedgerState
 from realsys.manager.ledger.order import PromptOrder
 from realsys.manager.ledger.tickets import OpenTicket, ticket_name
 from realsys.manager.messages import DataPosition, FinishReply
@@ -162,13 +162,28 @@ class Ledger(LedgerState):
         self.apply(event)
         return event
 
-    def drop(self, ticket_id: str, reason: str, now: float, *, requeue: bool = False) -> e.Dropped | None:
+    def drop(self, ticket_id: str, reason: str, now: float) -> e.Dropped | None:
         """End a ticket that the trainer gave back. None if it has ended already."""
         if ticket_id not in self.open:
             return None
-        event = e.Dropped(ticket_id, reason[:512], requeue, now)
+        event = e.Dropped(ticket_id, reason[:512], now)
         self.apply(event)
         return event
+
+    def reissue_stale(self, attempts: Iterable[tuple[str, int]], now: float) -> list[e.Reissued]:
+        """Reissue the tickets whose group of this attempt was too old. One that waits, runs again or ended stays so."""
+        stale = [
+            ticket
+            for ticket_id, attempt in attempts
+            if (ticket := self.open.get(ticket_id)) is not None
+            and ticket.attempt == attempt
+            and ticket.state in ("running", "finished")
+        ]
+        return self._reissue(stale, STALE, now)
+
+    def stale_reissues(self, ticket_id: str) -> int:
+        """Return how often the ticket was issued again because its group was too old."""
+        return self.columns.stale[int(ticket_id)]
 
     def lose(self, is_lost: Callable[[OpenTicket], bool], cause: str, now: float) -> list[e.Reissued]:
         """Reissue every running ticket for which ``is_lost`` holds."""

@@ -14,9 +14,11 @@ from collections import deque
 from realsys.errors import LedgerError
 from realsys.manager.ledger import events as e
 from realsys.manager.ledger.columns import LONGEST_LAG, TicketColumns, bounded
+from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.ledger.tickets import LedgerCounts, OpenState, OpenTicket, label, ticket_name
 
 ROLLED_BACK = "rolled back"
+STALE = "stale"  # cause of a reissue: the group was too old
 
 
 class LedgerState:
@@ -25,7 +27,7 @@ class LedgerState:
     base     version before which nothing can be rolled back: -1, or the step of the checkpoint that was resumed
     newest   newest version that a batch was trained for
     cursor   position of the next new prompt
-    prompts  given back by stale drops, or pending at the checkpoint: granted before new ones
+    prompts  pending at the checkpoint that was resumed: granted before new ones
     """
 
     def __init__(self) -> None:
@@ -58,8 +60,6 @@ class LedgerState:
                 self._apply_reissued(event)
             case e.Dropped():
                 self._end(self._open(event.ticket_id, event), self.columns.reason_code(event.reason))
-                if event.requeue:
-                    self.prompts.append(self.columns.prompt[int(event.ticket_id)])
             case e.RolledBack():
                 self._apply_rolled_back(event)
             case e.Opened():
@@ -140,7 +140,9 @@ class LedgerState:
             self.columns.attempt[int(event.ticket_id)] = event.attempt
             self._move(ticket, "running")
             failures = ticket.failures
-        self.open[event.ticket_id] = _running(event, self.columns.prompt[int(event.ticket_id)], failures)
+        ticket = _running(event, self.columns.prompt[int(event.ticket_id)], failures)
+        ticket.weights = _oldest_weights(self.opened, self.counts.counted)
+        self.open[event.ticket_id] = ticket
         self.counts.attempts += 1
 
     def _advance(self, event: e.Granted) -> None:
@@ -170,6 +172,9 @@ class LedgerState:
         ticket = self.open.get(event.ticket_id)
         if ticket is None or ticket.attempt != event.attempt or ticket.state == "waiting":
             raise LedgerError(f"ledger: {event} cannot follow {ticket or self.ended(event.ticket_id)}")
+        if event.cause == STALE:
+            number = int(event.ticket_id)
+            self.columns.stale[number] = min(self.columns.stale[number] + 1, e.MOST_STALE)
         self._wait(ticket, label(event.cause))
 
     def _apply_claimed(self, event: e.Claimed) -> None:
@@ -238,6 +243,7 @@ class LedgerState:
             attempt=self.columns.attempt.tolist(),
             prompt=self.columns.prompt.tolist(),
             lag=self.columns.lag.tolist(),
+            stale=self.columns.stale.tolist(),
             reasons=list(self.columns.reasons),
             open=[dataclasses.replace(ticket) for ticket in self.open.values()],
             prompts=list(self.prompts),
@@ -270,6 +276,11 @@ class LedgerState:
 def _running(event: e.Granted, prompt_index: int, failures: int) -> OpenTicket:
     owner = event.worker, event.incarnation, event.version, event.time
     return OpenTicket(event.ticket_id, prompt_index, event.attempt, *owner, failures, request=event.request)
+
+
+def _oldest_weights(opened: e.Opened | None, n: int) -> int:
+    """Return the oldest version that may sample the n-th group; -1: any."""
+    return max(-1, StalenessBound(opened.batch_groups, opened.eta).oldest_weights(n)) if opened is not None else -1
 
 
 def _counts(event: e.Snapshot, columns: TicketColumns) -> LedgerCounts:

@@ -2,6 +2,11 @@
 
 B is the train batch size in groups, v the published version, eta the staleness bound. N counts the candidate and every
 group granted before it that is running, finished, buffered, claimed or trained.
+
+The inequality bounds the version that trains the N-th group, if groups are trained in the order of their grants: it is
+at least floor((N - 1) / B). So the group must be sampled from ``oldest_weights``(N) or newer weights. A version is
+published some time before a server serves it, so a ticket is granted once a server serves weights that are new enough,
+and its calls go to such servers.
 """
 
 from __future__ import annotations
@@ -20,9 +25,13 @@ class StalenessBound:
         if self.batch_groups < 1 or self.eta < 0:
             raise ValueError(f"batch_groups and eta must be at least 1 and 0, not {self.batch_groups} and {self.eta}")
 
+    def oldest_weights(self, n: int) -> int:
+        """Return the oldest version that may sample the n-th group: floor((n - 1) / B) - eta."""
+        return (n - 1) // self.batch_groups - self.eta
+
     def admits(self, n: int, version: int) -> bool:
         """Return True if the n-th group, the candidate included, may be granted at ``version``."""
-        return (n - 1) // self.batch_groups <= version + self.eta
+        return self.oldest_weights(n) <= version
 
     def capacity(self, version: int) -> int:
         """Return the largest N that ``admits`` accepts: B * (v + eta + 1)."""

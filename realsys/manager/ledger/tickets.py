@@ -72,6 +72,7 @@ class OpenTicket:
     failures: int = 0
     state: OpenState = "running"
     request: str = ""  # id of the allocation
+    weights: int = -1  # oldest version that may sample it, by its place in N when it was granted
 
 
 @dataclass(slots=True)

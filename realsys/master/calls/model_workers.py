@@ -21,6 +21,7 @@ from realsys.types import (
     Empty,
     InitializeRequest,
     LoadDemosRequest,
+    MaskRequest,
     MfcReply,
     MfcRequest,
     SamplesArrived,
@@ -88,6 +89,9 @@ class ModelWorkers:
         """
         request = ClearRequest(sample_ids, list(keys))
         return self._stream.broadcast(workers, "clear", request, Empty, timeout_s=self._timeout_s)
+
+    def mask(self, worker: int, payload: MaskRequest) -> asyncio.Future[Empty]:
+        return self._stream.request(worker, "mask", payload, Empty, timeout_s=self._timeout_s)
 
     def _all_workers(self) -> list[int]:
         return sorted({worker for mesh in self._meshes.values() for worker in mesh.workers})

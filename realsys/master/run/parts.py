@@ -34,6 +34,7 @@ from realsys.master.calls.plans import cost_functions, plan_roles
 from realsys.master.checkpoints import Checkpoints, CheckpointSources
 from realsys.master.evaluation import Evaluations
 from realsys.master.intake import Intake
+from realsys.master.intake_state import IntakeSettings, IntakeState
 from realsys.master.loop import LoopParts, TrainLoop, planned_steps
 from realsys.master.publish import Publisher, VersionKey
 from realsys.master.records.recorder import Recorder
@@ -159,14 +160,8 @@ def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:
 def build_loop(ctx: WorkerContext, parts: MasterParts, stop: asyncio.Event) -> TrainLoop:
     """Build the train loop, and connect it to the notices of the ModelWorkers."""
     config, stream = ctx.config, parts.connections.stream
-    intake = Intake(
-        config,
-        trainer_incarnation=ctx.incarnation,
-        keep=functools.partial(_keep_samples, config),
-        workers=parts.workers,
-        manager=parts.connections.manager,
-        repair=parts.publisher.repair,
-    )
+    decisions = IntakeState(IntakeSettings.of(config), ctx.incarnation, functools.partial(_keep_samples, config))
+    intake = Intake(decisions, parts.workers, parts.connections.manager, parts.publisher.repair)
     stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
     recorder = Recorder(config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive)
     stream.on_notice("recorded", Recorded, recorder.written)

@@ -159,7 +159,9 @@ def _columns(value: dict[str, Any], rng: Random) -> dict[str, Any]:
     outcome = [-1] * len(open_) + [rng.randrange(-2, 5) for _ in range(rng.randrange(4))]
     lag = [rng.choice((-1, 0, 1, 1 << 15, 1 << 31)) if rng.random() < 0.1 else 0 for _ in outcome]
     columns = {"outcome": outcome, "attempt": [0] * len(outcome), "prompt": list(range(len(outcome))), "lag": lag}
-    return {"open": open_, "reasons": ["stale"], **columns}
+    if rng.random() < 0.5:
+        columns["stale"] = [rng.choice((0, 1, 255, 256, -1)) if rng.random() < 0.1 else 0 for _ in outcome]
+    return {"open": open_, "reasons": ["masked"], **columns}
 
 
 def weights(folder: Path) -> Iterator[Target]:

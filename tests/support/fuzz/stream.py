@@ -249,7 +249,9 @@ def _name(value: Any, tickets: list[str], state: ManagerState, rng: Any) -> None
     if value.get("trained"):
         value["trained"] = [rng.choice(tickets)]
     if value.get("dropped"):
-        value["dropped"] = [[rng.choice(tickets), rng.choice(("stale", "filtered"))]]
+        value["dropped"] = [[rng.choice(tickets), rng.choice(("masked", "success_rate"))]]
+    if value.get("stale"):
+        value["stale"] = [[rng.choice(tickets), rng.randrange(2)]]
 
 
 def _route_to_one_server(state: ManagerState) -> None:

@@ -36,6 +36,7 @@ SMALL = [
     "train.batch_groups=8",
     "rollout.group_size=4",
     "train.total_steps=4",
+    "asynchronous.stale_policy=drop",
     "evaluation.problems=16",
     # A model this fresh is always wrong: with a penalty, and no mean taken off it, there is something to train on.
     "rollout.reward.wrong=-1.0",

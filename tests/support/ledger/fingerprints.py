@@ -13,13 +13,14 @@ from realsys.manager.routing.placement import Reservations
 from realsys.manager.routing.rollout_workers import Heartbeat
 from realsys.manager.routing.servers import Server
 from realsys.manager.state import ManagerState
+from realsys.master.intake_state import Departures, IntakeState
 from realsys.types import PublishedVersion, SampleMeta, Ticket
 from tests.support.ledger.state_explorer import Canonical
 
 
 def _ticket(ticket: OpenTicket) -> Any:
     owner = (ticket.worker, ticket.incarnation, ticket.version, ticket.request)
-    return ticket.ticket_id, ticket.prompt_index, ticket.attempt, ticket.state, ticket.failures, owner
+    return ticket.ticket_id, ticket.prompt_index, ticket.attempt, ticket.state, ticket.failures, ticket.weights, owner
 
 
 def _server(server: Server) -> Any:
@@ -32,12 +33,24 @@ def _heartbeat(heartbeat: Heartbeat) -> Any:
 
 
 def _sample(sample: SampleMeta) -> Any:
-    return sample.ticket_id, sample.attempt, sample.reward, sample.version_min, sample.trainer_incarnation
+    return (
+        sample.ticket_id,
+        sample.attempt,
+        sample.reward,
+        sample.version_min,
+        sample.trainer_incarnation,
+        sample.reissues,
+    )
 
 
 def _buffer(buffer: SequenceBuffer) -> Any:
-    """Its public attributes are statistics."""
-    return {name: value for name, value in vars(buffer).items() if name.startswith("_")}
+    """Its public attributes are statistics, its functions never change."""
+    return {name: value for name, value in vars(buffer).items() if name.startswith("_") and not callable(value)}
+
+
+def _intake(intake: IntakeState) -> Any:
+    """Counts of what was dropped, and the bounds of a wait, decide nothing here."""
+    return intake.buffer, intake.version, intake.held(), vars(intake)["_departures"]
 
 
 KEY = Canonical(
@@ -47,6 +60,8 @@ KEY = Canonical(
         Heartbeat: _heartbeat,
         SampleMeta: _sample,
         SequenceBuffer: _buffer,
+        IntakeState: _intake,
+        Departures: lambda departures: (departures.dropped, departures.stale),
         PublishedVersion: lambda published: (published.version, published.incarnation),
         Ticket: lambda ticket: ticket.trainer_incarnation,
     }
@@ -70,7 +85,7 @@ def manager_key(state: ManagerState) -> Any:
     rolled_back = ledger.rolled_back
     return (
         ledger.open,
-        (columns.outcome, columns.attempt, columns.prompt, columns.reasons),
+        (columns.outcome, columns.attempt, columns.prompt, columns.reasons, columns.stale),
         (ledger.prompts, ledger.cursor, ledger.base, ledger.newest),
         rolled_back and (rolled_back.version, rolled_back.incarnation),
         (counts.inherited, counts.granted, counts.open, counts.trained, counts.dropped, counts.dropped_by_reason),

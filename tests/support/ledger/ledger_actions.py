@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from realsys.buffer.sequence_buffer import SequenceBuffer
 from realsys.manager.messages import (
     ClaimReply,
     ClaimRequest,
@@ -29,7 +28,6 @@ from tests.support.ledger.ledger_world import (
     Act,
     Truth,
     WorldState,
-    keep,
 )
 
 
@@ -73,7 +71,7 @@ class World(Workers):
         return acts
 
     def _master_acts(self) -> list[Act]:
-        acts = [Act("tell_drops")] if self.drops else []
+        acts = [Act("tell_drops")] if self.intake.departing else []
         if self.phase == "asking":
             acts.append(Act("claim"))
         elif self.phase == "training":
@@ -90,7 +88,7 @@ class World(Workers):
                 acts.append(Act("checkpoints"))
             if "finished" in self.truth.values():
                 acts.append(Act("tells_what_it_holds"))
-            if self.buffer.ready_groups >= self.bounds.batch or self._stale():
+            if self.intake.buffer.ready_groups >= self.bounds.batch or self._has_too_old():
                 acts.append(Act("take"))
             elif self._can_never_fill():
                 acts.append(Act("give_up"))
@@ -232,22 +230,17 @@ class World(Workers):
             assert not self.manager.outbox, "a repeated /claim changed something"
 
     def _take(self) -> None:
-        taken = self.buffer.take(self.bounds.batch, self.version, self.bounds.eta, self.bounds.policy)
-        attempts = {sample.ticket_id: sample.attempt for sample in taken.clear}
-        self.drops += [(ticket_id, attempts[ticket_id], reason) for ticket_id, reason in taken.dropped]
-        self.batch = [sample for group in taken.groups for sample in group]
-        for sample in self.batch:
-            lag = self.version - sample.version_min
-            assert 0 <= lag <= (self.bounds.eta if self.bounds.policy == "drop" else lag), f"{sample} is too old"
-            before = [k for k, tickets in enumerate(self.weights, 1) if sample.ticket_id in tickets]
-            assert not before, f"{sample.ticket_id} is trained again, after version {before}"
-        if self.batch:
-            assert len({sample.ticket_id for sample in self.batch}) == self.bounds.batch
+        self.asked = self.intake.propose(self.version)
+        for ticket_id in self.asked:
+            before = [k for k, tickets in enumerate(self.weights, 1) if ticket_id in tickets]
+            assert not before, f"{ticket_id} is trained again, after version {before}"
+        if self.asked:
+            assert len(set(self.asked)) == self.bounds.batch
             self.phase = "asking"
 
     def _claim(self, twice: bool = False) -> None:
         """Tickets that have ended must not be trained."""
-        tickets = [sample.ticket_id for sample in self.batch]
+        tickets = self.asked
         request = ClaimRequest(self.version + 1, tickets, self._incarnation())
         if not self.truth.keys() >= set(tickets):
             self._refused(lambda: self.manager.claim(request, 0.0))
@@ -256,10 +249,15 @@ class World(Workers):
         assert self.manager.claim(request, 0.0) == ClaimReply(ended)
         if twice:
             self.echoes.append(request)
-        if ended:
-            self.buffer.release(ended)
-            self.batch, self.phase = [], "idle"
+        taken = self.intake.conclude(ended)
+        self.asked = []
+        if taken is None:
+            self.phase = "idle"
         else:
+            self.batch = taken.samples
+            for sample in self.batch:
+                lag = self.version - sample.version_min
+                assert 0 <= lag <= (lag if self.bounds.policy == "train" else self.bounds.eta), f"{sample} is too old"
             self.truth |= dict.fromkeys(tickets, "claimed")
             self.phase = "training"
 
@@ -289,18 +287,24 @@ class World(Workers):
         self._tell_trained(twice=True)
 
     def _tell_drops(self) -> None:
-        drops, self.drops = self.drops, []
-        if any(ticket_id not in self.truth for ticket_id, _, _ in drops):
-            self._refused(lambda: self._trained_call(self._request(dropped=[drop[::2] for drop in drops])))
+        departures = self.intake.depart()
+        request = self._request(dropped=departures.dropped, stale=departures.stale, held=None)
+        if any(ticket_id not in self.truth for ticket_id, _ in [*departures.dropped, *departures.stale]):
+            self._refused(lambda: self._trained_call(request))
             return
-        self._trained_call(self._request(dropped=[(ticket_id, reason) for ticket_id, _, reason in drops], held=None))
-        for ticket_id, _, _ in drops:
+        attempts = {ticket_id: ticket.attempt for ticket_id, ticket in self.manager.ledger.open.items()}
+        self._trained_call(request)
+        self.intake.reported(departures)
+        for ticket_id, _ in departures.dropped:
             if self.truth[ticket_id] != "trained":
                 self.truth[ticket_id] = "dropped"
+        for ticket_id, attempt in departures.stale:
+            if self.truth[ticket_id] in ("running", "finished") and attempts[ticket_id] == attempt:
+                self.truth[ticket_id] = "waiting"
 
     def _trained_call(self, request: TrainedRequest) -> TrainedReply:
         reply = self.manager.trained(request, LATE)
-        self.syncs = bool(request.trained or request.dropped)
+        self.syncs = bool(request.trained or request.dropped or request.stale)
         for ticket_id in reply.lost:
             assert self.truth[ticket_id] == "finished" and ticket_id not in request.trained
             self.truth[ticket_id] = "waiting"
@@ -327,16 +331,17 @@ class World(Workers):
         if isinstance(order, UpdateOrder) and self.manager.begin_update(order, 0.0):
             self.echoes.append(order)
         if self.phase == "asking":
-            tickets = [sample.ticket_id for sample in self.batch]
-            self.echoes.append(ClaimRequest(self.version + 1, tickets, self._incarnation()))
+            self.echoes.append(ClaimRequest(self.version + 1, self.asked, self._incarnation()))
         if self.phase == "published":
             self.echoes.append(self._request(trained=[sample.ticket_id for sample in self.batch]))
-        self.buffer, self.batch, self.drops = SequenceBuffer(keep), [], []
+        self.asked, self.batch = [], []
+        self._new_intake()
         self.phase = "down"
 
     def _master_starts(self) -> None:
         """Start from the checkpoint: every ticket that is not in it must be rolled out again."""
         self.trainer_incarnation += 1
+        self._new_intake()
         self.version = max(self.checkpoint, 0)
         self.weights = self.weights[: self.version]
         request = RollBackRequest(self.checkpoint, self.checkpoint, self._incarnation())

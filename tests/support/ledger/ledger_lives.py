@@ -71,7 +71,7 @@ class Run:
 
 
 def life() -> Run:
-    """Two steps, a stale drop, a lost and a failed attempt, a roll-back to version 1 and step 2 once more."""
+    """Two steps, a drop, a lost and a failed attempt, a roll-back to version 1 and step 2 once more."""
     run = Run()
     run.start(-1, A)
     first, second, third, fourth = run.grant(4)
@@ -82,7 +82,7 @@ def life() -> Run:
     [fourth] = run.grant(1)
     run.state.outbox += run.state.ledger.lose(lambda t: t.ticket_id == fourth.ticket_id, "worker lost", run.now)
     fourth, fifth = run.grant(2)
-    run.drop(third, "stale")
+    run.drop(third, "success_rate")
     run.finish(fourth)
     run.finish(fifth, oldest=1)
     run.train(2, [fourth, fifth], [1, 1])
@@ -91,8 +91,8 @@ def life() -> Run:
     for ticket in again:
         run.finish(ticket)
     run.train(2, again, [1, 0])
-    [given_back] = run.grant(1)
-    run.finish(given_back, "rejected", "too easy")
+    [last] = run.grant(1)
+    run.finish(last, "rejected", "too easy")
     return run
 
 

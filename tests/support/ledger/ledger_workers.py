@@ -63,8 +63,8 @@ class Workers(WorldState):
     def _deliver(self, group: SampleMeta) -> None:
         if group.trainer_incarnation != self._incarnation() or self.phase in ("down", "rolled back"):
             return  # the DP heads and the master refuse it, or are not there
-        added = self.buffer.add([group])
-        self.drops += [(ticket_id, group.attempt, reason) for ticket_id, reason in added.dropped]
+        self.oldest[group.ticket_id, group.attempt] = group.version_min
+        self.intake.add([group])
 
     def _arrive(self, ticket_id: str, number: int) -> None:
         attempt = self.attempts[ticket_id, number]

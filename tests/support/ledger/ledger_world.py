@@ -1,4 +1,4 @@
-"""A trial in the small: the real ManagerState, SequenceBuffer and StuckCheck, and a model of everything around them.
+"""A trial in the small: the real ManagerState, IntakeState and StuckCheck, and a model of everything around them.
 
     allocate ──> attempt at a worker ──> group arrives ──> finish       faults: failed, rejected, filtered, lapsed,
                                             │                           died, repeated, late, restarted, crashed
@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from realsys.buffer.sequence_buffer import SequenceBuffer, StalePolicy
+from realsys.buffer.sequence_buffer import StalePolicy
+from realsys.config.schema_train import FilterConfig
 from realsys.manager.audit.auditor import Auditor
 from realsys.manager.ledger.events import EvalAnswered, EvalStarted, Event, Resumed, Snapshot
 from realsys.manager.ledger.journal import decode_record, encode_record
@@ -27,6 +28,7 @@ from realsys.manager.messages import TrainedRequest
 from realsys.manager.overview import status
 from realsys.manager.settings import ManagerSettings
 from realsys.manager.state import ManagerState
+from realsys.master.intake_state import IntakeSettings, IntakeState
 from realsys.master.stuck import StuckCheck
 from realsys.types import PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.support.ledger.fingerprints import KEY, ledger_key, manager_key, recount
@@ -67,13 +69,17 @@ class Bounds:
     epochs: int = 1
     attempts: int = 2
     policy: StalePolicy = "drop"
+    reissues: int = 1  # of a ticket because its group was too old
     resumed: bool = False  # resumes another trial's checkpoint of version 1, with one prompt pending
     kinds: frozenset[str] = frozenset()
 
     def settings(self) -> ManagerSettings:
         sizes = {"train": self.prompts, "eval": 1}
         made = ManagerSettings(self.batch, self.eta, 1, self.attempts, 1, sizes, self.epochs, self.steps, LEASE_S)
-        return replace(made, stale_policy=self.policy)
+        return replace(made, stale_policy=self.policy, max_reissues=self.reissues)
+
+    def intake(self) -> IntakeSettings:
+        return IntakeSettings(self.batch, self.eta, self.policy, self.reissues, FilterConfig(), timeout_s=LATE)
 
     def order(self) -> PromptOrder:
         return PromptOrder(1, self.prompts, self.epochs)
@@ -94,7 +100,7 @@ def keep(group: Any) -> bool:
 
 
 #: The model's own fields that tell no two states apart.
-_BOOKKEEPING = {"bounds", "manager", "journal", "synced", "syncs", "prompts"}
+_BOOKKEEPING = {"bounds", "manager", "journal", "synced", "syncs", "prompts", "oldest"}
 COPIER = Copier(PromptOrder, ManagerSettings, StalenessBound, Bounds)
 
 
@@ -104,7 +110,7 @@ class WorldState:
 
     bounds: Bounds
     manager: ManagerState = field(init=False)
-    buffer: SequenceBuffer = field(init=False)
+    intake: IntakeState = field(init=False)
     faults: int = 0
     truth: dict[str, Truth] = field(default_factory=dict)
     prompts: dict[str, int] = field(default_factory=dict)  # prompt of each ticket, even of a lost record
@@ -123,13 +129,14 @@ class WorldState:
     trainer_incarnation: int = 0
     checkpoint: int = -1  # version of the newest
     published: PublishedVersion | None = None  # value in the name store
+    asked: list[str] = field(default_factory=list)  # tickets of the batch that is to be claimed
     batch: list[SampleMeta] = field(default_factory=list)
-    drops: list[tuple[str, int, str]] = field(default_factory=list)  # unreported drops: ticket, attempt, reason
+    oldest: dict[tuple[str, int], int] = field(default_factory=dict)  # (ticket, attempt) -> version of its tokens
     weights: list[list[str]] = field(default_factory=list)  # tickets that each version trained
 
     def __post_init__(self) -> None:
         self.births = {SERVER: 1, **dict.fromkeys(self._workers(), 1)}
-        self.buffer = SequenceBuffer(keep)
+        self._new_intake()
         self.faults = self.bounds.faults
         self.manager = ManagerState(self.bounds.settings())
         if self.bounds.resumed:
@@ -179,11 +186,7 @@ class WorldState:
         position = ledger.position()
         order, before = self.bounds.order(), self.bounds.batch if self.bounds.resumed else 0
         ahead = [order.at(p) for p in range(position.cursor, self.bounds.prompts * self.bounds.epochs)]
-        ended = [
-            ledger.columns.prompt[int(t)]
-            for t, state in self.truth.items()
-            if state == "trained" or (state == "dropped" and not str(ledger.ended(t)).endswith(": stale"))
-        ]
+        ended = [ledger.columns.prompt[int(t)] for t, state in self.truth.items() if state in ("trained", "dropped")]
         found = sorted([*ahead, *position.pending, *ended, *map(order.at, range(before))])  # type: ignore[type-var]
         assert found == sorted([*range(self.bounds.prompts)] * self.bounds.epochs), f"prompts {found}"
 
@@ -252,17 +255,20 @@ class WorldState:
     def _incarnation(self) -> str:
         return f"{self.trainer_incarnation:04d}"
 
-    def _held(self) -> list[tuple[str, int]]:
-        return [*self.buffer.held().items(), *((ticket_id, attempt) for ticket_id, attempt, _ in self.drops)]
+    def _new_intake(self) -> None:
+        self.intake = IntakeState(self.bounds.intake(), self._incarnation(), keep)
 
-    def _stale(self) -> bool:
-        fresh = self.buffer.fresh_groups(self.version, self.bounds.eta)
-        return self.bounds.policy == "drop" and self.buffer.ready_groups > fresh
+    def _has_too_old(self) -> bool:
+        """Return True if the next look at the buffer finds a group without a token that may be trained."""
+        held = self.intake.buffer.held().items()
+        too_old = any(self.oldest[attempt] < self.version - self.bounds.eta for attempt in held)
+        return self.bounds.policy != "train" and too_old
 
     def _can_never_fill(self) -> bool:
         """Apply the rule of a running master to two consecutive statuses of the manager."""
         check, seen = StuckCheck(self.bounds.batch), status(self.manager, 0.0, 0.0)
-        return check.check(seen, self.buffer.ready_groups) is None and bool(check.check(seen, self.buffer.ready_groups))
+        ready = self.intake.buffer.ready_groups
+        return check.check(seen, ready) is None and bool(check.check(seen, ready))
 
     def _group(self, attempt: Attempt, reward: float = 1.0) -> SampleMeta:
         ticket = attempt.ticket
@@ -278,10 +284,11 @@ class WorldState:
             attempt.oldest,
             0,
             trainer_incarnation=ticket.trainer_incarnation,
+            reissues=ticket.reissues,
         )
 
     def _request(self, **fields: Any) -> TrainedRequest:
-        request = TrainedRequest(self.version, self.version, incarnation=self._incarnation(), held=self._held())
+        request = TrainedRequest(self.version, self.version, incarnation=self._incarnation(), held=self.intake.held())
         return msgspec.structs.replace(request, **fields)
 
     # -- the manager ---------------------------------------------------------------------------------------------------

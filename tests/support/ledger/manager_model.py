@@ -40,6 +40,8 @@ class Known:
     news: float
     failures: int = 0
     version: int = -1  # it is trained in
+    weights: int = -1  # oldest version that may sample it
+    stale: int = 0  # reissues because its group was too old
 
 
 @dataclass

@@ -17,7 +17,7 @@ from realsys.manager.settings import ManagerSettings
 from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion, ServerAddress, Ticket
 
-SETTINGS = ManagerSettings(2, 1, 4, 2, 1, {"train": 10, "eval": 3})
+SETTINGS = ManagerSettings(2, 1, 4, 2, 1, {"train": 10, "eval": 3}, stale_policy="drop")
 ANSWER = Answer(5.0, True, 30, "stop", 0, 0)
 
 

@@ -18,6 +18,7 @@ from realsys.types import (
     METADATA_KEYS,
     ClearRequest,
     Empty,
+    MaskRequest,
     MfcReply,
     MfcRequest,
     TransferReply,
@@ -52,7 +53,7 @@ class Sent:
 
     @property
     def has_collectives(self) -> bool:
-        return not isinstance(self.payload, ClearRequest)
+        return not isinstance(self.payload, ClearRequest | MaskRequest)
 
 
 class SimulatedWorkers:
@@ -100,6 +101,9 @@ class SimulatedWorkers:
     ) -> asyncio.Future[list[Empty]]:
         return self._send(f"clear {len(self.sent)}", workers, ClearRequest(sample_ids, list(keys)))
 
+    def mask(self, worker: int, payload: MaskRequest) -> asyncio.Future[list[Empty]]:
+        return self._send(f"mask {len(self.sent)}", [worker], payload)
+
     def _send(self, name: str, workers: Iterable[int], payload: Any) -> asyncio.Future[list[Any]]:
         loop, recipients = asyncio.get_running_loop(), list(workers)
         sent = Sent(name, recipients, payload, {worker: loop.create_future() for worker in recipients})
@@ -145,6 +149,10 @@ class SimulatedWorkers:
             case ClearRequest(sample_ids, keys):
                 gone = {(key, s) for key, s in self.held[worker] if s in sample_ids and (not keys or key in keys)}
                 self.held[worker] -= gone
+                reply = Empty()
+            case MaskRequest(sample_ids):
+                held = {sample_id for _, sample_id in self.held[worker]}
+                assert held.issuperset(sample_ids), f"worker {worker} is to mask samples that it lacks"
                 reply = Empty()
         await self._meet(1, worker, sent)
         self.events.append(Event(sent.name, worker, "end"))

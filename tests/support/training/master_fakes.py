@@ -32,6 +32,7 @@ from realsys.manager.state import ManagerState
 from realsys.master.calls.call_arguments import CallArguments
 from realsys.master.calls.plans import plan_roles
 from realsys.master.intake import Intake
+from realsys.master.intake_state import IntakeSettings, IntakeState
 from realsys.master.loop import LoopParts, TrainLoop
 from realsys.master.step import StepRunner
 from realsys.types import MfcRequest, PublishedVersion, SampleMeta, ServerAddress, Ticket
@@ -144,14 +145,12 @@ class Run:
         self.manager, self.records = Manager(config, prompts, epochs), list[dict[str, Any]]()
         self.workers: Any = SimulatedWorkers(flow, meshes, 1 + max(w for m in meshes.values() for w in m.workers))
         self.disk, self.stop, manager = Disk(self.manager), asyncio.Event(), self.manager
-        self.intake = Intake(
-            config,
+        decisions = IntakeState(
+            IntakeSettings.of(config),
             trainer_incarnation="",
             keep=lambda group: keep_group([s.correct for s in group], config.train.ppo.filter),
-            workers=self.workers,
-            manager=manager,  # type: ignore[arg-type]
-            repair=self.disk.repair,
         )
+        self.intake = Intake(decisions, self.workers, manager, self.disk.repair)  # type: ignore[arg-type]
         self.arguments = CallArguments(config, flow, config.train.total_steps)
         parts: Any = {"publisher": self.disk, "manager": manager, "checkpoints": self.disk, "step_log": self.records}
         plan = functools.partial(plan_roles, config, meshes, dict.fromkeys(meshes, token_costs))

@@ -31,7 +31,9 @@ def row(
     low, high = versions
     sample_id = f"{ticket}.{attempt}/{episode}.{number}"
     place = {"episode": episode, "row": number, "group_rows": of}
-    return SampleMeta(sample_id, ticket, attempt, 10, 4, 5.0, False, low, high, owner, **place)  # type: ignore[arg-type]
+    meta = SampleMeta(sample_id, ticket, attempt, 10, 4, 5.0, False, low, high, owner, **place)  # type: ignore[arg-type]
+    meta.version_tokens = [(low, 2), (high, 2)] if low < high else []
+    return meta
 
 
 def group(ticket: str, size: int = 2, *, version: int = 0, attempt: int = 0, owner: int = 0) -> list[SampleMeta]:
@@ -55,14 +57,14 @@ def test_oldest_ticket_first_whatever_the_order_of_arrival() -> None:
     buffer = SequenceBuffer()
     for ticket in ("t0003", "t0001", "t0010", "t0002"):
         buffer.add(group(ticket))
-    assert ids(buffer.take(3, 0, 0, "drop").groups) == ["t0001", "t0002", "t0003"]
+    assert ids(buffer.take(3).groups) == ["t0001", "t0002", "t0003"]
     assert buffer.ready_groups == 1
 
 
 def test_answers_of_a_group_are_ordered_by_number() -> None:
     buffer = SequenceBuffer()
     buffer.add(reversed(group("t1", 12)))
-    (members,) = buffer.take(1, 0, 0, "drop").groups
+    (members,) = buffer.take(1).groups
     assert [m.sample_id for m in members] == [f"t1.0/{k}.0" for k in range(12)]
 
 
@@ -73,59 +75,58 @@ def test_group_completes_with_all_rows_of_all_episodes() -> None:
     buffer.add(rows[:3])
     assert (buffer.ready_groups, buffer.incomplete_groups) == (0, 1)
     buffer.add(rows[3:])
-    (members,) = buffer.take(1, 0, 0, "drop").groups
+    (members,) = buffer.take(1).groups
     assert [(m.episode, m.row) for m in members] == [(0, 0), (0, 1), (0, 2), (1, 0)]
 
 
 def test_too_few_groups_leave_buffer_unchanged() -> None:
     buffer = SequenceBuffer()
     buffer.add(group("t1"))
-    assert buffer.take(2, 0, 0, "drop").groups == []
+    assert buffer.take(2).groups == []
     assert buffer.ready_groups == 1
 
 
-def test_stale_groups_are_dropped_with_reason_and_cleared() -> None:
+def test_masking_leaves_only_tokens_within_bound() -> None:
     buffer = SequenceBuffer()
-    buffer.add([sample("t1", 0, versions=(5, 7)), sample("t1", 1, versions=(2, 7))])  # one old token suffices
-    buffer.add(group("t2", version=3))
-    batch = buffer.take(1, version=7, eta=4, stale_policy="drop")
-    assert batch.dropped == [("t1", "stale")]
+    buffer.add([sample("t1", 0, versions=(2, 7)), sample("t1", 1, versions=(2, 2))])
+    batch = buffer.take(1, oldest=3)
+    [[row]] = batch.groups
+    assert (row.loss_tokens, row.version_min, row.episode_tokens, row.sampled_tokens) == (2, 7, 2, 4)
+    assert [s.sample_id for s in batch.masked] == ["t1.0/0.0"] and [s.sample_id for s in batch.unused] == ["t1.0/1.0"]
+
+
+def test_group_without_remaining_token_is_dropped() -> None:
+    """Even if the batch does not fill: otherwise their quota is never refunded, and the batch never fills."""
+    buffer = SequenceBuffer()
+    buffer.add(group("t1", version=0))
+    buffer.add(group("t2", version=5))
+    batch = buffer.take(2, oldest=1)
+    assert (batch.groups, batch.dropped, buffer.ready_groups) == ([], [("t1", "masked")], 1)
     assert [s.sample_id for s in batch.clear] == ["t1.0/0.0", "t1.0/1.0"]
-    assert ids(batch.groups) == ["t2"]
-    assert batch.stale == 0
 
 
-def test_drops_happen_without_a_full_batch() -> None:
-    """Otherwise their quota is never refunded, and the batch never fills: a hang."""
+def test_without_bound_every_group_is_trained() -> None:
     buffer = SequenceBuffer()
-    buffer.add(group("t1", version=0))
-    buffer.add(group("t2", version=5))
-    batch = buffer.take(2, version=5, eta=4, stale_policy="drop")
-    assert (batch.groups, batch.dropped, buffer.ready_groups) == ([], [("t1", "stale")], 1)
+    buffer.add([*group("t1", version=0), *group("t2", version=5)])
+    batch = buffer.take(2)
+    assert (ids(batch.groups), batch.dropped, batch.masked) == (["t1", "t2"], [], [])
 
 
-def test_policy_train_keeps_stale_groups_and_counts_them() -> None:
+def test_released_group_has_all_its_tokens_again() -> None:
     buffer = SequenceBuffer()
-    buffer.add(group("t1", version=0))
-    buffer.add(group("t2", version=5))
-    batch = buffer.take(2, version=5, eta=4, stale_policy="train")
-    assert (ids(batch.groups), batch.dropped, batch.stale) == (["t1", "t2"], [], 1)
+    buffer.add([sample("t1", 0, versions=(2, 7)), sample("t1", 1, versions=(2, 2))])
+    buffer.take(1, oldest=3)
+    buffer.release([])
+    assert [row.loss_tokens for row in buffer.take(1).groups[0]] == [4, 4]
 
 
-def test_eta_zero_means_one_policy_per_batch() -> None:
-    buffer = SequenceBuffer()
-    for number, version in enumerate([3, 2, 3]):
-        buffer.add(group(f"t{number}", 1, version=version))
-    assert buffer.fresh_groups(version=3, eta=0) == 2
-    batch = buffer.take(2, version=3, eta=0, stale_policy="drop")
-    assert {s.version_min for members in batch.groups for s in members} == {3}
-
-
-def test_lags_are_counted_per_answer_at_both_ends() -> None:
-    buffer = SequenceBuffer()
-    buffer.add([sample("t1", 0, versions=(3, 5)), sample("t1", 1, versions=(4, 5))])
-    batch = buffer.take(1, 6, 4, "drop")
-    assert (batch.oldest_staleness, batch.newest_staleness) == ({3: 1, 2: 1}, {1: 2})
+def test_too_old_group_leaves_until_later_attempt() -> None:
+    buffer = SequenceBuffer(too_old=lambda group: group[0].version_min < 3)
+    added = buffer.add(group("t1", version=2, attempt=1))
+    assert (added.stale, added.dropped, len(added.clear), buffer.ready_groups) == ([("t1", 1)], [], 2, 0)
+    assert buffer.add(group("t1", version=3, attempt=0)).accepted == 0, "a copy of an earlier attempt"
+    assert buffer.add(group("t1", version=3, attempt=2)).accepted == 2
+    assert ids(buffer.take(1).groups) == ["t1"]
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
@@ -155,11 +156,11 @@ def test_later_attempt_replaces_ready_one_before_training(owner: int) -> None:
     assert (result.accepted, result.rejected) == (2, 2)
     assert [(s.sample_id, s.owner) for s in result.clear] == [("t1.0/0.0", 0), ("t1.0/1.0", 0)]
     assert buffer.held() == {"t1": 1}
-    [members] = buffer.take(1, 5, 0, "drop").groups
+    [members] = buffer.take(1).groups
     assert {(m.attempt, m.owner) for m in members} == {(1, owner)}
     late = buffer.add(group("t1", attempt=2, version=6))
     assert (late.accepted, late.clear, buffer.held()) == (0, [], {})
-    assert [s.sample_id for s in buffer.take(1, 6, 0, "drop").clear] == ["t1.2/0.0", "t1.2/1.0"], "the batch is trained"
+    assert [s.sample_id for s in buffer.take(1).clear] == ["t1.2/0.0", "t1.2/1.0"], "the batch is trained"
 
 
 def test_partial_later_attempt_does_not_delay_complete_one() -> None:
@@ -169,10 +170,10 @@ def test_partial_later_attempt_does_not_delay_complete_one() -> None:
     for ticket in ("t1", "t2"):
         buffer.add(group(ticket, attempt=1)[:1])
     assert buffer.held() == {"t1": 0, "t2": 0}
-    batch = buffer.take(1, 9, 0, "drop")
-    assert (batch.dropped, ids(batch.groups)) == ([("t1", "stale")], ["t2"])
+    batch = buffer.take(1, oldest=9)
+    assert (batch.dropped, ids(batch.groups)) == ([("t1", "masked")], ["t2"])
     assert [s.sample_id for s in batch.clear] == ["t1.0/0.0", "t1.0/1.0", "t1.1/0.0"]
-    assert [s.sample_id for s in buffer.take(1, 9, 0, "drop").clear] == ["t2.1/0.0"]
+    assert [s.sample_id for s in buffer.take(1).clear] == ["t2.1/0.0"]
     assert buffer.incomplete_groups == 0
 
 
@@ -181,13 +182,13 @@ def test_copy_of_training_group_is_cleared_after_step(owner: int) -> None:
     """Also on another worker: the plan may have moved the original there."""
     buffer = SequenceBuffer()
     buffer.add(group("t1", owner=0))
-    assert ids(buffer.take(1, 0, 0, "drop").groups) == ["t1"]
+    assert ids(buffer.take(1).groups) == ["t1"]
     result = buffer.add(group("t1", owner=owner))
     assert (result.rejected, result.clear) == (2, [])
-    after = buffer.take(1, 0, 0, "drop")
+    after = buffer.take(1)
     assert after.groups == []
     assert [(s.sample_id, s.owner) for s in after.clear] == [("t1.0/0.0", owner), ("t1.0/1.0", owner)]
-    assert buffer.take(1, 0, 0, "drop").clear == [], "once"
+    assert buffer.take(1).clear == [], "once"
 
 
 def test_untrained_batch_is_ready_again_without_ended_tickets() -> None:
@@ -195,31 +196,31 @@ def test_untrained_batch_is_ready_again_without_ended_tickets() -> None:
     buffer = SequenceBuffer()
     for ticket in ("t1", "t2", "t3"):
         buffer.add(group(ticket))
-    assert ids(buffer.take(3, 0, 0, "drop").groups) == ["t1", "t2", "t3"]
+    assert ids(buffer.take(3).groups) == ["t1", "t2", "t3"]
     for copy in (group("t1", owner=1), group("t2"), group("t3", attempt=1)):
         buffer.add(copy)
-    cleared = [(s.sample_id, s.owner) for s in buffer.release(["t1"])]
+    cleared = [(s.sample_id, s.owner) for s in buffer.release(["t1"]).clear]
     assert cleared == [(f"t1.0/{k}.0", owner) for owner in (0, 1) for k in (0, 1)] + [("t3.1/0.0", 0), ("t3.1/1.0", 0)]
     assert buffer.held() == {"t2": 0, "t3": 0}
     assert buffer.add(group("t1", attempt=5)).accepted == 0, "it has ended"
-    again = buffer.take(2, 0, 0, "drop")
+    again = buffer.take(2)
     assert (ids(again.groups), again.clear) == (["t2", "t3"], [])
 
 
 def test_trained_ticket_never_comes_back() -> None:
     buffer = SequenceBuffer()
     buffer.add(group("t1", 1))
-    buffer.take(1, 0, 0, "drop")
-    buffer.take(1, 0, 0, "drop")
+    buffer.take(1)
+    buffer.take(1)
     result = buffer.add(group("t1", 1, attempt=1))
     assert (result.accepted, [s.sample_id for s in result.clear]) == (0, ["t1.1/0.0"])
 
 
 def test_dropped_ticket_never_comes_back() -> None:
-    """Its prompt has a new ticket: training the old one's next attempt would train the prompt twice."""
+    """Its place is taken by another ticket: N would be exceeded."""
     buffer = SequenceBuffer()
     buffer.add(group("t1", 1, version=0))
-    assert buffer.take(1, 9, 0, "drop").dropped == [("t1", "stale")]
+    assert buffer.take(1, oldest=9).dropped == [("t1", "masked")]
     result = buffer.add(group("t1", 1, version=9, attempt=1))
     assert (result.accepted, [s.sample_id for s in result.clear]) == (0, ["t1.1/0.0"])
 
@@ -233,7 +234,7 @@ def test_later_attempt_replaces_an_incomplete_one_whole() -> None:
     assert buffer.ready_groups == 0
     assert buffer.add([sample("t1", 0, attempt=0, owner=0)]).accepted == 0
     buffer.add([sample("t1", 0, attempt=1, owner=1)])
-    (members,) = buffer.take(1, 0, 0, "drop").groups
+    (members,) = buffer.take(1).groups
     assert {m.attempt for m in members} == {1}
 
 
@@ -241,7 +242,7 @@ def test_memory_of_finished_tickets_is_bounded() -> None:
     buffer = SequenceBuffer(remember=3)
     for number in range(50):
         buffer.add(group(f"t{number:03d}", 1))
-        assert len(buffer.take(1, 0, 0, "drop").groups) == 1
+        assert len(buffer.take(1).groups) == 1
     assert len(buffer._ended) == 3
     assert buffer.add(group("t048", 1)).accepted == 0
 
@@ -277,7 +278,7 @@ def test_filtered_groups_are_counted_until_one_stays() -> None:
         buffer.add(rewarded(f"t{number}", *rewards))
         counts.append(buffer.filtered_in_a_row)
     assert counts == [1, 2, 0, 1]
-    assert ids(buffer.take(1, 0, 0, "drop").groups) == ["t2"]
+    assert ids(buffer.take(1).groups) == ["t2"]
 
 
 def test_sizes_below_one_are_refused() -> None:
@@ -324,26 +325,25 @@ class BufferMachine(RuleBasedStateMachine):
             assert before is None or all(s in result.clear for s in before)
         assert not any(self.is_needed(s) for s in result.clear)
 
-    @rule(policy=st.sampled_from(["drop", "train"]))
-    def take(self, policy: str) -> None:
-        batch = self.buffer.take(BATCH, self.version, ETA, policy)  # type: ignore[arg-type]
+    @rule(masks=st.booleans())
+    def take(self, masks: bool) -> None:
+        oldest = self.version - ETA if masks else None
+        batch = self.buffer.take(BATCH, oldest)
         self.in_training.clear()
         for ticket, reason in batch.dropped:
-            assert reason == "stale" and policy == "drop"
+            assert reason == "masked" and masks
             members = self.accepted.pop(ticket)
-            assert self.version - min(s.version_min for s in members) > ETA
+            assert max(s.version_max for s in members) < self.version - ETA
             self.dropped.append(ticket)
         candidates = sorted(self.accepted)
-        if policy == "drop":
-            assert all(self.version - s.version_min <= ETA for m in self.accepted.values() for s in m)
         assert ids(batch.groups) == (candidates[:BATCH] if len(candidates) >= BATCH else [])
         for members in batch.groups:
             assert members == self.accepted.pop(members[0].ticket_id)
             assert members[0].ticket_id not in self.trained
+            assert not masks or all(self.version - s.version_min <= ETA for s in members)
             self.trained.append(members[0].ticket_id)
             self.in_training |= {s.sample_id for s in members}
         assert not any(self.is_needed(s) for s in batch.clear)
-        assert sum(batch.oldest_staleness.values()) == GROUP_SIZE * len(batch.groups)
         if batch.groups:
             self.version += 1
 

@@ -102,7 +102,7 @@ STATUS = {
         {"name": "generation_server/0", "state": "serving", "version": 4, "running": 12, "tokens_per_s": 8000.0},
         {"name": "generation_server/1", "state": "updating", "version": None, "running": 0, "url": "http://h:1"},
     ],
-    "ledger": {"running": 12, "finished": 3, "trained": 256, "dropped": 4, "dropped_by_reason": {"stale": 4}},
+    "ledger": {"running": 12, "finished": 3, "trained": 256, "dropped": 4, "dropped_by_reason": {"masked": 4}},
     "throughput": {"generated_tokens_per_s": 7900.0},
     "admission": {"headroom": 0, "admits": False, "reason": "staleness"},
 }
@@ -129,6 +129,12 @@ def test_live_display_shows_what_matters(paths: TrialPaths) -> None:
     for shown in ("4/4", "80.0%", "9,000", "7,900", "2 max", "eta 4", "generation_server/1", "http://127.0.0.1:4321/"):
         assert shown in text, shown
     assert "7.00 s: wait 14%, inf 29%, train 43%" in text and "83.5%" in text and "staleness" in text
+
+
+def test_live_display_shows_tokens_that_were_not_trained(paths: TrialPaths) -> None:
+    untrained = {"stale": 0.0625, "zero_advantage": 0.5}
+    text = drawn(progress_of([train_record(1, untrained=untrained, too_old=0.0625)]), paths)
+    assert "stale 6.2%, zero_advantage 50.0% of" in text
 
 
 def test_live_display_hides_version_before_the_first(paths: TrialPaths) -> None:

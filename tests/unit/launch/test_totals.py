@@ -29,6 +29,8 @@ steps = st.fixed_dictionaries(
         "length_mean": values,
         "train_tokens_per_s": values,
         "dropped_filtered": st.integers(0, 3),
+        "length_biased": st.just(True),
+        "untrained": st.dictionaries(st.sampled_from(["stale", "masked", "success_rate"]), st.floats(0, 0.3)),
         "seconds": st.dictionaries(st.sampled_from([*TIME_PARTS, "total"]), values),
         "staleness": st.fixed_dictionaries(
             {"mean": st.floats(0, 4), "min": st.integers(0, 2), "max": st.integers(2, 5)},
@@ -87,6 +89,8 @@ def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
     """The parts of the summary that come from the step log, from lists of all values."""
     held = what_holds(records)
     train: list[Record] = [record for record in held if record["kind"] == "train"]
+    usual = [record for record in train if not record.get("length_biased")]
+    too_old = [sum(record.get("untrained", {}).get(reason, 0) for reason in ("stale", "masked")) for record in train]
     evals = {record["eval_id"]: record for record in held if record["kind"] == "eval"}
     phases = [(r["phase"], r["time"]) for r in held if r["kind"] == "phase" and r["time"] >= STARTED]
     seconds = {"total": ENDED - STARTED}
@@ -106,8 +110,8 @@ def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
             "after": after,
             "gain": after - before if before is not None and after is not None else None,
             "problems": number(evals.get("after", evals.get("before", {})), "problems"),
-            "train_first": mean(train[:COURSE_STEPS], "accuracy"),
-            "train_last": mean(train[-COURSE_STEPS:], "accuracy"),
+            "train_first": mean((usual or train)[:COURSE_STEPS], "accuracy"),
+            "train_last": mean((usual or train)[-COURSE_STEPS:], "accuracy"),
         },
         "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in evals.values()],
         "seconds": seconds,
@@ -124,6 +128,7 @@ def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
             "histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
             "dropped": sum(record["dropped_stale"] for record in train),
             "filtered": sum(record.get("dropped_filtered", 0) for record in train),
+            "tokens_too_old": sum(too_old) / len(train) if train else None,
         },
         "without_signal": sum(number(record, "stats", "grad_norm_max") == 0.0 for record in train),
         "recoveries": sum(record["kind"] == "recovered" for record in held),
@@ -151,6 +156,14 @@ def test_curves_have_a_point_for_every_step() -> None:
     points = list(course([trained(step) for step in range(1, CURVE_POINTS + 1)], CURVE_POINTS))
     assert [point["step"] for point in points] == list(range(1, CURVE_POINTS + 1))
     assert points[6] == {"step": 7, "reward_mean": 7.0, "lag_mean": 2.0, "lag_min": 1, "lag_max": 8}
+
+
+def test_length_biased_steps_are_marked_and_not_averaged() -> None:
+    points = list(course([trained(1) | {"length_biased": True}, trained(2)], 2))
+    assert [point.get("length_biased") for point in points] == [1.0, None]
+    many = [trained(step) | ({"length_biased": True} if step % 2 else {}) for step in range(1, 2 * CURVE_POINTS + 1)]
+    [first, *_] = course(many, len(many))
+    assert first["reward_mean"] == 2.0 and "length_biased" not in first
 
 
 @pytest.mark.parametrize("count", [CURVE_POINTS + 1, 10 * CURVE_POINTS - 1])

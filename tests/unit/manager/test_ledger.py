@@ -91,7 +91,7 @@ def test_drop_reasons_do_not_grow_without_bound() -> None:
         Granted("0000000005", 0, 1, 0, "w", "1", 0, 0.0),
         Granted("0000000000", 1, 1, 0, "w", "1", 0, 0.0),
         Finished("0000000003", 0, "accepted", "", False, 0.0),
-        Dropped("0000000003", "stale", True, 0.0),
+        Dropped("0000000003", "filtered", 0.0),
         Trained(1, 1, ["0000000003"], 0.0),
         Trained(1, 1, ["0000000000"], 0.0),  # not claimed
         Claimed(1, ["0000000003"], 0.0),
@@ -112,7 +112,7 @@ def test_event_that_cannot_follow_is_refused(event: Granted) -> None:
 
 
 def test_data_position_lists_granted_untrained_prompts() -> None:
-    """Order of seed 1; one trained, one bad, one finished, one failed (waiting), one too stale, one running."""
+    """Order of seed 1; one trained, one bad, one finished, one failed (waiting), one too old (waiting), one running."""
     ledger = make(size=10)
     prompts = permutation(1, 0, 10).tolist()
     ids = [grant(ledger).ticket_id for _ in range(6)]
@@ -120,10 +120,11 @@ def test_data_position_lists_granted_untrained_prompts() -> None:
     ledger.finish(ids[1], 0, "rejected", "too easy", 1.0)
     ledger.finish(ids[2], 0, "accepted", "", 1.0)
     ledger.finish(ids[3], 0, "failed", "x", 1.0)
-    ledger.drop(ids[4], "stale", 1.0, requeue=True)
+    ledger.finish(ids[4], 0, "accepted", "", 1.0)
+    ledger.reissue_stale([(ids[4], 0)], 1.0)
     position = ledger.position()
-    # Open tickets in grant order, then the prompt that was given back; neither the trained nor the rejected one.
-    assert position.pending == [prompts[2], prompts[3], prompts[5], prompts[4]]
+    # Open tickets in grant order; neither the trained nor the rejected one.
+    assert position.pending == [prompts[2], prompts[3], prompts[4], prompts[5]]
     assert (position.cursor, position.prompts, position.seed) == (6, 10, 1)
 
 

@@ -36,7 +36,7 @@ def test_a_whole_life_is_clean_and_counted(tmp_path: Path, capsys: pytest.Captur
     assert report.states == run.state.ledger.counts.by_state()
     assert report.states == {"running": 0, "finished": 0, "waiting": 0, "claimed": 0, "trained": 4, "dropped": 2}
     assert report.attempts == run.state.ledger.counts.attempts == 10
-    assert report.dropped_by_reason == {"stale": 1, "rejected too easy": 1}
+    assert report.dropped_by_reason == {"success_rate": 1, "rejected too easy": 1}
     assert report.reissued_by_cause == {"failed": 1, "worker lost": 1, "rolled back": 2}
     assert report.histogram == {"0": 3, "1": 1} and report.steps == 2
     assert [(start.version, start.reissued) for start in report.starts] == [(-1, 0), (1, 2)]

@@ -33,7 +33,7 @@ def history(seed: int, length: int = 300) -> tuple[Ledger, list[Event]]:
     for now in range(length):
         names = sorted(ledger.open)
         some = [name for name in names if rng.random() < 0.3]
-        match rng.choice(["grant", "grant", "grant", "finish", "finish", "train", "drop", "lose", "back"]):
+        match rng.choice(["grant", "grant", "grant", "finish", "finish", "train", "drop", "stale", "lose", "back"]):
             case "grant":
                 events.append(ledger.grant("w", "1", version, now, f"r{now // 3}"))
             case "finish":
@@ -47,7 +47,9 @@ def history(seed: int, length: int = 300) -> tuple[Ledger, list[Event]]:
                 events.append(ledger.trained(version, version, some, now, [max(0, version - 2)] * len(some), "1"))
                 version = ledger.newest if ledger.newest > 0 else 0
             case "drop" if names:
-                events.append(ledger.drop(rng.choice(names), "stale", now, requeue=True))
+                events.append(ledger.drop(rng.choice(names), "filtered", now))
+            case "stale":
+                events += ledger.reissue_stale([(name, ledger.open[name].attempt) for name in some], now)
             case "lose":
                 events += ledger.lose(lambda ticket: rng.random() < 0.2, "worker lost", now)
             case "back" if rng.random() < 0.2:

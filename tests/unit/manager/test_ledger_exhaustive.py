@@ -30,6 +30,7 @@ from realsys.manager.overview import status
 from realsys.manager.routing.placement import Reservations
 from realsys.manager.routing.servers import ServerRegistry
 from realsys.manager.state import ManagerState
+from realsys.master.intake_state import IntakeState
 from realsys.master.stuck import FEWEST_FAILURES, StuckCheck
 from tests.support.ledger.ledger_actions import World
 from tests.support.ledger.ledger_evaluations import Evaluated
@@ -54,6 +55,7 @@ SMALL = [
     bounds("", eta=1, prompts=3, steps=3, faults=0),
     bounds("dies reply_lost", workers=2, prompts=1, steps=1),
     bounds("lapses_though_alive", policy="train"),
+    bounds("lapses_though_alive", eta=1, prompts=3, steps=3, policy="mask"),
     bounds("master_crashes", prompts=2, resumed=True),
     bounds("machine_fails"),
     bounds("manager_loses_its_tail", prompts=1, steps=1),
@@ -141,8 +143,8 @@ def counted_twice(apply: Any, ledger: LedgerState, event: Any) -> None:
     ledger.counts.open["finished"] += event.outcome == "accepted"
 
 
-def one_more(admits: Any, bound: StalenessBound, n: int, version: int) -> Any:
-    return admits(bound, n - 1, version)
+def one_more(oldest_weights: Any, bound: StalenessBound, n: int) -> Any:
+    return oldest_weights(bound, n - 1)
 
 
 def no_record(lose: Any, state: ManagerState, *args: Any) -> Any:
@@ -207,6 +209,7 @@ def any_problem(running_attempt: Any, evaluations: Evaluations, ticket_id: str, 
 
 
 LAPSE, CRASH, OLD = bounds("lapses_though_alive"), bounds("master_crashes"), SMALL[3]
+MASKED = bounds("", eta=1, prompts=3, steps=3, faults=0, policy="mask")
 LAPSE_1 = bounds("lapses_though_alive", prompts=1)
 ENDS, CLAIM, LOSES = SMALL[1], bounds("claims_twice"), SMALL[-1]
 #: Defect, patch, bounds that reach it, part of the message.
@@ -214,12 +217,13 @@ DEFECTS = [
     ("a drop gives no quota back", instead(Ledger, "drop", nothing), bounds("filtered"), "has ended"),
     ("a finish counts twice", instead(LedgerState, "_apply_finished", counted_twice), LAPSE, "but in truth"),
     ("any finish counts", instead(Ledger, "finish", any_attempt), LAPSE, "but in truth"),
-    ("one ticket too many", instead(StalenessBound, "admits", one_more), LAPSE, "is over the bound"),
+    ("one ticket too many", instead(StalenessBound, "oldest_weights", one_more), LAPSE, "is over the bound"),
     ("no record of a lapse", instead(ManagerState, "_lose", no_record), LAPSE, "not what the journal says"),
     ("places are kept", instead(Reservations, "release", nothing), LAPSE, "are not given back"),
     ("lost tickets stay lost", instead(Ledger, "lose", none_found), bounds("dies"), "in _death_noticed"),
     ("a copy is new", instead(SequenceBuffer, "add", forgets), bounds("arrives_twice", eta=1), "is trained again"),
-    ("old groups are trained", instead(SequenceBuffer, "_drop_stale", nothing), OLD, "is too old"),
+    ("old tokens are trained", instead(IntakeState, "_oldest_trained", nothing), MASKED, "is too old"),
+    ("a stale group is dropped for good", instead(Ledger, "reissue_stale", none_found), OLD, "but in truth"),
     ("nothing is missed", instead(Ledger, "never_arrived", none_found), bounds("never_arrives", prompts=1), "stuck"),
     (
         "what is held is missed",

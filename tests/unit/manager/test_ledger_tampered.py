@@ -50,6 +50,12 @@ def too_old(events: list[Event]) -> None:
     events[i] = msgspec.structs.replace(events[i], version=4, step=4)
 
 
+def reissued_too_often(events: list[Event]) -> None:
+    events[0] = msgspec.structs.replace(events[0], max_reissues=0)
+    i = index(events, Reissued)
+    events[i] = msgspec.structs.replace(events[i], cause="stale")
+
+
 def grant_lost(events: list[Event]) -> None:
     del events[index(events, Granted) + 1]
 
@@ -171,6 +177,11 @@ def nothing_opened(events: list[Event]) -> None:
         (trained_after_drop, "ends", "ticket 0000000002 trained at version 2 after it was dropped"),
         (finished_twice, "ends", "ticket 0000000005 finished (rejected) after it was dropped"),
         (too_old, "staleness", "ticket 0000000003 trained at version 4: 2 versions behind, eta is 1"),
+        (
+            reissued_too_often,
+            "staleness",
+            "ticket 0000000003 reissued 1 times as too old, and asynchronous.max_reissues",
+        ),
         (smaller_eta, "staleness", "ticket 0000000004 trained at version 2: 1 versions behind, eta is 0"),
         (smaller_eta, "admission", "ticket 0000000002 granted as number 3, beyond 2 at version 0"),
         (beyond_the_bound, "admission", "line 5: ticket 0000000002 granted as number 3, beyond 2 at version -1"),

@@ -241,6 +241,8 @@ class ManagerMachine(ManagerModel):
 
     def granted(self, ticket: Ticket, worker: str) -> None:
         assert self.counted() // B <= self.version + ETA, "floor((N - 1) / B) <= v + eta, N with the candidate"
+        weights = self.counted() // B - ETA
+        assert self.takes_new(max(weights, self.version - ETA)), "granted before a server has the weights that it needs"
         old = self.model.get(ticket.ticket_id)
         waiting = [ticket_id for ticket_id, known in self.model.items() if known.state == "waiting"]
         if old is None:
@@ -251,8 +253,10 @@ class ManagerMachine(ManagerModel):
             assert ticket.prompt_index == old.prompt
         failures = old.failures if old else 0
         self.model[ticket.ticket_id] = Known(
-            "running", ticket.attempt, ticket.prompt_index, worker, self.now, self.now, failures
+            "running", ticket.attempt, ticket.prompt_index, worker, self.now, self.now, failures, weights=weights
         )
+        assert ticket.reissues == (old.stale if old else 0)
+        self.model[ticket.ticket_id].stale = ticket.reissues
 
     def running(self, ticket: Ticket) -> bool:
         if ticket.kind == "eval":
@@ -311,6 +315,8 @@ class ManagerMachine(ManagerModel):
         if isinstance(reply, ScheduleReply):
             truth = self.servers[reply.server]
             minimum = self.version - ETA if ticket.kind == "train" else 0
+            if ticket.kind == "train" and self.takes_new(weights := self.model[ticket.ticket_id].weights):
+                minimum = max(minimum, weights)
             assert self.serves(truth, minimum), "sent to a dead, untrusted or stale server"
             assert reply.server not in avoided, "sent to the server that its worker has reported"
             stays = held is not None and not failed and held.server == reply.server
@@ -382,7 +388,25 @@ class ManagerMachine(ManagerModel):
             self.model[ticket_id].state, self.model[ticket_id].version = "trained", self.version + 1
             self.newest = self.version + 1
 
-    @rule(data=st.data(), reason=st.sampled_from(["stale", "filtered"]))
+    @rule(data=st.data(), repeat=st.booleans())
+    def too_old(self, data: st.DataObject, repeat: bool) -> None:
+        """A group came too old, whatever its ticket is taken for; ``repeat``: the call is sent twice."""
+        ids = sorted(self.model)
+        ticket_id = data.draw(st.sampled_from(ids)) if ids else None
+        if ticket_id is None:
+            return
+        known = self.model[ticket_id]
+        attempt = data.draw(st.integers(0, known.attempt))
+        counts = attempt == known.attempt and known.state in ("running", "finished")
+        request = TrainedRequest(1, 1, stale=[(ticket_id, attempt)], incarnation=self.trainer_incarnation)
+        assert self.trained(request).reissued == counts
+        if repeat:
+            assert self.trained(request).reissued == 0
+        if counts:
+            known.state = "waiting"
+            known.stale += 1
+
+    @rule(data=st.data(), reason=st.sampled_from(["success_rate", "masked"]))
     def drop(self, data: st.DataObject, reason: str) -> None:
         ready = sorted(ticket_id for ticket_id, known in self.model.items() if known.state == "finished")
         if ready:

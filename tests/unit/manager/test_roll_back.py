@@ -68,7 +68,7 @@ def test_roll_back_ends_a_drain() -> None:
 def test_settings_are_recorded_when_changed() -> None:
     state = ManagerState(SETTINGS)
     state.open(1.0)
-    assert state.outbox == [Opened(10, 1, 2, 1, "drop", 4, 1.0)]
+    assert state.outbox == [Opened(10, 1, 2, 1, "drop", 4, 1.0, 2)]
     again = replayed(state)
     again.open(2.0)
     assert again.outbox == []

@@ -41,10 +41,15 @@ def value_of(text):
         return text
 
 
+def shown_ticket(ticket):
+    reissues = f" {ticket.reissues} x too old" if ticket.reissues else ""
+    return f"{ticket.ticket_id} attempt {ticket.attempt} prompt {ticket.prompt_index} {ticket.kind}{reissues}"
+
+
 def shown(reply):
     """Return a reply as text, without the fields that say nothing."""
     if isinstance(reply, AllocateReply) and reply.tickets:
-        return "\n".join(f"{t.ticket_id} attempt {t.attempt} prompt {t.prompt_index} {t.kind}" for t in reply.tickets)
+        return "\n".join(map(shown_ticket, reply.tickets))
     fields = {key: value for key, value in msgspec.to_builtins(reply).items() if value not in (None, [], {}, "")}
     return " ".join(f"{key}={json.dumps(value)}" for key, value in fields.items()) or "ok"
 

@@ -88,7 +88,7 @@ def test_drop_is_synced_before_the_reply(tmp_path: Path, monkeypatch: pytest.Mon
             service, synced = ManagerService(state, journal), list[int]()
             [ticket] = tickets(state)
             monkeypatch.setattr(journal, "sync", lambda: synced.append(journal.records))
-            await service.call(TRAINED, TrainedRequest(0, 0, dropped=[(ticket.ticket_id, "stale")]))
+            await service.call(TRAINED, TrainedRequest(0, 0, dropped=[(ticket.ticket_id, "filtered")]))
             assert synced == [2], "the grant and the drop"
 
     asyncio.run(scenario())

@@ -37,6 +37,15 @@ def test_a_step_that_is_told_again_shows_once() -> None:
     assert [(step.version, step.histogram) for step in state.staleness] == [(1, {"0": 1}), (2, {"0": 2})]
 
 
+def test_tokens_of_failed_episodes_reach_the_trainer() -> None:
+    state = running()
+    [ticket] = tickets(state, 1)
+    finish = FinishRequest(ticket.ticket_id, ticket.attempt, "w", "failed", lost_tokens=70)
+    for _ in range(2):
+        state.finish(finish, 0.0)
+    assert trained(state, 1, [], A).lost_tokens == 70, "a repetition counts once"
+
+
 @pytest.mark.parametrize(
     "body", [{"version": -1}, {"version": 1 << 31}, {"version": 1, "trained": ["0000000000"], "oldest": [1 << 31]}]
 )

@@ -39,14 +39,14 @@ def test_groups_of_other_trainer_incarnation_are_freed() -> None:
 
     async def body() -> Run:
         job = Run("train.total_steps=1")
-        job.intake.trainer_incarnation = "0002"
+        job.intake.state.trainer_incarnation = "0002"
         arrived = job.manager.rollouts(job.config, *[(5.0, -5.0)] * 3)
         for (_, samples), training in zip(arrived, ("0001", "0002", "0002"), strict=True):
             for sample in samples:
                 sample.trainer_incarnation = training
                 job.workers.held[0] |= {(k, sample.sample_id) for k in SOURCE_KEYS}
             job.intake.on_samples(samples)
-        assert job.intake.held() == [("0000000001", 0), ("0000000002", 0)]
+        assert job.intake.state.held() == [("0000000001", 0), ("0000000002", 0)]
         await job.serve(job.loop.run())
         return job
 
@@ -72,7 +72,7 @@ def test_arrived_group_of_cancelled_ticket_is_not_trained() -> None:
         async def another_arrives(request: ClaimRequest) -> ClaimReply:
             reply = await claim(request)
             if reply.gone:
-                assert reply.gone == [failed.ticket_id] and job.intake.held() == []
+                assert reply.gone == [failed.ticket_id] and job.intake.state.held() == []
                 job.arrive(*[(5.0, -5.0)] * 2)  # the one that waits, a second time, and another
             return reply
 

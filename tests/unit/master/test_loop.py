@@ -9,13 +9,15 @@ import asyncio
 
 import pytest
 
-from realsys.config.dataflow import dataflow_of
+from realsys.buffer.token_losses import StepLosses
+from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
 from realsys.errors import StuckError
 from realsys.manager.messages import TrainedReply, TrainedRequest
 from realsys.master.calls.call_arguments import CallArguments
 from realsys.master.calls.executor import CallResult
-from realsys.master.statistics import call_seconds
+from realsys.master.statistics import call_seconds, untrained_shares
 from realsys.master.stuck import FEWEST_FILTERED
+from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
 from tests.support.training.master_fakes import BOUND_S, Run, run
 
@@ -117,6 +119,61 @@ def test_train_time_is_covered_by_training_calls() -> None:
     results = {"inf": result(0, 4), "a": result(4, 7), "b": result(5, 6), "c": result(6.5, 9), "late": result(8, 10)}
     assert call_seconds(results, ["a", "b", "c"]) == {"train": 5, "inf": 5}
     assert call_seconds({"inf": result(1, 4)}, []) == {"train": 0, "inf": 3}
+
+
+def test_last_step_and_first_steps_are_marked() -> None:
+    """With eta 1, the tickets of two batches start together."""
+
+    async def body() -> Run:
+        job = Run("train.total_steps=6", "asynchronous.max_head_offpolicyness=1")
+        job.manager.publish(1)
+        job.manager.publish(2)
+        for _ in range(2):
+            job.arrive(*[(5.0, -5.0)] * 8)
+        await job.serve(job.loop.run(2))
+        return job
+
+    job = run(body)
+    assert [(r["step"], r.get("length_biased", False)) for r in job.records] == [
+        (3, True), (4, True), (5, False), (6, True)
+    ]  # fmt: skip
+
+
+def test_masked_tokens_are_taken_out_before_step() -> None:
+    async def body() -> Run:
+        job = Run("train.total_steps=1", "asynchronous.stale_policy=mask")
+        job.manager.publish(2)
+        for _, samples in job.manager.rollouts(job.config, *[(5.0, -5.0)] * 2):
+            for sample in samples:
+                job.workers.held[0] |= {(k, sample.sample_id) for k in SOURCE_KEYS}
+            samples[0].version_min, samples[0].version_tokens = 0, [(0, 1), (2, 2)]
+            job.intake.on_samples(samples)
+        await job.serve(job.loop.step(3))
+        return job
+
+    job = run(body)
+    names = [type(sent.payload).__name__ for sent in job.workers.sent]
+    assert names.index("MaskRequest") < names.index("MfcRequest")
+    assert job.records[0]["untrained"] == {"masked": pytest.approx(2 / 12)}
+    assert job.records[0]["answer_tokens"] == 10 and job.manager.told[-1].oldest == [2, 2]
+
+
+def test_untrained_tokens_of_batch_are_named() -> None:
+    losses = StepLosses(tokens=40, untrained={"stale": 0.25}, too_old=0.0, length_ks=0.0)
+    samples = [SampleMeta(f"{k}", "t", 0, 9, 10, 0.0, k == 0, 0, 0, 0) for k in range(3)]
+    stats = {"answer_tokens": 20.0, "tokens": 7.0}  # one minibatch of 10 tokens was left out
+    shares = untrained_shares(losses, samples, stats, masks_truncated=True)
+    assert shares == {"stale": 0.25, "truncated": 0.25, "zero_advantage": 0.075, "skipped_step": 0.25}
+    assert untrained_shares(losses, samples, {}, masks_truncated=True) == {"stale": 0.25}
+    without_signal = untrained_shares(losses, samples, {"answer_tokens": 30.0}, masks_truncated=False)
+    assert without_signal == {"stale": 0.25, "zero_advantage": 0.75}
+
+
+def test_waste_is_warned_of_once_per_onset(caplog: pytest.LogCaptureFixture) -> None:
+    job = Run()
+    for share in (0.06, 0.07, 0.01, 0.06):
+        job.loop._warn_of_waste(StepLosses(1, {}, share, 0.0))
+    assert [record.getMessage()[:3] for record in caplog.records] == ["6 %", "6 %"]
 
 
 # ---- the filter by success rate

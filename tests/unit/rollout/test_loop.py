@@ -55,6 +55,10 @@ class FakePlayer:
         self.failed = []  # lines of episodes that failed, of every ticket
         self.started = asyncio.Queue()
         self.cancelled = []
+        self.lost_tokens = 0
+
+    def take_lost_tokens(self):
+        return self.lost_tokens
 
     async def play(self, ticket, prompt):
         self.started.put_nowait(ticket.ticket_id)

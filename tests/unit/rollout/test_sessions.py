@@ -1,6 +1,7 @@
 """Episodes of a ticket: merged first calls, ids and seeds of calls, episodes that fail alone, defects of agents."""
 
 import asyncio
+import contextlib
 import logging
 
 import pytest
@@ -67,6 +68,16 @@ def test_evaluation_has_its_own_sampling():
     for kind in ("train", "eval"):
         asyncio.run(group.play(Ticket("t", 0, 0, kind=kind, n=1), PROMPT))
     assert [call.spec.temperature for call in engine.calls] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(("min_episodes", "failed"), [(3, 1), (0, 4)])
+def test_tokens_of_failed_episodes_are_counted_once(min_episodes, failed):
+    """If too few succeed, those of the whole group are lost."""
+    group = player(Script(errors={1: ValueError("x")}), FakeEngine(), min_episodes)
+    with contextlib.suppress(AgentError):
+        asyncio.run(group.play(Ticket("17", 2, 0, n=4, seed=400), PROMPT))
+    each = len(play(Script(), FakeEngine()).episodes[0].rows[0].logprobs)
+    assert (group.take_lost_tokens(), group.take_lost_tokens()) == (failed * each, 0)
 
 
 def test_first_calls_with_different_tokens_stay_separate():

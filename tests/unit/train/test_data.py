@@ -91,7 +91,7 @@ def test_later_of_two_stored_attempts_is_trained() -> None:
     assert len(data.get("t1.0/0.0", "tokens")) == 5 and len(data.get("t1.1/0.0", "tokens")) == 8
     buffer.add(first.samples)
     data.clear(sample.sample_id for sample in buffer.add(second.samples).clear)
-    [members] = buffer.take(1, 9, 9, "drop").groups
+    [members] = buffer.take(1).groups
     assert [member.sample_id for member in members] == ["t1.1/0.0", "t1.1/1.0"]
     assert [member.length for member in members] == [len(data.get(m.sample_id, "tokens")) for m in members]
     assert len(data) == 2, "of the first nothing is left"
@@ -102,12 +102,12 @@ def test_attempt_during_training_leaves_batch_unchanged() -> None:
     first = data.add_group(make_group("t1", [2, 2]))
     assert first is not None
     buffer.add(first.samples)
-    assert buffer.take(1, 9, 9, "drop").groups
+    assert buffer.take(1).groups
     second = data.add_group(make_group("t1", [5, 5], attempt=1))
     assert second is not None
     data.clear(sample.sample_id for sample in buffer.add(second.samples).clear)
     assert len(data.get("t1.0/0.0", "tokens")) == 5, "the length in the plan"
-    data.clear(sample.sample_id for sample in buffer.take(1, 9, 9, "drop").clear)
+    data.clear(sample.sample_id for sample in buffer.take(1).clear)
     assert not data.has("t1.1/0.0", "tokens")
 
 

@@ -1,0 +1,120 @@
+"""Count of the sampled tokens that are not trained, by reason, and of the bias that this gives to lengths. Pure.
+
+    lose(reason, rows) ─┐
+    train(batch) ───────┴─> close_step ──> shares of this step, KS distance over the last steps
+
+``no-waste``: a sampled token is thrown away only for a reason that the user chose, and every step says how many were.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from realsys.buffer.masking import episode_lengths
+from realsys.types import SampleMeta
+
+#: reasons for which sampled tokens are not trained
+STALE = "stale"  # their group was discarded as too old, and its prompt issued again
+MASKED = "masked"  # too old, alone or with their whole group
+SUCCESS_RATE = "success_rate"  # their group is outside train.ppo.filter
+COPY = "copy"  # their group arrived twice, or of a ticket that had ended or was granted to another training side
+FAILED = "failed"  # their episode failed
+#: Completions of a discarded copy say nothing about lengths: the ticket has another end.
+_NO_COMPLETION = frozenset({COPY})
+#: Reasons that staleness alone causes.
+TOO_OLD = (STALE, MASKED)
+
+WINDOW_STEPS = 20  # steps over which lengths are compared, and over which the warning is decided
+WARN_SHARE = 0.05  # share of sampled tokens lost to staleness
+
+
+@dataclass(frozen=True, slots=True)
+class StepLosses:
+    """Result of one step.
+
+    tokens     sampled tokens that are in this batch, or were discarded since the step before
+    untrained  reason -> share of these tokens
+    too_old    share lost to staleness over the last ``WINDOW_STEPS`` steps
+    length_ks  Kolmogorov-Smirnov distance over the same steps: tokens of the completions that were sampled, against
+               tokens of the completions that were trained; 0 if all of them were trained whole
+    """
+
+    tokens: int
+    untrained: dict[str, float]
+    too_old: float
+    length_ks: float
+
+    @property
+    def warning(self) -> bool:
+        return self.too_old > WARN_SHARE
+
+
+@dataclass(slots=True)
+class _Step:
+    lost: Counter[str] = field(default_factory=Counter)  # tokens by reason
+    trained_tokens: int = 0
+    sampled: list[int] = field(default_factory=list)  # tokens of each completion
+    trained: list[int] = field(default_factory=list)  # tokens of each completion that are trained
+
+    @property
+    def tokens(self) -> int:
+        return self.trained_tokens + self.lost.total()
+
+
+class TokenLosses:
+    """Counts since the last step, and those of the last ``WINDOW_STEPS`` steps."""
+
+    def __init__(self) -> None:
+        self._now = _Step()
+        self._steps: deque[_Step] = deque(maxlen=WINDOW_STEPS)
+
+    def lose(self, reason: str, rows: Sequence[SampleMeta]) -> None:
+        """Count rows that will not be trained."""
+        self._now.lost[reason] += sum(row.loss_tokens for row in rows)
+        if reason not in _NO_COMPLETION:
+            self._now.sampled.extend(episode_lengths(rows).values())
+
+    def lose_tokens(self, reason: str, tokens: int) -> None:
+        """Count tokens that never arrived as rows."""
+        if tokens > 0:
+            self._now.lost[reason] += tokens
+
+    def train(self, sampled: Iterable[SampleMeta], trained: Iterable[SampleMeta]) -> None:
+        """Count a batch: its rows as they were ``sampled``, and as they are ``trained`` after masking."""
+        before, after = episode_lengths(sampled), episode_lengths(trained)
+        self._now.sampled.extend(before.values())
+        self._now.trained.extend(after.values())
+        self._now.trained_tokens += sum(after.values())
+        if masked := sum(before.values()) - sum(after.values()):
+            self._now.lost[MASKED] += masked
+
+    def close_step(self) -> StepLosses:
+        """End the step, and return its numbers."""
+        step, self._now = self._now, _Step()
+        self._steps.append(step)
+        steps = self._steps
+        too_old = sum(past.lost[reason] for past in steps for reason in TOO_OLD)
+        return StepLosses(
+            step.tokens,
+            {reason: tokens / step.tokens for reason, tokens in sorted(step.lost.items()) if tokens},
+            too_old / max(1, sum(past.tokens for past in steps)),
+            ks_distance([n for past in steps for n in past.sampled], [n for past in steps for n in past.trained]),
+        )
+
+
+def ks_distance(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
+    """Return the Kolmogorov-Smirnov distance of two samples: the largest difference of their empirical distribution
+    functions, from 0 to 1. 0 if one of them is empty.
+    """
+    a, b = np.sort(np.asarray(first, np.float64)), np.sort(np.asarray(second, np.float64))
+    if not len(a) or not len(b):
+        return 0.0
+    values = np.concatenate([a, b])
+    below_a = np.searchsorted(a, values, side="right") / len(a)
+    below_b = np.searchsorted(b, values, side="right") / len(b)
+    return float(np.abs(below_a - below_b).max())

@@ -1,0 +1,301 @@
+"""Decisions of the intake: what becomes of each group that arrives, until it is in a batch. Pure: no I/O, no clock.
+
+    samples ──add──> buffer ──propose──> batch ──conclude──> TrainBatch
+       │ another training side's, copies,  │ all tokens        │ ticket has ended
+       │ filtered out, too old             │ masked            └──> freed; the rest is ready again
+       └──────────── depart <──────────────┘
+                       └──> the shell reports the drops and frees the samples ──reported──> forgotten
+
+``add`` and ``depart`` may be called at any moment. ``propose`` and ``conclude`` alternate: the shell claims the
+proposed groups at the manager in between (``claim-before-train``), and calls ``begin_wait`` and ``check_wait`` while
+nothing can be proposed. ``now`` is in seconds of any clock that does not go back.
+
+``asynchronous.stale_policy`` says what becomes of tokens that are more than eta versions older than the version that
+trains on them:
+
+train   they are trained; nothing is thrown away
+mask    they stay in the context and leave the loss, in ``propose``: only then is the version known
+drop    a group that is too old when it is complete, or will be by its turn, is discarded in ``add`` and its ticket
+        issued again, ``max_reissues`` times; tokens that are too old later are masked
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from realsys.buffer.sequence_buffer import Batch, Keep, SequenceBuffer, StalePolicy
+from realsys.buffer.token_losses import COPY, FAILED, StepLosses, TokenLosses
+from realsys.config.schema import Config
+from realsys.config.schema_train import FilterConfig
+from realsys.errors import StuckError, WaitTimeout
+from realsys.master.stuck import StuckCheck, check_filter
+from realsys.types import SampleMeta
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeSettings:
+    """The part of the configuration that the intake decides by.
+
+    filter     bounds of ``train.ppo.filter``, for the message when it keeps nothing
+    timeout_s  longest wait for a group
+    """
+
+    batch_groups: int
+    eta: int
+    stale_policy: StalePolicy
+    max_reissues: int
+    filter: FilterConfig
+    timeout_s: float
+
+    @classmethod
+    def of(cls, config: Config) -> IntakeSettings:
+        return cls(
+            batch_groups=config.train.batch_groups,
+            eta=config.asynchronous.max_head_offpolicyness,
+            stale_policy=config.asynchronous.stale_policy,
+            max_reissues=config.asynchronous.max_reissues,
+            filter=config.train.ppo.filter,
+            timeout_s=config.cluster.request_timeout_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """The groups of a step, without the rows and tokens that are too old to be trained.
+
+    dropped_stale     groups since the batch before whose tokens were all too old, or that were issued again
+    dropped_filtered  groups dropped since then by their success rate
+    refused           samples since then that were granted under another training side
+    masked            rows of which some tokens are too old: the workers must take these out of the loss
+    oldest_trained    version of the oldest token that may be trained; None: any
+    losses            sampled tokens that were not trained
+    """
+
+    groups: list[list[SampleMeta]]
+    dropped_stale: int
+    dropped_filtered: int
+    refused: int
+    masked: list[SampleMeta]
+    oldest_trained: int | None
+    losses: StepLosses
+
+    @property
+    def tickets(self) -> list[str]:
+        """Return the ticket ids of the groups, sorted."""
+        return sorted({sample.ticket_id for sample in self.samples})
+
+    @property
+    def oldest(self) -> list[int]:
+        """Return for each of ``tickets`` the version of its oldest token."""
+        oldest = {group[0].ticket_id: min(sample.version_min for sample in group) for group in self.groups}
+        return [oldest[ticket] for ticket in self.tickets]
+
+    @property
+    def samples(self) -> list[SampleMeta]:
+        return [sample for group in self.groups for sample in group]
+
+
+@dataclass(slots=True)
+class Departures:
+    """Effects for the shell.
+
+    dropped  (ticket, reason) of groups that were dropped, to report
+    stale    (ticket, attempt) of groups that were too old, to report: they are issued again
+    free     samples to free on their workers
+    """
+
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    stale: list[tuple[str, int]] = field(default_factory=list)
+    free: list[SampleMeta] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.dropped or self.stale or self.free)
+
+
+class IntakeState:
+    """The groups between the stream and the steps, and the decisions about them.
+
+    ``trainer_incarnation``: incarnation of this training side. Groups that were granted under another
+    one are reissued, so they are neither trained nor reported as dropped. ``keep`` returns True if a
+    group is worth training on. ``version`` is the one that the next batch is trained on top of.
+    """
+
+    def __init__(self, settings: IntakeSettings, trainer_incarnation: str, keep: Keep) -> None:
+        self.trainer_incarnation = trainer_incarnation
+        self.version = 0
+        self.buffer = SequenceBuffer(keep, self._too_old)
+        self.losses = TokenLosses()
+        self.settings = settings
+        self._proposed: Batch | None = None
+        self._stale = 0  # groups dropped since the last batch
+        self._filtered = 0  # groups dropped since the last batch
+        self._refused = 0  # samples since the last batch
+        self._failed_tokens: int | None = None  # the manager's last count; None: not known
+        self._departures = Departures()
+        self._leaving: dict[str, int] = {}  # ticket -> attempt of the dropped groups, until they are reported
+        self._check = StuckCheck(settings.batch_groups)
+        self._deadline = 0.0
+
+    # -- arrivals and departures -------------------------------------------------------------------
+
+    def add(self, samples: Sequence[SampleMeta]) -> None:
+        """Take samples that have arrived. Copies of a group, and groups of another training side, are refused."""
+        samples = self._select_current(samples)
+        added = self.buffer.add(samples)
+        if added.rejected:
+            log.warning("refused %d samples that arrived twice, of %s", added.rejected, samples[0].ticket_id)
+        self._stale += len(added.stale)
+        self._filtered += len(added.dropped)
+        self._lose(added.lost)
+        self._departures.stale.extend(added.stale)
+        self._leave([*added.dropped, *added.stale], added.clear)
+        self._departures.dropped.extend(added.dropped)
+
+    def _too_old(self, group: Sequence[SampleMeta]) -> bool:
+        """Return True if a group that is now complete is discarded, and its ticket issued again.
+
+        It is trained after the groups of older tickets, on top of a later version if these fill a batch.
+        """
+        settings = self.settings
+        if settings.stale_policy != "drop" or group[0].reissues >= settings.max_reissues:
+            return False
+        turn = self.version + self.buffer.ready_before(group[0].ticket_id) // settings.batch_groups
+        return min(sample.version_min for sample in group) < turn - settings.eta
+
+    def held(self) -> list[tuple[str, int]]:
+        """Return (ticket, attempt) of the groups held here, which the manager need not reissue.
+
+        Excludes the batch in training, whose tickets are reported as trained.
+        """
+        return sorted({**self._leaving, **self.buffer.held()}.items())
+
+    @property
+    def departing(self) -> bool:
+        """True if ``depart`` has something to hand over."""
+        return bool(self._departures)
+
+    def depart(self) -> Departures:
+        """Hand over what must be reported and freed. Call ``reported`` when the manager knows of the drops."""
+        departures = self._departures
+        self._departures = Departures()
+        return departures
+
+    def reported(self, departures: Departures) -> None:
+        """The manager knows these drops: its ledger, not this side, answers for their tickets."""
+        for ticket_id, _ in [*departures.dropped, *departures.stale]:
+            self._leaving.pop(ticket_id, None)
+
+    def _leave(self, ended: Sequence[tuple[str, object]], clear: Sequence[SampleMeta]) -> None:
+        tickets = {ticket_id for ticket_id, _ in ended}
+        self._leaving |= {sample.ticket_id: sample.attempt for sample in clear if sample.ticket_id in tickets}
+        self._departures.free.extend(clear)
+
+    def _lose(self, lost: Sequence[tuple[str, Sequence[SampleMeta]]]) -> None:
+        for reason, samples in lost:
+            self.losses.lose(reason, samples)
+
+    def _select_current(self, samples: Sequence[SampleMeta]) -> list[SampleMeta]:
+        """Return the samples granted under this training side, and count the others; the DP heads
+        usually refuse those.
+        """
+        current = [sample for sample in samples if sample.trainer_incarnation == self.trainer_incarnation]
+        foreign = [sample for sample in samples if sample.trainer_incarnation != self.trainer_incarnation]
+        if foreign:
+            self._refused += len(foreign)
+            self._departures.free.extend(foreign)
+            self.losses.lose(COPY, foreign)
+            first = foreign[0]
+            log.warning(
+                "refused %d samples of trainer %r, of %s", len(foreign), first.trainer_incarnation, first.ticket_id
+            )
+        return current
+
+    def observe_failed(self, tokens: int) -> None:
+        """Take the manager's count of the tokens of failed episodes. It starts at 0 with each manager."""
+        known, self._failed_tokens = self._failed_tokens, tokens
+        if known is not None:
+            self.losses.lose_tokens(FAILED, tokens - known if tokens >= known else tokens)
+
+    # -- batches -----------------------------------------------------------------------------------
+
+    def propose(self, version: int) -> list[str]:
+        """Choose the groups to train on top of ``version``; return their tickets, sorted, or [] if there are too few.
+
+        Raises StuckError if the filter keeps nothing. Otherwise the shell claims the tickets, and calls ``conclude``.
+        """
+        settings = self.settings
+        self.version = version
+        batch = self.buffer.take(settings.batch_groups, self._oldest_trained())
+        self._stale += len(batch.dropped)
+        self._lose(batch.lost)
+        self._departures.dropped.extend(batch.dropped)
+        self._leave(batch.dropped, batch.clear)
+        if batch.groups:
+            self._proposed = batch
+            return sorted(group[0].ticket_id for group in batch.groups)
+        if reason := check_filter(self.buffer.filtered_in_a_row, settings.batch_groups, settings.filter):
+            raise StuckError(f"master_worker: step {version + 1} can never get its batch: {reason}")
+        return []
+
+    def conclude(self, ended: Sequence[str]) -> TrainBatch | None:
+        """Return the proposed groups as the batch of a step, None if some of their tickets have ``ended``.
+
+        Groups whose tickets have ended leave the buffer: the manager counted their attempts as failed
+        before their samples arrived. The others are ready again.
+        """
+        batch = self._proposed
+        assert batch is not None, "conclude() without propose()"
+        self._proposed = None
+        if ended:
+            log.warning("%d groups arrived after their tickets had ended: %s", len(ended), ", ".join(ended[:20]))
+            released = self.buffer.release(ended)
+            self._lose(released.lost)
+            self._departures.free.extend(released.clear)
+            return None
+        self._departures.free.extend(batch.unused)
+        self.losses.train(batch.sampled, (row for group in batch.groups for row in group))
+        train_batch = TrainBatch(
+            groups=batch.groups,
+            dropped_stale=self._stale,
+            dropped_filtered=self._filtered,
+            refused=self._refused,
+            masked=batch.masked,
+            oldest_trained=self._oldest_trained(),
+            losses=self.losses.close_step(),
+        )
+        self._stale = 0
+        self._filtered = 0
+        self._refused = 0
+        self.version += 1
+        return train_batch
+
+    def _oldest_trained(self) -> int | None:
+        """Return the version of the oldest token that the next batch may train; None: any."""
+        return None if self.settings.stale_policy == "train" else self.version - self.settings.eta
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def begin_wait(self, now: float) -> None:
+        """Start the wait for the next group."""
+        self._check = StuckCheck(self.settings.batch_groups)
+        self._deadline = now + self.settings.timeout_s
+
+    def check_wait(self, status: Mapping[str, Any], now: float) -> None:
+        """Check from the manager's status that a group can still come.
+
+        Raises StuckError if none can, WaitTimeout if none came for ``timeout_s``.
+        """
+        step, ready, batch_groups = self.version + 1, self.buffer.ready_groups, self.settings.batch_groups
+        if reason := self._check.check(status, ready):
+            raise StuckError(f"master_worker: step {step} can never get its batch: {reason}; see the workers' logs")
+        if now >= self._deadline:
+            raise WaitTimeout(
+                f"master_worker: step {step} waited {self.settings.timeout_s:g} s for a group and has {ready} of "
+                f"{batch_groups}: see the rollout workers' logs; status of the manager: admission "
+                f"{status.get('admission')}, ledger {status.get('ledger')}"
+            )
