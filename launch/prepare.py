@@ -162,10 +162,10 @@ def _examine(config: Config, paths: TrialPaths, trial: Trial) -> Examined:
     start = decide_start(config, trial)
     if trial.config is not None:
         check_here(config, paths)
-    sizes = _read_inputs(config, paths)
+    sizes, warnings = _read_inputs(config, paths)
     check_inputs(config, paths, trial, sizes)
     newer = newer_data(config, paths) if trial.config is not None else ()
-    return Examined(start, sizes, [_data_line(sizes), *newer, *describe(start)])
+    return Examined(start, sizes, [_data_line(sizes), *warnings, *newer, *describe(start)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,8 +309,11 @@ def _make_inputs(config: Config, paths: TrialPaths) -> None:
         make_tiny_model(config.model.tiny, paths.start_model, seed=config.seed)
 
 
-def _read_inputs(config: Config, paths: TrialPaths) -> dict[str, int]:
-    """Check the made model and every line of the datasets. Returns the number of prompts per split, and of demos."""
+def _read_inputs(config: Config, paths: TrialPaths) -> tuple[dict[str, int], list[str]]:
+    """Check the made model and every line of the datasets.
+
+    Returns the number of prompts per split, and of demos; and warnings.
+    """
     from realsys.data.check import check_data
     from realsys.data.tokenizer import TextTokenizer
     from realsys.rollout import agents
@@ -322,7 +325,7 @@ def _read_inputs(config: Config, paths: TrialPaths) -> dict[str, int]:
     agents.check(config, tokenizer)
     sizes = check_data(config, paths, tokenizer)
     _check_sizes(config, sizes)
-    return sizes
+    return sizes, [f"warning: {tokenizer.eos_warning}"] if tokenizer.eos_warning else []
 
 
 def _data_line(sizes: Mapping[str, int]) -> str:

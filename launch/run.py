@@ -32,7 +32,7 @@ from realsys.config.schema import Config
 from realsys.launch.fit import fit
 from realsys.launch.plan import ProcessSpec, plan
 from realsys.launch.prepare import Ready, examine, prepare, resolve
-from realsys.launch.processes.failures import FirstFailure, first_failure
+from realsys.launch.processes.failures import FirstFailure, first_failure, full_disk
 from realsys.launch.processes.logs import keep_bounded
 from realsys.launch.processes.own_etcd import etcd_answers
 from realsys.launch.processes.restart_policy import NO_CHECKPOINT, Outcome
@@ -43,7 +43,9 @@ from realsys.launch.screen.dry_run import print_dry_run
 from realsys.launch.screen.monitor import Monitor
 from realsys.launch.screen.progress import Progress
 from realsys.launch.screen.report import Summary, draw_curves, print_summary, summarise, write_summary
-from realsys.telemetry.steps import StepTail
+from realsys.launch.screen.saved_steps import saved_line
+from realsys.master.stopping import progress as progress_of_stop
+from realsys.telemetry.steps import StepTail, surviving_steps
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
 
 
@@ -167,10 +169,12 @@ async def _supervise(
         errors=lambda: read_errors(paths.errors),
         checkpoint=lambda: _newest_step(paths),
         finished=finished,
+        outside=lambda: full_disk(paths.root),
+        stopping=lambda: progress_of_stop(paths),
         name_store_ready=lambda _: etcd_answers(cluster.name_store.address, cluster.connect_timeout_s),
     )
     bounds = Bounds(
-        cluster.stop_timeout_s, cluster.master_stop_s, cluster.max_restarts, min_share=cluster.min_workers_share
+        cluster.stop_timeout_s, cluster.stop_progress_s, cluster.max_restarts, min_share=cluster.min_workers_share
     )
     supervisor = Supervisor(specs, bounds, hooks, inherit=[ready.lock.fd])
     outcome, trouble, unbounded = Outcome("failed", "the display could not be opened"), None, None
@@ -210,7 +214,9 @@ def _conclude(config: Config, paths: TrialPaths, outcome: Outcome, started: floa
         return failure.exit_code if failure else 1, summary
     print_summary(_Terminal(), summary)
     if outcome.status == "interrupted":
-        _tell(f"realsys: {outcome.reason}; to continue: {again}")
+        steps = (record["step"] for record in surviving_steps(paths.steps) if record["kind"] == "train")
+        trained = max(steps, default=0)
+        _tell(f"realsys: {outcome.reason}; {saved_line(trained, _newest_step(paths))}; to continue: {again}")
         return 128 + (outcome.signal or 2), summary
     return 0, summary
 
@@ -233,7 +239,8 @@ def _print_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialP
         lines.append(f"realsys: the run failed: {outcome.reason}")
     else:
         lines.append(f"realsys: the run failed: {failure.process} (pid {failure.pid}): {failure.problem}")
-        if outcome.reason != f"{failure.process} {failure.problem}":
+        # "exited with code 1" says nothing that the cause has not said.
+        if not outcome.reason.startswith(failure.process) or "," in outcome.reason:
             lines.append(f"  the run ended when {outcome.reason}")
         lines += [f"  last lines of {failure.log}:", *(f"  | {line}" for line in failure.log_tail)]
     lines.append(f"  logs: {paths.logs}   errors: {paths.errors}")

@@ -33,7 +33,7 @@ TicketKind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class Ticket(msgspec.Struct, frozen=True):
+class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
     """The right to roll out one prompt once. ``attempt`` counts the reissues of the ticket."""
 
     ticket_id: str
@@ -260,6 +260,8 @@ class MfcReply(msgspec.Struct):
     """Reply of one worker. ``stats`` are already reduced over the mesh; only DP heads fill them.
 
     ``scores``: sample id -> reward of a reward model; each DP head reports its own samples.
+    ``abandoned``: the run stops, and the call was not run to its end, on any rank. ``not_finite``:
+    arguments of the NotFiniteError that ended the call; the master raises it.
     """
 
     worker: int
@@ -267,6 +269,8 @@ class MfcReply(msgspec.Struct):
     scores: dict[str, float] = {}
     seconds: float = 0.0
     tokens: int = 0
+    abandoned: bool = False
+    not_finite: tuple[str, int, list[str]] | None = None
 
 
 class TransferRequest(msgspec.Struct):

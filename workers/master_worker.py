@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import uvloop
@@ -12,18 +13,17 @@ from realsys.cluster.worker import EXIT_STOPPED, WorkerContext, worker_main
 from realsys.master.run.parts import Connections, build_parts
 from realsys.master.run.phases import MasterRun
 from realsys.master.step_log import StepLog
+from realsys.master.stopping import progress
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.request_reply import MasterStream
 from realsys.stream.security import keys_for
 
-#: Share of ``cluster.master_stop_s`` in which a stopped run saves its work; the rest is for
-#: closing.
+#: Share of ``cluster.stop_progress_s`` that a stopped run may stand still; the rest is for closing.
 _GRACE = 0.9
 
 
 async def serve(ctx: WorkerContext) -> None:
-    """Run the master until it is done or stopped. A stopped master ends the current step and saves
-    it if time allows.
+    """Run the master until it is done or stopped. A stopped master saves the last step.
 
     Exits with EXIT_STOPPED if the run is not finished.
     """
@@ -41,7 +41,8 @@ async def serve(ctx: WorkerContext) -> None:
     try:
         parts = build_parts(ctx, Connections(stream, manager, step_log))
         run = MasterRun(ctx, parts, stop_event(ctx))
-        await run_until_stopped(ctx, run.run(), _GRACE * cluster.master_stop_s)
+        first_s, later_s = cluster.stop_timeout_s / 2, _GRACE * cluster.stop_progress_s
+        await run_until_stopped(ctx, run.run(), first_s, functools.partial(progress, ctx.paths), later_s)
     finally:
         await manager.close()
         stream.close()

@@ -18,6 +18,7 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.train.data_manager import DataManager
     from realsys.train.megatron.device import prepare_device
     from realsys.train.megatron.mesh import form_meshes, rendezvous
+    from realsys.train.step_gate import PauseRequest, SettleRequest, StepGate
     from realsys.weights.base import WriterParts
     from realsys.weights.build import build
 
@@ -48,7 +49,10 @@ def serve(ctx: WorkerContext) -> None:
         )
         ctx.count(lambda: {**endpoint.counters(), "superseded_groups": data.refused})
         writer = build(config).writer(WriterParts(worker, ctx.check_alive))
-        parts = WorkerParts(worker, groups, endpoint, data, device, writer)
+        gate = StepGate()
+        endpoint.answer_urgent("pause_step", PauseRequest, gate.pause)
+        endpoint.answer_urgent("settle_step", SettleRequest, gate.settle)
+        parts = WorkerParts(worker, groups, endpoint, data, device, writer, gate)
         service = ModelWorkerService(config, ctx.paths, parts)
         try:
             if puller is not None:

@@ -120,7 +120,7 @@ async def _run(config: Config, paths: TrialPaths, job: ReplayJob) -> ReplayResul
     run_id = f"replay-{uuid.uuid4().hex[:8]}"
     specs = processes(plan(config, paths, Machine.here(), run_id, os.environ.get("PYTHONPATH", "")))
     cluster = config.cluster
-    bounds = Bounds(cluster.stop_timeout_s, master_stop_s=0.0, max_restarts=0)
+    bounds = Bounds(cluster.stop_timeout_s, stop_progress_s=0.0, max_restarts=0)
     supervisor = Supervisor(specs, bounds, Hooks(say=lambda text: None))
     outcome = await supervisor.run()
     if outcome.status == "interrupted":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import site
 import sysconfig
 from collections import deque
@@ -18,6 +19,7 @@ _LOG_LINES = 15
 _TAIL_BYTES = 1 << 16
 _PROBLEM = 1000  # characters of a line of a log
 _FULL = "No space left on device"
+_FULL_BELOW = 1 << 16  # bytes
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _LOGGED = re.compile(r" (?:ERROR|CRITICAL) \S+: (.*)")
@@ -111,6 +113,18 @@ def last_error(text: str) -> tuple[str, tuple[str, ...]]:
             full = next(text for text in (exception, logged, line) if _FULL in text)
     problem = full or exception or logged
     return problem.strip()[:_PROBLEM], () if full else defect_of(exception.partition(":")[0], traceback)
+
+
+def full_disk(folder: Path) -> str:
+    """Return that the disk of ``folder`` is full; "" if it is not. A full disk may have kept its victim from saying so.
+
+    The margin is less than what any process writes at a time.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f"{_FULL}: {folder}: free space on this disk" if free < _FULL_BELOW else ""
 
 
 def log_since(log: Path, start: int) -> str:

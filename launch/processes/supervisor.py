@@ -11,9 +11,9 @@ An exception in the launcher fails the run like any other: all processes are sto
 restart_policy.py decides what a death means. The trainer (ModelWorkers and MasterWorker) ends as a whole: if one of its
 processes dies, the others are killed, and then all are started together.
 
-An interrupted run stops its MasterWorker first, which takes a checkpoint while the ModelWorkers still answer; then all
-others get SIGTERM, and the name store last. Processes that are left after ``stop_timeout_s`` get SIGKILL with their
-group, and so does every descendant.
+An interrupted run stops its MasterWorker first, which takes a checkpoint while the ModelWorkers still answer. This
+wait lasts as long as there is progress. Then all others get SIGTERM, and the name store last. Processes that are left
+after ``stop_timeout_s`` get SIGKILL with their group, and so does every descendant.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ P = ParamSpec("P")
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KILL_TIMEOUT_S = 2.0
 _REPLACEABLE = {"generation_server": "generation servers", "rollout_worker": "RolloutWorkers"}
+_LOOK_S = 0.5  # seconds between two looks at the progress of a stop
+_FIRST_PROGRESS = 0.6  # share of stop_timeout_s; the MasterWorker gives up after half of it
 _BAD_INPUT = 2  # RealsysError.exit_code of ConfigError, DataError, ModelError
 
 
@@ -65,10 +67,10 @@ async def _ready(_: ProcessSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of a run. The MasterWorker has ``master_stop_s`` of ``stop_timeout_s`` for itself."""
+    """Bounds of a run. A stop waits ``stop_progress_s`` for the next progress of the MasterWorker."""
 
     stop_timeout_s: float
-    master_stop_s: float
+    stop_progress_s: float
     max_restarts: int
     first_backoff_s: float = 0.5
     min_share: float = 0.0  # of the workers of a kind that must be left when one is given up
@@ -83,6 +85,9 @@ class Hooks:
     checkpoint        returns the step of the newest complete one, or NO_CHECKPOINT
     finished          returns True if a MasterWorker that exited 0 has finished the run
     name_store_ready  returns when the run's own name store answers
+    outside           returns a cause outside of the processes, such as a full disk, or ""
+    stopping          returns the progress of a stop: what the MasterWorker does (the user reads its first line), and
+                      the bytes that were written
     """
 
     say: Callable[[str], None]
@@ -90,6 +95,8 @@ class Hooks:
     checkpoint: Callable[[], int] = lambda: NO_CHECKPOINT
     finished: Callable[[], bool] = lambda: True
     name_store_ready: Callable[[ProcessSpec], Awaitable[None]] = _ready
+    outside: Callable[[], str] = lambda: ""
+    stopping: Callable[[], tuple[str, int]] = lambda: ("", 0)
 
 
 Method = Callable[Concatenate["Supervisor", P], None]
@@ -210,6 +217,8 @@ class Supervisor:
         # No error for a signal: the log does not hold its cause.
         failed = self._outcome is None and returncode > 0
         error, defect = last_error(log_since(child.spec.log, child.log_start)) if failed else ("", ())
+        if failed and not error:  # its last words may have found no room
+            error = self._hooks.outside()
         death = Death(child.spec.name, pid, returncode, time.time(), child.spec.log, error, defect)
         if self._outcome is None:
             self._consider(child, death)
@@ -313,7 +322,6 @@ class Supervisor:
         """Stop every process; returns the names of those that had to be killed."""
         self._end(Outcome("failed", "the launcher was cancelled"))  # unless it has ended otherwise
         assert self._outcome is not None
-        began = time.monotonic()
         self._deaths += self._trainer.deaths  # it was being killed: its failures are causes, too
         self._trainer.cancel()
         workers = [child for child in self._children if child.spec.kind != NAME_STORE]
@@ -321,6 +329,7 @@ class Supervisor:
             child.cancel()
         if self._outcome.status == "interrupted":
             await self._stop_master()
+        began = time.monotonic()
         for child in workers:
             child.terminate()
         left = self._bounds.stop_timeout_s - (time.monotonic() - began)
@@ -344,7 +353,22 @@ class Supervisor:
         for child in trainer:
             if child.spec.kind == "master_worker":
                 child.terminate()
-        await self._until(lambda: self._hurry or len(_names(trainer)) < len(trainer), self._bounds.master_stop_s)
+        await self._while_it_progresses(lambda: self._hurry or len(_names(trainer)) < len(trainer))
+
+    async def _while_it_progresses(self, ended: Callable[[], bool]) -> None:
+        """Return when ``ended`` holds, or ``stop_progress_s`` after the last progress. Says what is done.
+
+        The first progress must come soon: the trainer answers a stop at once, also in the middle of a step.
+        """
+        before, moved, bound_s = ("", 0), time.monotonic(), _FIRST_PROGRESS * self._bounds.stop_timeout_s
+        while not ended() and time.monotonic() < moved + bound_s:
+            await self._until(ended, min(_LOOK_S, bound_s))
+            now = self._hooks.stopping()
+            text = now[0].partition("\n")[0]
+            if text and text != before[0].partition("\n")[0]:
+                self._hooks.say(f"{text} (a second Ctrl-C ends the run without waiting)")
+            if now != before:
+                before, moved, bound_s = now, time.monotonic(), self._bounds.stop_progress_s
 
     async def _stop_name_store(self, timeout_s: float) -> list[str]:
         stores = [child for child in self._children if child.spec.kind == NAME_STORE]

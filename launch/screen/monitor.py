@@ -14,7 +14,8 @@ from realsys.cluster.store.names import Names
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import NameStoreError
-from realsys.launch.screen.progress import Progress, Record
+from realsys.launch.screen.progress import Progress, Record, number
+from realsys.telemetry.signal import SignalWatch
 from realsys.telemetry.steps import StepTail
 
 _REFRESH_S = 1.0
@@ -25,6 +26,7 @@ class Screen(Protocol):
     """Display of the progress."""
 
     def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None: ...
+    def note(self, text: str) -> None: ...
 
 
 class Monitor:
@@ -40,12 +42,17 @@ class Monitor:
         self._progress = progress
         self._screen = screen
         self._tail = tail
+        self._signal = SignalWatch(config.train.ppo.advantage.mean)
 
     def read_steps(self) -> None:
         """Read the records that the MasterWorker wrote since the last call."""
         new = self._tail.read()
         self._progress.add(new)
         self._screen.refresh(self._progress, new)
+        before = number(self._progress.evals.get("before", {}), "accuracy")
+        for record in new:
+            if record.get("kind") == "train" and (warning := self._signal.observe(record, before)):
+                self._screen.note(warning)
 
     async def run(self) -> None:
         store = await asyncio.to_thread(make_name_store, self._config, self._paths)
@@ -95,6 +102,9 @@ async def look_once(config: Config, paths: TrialPaths, progress: Progress) -> No
 
 class _NoScreen:
     def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
+        return None
+
+    def note(self, text: str) -> None:
         return None
 
 

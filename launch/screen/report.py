@@ -16,6 +16,7 @@ from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.screen.display import fmt
 from realsys.launch.screen.progress import TIME_PARTS, Record, mean, number
 from realsys.launch.screen.totals import COURSE_STEPS, Totals, course
+from realsys.telemetry.signal import signal_warning
 from realsys.telemetry.steps import surviving_steps
 
 if TYPE_CHECKING:
@@ -77,9 +78,10 @@ def summarise(
             "tokens_too_old": totals.too_old.value,
         },
         "without_signal": totals.without_signal,  # steps
+        "signal_warning": signal_warning(list(totals.last), config.train.ppo.advantage.mean, before),
         "recoveries": totals.recoveries,
         "given_up": outcome.given_up,
-        "restarts": [{"process": d.name, "how": d.how, "time": d.time} for d in outcome.restarted],
+        "restarts": [{"process": d.name, "how": d.how, "error": d.error, "time": d.time} for d in outcome.restarted],
         "killed_at_stop": outcome.killed,
         "model": str(paths.final_model) if paths.final_model.is_dir() else None,
         "folder": str(paths.root),
@@ -149,8 +151,11 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "no signal", f"{idle} of {summary['steps']} steps: {cause}"
     if summary["given_up"]:
         yield "given up", ", ".join(summary["given_up"])
+    if warning := summary.get("signal_warning"):
+        yield "weak signal", warning
     for i, restart in enumerate(summary["restarts"]):
-        yield "" if i else "restarts", f"{restart['process']} {restart['how']}"
+        error = f": {restart['error']}" if restart.get("error") else ""
+        yield "" if i else "restarts", f"{restart['process']} {restart['how']}{error}"
     if recoveries := summary.get("recoveries"):  # older summaries have none
         yield "recoveries", f"training continued from a checkpoint {recoveries} time{'s' if recoveries > 1 else ''}"
     if model := summary.get("model"):  # older summaries have none

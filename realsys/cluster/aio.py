@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from realsys.cluster.worker import WorkerContext
@@ -27,19 +27,35 @@ def stop_event(ctx: WorkerContext) -> asyncio.Event:
     return stop
 
 
-async def run_until_stopped(ctx: WorkerContext, work: Coroutine[Any, Any, None], grace_s: float = 0.0) -> bool:
+async def run_until_stopped(
+    ctx: WorkerContext,
+    work: Coroutine[Any, Any, None],
+    grace_s: float = 0.0,
+    progress: Callable[[], object] = lambda: None,
+    progress_s: float = 0.0,
+) -> bool:
     """Run ``work`` until it ends or a request to stop comes; in that case cancel it after ``grace_s``.
 
-    The grace is for work that also learns of the stop elsewhere. Returns True if ``work`` was not cancelled. Raises its
-    exception.
+    The grace is for work that also learns of the stop elsewhere. If ``progress`` returns something else after it than
+    before it, it begins again, with ``progress_s``. Returns True if ``work`` was not cancelled. Raises its exception.
     """
     async with _racing(work, stop_event(ctx).wait()) as (task, _):
         if not task.done():
             log.info("asked to stop")
-            if not grace_s or not (await asyncio.wait({task}, timeout=grace_s))[0]:
+            if not grace_s or not await _ends(task, grace_s, progress, progress_s):
                 return False
         task.result()
         return True
+
+
+async def _ends(task: asyncio.Task[Any], grace_s: float, progress: Callable[[], object], progress_s: float) -> bool:
+    """Return True when ``task`` has ended, False after a time without progress: ``grace_s``, then ``progress_s``."""
+    before = progress()
+    while not (await asyncio.wait({task}, timeout=grace_s))[0]:
+        if (now := progress()) == before:
+            return False
+        before, grace_s = now, progress_s
+    return True
 
 
 async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:

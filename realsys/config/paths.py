@@ -98,6 +98,11 @@ class TrialPaths:
         return self.root / "record"
 
     @property
+    def stopping(self) -> Path:
+        """File that shows how far the stop of the MasterWorker is; there only during a stop."""
+        return self.root / "stopping"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

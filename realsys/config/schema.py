@@ -46,6 +46,11 @@ class ClusterConfig(Section):
         1800.0, description="seconds that one model function call, or handing over one group, may take"
     )
     stop_timeout_s: PositiveFloat = Field(8.0, description="seconds that processes have to stop before they are killed")
+    stop_progress_s: PositiveFloat = Field(
+        20.0,
+        description="seconds without progress (a micro-batch, bytes of a checkpoint) after which a stop no longer "
+        "waits for the MasterWorker's last checkpoint",
+    )
     max_restarts: NonNegative = Field(
         5,
         description="restarts in a row of one stateless worker, or of the trainer; then the run ends, or continues"
@@ -59,11 +64,6 @@ class ClusterConfig(Section):
     log_mb: PositiveFloat = Field(
         16.0, description="size in MiB above which the log of a process is moved to .log.1, replacing the older part"
     )
-
-    @property
-    def master_stop_s(self) -> float:
-        """Seconds of ``stop_timeout_s`` that the MasterWorker has for its last checkpoint. Then the others stop."""
-        return max(self.stop_timeout_s / 2, self.stop_timeout_s - 3.0)
 
 
 class TinyModelConfig(Section):

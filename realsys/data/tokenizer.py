@@ -42,6 +42,19 @@ class TextTokenizer:
         return self.eos_token_ids[0]
 
     @property
+    def eos_warning(self) -> str:
+        """A line about an end of text that tokenizer and model do not share; "" if they agree."""
+        own, model = self.eos_token_ids[0], read_end_of_text(self.path)
+        if not model or own in model:
+            return ""
+        ends = ", ".join(repr(self.decode([token])) for token in model)
+        return (
+            f"{self.path}: tokenizer_config.json ends a text with {self.decode([own])!r}, generation_config.json with "
+            f"{ends}: completions end with any of them, demonstrations teach the first; set eos_token to what the "
+            "model writes"
+        )
+
+    @property
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 

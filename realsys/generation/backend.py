@@ -83,6 +83,10 @@ class Staged(Protocol):
     @property
     def counts(self) -> Mapping[str, int]: ...
 
+    @property
+    def unchanged(self) -> bool:
+        """True if all tensors are those of the version that was loaded before."""
+
 
 #: (locator of a version, expected version) -> weights in host memory. Raises WeightsError if they are another
 #: version or incomplete. The next call may overwrite the tensors of this one.

@@ -9,8 +9,8 @@
 
 Consumes batches of groups' metadata (``intake``); waits for the next batch and for the replies to
 calls; produces weight versions, checkpoints and the step log. It never sees a token. When it is
-asked to stop, it waits for no further batch, ends the current step, and saves the last trained
-version.
+asked to stop, it waits for no further batch, abandons the current step (``stopping``), and saves
+the last trained version.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ from realsys.master.intake import Intake
 from realsys.master.intake_state import TrainBatch
 from realsys.master.publish import Publisher
 from realsys.master.records.agreement import AgreementMonitor
+from realsys.master.records.recorder import check_finite
 from realsys.master.recovery import eval_id_of
 from realsys.master.statistics import batch_statistics, call_seconds, episodes_of, train_record, untrained_shares
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
+from realsys.master.stopping import Stopping
 from realsys.rollout.manager_client import ManagerClient
+from realsys.telemetry.signal import SignalWatch
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +79,7 @@ class LoopParts:
     """
 
     runner: StepRunner
+    stopping: Stopping
     intake: Intake
     arguments: CallArguments
     publisher: Publisher
@@ -112,6 +116,7 @@ class TrainLoop:
         self._started = time.monotonic()
         self._first_step = 1
         self._warned = False
+        self._signal = SignalWatch(config.train.ppo.advantage.mean)
 
     async def run(self, done: int = 0) -> int:
         """Train from step ``done`` until a stop condition holds or ``stop`` is set; return the
@@ -154,18 +159,19 @@ class TrainLoop:
     async def step(self, step: int) -> bool:
         """Run one train step: version ``step - 1`` trains and becomes version ``step``.
 
-        Returns False if ``stop`` was set while it waited for a batch; then no step was run.
+        Returns False if ``stop`` was set while it waited for a batch, or if the step was abandoned.
         """
         parts, watch = self._parts, _Watch()
-        # Only the wait is interruptible: a step that has claimed its batch must end and be
-        # reported.
         batch = await unless(self._stop, parts.intake.next_batch(step - 1))
         if batch is None:
             return False
         seconds = {"wait": watch.lap()}
         failpoint("master.batch", at=step)
         args = parts.arguments.of_step(step)
-        results = await parts.runner.run(step, batch.groups, args)
+        results = await parts.stopping.run(step, parts.runner.run(step, batch.groups, args))
+        if results is None:
+            return False
+        await check_finite(results, parts.runner.recorder)
         parts.arguments.observe(results, len(episodes_of(batch.samples)))
         seconds |= call_seconds(results, [call.name for call in parts.runner.flow.calls if call.trains])
         times = await parts.publisher.publish(step, step)
@@ -177,6 +183,8 @@ class TrainLoop:
         seconds |= {"checkpoint": watch.lap(), "total": watch.total()}
         record = self._record(step, batch, args, results) | train_record(statistics, seconds, results)
         parts.step_log.append({"kind": "train", "time": time.time(), **record})
+        if warning := self._signal.observe(record):
+            log.warning("%s", warning)
         await parts.show({key: record[key] for key in STATUS_FIELDS})
         return True
 

@@ -21,6 +21,7 @@ from realsys.config.schema import WarmupConfig
 from realsys.master.calls.executor import GraphExecutor
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.calls.ownership import Ownership
+from realsys.master.records.recorder import check_finite
 from realsys.master.step_log import StepLog
 from realsys.types import SampleMeta
 
@@ -95,6 +96,7 @@ class Warmup:
             version=-1,
             args={"sft": {"lr": rate}},
         )
+        await check_finite(results)
         ids = [sample.sample_id for sample in samples]
         await self._parts.workers.clear(sorted(ownership.discard_samples(ids)), ids)
         self._parts.step_log.append(

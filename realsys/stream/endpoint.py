@@ -16,6 +16,8 @@ import secrets
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -73,6 +75,13 @@ class WorkerEndpoint:
             "rejected_peers": stats.rejected,
             "bad_messages": self._io.bad_messages,
         }
+
+    def answer_urgent(self, handler: str, kind: type[msgspec.Struct], answer: Callable[[Any], msgspec.Struct]) -> None:
+        """Answer requests ``handler`` in the I/O thread, also while the main thread serves another request.
+
+        ``answer`` must be short. An exception in it ends the I/O thread.
+        """
+        self._io.urgent[handler] = (kind, answer)
 
     def wait_connected(self, timeout_s: float) -> None:
         """Wait until the master has welcomed this worker; WaitTimeout names the master's address."""

@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -196,6 +196,8 @@ class WorkerIO:
         self.problem = "no connection yet"
         self.failure: BaseException | None = None
         self.bad_messages = 0
+        #: handler -> payload type and function; the I/O thread answers these requests itself
+        self.urgent: dict[str, tuple[type[msgspec.Struct], Callable[[Any], msgspec.Struct]]] = {}
         self._me = me
         self._groups = groups
         self._requests = requests
@@ -319,7 +321,12 @@ class WorkerIO:
         for _ in range(1 + (fault == "duplicate")):
             if number > self._last_request:  # otherwise it was resent, and is here already
                 self._last_request = number
-                self._requests.put(Request(number, handler, payload))
+                request = Request(number, handler, payload)
+                if handler in self.urgent:
+                    kind, answer = self.urgent[handler]
+                    self.outbox.post(Outgoing(encode_message(answer(request.decode(kind))), request=number))
+                else:
+                    self._requests.put(request)
 
     def _on_welcome(self, last_message: int) -> None:
         self._welcomed = True

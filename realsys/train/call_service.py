@@ -24,10 +24,11 @@ may be waiting in a collective, and a rank that left it half-way cannot rejoin.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,7 +39,7 @@ from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import TOKEN_REWARDS, Dataflow, check_calls, dataflow_of
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.errors import ModelError
+from realsys.errors import ModelError, NotFiniteError
 from realsys.train.calls import Role, find_handler
 from realsys.train.checkpoint.checkpoint_messages import (
     FinishCheckpointRequest,
@@ -54,6 +55,7 @@ from realsys.train.megatron.mesh import MeshGroups
 from realsys.train.records.record_messages import HoldRequest, LoadRecordRequest, RecordRequest
 from realsys.train.records.recording import SampleRecorder
 from realsys.train.role_parts import make_role
+from realsys.train.step_gate import StepAbandoned, StepGate
 from realsys.train.transfer import execute
 from realsys.types import (
     ClearRequest,
@@ -70,6 +72,8 @@ from realsys.types import (
     TransferRequest,
 )
 from realsys.weights.base import Share, WeightWriter
+
+log = logging.getLogger(__name__)
 
 #: Wait for a request between two checks of ``stop``.
 _POLL_S = 0.5
@@ -110,6 +114,7 @@ class WorkerParts:
 
     worker  index of the worker, which is its rank in torch.distributed
     groups  role -> the worker's groups on that role's mesh (``form_meshes``)
+    gate    lets the master abandon a step (``realsys.train.step_gate``)
     """
 
     worker: int
@@ -118,6 +123,7 @@ class WorkerParts:
     data: DataManager
     device: Device
     writer: WeightWriter
+    gate: StepGate = field(default_factory=StepGate)
 
 
 class ModelWorkerService:
@@ -138,6 +144,7 @@ class ModelWorkerService:
         self._data = parts.data
         self._device = parts.device
         self._writer = parts.writer
+        self._gate = parts.gate
         self._demos = DemoSource(config, paths, parts.data, parts.worker)
         self._roles: dict[str, Role] = {}
         recorder = SampleRecorder(
@@ -193,6 +200,7 @@ class ModelWorkerService:
         self._data.trainer_incarnation = request.trainer_incarnation
         model, groups = Path(request.model_path), self._groups[name]
         role = make_role(self._config, name, model, groups, self._data, self._device, trainable=request.trainable)
+        role.engine.gate = self._gate
         self._roles[name] = role
         self._checkpoints[name] = CheckpointWriter(role)
         if name == ACTOR and role.engine.module is not None:
@@ -219,7 +227,16 @@ class ModelWorkerService:
         after = [find_hook(name) for name in request.post_hooks]
         for hook in before:
             hook(role, request)
-        outcome = handler.run(role, request)
+        self._gate.begin(request.version, request.mfc)
+        try:
+            outcome = handler.run(role, request)
+        except StepAbandoned as stopped:
+            log.info("%s", stopped)
+            return MfcReply(self._worker, abandoned=True)
+        except NotFiniteError as error:
+            # Not raised here: the step is recorded before the master ends the run.
+            log.error("%s", error)
+            return MfcReply(self._worker, not_finite=(error.role, error.skipped, error.sample_ids))
         for hook in after:
             hook(role, request)
         reply = MfcReply(self._worker)

@@ -45,6 +45,17 @@ class MicroBatch:
     def loss_tokens(self) -> int:
         return sum(ref.loss_tokens for ref in self.refs)
 
+    def dummy(self, multiple: int) -> MicroBatch:
+        """Return a masked dummy of ``multiple`` tokens with the same kinds of tensors."""
+        return MicroBatch(
+            refs=[],
+            lengths=[multiple],
+            rows=self.rows[:0],
+            tokens=None if self.tokens is None else torch.zeros(multiple, dtype=torch.int64, device=self.tokens.device),
+            targets=None if self.targets is None else self.targets[:0],
+            arrays={key: array[:0] for key, array in self.arrays.items()},
+        )
+
 
 class Packer:
     """Builder of the micro-batches of one rank, from the arrays of its DataManager.

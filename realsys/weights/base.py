@@ -114,13 +114,15 @@ class Committed:
 class StagedWeights:
     """Verified tensors in host memory, by HF name.
 
-    timings  seconds by name, for the status page: read_s, verify_s, ...
-    counts   numbers by name: bytes, bytes_read, ...
+    timings    seconds by name, for the status page: read_s, verify_s, ...
+    counts     numbers by name: bytes, bytes_read, ...
+    unchanged  True if all tensors are those of the version that this reader staged before
     """
 
     tensors: dict[str, Tensor]
     timings: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    unchanged: bool = False
 
 
 class WeightWriter(Protocol):

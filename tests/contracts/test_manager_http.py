@@ -6,9 +6,11 @@ import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from realsys.errors import LedgerError
+from realsys.types import Ticket
 from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, FakeServer, Trial, drive
 
 
@@ -236,7 +238,7 @@ def test_evaluation_goes_before_training_and_outside_the_quota(tmp_path: Path) -
         assert await t.post("/evaluate", **asked) == {"total": 3}
         assert await t.post("/evaluate", **asked) == {"total": 3}
         tickets = (await t.allocate(100))["tickets"]
-        assert [(x["kind"], x["split"], x["prompt_index"], x["n"]) for x in tickets] == [
+        assert [(x.kind, x.split, x.prompt_index, x.n) for x in msgspec.convert(tickets, list[Ticket])] == [
             ("eval", "eval", i, 1) for i in range(3)
         ]
         for ticket in tickets[:2]:
@@ -267,12 +269,12 @@ def test_evaluation_after_publication_waits_for_that_version(tmp_path: Path) -> 
         t.publish(1)
         await t.post("/evaluate", eval_id="after", split="eval", n=2)
         await asyncio.wait_for(t.servers[0].asked.wait(), BOUND_S)
-        kinds = {ticket["kind"] for ticket in (await t.allocate(100))["tickets"]}
+        kinds = {ticket.get("kind", "train") for ticket in (await t.allocate(100))["tickets"]}
         assert kinds == {"train"}  # version 0 is inside the bound for training, but is not what is to be evaluated
         held = asyncio.create_task(t.allocate(2, wait_s=BOUND_S))
         t.servers[0].released.set()
         tickets = (await held)["tickets"]
-        assert [ticket["kind"] for ticket in tickets] == ["eval", "eval"]
+        assert [ticket.get("kind", "train") for ticket in tickets] == ["eval", "eval"]
 
     drive(tmp_path, scenario)
 

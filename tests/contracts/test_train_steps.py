@@ -17,6 +17,7 @@ from realsys.config.schema import Config
 from realsys.data.char_model import make_tiny_model
 from realsys.train.calls import Role, find_handler
 from realsys.train.megatron.device import Device
+from realsys.train.megatron.optimizer import optimizer_tensors
 from realsys.types import MfcRequest, SequenceRef
 from tests.support.training.records import make_mask, make_ref
 from tests.support.training.train_ranks import build_role, run_ranks
@@ -131,6 +132,27 @@ def test_batch_without_advantage_keeps_step_with_the_others(model: Path) -> None
     for stats in run_ranks(2, body, config, ParallelLayout(data=2)):
         assert (stats["tokens"], stats["grad_norm"], stats["loss"]) == (0.0, 0.0, 0.0)
         assert stats["answer_tokens"] == sum(ref.loss_tokens for ref in refs)
+
+
+def test_zero_gradient_takes_no_step(model: Path) -> None:
+    """Momentum and weight decay move no weight, and the momentum itself does not decay."""
+    refs, arrays = make_batch()
+    group = {"mean": "group", "std": "group"}
+
+    def body(rank: int, device: Device) -> Any:
+        role = build_role(make_config(ppo={"advantage": group}), D1, rank, device, model)
+        fill(role, {name: values | {"prox_logprobs": values["behav_logprobs"]} for name, values in arrays.items()})
+        learned = call(role, "actor_train", [refs], lr=1e-3)
+        before = weights(role), [x.clone() for x in optimizer_tensors(role.engine.optimizer)]
+        idle = call(role, "actor_train", [refs[:2]], lr=1e-3)
+        same = [torch.equal(tensor, before[0][name]) for name, tensor in weights(role).items()]
+        same += [torch.equal(a, b) for a, b in zip(before[1], optimizer_tensors(role.engine.optimizer), strict=True)]
+        return learned, idle, all(same)
+
+    [(learned, idle, same)] = run_ranks(1, body, make_config(), D1)
+    assert (learned["optimizer_steps"], learned["zero_gradient_steps"]) == (1, 0)
+    assert (idle["optimizer_steps"], idle["zero_gradient_steps"], idle["skipped_steps"]) == (0, 1, 0)
+    assert idle["grad_norm"] == 0.0 and same
 
 
 def test_step_with_nan_is_skipped_and_counted(model: Path) -> None:

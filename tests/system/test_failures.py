@@ -1,10 +1,13 @@
 """Processes that die: which processes stop, and what the user reads."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from tests.support.jobs.jobs import arith, poll, processes_of, running
+from realsys.train.records.record_files import recorded_steps
+from tests.support.jobs.jobs import arith, poll, processes_of, run_arith, running
 from tests.system.conftest import ENDLESS
 
 pytestmark = pytest.mark.system
@@ -31,3 +34,21 @@ def test_dead_launcher_takes_all_workers_with_it(tmp_path):
         live.process.kill()
         live.wait()
     poll(lambda: not processes_of(root), "no worker is left", lambda: "\n".join(processes_of(root)), timeout_s=10)
+
+
+def test_nan_step_is_recorded_and_replayed(tmp_path):
+    """The last step of a run that diverged can be looked at, and repeated bit by bit."""
+    few = ["train.batch_groups=4", "rollout.group_size=2", "rollout.workers=1", "evaluation.problems=0"]
+    diverging = ["train.optimizer.lr=1e30", "train.max_skipped_steps=2", "checkpoint.every_steps=1"]
+    job = run_arith(tmp_path, "diverged", "warmup.steps=2", *few, *diverging)
+    assert job.returncode == 1 and "NotFiniteError: actor: 2 optimizer steps in a row" in job.stderr, job.report()
+    assert "exited with code 1" not in job.stderr.splitlines()[0]
+    steps = recorded_steps(job.paths.records)
+    assert max(steps) == len(job.records("train")) + 1
+    replayed = subprocess.run(
+        [sys.executable, "-m", "realsys.launch.cli", "replay", str(job.root)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert replayed.returncode == 0 and "bit-equal" in replayed.stdout, replayed.stderr

@@ -4,6 +4,7 @@ import contextlib
 import json
 import shlex
 import signal
+import time
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ from realsys.cluster.failure import read_errors
 from realsys.launch.commands.audit import audit_trial
 from realsys.telemetry.steps import StepTail
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
+from tests.support.faults.plan import Fault, environment
 from tests.support.jobs.jobs import Hold, arith, command, processes_of, restarts_shown, running
 from tests.support.jobs.ledgers import check_staleness
 from tests.support.processes.ports import lasting_ports
@@ -99,9 +101,9 @@ def test_resume_after_ctrl_c_repeats_no_step(tmp_path):
         live.process.send_signal(signal.SIGINT)
         job = live.wait()
     assert job.returncode == 130, job.report()
-    assert job.stderr.startswith("realsys: stopped by SIGINT; to continue: ")
     assert processes_of(root) == []
     done = len(job.records("train"))
+    assert job.stderr.startswith(f"realsys: stopped by SIGINT; step {done} is saved, no step is lost; to continue: ")
     assert complete_checkpoints(job.paths.checkpoints)[-1][0] == done < 12
     words = shlex.split(job.stderr.split("to continue: ")[1])
     with running(root, command(*words[words.index("run") + 1 :])) as live:
@@ -177,3 +179,28 @@ def etcd_of(launcher):
             if child.name() == "etcd" and child.status() != psutil.STATUS_ZOMBIE:
                 found.append(child.pid)
     return found
+
+
+def test_ctrl_c_saves_while_a_long_step_runs(tmp_path):
+    """A step of minutes on two ranks: the stop abandons it, saves the step before, and the next run trains it."""
+    settings = ["train.total_steps=5", "allocation=sglang.d1p1m1+d2p1m1", "train.min_microbatches=200"]
+    root, argv = arith(tmp_path, "abandoned", *QUICK, *settings, "train.ppo.minibatches=1", "checkpoint.every_steps=0")
+    (folder := tmp_path / "faults").mkdir()
+    slow = Fault("slow", "model_worker/*", "train.microbatch", "slow", gate="go", seconds=1.0, every=True)
+    with running(root, argv, environment([slow], folder)) as live:
+        live.until_step(2)
+        (folder / "go").touch()
+        live.until((folder / "fired-slow").exists, "a slow micro-batch")
+        done = live.steps_done()
+        began = time.monotonic()
+        live.process.send_signal(signal.SIGINT)
+        job = live.wait()
+    assert job.returncode == 130, job.report()
+    assert time.monotonic() - began < 30, "the step would take 200 s"
+    assert f"step {done} is saved, no step is lost; to continue: " in job.stderr
+    assert f"stopping: step {done + 1} is not finished" in job.stdout
+    assert complete_checkpoints(job.paths.checkpoints)[-1][0] == done
+    assert "killed" not in job.stdout and processes_of(root) == []
+    with running(root, argv) as live:
+        summary = check_complete(live.wait(), 5)
+    assert summary["recoveries"] == 1

@@ -180,6 +180,13 @@ class EngineCore:
             self._model.weights.copy_from(weights)
         self.version = version
 
+    def relabel(self, version: int) -> None:
+        """Serve the same weights as ``version``. Cached keys and values stay: they were computed with them."""
+        self._retire_batch()
+        for completion in self.scheduler.active:
+            completion.close_segment(self.version)
+        self.version = version
+
     def drop_cache(self) -> None:
         """Discard all cached keys and values; the next steps compute them again."""
         # The lengths live in the batch until it is retired: suspend() sorts by length.

@@ -155,7 +155,6 @@ class Engine(ThreadedEngine):
 
     def _swap(self, update: Update) -> None:
         """Pause generation and replace the weights; all slow work was done in the staging thread."""
-        assert update.weights is not None
         start = time.perf_counter()
         if update.abort_all:
             self._end_requests(None)
@@ -164,7 +163,10 @@ class Engine(ThreadedEngine):
             self._reply(self._swapped)
         loading = time.perf_counter()
         failpoint("server.load")
-        self.core.swap(update.weights, update.version)
+        if update.weights is None:
+            self.core.relabel(update.version)
+        else:
+            self.core.swap(update.weights, update.version)
         self.model_path = update.path
         update.swapped_at = time.perf_counter()
         update.tokens_before = self.core.counters.tokens

@@ -30,7 +30,7 @@ class Update:
     version: int
     abort_all: bool
     done: Future[UpdateResult]
-    weights: ModelWeights | None = None
+    weights: ModelWeights | None = None  # None if the version has the weights of the one before
     timings: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     staged_at: float = 0.0
@@ -68,15 +68,20 @@ class Stager:
         self._todo.put(None)
 
     def _run(self) -> None:
+        in_engine = False  # the engine has, or will have, the version that was staged last
         while (update := self._todo.get()) is not None:
             start = time.perf_counter()
             try:
                 staged = self._load(update.path, update.version)
                 loaded = time.perf_counter()
-                update.weights = fuse(self._arch, staged.tensors, dtype=self._dtype, device=self._device)
+                # Without the condition on the engine, a version would count as unchanged that equals a refused one.
+                if not (staged.unchanged and in_engine):
+                    update.weights = fuse(self._arch, staged.tensors, dtype=self._dtype, device=self._device)
             except Exception as error:  # a boundary: a bad version must not stop serving the current one
+                in_engine = False
                 self._refuse(update, error, time.perf_counter() - start)
                 continue
+            in_engine = True
             update.staged_at = time.perf_counter()
             update.timings = {
                 **{name: float(seconds) for name, seconds in staged.timings.items()},

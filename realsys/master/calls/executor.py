@@ -36,6 +36,7 @@ from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.errors import RewardError
 from realsys.master.calls.ownership import Ownership
+from realsys.train.step_gate import StepAbandoned
 from realsys.types import (
     METADATA_KEYS,
     Empty,
@@ -74,6 +75,8 @@ class CallResult:
     seconds      of the slowest rank, without its wait for earlier requests
     began, ended the master's clock (perf_counter) at sending and at the last reply
     received     bytes that the call's transfers moved
+    abandoned    the run stops, and the call was not run to its end
+    not_finite   arguments of the NotFiniteError that ended the call
     """
 
     stats: dict[str, float]
@@ -82,6 +85,8 @@ class CallResult:
     began: float
     ended: float
     received: int
+    abandoned: bool = False
+    not_finite: tuple[str, int, list[str]] | None = None
 
 
 class GraphExecutor:
@@ -115,7 +120,7 @@ class GraphExecutor:
         the arrays that are left in it.
 
         Raises the first error of a worker (RemoteError, WorkerLost, WaitTimeout), or RewardError
-        for scores that are missing or not finite. It stops waiting for the calls that still run.
+        for scores that are missing or not finite, or StepAbandoned. It stops waiting for the calls that still run.
         """
         graph_run = _GraphRun(
             self._flow, self._meshes, self._workers, self._score_weight, plans, ownership, step, version, args
@@ -171,6 +176,8 @@ class _GraphRun:
             call = self.running.pop(task)
             result = task.result()
             if call is not None:
+                if result.abandoned:
+                    raise StepAbandoned(f"{call.name} of step {self.step} was abandoned: the run stops")
                 self._record_result(call, result)
                 finished.append(call)
         return finished
@@ -341,4 +348,6 @@ async def _result(
         began=began,
         ended=time.perf_counter(),
         received=sum(reply.received for reply in moving.result()) if moving is not None else 0,
+        abandoned=any(reply.abandoned for reply in replies.values()),
+        not_finite=heads[0].not_finite,
     )

@@ -16,6 +16,7 @@ from realsys.train.checkpoint.checkpoint_messages import (
     SaveCheckpointRequest,
 )
 from realsys.train.records.record_messages import HoldRequest, LoadRecordRequest, RecordReply, RecordRequest
+from realsys.train.step_gate import GateState, PauseRequest, SettleRequest
 from realsys.types import (
     ClearRequest,
     Empty,
@@ -68,17 +69,24 @@ class ModelWorkers:
         return self._to_role(payload.role, "load_checkpoint", payload, Empty)
 
     def hold(self, payload: HoldRequest) -> asyncio.Future[list[Empty]]:
-        return self._stream.broadcast(self._all_workers(), "hold", payload, Empty, timeout_s=self._timeout_s)
+        return self._to_all("hold", payload, Empty)
 
     def record(self, payload: RecordRequest) -> asyncio.Future[list[RecordReply]]:
-        return self._stream.broadcast(self._all_workers(), "record", payload, RecordReply, timeout_s=self._timeout_s)
+        return self._to_all("record", payload, RecordReply)
 
     def load_record(self, payload: LoadRecordRequest) -> asyncio.Future[list[Empty]]:
-        return self._stream.broadcast(self._all_workers(), "load_record", payload, Empty, timeout_s=self._timeout_s)
+        return self._to_all("load_record", payload, Empty)
 
     def load_demos(self, head: int, indices: list[int]) -> asyncio.Future[SamplesArrived]:
         request = LoadDemosRequest(indices)
         return self._stream.request(head, "load_demos", request, SamplesArrived, timeout_s=self._timeout_s)
+
+    def pause_step(self) -> asyncio.Future[list[GateState]]:
+        """Ask how far the running step is. The workers answer while they compute."""
+        return self._to_all("pause_step", PauseRequest(), GateState)
+
+    def settle_step(self, payload: SettleRequest) -> asyncio.Future[list[GateState]]:
+        return self._to_all("settle_step", payload, GateState)
 
     def clear(
         self, workers: Iterable[int], sample_ids: list[str], keys: Sequence[str] = ()
@@ -93,8 +101,10 @@ class ModelWorkers:
     def mask(self, worker: int, payload: MaskRequest) -> asyncio.Future[Empty]:
         return self._stream.request(worker, "mask", payload, Empty, timeout_s=self._timeout_s)
 
-    def _all_workers(self) -> list[int]:
-        return sorted({worker for mesh in self._meshes.values() for worker in mesh.workers})
+    def _to_all(self, handler: str, payload: msgspec.Struct, reply_type: type[Reply]) -> asyncio.Future[list[Reply]]:
+        """Send a request to every worker."""
+        workers = sorted({worker for mesh in self._meshes.values() for worker in mesh.workers})
+        return self._stream.broadcast(workers, handler, payload, reply_type, timeout_s=self._timeout_s)
 
     def _to_role(
         self, role: str, handler: str, payload: msgspec.Struct, reply_type: type[Reply]

@@ -29,7 +29,7 @@ from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.errors import RecordError
+from realsys.errors import NotFiniteError, RecordError
 from realsys.master.calls.executor import CallResult, Minibatches
 from realsys.storage.commit_folder import Removed
 from realsys.storage.files import FileInfo
@@ -190,6 +190,15 @@ class Recorder:
         RECORD.commit(tmp, self._root / directory_name(record.step), record, self._check_alive)
         checkpoints = [step for step, _ in complete_checkpoints(self._checkpoints)]
         return files.prune(self._root, self._keep, min(checkpoints, default=None))
+
+
+async def check_finite(results: Mapping[str, CallResult], recorder: Recorder | None = None) -> None:
+    """Raise NotFiniteError if a call ended because of NaN or inf. The record of its step is on disk then."""
+    for result in results.values():
+        if problem := result.not_finite:
+            if recorder is not None:
+                await recorder.finish()
+            raise NotFiniteError(*problem)
 
 
 def _log_problems(removed: Removed) -> None:

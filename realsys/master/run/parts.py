@@ -42,6 +42,7 @@ from realsys.master.run.run_status import RunStatus
 from realsys.master.statistics import episodes_of
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
+from realsys.master.stopping import Stopping
 from realsys.master.warmup import Warmup, WarmupParts
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.head_routing import RoutedStream
@@ -171,6 +172,7 @@ def build_loop(ctx: WorkerContext, parts: MasterParts, stop: asyncio.Event) -> T
         config,
         LoopParts(
             runner=StepRunner(config, parts.flow, parts.meshes, plan, parts.workers, recorder_in_use),
+            stopping=Stopping(stop, parts.workers, ctx.paths.stopping),
             intake=intake,
             arguments=parts.arguments,
             publisher=parts.publisher,

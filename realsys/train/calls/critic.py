@@ -19,6 +19,7 @@ from realsys.train.calls.train_steps import OptimizerSteps, call_argument, count
 from realsys.train.megatron.heads import Outputs
 from realsys.train.megatron.train_engine import Stats
 from realsys.train.packing import MicroBatch
+from realsys.train.step_gate import StepAbandoned
 from realsys.types import F32, MfcRequest, SequenceRef
 
 #: means that only the explained variance is computed from
@@ -39,6 +40,15 @@ class CriticTrain:
         steps = OptimizerSteps(role, call_argument(request, "lr"))
         before = copy.copy(role.running_values)
         self._update_moments(role, request)
+        try:
+            self._take_steps(role, request, steps, before)
+        except StepAbandoned:
+            # The step will be trained again: its returns would enter the statistics twice.
+            role.running_values = before
+            raise
+        return CallOutcome(self._finish_stats(role, steps))
+
+    def _take_steps(self, role: Role, request: MfcRequest, steps: OptimizerSteps, before: RunningMoments) -> None:
         for minibatch in request.minibatches:
             denominator = float(max(1, count_loss_tokens(minibatch)))
 
@@ -51,7 +61,6 @@ class CriticTrain:
                 return critic_loss(outputs.values, old, returns, mask, denominator, role.config.train.ppo.critic)
 
             steps.take(minibatch, self._pack(role, minibatch, before), loss, denominator)
-        return CallOutcome(self._finish_stats(role, steps))
 
     def _update_moments(self, role: Role, request: MfcRequest) -> None:
         """Update the running statistics with the returns of all ranks, on every rank: any of them

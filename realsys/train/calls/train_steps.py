@@ -1,6 +1,6 @@
 """The optimizer steps of one training call, and the decisions that all ranks must take alike.
 
-    gradient -> loss finite on all ranks? -> moved too far? -> step, if the gradient is finite
+    gradient -> loss finite on all ranks? -> moved too far? -> step, if the gradient is finite and not zero
                      no: skip, count             yes: leave out this minibatch and those after it
 
 Statistics exist on the last pipeline stage only, so each decision is a flag reduced over the whole
@@ -42,7 +42,8 @@ class OptimizerSteps:
     merged: Stats = field(default_factory=dict)
     loss_tokens: int = 0
     denominator: float = 0.0
-    grad_norms: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)  # of the steps with a finite gradient
+    taken: int = 0
     skipped: int = 0
     stopped: bool = False
 
@@ -70,7 +71,7 @@ class OptimizerSteps:
             self.stopped = True
             return
         outcome = role.engine.step(self.lr, skip=bad_loss)
-        if not outcome.applied:
+        if bad_loss or not math.isfinite(outcome.grad_norm):
             # Its statistics are not merged: the NaN would hide the numbers of the other
             # minibatches.
             self.skipped += 1
@@ -79,7 +80,9 @@ class OptimizerSteps:
             if role.skipped_in_a_row >= role.config.train.max_skipped_steps:
                 raise NotFiniteError(role.name, role.skipped_in_a_row, find_not_finite(role, minibatch, batches))
             return
-        role.skipped_in_a_row = 0
+        if outcome.applied:
+            role.skipped_in_a_row = 0
+            self.taken += 1
         self.grad_norms.append(outcome.grad_norm)
         self.loss_tokens += count_loss_tokens(minibatch)
         self.denominator += denominator
@@ -93,7 +96,8 @@ class OptimizerSteps:
         norms = self.grad_norms
         stats = {
             "lr": self.lr,
-            "optimizer_steps": float(len(norms)),
+            "optimizer_steps": float(self.taken),
+            "zero_gradient_steps": float(len(norms) - self.taken),
             "skipped_steps": float(self.skipped),
             "skipped_steps_total": float(self.role.skipped_steps),
             "answer_tokens": float(self.loss_tokens),

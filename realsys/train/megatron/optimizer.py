@@ -22,7 +22,8 @@ from realsys.train.megatron.megatron_core import (
 class StepOutcome:
     """Result of an optimizer step.
 
-    ``applied`` is False if it was skipped because loss or gradient was not finite.
+    ``applied`` is False if it was not taken, because loss or gradient was not finite, or because the
+    gradient was zero.
     """
 
     grad_norm: float
@@ -63,17 +64,18 @@ def make_optimizer(model: Any, settings: OptimizerConfig, dtype: torch.dtype) ->
 
 
 def take_step(optimizer: Any, lr: float, clip_grad: float, *, skip: bool) -> StepOutcome:
-    """Take one step with the reduced gradients, unless ``skip`` is set or their global norm is not
-    finite.
+    """Take one step with the reduced gradients, unless ``skip`` is set or their global norm is zero
+    or not finite.
 
-    The norm is over all parameters of the mesh, before clipping.
+    The norm is over all parameters of the mesh, before clipping. With a gradient of zero, momentum
+    and weight decay alone would move the weights: no sample would have asked for that.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.prepare_grads()
     # Reduced over the mesh, so all ranks step or skip alike.
     norm = float(optimizer.get_grad_norm())
-    if skip or not math.isfinite(norm):
+    if skip or not norm or not math.isfinite(norm):
         return StepOutcome(norm, applied=False)
     # Megatron clips inside its own step. Here NaN is checked before, so clipping is done by hand.
     # One norm scales all parts: a norm per part would change the direction of the gradient.

@@ -45,6 +45,7 @@ from realsys.train.megatron.optimizer import StepOutcome, make_optimizer, optimi
 from realsys.train.megatron.snapshot import WeightSnapshot
 from realsys.train.megatron.spec import pack_segments
 from realsys.train.packing import MicroBatch, last_rows, loss_and_end_rows
+from realsys.train.step_gate import StepGate
 from realsys.train.vocab_logprob import Scoring
 
 Stats = dict[str, torch.Tensor]
@@ -58,9 +59,11 @@ class Schedule:
     active mesh.
 
     ``inverse_frequencies``: of the rotary embedding, fp32 [head_dim / 2]; ``dtype``: of the model.
+    ``multiple``: the tokens of a micro-batch divide by it.
     """
 
-    def __init__(self, inverse_frequencies: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, inverse_frequencies: torch.Tensor, dtype: torch.dtype, multiple: int = 1) -> None:
+        self._multiple = multiple
         self._inverse_frequencies = inverse_frequencies
         # The variable-length kernel of CUDA has no fp32.
         self._kernel = inverse_frequencies.is_cuda and dtype is not torch.float32
@@ -69,18 +72,29 @@ class Schedule:
         self._run = get_forward_backward_func()
 
     def run(
-        self, model: Any, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, torch.Tensor], Any], **how: Any
+        self,
+        model: Any,
+        batches: Sequence[MicroBatch],
+        finish: Callable[[MicroBatch, torch.Tensor], Any],
+        gate: StepGate,
+        **how: Any,
     ) -> Any:
         """Run ``batches`` through ``model``, with further arguments of Megatron's function in
         ``how``.
 
         ``finish``: micro-batch, hidden states -> result; it runs on the last stage. Returns the
-        results there, else [].
+        results there, else []. Raises StepAbandoned, on all ranks alike, if not all passed ``gate``.
         """
 
         def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             # The schedule calls it in the order of the micro-batches, on every stage.
             batch = next(batches)
+            if gate.passes():
+                failpoint("train.microbatch")
+            else:
+                # The schedule runs to its end with dummies: every send between stages and every
+                # collective still finds its partner.
+                batch = batch.dummy(self._multiple)
             tokens = None if batch.tokens is None else batch.tokens[None]
             segments = pack_segments(batch.lengths, self._inverse_frequencies, self._dtype, kernel=self._kernel)
             hidden = model(tokens, None, None, packed_seq_params=segments)
@@ -88,7 +102,7 @@ class Schedule:
             # both.
             return hidden, lambda hidden, non_loss_data=False: finish(batch, hidden)
 
-        return self._run(
+        results = self._run(
             forward_step_func=forward_step,
             data_iterator=iter(batches),
             model=[model],
@@ -97,6 +111,8 @@ class Schedule:
             micro_batch_size=1,
             **how,
         )
+        gate.check()
+        return results
 
 
 class MegatronEngine:
@@ -110,6 +126,8 @@ class MegatronEngine:
         self.module: HiddenStatesModel | None = None
         self.ddp_model: Any = None  # the module with gradient buffers, if it is trained
         self.optimizer: Any = None
+        #: shared by all roles of the worker, which replaces it
+        self.gate = StepGate()
         #: phase and settings for which the optimizer's state was made
         self.phase: tuple[str, OptimizerConfig] | None = None
         self._train = config.train
@@ -165,7 +183,7 @@ class MegatronEngine:
                 self.ddp_model = self._trained(module, megatron)
             else:
                 module.requires_grad_(False)
-            self._schedule = Schedule(frequencies.to(self._device.device), self._dtype)
+            self._schedule = Schedule(frequencies.to(self._device.device), self._dtype, self.token_multiple)
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return the log-probs of the loss tokens, fp32 [a] per micro-batch; [] before the last
@@ -218,7 +236,7 @@ class MegatronEngine:
                 # After a step each parameter's grad is an alias of the buffer. The backward pass
                 # would add it to the buffer again.
                 self.optimizer.zero_grad()
-            stats: list[Stats] = self._schedule.run(self.ddp_model, batches, scaled_loss, forward_only=False)
+            stats: list[Stats] = self._schedule.run(self.ddp_model, batches, scaled_loss, self.gate, forward_only=False)
         return stats
 
     def use_optimizer(self, phase: str, settings: OptimizerConfig) -> None:
@@ -236,13 +254,15 @@ class MegatronEngine:
 
     def step(self, lr: float, *, skip: bool = False) -> StepOutcome:
         """Take one optimizer step with the accumulated gradients, unless ``skip`` is set or they
-        are not finite.
+        are zero or not finite.
 
-        The norm is global, so all ranks decide alike.
+        The norm is global, so all ranks decide alike. Raises StepAbandoned on all ranks alike.
         """
         self._require_training()
         assert self.phase is not None, "call use_optimizer before step"
         failpoint("train.step")
+        self.gate.passes(updating=True)
+        self.gate.check()
         with self._active():
             return take_step(self.optimizer, lr, self.phase[1].clip_grad, skip=skip)
 
@@ -352,6 +372,6 @@ class MegatronEngine:
         module = self._require_parameters()
         with self._active(), torch.no_grad():
             results: list[torch.Tensor] = self._schedule.run(
-                module, batches, finish, forward_only=True, collect_non_loss_data=True
+                module, batches, finish, self.gate, forward_only=True, collect_non_loss_data=True
             )
         return results

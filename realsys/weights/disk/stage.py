@@ -27,11 +27,13 @@ class HeldWeights:
     newest      (trainer incarnation, version) of the last staged version. Older ones are refused
                 (``monotonic``): a trainer that went back to a checkpoint publishes a lower version, but as a
                 later incarnation
+    checksums   of all tensors of the last staged version; empty if the last call failed
     """
 
     everything: bool = False
     tensors: dict[str, HeldTensor] = field(default_factory=dict)
     newest: tuple[str, int] = ("", -1)
+    checksums: dict[str, str] = field(default_factory=dict)
 
     def keeps(self, manifest: Manifest, name: str) -> bool:
         """Return True if the tensor ``name`` is to be held for the next version."""
@@ -52,6 +54,9 @@ def stage(directory: Path, expected_version: int, held: HeldWeights | None = Non
     if held is not None and age < held.newest:
         incarnation, version = held.newest
         raise WeightsError(f"{directory} is older than version {version} of trainer {incarnation}: not staged")
+    before: dict[str, str] = {}
+    if held is not None:
+        before, held.checksums = held.checksums, {}
     tensors: dict[str, torch.Tensor] = {}
     with VersionReader(directory, manifest) as reader:
         if held is not None:
@@ -64,9 +69,12 @@ def stage(directory: Path, expected_version: int, held: HeldWeights | None = Non
                 held.tensors[name] = tensor
             info = manifest.tensors[name]
             tensors[name] = as_tensor(tensor.data, info.dtype, info.shape)
+    unchanged = False
     if held is not None:
-        held.newest = age
-    return StagedWeights(tensors, reader.report.timings(), reader.report.counts())
+        checksums = {name: info.checksum for name, info in manifest.tensors.items()}
+        unchanged = checksums == before
+        held.newest, held.checksums = age, checksums
+    return StagedWeights(tensors, reader.report.timings(), reader.report.counts(), unchanged)
 
 
 class DiskReader:

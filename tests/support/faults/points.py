@@ -19,6 +19,7 @@ POINTS = {
     "manager.journal": "GserverManager: before records are appended to the ledger",
     "manager.sync": "GserverManager: before appended records are synced",
     "master.batch": "MasterWorker: a batch is taken, its plan is not made; at: the step",
+    "train.microbatch": "ModelWorker: before a micro-batch is computed",
     "train.step": "ModelWorker: gradients are computed, the optimizer has not stepped",
     "weights.write": "ModelWorker: before a shard is written",
     "weights.shard": "ModelWorker: a shard is on disk; path: the file",

@@ -158,3 +158,4 @@ class Weights:
     tensors: dict[str, torch.Tensor]
     timings: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    unchanged: bool = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from realsys.master.intake import Intake
 from realsys.master.intake_state import IntakeSettings, IntakeState
 from realsys.master.loop import LoopParts, TrainLoop
 from realsys.master.step import StepRunner
+from realsys.master.stopping import Stopping
 from realsys.types import MfcRequest, PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import SimulatedWorkers
@@ -156,6 +158,7 @@ class Run:
         plan = functools.partial(plan_roles, config, meshes, dict.fromkeys(meshes, token_costs))
         loop_parts = LoopParts(
             runner=StepRunner(config, flow, meshes, plan, self.workers),
+            stopping=Stopping(self.stop, self.workers, Path(os.devnull)),
             intake=self.intake,
             arguments=self.arguments,
             evaluations=NoEvaluations(),  # type: ignore[arg-type]

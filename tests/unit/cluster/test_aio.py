@@ -95,6 +95,28 @@ def test_work_is_cancelled_after_its_grace() -> None:
     run(body())
 
 
+def test_grace_begins_again_with_progress() -> None:
+    async def body() -> None:
+        ctx: Any = Context()
+        began, seen = asyncio.Event(), list[int]()
+        numbers = iter([1, 2, 3, 3])
+
+        async def work() -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        def progress() -> int:
+            seen.append(next(numbers))
+            return seen[-1]
+
+        running = asyncio.create_task(run_until_stopped(ctx, work(), 0.01, progress, 0.01))
+        await began.wait()
+        ctx.ask()
+        assert not await running and seen == [1, 2, 3, 3]
+
+    run(body())
+
+
 def test_an_error_within_the_grace_comes_out() -> None:
     async def body() -> None:
         ctx: Any = Context()

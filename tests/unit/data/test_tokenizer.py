@@ -101,3 +101,13 @@ def test_model_without_eos_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         TextTokenizer(tmp_path)
+
+
+def test_end_of_text_that_differs_is_a_warning(tmp_path):
+    write_char_tokenizer(tmp_path)
+    assert TextTokenizer(tmp_path).eos_warning == ""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    warning = TextTokenizer(tmp_path).eos_warning
+    assert "ends a text with '<eos>', generation_config.json with '<pad>', '<bos>'" in warning
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
+    assert TextTokenizer(tmp_path).eos_warning == "", "one of several may be the tokenizer's"

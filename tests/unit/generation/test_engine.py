@@ -125,6 +125,39 @@ def test_update_stages_during_decoding_swaps_between_steps(start, steps, models)
     assert engine.info().updates == 1
 
 
+def test_unchanged_version_keeps_weights_and_cache(start, steps, models):
+    def load(path, version):
+        return Weights(read_tensors(models / "new"), unchanged=version == 3)
+
+    engine = start(load)
+    assert engine.update("v2", 2).result(BOUND).success
+    completion = held_after(engine, steps, 10)
+    ready, weights = staged(engine), engine.core._model.weights
+    update = engine.update("v3", 3)
+    assert ready.wait(BOUND)
+    steps.stop_at(11)
+    steps.go()
+    steps.wait()
+    assert engine.core.cached_tokens >= 10, "nothing is computed again"
+    steps.go()
+    assert update.result(BOUND).success and engine.version == 3
+    assert completion.result(BOUND)[0].segments == [(2, 10), (3, 90)]
+    assert engine.core._model.weights is weights
+
+
+def test_version_that_equals_a_refused_one_is_loaded(start, models):
+    def load(path, version):
+        if version == 2:
+            raise WeightsError("damaged")
+        return Weights(read_tensors(models / "new"), unchanged=True)
+
+    engine = start(load)
+    weights = engine.core._model.weights
+    assert not engine.update("v2", 2).result(BOUND).success
+    assert engine.update("v3", 3).result(BOUND).success
+    assert engine.core._model.weights is not weights
+
+
 def test_lower_weight_version_is_taken_and_marks_tokens(start, steps):
     """Training went back to a checkpoint: what publishes is younger, the number is lower."""
     engine = start()

@@ -155,7 +155,9 @@ def test_ctrl_c_reports_before_drawing(start: Start, slow_matplotlib: Path) -> N
     command = start(modules=slow_matplotlib)
     command.until(SHOWN)
     command.process.send_signal(signal.SIGINT)
-    command.until(f"stopped by SIGINT; to continue: {shlex.join(own_command())} run experiment=arith", of_errors=True)
+    again = f"{shlex.join(own_command())} run experiment=arith"
+    lost = "1 trained step is lost: there is no checkpoint"
+    command.until(f"stopped by SIGINT; {lost}; to continue: {again}", of_errors=True)
     assert json.loads(command.paths.summary.read_text())["status"] == "interrupted"
     command.until("drawing", of_errors=True)
     TrialLock(command.paths.lock, "t", retry_timeout_s=0.0).close()  # what it said can be done at once
@@ -182,7 +184,7 @@ def test_ctrl_c_stops_in_order_without_output_reader(start: Start, errors_too: b
         command.stderr.close()
     command.process.send_signal(signal.SIGINT)
     if not errors_too:
-        command.until("stopped by SIGINT; to continue: ", of_errors=True)
+        command.until("stopped by SIGINT; 1 trained step is lost: there is no checkpoint; to ", of_errors=True)
     assert command.process.wait(BOUND_S) == 130
     assert json.loads(command.paths.summary.read_text())["status"] == "interrupted"
 
@@ -236,7 +238,11 @@ def test_unwritable_summary_does_not_hide_the_outcome(start: Start, end: str, co
     found, errors = command.end()
     assert found == code and "Traceback" not in errors
     assert "realsys: cannot write the summary: " in errors
-    assert {0: "", 130: "stopped by SIGINT; to continue: ", 1: "the run failed: master_worker/0"}[code] in errors
+    assert {
+        0: "",
+        130: "stopped by SIGINT; 1 trained step is lost: there is no checkpoint; to continue: ",
+        1: "the run failed: master_worker/0",
+    }[code] in errors
 
 
 # ---- two launchers, and one that is killed

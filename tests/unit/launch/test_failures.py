@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from realsys.cluster.failure import ErrorRecord
-from realsys.launch.processes.failures import defect_of, first_failure, last_error, log_since, tail
+from realsys.launch.processes.failures import defect_of, first_failure, full_disk, last_error, log_since, tail
 from realsys.launch.processes.restart_policy import Death, Outcome
 
 
@@ -124,3 +126,9 @@ def test_log_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:
     log.write_text("emptied\n")
     assert log_since(log, start) == "emptied\n"
     assert log_since(tmp_path / "none", 0) == ""
+
+
+def test_disk_counts_as_full_below_its_margin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert full_disk(tmp_path) == ""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+    assert full_disk(tmp_path) == f"No space left on device: {tmp_path}: free space on this disk"

@@ -120,7 +120,8 @@ def test_ctrl_c_message_is_a_command_that_resumes(run: Runs, capsys: pytest.Capt
     assert run(records=STOPPED, end=CTRL_C) == 130
     token = run.paths.token.read_text()
     err = capsys.readouterr().err
-    assert err.startswith(f"realsys: stopped by SIGINT; to continue: {shlex.join(own_command())} run experiment=arith ")
+    kept = "2 trained steps are lost: there is no checkpoint; to continue"
+    assert err.startswith(f"realsys: stopped by SIGINT; {kept}: {shlex.join(own_command())} run experiment=arith ")
     words = shlex.split(err.split("to continue: ")[1])
     assert words[-2:] == ["--trial", "t"]
     argv, words = words, []

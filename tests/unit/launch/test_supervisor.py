@@ -115,6 +115,11 @@ def test_restart_line_carries_the_exception(trial: Trial) -> None:
     assert trial.notes[0].startswith("rollout_worker/0 exited with code 1: KeyError: 'x'; restart 1/2 in 0.0 s (")
 
 
+def test_silent_death_names_the_full_disk(trial: Trial) -> None:
+    outcome = trial.run(trial.spec("model_worker", 0, "raise SystemExit(1)"), outside=lambda: "No space left on device")
+    assert [death.error for death in outcome.deaths] == ["No space left on device"]
+
+
 def test_same_exception_twice_ends_the_run(trial: Trial) -> None:
     """A bug fails again at every start, so more restarts only cost time."""
     specs = [trial.spec("rollout_worker", 0, "def fail(): {}['x']\nfail()"), trial.spec("master_worker", 0, FOREVER)]
@@ -344,6 +349,29 @@ def test_stubborn_master_leaves_the_others_their_time(trial: Trial) -> None:
         stop_timeout_s=2.0,
     )
     assert outcome.killed == ["master_worker/0"]
+
+
+def test_stop_waits_for_a_master_that_progresses(trial: Trial) -> None:
+    """Four looks with progress, each within the bound on each wait; then the master ends."""
+    done = trial.folder / "done"
+    master = waits_for("SIGTERM") + f"import time\nwhile not os.path.exists({str(done)!r}): time.sleep(0.01)"
+    looks = iter(range(1, 100))
+
+    def stopping() -> tuple[str, int]:
+        if (look := next(looks)) == 4:
+            done.touch()
+        return f"saving step 7\n{look}", 0
+
+    outcome = trial.run(
+        trial.spec("model_worker", 0, waits_for("SIGTERM")),
+        trial.spec("master_worker", 0, master),
+        until=["model_worker/0", "master_worker/0"],
+        then=stop,
+        stop_timeout_s=1.2,
+        stopping=stopping,
+    )
+    assert outcome.status == "interrupted" and not outcome.killed
+    assert trial.notes == ["saving step 7 (a second Ctrl-C ends the run without waiting)"]
 
 
 def test_name_store_starts_first_and_stops_last(trial: Trial) -> None:

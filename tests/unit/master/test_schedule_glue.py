@@ -109,3 +109,15 @@ def test_staleness_counts_oldest_token() -> None:
     statistics = batch_statistics(samples, version=5)
     assert statistics["staleness"] == {"min": 0, "mean": 7 / 3, "max": 4, "histogram": {"1": 1, "2": 1, "4": 1}}
     assert statistics["interrupted_fraction"] == 2 / 3
+
+
+def test_signal_shares_count_groups() -> None:
+    """One group is all wrong, one is mixed, one is all right with different rewards."""
+    outcomes = {"t0": [(0.0, False), (0.0, False)], "t1": [(0.0, False), (1.0, True)], "t2": [(1.0, True), (2.0, True)]}
+    samples = [
+        SampleMeta(f"{ticket}.0/{k}.0", ticket, 0, 8, 3, reward, False, 1, 1, 0, episode=k, correct=correct)
+        for ticket, group in outcomes.items()
+        for k, (reward, correct) in enumerate(group)
+    ]
+    shares = batch_statistics(samples, version=1)["signal"]
+    assert shares == {"wrong": 1 / 3, "right": 1 / 3, "equal": 1 / 3, "batch_equal": 0.0}

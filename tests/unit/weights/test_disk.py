@@ -74,6 +74,20 @@ def test_config_names_the_type_of_the_weights(tmp_path, model_dir, config, key):
     assert json.loads((final / "config.json").read_text()) == {**json.loads(config), key: "bfloat16"}
 
 
+def test_version_with_the_same_bytes_is_unchanged(tmp_path, model_dir):
+    """After a version that is damaged nothing counts as unchanged: the reader has no version to compare with."""
+    held, folders = HeldWeights(), [committed(tmp_path / "w", version, model_dir) for version in range(4)]
+    assert not stage(folders[0], 0, held).unchanged
+    assert stage(folders[1], 1, held).unchanged
+    shard = folders[2] / "model-00001-of-00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(WeightsError):
+        stage(folders[2], 2, held)
+    assert not stage(folders[3], 3, held).unchanged
+
+
 def test_manifest_and_index_describe_the_files(tmp_path, model_dir):
     """An independent reader: json, xxhash and the offsets of the manifest, against safetensors' reading of the file."""
     final = committed(tmp_path / "w", 3, model_dir)
