@@ -95,7 +95,7 @@ def request(interface: str, minibatches: Sequence[Sequence[SequenceRef]], **args
 def single_rank(config: Config, model: Path, device: Device) -> Iterator[Role]:
     """The actor of a mesh of one rank, in this process, as a ModelWorker builds it."""
     with process_groups(HashStore(), 0, 1, config.cluster, device):
-        groups = form_meshes({ACTOR: whole_mesh(ParallelLayout())}, 0, device)[ACTOR]
+        groups = form_meshes({ACTOR: whole_mesh(ParallelLayout())}, 0, config.cluster, device)[ACTOR]
         yield make_role(config, ACTOR, model, groups, DataManager(0), device, trainable=True)
 
 

@@ -7,8 +7,8 @@ time of a minibatch, so a figure of 1.5 means that the ranks wait a third of it.
 
     round_robin  in order of arrival, one after the other
     equal_count  longest first in serpentines, so that every rank has equally many sequences
-    tokens       train.balance=tokens: equal tokens (the default)
-    flops        train.balance=flops: equal FLOPs by the cost model
+    tokens       train.balance=tokens: equal tokens
+    flops        train.balance=flops: equal FLOPs by the cost model (the default)
     bound        no split is more even: the longest sequence lies somewhere whole
 
 ``flops_ms`` is the time that the last split takes. Lengths as in benchmarks/microbatch.py; means over ``draws``.

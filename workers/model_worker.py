@@ -35,7 +35,7 @@ def serve(ctx: WorkerContext) -> None:
     ctx.set_state("connecting")
     start = training_start()
     with rendezvous(ctx.store, ctx.names.torch_store(start), worker, allocation.workers, cluster, device):
-        groups = form_meshes(meshes, worker, device)
+        groups = form_meshes(meshes, worker, cluster, device)
         key = ctx.names.request_reply(start)
         master = ctx.store.wait(key, cluster.connect_timeout_s, "the address of the MasterWorker")
         puller = Puller(cluster.host, keys=keys, check_alive=ctx.check_alive) if worker in heads else None

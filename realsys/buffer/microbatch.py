@@ -12,12 +12,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from heapq import heapreplace
+from heapq import heappop, heappush, heapreplace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from realsys.buffer.balance import Costs
 from realsys.errors import DataError
 
 Lengths = Sequence[int] | npt.NDArray[np.integer]
@@ -118,11 +119,12 @@ def first_fit(lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]
     return split_to(batches, lengths, k_min) if len(batches) < k_min else batches
 
 
-def balanced(lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]]:
+def balanced(lengths: Lengths, capacity: int, k_min: int = 1, costs: Costs | None = None) -> list[list[int]]:
     """Pack into as few micro-batches as ``first_fit``, with the tokens spread evenly if the capacity allows.
 
     First fit leaves the last micro-batch nearly empty. Spreading the tokens costs no additional forward
-    pass, and the largest micro-batch, which determines the peak of memory, becomes smaller. Returns
+    pass, and the largest micro-batch, which determines the peak of memory, becomes smaller. With ``costs``
+    (one per sequence) these are spread instead: a stage of a pipeline waits for the most expensive one. Returns
     ``max(count of first_fit, k_min)`` micro-batches, or one per sequence if those are fewer:
     ``pack_equal`` relies on this.
     """
@@ -130,22 +132,26 @@ def balanced(lengths: Lengths, capacity: int, k_min: int = 1) -> list[list[int]]
     total = int(np.sum(lengths))
     if len(packed) * capacity <= total * _FULL:
         return packed  # nearly full: the even split would take long and then overflow
-    return _spread(lengths, len(packed), capacity) or packed
+    return _spread(lengths, len(packed), capacity, lengths if costs is None else costs) or packed
 
 
 pack: Packer = balanced
 
 
-def pack_equal(lengths: Sequence[Lengths], capacity: int, k_min: int = 1) -> list[list[list[int]]]:
+def pack_equal(
+    lengths: Sequence[Lengths], capacity: int, k_min: int = 1, costs: Sequence[Costs] | None = None
+) -> list[list[list[int]]]:
     """Pack the sequences of every DP rank into the same number of micro-batches.
 
-    The number is the maximum over ranks, at least ``k_min``. ``lengths[d]`` belong to rank d, and
+    The number is the maximum over ranks, at least ``k_min``. ``lengths[d]`` (and ``costs[d]``, as in
+    ``balanced``) belong to rank d, and
     ``result[d][m]`` indexes them. Pipeline schedules and collectives need the same number on every rank.
     A rank with fewer sequences than micro-batches gets empty ones, which it must run on a masked dummy.
     """
     needed = [len(first_fit(rank_lengths, capacity)) for rank_lengths in lengths]
     count = max([k_min, *needed])
-    equal = [pack(rank_lengths, capacity, count) if len(rank_lengths) else [] for rank_lengths in lengths]
+    by_rank = zip(lengths, lengths if costs is None else costs, strict=True)
+    equal = [balanced(own, capacity, count, own_costs) if len(own) else [] for own, own_costs in by_rank]
     return [batches + [[] for _ in range(count - len(batches))] for batches in equal]
 
 
@@ -173,20 +179,25 @@ def split_to(batches: list[list[int]], lengths: Lengths, count: int) -> list[lis
     return result
 
 
-def _spread(lengths: Lengths, count: int, capacity: int) -> list[list[int]] | None:
-    """Put each sequence, longest first, into the micro-batch with the fewest tokens; None if one does not fit."""
-    array = np.asarray(lengths, np.int64)
-    order = np.argsort(-array, kind="stable")
+def _spread(lengths: Lengths, count: int, capacity: int, costs: Costs) -> list[list[int]] | None:
+    """Put each sequence, most expensive first, into the cheapest micro-batch with room; None if none has room."""
+    order = np.argsort(-np.asarray(costs), kind="stable").tolist()
     result: list[list[int]] = [[] for _ in range(count)]
-    # One integer per micro-batch, tokens * count + number: a heap of integers is twice as fast as one of pairs.
-    heap = list(range(count))
-    last = capacity * count + count - 1
-    for index, cost in zip(order.tolist(), (array[order] * count).tolist(), strict=True):
-        lightest = heap[0]
-        if lightest + cost > last:
+    room = [capacity] * count
+    heap = [(0.0, number) for number in range(count)]
+    for index in order:
+        length, cost = int(lengths[index]), float(costs[index])
+        full = []
+        while heap and room[heap[0][1]] < length:
+            full.append(heappop(heap))
+        if not heap:
             return None
-        result[lightest % count].append(index)
-        heapreplace(heap, lightest + cost)
+        total, number = heap[0]
+        result[number].append(index)
+        room[number] -= length
+        heapreplace(heap, (total + cost, number))
+        for entry in full:
+            heappush(heap, entry)
     return result
 
 

@@ -85,6 +85,10 @@ class ModelConfig(Section):
     path: str = Field("", description="HF directory (Qwen2, Qwen3, Llama, Mistral); empty: make the tiny model")
     tiny: TinyModelConfig = TinyModelConfig()
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the parameters of every role")
+    head_dtype: Literal["model", "float32"] = Field(
+        "model",
+        description="dtype of the logits, in training and on the servers: model.dtype, or float32 (docs/models.md)",
+    )
 
 
 class ArithConfig(Section):

@@ -234,12 +234,22 @@ class TrainConfig(Section):
     microbatch_tokens: Positive = Field(
         32768, description="most tokens in one forward and backward pass of a rank; bounds its memory"
     )
-    min_microbatches: Positive = Field(1, description="fewest micro-batches per minibatch and rank")
+    inference_microbatch_tokens: NonNegative = Field(
+        0,
+        description="the same without gradients: no activations are kept, so with head_chunk_tokens 2 to 4 times as"
+        " many tokens take as much memory; 0: microbatch_tokens",
+    )
+    min_microbatches: NonNegative = Field(
+        0,
+        description="fewest micro-batches per minibatch and rank, if it has as many sequences;"
+        " 0: 4 per pipeline stage, or 1 without a pipeline",
+    )
     threads: Positive = Field(1, description="torch threads of one rank on CPU")
     optimizer: OptimizerConfig = OptimizerConfig()
     ppo: PPOConfig = PPOConfig()
     balance: Literal["tokens", "flops"] = Field(
-        "tokens", description="give ranks and minibatches equal numbers of tokens, or equal work a*s + b*s^2"
+        "flops",
+        description="give ranks, minibatches and micro-batches equal numbers of tokens, or equal work a*s + b*s^2",
     )
     sequence_parallel: bool = Field(
         False, description="split norms and dropout along the sequence over tensor ranks (Megatron)"

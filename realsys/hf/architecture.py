@@ -14,15 +14,31 @@ Head = Literal["lm", "value"]
 class Rope:
     """Rotary position embedding; ``realsys.hf.rope`` computes its frequencies.
 
-    ``linear`` divides all positions by ``factor``. ``llama3`` stretches the low frequencies only.
+    ``linear`` divides all positions by ``factor``. ``llama3`` and ``yarn`` stretch the low frequencies
+    only; ``yarn`` (Peng et al., 2023) also scales the rotated vectors.
     """
 
     theta: float
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
+    beta_fast: float = 32.0  # yarn: rotations over the original positions from which on a frequency is kept
+    beta_slow: float = 1.0  # yarn: rotations up to which it is divided by ``factor``
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of the rotated queries and keys."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" else 1.0
+
+
+def splits_over(name: str, size: int, ranks: int) -> bool:
+    """Return True if tensor parallelism can divide a size of ``split_sizes`` over ``ranks``.
+
+    With more ranks than key-value heads several ranks compute the same head.
+    """
+    return size % ranks == 0 or (name == "num_key_value_heads" and ranks % size == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +107,11 @@ class HfModel:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "intermediate_size": self.ffn,
-            "vocab_size": self.vocab,
         }
+
+    def vocab_shard(self, ranks: int) -> int:
+        """Return the rows of the vocabulary on each tensor rank; on the last ones some may be padding."""
+        return -(-self.vocab // ranks)
 
     @property
     def parameters(self) -> int:

@@ -42,7 +42,7 @@ FAMILIES = {
     "llama": _Family("Llama", 2048, null_head_dim=True),
     "mistral": _Family("Mistral", 131072, kv_heads=8, null_kv_heads=False, null_head_dim=True),
 }
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _THETA = 10000.0
 _SLIDING_WINDOW = 4096
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -73,8 +73,7 @@ def read_model(directory: Path, head: Head = "lm") -> HfModel:
         raise keys.refuse("hidden_size", f"must be a multiple of num_attention_heads ({heads})")
     stated = keys.size("max_position_embeddings", family.positions)
     rope = _read_rope(keys)
-    # A llama3 file states the positions after stretching, a linear one those before.
-    positions = int(stated * rope.factor) if rope.kind == "linear" else stated
+    positions = _stretched(stated, rope)
     _refuse_sliding_window(keys, name, positions)
     return HfModel(
         family=name,
@@ -265,19 +264,47 @@ def _read_rope(keys: _Keys) -> Rope:
         return Rope(theta)
     if kind == "linear":
         return Rope(theta, "linear", scaling.number("factor"))
-    return _read_llama3(keys, scaling, theta)
+    return (_read_llama3 if kind == "llama3" else _read_yarn)(keys, scaling, theta)
+
+
+def _stretched(stated: int, rope: Rope) -> int:
+    """Return the positions of a model whose file states ``stated``."""
+    # A llama3 file states the positions after stretching, a linear one those before, a yarn one either.
+    if rope.kind == "linear":
+        return int(stated * rope.factor)
+    return max(stated, int(rope.original_positions * rope.factor)) if rope.kind == "yarn" else stated
 
 
 def _read_llama3(keys: _Keys, scaling: _Keys, theta: float) -> Rope:
     low = scaling.number("low_freq_factor")
     high = scaling.number("high_freq_factor")
-    original = scaling.size("original_max_position_embeddings")
     if high <= low:
         raise scaling.refuse("high_freq_factor", f"must be larger than low_freq_factor ({low:g})")
+    return Rope(theta, "llama3", scaling.number("factor"), low, high, _read_original(keys, scaling))
+
+
+def _read_yarn(keys: _Keys, scaling: _Keys, theta: float) -> Rope:
+    # transformers reads these keys, SGLang does not: the two would compute different models.
+    for name, default in (("attention_factor", None), ("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
+        if scaling.get(name, default) not in (None, default):
+            raise scaling.refuse(name, "is not supported with yarn: remove it, if the model was made without it")
+    factor, fast, slow = scaling.number("factor"), scaling.number("beta_fast", 32.0), scaling.number("beta_slow", 1.0)
+    if factor < 1:
+        raise scaling.refuse("factor", "must be at least 1")
+    if fast < slow:
+        raise scaling.refuse("beta_fast", f"must be at least beta_slow ({slow:g})")
+    if theta <= 1:
+        raise keys.refuse("rope_theta", "must be larger than 1 with yarn")
+    original = _read_original(keys, scaling)
+    return Rope(theta, "yarn", factor, original_positions=original, beta_fast=fast, beta_slow=slow)
+
+
+def _read_original(keys: _Keys, scaling: _Keys) -> int:
+    original = scaling.size("original_max_position_embeddings")
     if keys.get("original_max_position_embeddings", original) != original:
         # transformers reads this key, SGLang the one inside rope_scaling.
         raise keys.refuse("original_max_position_embeddings", f"must be {original}, as for the RoPE")
-    return Rope(theta, "llama3", scaling.number("factor"), low, high, original)
+    return original
 
 
 def _refuse_sliding_window(keys: _Keys, family: str, positions: int) -> None:

@@ -23,7 +23,10 @@ class Scoring:
 
     temperature       of the distribution, as in generation
     chunk             rows whose logits exist at the same time; 0: all
-    entropy_gradient  True if the entropy has a gradient
+    entropy           True if the entropy is computed: one more pass over the logits
+    entropy_gradient  True if it has a gradient
+    vocab             rows of all shards, without padding at the end; 0: all rows count
+    fp32              True if the logits are not rounded to the model's dtype
     group             the tensor ranks, each with its shard of the vocabulary in order; None: one rank has it all
     """
 
@@ -31,10 +34,20 @@ class Scoring:
     chunk: int = 0
     entropy_gradient: bool = False
     group: dist.ProcessGroup | None = None
+    entropy: bool = True
+    fp32: bool = False
+    vocab: int = 0
 
     @property
     def sharded(self) -> bool:
         return self.group is not None and self.group.size() > 1
+
+    def without_padding(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the rows of this rank's shard that are tokens: padding must have no probability."""
+        if self.group is None or not (self.sharded and self.vocab):
+            return weight
+        rows = self.vocab - self.group.rank() * len(weight)
+        return weight[:rows] if rows < len(weight) else weight
 
     def parts(self, rows: int) -> list[slice]:
         """Return the chunks of ``rows`` rows: at least one, which is empty without rows."""
@@ -52,7 +65,7 @@ class Scoring:
         """
         if self.group is None or not self.sharded:
             return targets[:, None], None
-        local = targets - self.group.rank() * size
+        local = targets - self.group.rank() * (-(-self.vocab // self.group.size()) or size)
         elsewhere = (local < 0) | (local >= size)
         return local.masked_fill(elsewhere, 0)[:, None], elsewhere
 
@@ -65,7 +78,7 @@ class _Scored:
     """
 
     logprobs: torch.Tensor
-    entropy: torch.Tensor
+    entropy: torch.Tensor | None
     normaliser: torch.Tensor
     softmax: torch.Tensor | None
 
@@ -73,9 +86,15 @@ class _Scored:
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, how: Scoring) -> torch.Tensor:
     """Return the logits, fp32 [n, V/tp]; the caller may overwrite them.
 
-    The product is in the model's dtype, as in generation.
+    The product is rounded to the model's dtype or not, as in generation (``model.head_dtype``).
     """
-    logits = (hidden @ weight.t()).float()
+    if not how.fp32:
+        logits = (hidden @ weight.t()).float()
+    elif hidden.is_cuda and hidden.dtype is not torch.float32:
+        # The kernel adds up in fp32 anyway; a copy of the weight in fp32 would be gigabytes.
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:
+        logits = hidden.float() @ weight.float().t()
     return logits if how.temperature == 1.0 else logits.div_(how.temperature)
 
 
@@ -94,12 +113,13 @@ def _score(logits: torch.Tensor, targets: torch.Tensor, how: Scoring, *, keep: b
         target_z.masked_fill_(elsewhere, 0.0)
     p = z.exp()
     # One reduction for the three sums: each reduction costs a latency.
-    sums = torch.stack([target_z, p.sum(-1), z.mul_(p).sum(-1)])
+    sums = torch.stack([target_z, p.sum(-1), *([z.mul_(p).sum(-1)] if how.entropy else [])])
     how.reduce(sums)
-    target_z, total, weighted = sums
+    target_z, total, *weighted = sums
     log_total = total.log()
     softmax = p.div_(total[:, None]) if keep else None
-    return _Scored(target_z - log_total, log_total - weighted / total, peak + log_total, softmax)
+    entropy = log_total - weighted[0] / total if weighted else None
+    return _Scored(target_z - log_total, entropy, peak + log_total, softmax)
 
 
 class _ProjectedLogprobs(torch.autograd.Function):
@@ -107,23 +127,25 @@ class _ProjectedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, how: Scoring
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, how: Scoring, backward: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         parts = how.parts(len(targets))
         # With a single part the softmax fits into memory: it is kept, not computed again.
-        keep = len(parts) == 1 and any(ctx.needs_input_grad)
+        # ``needs_input_grad`` is True of a trained weight even inside no_grad.
+        keep = len(parts) == 1 and backward and any(ctx.needs_input_grad)
         scored = [_score(_logits(hidden[part], weight, how), targets[part], how, keep=keep) for part in parts]
         logprobs = _join([chunk.logprobs for chunk in scored])
-        entropy = _join([chunk.entropy for chunk in scored])
+        entropies = [chunk.entropy for chunk in scored if chunk.entropy is not None]
+        entropy = _join(entropies) if entropies else None
         normaliser = _join([chunk.normaliser for chunk in scored])
         ctx.save_for_backward(hidden, weight, targets, entropy, normaliser, scored[0].softmax)
         ctx.how = how
-        if not how.entropy_gradient:
+        if entropy is not None and not how.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         hidden, weight, targets, entropy, normaliser, softmax = ctx.saved_tensors
         how: Scoring = ctx.how
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -134,7 +156,8 @@ class _ProjectedLogprobs(torch.autograd.Function):
             if p is None:
                 p = _logits(hidden[part], weight, how).sub_(normaliser[part, None]).exp_()
             grad_entropy = grads[1][part] if how.entropy_gradient else None
-            slope = _logit_gradient(p, targets[part], grads[0][part], grad_entropy, entropy[part], how).to(weight.dtype)
+            own_entropy = None if entropy is None else entropy[part]
+            slope = _logit_gradient(p, targets[part], grads[0][part], grad_entropy, own_entropy, how).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(slope, weight, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:
@@ -142,7 +165,7 @@ class _ProjectedLogprobs(torch.autograd.Function):
                 grad_weight = share if grad_weight is None else grad_weight.float().add_(share)
         if grad_hidden is not None:
             how.reduce(grad_hidden)  # each rank computed the part of its shard of the vocabulary
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _logit_gradient(
@@ -150,7 +173,7 @@ def _logit_gradient(
     targets: torch.Tensor,
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor | None,
-    entropy: torch.Tensor,
+    entropy: torch.Tensor | None,
     how: Scoring,
 ) -> torch.Tensor:
     """Return the gradient of the logits, fp32 [n, V/tp], in the memory of the softmax ``p``.
@@ -159,7 +182,7 @@ def _logit_gradient(
     """
     scale = grad_logprobs / how.temperature
     local, elsewhere = how.local(targets, p.shape[-1])
-    if grad_entropy is None:
+    if grad_entropy is None or entropy is None:
         gradient = p.mul_(-scale[:, None])
     else:
         scale_entropy = grad_entropy / how.temperature
@@ -175,13 +198,13 @@ def _join(parts: list[torch.Tensor]) -> torch.Tensor:
 
 def projected_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, how: Scoring
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log-probs and entropies of ``targets``, fp32 [n] each, in nats.
 
     ``hidden`` [n, h], this rank's ``weight`` [V/tp, h], ``targets`` int64 [n]. ``hidden`` is the
     same on all ranks of ``how.group``, and so are the results and the gradient of ``hidden``. The
-    entropy has a gradient only with ``how.entropy_gradient``.
+    entropy is None without ``how.entropy``, and has a gradient only with ``how.entropy_gradient``.
     """
     function: Any = _ProjectedLogprobs
-    logprobs, entropy = function.apply(hidden, weight, targets, how)
+    logprobs, entropy = function.apply(hidden, how.without_padding(weight), targets, how, torch.is_grad_enabled())
     return logprobs, entropy

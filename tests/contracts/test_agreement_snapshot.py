@@ -13,6 +13,7 @@ import torch
 from realsys.cluster.topology import place
 from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
+from realsys.train.megatron import lora
 from realsys.train.megatron.device import Device
 from tests.support.training.ppo_batch import Worker, deal, make_batch, make_models, save_models
 from tests.support.training.train_ranks import run_ranks
@@ -25,10 +26,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
     yield save_models(make_models(), tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("layout", ["d1", "d2", "m2", "p2", "d2p2"])
-def test_tokens_are_scored_with_their_own_version(folders: dict[str, Path], layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "rank"), [("d1", 0), ("d2", 0), ("m2", 0), ("p2", 0), ("d2p2", 0), ("d1", 4), ("m2", 4)]
+)
+def test_tokens_are_scored_with_their_own_version(folders: dict[str, Path], layout: str, rank: int) -> None:
     """The log-probs of version 0 count as recorded by the engine; then the weights move far, to version 1."""
-    config = Config.model_validate({"train": {"microbatch_tokens": 48, "ppo": {"behav_imp_weight_cap": 0.0}}})
+    config = Config.model_validate({"train": {"microbatch_tokens": 48, "lora": {"rank": rank}}})
     placed = parse_allocation(f"sglang.d1+actor.{layout}")
     meshes = place(placed, ["actor"])
     own = [ref.sample_id for ref in deal(REFS, meshes["actor"].layout.data)[0]]
@@ -45,7 +48,9 @@ def test_tokens_are_scored_with_their_own_version(folders: dict[str, Path], layo
         engine = worker.roles["actor"].engine
         with torch.no_grad():
             for parameter in engine.module.parameters():  # type: ignore[union-attr]
-                parameter.mul_(1.5)
+                if parameter.requires_grad:
+                    parameter.mul_(1.5).add_(0.02)
+        lora.merge(engine.module)  # type: ignore[arg-type]
         moved = {name: tensor.clone() for name, tensor in engine.export()}
         plan = {"version": 0, "samples": own, "take": True}
         outcome = worker.call("actor_inf", "actor", [REFS], version=1, snapshot=plan)

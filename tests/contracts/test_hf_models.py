@@ -36,6 +36,7 @@ LAYOUTS = {
     "d1": ParallelLayout(),
     "m2": ParallelLayout(tensor=2),
     "p2": ParallelLayout(pipeline=2),
+    "p3": ParallelLayout(pipeline=3),
     "p2m2": ParallelLayout(pipeline=2, tensor=2),
 }
 
@@ -189,8 +190,10 @@ def test_bfloat16_weights_come_out_as_they_went_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_embedded_engine_serves_mistral(tied: bool, tmp_path: Path) -> None:
-    model = make_model("mistral", tied=tied)
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_the_embedded_engine_serves_the_model(family: str, tied: bool, tmp_path: Path) -> None:
+    """Qwen3's rotary embedding is stretched by YaRN here."""
+    model = make_model(family, tied=tied)
     model.save_pretrained(tmp_path)
     prompt = [3, 1, 4, 1, 5]
     ((answer,),) = generate(make_core(tmp_path), make_request("r", prompt, max_new_tokens=12, temperature=1.0))

@@ -101,6 +101,10 @@ def accepted() -> list[Case]:
         Case("qwen2", {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 500.0}),
         Case("llama", {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}}),
         Case("llama", {"rope_scaling": LLAMA3, "rope_theta": 500}),
+        *(Case(family, {"rope_scaling": YARN}) for family in FAMILIES),
+        Case("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
+        Case("qwen3", {"rope_parameters": YARN | {"rope_theta": 1e6, "beta_fast": 2, "beta_slow": 2}}),
+        Case("llama", {"rope_scaling": YARN | {"factor": 1.0, "truncate": True, "attention_factor": None}}),
         Case("llama", {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}),
         Case("llama", {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}),
         Case("llama", {"partial_rotary_factor": 1.0}),
@@ -116,7 +120,7 @@ def accepted() -> list[Case]:
 
 def refused() -> list[Case]:
     integer, switch, most = "must be a positive integer", "must be true or false", "max_position_embeddings"
-    rope = "is not supported; known: default, linear, llama3"
+    rope = "is not supported; known: default, linear, llama3, yarn"
     return [
         *(Case(f, {most: None}, f"{most}=None {integer}", False) for f in FAMILIES),
         *(Case(f, {"head_dim": 5}, "head_dim=5 must be even", False) for f in FAMILIES),
@@ -139,8 +143,12 @@ def refused() -> list[Case]:
         Case("mistral", {"attention_bias": True}, "attention_bias=True is not supported for mistral"),
         Case("llama", {"attention_bias": None}, "attention_bias=None is not supported for llama", False),
         Case("llama", {"mlp_bias": True}, "mlp_bias=True is not supported for llama"),
-        *(Case(f, {"rope_scaling": YARN}, f"rope_scaling.rope_type='yarn' {rope}") for f in FAMILIES),
-        Case("llama", {"rope_parameters": YARN}, f"rope_parameters.rope_type='yarn' {rope}"),
+        Case("llama", {"rope_scaling": YARN | {"attention_factor": 1.5}}, "attention_factor=1.5 is not supported"),
+        Case("llama", {"rope_parameters": YARN | {"mscale": 2.0}}, "mscale=2.0 is not supported with yarn"),
+        Case("llama", {"rope_scaling": YARN | {"truncate": False}}, "truncate=False is not supported with yarn"),
+        Case("llama", {"rope_scaling": YARN | {"factor": 0.5}}, "factor=0.5 must be at least 1"),
+        Case("llama", {"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast=0.5 must be at least beta_slow"),
+        Case("llama", {"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta=1.0 must be larger than 1", False),
         Case("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, f"rope_scaling.type='dynamic' {rope}"),
         Case("llama", {"rope_scaling": {"rope_type": "odd"}}, f"rope_type='odd' {rope}", False),
         Case("llama", {"rope_scaling": {"rope_type": None, **LINEAR} | {"rope_type": None}}, "rope_type=None", False),
@@ -269,10 +277,14 @@ def test_frequencies_equal_those_of_transformers(theta: float, head_dim: int) ->
         Rope(theta, "linear", 3.0): LINEAR | {"factor": 3.0},
         Rope(theta, "llama3", 8.0, 1.0, 4.0, 8192): long,
         Rope(theta, "llama3", 4.0, 1.0, 4.0, 16): LLAMA3,
+        Rope(theta, "yarn", 4.0, original_positions=32768): YARN | {"original_max_position_embeddings": 32768},
+        Rope(theta, "yarn", 2.5, original_positions=16, beta_fast=3.0): YARN | {"factor": 2.5, "beta_fast": 3.0},
     }
     for rope, parameters in ropes.items():
         config = LlamaConfig(head_dim=head_dim, rope_parameters=parameters | {"rope_theta": theta})
-        assert torch.equal(inverse_frequencies(rope, head_dim), LlamaRotaryEmbedding(config).inv_freq)
+        theirs = LlamaRotaryEmbedding(config)
+        assert torch.equal(inverse_frequencies(rope, head_dim), theirs.inv_freq)
+        assert rope.magnitude == theirs.attention_scaling
 
 
 def run_in_transformers(path: Path, case: Case) -> Any:
@@ -299,5 +311,10 @@ def test_verdict_follows_transformers(number: int, directories: list[Path]) -> N
     shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items() if name not in skipped}
     assert ours.tensor_shapes() == shapes
     assert torch.equal(inverse_frequencies(ours.rope, ours.head_dim), theirs.model.rotary_emb.inv_freq)
-    stretched = ours.rope.factor if ours.rope.kind == "linear" else 1
-    assert ours.positions == theirs.config.max_position_embeddings * stretched
+    assert ours.rope.magnitude == theirs.model.rotary_emb.attention_scaling
+    stated = theirs.config.max_position_embeddings
+    expected = {
+        "linear": stated * ours.rope.factor,
+        "yarn": max(stated, ours.rope.original_positions * ours.rope.factor),
+    }
+    assert ours.positions == expected.get(ours.rope.kind, stated)

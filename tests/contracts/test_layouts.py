@@ -91,7 +91,7 @@ def make_config(**train: Any) -> Config:
             "train": {
                 "microbatch_tokens": 80,
                 "optimizer": {"clip_grad": 1e9},
-                "ppo": {"minibatches": 1, "c_clip": 3.0},
+                "ppo": {"minibatches": 1, "c_clip": 3.0, "behav_imp_weight_cap": 0.0},
                 **train,
             },
         }
@@ -130,6 +130,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
     torch.set_num_threads(1)
     models = {"qwen2-tied": make_model("qwen2", tied=True)}
     models |= {f"{family}-untied": make_model(family) for family in ("qwen2", "qwen3", "llama")}
+    models |= {f"odd-{name}": make_model(vocab_size=VOCAB + 1, tied=name == "tied") for name in ("tied", "untied")}
     return {name: reference(model, tmp_path_factory.mktemp(name)) for name, model in models.items()}
 
 
@@ -191,6 +192,13 @@ def layout_cases() -> Iterator[Any]:
     yield pytest.param("m2", {}, qwen2, id="m2")
     yield pytest.param("m2", {"sequence_parallel": True}, [*qwen2, "qwen3-untied"], id="m2-sp")
     yield pytest.param("p2", {}, qwen2, id="p2")
+    # Two ranks share a key-value head.
+    yield pytest.param("m4", {}, ["qwen2-tied", "qwen3-untied"], id="m4")
+    yield pytest.param("m4", {"sequence_parallel": True, "recompute": True}, ["qwen3-untied"], id="m4-sp-recompute")
+    odd = ["odd-tied", "odd-untied"]  # the vocabulary is padded
+    yield pytest.param("m2", {"head_chunk_tokens": 7}, odd, id="m2-odd")
+    yield pytest.param("d2p2m2", {"sequence_parallel": True}, odd, id="d2p2m2-sp-odd")
+    yield pytest.param("p3", {}, qwen2, id="p3-uneven")  # 2, 1 and 1 of 4 layers
     yield pytest.param("p2m2", {}, everything, id="p2m2")
     yield pytest.param("d2p2m2", {"sequence_parallel": True}, qwen2, id="d2p2m2-sp")
     yield pytest.param("p2m2", {"recompute": True}, ["qwen2-tied"], id="p2m2-recompute")

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.config.roles import role_settings
-from realsys.config.schema import Config
+from realsys.config.schema import Config, ModelConfig
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.lora import base_of, merge
 from realsys.train.megatron.train_engine import MegatronEngine, Stats
 from realsys.train.packing import MicroBatch
 from tests.support.serving.hf_models import SIZES, VOCAB, make_model
@@ -90,6 +91,13 @@ def adapters_of(engine: MegatronEngine) -> dict[str, torch.nn.Parameter]:
         for linear in LINEARS
         for which in "ab"
     }
+
+
+def frozen_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:
+    """The weights that are not trained; under an adapter, the one that it began with."""
+    assert engine.module is not None
+    parameters = [(name, p) for name, p in engine.module.named_parameters() if not p.requires_grad]
+    return {name: base_of(engine.module, name, parameter) for name, parameter in parameters}
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +192,8 @@ def one_rank(rank: int, device: Device, path: Path, config: Config, layout: Para
     for name, parameter in adapters.items():
         if name.endswith(".b"):
             parameter.data.copy_(fused_b(random_b(), name, engine.groups.tensor_rank, layout.tensor))
+    assert engine.module is not None
+    merge(engine.module)
     batches = batches_of(layout, rank)
     logprobs = engine.logprobs(batches)
     engine.accumulate(batches, loss_of)
@@ -287,7 +297,7 @@ def test_only_adapters_train_and_the_export_merges_them(
         engine = load_engine(model[1], device, config)
         assert engine.module is not None
         batches = batches_of(layout, rank)
-        frozen = {n: p.detach().clone() for n, p in engine.module.named_parameters() if not p.requires_grad}
+        frozen = {name: tensor.detach().clone() for name, tensor in frozen_of(engine).items()}
         adapters = {name: p.detach().clone() for name, p in adapters_of(engine).items()}
         found: dict[str, Any] = {"plain": untouched.logprobs(batches), "attached": engine.logprobs(batches)}
         found["first export"] = {name: tensor.clone() for name, tensor in engine.export()}
@@ -295,8 +305,7 @@ def test_only_adapters_train_and_the_export_merges_them(
         for _ in range(3):
             engine.accumulate(batches, loss_of)
             assert engine.step(0.01).applied
-        parameters = dict(engine.module.named_parameters())
-        assert all(torch.equal(parameters[name], tensor) for name, tensor in frozen.items())
+        assert all(torch.equal(tensor, frozen[name]) for name, tensor in frozen_of(engine).items())
         assert all(not torch.equal(p, adapters[name]) for name, p in adapters_of(engine).items())
         found["trained"] = engine.logprobs(batches)
         found["export"] = {name: tensor.clone() for name, tensor in engine.export()}
@@ -324,6 +333,42 @@ def test_only_adapters_train_and_the_export_merges_them(
     for values, trained, untouched in zip(again, last["trained"], last["plain"], strict=True):
         torch.testing.assert_close(values, trained, atol=1e-5, rtol=0)
         assert (values - untouched).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("text", "train"), [("d1", {}), ("m2", {"sequence_parallel": True}), ("d2", {"offload": "all"})]
+)
+def test_served_policy_is_the_trained_one_in_bf16(
+    text: str, train: dict[str, Any], model: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
+    layout = parse_allocation(f"sglang.d1+{text}").actor
+    low = {"dtype": "bfloat16"}
+    config = make_config(**train).model_copy(update={"model": ModelConfig.model_validate(low)})
+    plain = Config.model_validate({"seed": 7, "model": low})
+
+    def train_and_export(rank: int, device: Device) -> tuple[list[torch.Tensor], list[torch.Tensor], Tensors]:
+        engine = load_engine(model[1], device, config)
+        batches = batches_of(layout, rank)
+        before = engine.logprobs(batches)
+        engine.use_optimizer("train", config.train.optimizer)
+        for _ in range(5):
+            engine.accumulate(batches, loss_of)
+            assert engine.step(1e-3).applied
+            engine.offload()
+            engine.onload()
+        return before, engine.logprobs(batches), {name: tensor.clone() for name, tensor in engine.export()}
+
+    ranks = run_ranks(layout.world_size, train_and_export, config, layout)
+    save_file(cat_exports([exported for _, _, exported in ranks]), tmp_path / "model.safetensors")
+    shutil.copy(model[1] / "config.json", tmp_path)
+
+    def serve(rank: int, device: Device) -> list[torch.Tensor]:
+        return load_engine(tmp_path, device, plain).logprobs(batches_of(layout, rank))
+
+    served = run_ranks(layout.world_size, serve, plain, layout)
+    for (before, trained, _), again in zip(ranks, served, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(trained, again, strict=True))
+        assert sum(x.sum() - y.sum() for x, y in zip(trained, before, strict=True)) > 0.5  # nats that training gained
 
 
 # By hand, per layer: A of qkv, proj and gate_up 3 x 32, of down 3 x 48; B of qkv 64 x 3, proj 32 x 3, gate_up 96 x 3,

@@ -45,6 +45,31 @@ def megatron_groups() -> dict[str, Workers]:
     }
 
 
+def test_groups_wait_as_long_as_the_master() -> None:
+    """Not torch's default, which ends a run whose rank waits 10 minutes on NCCL."""
+    config = Config.model_validate({"cluster": {"request_timeout_s": 7200.0}})
+    layout = ParallelLayout(2, 1, 1)
+
+    def body(rank: int, device: Device) -> set[float]:
+        formed = FORMED["actor"]
+        groups = [formed.whole, formed.data, formed.tensor, formed.pipeline]
+        backends: list[Any] = [group._get_backend(device.device) for group in groups]
+        return {backend.options._timeout.total_seconds() for backend in backends}
+
+    assert run_ranks(2, body, config, layout) == [{7200.0}] * 2
+
+
+def test_group_of_one_member_involves_no_other() -> None:
+    """A large mesh has as many of them as workers, and a common group is an operation of the whole world."""
+    meshes = place(parse_allocation("sglang.d1+actor.d2m2"), ["actor"])
+
+    def body(rank: int, device: Device) -> int:
+        return dist.distributed_c10d._world.group_count  # groups that were made by all workers together
+
+    world, whole, data, tensor = 1, 1, 2, 2
+    assert run_ranks(4, body, Config(), meshes=meshes) == [world + whole + data + tensor] * 4
+
+
 def test_mesh_on_shared_workers_has_separate_groups() -> None:
     meshes = place(parse_allocation("sglang.d1+actor.d2p1m1,critic.d1m2"), ["actor", "critic"])
 
@@ -211,7 +236,8 @@ def test_workers_meet_through_the_name_store(tmp_path: Path, host: str, advertis
         store = make_name_store(config, paths)
         try:
             with rendezvous(store, "trial/torch_store/run-1", rank, 2, config.cluster, device):
-                groups = form_meshes({"actor": Mesh(ParallelLayout(data=2), (0, 1))}, rank, device)["actor"]
+                mesh = Mesh(ParallelLayout(data=2), (0, 1))
+                groups = form_meshes({"actor": mesh}, rank, config.cluster, device)["actor"]
                 value = torch.tensor([rank + 1])
                 torch.distributed.all_reduce(value, group=groups.data)
                 address = store.get("trial/torch_store/run-1")

@@ -24,7 +24,7 @@ from realsys.config.rules.training_rules import check_training
 from realsys.config.rules.vocabulary_rules import check_vocabulary
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError
-from realsys.hf.architecture import Head
+from realsys.hf.architecture import Head, splits_over
 from realsys.hf.config import read_model
 
 
@@ -169,6 +169,9 @@ def _check_lengths(config: Config) -> None:
     if config.train.microbatch_tokens < longest:
         problem = f"one answer may have more tokens than that: {parts} = {longest}"
         raise ConfigError("train.microbatch_tokens", config.train.microbatch_tokens, problem)
+    if 0 < config.train.inference_microbatch_tokens < config.train.microbatch_tokens:
+        problem = f"must be at least train.microbatch_tokens ({config.train.microbatch_tokens}), or 0"
+        raise ConfigError("train.inference_microbatch_tokens", config.train.inference_microbatch_tokens, problem)
 
 
 def _check_data(config: Config) -> None:
@@ -293,15 +296,15 @@ def _check_sizes(sizes: dict[str, int], config: Config, allocation: Allocation, 
     training, inference = allocation.placement(role).layout.tensor, allocation.inference.tensor
     for part, tensor in ((_part(role), training), ("the inference part", inference)):
         for name, size in sizes.items():
-            if size % tensor:
+            if not splits_over(name, size, tensor):
                 problem = f"{name} {size} of {model} does not divide by m{tensor} of {part}"
                 raise ConfigError("allocation", config.allocation, problem)
 
 
 def _check_layers(layers: int, config: Config, allocation: Allocation, role: str, model: str) -> None:
     stages = allocation.placement(role).layout.pipeline
-    if layers % stages:
-        problem = f"{layers} layers of {model} do not divide by p{stages} of {_part(role)}"
+    if layers < stages:
+        problem = f"{layers} layers of {model} are fewer than p{stages} of {_part(role)}"
         raise ConfigError("allocation", config.allocation, problem)
 
 

@@ -68,7 +68,8 @@ def memory_of_models(config: Config, allocation: Allocation, flow: Dataflow) -> 
         settings = role_settings(config, role)
         is_trained = role in flow.trained_roles or (role == ACTOR and config.warmup.steps > 0)
         if not is_trained or settings.lora.rank:
-            ranks += layout.data * count * weight
+            # Under an adapter the frozen weight is there twice: alone, and with the adapter.
+            ranks += layout.data * count * weight * (2 if is_trained else 1)
             continue
         copies = 1 if config.train.distributed_optimizer else layout.data
         ranks += layout.data * count * (weight + _FP32) + copies * count * (master + _MOMENTS)
@@ -80,7 +81,7 @@ def memory_of_models(config: Config, allocation: Allocation, flow: Dataflow) -> 
 def _logit_tokens(config: Config, allocation: Allocation) -> int:
     """Return for how many tokens a rank holds logits in a full micro-batch."""
     per_rank = batch_tokens(config) // allocation.actor.data
-    tokens = min(config.train.microbatch_tokens, per_rank)
+    tokens = min(max(config.train.microbatch_tokens, config.train.inference_microbatch_tokens), per_rank)
     return min(tokens, config.train.head_chunk_tokens or tokens)
 
 

@@ -48,6 +48,7 @@ class EmbeddedBackend(Backend):
             parts.load,
             context=longest_sequence(config),
             dtype=getattr(torch, config.model.dtype),
+            head_dtype=torch.float32 if config.model.head_dtype == "float32" else None,
             interruptible=config.asynchronous.interruptible,
         )
         parts.on_change(Change(0))  # the only change: the engine lives as long as the process

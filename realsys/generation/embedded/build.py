@@ -23,6 +23,7 @@ def build_engine(
     *,
     context: int = 0,
     dtype: torch.dtype = torch.float32,
+    head_dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     interruptible: bool = True,
     on_step: Callable[[EngineCore], None] | None = None,
@@ -30,13 +31,14 @@ def build_engine(
     """Read the model and allocate everything that the engine needs; the caller starts it.
 
     The engine begins with version -1 for any directory: only a verified update has a version.
-    ``context`` is the longest sequence in tokens, used if ``embedded.context_length`` is 0. Raises
+    ``head_dtype`` is that of the logits, if it is not ``dtype``. ``context`` is the longest sequence in
+    tokens, used if ``embedded.context_length`` is 0. Raises
     ModelError for a model that it cannot run, ConfigError if the KV cache does not fit.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     embedded = config.embedded
     arch = read_model(model_path)
-    weights = fuse(arch, read_tensors(model_path), dtype=dtype, device=device)
+    weights = fuse(arch, read_tensors(model_path), dtype=dtype, device=device, head_dtype=head_dtype)
     sizes = CoreSizes(
         max_running=embedded.max_running,
         max_queued=embedded.max_queued,

@@ -148,8 +148,8 @@ class EngineCore:
         return not self.scheduler.active and (self.hold_admission or not self.scheduler.queued)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self._cache.keys.dtype
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:  # of the weights, of the head
+        return self._cache.keys.dtype, self._model.weights.head.dtype
 
     @property
     def staging_device(self) -> torch.device:

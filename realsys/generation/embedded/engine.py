@@ -60,7 +60,7 @@ class Engine(ThreadedEngine):
         self._updates_done = 0
         self._ready: deque[Update] = deque()  # staged updates that wait for their swap
         self._swapped: Update | None = None  # its call returns with the first token of its version
-        self._stager = Stager(core.arch, load, core.dtype, core.staging_device, self._on_staged)
+        self._stager = Stager(core.arch, load, core.dtypes, core.staging_device, self._on_staged)
 
     # ---- any thread
 

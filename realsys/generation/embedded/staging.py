@@ -48,13 +48,13 @@ class Stager:
         self,
         arch: HfModel,
         load: Load,
-        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype],
         device: torch.device,
         on_ready: Callable[[Update], None],
     ) -> None:
         self._arch = arch
         self._load = load
-        self._dtype = dtype
+        self._dtype, self._head_dtype = dtypes
         self._device = device
         self._on_ready = on_ready
         self._todo: queue.SimpleQueue[Update | None] = queue.SimpleQueue()
@@ -76,7 +76,9 @@ class Stager:
                 loaded = time.perf_counter()
                 # Without the condition on the engine, a version would count as unchanged that equals a refused one.
                 if not (staged.unchanged and in_engine):
-                    update.weights = fuse(self._arch, staged.tensors, dtype=self._dtype, device=self._device)
+                    update.weights = fuse(
+                        self._arch, staged.tensors, dtype=self._dtype, device=self._device, head_dtype=self._head_dtype
+                    )
             except Exception as error:  # a boundary: a bad version must not stop serving the current one
                 in_engine = False
                 self._refuse(update, error, time.perf_counter() - start)

@@ -41,6 +41,7 @@ class Launch:
     python: str
     model_path: Path
     dtype: str
+    fp32_head: bool
     context: int
     tensor: int
     seed: int
@@ -80,6 +81,7 @@ class Launch:
     def _own_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {
             "dtype": self.dtype,
+            "enable-fp32-lm-head": self.fp32_head,
             "context-length": self.context + _CONTEXT_SLACK,
             "tp-size": self.tensor,
             "random-seed": self.seed,

@@ -71,6 +71,7 @@ def build_sglang_engine(
         python=interpreter(generation.sglang),
         model_path=model_path,
         dtype=config.model.dtype,
+        fp32_head=config.model.head_dtype == "float32",
         context=context,
         tensor=parse_allocation(config.allocation).inference.tensor,
         seed=config.seed + index,

@@ -90,7 +90,7 @@ def score_with_snapshot(role: Role, request: MfcRequest) -> torch.Tensor:
     # After a restart the master may know of a snapshot that is gone: then nothing is compared.
     if plan.samples and role.snapshot is not None and role.snapshot.version == plan.version:
         refs = {ref.sample_id: ref for ref in role.own_sequences(request)}
-        with role.snapshot.swapped_in():
+        with role.engine.weights_of(role.snapshot):
             computed = compute_logprobs(role, [[refs[sample_id] for sample_id in plan.samples]])
         differences, current = compare_logprobs(role, plan.version, computed)
         older = differences[current]
@@ -153,7 +153,7 @@ def store_logprobs(role: Role, per_rank: Sequence[Sequence[SequenceRef]], key: s
 
 def compute_logprobs(role: Role, per_rank: Sequence[Sequence[SequenceRef]]) -> dict[str, Array]:
     """Return the log-probs of this data rank's loss tokens by sample id; {} before the last stage."""
-    batches = role.microbatches(per_rank)
+    batches = role.microbatches(per_rank, gradients=False)
     computed: dict[str, Array] = {}
     for batch, logprobs in zip(batches, role.engine.logprobs(batches), strict=role.groups.last_stage):
         computed |= split_rows(batch, logprobs)
@@ -169,7 +169,7 @@ class CriticInference:
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
-        batches = role.microbatches(sequences_per_rank(request))
+        batches = role.microbatches(sequences_per_rank(request), gradients=False)
         flat = [torch.zeros(0)]
         for batch, predicted in zip(batches, role.engine.values(batches), strict=role.groups.last_stage):
             for sample_id, prediction in split_rows(batch, predicted, end=True).items():
@@ -188,7 +188,7 @@ class RewardInference:
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
-        batches = role.microbatches(sequences_per_rank(request))
+        batches = role.microbatches(sequences_per_rank(request), gradients=False)
         scores: dict[str, float] = {}
         for batch, batch_scores in zip(batches, role.engine.scores(batches), strict=role.groups.last_stage):
             scores |= dict(zip((ref.sample_id for ref in batch.refs), batch_scores.tolist(), strict=True))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from realsys.algorithm.value_norm import RunningMoments
+from realsys.buffer.balance import cost_function
 from realsys.buffer.microbatch import pack_equal
 from realsys.buffer.minibatches import row_units
 from realsys.config.dataflow import FunctionCall, dataflow_of
@@ -72,18 +73,31 @@ class Role:
         algorithm = self.config.train.ppo.algorithm
         raise ModelError(f"call {request.mfc!r} is not part of train.ppo.algorithm={algorithm}: check its dataflow")
 
-    def microbatches(self, per_rank: Sequence[Sequence[SequenceRef]], keys: Sequence[str] = ()) -> list[MicroBatch]:
+    def microbatches(
+        self, per_rank: Sequence[Sequence[SequenceRef]], keys: Sequence[str] = (), *, gradients: bool = True
+    ) -> list[MicroBatch]:
         """Return this rank's micro-batches of ``per_rank`` (the sequences of all data ranks), as
         many as every other rank has.
 
         At least one: a step runs its collectives even if no rank has anything to compute.
+        ``gradients``: False for a forward pass only, which may have larger ones.
         """
         train = self.config.train
         units = [row_units(refs, train.microbatch_tokens) for refs in per_rank]
         lengths = [[sum(ref.length for ref in unit) for unit in own] for own in units]
-        plan = pack_equal(lengths, train.microbatch_tokens, train.min_microbatches)[self.groups.data_rank]
+        cost = cost_function(self.config, self.engine.model.sizes)
+        costs = [[sum(cost(unit)) for unit in own] for own in units]
+        capacity = train.microbatch_tokens if gradients else train.inference_microbatch_tokens
+        # More micro-batches than sequences would be empty.
+        fewest = min(self._fewest_microbatches(), max(len(own) for own in units))
+        plan = pack_equal(lengths, capacity or train.microbatch_tokens, fewest, costs)[self.groups.data_rank]
         own = units[self.groups.data_rank]
         return [self.packer.pack([ref for i in batch for ref in own[i]], keys) for batch in plan or [[]]]
+
+    def _fewest_microbatches(self) -> int:
+        stages = self.groups.mesh.layout.pipeline
+        # A pipeline idles for (stages - 1) of (micro-batches + stages - 1) passes.
+        return self.config.train.min_microbatches or (4 * stages if stages > 1 else 1)
 
     def state_dict(self) -> dict[str, float | list[float]]:
         """Return the role's state for a checkpoint, without model and optimizer; the same on every

@@ -31,6 +31,7 @@ from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointStat
 from realsys.train.checkpoint.slots import Slot, slots_of
 from realsys.train.checkpoint.tensors import PieceReader, Snapshot, snapshot, whole_shard, write_tensors
 from realsys.train.hooks import onloaded
+from realsys.train.megatron import lora
 from realsys.train.megatron.megatron_core import megatron_random
 
 log = logging.getLogger(__name__)
@@ -140,6 +141,8 @@ def load_checkpoint(role: Role, directory: Path) -> None:
         _start_phase(role, indexes[0].phase)
         for slot in slots_of(role):
             _load_slot(directory, reader, slot)
+        assert role.engine.module is not None
+        lora.merge(role.engine.module)
         own = _own_index(role, indexes)
         if own is not None:
             _load_generators(directory, own)
@@ -150,7 +153,7 @@ def model_sizes(role: Role) -> dict[str, int]:
     """Return the sizes of the built model that must be equal in a checkpoint and the model that loads it."""
     module = role.engine.module
     assert module is not None, "'initialize' comes first"
-    megatron, lora = module.config, role.settings.lora
+    megatron, adapters = module.config, role.settings.lora
     return {
         "num_layers": megatron.num_layers,
         "hidden_size": megatron.hidden_size,
@@ -158,13 +161,13 @@ def model_sizes(role: Role) -> dict[str, int]:
         "num_query_groups": megatron.num_query_groups,
         "head_dim": megatron.kv_channels,
         "intermediate_size": megatron.ffn_hidden_size,
-        "vocab_size": module.vocab_size,
+        "vocab_size": role.engine.model.vocab,
         "tied_embeddings": int(module.share_embeddings_and_output_weights),
         "qkv_bias": int(megatron.add_qkv_bias),
         "qk_norm": int(megatron.qk_layernorm),
         "value_head": int(role.settings.head == "value"),
-        "lora_rank": lora.rank,
-        **({f"lora_{target}": 1 for target in sorted(lora.targets)} if lora.rank else {}),
+        "lora_rank": adapters.rank,
+        **({f"lora_{target}": 1 for target in sorted(adapters.targets)} if adapters.rank else {}),
     }
 
 
@@ -206,7 +209,7 @@ def _load_slot(directory: Path, reader: PieceReader, slot: Slot) -> None:
     if kinds.get(PARAMETER) != shard.whole:
         problem = f"has shape {list(kinds[PARAMETER])}" if kinds else "is not there"
         raise CheckpointError(f"checkpoint {directory}: {shard.name} {problem}, this model's has {list(shard.whole)}")
-    value = reader.read(PARAMETER, shard)
+    value = reader.read(PARAMETER, shard, 0, slot.parameter.numel())
     slot.parameter.copy_(value.view(slot.parameter.shape))
     if held is None:
         return
@@ -219,9 +222,7 @@ def _load_slot(directory: Path, reader: PieceReader, slot: Slot) -> None:
         else:
             flat = reader.read(kind, shard, held.start, stop)
             state[kind] = flat.to(held.key.device).view(held.key.shape)
-    held.optimizer.state.pop(held.key, None)
-    if state:
-        held.optimizer.state[held.key] = state
+    held.restore(state)
 
 
 def _load_generators(directory: Path, index: RankIndex) -> None:

@@ -16,25 +16,45 @@ import torch
 
 from realsys.train.calls.role import Role
 from realsys.train.checkpoint.tensors import Shard, split_shard, whole_shard
+from realsys.train.megatron import lora
 from realsys.train.megatron.megatron_core import DistributedOptimizer
 from realsys.train.megatron.mesh import MeshGroups
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_STEP = "step"  # name of the optimizers for their count of steps
 _GATE_UP = ".linear_fc1."  # part of the name of matrices in which every tensor rank has gate above up
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The optimizer's part of a parameter on this rank: under ``key``, from ``start`` of the flattened shard on."""
+    """The optimizer's part of a parameter on this rank: under ``key``, from ``start`` of the flattened shard on.
+
+    ``group``: the optimizer's parameter group with ``key``.
+    """
 
     optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
     key: torch.Tensor
     start: int
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the optimizer states of the parameter by name; empty before the first step."""
         state = self.optimizer.state.get(self.key, {})
-        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        # The fused Adam of Transformer Engine and of Apex counts steps per group, not per parameter.
+        if tensors and _STEP in self.group:
+            tensors[_STEP] = torch.tensor(float(self.group[_STEP]))
+        return tensors
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Replace the optimizer states of the parameter by ``tensors``, which any kind of Adam may have written."""
+        self.optimizer.state.pop(self.key, None)
+        state = dict(tensors)
+        if _STEP in state and not isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            # Without it, bias correction would begin again on mature moments: twice the step, or more.
+            self.group[_STEP] = int(state.pop(_STEP))
+        if state:
+            self.optimizer.state[self.key] = state
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +103,9 @@ def slots_of(role: Role) -> list[Slot]:
             writes = writes and groups.tensor_rank == 0
         if _is_tied_head(module, name):
             writes = False  # the first stage writes the embedding
-        slots.append(Slot(_shard_of(module, name, parameter, groups), parameter, held.get(parameter), writes))
+        shard = _shard_of(module, name, parameter, groups, role.engine.model.vocab)
+        # Of a weight with an adapter the frozen part: the weight itself is computed from both.
+        slots.append(Slot(shard, lora.base_of(module, name, parameter), held.get(parameter), writes))
     return slots
 
 
@@ -97,14 +119,15 @@ def _is_tied_head(module: Any, name: str) -> bool:
     return bool(module.share_embeddings_and_output_weights) and name == _HEAD
 
 
-def _shard_of(module: Any, local: str, parameter: Any, groups: MeshGroups) -> Shard:
+def _shard_of(module: Any, local: str, parameter: Any, groups: MeshGroups, vocab: int) -> Shard:
     name = _EMBEDDING if _is_tied_head(module, local) else _global_name(module, local)
     shape = tuple(parameter.shape)
     if not _is_split(parameter):
         return whole_shard(name, shape)
     dim: int = parameter.partition_dim
     stacked = 2 if _GATE_UP in local and dim == 0 else 1
-    return split_shard(name, shape, dim, groups.tensor_rank, groups.mesh.layout.tensor, stacked)
+    total = vocab if name in (_EMBEDDING, _HEAD) else None
+    return split_shard(name, shape, dim, groups.tensor_rank, groups.mesh.layout.tensor, stacked, total)
 
 
 def _held_parameters(optimizer: Any, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, Held]:
@@ -117,13 +140,13 @@ def _held_parameters(optimizer: Any, parameters: Iterable[torch.Tensor]) -> dict
         if isinstance(part, DistributedOptimizer):
             for parameter, (group, order) in part.model_param_group_index_map.items():
                 start = part._get_model_param_range_map(parameter)["param"].start
-                held[parameter] = Held(part.optimizer, groups[group]["params"][order], start)
+                held[parameter] = Held(part.optimizer, groups[group], groups[group]["params"][order], start)
             continue
-        stepped = {id(key) for group in groups for key in group["params"]}
+        group_of = {id(key): group for group in groups for key in group["params"]}
         for parameter in parameters:
-            key = parameter if id(parameter) in stepped else getattr(parameter, "main_param", None)
-            if key is not None and id(key) in stepped:
-                held[parameter] = Held(part.optimizer, key, 0)
+            key = parameter if id(parameter) in group_of else getattr(parameter, "main_param", None)
+            if key is not None and id(key) in group_of:
+                held[parameter] = Held(part.optimizer, group_of[id(key)], key, 0)
     return held
 
 

@@ -92,10 +92,13 @@ def whole_shard(name: str, shape: Shape) -> Shard:
     return Shard(name, shape, (Box((0,) * len(shape), shape),))
 
 
-def split_shard(name: str, shape: Shape, dim: int, rank: int, ranks: int, stacked: int = 1) -> Shard:
+def split_shard(
+    name: str, shape: Shape, dim: int, rank: int, ranks: int, stacked: int = 1, total: int | None = None
+) -> Shard:
     """Return the shard, of local ``shape``, that tensor rank ``rank`` of ``ranks`` holds when ``dim`` is split.
 
     ``stacked``: number of matrices one below the other in the whole tensor, each split separately.
+    ``total``: size of ``dim`` in the whole tensor. The last shards are padded beyond it.
     """
     if ranks == 1:
         return whole_shard(name, shape)
@@ -106,7 +109,17 @@ def split_shard(name: str, shape: Shape, dim: int, rank: int, ranks: int, stacke
         begin = matrix * (whole[dim] // stacked) + rank * size
         offset = tuple(begin if axis == dim else 0 for axis in range(len(shape)))
         boxes.append(Box(offset, tuple(size if axis == dim else n for axis, n in enumerate(shape))))
-    return Shard(name, whole, tuple(boxes))
+    return Shard(name, whole, tuple(boxes)) if total is None else _cut(Shard(name, whole, tuple(boxes)), dim, total)
+
+
+def _cut(shard: Shard, dim: int, total: int) -> Shard:
+    """Cut dimension ``dim`` of the whole tensor to ``total``."""
+
+    def shortened(shape: Shape, size: int) -> Shape:
+        return tuple(size if axis == dim else n for axis, n in enumerate(shape))
+
+    boxes = [Box(box.offset, shortened(box.shape, min(box.shape[dim], total - box.offset[dim]))) for box in shard.boxes]
+    return Shard(shard.name, shortened(shard.whole, total), tuple(boxes))
 
 
 # ---- write
@@ -216,10 +229,13 @@ class PieceReader:
     def read(self, kind: str, shard: Shard, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return ``[start, stop)`` of the flattened shard on the CPU, in the type in which it was written.
 
-        Raises CheckpointError if a file is damaged, or if no rank wrote some of the elements.
+        Elements behind the shard are padding: zero. Raises CheckpointError if a file is damaged, or if no
+        rank wrote some of the elements.
         """
         end = shard.numel if stop is None else stop
         parts = [self._read_box(kind, shard.name, *part) for part in shard.ranges(start, end)]
+        if missing := end - start - sum(len(part) for part in parts):
+            parts.append(torch.zeros(missing, dtype=parts[0].dtype if parts else torch.float32))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _read_box(self, kind: str, name: str, box: Box, start: int, stop: int) -> torch.Tensor:

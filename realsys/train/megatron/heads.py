@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from realsys.hf.architecture import HfModel
 from realsys.train.megatron.fused import select_rows
+from realsys.train.megatron.hf_config import stage_layers
 from realsys.train.megatron.megatron_core import GPTModel, TransformerConfig, gather_from_sequence_parallel_region
 from realsys.train.megatron.mesh import MeshGroups
 from realsys.train.megatron.spec import block_spec
@@ -68,8 +69,8 @@ def build_model(model: HfModel, megatron: TransformerConfig, groups: MeshGroups)
     """
     module = HiddenStatesModel(
         megatron,
-        block_spec(megatron, model.layers // groups.mesh.layout.pipeline),
-        vocab_size=model.vocab,
+        block_spec(megatron, stage_layers(model.layers, groups.mesh.layout.pipeline)[groups.pipeline_rank]),
+        vocab_size=model.vocab_shard(groups.tensor.size()) * groups.tensor.size(),
         max_sequence_length=1 << 20,  # unused: the core attention computes positions
         pre_process=groups.first_stage,
         post_process=groups.last_stage,
@@ -126,21 +127,22 @@ class Head:
         """Return what a loss reads, for either kind of head. ``temperature`` None: that of generation."""
         if self._kind == "value":
             return Outputs(values=self.evaluate(hidden, batch.rows))
-        logprobs, entropy = self.score(batch, hidden, temperature)
+        scoring = self._scoring if temperature is None else replace(self._scoring, temperature=temperature)
+        logprobs, entropy = self._score(batch, hidden, scoring)
         return Outputs(logprobs=logprobs, entropy=entropy)
 
-    def score(
-        self, batch: MicroBatch, hidden: torch.Tensor, temperature: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probs and entropies of the loss tokens, fp32 [a] each. For an lm head."""
+    def logprobs(self, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the log-probs of the loss tokens, fp32 [a]. For an lm head."""
+        return self._score(batch, hidden, replace(self._scoring, entropy=False))[0]
+
+    def _score(self, batch: MicroBatch, hidden: torch.Tensor, how: Scoring) -> tuple[torch.Tensor, torch.Tensor | None]:
         module = self._module
         assert batch.targets is not None
         # With a single stage the tied embedding is the head. With several, the last stage has its
         # own copy of it.
         tied = module.share_embeddings_and_output_weights and self._groups.first_stage
         weight = module.embedding.word_embeddings.weight if tied else module.output_layer.weight
-        scoring = self._scoring if temperature is None else replace(self._scoring, temperature=temperature)
-        return projected_logprobs(self._states(hidden, batch.rows), weight, batch.targets, scoring)
+        return projected_logprobs(self._states(hidden, batch.rows), weight, batch.targets, how)
 
     def evaluate(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return the values of the states at ``rows``, fp32 [n]. For a value head."""

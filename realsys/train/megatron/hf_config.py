@@ -10,7 +10,7 @@ import torch
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema_train import TrainConfig
 from realsys.errors import ModelError
-from realsys.hf.architecture import HfModel
+from realsys.hf.architecture import HfModel, splits_over
 from realsys.train.megatron.megatron_core import TransformerConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -19,15 +19,32 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def check_layout(model: HfModel, layout: ParallelLayout) -> None:
     """Check that the model divides by the layout. Raises ModelError with the numbers."""
     for name, size in model.split_sizes.items():
-        if size % layout.tensor:
+        if not splits_over(name, size, layout.tensor):
             raise ModelError(
                 f"{name}={size} must divide by m{layout.tensor} of the training layout {layout}: choose another m"
             )
-    if model.layers % layout.pipeline:
+    if (rows := (model.heads + 2 * model.kv_heads) * model.head_dim) % layout.tensor:
         raise ModelError(
-            f"num_hidden_layers={model.layers} must divide by p{layout.pipeline} of the training layout {layout}: "
+            f"the {rows} rows of query, key and value must divide by m{layout.tensor} of the training layout {layout}: "
+            "choose another m"
+        )
+    if model.vocab_shard(layout.tensor) * (layout.tensor - 1) >= model.vocab:
+        raise ModelError(
+            f"vocab_size={model.vocab} leaves nothing for the last of m{layout.tensor} of the training layout {layout}:"
+            " choose another m"
+        )
+    if model.layers < layout.pipeline:
+        raise ModelError(
+            f"num_hidden_layers={model.layers} must be at least p{layout.pipeline} of the training layout {layout}: "
             "choose another p"
         )
+
+
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Return the number of layers of each pipeline stage."""
+    each, rest = divmod(layers, stages)
+    # Not the last stages: the last has the head, too.
+    return [each + (stage < rest) for stage in range(stages)]
 
 
 def transformer_config(model: HfModel, layout: ParallelLayout, train: TrainConfig, dtype: str) -> TransformerConfig:
@@ -70,6 +87,7 @@ def _megatron_config(
         bf16=parameters is torch.bfloat16,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        pipeline_model_parallel_layout=_stage_contents(model.layers, layout.pipeline),
         # With one tensor rank sequence parallelism has nothing to split.
         sequence_parallel=train.sequence_parallel and layout.tensor > 1,
         # The checkpoint fills every parameter, so random initial values would be wasted work.
@@ -84,6 +102,14 @@ def _megatron_config(
         moe_token_dispatcher_type="alltoall",
         **recompute,
     )
+
+
+def _stage_contents(layers: int, stages: int) -> list[list[str]] | None:
+    """Return Megatron's list of what each stage has; None without a pipeline."""
+    if stages == 1:
+        return None
+    contents = [["decoder"] * count for count in stage_layers(layers, stages)]
+    return [["embedding", *contents[0]], *contents[1:-1], [*contents[-1], "loss"]]
 
 
 def _keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel
-from realsys.train.megatron.lora import is_adapter, merged
+from realsys.train.megatron.lora import is_adapter
 
 Shape = tuple[int, ...]
 
@@ -130,14 +130,15 @@ class HFReader:
 
     def read(self, name: str, dim: int | None, part: int, parts: int) -> torch.Tensor:
         """Return part ``part`` of ``parts`` along ``dim``: a view of the mapped file, in the file's
-        dtype.
+        dtype. If the parts do not divide the tensor, the last ones are smaller.
         """
         view = self._view(name)
         if dim is None or parts == 1:
             whole: torch.Tensor = view[:]
             return whole
-        step = view.get_shape()[dim] // parts
-        window = slice(part * step, (part + 1) * step)
+        size = view.get_shape()[dim]
+        step = -(-size // parts)
+        window = slice(part * step, min((part + 1) * step, size))
         piece: torch.Tensor = view[window] if dim == 0 else view[:, window]
         return piece
 
@@ -212,8 +213,9 @@ class ShardMap:
             if mapping.hf == (_SCORE,) and not self.model.has_score:
                 parameter.zero_()
                 continue
-            parts = [reader.read(name, mapping.dim, self.tensor_rank, self.tensor_ranks) for name in mapping.hf]
-            parameter.copy_(self._join(mapping, parts))
+            joined = self._read(mapping, reader)
+            parameter[: len(joined)].copy_(joined)
+            parameter[len(joined) :].zero_()  # rows beyond the vocabulary
 
     @torch.no_grad()
     def export(
@@ -226,7 +228,7 @@ class ShardMap:
         skip_head: bool,
         gradients: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the HF tensors that this rank writes, whole, with adapters merged. Every rank of
+        """Yield the HF tensors that this rank writes, whole. Every rank of
         ``group`` (tensor) must run it to its end.
 
         ``skip_head``: the head of a tied model on a later stage is a copy of the first stage's
@@ -235,7 +237,7 @@ class ShardMap:
         """
         items = [item for item in self.parameters(module) if not gradients or item[2].requires_grad]
         writers = assign_writers([parameter.numel() for _, _, parameter in items], data_ranks * self.tensor_ranks)
-        for (name, mapping, parameter), writer in zip(items, writers, strict=True):
+        for (_, mapping, parameter), writer in zip(items, writers, strict=True):
             if skip_head and mapping.hf == (_EMBEDDING,):
                 continue
             data_owner, tensor_owner = divmod(writer, self.tensor_ranks)
@@ -243,14 +245,31 @@ class ShardMap:
             # part in the gather.
             if data_owner != data_rank:
                 continue
-            if gradients:
-                source = parameter.main_grad  # type: ignore[attr-defined]
-            else:
-                source = merged(module, name, parameter)
-            for tensor, part in zip(mapping.hf, self._split(mapping, source), strict=True):
-                whole = self._gather(part, mapping.dim, tensor_owner, group)
-                if whole is not None:
-                    yield tensor, whole
+            source = parameter.main_grad if gradients else parameter.detach()  # type: ignore[attr-defined]
+            for tensor, whole in self._whole(mapping, source, tensor_owner, group):
+                yield tensor, whole[: self.model.vocab] if tensor in (_EMBEDDING, _HEAD) else whole
+
+    def _read(self, mapping: ParameterMap, reader: HFReader) -> torch.Tensor:
+        """Return this rank's shard; rows of padding at its end are not there."""
+        # With more ranks than key-value heads a shard is not whole heads. Megatron gathers the products.
+        shared = mapping.form == "qkv" and self.tensor_ranks > self.model.kv_heads
+        part, parts = (0, 1) if shared else (self.tensor_rank, self.tensor_ranks)
+        joined = self._join(mapping, [reader.read(name, mapping.dim, part, parts) for name in mapping.hf])
+        return joined.chunk(self.tensor_ranks)[self.tensor_rank] if shared else joined
+
+    def _whole(
+        self, mapping: ParameterMap, shard: torch.Tensor, owner: int, group: dist.ProcessGroup
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the whole HF tensors on rank ``owner``. A collective of ``group`` (tensor)."""
+        if mapping.form == "qkv":  # gathered before it is split, see ``_read``
+            gathered = self._gather(shard, mapping.dim, owner, group)
+            if gathered is not None:
+                yield from zip(mapping.hf, self._split(mapping, gathered), strict=True)
+            return
+        for tensor, part in zip(mapping.hf, self._split(mapping, shard), strict=True):
+            whole = self._gather(part, mapping.dim, owner, group)
+            if whole is not None:
+                yield tensor, whole
 
     def _gather(self, part: torch.Tensor, dim: int | None, owner: int, group: dist.ProcessGroup) -> torch.Tensor | None:
         if dim is None or self.tensor_ranks == 1:
@@ -262,25 +281,23 @@ class ShardMap:
         return None if parts is None else torch.cat(parts, dim)
 
     def _join(self, mapping: ParameterMap, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Join this rank's slices of the HF tensors to its Megatron shard."""
+        """Join slices of the HF tensors to a Megatron shard; of q, k and v, those of some key-value heads."""
         if mapping.form == "plain":
             return parts[0]
         if mapping.form == "gate_up":
             return torch.cat(parts)
-        groups = self.model.kv_heads // self.tensor_ranks
+        groups = len(parts[1]) // self.model.head_dim
         return torch.cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).reshape(-1, *parts[0].shape[1:])
 
     def _split(self, mapping: ParameterMap, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Split a Megatron shard into this rank's slices of the HF tensors: the inverse of
-        ``_join``.
-        """
+        """Split a Megatron shard into slices of the HF tensors: the inverse of ``_join``."""
         if mapping.form == "plain":
             return [shard]
         if mapping.form == "gate_up":
             return list(shard.chunk(2))
-        groups, rest = self.model.kv_heads // self.tensor_ranks, shard.shape[1:]
         per_group = self.model.heads // self.model.kv_heads * self.model.head_dim
         sizes = [per_group, self.model.head_dim, self.model.head_dim]
+        groups, rest = len(shard) // sum(sizes), shard.shape[1:]
         pieces = torch.split(shard.reshape(groups, sum(sizes), *rest), sizes, 1)
         return [piece.reshape(-1, *rest) for piece in pieces]
 

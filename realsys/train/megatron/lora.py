@@ -1,6 +1,11 @@
 """Low-rank adapters (Hu et al., 2021) on the linear layers of Megatron's transformer layers.
 
-    y = W x + (alpha / rank) B A x        W frozen, A [rank, in], B [out, rank] trained; B = 0 at first
+    y = W' x,  W' = round(W + (alpha / rank) B A)        W frozen, A [rank, in], B [out, rank] trained; B = 0 at first
+
+W' is the weight that is exported, rounded to the model's dtype. The forward pass uses it too, so the
+policy that is trained is, bit by bit, the one that is served: in bf16 the rounding moves a log-prob by
+more than several steps at a low learning rate do. Gradients of A and B are those of W x + (alpha / rank) B A x.
+Each adapter keeps W, so a layer with an adapter takes the memory of two.
 
 An adapter belongs to one of Megatron's *fused* matrices: q, k and v of a layer share one A, and so
 do gate and up. Over tensor ranks it is split like the matrix. The ranks exchange tensors with
@@ -49,9 +54,11 @@ class Adapter(torch.nn.Module):
     """The adapter of one linear layer on one tensor rank: ``a`` [rank, in], ``b`` [out, rank], or
     this rank's slices.
 
-    ``whole_a``: A over all tensor ranks. ``weight``: the frozen weight on this rank, for shape,
-    dtype and device.
+    ``whole_a``: A over all tensor ranks. ``weight``: the layer's weight on this rank; ``base`` is a
+    copy of it, which stays as it is.
     """
+
+    base: torch.Tensor
 
     def __init__(
         self,
@@ -68,6 +75,7 @@ class Adapter(torch.nn.Module):
         self._group = group
         self._split_input = split_input
         self._sequence_parallel = sequence_parallel
+        self.register_buffer("base", weight.detach().clone(), persistent=False)
         a = whole_a.chunk(group.size(), 1)[group.rank()] if split_input else whole_a
         # A copy: a slice would keep the whole matrix in memory.
         self.a = torch.nn.Parameter(a.to(weight.device, weight.dtype, copy=True).contiguous())
@@ -78,15 +86,15 @@ class Adapter(torch.nn.Module):
         whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the addition to the linear layer's output for its input ``x``."""
+        """Return B A x (alpha / rank) for the linear layer's input ``x``: its gradients are the adapter's."""
         low = linear(x, self.a) * self.scale
         if self._group.size() > 1:
             low = self._exchange(low)
         return linear(low, self.b)
 
-    def delta(self) -> torch.Tensor:
-        """Return the addition to the weight on this rank, fp32 in the weight's shape."""
-        return (self.b.float() @ self.a.float()) * self.scale
+    def merge_into(self, weight: torch.Tensor) -> None:
+        """Set the layer's weight on this rank to ``base`` plus the adapter, rounded to its dtype."""
+        weight.copy_(self.base.float() + (self.b.float() @ self.a.float()) * self.scale)
 
     def _exchange(self, low: torch.Tensor) -> torch.Tensor:
         """Exchange activations [t, 1, rank] over the tensor ranks (under sequence parallelism also
@@ -142,15 +150,25 @@ def is_adapter(name: str) -> bool:
     return f".{_CHILD}." in name
 
 
-def merged(module: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the parameter ``name`` of ``module`` with its adapter added, if it has one; in its own
-    dtype.
-    """
+@torch.no_grad()
+def merge(module: torch.nn.Module) -> None:
+    """Bring all weights with adapters up to date. Call it whenever adapters or their bases have changed."""
+    for owner in module.modules():
+        adapter = owner._modules.get(_CHILD)
+        if isinstance(adapter, Adapter):
+            adapter.merge_into(owner.get_parameter("weight"))
+
+
+def base_of(module: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the frozen weight under the adapter of parameter ``name``; without one, ``parameter``."""
     owner, _, kind = name.rpartition(".")
-    adapter = dict(module.get_submodule(owner).named_children()).get(_CHILD) if kind == "weight" else None
-    if not isinstance(adapter, Adapter):
-        return parameter.detach()
-    return (parameter.float() + adapter.delta()).to(parameter.dtype).detach()
+    adapter = module.get_submodule(owner)._modules.get(_CHILD) if kind == "weight" else None
+    return adapter.base if isinstance(adapter, Adapter) else parameter
+
+
+def bases(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the frozen weights under all adapters."""
+    return [part.base for part in module.modules() if isinstance(part, Adapter)]
 
 
 def _draw(rank: int, columns: int, key: tuple[int, ...]) -> torch.Tensor:
@@ -165,11 +183,16 @@ def _draw(rank: int, columns: int, key: tuple[int, ...]) -> torch.Tensor:
 def _add(
     owner: torch.nn.Module, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Add the adapter: a forward hook of a Megatron linear layer, which returns (product, bias that
-    is not added yet).
+    """Give the adapter its gradients: a forward hook of a Megatron linear layer, which returns
+    (product, bias that is not added yet).
+
+    The product already contains the adapter, and so does the gradient of the layer's input.
     """
     product, bias = output
-    return product + owner.get_submodule(_CHILD)(inputs[0]), bias
+    if not torch.is_grad_enabled():
+        return output
+    part = owner.get_submodule(_CHILD)(inputs[0].detach())
+    return product + (part - part.detach()), bias  # plus 0
 
 
 def _require_grad(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,9 @@ def process_groups(tcp: Store, rank: int, world: int, cluster: ClusterConfig, de
         # A collective waits for the slowest rank, which may be in a whole call: as long as the
         # master waits.
         timeout=timedelta(seconds=cluster.request_timeout_s),
-        device_id=device.device if device.is_cuda else None,
+        # No ``device_id``: with one, NCCL would split every group off the world, an operation of all
+        # ranks. Without, a communicator is made by its members when they first use it; a group of one
+        # member that Megatron never uses costs nothing.
     )
     # No try/finally: see the docstring. The process ends after an error, and with it the groups.
     yield
@@ -166,7 +168,9 @@ class MeshGroups:
         return bool(value.item() > 0)
 
 
-def form_meshes(meshes: Mapping[str, Mesh], worker: int, device: Device) -> dict[str, MeshGroups]:
+def form_meshes(
+    meshes: Mapping[str, Mesh], worker: int, cluster: ClusterConfig, device: Device
+) -> dict[str, MeshGroups]:
     """Return role -> its groups, for the roles whose mesh includes ``worker``. Needs
     ``process_groups``.
 
@@ -180,9 +184,19 @@ def form_meshes(meshes: Mapping[str, Mesh], worker: int, device: Device) -> dict
         for rank in range(mesh.layout.world_size)
         for workers in _workers_by_group(mesh, rank).values()
     }
-    # new_group is a collective of the whole world: all workers make all groups, in the same order,
-    # member or not. In another order two workers would wait for each other.
-    made = {workers: dist.new_group(workers, backend=device.backend) for workers in sorted(member_sets)}
+    # torch names a group by the number of groups made before. So all workers go through the groups in
+    # the same order, member or not. Only a group of one member is made by that member alone.
+    made = {
+        workers: dist.new_group(
+            workers,
+            # Explicit: torch's default is 10 minutes on NCCL, whatever the world's timeout is.
+            timeout=timedelta(seconds=cluster.request_timeout_s),
+            backend=device.backend,
+            use_local_synchronization=len(workers) == 1,
+        )
+        for workers in sorted(member_sets)
+        if len(workers) > 1 or worker in workers
+    }
     # The buffer of sequence parallelism. Calls run one at a time, so all meshes share it.
     scratch = parallel_state.GlobalMemoryBuffer()
     formed = {mesh: _groups(mesh, worker, made, scratch) for mesh in set(meshes.values()) if worker in mesh.workers}
@@ -197,7 +211,7 @@ def _groups(mesh: Mesh, worker: int, made: Mapping[tuple[int, ...], dist.Process
     rank = mesh.workers.index(worker)
     data_rank, tensor_rank, pipeline_rank = mesh.coordinates(rank)
     workers = _workers_by_group(mesh, rank)
-    group = {name: made[members] for name, members in workers.items()}
+    group = {name: made[members] for name, members in workers.items() if worker in members}
     values = _megatron_globals(worker, workers, group) | {"_GLOBAL_MEMORY_BUFFER": scratch}
     unknown = values.keys() - _UNFORMED.keys()
     # A renamed global would be set without effect, and Megatron would run on the whole world.

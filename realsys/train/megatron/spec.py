@@ -121,7 +121,7 @@ def _padded_bucket(
 class PackedSegments(PackedSeqParams):
     """The segments of a packed micro-batch, for the attention.
 
-    ``cos``, ``sin``: [t, 1, head_dim / 2].
+    ``cos``, ``sin``: fp32 [t, 1, head_dim / 2].
     """
 
     cos: torch.Tensor | None = None
@@ -130,10 +130,17 @@ class PackedSegments(PackedSeqParams):
 
 
 def pack_segments(
-    lengths: Sequence[int], inverse_frequencies: torch.Tensor, dtype: torch.dtype, *, kernel: bool
+    lengths: Sequence[int],
+    inverse_frequencies: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    kernel: bool,
+    magnitude: float = 1.0,
 ) -> PackedSegments:
     """Return the segments of ``lengths``, for CUDA's variable-length kernel if ``kernel``, else as
     padded buckets.
+
+    ``inverse_frequencies``, ``magnitude``: of the rotary embedding (``realsys.hf.rope``).
     """
     device = inverse_frequencies.device
     # Positions restart with every segment, as if it were alone.
@@ -144,8 +151,8 @@ def pack_segments(
         qkv_format="thd",
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
-        cos=angles.cos().to(dtype)[:, None],
-        sin=angles.sin().to(dtype)[:, None],
+        cos=angles.cos()[:, None] * magnitude,
+        sin=angles.sin()[:, None] * magnitude,
     )
     if kernel:
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from realsys.config.roles import RoleSettings
 from realsys.config.schema import Config
 from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
+from realsys.hf.architecture import HfModel
 from realsys.hf.config import read_model
 from realsys.hf.rope import inverse_frequencies
 from realsys.train.megatron import lora
@@ -58,13 +60,16 @@ class Schedule:
     """Megatron's pipeline schedule: runs all micro-batches through all stages. Make it on the
     active mesh.
 
-    ``inverse_frequencies``: of the rotary embedding, fp32 [head_dim / 2]; ``dtype``: of the model.
-    ``multiple``: the tokens of a micro-batch divide by it.
+    ``inverse_frequencies``, fp32 [head_dim / 2], and ``magnitude``: of the rotary embedding; ``dtype``:
+    of the model. ``multiple``: the tokens of a micro-batch divide by it.
     """
 
-    def __init__(self, inverse_frequencies: torch.Tensor, dtype: torch.dtype, multiple: int = 1) -> None:
+    def __init__(
+        self, inverse_frequencies: torch.Tensor, magnitude: float, dtype: torch.dtype, multiple: int = 1
+    ) -> None:
         self._multiple = multiple
         self._inverse_frequencies = inverse_frequencies
+        self._magnitude = magnitude
         # The variable-length kernel of CUDA has no fp32.
         self._kernel = inverse_frequencies.is_cuda and dtype is not torch.float32
         self._dtype = dtype
@@ -96,7 +101,13 @@ class Schedule:
                 # collective still finds its partner.
                 batch = batch.dummy(self._multiple)
             tokens = None if batch.tokens is None else batch.tokens[None]
-            segments = pack_segments(batch.lengths, self._inverse_frequencies, self._dtype, kernel=self._kernel)
+            segments = pack_segments(
+                batch.lengths,
+                self._inverse_frequencies,
+                self._dtype,
+                kernel=self._kernel,
+                magnitude=self._magnitude,
+            )
             hidden = model(tokens, None, None, packed_seq_params=segments)
             # Megatron passes a flag for results that are not a loss. ``finish`` is the same for
             # both.
@@ -123,6 +134,7 @@ class MegatronEngine:
     ) -> None:
         self.settings = settings
         self.groups = groups
+        self.model: HfModel  # set by ``load``
         self.module: HiddenStatesModel | None = None
         self.ddp_model: Any = None  # the module with gradient buffers, if it is trained
         self.optimizer: Any = None
@@ -142,6 +154,7 @@ class MegatronEngine:
             chunk=config.train.head_chunk_tokens,
             entropy_gradient=config.train.ppo.entropy_coef > 0,
             group=groups.tensor,
+            fp32=config.model.head_dtype == "float32",
         )
         self._offloaded: OffloadedMemory | None = None
 
@@ -161,7 +174,7 @@ class MegatronEngine:
         Raises ModelError when the model is unusable or does not fit the layout.
         """
         layout = self.groups.mesh.layout
-        model = read_model(directory, self.settings.head)
+        model = self.model = read_model(directory, self.settings.head)
         megatron = transformer_config(model, layout, self._train, self._dtype_name)
         megatron.finalize_model_grads_func = finalize_model_grads
         frequencies = inverse_frequencies(model.rope, model.head_dim)
@@ -175,7 +188,7 @@ class MegatronEngine:
             self._head = Head(
                 self.module,
                 self.groups,
-                self._scoring,
+                replace(self._scoring, vocab=model.vocab),
                 kind=self.settings.head,
                 sequence_parallel=self._sequence_parallel,
             )
@@ -183,14 +196,16 @@ class MegatronEngine:
                 self.ddp_model = self._trained(module, megatron)
             else:
                 module.requires_grad_(False)
-            self._schedule = Schedule(frequencies.to(self._device.device), self._dtype, self.token_multiple)
+            self._schedule = Schedule(
+                frequencies.to(self._device.device), model.rope.magnitude, self._dtype, self.token_multiple
+            )
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return the log-probs of the loss tokens, fp32 [a] per micro-batch; [] before the last
         stage. For an lm head.
         """
         self._require_head("lm")
-        return self._read(batches, lambda batch, hidden: self._head.score(batch, hidden)[0])
+        return self._read(batches, lambda batch, hidden: self._head.logprobs(batch, hidden))
 
     def values(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return the values of the states of the loss tokens, fp32 [a + n] per micro-batch of n
@@ -264,7 +279,9 @@ class MegatronEngine:
         self.gate.passes(updating=True)
         self.gate.check()
         with self._active():
-            return take_step(self.optimizer, lr, self.phase[1].clip_grad, skip=skip)
+            outcome = take_step(self.optimizer, lr, self.phase[1].clip_grad, skip=skip)
+        lora.merge(self._require_parameters())
+        return outcome
 
     def export(self, *, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the HF tensors that this rank writes, in the model's dtype; with ``gradients``,
@@ -290,6 +307,17 @@ class MegatronEngine:
         parameters = self._require_parameters().parameters()
         return WeightSnapshot(version, (parameter for parameter in parameters if parameter.requires_grad))
 
+    @contextlib.contextmanager
+    def weights_of(self, snapshot: WeightSnapshot) -> Iterator[None]:
+        """Use the weights of a snapshot inside the block. Afterwards the weights are as before, bit by bit."""
+        module = self._require_parameters()
+        try:
+            with snapshot.swapped_in():
+                lora.merge(module)
+                yield
+        finally:
+            lora.merge(module)
+
     def offload(self) -> None:
         """Release device memory until ``onload``, as ``settings.offload`` says. Call it between
         optimizer steps.
@@ -301,7 +329,7 @@ class MegatronEngine:
         if self.settings.offload == "none" or self._offloaded is not None:
             return
         # Storages, not tensors: many parameters are views into one buffer, which moves as a whole.
-        parameters = storages(module.parameters(), self._device)
+        parameters = storages([*module.parameters(), *lora.bases(module)], self._device)
         kept = storages(optimizer_tensors(self.optimizer), self._device) if self.optimizer is not None else {}
         if self.settings.offload == "all":
             kept |= parameters
@@ -350,9 +378,7 @@ class MegatronEngine:
             yield
 
     def _trained(self, module: HiddenStatesModel, megatron: TransformerConfig) -> Any:
-        """Return the module with fp32 gradient buffers for its trained parameters; with LoRA these
-        are the adapters.
-        """
+        """Return the module with fp32 gradient buffers for what is trained: all of it, or its adapters."""
         if self.settings.lora.rank:
             lora.attach(module, self.settings.lora, self.groups, self._seed)
         # In bf16 the sum over micro-batches and ranks would lose small gradients, and depend on the

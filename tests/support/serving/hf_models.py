@@ -26,10 +26,23 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.15,
     "attn_implementation": "eager",
 }
-# Llama's rotary embedding is stretched; Qwen3's and Mistral's heads are wider than hidden / heads.
+# The rotary embeddings of Llama and Qwen3 are stretched; Qwen3's and Mistral's heads are wider than hidden / heads.
 FAMILIES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification, {"head_dim": 16}),
+    "qwen3": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3ForSequenceClassification,
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "llama": (
         LlamaConfig,
         LlamaForCausalLM,

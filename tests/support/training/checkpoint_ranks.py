@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import megatron.core.optimizer as megatron_optimizer
 import numpy as np
 import torch
+from megatron.core.optimizer import distrib_optimizer
 
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
@@ -32,12 +34,39 @@ State = dict[str, Any]
 def make_models(root: Path) -> dict[str, Path]:
     """Directories of random Qwen2 models, by name."""
     models = {"untied": make_model(), "tied": make_model(tied=True), "wider": make_model(hidden_size=64)}
+    models["odd"] = make_model(vocab_size=VOCAB + 1, tied=True)  # padded over two tensor ranks
     for name, model in models.items():
         model.save_pretrained(root / name)
     return {name: root / name for name in models}
 
 
 SINGLE = ParallelLayout()
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW as Transformer Engine and Apex keep it: the count of steps is in the group, not in a parameter's state."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float, betas: Any, eps: float, adam_w_mode: bool) -> None:
+        assert adam_w_mode
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                self._update(parameter, group)
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        (beta1, beta2), grad = group["betas"], parameter.grad
+        assert grad is not None
+        mean = state["exp_avg"].lerp_(grad, 1 - beta1) / (1 - beta1 ** group["step"])
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2) / (1 - beta2 ** group["step"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-group["lr"])
 
 
 @dataclass(frozen=True)
@@ -50,10 +79,18 @@ class Setup:
     model: str = "untied"
     optimizer: str = "adam"
     lora: int = 0
+    fused: bool = False  # Megatron finds a fused Adam
 
     def __str__(self) -> str:
         names = [str(self.layout), self.dtype, self.model, self.optimizer]
-        return "-".join([*names, *["distributed"] * self.distributed, *[f"lora{self.lora}"] * bool(self.lora)])
+        return "-".join(
+            [
+                *names,
+                *["distributed"] * self.distributed,
+                *[f"lora{self.lora}"] * bool(self.lora),
+                *["fused"] * self.fused,
+            ]
+        )
 
     @property
     def config(self) -> Config:
@@ -71,6 +108,9 @@ class Setup:
         config, layout = self.config, self.layout
 
         def on_rank(rank: int, device: Device) -> Any:
+            if self.fused:  # in this forked process only
+                vars(megatron_optimizer).update(Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False)
+                distrib_optimizer.Adam = FusedAdam
             return body(build_role(config, layout, rank, device, model))
 
         return run_ranks(layout.world_size, on_rank, config, layout)
@@ -108,6 +148,7 @@ def everything(role: Role) -> State:
         for g, group in enumerate(part.optimizer.param_groups):
             for i, key in enumerate(group["params"]):
                 found[f"master/{g}/{i}"] = key.detach().clone()
+                found[f"steps/{g}"] = group.get("step")
                 for name, value in part.optimizer.state[key].items():
                     found[f"{name}/{g}/{i}"] = value.clone()
     found["rng"] = torch.get_rng_state()

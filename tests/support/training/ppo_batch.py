@@ -102,7 +102,7 @@ class Worker:
         self.data = DataManager(rank)
         self.roles: dict[str, Role] = {}
         self._meshes = meshes
-        groups = form_meshes(meshes, rank, device)
+        groups = form_meshes(meshes, rank, config.cluster, device)
         for name in meshes:
             if name not in groups:
                 continue

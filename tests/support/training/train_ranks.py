@@ -72,7 +72,7 @@ class _World:
         fd = self.listener.detach() if rank == 0 else None
         tcp = TCPStore(host, port, self.size, is_master=rank == 0, wait_for_workers=False, master_listen_fd=fd)
         with process_groups(tcp, rank, self.size, self.config.cluster, device):
-            FORMED.update(form_meshes(self.meshes, rank, device))
+            FORMED.update(form_meshes(self.meshes, rank, self.config.cluster, device))
             result = body(rank, device)
             dist.barrier()  # rank 0 serves the store: it leaves last
             return result

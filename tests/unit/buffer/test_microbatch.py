@@ -147,6 +147,29 @@ def test_ranks_stay_in_step(ranks: list[list[int]], k_min: int) -> None:
         assert sum(not batch for batch in batches) == max(0, len(batches) - len(own)), "dummies only for want of work"
 
 
+def test_balanced_spreads_costs_within_the_capacity() -> None:
+    """One sequence of 32 costs as much as 18 of 4: by tokens, the micro-batch with it would be the slowest."""
+    lengths = [32, *[4] * 24]
+    costs = [length + length**2 / 16 for length in lengths]
+
+    def heaviest(batches: list[list[int]]) -> float:
+        return max(sum(costs[i] for i in batch) for batch in batches)
+
+    by_tokens, by_cost = balanced(lengths, 80, 2), balanced(lengths, 80, 2, costs)
+    assert len(by_cost) == 2 and all(sum(lengths[i] for i in batch) <= 80 for batch in by_cost)
+    assert heaviest(by_cost) < 0.9 * heaviest(by_tokens)
+    assert heaviest(pack_equal([lengths], 80, 2, [costs])[0]) == heaviest(by_cost)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 6))
+def test_costs_change_neither_count_nor_capacity(lengths: list[int], k_min: int) -> None:
+    costs = [length**2 for length in lengths]
+    batches = balanced(lengths, 40, k_min, costs)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in batch) <= 40 for batch in batches)
+    assert len(batches) == len(balanced(lengths, 40, k_min))
+
+
 def test_packers_accept_numpy_and_return_plain_integers() -> None:
     batches = pack(np.array([5, 4, 3], np.int32), 8)
     assert all(type(i) is int for batch in batches for i in batch)

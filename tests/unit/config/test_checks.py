@@ -33,8 +33,8 @@ WRONG = [
     (["allocation=sglang.d1m2+d1"], "allocation", "embedded engine must have m1"),
     (["data.kind=arith", "data.arith.second_tries=0.5"], "data.arith.feedback", "must be set"),
     (["allocation=sglang.d60+d8"], "allocation", "too many for 8 CPU cores"),
-    (["allocation=sglang.d1+m4"], "allocation", "num_key_value_heads 2 of the tiny model does not divide by m4"),
-    (["allocation=sglang.d1+p4"], "allocation", "2 layers of the tiny model do not divide by p4"),
+    (["allocation=sglang.d1+m8"], "allocation", "num_attention_heads 4 of the tiny model does not divide by m8"),
+    (["allocation=sglang.d1+p4"], "allocation", "2 layers of the tiny model are fewer than p4"),
     (["model.tiny.num_key_value_heads=3"], "model.tiny.num_key_value_heads", "must divide"),
     (["model.tiny.head_dim=33"], "model.tiny.head_dim", "must be even"),
     (["train.batch_groups=1", "train.ppo.minibatches=16"], "train.batch_groups", "fewer than 16 minibatches"),
@@ -42,6 +42,11 @@ WRONG = [
     (["train.sequence_parallel=true"], "train.sequence_parallel", "needs tensor parallelism"),
     (["generation.embedded.context_length=247"], "generation.embedded.context_length", "= 248"),
     (["train.microbatch_tokens=100"], "train.microbatch_tokens", "= 248"),
+    (
+        ["train.inference_microbatch_tokens=300"],
+        "inference_microbatch_tokens",
+        "at least train.microbatch_tokens (8192)",
+    ),
     (["generation.sampling.min_new_tokens=201"], "generation.sampling.min_new_tokens", "max_new_tokens (200)"),
     (["model.tiny.max_position_embeddings=100"], "generation.sampling.max_new_tokens", "100 positions"),
     (["rollout.max_concurrent=1000"], "rollout.max_concurrent", "generation.embedded.max_queued"),
@@ -72,8 +77,8 @@ WRONG = [
     (["allocation=sglang.d1+d1,d2"], "allocation", "'actor' is given twice"),
     (["allocation=sglang.d1+critic.d1"], "allocation", "the actor has no part"),
     ([*CRITIC, "train.batch_groups=1", "allocation=sglang.d1+d1+critic.d4"], "train.batch_groups", "of the critic"),
-    ([*CRITIC, "allocation=sglang.d1+d1+critic.m4"], "allocation", "does not divide by m4 of role critic"),
-    (["train.ppo.kl.coef=0.1", "allocation=sglang.d1+d1,ref.p4"], "allocation", "do not divide by p4 of role ref"),
+    ([*CRITIC, "allocation=sglang.d1+d1+critic.m8"], "allocation", "does not divide by m8 of role critic"),
+    (["train.ppo.kl.coef=0.1", "allocation=sglang.d1+d1,ref.p4"], "allocation", "fewer than p4 of role ref"),
     (["train.ppo.early_stop_ratio=1.0"], "train.ppo.early_stop_ratio", "must be above 1"),
     (["train.ppo.kl.coef=0.1", "roles.ref.offload=optimizer"], "roles.ref.offload", "must be none or all"),
     (["train.ppo.reward_model.enabled=true"], "roles.reward.path", "ForSequenceClassification"),
@@ -216,9 +221,8 @@ def hf_model(folder: Path, **changes: Any) -> Path:
 
 
 MODELS: list[tuple[Callable[[Path], object], str]] = [
-    (lambda p: hf_model(p, vocab_size=151), "vocab_size 151 .* does not divide by m2"),
-    (lambda p: hf_model(p, num_key_value_heads=1), "num_key_value_heads 1 .* does not divide by m2"),
-    (lambda p: hf_model(p, num_hidden_layers=7), "7 layers .* do not divide by p2"),
+    (lambda p: hf_model(p, intermediate_size=63), "intermediate_size 63 .* does not divide by m2"),
+    (lambda p: hf_model(p, num_hidden_layers=1), "1 layers .* are fewer than p2"),
     (lambda p: hf_model(p, num_hidden_layers="x"), "num_hidden_layers='x' must be a positive integer"),
     (
         lambda p: hf_model(p, architectures=["GPT2LMHeadModel"]),

@@ -27,6 +27,7 @@ GPU = Launch(
     python="/venv/bin/python",
     model_path=Path("/models/m"),
     dtype="bfloat16",
+    fp32_head=False,
     context=1000,
     tensor=2,
     seed=7,
@@ -56,6 +57,10 @@ def test_command_on_a_gpu():
         "--host": "127.0.0.1",
         "--port": "1234",
     }
+
+
+def test_logits_in_fp32_are_a_flag():
+    assert "--enable-fp32-lm-head" in flags_of(replace(GPU, fp32_head=True))
 
 
 def test_command_on_a_cpu():

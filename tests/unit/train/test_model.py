@@ -18,6 +18,7 @@ from realsys.hf.config import read_model
 from realsys.train.megatron.fused import pad_rows, rms_norm, rotate, select_rows, swiglu
 from realsys.train.megatron.hf_config import check_layout
 from realsys.train.megatron.hf_map import HFReader, ShardMap, assign_writers
+from realsys.train.megatron.spec import pack_segments
 
 QWEN2: dict[str, Any] = {
     "model_type": "qwen2",
@@ -44,8 +45,7 @@ def read(directory: Path, **changes: Any) -> HfModel:
     ("layout", "message"),
     [
         (ParallelLayout(tensor=8), r"num_attention_heads=4 must divide by m8 of the training layout d1p1m8"),
-        (ParallelLayout(tensor=4), r"num_key_value_heads=2 must divide by m4"),
-        (ParallelLayout(pipeline=3), r"num_hidden_layers=4 must divide by p3"),
+        (ParallelLayout(pipeline=5), r"num_hidden_layers=4 must be at least p5"),
     ],
 )
 def test_layout_that_does_not_divide_model_is_refused(tmp_path: Path, layout: ParallelLayout, message: str) -> None:
@@ -53,10 +53,11 @@ def test_layout_that_does_not_divide_model_is_refused(tmp_path: Path, layout: Pa
         check_layout(read(tmp_path), layout)
 
 
-def test_a_vocabulary_that_does_not_divide_is_refused(tmp_path: Path) -> None:
-    model = read(tmp_path, num_key_value_heads=4)
-    with pytest.raises(ModelError, match="vocab_size=50 must divide by m4"):
+def test_vocabulary_without_row_for_last_rank_is_refused(tmp_path: Path) -> None:
+    model = read(tmp_path, num_key_value_heads=4, vocab_size=9)
+    with pytest.raises(ModelError, match="vocab_size=9 leaves nothing for the last of m4"):
         check_layout(model, ParallelLayout(tensor=4))
+    check_layout(read(tmp_path, num_key_value_heads=4, vocab_size=50), ParallelLayout(tensor=4))
 
 
 def checkpoint(directory: Path, **changes: torch.Tensor | None) -> tuple[HfModel, Path]:
@@ -145,6 +146,22 @@ def test_fused_operations_have_gradients_of_plain_ones() -> None:
         torch.testing.assert_close(outputs[0], outputs[1])
         for got, expected in zip(grads[0], grads[1], strict=True):
             torch.testing.assert_close(got, expected)
+
+
+def test_rotation_is_rounded_once() -> None:
+    x = torch.randn(200, 2, 8, generator=torch.Generator().manual_seed(3)).bfloat16().requires_grad_()
+    packed = pack_segments([200], 1.0 / 10000 ** (torch.arange(4) / 4), torch.bfloat16, kernel=False)
+    assert packed.cos is not None and packed.sin is not None
+    angle = torch.arange(200.0)[:, None, None] / 10000 ** (torch.arange(4) / 4)
+    first, second = x.detach().double().chunk(2, -1)
+    cos, sin = angle.double().cos(), angle.double().sin()
+    expected = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    out = rotate(x, packed.cos, packed.sin)
+    assert out.dtype is torch.bfloat16
+    # At most half of bf16's last place, of 8 bits.
+    assert ((out.double() - expected).abs() <= 1.01 * 2.0**-9 * expected.abs().clamp(min=0.01) * 2).all()
+    (out * 2).sum().backward()
+    assert x.grad is not None and x.grad.dtype is torch.bfloat16
 
 
 def test_padded_rows_keep_the_gradient_of_each() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
@@ -50,7 +52,7 @@ def test_values_and_gradients_are_those_of_the_formulas(tensor_ranks: int) -> No
             shard = weight.chunk(tensor_ranks)[rank].clone().requires_grad_()
             how = Scoring(TEMPERATURE, chunk, with_entropy, FORMED[ACTOR].tensor)
             logprobs, entropy = projected_logprobs(hidden, shard, targets, how)
-            assert entropy.requires_grad == with_entropy
+            assert entropy is not None and entropy.requires_grad == with_entropy
             loss = (logprobs * upstream).sum()
             if with_entropy:
                 loss = loss + (entropy * upstream_entropy).sum()
@@ -75,7 +77,7 @@ def test_no_rows_give_no_gradient() -> None:
         logprobs, entropy = projected_logprobs(
             hidden, weight, torch.zeros(0, dtype=torch.int64), Scoring(chunk=chunk, entropy_gradient=True)
         )
-        assert logprobs.shape == entropy.shape == (0,)
+        assert entropy is not None and logprobs.shape == entropy.shape == (0,)
         weight.grad = None
         (logprobs.sum() + entropy.sum()).backward()
         assert weight.grad is not None and not weight.grad.any()
@@ -85,6 +87,7 @@ def test_certain_token_has_zero_entropy_finite_gradient() -> None:
     hidden = torch.tensor([[1.0]], requires_grad=True)
     weight = torch.tensor([[500.0], [0.0]])  # a probability of exp(-500), which fp32 does not have
     logprobs, entropy = projected_logprobs(hidden, weight, torch.tensor([0]), Scoring(entropy_gradient=True))
+    assert entropy is not None
     (logprobs + entropy).sum().backward()
     assert logprobs.item() == entropy.item() == 0.0
     assert hidden.grad is not None and hidden.grad.item() == 0.0
@@ -94,7 +97,7 @@ def test_bfloat16_logits_give_fp32_log_probs() -> None:
     hidden, weight, targets, upstream, _ = inputs()
     low, low_weight = (tensor.bfloat16().requires_grad_() for tensor in (hidden, weight))
     logprobs, entropy = projected_logprobs(low, low_weight, targets, Scoring(TEMPERATURE, 4))
-    assert logprobs.dtype is entropy.dtype is torch.float32
+    assert entropy is not None and logprobs.dtype is entropy.dtype is torch.float32
     (logprobs * upstream).sum().backward()
     assert low.grad is not None and low.grad.dtype is torch.bfloat16
     expected = naive(with_entropy=False)
@@ -103,9 +106,47 @@ def test_bfloat16_logits_give_fp32_log_probs() -> None:
     torch.testing.assert_close(low_weight.grad.float(), expected[3], atol=0.1, rtol=0.05)
 
 
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_fp32_head_does_not_round_the_logits(chunk: int) -> None:
+    hidden, weight, targets, upstream, _ = inputs()
+    low, low_weight = (tensor.bfloat16().requires_grad_() for tensor in (hidden, weight))
+    every = (low.detach().float() @ low_weight.detach().float().t() / TEMPERATURE).log_softmax(-1)
+    expected = every.gather(1, targets[:, None])[:, 0]
+    rounded, _ = projected_logprobs(low, low_weight, targets, Scoring(TEMPERATURE, chunk))
+    logprobs, _ = projected_logprobs(low, low_weight, targets, Scoring(TEMPERATURE, chunk, fp32=True))
+    assert (rounded - expected).abs().max() > 1e-3
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    (logprobs * upstream).sum().backward()
+    assert low_weight.grad is not None and low_weight.grad.dtype is torch.bfloat16
+    torch.testing.assert_close(low_weight.grad.float(), naive(with_entropy=False)[3], atol=0.1, rtol=0.05)
+
+
+class Operations(TorchDispatchMode):
+    """The operations whose result is as large as all logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.shape == (ROWS, VOCAB):
+            self.names.append(func.overloadpacket.__name__)
+        return out
+
+
+def test_inference_makes_no_softmax_and_no_entropy() -> None:
+    hidden, weight, targets, *_ = inputs()
+    weight.requires_grad_()  # a trained head, which has a gradient in no call of inference
+    with Operations() as seen, torch.no_grad():
+        logprobs, entropy = projected_logprobs(hidden, weight, targets, Scoring(entropy=False))
+    assert entropy is None
+    assert seen.names == ["mm", "sub_", "exp"]
+    torch.testing.assert_close(logprobs, projected_logprobs(hidden, weight, targets, Scoring())[0].detach())
+
+
 def test_only_one_logits_chunk_exists_at_once() -> None:
     """Seen by the largest result of any operation, forward and backward."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
         elements = 0

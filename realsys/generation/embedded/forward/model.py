@@ -163,7 +163,8 @@ class Decoder:
         x.addmm_(F.silu(gate).mul_(up), layer.down.t())
 
     def _head(self, x: Tensor) -> Tensor:
-        return F.linear(self._norm(x, self.weights.norm), self.weights.head).float()
+        head = self.weights.head
+        return F.linear(self._norm(x, self.weights.norm).to(head.dtype), head).float()
 
     def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
         """Apply RMSNorm. Without a gain, return x / sqrt(|x|^2 + hidden * eps).
@@ -177,7 +178,7 @@ class Decoder:
 
 
 def rotary_table(arch: HfModel, context: int) -> Tensor:
-    """Return exp(i * position * frequency), complex64 [context, head_dim / 2]."""
+    """Return exp(i * position * frequency) times the RoPE's magnitude, complex64 [context, head_dim / 2]."""
     frequencies = inverse_frequencies(arch.rope, arch.head_dim)
     angles = torch.outer(torch.arange(context).float(), frequencies)
-    return torch.polar(torch.ones_like(angles), angles)
+    return torch.polar(torch.full_like(angles, arch.rope.magnitude), angles)

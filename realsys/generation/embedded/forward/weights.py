@@ -47,7 +47,7 @@ class ModelWeights:
     embedding: Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
     norm: Tensor | None
-    head: Tensor  # [vocab, hidden]
+    head: Tensor  # [vocab, hidden]; float32 if the logits are not rounded
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, in the same order for every version of a model."""
@@ -77,9 +77,18 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fuse(arch: HfModel, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+def fuse(
+    arch: HfModel,
+    tensors: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dtype: torch.dtype | None = None,
+) -> ModelWeights:
     """Check names and shapes, and build the fused weights; ``tensors`` do not change.
 
+    ``head_dtype``: of the head, if it is not ``dtype``: its numbers are those of ``dtype``, so that
+    the head is the trained one. A tied head is then a copy of the embedding.
     ModelError names the first tensor that is missing, unknown or of another shape.
     """
     _check(arch, tensors)
@@ -125,6 +134,7 @@ def fuse(arch: HfModel, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, de
         head = after_norm(get("model.embed_tokens.weight"), "model.norm.weight") if fold else embedding
     else:
         head = after_norm(get("lm_head.weight"), "model.norm.weight")
+    head = head.to(head_dtype or dtype)
     return ModelWeights(embedding, layers, norm("model.norm.weight"), head)
 
 
