@@ -49,6 +49,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     run.add_argument("--plain", action="store_true", help="one line per step instead of the live display")
     _add_record_commands(commands)
+    _add_simulate(commands)
     audit = commands.add_parser("audit", help="check that no ticket of a trial was lost or used twice")
     audit.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR")
     audit.add_argument("--json", action="store_true", help="print the whole report as JSON")
@@ -57,6 +58,21 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         "trial_dir", nargs="?", type=Path, metavar="TRIAL_DIR", help="default: the newest trial under runs/"
     )
     return parser, commands.choices
+
+
+def _add_simulate(commands: Any) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="run the decisions of a trial on a virtual clock",
+        description="Run manager, ledger, routing and buffer of a trial on a virtual clock, with cost models "
+        "for servers, workers and trainer. Print throughput, waste and waits, and check all invariants.",
+    )
+    simulate.add_argument("scenario", metavar="SCENARIO", help="lognormal, pareto, faults or a YAML file")
+    simulate.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="field.path=value; costs begin with sim.")
+    simulate.add_argument("--hours", type=float, metavar="H", help="same as sim.steps=0 sim.hours=H")
+    simulate.add_argument("--seed", type=int, metavar="N", help="same as seed=N")
+    simulate.add_argument("--out", type=Path, metavar="DIR", help="write results.json and simulation.png here")
+    simulate.add_argument("--json", action="store_true", help="print the measurements as JSON")
 
 
 def _add_record_commands(commands: Any) -> None:
@@ -80,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         # argparse takes positional arguments in one piece only, and users write overrides on both sides of an option.
         unknown = [text for text in rest if text.startswith("-")]
-        if unknown or args.command != "run":
+        if unknown or args.command not in ("run", "simulate"):
             commands.get(args.command, parser).error(f"unknown argument: {' '.join(unknown or rest)}")
         args.overrides += rest
     if args.version:
@@ -107,6 +123,12 @@ def _dispatch(args: argparse.Namespace) -> int:
             from realsys.launch.commands.audit import show_audit
 
             return show_audit(args.trial_dir, as_json=args.json)
+        if args.command == "simulate":
+            from realsys.launch.commands.simulate import simulate
+
+            hours = [] if args.hours is None else ["sim.steps=0", f"sim.hours={args.hours}"]
+            seed = [] if args.seed is None else [f"seed={args.seed}"]
+            return simulate(args.scenario, [*args.overrides, *hours, *seed], args.out, as_json=args.json)
         if args.command == "replay":
             from realsys.launch.commands.replay import replay
 

@@ -57,7 +57,7 @@ class HeldAllocations:
 
     def __init__(self) -> None:
         self._places = itertools.count()
-        self._waiting: dict[int, asyncio.Event] = {}
+        self._waiting: dict[int, Callable[[], None]] = {}  # place -> what wakes the call
         self._turns: set[int] = set()  # woken, and not decided yet
 
     def __len__(self) -> int:
@@ -73,17 +73,26 @@ class HeldAllocations:
 
     async def wait(self, place: int, timeout_s: float) -> None:
         """Wait for a turn, or until the time is over."""
-        event = self._waiting[place] = asyncio.Event()
+        event = asyncio.Event()
+        self.hold(place, event.set)
         try:
             await wait_for(event, timeout_s)
         finally:
-            self._waiting.pop(place, None)
+            self.leave(place)
+
+    def hold(self, place: int, wake: Callable[[], None]) -> None:
+        """Let a call wait; ``wake`` is called when it has a turn."""
+        self._waiting[place] = wake
+
+    def leave(self, place: int) -> bool:
+        """End the wait of a call. Returns False if it did not wait."""
+        return self._waiting.pop(place, None) is not None
 
     def wake(self, tickets: int) -> None:
         """Give a turn to as many allocations as there are ``tickets``, longest wait first."""
         for place in heapq.nsmallest(max(0, tickets - len(self._turns)), self._waiting):
             self._turns.add(place)
-            self._waiting.pop(place).set()
+            self._waiting.pop(place)()
 
     def decided(self, place: int) -> bool:
         """End the turn of a call. Returns True if it had one."""

@@ -170,10 +170,14 @@ class ManagerState(TrialState):
             if self.staleness and self.staleness[-1].version == request.version:
                 self.staleness.pop()  # the call is a repetition
             self.staleness.append(StepStaleness(request.step, request.version, dict(request.staleness)))
-        lost_tickets = [event.ticket_id for event in lost]
-        trained = len(event.tickets) if event else 0
-        in_use = self.servers.in_use()
-        return m.TrainedReply(trained, dropped, lost_tickets, len(stale), self.throughput.lost_tokens, in_use)
+        return m.TrainedReply(
+            trained=len(event.tickets) if event else 0,
+            dropped=dropped,
+            lost=[event.ticket_id for event in lost],
+            in_use=self.servers.in_use(),
+            reissued=len(stale),
+            lost_tokens=self.throughput.lost_tokens,
+        )
 
     def roll_back(self, request: m.RollBackRequest, now: float) -> m.RollBackReply:
         """Start a trainer from ``request.version``: reissue every ticket that is not in the weights of that version.

@@ -81,9 +81,17 @@ class TrialState:
         needed = self.settings.total_steps * self.settings.batch_groups
         if self.ledger.exhausted or (needed and self.ledger.counted >= needed):
             return "exhausted"
-        # A version is published before a server serves it. A ticket that needs it waits until then.
         weights = self.bound.oldest_weights(self.ledger.counted + 1)
-        return None if weights <= self.version and self.router.routes(self.minimum(weights)) else "staleness"
+        return None if weights <= self.version and self._is_served(self.minimum(weights)) else "staleness"
+
+    def _is_served(self, minimum: int) -> bool:
+        """Return True if as many servers serve ``minimum`` or a newer version as are about to.
+
+        A version is published before servers serve it, so a ticket that needs it waits. If it waited for the first
+        server only, that one would get the calls of a whole batch. The time limit of an update bounds the wait.
+        """
+        fresh = len(self.router.routes(minimum))
+        return fresh > 0 and fresh >= self.servers.staging(minimum)
 
     def minimum(self, weights: int) -> int:
         """Return the oldest version that may serve a train ticket which needs ``weights`` or newer ones."""
@@ -98,7 +106,7 @@ class TrialState:
         )
         if self.refusal() is not None:
             return problems
-        served = max(server.version for server in self.router.routes(None))
+        served = max((server.version for server in self.router.routes(None)), default=NO_VERSION)
         return problems + self.bound.headroom(self.ledger.counted, min(served, self.version))
 
     def share(self) -> int:

@@ -76,6 +76,29 @@ class VersionKey:
         await set_key(self.store, self.key, value, self.retry_timeout_s, self.check_alive)
 
 
+class VersionsInUse:
+    """Versions of this trainer that must not be pruned, because a server may stage or serve them (``fenced-weights``).
+
+    Before the first call of ``keep`` these are all of them.
+    """
+
+    def __init__(self) -> None:
+        self._locators: dict[int, str] = {}
+
+    def add(self, version: int, locator: str) -> None:
+        """Add a version that has just been published."""
+        self._locators[version] = locator
+
+    def keep(self, versions: Sequence[int]) -> None:
+        """Keep ``versions``, as the manager names them, and all newer ones: a server may begin those at any moment."""
+        newest = max(versions, default=-1)
+        self._locators = {v: locator for v, locator in self._locators.items() if v in versions or v > newest}
+
+    def locators(self) -> list[str]:
+        """Return the locators of these versions, oldest first."""
+        return list(self._locators.values())
+
+
 class Publisher:
     """Owner of the actor's version counter. Versions only grow, from the first one published here."""
 
@@ -98,7 +121,7 @@ class Publisher:
         self._timeout_s = timeout_s
         self.newest: PublishedVersion | None = None
         self._logged: set[str] = set()  # locators whose problem has been logged
-        self._in_use: dict[int, str] = {}  # locators of the versions that a server may still stage or serve
+        self._in_use = VersionsInUse()
         self._repairs = 0  # times that the newest version was written again
         self._verified = False  # the newest version has been read, and is good
 
@@ -120,10 +143,10 @@ class Publisher:
         published = PublishedVersion(version, self._incarnation, locator, step, self._transport)
         await self._version_key.set(published)
         self.newest = published
-        self._in_use[version] = locator
+        self._in_use.add(version, locator)
         self._repairs = 0
         self._verified = False
-        in_use = list(self._in_use.values())
+        in_use = self._in_use.locators()
         removed = await self._on_disk(version, lambda: self._weights.prune(in_use))
         self._log_once(removed.problems)
         log.info(
@@ -137,13 +160,8 @@ class Publisher:
         return {"save": saved - start, "publish": time.perf_counter() - saved}
 
     def keep(self, versions: Sequence[int]) -> None:
-        """Keep from now on the versions in use, as the manager names them (``fenced-weights``), and all newer ones.
-
-        A server may begin those at any moment. Before the first call every version of this trainer is kept.
-        """
-        newest = max(versions, default=-1)
-        kept = {version: locator for version, locator in self._in_use.items() if version in versions}
-        self._in_use = kept | {version: locator for version, locator in self._in_use.items() if version > newest}
+        """Keep from now on the versions in use, as the manager names them, and all newer ones."""
+        self._in_use.keep(versions)
 
     async def _write(self, version: int, step: int, base: str, *, replace: str = "") -> tuple[Committed, float]:
         """Have every rank write, and commit. Returns the version, and when the ranks were done.

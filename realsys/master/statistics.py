@@ -7,7 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from realsys.algorithm.group_filter import keep_group
 from realsys.buffer.token_losses import StepLosses
+from realsys.config.schema import Config
 from realsys.master.calls.executor import CallResult
 from realsys.master.records.agreement import PREFIX as AGREEMENT
 from realsys.types import SampleMeta
@@ -33,6 +35,11 @@ def episodes_of(samples: Sequence[SampleMeta]) -> list[EpisodeMeta]:
         EpisodeMeta(s.reward, s.correct, s.truncated, s.episode_tokens or s.loss_tokens, s.metrics)
         for s in first.values()
     ]
+
+
+def keep_samples(config: Config, group: Sequence[SampleMeta]) -> bool:
+    """Return True if the success rate of the group's episodes is worth training on (``train.ppo.filter``)."""
+    return keep_group([episode.correct for episode in episodes_of(group)], config.train.ppo.filter)
 
 
 def batch_statistics(samples: Sequence[SampleMeta], *, version: int) -> dict[str, Any]:

@@ -221,6 +221,15 @@ class ServerRegistry:
                 versions.add(server.verified.version)
         return sorted(versions)
 
+    def staging(self, minimum: int) -> int:
+        """Count the servers that do not serve ``minimum`` yet, and are being updated to it or to a newer version."""
+        return sum(
+            server.target is not None
+            and server.target.version >= minimum
+            and (server.verified is None or server.verified.version < minimum)
+            for server in self._servers.values()
+        )
+
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def next_order(self, name: str, incarnation: str, now: float) -> UpdateOrder | Idle | None:

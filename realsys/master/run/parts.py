@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from realsys.algorithm import dataflows
-from realsys.algorithm.group_filter import keep_group
 from realsys.buffer.balance import CostFunction
 from realsys.cluster.topology import Mesh, place, routing_table
 from realsys.cluster.worker import WorkerContext
@@ -39,7 +38,7 @@ from realsys.master.loop import LoopParts, TrainLoop, planned_steps
 from realsys.master.publish import Publisher, VersionKey
 from realsys.master.records.recorder import Recorder
 from realsys.master.run.run_status import RunStatus
-from realsys.master.statistics import episodes_of
+from realsys.master.statistics import keep_samples
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
 from realsys.master.stopping import Stopping
@@ -48,7 +47,7 @@ from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream
 from realsys.train.records.record_messages import Recorded
-from realsys.types import SampleMeta, SamplesArrived
+from realsys.types import SamplesArrived
 from realsys.weights.base import PublisherParts
 from realsys.weights.build import build as build_transport
 
@@ -161,7 +160,7 @@ def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:
 def build_loop(ctx: WorkerContext, parts: MasterParts, stop: asyncio.Event) -> TrainLoop:
     """Build the train loop, and connect it to the notices of the ModelWorkers."""
     config, stream = ctx.config, parts.connections.stream
-    decisions = IntakeState(IntakeSettings.of(config), ctx.incarnation, functools.partial(_keep_samples, config))
+    decisions = IntakeState(IntakeSettings.of(config), ctx.incarnation, functools.partial(keep_samples, config))
     intake = Intake(decisions, parts.workers, parts.connections.manager, parts.publisher.repair)
     stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
     recorder = Recorder(config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive)
@@ -186,13 +185,6 @@ def build_loop(ctx: WorkerContext, parts: MasterParts, stop: asyncio.Event) -> T
         total_steps=parts.total_steps,
         stop=stop,
     )
-
-
-def _keep_samples(config: Config, group: Sequence[SampleMeta]) -> bool:
-    """Return True if the success rate of the group's episodes is worth training on
-    (``train.ppo.filter``).
-    """
-    return keep_group([episode.correct for episode in episodes_of(group)], config.train.ppo.filter)
 
 
 def build_warmup(ctx: WorkerContext, parts: MasterParts) -> Warmup:

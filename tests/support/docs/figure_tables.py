@@ -330,6 +330,25 @@ def agreement() -> str:
     return listing(columns, load("agreement")["rows"])
 
 
+def simulate() -> str:
+    """Table of the staleness policies in simulated trials."""
+    names = ("scenario", "size", "policy", "steps/h", "of_unbounded", "busy_%", "wasted_%", "ks", "most_issues")
+    formats = ("", "", "", ".1f", ".2f", ".0f", ".1f", ".3f", "")
+    head = (
+        "scenario",
+        "servers x workers",
+        "policy",
+        "steps/h",
+        "of eta=50",
+        "busy %",
+        "wasted %",
+        "KS",
+        "most issues",
+    )
+    rows = load("simulate")["rows"]
+    return table(head, [[format(row[name], spec) for name, spec in zip(names, formats, strict=True)] for row in rows])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -351,5 +370,6 @@ TABLES: dict[str, Callable[[], str]] = {
         before_after,
         soak,
         agreement,
+        simulate,
     )
 }

@@ -21,6 +21,7 @@ from realsys.manager.settings import ManagerSettings
 from tests.support.ledger.manager_states import (
     ANSWER,
     finish,
+    order,
     place,
     ready,
     tickets,
@@ -133,6 +134,23 @@ def test_rate_window_expires_and_starts_low() -> None:
     window.add(50, 104.0)
     assert window.rate(105.0) == 20.0
     assert window.rate(200.0) == 0.0 and window.total == 100
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_ticket_waits_until_half_of_the_servers_serve(eta: int) -> None:
+    """The first server to serve a version would get the calls of a whole batch."""
+    state = ready(servers=4, eta=eta)
+    while state.refusal() is None:
+        tickets(state)
+    state.servers.publish(version(1))
+    orders = [order(state, index) for index in range(4)]
+    for each in orders:
+        state.begin_update(each, 0.0)
+    refusals = []
+    for each in orders:
+        state.servers.succeeded(each, 0.1, {})
+        refusals.append(state.refusal())
+    assert refusals == ["staleness", None, None, None]
 
 
 def test_settings_come_from_the_configuration() -> None:

@@ -1,0 +1,76 @@
+"""Measurements of a simulation: where each sampled token ended, waiting times, lengths, grants.
+
+Every token that a server samples is open (its group runs or is buffered), trained, or wasted for a named reason
+(``no-waste``). ``balance`` checks the sum.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+def _floats() -> array[float]:
+    return array("d")
+
+
+def _ints() -> array[int]:
+    return array("i")
+
+
+@dataclass(slots=True)
+class Account:
+    """Counts of a whole simulation.
+
+    trained     version -> tokens in its loss
+    wasted      reason -> sampled tokens that were not trained
+    drawn       lengths of the completions of every granted train attempt
+    in_loss     lengths of the trained completions
+    """
+
+    sampled: int = 0
+    evaluated: int = 0  # tokens of evaluations
+    trained: Counter[int] = field(default_factory=Counter)
+    wasted: Counter[str] = field(default_factory=Counter)
+    drawn: array[int] = field(default_factory=_ints)
+    in_loss: array[int] = field(default_factory=_ints)
+    staleness: Counter[int] = field(default_factory=Counter)  # versions behind of a row's oldest token -> rows
+    grants: Counter[str] = field(default_factory=Counter)  # worker -> tickets
+    largest_grant: int = 0  # tickets in one reply
+    stale_issues: Counter[int] = field(default_factory=Counter)  # prompt -> times that it was issued again
+    waits: dict[str, array[float]] = field(default_factory=dict)  # what -> seconds
+    steps: list[dict[str, float]] = field(default_factory=list)
+    busy_s: float = 0.0  # seconds in which the trainer computes
+    routable_s: float = 0.0  # seconds x servers
+    served_s: float = 0.0  # seconds x servers since the first publication
+    quarantines: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+
+    def wait(self, what: str, seconds: float) -> None:
+        """Add one waiting time."""
+        self.waits.setdefault(what, _floats()).append(seconds)
+
+    def balance(self, open_tokens: int) -> str:
+        """Return the problem if the sum of the tokens is wrong, else ""."""
+        found = self.evaluated + sum(self.trained.values()) + sum(self.wasted.values()) + open_tokens
+        if found == self.sampled:
+            return ""
+        return f"{self.sampled} tokens were sampled, but {found} are trained, wasted or open"
+
+    def roll_back(self, version: int) -> None:
+        """Move the tokens of versions later than ``version`` to the wasted ones."""
+        for later in [trained for trained in self.trained if trained > version]:
+            self.wasted["rolled back"] += self.trained.pop(later)
+
+
+def spread(values: array[float] | list[float]) -> dict[str, float]:
+    """Return mean, median, 95th percentile and maximum; zeros without values."""
+    if not len(values):
+        return {"mean": 0.0, "p50": 0.0, "p95": 0.0, "max": 0.0}
+    numbers: Any = np.asarray(values)
+    p50, p95 = np.percentile(numbers, [50, 95])
+    return {"mean": float(numbers.mean()), "p50": float(p50), "p95": float(p95), "max": float(numbers.max())}

@@ -1,0 +1,1 @@
+"""Cost models of everything around the decisions: servers, RolloutWorkers, trainer, lengths."""

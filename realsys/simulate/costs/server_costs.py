@@ -1,0 +1,177 @@
+"""Cost model of a generation server: completions share its rate, and time advances only where the rate changes.
+
+    submit ──> running (a heap by the work at which a piece ends) ──> piece done ──> request done
+                  ^ queue, if max_running are running
+
+All running completions progress equally. ``work`` is the number of tokens that each of them has sampled since the start
+of the server, so a piece of k tokens that starts at work w ends at w + k, at whatever rate. No event per token.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from realsys.simulate.clock import Clock
+from realsys.simulate.scenarios import ServerSettings
+from realsys.types import PublishedVersion
+
+_EPSILON = 1e-6  # tokens
+
+
+@dataclass(slots=True)
+class Piece:
+    """A request's part for one completion: ``tokens`` to sample. ``began``: work at its first token."""
+
+    index: int  # number of the completion in its group
+    tokens: int
+    began: float = -1.0
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """Pieces of one group on one server. ``done`` is called when the last piece has ended."""
+
+    pieces: list[Piece]
+    prefill_tokens: int
+    done: Callable[[EngineRequest], None]
+    left: int = 0
+    #: (piece, version -> tokens) of the pieces that have ended
+    sampled: list[tuple[Piece, dict[int, int]]] = field(default_factory=list)
+
+
+class Engine:
+    """One incarnation of a server."""
+
+    def __init__(self, clock: Clock, settings: ServerSettings) -> None:
+        self.clock = clock
+        self.settings = settings
+        self.serving: PublishedVersion | None = None
+        self.up = True
+        self._running: list[tuple[float, int, Piece, EngineRequest]] = []
+        self._queue: deque[tuple[Piece, EngineRequest]] = deque()
+        self._requests: dict[int, EngineRequest] = {}
+        self._work = 0.0
+        self._since = 0.0
+        self._rate = 0.0
+        self._paused = False
+        self._armed = -1.0
+        self._number = 0
+        self._swaps: list[tuple[float, int]] = []  # (work, version)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Start the pieces of a request."""
+        self._advance()
+        request.left = len(request.pieces)
+        self._requests[id(request)] = request
+        for piece in request.pieces:
+            self._queue.append((piece, request))
+        self._fill()
+
+    def cancel(self, request: EngineRequest) -> int:
+        """Stop a request. Returns the tokens that its unfinished pieces have sampled."""
+        if self._requests.pop(id(request), None) is None:
+            return 0
+        self._advance()
+        lost = sum(self._so_far(piece) for _, _, piece, owner in self._running if owner is request)
+        self._running = [entry for entry in self._running if entry[3] is not request]
+        heapq.heapify(self._running)
+        self._queue = deque(entry for entry in self._queue if entry[1] is not request)
+        self._fill()
+        return lost
+
+    def die(self) -> dict[int, int]:
+        """Stop for good; every request fails. Returns id of the request -> tokens that are lost with it."""
+        self._advance()
+        lost = dict.fromkeys(self._requests, 0)
+        for _, _, piece, owner in self._running:
+            lost[id(owner)] += self._so_far(piece)
+        self.up = False
+        self._running.clear()
+        self._queue.clear()
+        return lost
+
+    def requests(self) -> list[EngineRequest]:
+        return list(self._requests.values())
+
+    def swap(self, target: PublishedVersion, done: Callable[[], None]) -> None:
+        """Pause, load ``target``, compute the cache again and continue; then call ``done``."""
+        self._advance()
+        self._paused = True
+        rate = self.settings.recompute_tokens_per_s
+        cached = sum(self._so_far(piece) for _, _, piece, _ in self._running) if rate else 0
+        self._set_rate()
+        self.clock.after(self.settings.swap_s + (cached / rate if rate else 0.0), self._swapped, target, done)
+
+    def _swapped(self, target: PublishedVersion, done: Callable[[], None]) -> None:
+        if not self.up:
+            return
+        self._advance()
+        self._paused = False
+        self.serving = target
+        self._swaps.append((self._work, target.version))
+        self._fill()
+        done()
+
+    def _advance(self) -> None:
+        self._work += self._rate * (self.clock.now - self._since)
+        self._since = self.clock.now
+
+    def _fill(self) -> None:
+        """Start queued pieces while there is room, and set the rate."""
+        settings = self.settings
+        while self._queue and len(self._running) < settings.max_running:
+            piece, request = self._queue.popleft()
+            # A prefill delays the first token: it counts as the tokens that the completion would have sampled.
+            wait = request.prefill_tokens / settings.prefill_tokens_per_s * settings.tokens_per_s
+            piece.began = self._work + wait
+            self._number += 1
+            heapq.heappush(self._running, (piece.began + piece.tokens, self._number, piece, request))
+        self._set_rate()
+
+    def _set_rate(self) -> None:
+        count, settings = len(self._running), self.settings
+        if self._paused or not count:
+            self._rate = 0.0
+            return
+        self._rate = min(settings.tokens_per_s, settings.total_tokens_per_s / count)
+        due = self.clock.now + max(0.0, self._running[0][0] - self._work) / self._rate
+        if self._armed < 0 or due < self._armed:
+            self._armed = due
+            self.clock.at(due, self._fire, due)
+
+    def _fire(self, due: float) -> None:
+        if due != self._armed or not self.up:
+            return  # an earlier event took its place
+        self._armed = -1.0
+        self._advance()
+        ended: list[EngineRequest] = []
+        while self._running and self._running[0][0] <= self._work + _EPSILON:
+            _, _, piece, request = heapq.heappop(self._running)
+            request.sampled.append((piece, self._versions(piece)))
+            request.left -= 1
+            if not request.left:
+                del self._requests[id(request)]
+                ended.append(request)
+        self._fill()
+        for request in ended:
+            request.done(request)
+
+    def _so_far(self, piece: Piece) -> int:
+        return max(0, min(piece.tokens, int(self._work - piece.began)))
+
+    def _versions(self, piece: Piece) -> dict[int, int]:
+        """Return version -> tokens of a piece that has ended."""
+        counts: dict[int, int] = {}
+        left = piece.tokens
+        for work, version in reversed(self._swaps):
+            since = max(0, int(work - piece.began))  # tokens before this version
+            if since < left:
+                counts[version] = counts.get(version, 0) + left - since
+                left = since
+            if not left:
+                break
+        assert not left, "a server without weights has sampled"
+        return counts

@@ -1,0 +1,264 @@
+"""Cost model of the trainer around the production intake: batches, steps, publications, reports, restarts.
+
+groups ──push──> Intake ──batch──> claim ──> step (cost) ──> publish ──> trained ──> checkpoint ─┐
+                    ^                                                                            │
+                    └────────────────────────────────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from realsys.buffer.token_losses import STALE
+from realsys.config.schema import Config
+from realsys.manager.messages import ClaimRequest, EvaluateRequest, RollBackRequest, TrainedRequest
+from realsys.manager.operations import CLAIM, EVALUATE, ROLL_BACK, STATUS, TRAINED
+from realsys.manager.refusals import Refusal
+from realsys.master.intake_state import IntakeSettings, IntakeState, TrainBatch
+from realsys.master.publish import VersionsInUse
+from realsys.master.recovery import eval_id_of
+from realsys.master.statistics import batch_statistics, keep_samples
+from realsys.simulate.account import Account
+from realsys.simulate.clock import Clock
+from realsys.simulate.costs.rollout_costs import GroupRun
+from realsys.simulate.manager_machine import ManagerMachine
+from realsys.simulate.scenarios import SimSettings
+from realsys.types import PublishedVersion, SampleMeta
+
+STATUS_S = 5.0  # between two reports of a master that waits for a group
+Stored = Callable[[], None]
+
+
+class Surroundings(Protocol):
+    """Everything around the trainer."""
+
+    clock: Clock
+    account: Account
+    manager: ManagerMachine
+    config: Config
+    sim: SimSettings
+
+    def waste(self, group: GroupRun, reason: str) -> None: ...
+
+    def trained(
+        self, groups: Sequence[GroupRun], version: int, in_loss: Sequence[SampleMeta], oldest: int | None
+    ) -> None: ...
+
+    def published(self, version: PublishedVersion) -> None: ...
+
+
+class Trainer:
+    """The MasterWorker and all ModelWorkers, over all their restarts."""
+
+    def __init__(self, world: Surroundings) -> None:
+        self._world = world
+        self.up = False
+        self.life = 0  # starts
+        self.version = 0
+        self.checkpoint = -1
+        self.weights: list[list[str]] = []  # tickets that each version trained
+        self.logged = 0  # steps in the step log, which is written after the report
+        self.lose_notices = 0  # stored groups that the master does not hear of
+        self.last_step = 0.0  # time of the last step's end
+        self._held: dict[str, GroupRun] = {}  # groups in the buffer, by ticket.attempt
+        self._pushes: list[tuple[GroupRun, Stored]] = []  # groups whose push waits for the trainer
+        self.in_use = VersionsInUse()
+        self._phase = "down"
+        self._waiting_since = 0.0
+        self._waits = 0  # number of calls of ``propose``
+        self._intake: IntakeState
+        self._batch: list[GroupRun] = []
+
+    @property
+    def settled(self) -> bool:
+        """True while the manager knows of every version that this trainer has published."""
+        return self._phase in ("waiting", "claiming", "training")
+
+    @property
+    def incarnation(self) -> str:
+        """Incarnation of the trainer that runs, or ran last."""
+        return f"{self.life:019d}"
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start from the last checkpoint; roll back the steps after it."""
+        self.life += 1
+        self.up = True
+        self._phase = "rolling back"
+        self.in_use = VersionsInUse()
+        config = self._world.config
+        self._intake = IntakeState(IntakeSettings.of(config), self.incarnation, partial(keep_samples, config))
+        request = RollBackRequest(self.checkpoint, self.checkpoint, self.incarnation)
+        self._call(ROLL_BACK, request, self._rolled_back)
+
+    def die(self) -> None:
+        """End with everything that was not in the checkpoint."""
+        self.up = False
+        self._phase = "down"
+        for group in [*self._held.values(), *self._batch]:
+            self._world.waste(group, "trainer lost")
+        self._held.clear()
+        self._batch = []
+
+    def _call(self, operation: Any, request: Any, then: Callable[[Any], None]) -> None:
+        life = self.life
+
+        def reply(result: Any) -> None:
+            if not self.up or life != self.life:
+                return
+            if isinstance(result, Refusal):
+                raise AssertionError(f"trainer {self.incarnation}, {operation.path}: {result}")
+            then(result)
+
+        self._world.manager.call(operation, request, reply)
+
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        life = self.life
+        self._world.clock.after(seconds, lambda: act() if self.up and life == self.life else None)
+
+    def _rolled_back(self, _: Any) -> None:
+        self.version = max(0, self.checkpoint)
+        self._world.account.roll_back(self.version)
+        del self.weights[self.version :]
+        self.logged = self.version
+        self._publish()
+        pushes, self._pushes = self._pushes, []
+        for push in pushes:
+            self.push(*push)
+        self._wait()
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    def push(self, group: GroupRun, stored: Stored) -> None:
+        """Take a group at its DP head; call ``stored`` when the push is acknowledged."""
+        world = self._world
+        if not self.up or self._phase == "rolling back":
+            self._pushes.append((group, stored))
+            return
+        group.arrived = world.clock.now
+        if group.ticket.trainer_incarnation != self.incarnation:  # a DP head refuses it
+            world.waste(group, "rolled back")
+        elif self.lose_notices:
+            self.lose_notices -= 1
+            world.waste(group, "never arrived")
+        else:
+            self._held[_name(group)] = group
+            self._intake.add(group.samples(world.sim.success))
+            self._carry_out()
+            self._propose()
+        stored()
+
+    def _carry_out(self) -> None:
+        """Report and free what the intake will not train."""
+        departures = self._intake.depart()
+        reasons: dict[str, str] = dict(departures.dropped) | {ticket: STALE for ticket, _ in departures.stale}
+        for sample in departures.free:
+            if group := self._held.pop(f"{sample.ticket_id}.{sample.attempt}", None):
+                self._world.waste(group, reasons.get(sample.ticket_id, "copy"))
+        if departures.dropped or departures.stale:
+            request = self._report(dropped=departures.dropped, stale=departures.stale)
+            self._call(TRAINED, request, lambda _: self._intake.reported(departures))
+
+    def _report(self, **fields: Any) -> TrainedRequest:
+        return TrainedRequest(self._intake.version, self._intake.version, incarnation=self.incarnation, **fields)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Wait for the next batch."""
+        self._phase = "waiting"
+        self._waiting_since = self._world.clock.now
+        self._propose()
+
+    def _propose(self) -> None:
+        if self._phase != "waiting":
+            return
+        tickets = self._intake.propose(self.version)
+        self._carry_out()
+        self._waits += 1
+        if tickets:
+            self._phase = "claiming"
+            request = ClaimRequest(self.version + 1, tickets, self.incarnation)
+            self._call(CLAIM, request, lambda reply: self._claimed(reply.gone))
+        else:
+            self._intake.begin_wait(self._world.clock.now)
+            self._later(STATUS_S, partial(self._check_wait, self._waits))
+
+    def _check_wait(self, wait: int) -> None:
+        """Look for the cause when no group has arrived for a while, as a waiting master does."""
+        if self._phase != "waiting" or wait != self._waits:
+            return
+        self._call(TRAINED, self._report(held=self._intake.held()), lambda _: None)
+        self._call(STATUS, None, lambda status: self._intake.check_wait(status, self._world.clock.now))
+        self._later(STATUS_S, partial(self._check_wait, wait))
+
+    def _claimed(self, gone: list[str]) -> None:
+        batch = self._intake.conclude(gone)
+        if batch is not None:  # before its rows without a token in the loss are freed
+            self._batch = [self._held.pop(f"{rows[0].ticket_id}.{rows[0].attempt}") for rows in batch.groups]
+        self._carry_out()
+        if batch is None:
+            self._phase = "waiting"
+            self._propose()
+            return
+        world, now = self._world, self._world.clock.now
+        account, costs = world.account, world.sim.trainer
+        account.wait("batch", now - self._waiting_since)
+        for group in self._batch:
+            account.wait("buffer", now - group.arrived)
+        self._phase = "training"
+        tokens = sum(group.tokens for group in self._batch)
+        seconds = costs.step_s + costs.step_s_per_token * tokens
+        account.busy_s += seconds
+        record = {"time": now, "wait": now - self._waiting_since, "tokens": float(tokens)}
+        self._later(seconds + costs.publish_s, lambda: self._stepped(batch, record))
+
+    def _stepped(self, batch: TrainBatch, record: dict[str, float]) -> None:
+        """Publish the next version, then report its tickets."""
+        statistics = batch_statistics(batch.samples, version=self.version)
+        self.version += 1
+        groups, self._batch = self._batch, []
+        self.weights.append(batch.tickets)
+        self._world.trained(groups, self.version, batch.samples, batch.oldest_trained)
+        histogram = statistics["staleness"]["histogram"]
+        account = self._world.account
+        account.staleness.update({int(lag): rows for lag, rows in histogram.items()})
+        account.steps.append(record | {"step": float(self.version), "staleness": statistics["staleness"]["mean"]})
+        self._publish()
+        request = TrainedRequest(
+            step=self.version,
+            version=self.version,
+            trained=batch.tickets,
+            oldest=batch.oldest,
+            staleness=histogram,
+            incarnation=self.incarnation,
+            held=self._intake.held(),
+        )
+        self._phase = "reporting"
+        self._call(TRAINED, request, lambda reply: self._reported(reply.in_use))
+
+    def _reported(self, in_use: list[int]) -> None:
+        self.in_use.keep(in_use)
+        config, step = self._world.config, self.version
+        self.last_step = self._world.clock.now
+        self.logged = step
+        if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
+            self.checkpoint = step
+        every = config.evaluation.every_steps
+        if every and step % every == 0:
+            problems = config.evaluation.every_problems
+            request = EvaluateRequest(eval_id_of(step), "eval", problems, config.seed, self.incarnation)
+            self._call(EVALUATE, request, lambda _: None)
+        self._wait()
+
+    def _publish(self) -> None:
+        locator = f"v{self.version}-{self.incarnation}"
+        self.in_use.add(self.version, locator)
+        self._world.published(PublishedVersion(self.version, self.incarnation, locator, self.version))
+
+
+def _name(group: GroupRun) -> str:
+    return f"{group.ticket.ticket_id}.{group.ticket.attempt}"

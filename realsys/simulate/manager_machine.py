@@ -1,0 +1,329 @@
+"""The manager as a process of the simulation: the production state with its journal, held calls and weight updates.
+
+    call ──delay──> decide (production) ──> journal, audit ──> held until settled ──delay──> reply
+    change ──> held calls are decided again; UpdateOrders go to the servers
+
+This module and ``costs.trainer_costs`` are the only ones that know how the production machines are driven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from realsys.manager.audit.auditor import Auditor
+from realsys.manager.ledger.events import Event
+from realsys.manager.ledger.journal import decode_record, encode_record
+from realsys.manager.messages import MAX_WAIT_S, AllocateRequest
+from realsys.manager.operations import Operation
+from realsys.manager.refusals import NoServer, Refusal
+from realsys.manager.routing.servers import Idle, Probe, UpdateOrder
+from realsys.manager.service import HeldAllocations
+from realsys.manager.settings import ManagerSettings
+from realsys.manager.state import ManagerState
+from realsys.simulate.clock import Clock
+from realsys.types import PublishedVersion, ServerAddress
+
+#: Receives the reply, or the refusal.
+Reply = Callable[[Any], None]
+LEASE_CLOCK_S = 15.0  # between two checks of the leases
+RETRY_S = 1.0  # between two tries of a client
+
+
+class Servers(Protocol):
+    """The servers as the manager reaches them."""
+
+    def model_info(self, name: str, incarnation: str) -> tuple[str, str] | None:
+        """Return version and locator that a server reports; None if it does not answer."""
+        ...
+
+    def load(self, order: UpdateOrder, done: Callable[[str], None]) -> None:
+        """Load the target; call ``done`` with the error, or "" at the end."""
+        ...
+
+
+@dataclass(slots=True)
+class _Held:
+    """A call that waits for a change."""
+
+    operation: Operation[Any, Any]
+    request: Any
+    reply: Reply
+    since: float
+    place: int = -1  # place of an allocation in the queue for tickets
+
+
+class ManagerMachine:
+    """The GserverManager. It survives restarts: only the journal and the name store remain of its state."""
+
+    def __init__(self, clock: Clock, settings: ManagerSettings, servers: Servers, call_s: float) -> None:
+        self.clock = clock
+        self.settings = settings
+        self.state = ManagerState(settings)
+        self.auditor = Auditor()
+        self.up = True
+        self.lose_replies = 0  # replies that get lost next
+        self.records = 0
+        self.observe: Callable[[Event], None] = lambda _: None  # gets each record of the journal
+        self.compact_above = 20_000  # records
+        self._journal: list[bytes] = []
+        self._servers = servers
+        self._call_s = call_s
+        self._held: list[_Held] = []
+        self._waiting: dict[str, _Held] = {}  # allocations, by worker
+        self._away: list[tuple[Operation[Any, Any], Any, Reply]] = []
+        self._grants = HeldAllocations()
+        self._updating: set[tuple[str, str]] = set()
+        self._probing: set[tuple[str, str]] = set()
+        self._revision = -1  # revision of the servers at the last wake
+        self._deciding = False
+        # the name store
+        self.published: PublishedVersion | None = None
+        self.addresses: list[ServerAddress] = []
+        self.heartbeats: dict[str, str] = {}
+        self.state.open(clock.now)
+        self._commit()
+        clock.after(LEASE_CLOCK_S, self._check_leases)
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def call(self, operation: Operation[Any, Any], request: Any, reply: Reply) -> None:
+        """Send a call; ``reply`` gets its reply or Refusal later. A manager that is away gets it once it is back."""
+        self.clock.after(self._call_s, self._receive, operation, request, reply)
+
+    def _receive(self, operation: Operation[Any, Any], request: Any, reply: Reply) -> None:
+        if not self.up:
+            self._away.append((operation, request, reply))
+            return
+        held = _Held(operation, request, reply, self.clock.now)
+        if self._decide(held):
+            return
+        if operation.grants:
+            held.place = self._grants.place()
+            self._waiting[request.worker] = held
+            self._grants.hold(held.place, partial(self._has_turn, held))
+        else:
+            self._held.append(held)
+            self.clock.after(operation.held_s(request), self._give_up, held)
+
+    def _decide(self, held: _Held, *, last: bool = False) -> bool:
+        """Decide a call. Returns True if it has its reply, False if it is held."""
+        operation, request = held.operation, held.request
+        self.state.asking = len(self._grants)
+        try:
+            result: Any = operation.decide(self.state, request, self.clock.now)
+            settled = operation.settled(result)
+        except NoServer as refusal:
+            result, settled = refusal, False
+        except Refusal as refusal:
+            result, settled = refusal, True
+        self._commit()
+        self._wake()
+        if not settled and not last and operation.held_s(request) > 0:
+            return False
+        if self.lose_replies and not isinstance(result, Refusal):
+            self.lose_replies -= 1
+            self.clock.after(RETRY_S, self.call, operation, request, held.reply)
+        else:
+            self.clock.after(self._call_s, held.reply, result)
+        return True
+
+    def _give_up(self, held: _Held) -> None:
+        """Answer a held call whose time is over."""
+        if any(held is other for other in self._held):
+            self._held = [other for other in self._held if other is not held]
+            self._decide(held, last=True)
+
+    def _has_turn(self, held: _Held) -> None:
+        self.clock.after(0.0, self._decide_allocation, held)
+
+    def _decide_allocation(self, held: _Held) -> None:
+        """Decide a held allocation that has a turn."""
+        if self._waiting.get(held.request.worker) is not held:
+            return  # its worker is gone, or the manager has restarted
+        self._grants.decided(held.place)
+        if self._decide(held):
+            del self._waiting[held.request.worker]
+        else:
+            self._grants.hold(held.place, partial(self._has_turn, held))
+
+    def hang_up(self, worker: str) -> None:
+        """Drop the held allocation of a worker that is gone."""
+        self._away = [entry for entry in self._away if getattr(entry[1], "worker", "") != worker]
+        if held := self._waiting.pop(worker, None):
+            self._grants.leave(held.place)
+            if self._grants.decided(held.place):
+                self._wake()
+
+    def _wake(self) -> None:
+        """Decide again what may be decided otherwise now: servers with something to do, held calls, allocations."""
+        for name in sorted(self.state.take_due()):
+            self.clock.after(0.0, self._look, name)
+        if self._revision != self.state.servers.revision:
+            self._revision = self.state.servers.revision
+            if self._held and not self._deciding:
+                self._deciding = True
+                self.clock.after(0.0, self._decide_held)
+        if self._grants and (tickets := self.state.grantable()):
+            self._ask_again()
+            self._grants.wake(tickets)
+
+    def _decide_held(self) -> None:
+        self._deciding = False
+        held, self._held = self._held, []
+        self._held += [call for call in held if not self._decide(call)]
+
+    def _ask_again(self) -> None:
+        """Give new places to the allocations whose hold has ended: their workers have called again. No event does it,
+        because hundreds of workers call again every few seconds.
+        """
+        now = self.clock.now
+        ended = [call for call in self._waiting.values() if now - call.since >= MAX_WAIT_S]
+        for call in sorted(ended, key=lambda call: -((now - call.since) % MAX_WAIT_S)):
+            call.since = now - (now - call.since) % MAX_WAIT_S
+            if self._grants.leave(call.place):
+                call.place = self._grants.place()
+                self._grants.hold(call.place, partial(self._has_turn, call))
+
+    # -- name store and clock ------------------------------------------------------------------------------------------
+
+    def publish(self, published: PublishedVersion) -> None:
+        """Set the key of the newest version."""
+        self.published = published
+        if self.up:
+            self.state.servers.publish(published)
+            self._settle()
+
+    def observe_servers(self, addresses: Iterable[ServerAddress]) -> None:
+        """Set the keys of the servers."""
+        self.addresses = list(addresses)
+        if self.up:
+            self.state.observe_servers(self.addresses)
+            self._settle()
+
+    def observe_workers(self, heartbeats: dict[str, str]) -> None:
+        """Set the keys of the workers' heartbeats."""
+        self.heartbeats = dict(heartbeats)
+        if self.up:
+            self.state.observe_workers(self.heartbeats, self.clock.now)
+            self._settle()
+
+    def _check_leases(self) -> None:
+        self.clock.after(LEASE_CLOCK_S, self._check_leases)
+        if self.up:
+            self.state.expire(self.clock.now)
+            self._settle()
+
+    def _settle(self) -> None:
+        self._commit()
+        self._wake()
+
+    # -- servers -------------------------------------------------------------------------------------------------------
+
+    def _look(self, name: str) -> None:
+        """Run both tasks of a server up to their next wait."""
+        server = self.state.servers.get(name)
+        if not self.up or server is None:
+            return
+        key, now = (name, server.address.incarnation), self.clock.now
+        if key not in self._updating:
+            order = self.state.servers.next_order(*key, now)
+            if isinstance(order, UpdateOrder):
+                self._update(key, order)
+            elif isinstance(order, Idle) and order.until is not None:
+                self.clock.at(order.until, self._look, name)
+        if key not in self._probing:
+            probe = self.state.servers.next_probe(*key, now)
+            if isinstance(probe, Probe):
+                self._probing.add(key)
+                self.clock.after(2 * self._call_s, self._probed, self.state, key, probe)
+            elif isinstance(probe, Idle) and probe.until is not None:
+                self.clock.at(probe.until, self._look, name)
+
+    def _probed(self, state: ManagerState, key: tuple[str, str], probe: Probe) -> None:
+        if state is not self.state:
+            return  # the manager has restarted
+        self._probing.discard(key)
+        info = self._servers.model_info(*key)
+        if info is None:
+            state.servers.silent(probe, "connection refused", self.clock.now)
+        else:
+            state.servers.answered(probe, *info, self.clock.now)
+        self._settle()
+
+    def _update(self, key: tuple[str, str], order: UpdateOrder) -> None:
+        state, began = self.state, self.clock.now
+        if not state.begin_update(order, began):
+            return
+        self._updating.add(key)
+
+        def ended(error: str, timings: dict[str, float] | None) -> None:
+            if state is not self.state:
+                return  # the manager has restarted: its successor asks the server again
+            self._updating.discard(key)
+            if error:
+                state.servers.failed(order, error, self.clock.now)
+            else:
+                state.servers.succeeded(order, self.clock.now - began, timings)
+            self._settle()
+
+        if order.probe and self._servers.model_info(*key) == (str(order.target.version), order.target.locator):
+            self.clock.after(self._call_s, ended, "", None)
+        else:
+            self._servers.load(order, lambda error: ended(error, None if error else {}))
+
+    # -- journal -------------------------------------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        events, self.state.outbox = self.state.outbox, []
+        for event in events:
+            self.records += 1
+            self.auditor.observe(event, self.records)
+            self.observe(event)
+            self._journal.append(encode_record(event))
+        if len(self._journal) > self.compact_above:
+            self._journal = [encode_record(self.state.snapshot(self.clock.now))]
+
+    def events(self) -> list[Event]:
+        """Return the records of the journal."""
+        return [event for line in self._journal if (event := decode_record(line)) is not None]
+
+    def stop(self) -> None:
+        """End the process. Held calls are repeated by their clients."""
+        self.up = False
+        held = [*self._held, *self._waiting.values()]
+        self._away += [(call.operation, call.request, call.reply) for call in held]
+        self._held, self._waiting = [], {}
+        self._grants = HeldAllocations()
+        self._updating, self._probing = set(), set()
+
+    def start(self) -> None:
+        """Start again from the journal, then read the name store and answer the clients."""
+        self.state = ManagerState(self.settings)
+        self.state.restore_from(self.events())
+        self.state.open(self.clock.now)
+        self.up = True
+        self._commit()
+        if self.published is not None:
+            self.state.servers.publish(self.published)
+        self.observe_servers(self.addresses)
+        self.observe_workers(self.heartbeats)
+        away, self._away = self._away, []
+        for entry in away:
+            self.call(*entry)
+        self._settle()
+
+
+def heartbeat(kind: str, index: int, incarnation: str) -> str:
+    """Return the value of a worker's heartbeat key."""
+    beat = {"kind": kind, "index": index, "host": "simulated", "incarnation": incarnation, "state": "running"}
+    return msgspec.json.encode(beat).decode()
+
+
+def allocate_request(worker: str, count: int, number: int, incarnation: str) -> AllocateRequest:
+    """Return a worker's ``number``-th allocation. Its id is not random, so that a simulation can be repeated."""
+    return AllocateRequest(worker, count, MAX_WAIT_S, f"{worker}.{incarnation}.{number}", incarnation)

@@ -1,0 +1,250 @@
+"""A simulated trial: manager, servers, workers and trainer on one clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+
+from realsys.manager.ledger.events import Event, Reissued
+from realsys.manager.ledger.ledger_state import STALE
+from realsys.manager.routing.servers import UpdateOrder
+from realsys.manager.settings import ManagerSettings
+from realsys.simulate.account import Account
+from realsys.simulate.clock import Clock
+from realsys.simulate.costs.lengths import Lengths
+from realsys.simulate.costs.rollout_costs import GroupRun, Worker
+from realsys.simulate.costs.server_costs import Engine
+from realsys.simulate.costs.trainer_costs import Trainer
+from realsys.simulate.fault_schedule import Faults
+from realsys.simulate.invariants import Broken, check_all, check_cheap, check_loss
+from realsys.simulate.manager_machine import ManagerMachine, heartbeat
+from realsys.simulate.scenarios import Plan
+from realsys.types import PublishedVersion, SampleMeta, ServerAddress
+
+EVAL_PROMPTS = 4096
+
+
+class Simulation:
+    """One run of a plan. Equal plans give equal runs."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.config = plan.config
+        self.sim = plan.sim
+        self.clock = Clock()
+        self.account = Account()
+        self.random = Random(self.config.seed)
+        self.lengths = Lengths(self.sim.lengths, self.config.seed)
+        self.agent_failures = 0
+        self.false_reports = 0
+        self.failing_updates = 0
+        self.open: set[GroupRun] = set()
+        self.engines: dict[str, Engine] = {}
+        self.births: dict[str, int] = {}
+        self.workers: dict[str, Worker] = {}
+        self.versions: list[PublishedVersion] = []  # on disk, oldest first
+        sizes = {"train": self.sim.prompts, "eval": EVAL_PROMPTS}
+        settings = ManagerSettings.of(self.config.model_copy(), sizes)
+        self.manager = ManagerMachine(self.clock, settings, self, self.sim.call_s)
+        self.manager.observe = self._observe
+        self.trainer = Trainer(self)
+        self.faults = Faults(self)
+        self._routable_since = 0.0
+        self._routable = -1
+        self._revision = -1
+        self._quarantined: set[tuple[str, str]] = set()
+
+    # -- run -----------------------------------------------------------------------------------------------------------
+
+    def run(self, progress: Callable[[Simulation], None] = lambda _: None) -> None:
+        """Run to the end of the plan. Raises Broken, with the command that repeats it, if an invariant fails."""
+        for index in range(self.sim.server.count):
+            self.start_server(f"generation_server/{index}")
+        for index in range(self.config.rollout.workers):
+            self.start_worker(f"rollout_worker/{index}")
+        self.trainer.start()
+        self.faults.start()
+        try:
+            self._loop(progress)
+        except Broken:
+            raise
+        except Exception as error:
+            raise Broken(f"{type(error).__name__}: {error}", self) from error
+
+    def _loop(self, progress: Callable[[Simulation], None]) -> None:
+        every, shown = self.sim.check_every, time.monotonic()
+        while not self._over():
+            if not self.clock.step():
+                raise Broken("nothing is left to happen", self)
+            self._watch_routes()
+            if every and self.clock.events % every == 0:
+                check_cheap(self)
+            if not self.clock.events % 65536 and time.monotonic() - shown > 1.0:
+                shown = time.monotonic()
+                progress(self)
+        check_all(self)
+
+    def _over(self) -> bool:
+        sim, now = self.sim, self.clock.now
+        if now - self.trainer.last_step > 3600 * sim.stalled_h:
+            raise Broken(f"no train step for {sim.stalled_h:g} hours", self)
+        return bool((sim.steps and self.trainer.logged >= sim.steps) or (sim.hours and now >= 3600 * sim.hours))
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    def start_server(self, name: str) -> None:
+        self.births[name] = self.births.get(name, 0) + 1
+        self.engines[name] = Engine(self.clock, self.sim.server)
+        self._tell_servers()
+
+    def kill_server(self, name: str) -> None:
+        """The server dies; its requests fail, the name store forgets it later, and it starts again."""
+        engine = self.engines[name]
+        lost = engine.die()
+        self.clock.after(self.sim.notice_s, self._forget_server, name, engine)
+        self.clock.after(self.sim.notice_s + self.sim.server.start_s, self.start_server, name)
+        for worker in self.workers.values():
+            for group in worker.groups_on(engine):
+                worker.server_died(group, lost[id(group.request)])
+
+    def _forget_server(self, name: str, engine: Engine) -> None:
+        if self.engines.get(name) is engine:
+            del self.engines[name]
+            self._tell_servers()
+
+    def _tell_servers(self) -> None:
+        born = self.births
+        self.manager.observe_servers(
+            ServerAddress(name, f"http://{name}", 1, "simulated", str(born[name])) for name in self.engines
+        )
+
+    def start_worker(self, name: str) -> None:
+        self.births[name] = self.births.get(name, 0) + 1
+        self.workers[name] = Worker(self, name, str(self.births[name]))
+        self._tell_workers()
+        self.clock.after(self.random.random(), self.workers[name].ask)
+
+    def kill_worker(self, name: str) -> None:
+        """The worker dies; its heartbeat ends later, and then it starts again."""
+        worker = self.workers[name]
+        worker.die()
+        self.clock.after(self.sim.notice_s, self._forget_worker, name, worker)
+
+    def _forget_worker(self, name: str, worker: Worker) -> None:
+        del self.workers[name]
+        self._tell_workers()
+        self.clock.after(1.0, self.start_worker, name)
+
+    def _tell_workers(self) -> None:
+        beats = {name: heartbeat("rollout_worker", 0, worker.incarnation) for name, worker in self.workers.items()}
+        self.manager.observe_workers(beats)
+
+    def kill_trainer(self) -> None:
+        self.trainer.die()
+        self.clock.after(self.sim.trainer.start_s, self.trainer.start)
+
+    def kill_manager(self) -> None:
+        self.manager.stop()
+        self.clock.after(5.0, self.manager.start)
+
+    # -- servers, as the manager reaches them --------------------------------------------------------------------------
+
+    def engine(self, server: str) -> Engine | None:
+        return self.engines.get(server)
+
+    def model_info(self, name: str, incarnation: str) -> tuple[str, str] | None:
+        """Return version and locator that a server reports; None if this incarnation is not up."""
+        engine = self._addressed(name, incarnation)
+        if engine is None:
+            return None
+        return (str(engine.serving.version), engine.serving.locator) if engine.serving else ("", "")
+
+    def load(self, order: UpdateOrder, done: Callable[[str], None]) -> None:
+        """Stage, then swap. It fails if the server dies, if a fault is due, or if the version is deleted before."""
+        engine = self._addressed(order.server, order.incarnation)
+        if engine is None:
+            self.clock.after(self.sim.call_s, done, "connection refused")
+            return
+        seconds = self.sim.server.stage_s * (0.9 + 0.2 * self.random.random())
+        self.clock.after(seconds, self._staged, order, engine, done)
+
+    def _staged(self, order: UpdateOrder, engine: Engine, done: Callable[[str], None]) -> None:
+        if not engine.up:
+            done("connection closed")
+        elif self.failing_updates:
+            self.failing_updates -= 1
+            done("simulated error")
+        elif order.target not in self.versions:
+            done(f"{order.target.locator} cannot be read")
+        else:
+            engine.swap(order.target, partial(done, ""))
+
+    def _addressed(self, name: str, incarnation: str) -> Engine | None:
+        engine = self.engines.get(name)
+        return engine if engine is not None and engine.up and str(self.births[name]) == incarnation else None
+
+    # -- groups and versions -------------------------------------------------------------------------------------------
+
+    def push(self, group: GroupRun, stored: Callable[[], None]) -> None:
+        self.trainer.push(group, stored)
+
+    def waste(self, group: GroupRun, reason: str) -> None:
+        """Close an attempt whose tokens are not trained."""
+        if not group.over:
+            group.over = True
+            self.open.remove(group)
+            if group.ticket.kind == "eval" and reason == "evaluation":
+                self.account.evaluated += group.tokens
+            else:
+                self.account.wasted[reason] += group.tokens
+
+    def trained(
+        self, groups: Sequence[GroupRun], version: int, in_loss: Sequence[SampleMeta], oldest: int | None
+    ) -> None:
+        """Close the attempts of a step that became ``version``.
+
+        ``in_loss``: rows as they are trained, without the tokens of versions below ``oldest``.
+        """
+        if problem := check_loss(self, groups, in_loss, version, oldest):
+            raise Broken(problem, self)
+        tokens = sum(row.loss_tokens for row in in_loss)
+        for group in groups:
+            group.over = True
+            self.open.remove(group)
+        self.account.trained[version] += tokens
+        if masked := sum(group.tokens for group in groups) - tokens:
+            self.account.wasted["masked"] += masked
+        self.account.in_loss.extend(row.loss_tokens for row in in_loss)
+
+    def published(self, version: PublishedVersion) -> None:
+        """Set the name-store key, then prune all but the newest versions and those in use."""
+        self.versions.append(version)
+        self.clock.after(self.sim.call_s, self.manager.publish, version)
+        newest = self.versions[-self.config.weights.keep_versions :]
+        kept = {*self.trainer.in_use.locators(), *(kept.locator for kept in newest)}
+        self.versions = [old for old in self.versions if old.locator in kept]
+
+    # -- measurements --------------------------------------------------------------------------------------------------
+
+    def _observe(self, event: Event) -> None:
+        if isinstance(event, Reissued) and event.cause == STALE:
+            prompt = self.manager.state.ledger.columns.prompt[int(event.ticket_id)]
+            self.account.stale_issues[prompt] += 1
+
+    def _watch_routes(self) -> None:
+        """Integrate the number of routable servers over time, and count new quarantines."""
+        servers, now = self.manager.state.servers, self.clock.now
+        if servers.revision == self._revision:
+            return
+        account, seconds = self.account, now - self._routable_since
+        if self._routable >= 0:
+            account.routable_s += self._routable * seconds
+            account.served_s += self.sim.server.count * seconds
+        self._routable_since, self._revision = now, servers.revision
+        if self._routable >= 0 or servers.published is not None:
+            self._routable = len(self.manager.state.router.routes(None))
+        quarantined = {(s.name, s.address.incarnation) for s in servers.all() if s.quarantined}
+        account.quarantines += len(quarantined - self._quarantined)
+        self._quarantined = quarantined

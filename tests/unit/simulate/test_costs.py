@@ -1,0 +1,116 @@
+"""Cost models: servers share their rate, tokens carry versions, lengths follow their distribution."""
+
+from __future__ import annotations
+
+import pytest
+
+from realsys.simulate.clock import Clock
+from realsys.simulate.costs.lengths import Lengths
+from realsys.simulate.costs.server_costs import Engine, EngineRequest, Piece
+from realsys.simulate.scenarios import LengthSettings, ServerSettings
+from realsys.types import PublishedVersion, Ticket
+
+COSTS = ServerSettings(tokens_per_s=10.0, total_tokens_per_s=20.0, max_running=4, swap_s=1.0)
+
+
+class Bench:
+    """An engine at version 0, and when each request ended."""
+
+    def __init__(self, costs: ServerSettings = COSTS) -> None:
+        self.clock = Clock()
+        self.engine = Engine(self.clock, costs)
+        self.ended: list[tuple[float, dict[int, int]]] = []
+        self.swap(0)
+        self.run()
+        self.began = self.clock.now
+
+    def swap(self, version: int) -> None:
+        self.engine.swap(PublishedVersion(version, "t", f"v{version}", version), lambda: None)
+
+    def submit(self, *tokens: int) -> EngineRequest:
+        pieces = [Piece(index, count) for index, count in enumerate(tokens)]
+        request = EngineRequest(pieces, 0, self._done)
+        self.engine.submit(request)
+        return request
+
+    def _done(self, request: EngineRequest) -> None:
+        versions = {v: n for _, counts in request.sampled for v, n in counts.items()}
+        self.ended.append((self.clock.now - self.began, versions))
+
+    def run(self) -> None:
+        while self.clock.step():
+            pass
+
+
+def test_completions_share_the_rate() -> None:
+    """Four completions of 100 tokens at 20 tokens/s together: 5 each."""
+    bench = Bench()
+    for _ in range(4):
+        bench.submit(100)
+    bench.run()
+    assert [time for time, _ in bench.ended] == pytest.approx([20.0] * 4)
+
+
+def test_rate_rises_when_a_completion_ends() -> None:
+    bench = Bench()
+    for tokens in (50, 50, 50, 100):
+        bench.submit(tokens)
+    bench.run()
+    assert [time for time, _ in bench.ended] == pytest.approx([10.0, 10.0, 10.0, 15.0])
+
+
+def test_completions_beyond_max_running_queue() -> None:
+    bench = Bench(COSTS.model_copy(update={"max_running": 1}))
+    bench.submit(10)
+    bench.submit(10)
+    bench.run()
+    assert [time for time, _ in bench.ended] == pytest.approx([1.0, 2.0])
+
+
+def test_swap_pauses_and_marks_tokens() -> None:
+    bench = Bench()
+    bench.submit(100)
+    bench.clock.after(4.0, bench.swap, 1)
+    bench.run()
+    assert bench.ended == [(pytest.approx(11.0), {1: 60, 0: 40})]
+
+
+def test_death_loses_the_tokens_so_far() -> None:
+    bench = Bench()
+    request = bench.submit(100, 20)
+    lost: list[int] = []
+    bench.clock.after(5.0, lambda: lost.append(bench.engine.die()[id(request)]))
+    bench.run()
+    assert lost == [50] and len(request.sampled) == 1 and not bench.ended
+
+
+def test_cancelled_request_frees_its_share() -> None:
+    bench = Bench()
+    bench.submit(100)
+    other = bench.submit(100, 100, 100)
+    bench.clock.after(4.0, bench.engine.cancel, other)
+    bench.run()
+    assert [time for time, _ in bench.ended] == pytest.approx([4.0 + 8.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "low", "high"),
+    [
+        (LengthSettings(kind="lognormal", mean=500.0, sigma=0.5), 450, 550),
+        (LengthSettings(kind="pareto", shortest=20, longest=1800), 70, 90),
+        (LengthSettings(kind="uniform", shortest=100, longest=300), 190, 210),
+        (LengthSettings(kind="constant", mean=7.0), 7, 7),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_lengths_have_the_mean_of_their_kind(settings: LengthSettings, low: int, high: int) -> None:
+    lengths = Lengths(settings.model_copy(update={"prompt_share": 0.2}), seed=1)
+    drawn = [k for prompt in range(800) for k in lengths.draw(Ticket("0", 0, prompt, n=8, seed=prompt))]
+    assert low <= sum(drawn) / len(drawn) <= high
+    assert settings.shortest <= min(drawn) and max(drawn) <= settings.longest
+
+
+def test_prompt_is_long_again_when_issued_again() -> None:
+    lengths = Lengths(LengthSettings(prompt_share=1.0), seed=1)
+    first, again, other = (lengths.draw(Ticket("0", 0, p, n=2, seed=s)) for p, s in ((5, 1), (5, 2), (6, 1)))
+    assert first == again != other
