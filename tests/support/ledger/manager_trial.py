@@ -223,7 +223,7 @@ class Trial:
 
     async def schedule(self, ticket: dict[str, Any], **more: Any) -> tuple[int, Any]:
         body = {"ticket_id": ticket["ticket_id"], "attempt": ticket["attempt"], "prompt_len": 8, "max_new_tokens": 32}
-        return await self.call("/schedule_request", body | {"n": ticket["n"]} | more)
+        return await self.call("/schedule_request", body | {"n": ticket.get("n", 1)} | more)
 
     async def finish(self, ticket: dict[str, Any], outcome: str = "accepted", **more: Any) -> Any:
         answer = {
@@ -235,7 +235,7 @@ class Trial:
             "version_max": ticket.get("version", 0),
         }
         body = {"ticket_id": ticket["ticket_id"], "attempt": ticket["attempt"], "worker": WORKER, "outcome": outcome}
-        answers = [] if outcome == "failed" else [answer] * ticket["n"]
+        answers = [] if outcome == "failed" else [answer] * ticket.get("n", 1)
         return await self.post("/finish_rollout", **(body | {"reason": "", "answers": answers} | more))
 
 
