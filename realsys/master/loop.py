@@ -53,6 +53,22 @@ STATUS_FIELDS = (
 )
 
 
+#: behaviour weight above which a step warns; a cap of 5 hides it from the loss
+LARGE_WEIGHT = 100.0
+
+
+class Onset:
+    """Tells when a condition begins to hold."""
+
+    def __init__(self) -> None:
+        self._held = False
+
+    def begins(self, holds: bool) -> bool:
+        """Return True if the condition holds and did not hold at the last call."""
+        before, self._held = self._held, holds
+        return holds and not before
+
+
 class Checkpointer(Protocol):
     """Owner of the training state on disk. It is called between two steps, while no call runs."""
 
@@ -115,7 +131,7 @@ class TrainLoop:
         self._agreement = AgreementMonitor(config.agreement)
         self._started = time.monotonic()
         self._first_step = 1
-        self._warned = False
+        self._waste, self._large_weights = Onset(), Onset()
         self._signal = SignalWatch(config.train.ppo.advantage.mean)
 
     async def run(self, done: int = 0) -> int:
@@ -200,6 +216,7 @@ class TrainLoop:
         trained = results["actor_train"].stats if "actor_train" in results else {}
         masks_truncated = self._config.train.ppo.truncated_answers == "mask"
         self._warn_of_waste(batch.losses)
+        self._warn_of_weights(step, trained)
         return {
             "step": step,
             "total": self._total_steps,
@@ -227,13 +244,24 @@ class TrainLoop:
 
     def _warn_of_waste(self, losses: StepLosses) -> None:
         """Warn once when staleness begins to cost many tokens, and again if it does so later."""
-        if losses.warning and not self._warned:
+        if self._waste.begins(losses.warning):
             log.warning(
                 "%.0f %% of the tokens sampled for the last steps were too old to be trained: increase "
                 "asynchronous.max_head_offpolicyness, or set asynchronous.stale_policy=train",
                 100 * losses.too_old,
             )
-        self._warned = losses.warning
+
+    def _warn_of_weights(self, step: int, stats: Mapping[str, float]) -> None:
+        """Warn once when behaviour weights become very large."""
+        largest = stats.get("w_max", 0.0)
+        if self._large_weights.begins(largest > LARGE_WEIGHT):
+            log.warning(
+                "step %d has a token with behaviour weight w = %.3g: the trainer's log-prob and the one recorded in "
+                "generation are far apart; see agreement in the step log, and lower "
+                "asynchronous.max_head_offpolicyness if that is small",
+                step,
+                largest,
+            )
 
     async def _report_trained(self, step: int, batch: TrainBatch) -> dict[str, Any]:
         """Report to the manager which tickets version ``step`` contains; return the statistics of

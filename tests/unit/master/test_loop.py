@@ -169,6 +169,15 @@ def test_untrained_tokens_of_batch_are_named() -> None:
     assert without_signal == {"stale": 0.25, "zero_advantage": 0.75}
 
 
+def test_large_behaviour_weight_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    job = Run()
+    for largest in (2.0, 150.0, 4e8, 3.0):
+        job.loop._warn_of_weights(7, {"w_max": largest})
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "step 7 has a token with behaviour weight w = 150"
+    ]
+
+
 def test_waste_is_warned_of_once_per_onset(caplog: pytest.LogCaptureFixture) -> None:
     job = Run()
     for share in (0.06, 0.07, 0.01, 0.06):
