@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 PARENT_PID = "REALSYS_PARENT_PID"  # set by a launcher that is the direct parent
 RUN_ID = "REALSYS_RUN_ID"
 TRAINING_START = "REALSYS_TRAINING_START"  # number of the trainer's start, for its processes
+_PARENT_LOOK_S = 0.2  # seconds between two looks whether the parent is gone
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -164,10 +165,20 @@ class StopSignals:
             callbacks, self._callbacks = self._callbacks, []
         if not first:
             return
-        orphaned = os.getppid() != self._parent
-        log.info("%s: stopping%s", number.name, "; the parent process has ended" if orphaned else "")
-        if orphaned:
-            # The launcher is gone, so it cannot kill this process if it does not stop.
-            exit_within(self.orphan_grace_s, 1, "asked to stop, without a parent")
+        log.info("%s: stopping%s", number.name, "; the parent process has ended" if self._is_orphan() else "")
+        threading.Thread(target=self._exit_as_orphan, name="orphan", daemon=True).start()
         for callback in callbacks:
             callback()
+
+    def _is_orphan(self) -> bool:
+        return os.getppid() != self._parent
+
+    def _exit_as_orphan(self) -> None:
+        """Bound the stop of a process whose launcher is gone, because the launcher cannot kill it any more.
+
+        The kernel sends SIGTERM when the thread of the launcher ends that started this process. That may be a little
+        before the launcher itself ends, so one look at the parent is not enough.
+        """
+        while not self._is_orphan():
+            threading.Event().wait(_PARENT_LOOK_S)
+        exit_within(self.orphan_grace_s, 1, "asked to stop, without a parent")

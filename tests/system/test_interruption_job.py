@@ -20,7 +20,8 @@ def test_completions_continue_with_new_weights(tmp_path):
         "train.batch_groups=4",
         "train.total_steps=12",
         "asynchronous.max_head_offpolicyness=2",
-        # Completions take about as long as a step: hardly an update can miss all of them.
+        # One completion at a time: a batch takes longer than a train step, so updates meet running completions.
+        "generation.embedded.max_running=1",
         "generation.sampling.min_new_tokens=150",
         "generation.sampling.max_new_tokens=180",
         "generation.embedded.context_length=256",

@@ -1,6 +1,7 @@
 """A user's own model and problems: `experiment=math model.path=DIR data.train=FILE`."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -95,16 +96,27 @@ def test_bad_line_ends_the_command_with_its_number(tmp_path, problems, line, pro
     assert processes_of(job.root) == []
 
 
-def test_run_without_a_verified_completion_ends_by_name(tmp_path, problems):
+BROKEN_VERIFIER = """
+import sys
+if "verifier" in str(getattr(sys.modules["__main__"], "__spec__", None)):
+    raise ImportError("no module named sympathy")
+def judge(item):
+    return True
+"""
+
+
+def test_run_without_a_verified_completion_ends_by_name(tmp_path, problems, monkeypatch):
     lines = problems.read_text().splitlines(keepends=True)
     problems.write_text("".join(lines[:5]))
     overrides = ["data.eval_fraction=0.0", "evaluation.problems=0", "train.total_epochs=1"]
-    # A verifier that is given no time fails; that is no reward of 0, so there is never anything to train on.
-    overrides += ["rollout.reward.timeout_s=1e-6", "rollout.max_attempts=1"]
+    # A verifier that cannot be loaded in its process gives no reward of 0, so there is never anything to train on.
+    (tmp_path / "broken_verifier.py").write_text(BROKEN_VERIFIER)
+    overrides += ["data.verifier=broken_verifier:judge", "rollout.max_attempts=1"]
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     job = run_math(tmp_path / "runs", "failing", make_llama(tmp_path / "model"), problems, *overrides)
     assert job.returncode == 1, job.report()
     message = job.stderr.splitlines()[0]
     assert "master_worker/0" in message and "StuckError" in message
-    assert "5 x failed RewardError" in message and "fewer than the 4 of a batch" in message
+    assert "5 x failed NoVerifierError" in message and "fewer than the 4 of a batch" in message
     assert job.records("train") == []
     assert processes_of(job.root) == []
