@@ -44,7 +44,7 @@ from realsys.launch.screen.monitor import Monitor
 from realsys.launch.screen.progress import Progress
 from realsys.launch.screen.report import Summary, draw_curves, print_summary, summarise, write_summary
 from realsys.launch.screen.saved_steps import saved_line
-from realsys.master.stopping import progress as progress_of_stop
+from realsys.master.run.stopping import progress as progress_of_stop
 from realsys.telemetry.steps import StepTail, surviving_steps
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
 

@@ -12,8 +12,8 @@ from realsys.cluster.process import training_start
 from realsys.cluster.worker import EXIT_STOPPED, WorkerContext, worker_main
 from realsys.master.run.parts import Connections, build_parts
 from realsys.master.run.phases import MasterRun
+from realsys.master.run.stopping import progress
 from realsys.master.step_log import StepLog
-from realsys.master.stopping import progress
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.request_reply import MasterStream
 from realsys.stream.security import keys_for

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from realsys.launch.screen.simulation_picture import draw_simulation
 from realsys.simulate.invariants import Broken
-from realsys.simulate.results import results
 from realsys.simulate.scenarios import plan
 from realsys.simulate.simulation import Simulation
+from realsys.simulate.summary import results
 
 _BROKEN = 1  # exit code
 

@@ -10,7 +10,7 @@ _LINE, _BAR = "#1f5fa8", "#9dc3e6"
 
 
 def draw_simulation(found: Mapping[str, Any], path: Path) -> None:
-    """Draw wait per step, staleness, wasted tokens and waiting times of ``realsys.simulate.results``."""
+    """Draw wait per step, staleness, wasted tokens and waiting times of ``realsys.simulate.summary``."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -22,7 +22,6 @@ from realsys.cluster.failpoint import failpoint
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.http.http_client import CallFailed, HttpClient
 from realsys.errors import MALFORMED, GenerationError, ServerBusy, ServerFailed, ServerSilent
-from realsys.generation.progress import Received
 from realsys.generation.protocol import (
     Acknowledged,
     CompletionReply,
@@ -33,6 +32,7 @@ from realsys.generation.protocol import (
     UpdateResult,
     not_default,
 )
+from realsys.generation.received import Received
 from realsys.types import F32, I32, FinishReason
 
 T = TypeVar("T")

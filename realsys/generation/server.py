@@ -25,7 +25,7 @@ from realsys.cluster.http.http_guard import Guard
 from realsys.errors import MALFORMED, GenerationError, ServerBusy
 from realsys.generation import protocol as p
 from realsys.generation.backend import Completion, GenerationEngine
-from realsys.generation.progress import Delta
+from realsys.generation.received import Delta
 
 MAX_BODY = 16 << 20  # bytes; a prompt of a million tokens is 7 MB
 MAX_MESSAGE = 2000  # characters of an error, which may quote a refused value

@@ -37,10 +37,10 @@ from realsys.master.publish import Publisher
 from realsys.master.records.agreement import AgreementMonitor
 from realsys.master.records.recorder import check_finite
 from realsys.master.recovery import eval_id_of
+from realsys.master.run.stopping import Stopping
 from realsys.master.statistics import batch_statistics, call_seconds, episodes_of, train_record, untrained_shares
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
-from realsys.master.stopping import Stopping
 from realsys.rollout.manager_client import ManagerClient
 from realsys.telemetry.signal import SignalWatch
 

@@ -32,7 +32,7 @@ from msgspec.structs import replace
 
 from realsys.errors import GenerationError, ServerBusy, ServerSilent
 from realsys.generation.client import Generated, SamplingSpec, generated_so_far
-from realsys.generation.progress import Received
+from realsys.generation.received import Received
 from realsys.manager.ledger.order import sampling_seed
 from realsys.manager.messages import MOST_RELEASED, ScheduleReply, ScheduleRequest
 from realsys.manager.routing.prefix import prefix_hashes

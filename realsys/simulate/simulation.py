@@ -13,7 +13,7 @@ from realsys.manager.routing.servers import UpdateOrder
 from realsys.manager.settings import ManagerSettings
 from realsys.simulate.account import Account
 from realsys.simulate.clock import Clock
-from realsys.simulate.costs.lengths import Lengths
+from realsys.simulate.costs.length_models import Lengths
 from realsys.simulate.costs.rollout_costs import GroupRun, Worker
 from realsys.simulate.costs.server_costs import Engine
 from realsys.simulate.costs.trainer_costs import Trainer

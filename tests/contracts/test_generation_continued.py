@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from realsys.generation.client import GenerationClient, SamplingSpec
-from realsys.generation.progress import Received
+from realsys.generation.received import Received
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.rollout.partial import Call, PartialRolloutManager
 from realsys.types import Ticket

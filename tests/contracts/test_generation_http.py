@@ -15,7 +15,7 @@ import torch
 
 from realsys.errors import ServerBusy, ServerFailed, ServerSilent
 from realsys.generation.client import GenerationClient, SamplingSpec, generated_so_far
-from realsys.generation.progress import Received
+from realsys.generation.received import Received
 from tests.support.serving.generation_models import VOCAB, chosen, reference_logprobs
 from tests.support.serving.generation_servers import (
     BOUND_S,

@@ -38,10 +38,10 @@ from realsys.master.loop import LoopParts, TrainLoop, planned_steps
 from realsys.master.publish import Publisher, VersionKey
 from realsys.master.records.recorder import Recorder
 from realsys.master.run.run_status import RunStatus
+from realsys.master.run.stopping import Stopping
 from realsys.master.statistics import keep_samples
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
-from realsys.master.stopping import Stopping
 from realsys.master.warmup import Warmup, WarmupParts
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.head_routing import RoutedStream

@@ -27,7 +27,7 @@ from realsys.manager.refusals import NoServer, Refusal
 from realsys.rollout.partial import LAST_DELAY_S, MAX_FAILURES
 from realsys.simulate.account import Account
 from realsys.simulate.clock import Clock
-from realsys.simulate.costs.lengths import Lengths
+from realsys.simulate.costs.length_models import Lengths
 from realsys.simulate.costs.server_costs import Engine, EngineRequest, Piece
 from realsys.simulate.manager_machine import ManagerMachine, allocate_request
 from realsys.simulate.scenarios import SimSettings

@@ -18,7 +18,7 @@ from realsys.errors import ModelError
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import MeshGroups
-from realsys.train.megatron.snapshot import WeightSnapshot
+from realsys.train.megatron.offload import WeightSnapshot
 from realsys.train.megatron.train_engine import MegatronEngine
 from realsys.train.packing import MicroBatch, Packer
 from realsys.types import MfcRequest, SequenceRef

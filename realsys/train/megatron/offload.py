@@ -1,4 +1,4 @@
-"""Moves the memory of a role to the host between its calls, and back.
+"""Moves the memory of a role to the host between its calls, and back; keeps weights of an earlier version there.
 
 It moves storages, not tensors. Parameters and gradients are views into large buffers, and a view
 stays valid while the memory under it is released and allocated again.
@@ -6,7 +6,8 @@ stays valid while the memory under it is released and allocated again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -61,3 +62,30 @@ class OffloadedMemory:
     def _finish_copies(self) -> None:
         if self._device.is_cuda:
             torch.cuda.synchronize(self._device.device)
+
+
+class WeightSnapshot:
+    """Copy of ``parameters`` as they are now. It costs their size in host memory."""
+
+    def __init__(self, version: int, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.version = version
+        self._parameters = list(parameters)
+        self._copies = self._copy()
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Give the parameters the values of the snapshot; afterwards they are as before, bit by bit."""
+        current = self._copy()
+        self._write(self._copies)
+        try:
+            yield
+        finally:
+            self._write(current)
+
+    def _copy(self) -> list[torch.Tensor]:
+        return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+
+    def _write(self, values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, values, strict=True):
+                parameter.copy_(value)

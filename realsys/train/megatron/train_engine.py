@@ -42,9 +42,8 @@ from realsys.train.megatron.megatron_core import (
     get_forward_backward_func,
 )
 from realsys.train.megatron.mesh import MeshGroups
-from realsys.train.megatron.offload import OffloadedMemory, storages
+from realsys.train.megatron.offload import OffloadedMemory, WeightSnapshot, storages
 from realsys.train.megatron.optimizer import StepOutcome, make_optimizer, optimizer_tensors, take_step
-from realsys.train.megatron.snapshot import WeightSnapshot
 from realsys.train.megatron.spec import pack_segments
 from realsys.train.packing import MicroBatch, last_rows, loss_and_end_rows
 from realsys.train.step_gate import StepGate

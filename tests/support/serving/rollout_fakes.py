@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from realsys.generation.client import Generated, SamplingSpec
-from realsys.generation.progress import PartsOfOne, Received
+from realsys.generation.received import PartsOfOne, Received
 from realsys.manager.messages import (
     AllocateReply,
     AllocateRequest,

@@ -35,8 +35,8 @@ from realsys.master.calls.plans import plan_roles
 from realsys.master.intake import Intake
 from realsys.master.intake_state import IntakeSettings, IntakeState
 from realsys.master.loop import LoopParts, TrainLoop
+from realsys.master.run.stopping import Stopping
 from realsys.master.step import StepRunner
-from realsys.master.stopping import Stopping
 from realsys.types import MfcRequest, PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import SimulatedWorkers

@@ -12,7 +12,7 @@ from realsys.cluster.http.http_server import HttpServer
 from realsys.errors import GenerationError, ServerBusy, ServerFailed
 from realsys.generation.backend import Completion, Snapshot
 from realsys.generation.client import GenerationClient, SamplingSpec
-from realsys.generation.progress import Received
+from realsys.generation.received import Received
 from realsys.generation.server import build_app
 
 TWO = Completion(np.asarray([5, 6], np.int32), np.asarray([-0.5, -1], np.float32), [(3, 2)], "abort")

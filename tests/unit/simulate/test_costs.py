@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from realsys.simulate.clock import Clock
-from realsys.simulate.costs.lengths import Lengths
+from realsys.simulate.costs.length_models import Lengths
 from realsys.simulate.costs.server_costs import Engine, EngineRequest, Piece
 from realsys.simulate.scenarios import LengthSettings, ServerSettings
 from realsys.types import PublishedVersion, Ticket

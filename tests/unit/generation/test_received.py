@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from realsys.generation.backend import Completion, Snapshot
-from realsys.generation.progress import Delta, Received
+from realsys.generation.received import Delta, Received
 
 TOKENS = np.arange(10, 20, dtype=np.int32)
 LOGPROBS = -np.arange(10, dtype=np.float32) / 8
