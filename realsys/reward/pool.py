@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0  # enough to start Python and to import a verifier's libraries on a busy machine
 MEMORY_BYTES = 4 << 30  # address space of a process; a verifier that wants more gets MemoryError
+#: items in a row without a verdict after which the verifier counts as defective: a group could be trained with its
+#: cut-off completions only, and the run would go on with them
+HOPELESS = 64
 _CLOSED = "the verifier pool is closed"
 
 
@@ -54,6 +57,7 @@ class VerifierPool:
             raise ValueError(f"a verifier pool needs at least one process, got {processes}")
         self.restarts = 0  # processes replaced since the start
         self.undecided = 0  # items without a verdict since the start
+        self._in_a_row = 0  # of them, those since the last verdict
         self._processes = processes
         self._limits = limits
         self._queue: dict[str, deque[_Call]] = {}  # keyed by verifier; the first key is served next
@@ -191,7 +195,9 @@ class VerifierPool:
                 call = calls.popleft()
                 if isinstance(outcome, str):
                     self._no_verdict(call, RewardError(f"verifier {call.name}: {outcome}"))
-                elif not call.future.done():  # the caller may have been cancelled
+                    continue
+                self._in_a_row = 0
+                if not call.future.done():  # the caller may have been cancelled
                     call.future.set_result(outcome)
 
         try:
@@ -203,13 +209,21 @@ class VerifierPool:
             return False
 
     def _no_verdict(self, call: _Call, error: RewardError) -> None:
-        """Queue an item behind all others to be judged again; fail it if this was the second time."""
+        """Queue an item behind all others to be judged again; fail it if this was the second time.
+
+        After many in a row the verifier is to blame, not the item: the attempt fails (NoVerifierError), so that the
+        run ends by name.
+        """
         if not call.again and not self._closed:
             call.again = True
             self._queue.setdefault(call.name, deque()).append(call)
             return
         self.undecided += not self._closed
-        call.fail(error)
+        self._in_a_row += 1
+        if self._in_a_row >= HOPELESS:
+            call.fail(NoVerifierError(f"{self._in_a_row} completions in a row had no verdict; the last one: {error}"))
+        else:
+            call.fail(error)
 
     def _fail(self, calls: deque[_Call], problem: str) -> None:
         while calls:

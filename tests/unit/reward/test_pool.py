@@ -11,6 +11,7 @@ import pytest
 import uvloop
 
 from realsys.errors import NoVerifierError, RewardError
+from realsys.reward import pool as pool_module
 from realsys.reward.frames import MAX_ITEMS, Done, NotLoaded, frame
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
@@ -81,6 +82,24 @@ def test_items_of_one_turn_share_a_trip():
         assert trips(pool) == before + 1
         await outcomes(pool, [Item("", "a", "a")] * (MAX_ITEMS + 1))
         assert trips(pool) == before + 3
+
+    with_pool(body)
+
+
+def test_verifier_without_any_verdict_is_to_blame(monkeypatch):
+    """Otherwise groups would be trained with their cut-off completions only, and nothing would say so."""
+    monkeypatch.setattr(pool_module, "HOPELESS", 4)
+
+    async def body(pool):
+        failing = [Item("", "raise", "")] * 3
+        kinds = {type(error) for error in await outcomes(pool, failing)}
+        assert kinds == {RewardError}
+        assert await correct(pool, "a")
+        first = [type(error) for error in await outcomes(pool, [*failing, *failing])]
+        assert first == [RewardError] * 3 + [NoVerifierError] * 3
+        assert "7 completions in a row had no verdict" in await error_of(pool, "raise")
+        assert await correct(pool, "a")
+        assert "in a row" not in await error_of(pool, "raise")
 
     with_pool(body)
 
