@@ -381,7 +381,8 @@ def first_problem_after(caplog, *replies):
         (child,) = pool._running
         for reply in replies:
             child._reader.feed_data(frame(reply))
-        first, second = await outcomes(pool, [Item("", "b", "a"), Item("", "a", "a")])
+        # The first item takes a while: the process must not have judged it before the reply is read.
+        first, second = await outcomes(pool, [Item("", "wait", "0.5"), Item("", "a", "a")])
         assert (first, second) == (Verdict(correct=False), Verdict(correct=True))
         assert (pool.restarts, pool.undecided) == (1, 0)
         return caplog.text
