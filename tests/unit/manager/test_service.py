@@ -79,6 +79,27 @@ def test_failed_sync_ends_the_process(
     asyncio.run(scenario())
 
 
+def test_unrecorded_grant_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grant that could not be recorded is in memory. A worker that asks again must not get it: the next manager
+    would grant the same tickets once more.
+    """
+
+    def full(self: Journal, events: object) -> None:
+        if events:
+            raise LedgerError("no space left on device")
+
+    async def scenario() -> None:
+        with Journal(tmp_path / "ledger") as journal:
+            service = ManagerService(ready(), journal)
+            monkeypatch.setattr(Journal, "append", full)
+            for _ in range(2):
+                with pytest.raises(LedgerError, match="no space left"):
+                    await service.call(ALLOCATE, AllocateRequest("rollout_worker/0", 4, request_id="r1"))
+            assert isinstance(service.fatal.exception(), LedgerError)
+
+    asyncio.run(scenario())
+
+
 def test_drop_is_synced_before_the_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a ledger that lost its last records would miss the group, and the trainer refuse each of its copies."""
 
