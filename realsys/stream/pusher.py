@@ -16,6 +16,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from realsys.cluster.aio import run_beside
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import DecodeError, RealsysError, StreamError, WaitTimeout
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 #: between attempts to find and reach a puller that is gone; doubles from the first to the last
 FIRST_DELAY_S = 0.05
 LAST_DELAY_S = 1.0
+#: after which a group without an acknowledgement makes the link look up its receiver again
+MOVED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +231,7 @@ class _Link:
             return False
         self._session = session
         try:
-            came_up = await session.outlive(connector.connect_timeout_s)
+            came_up = await run_beside(session.outlive(connector.connect_timeout_s), self._leave_if_moved(session))
         finally:
             # Before the socket closes: ``deliver`` must not send on a closed socket.
             self._session = None
@@ -235,6 +239,22 @@ class _Link:
         self._problem = session.problem
         log.warning("%s: %s", self._identity, self.situation())
         return came_up
+
+    async def _leave_if_moved(self, session: _Session) -> None:
+        """End a session whose receiver has another address now.
+
+        A look-up may return the address of a receiver that has died, until its lease lapses. If another
+        process has got its port, the session stands, but nothing there acknowledges a group.
+        """
+        oldest = None
+        while True:
+            await asyncio.sleep(MOVED_S)
+            before, oldest = oldest, next(iter(self._pending), None)
+            if oldest is None or oldest != before:
+                continue
+            with contextlib.suppress(RealsysError):  # no address at the moment: the receiver is being restarted
+                if await asyncio.to_thread(self._connector.resolve, self._dp) != self._address:
+                    session.lose()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Fail every waiting push: the task only ends if the pusher closes or a defect stops it."""

@@ -13,6 +13,7 @@ from zmq.utils import garbage
 
 from realsys.cluster.topology import group_contiguously
 from realsys.errors import KeyMissing, StreamError, WaitTimeout
+from realsys.stream import pusher as pusher_module
 from realsys.stream.codec import encode_group
 from realsys.stream.push_pull import Pusher, PushLimits
 from realsys.stream.wire import Push, PushAck, PushNack
@@ -98,6 +99,23 @@ def test_unacknowledged_push_names_group_receiver_and_reason() -> None:
         await pusher.close()
 
     asyncio.run(run())
+
+
+def test_group_leaves_a_stranger_at_the_old_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver has died, and another process has its port: the connection stands, without acknowledgements."""
+    monkeypatch.setattr(pusher_module, "MOVED_S", 0.05)
+    stored: list[Group] = []
+
+    async def run(puller: PullerThread, stranger: str) -> None:
+        addresses = iter([stranger])
+        pusher = Pusher(lambda dp: next(addresses, puller.address), [0], "rollout_worker/0")
+        await push_all(pusher, names(3))
+        await pusher.close()
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, pulling(stored.append) as puller:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        asyncio.run(run(puller, f"tcp://127.0.0.1:{port}"))
+        assert puller.wait_for(3) == names(3)
 
 
 def test_closing_fails_the_pushes_that_wait() -> None:
