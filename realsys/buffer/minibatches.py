@@ -81,7 +81,7 @@ def plan_minibatches(
 
     ``left_out``: ids of the rows that are not computed, whole episodes. They are spread apart from the others:
     the work of the others is balanced, and each minibatch has its share of both, because rows that are left
-    out stay in the denominators. Every minibatch has an episode that is computed, if there is one.
+    out stay in the denominators. If any episode is computed, every minibatch has one.
 
     Raises ValueError if ``n_minibatches`` or ``dp`` is below 1.
     """
@@ -97,7 +97,7 @@ def plan_minibatches(
 
 
 def _split(units: Sequence[Unit], parts: int, cost: CostFunction, left_out: frozenset[str]) -> list[list[SequenceRef]]:
-    """Distribute whole units over ``parts``: of equal cost what is computed, and of equal cost what is left out."""
+    """Distribute whole units over ``parts``: computed units of equal cost, and left-out units of equal cost."""
     computed = _split_alike([unit for unit in units if unit[0].sample_id not in left_out], parts, cost)
     others = _split_alike([unit for unit in units if unit[0].sample_id in left_out], parts, cost)
     return [a + b for a, b in zip(computed, others, strict=True)]

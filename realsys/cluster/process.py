@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 PARENT_PID = "REALSYS_PARENT_PID"  # set by a launcher that is the direct parent
 RUN_ID = "REALSYS_RUN_ID"
 TRAINING_START = "REALSYS_TRAINING_START"  # number of the trainer's start, for its processes
-_PARENT_LOOK_S = 0.2  # seconds between two looks whether the parent is gone
+_PARENT_LOOK_S = 0.2  # seconds between two checks of the parent
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -177,7 +177,7 @@ class StopSignals:
         """Bound the stop of a process whose launcher is gone, because the launcher cannot kill it any more.
 
         The kernel sends SIGTERM when the thread of the launcher ends that started this process. That may be a little
-        before the launcher itself ends, so one look at the parent is not enough.
+        before the launcher itself ends, so the parent must be checked again.
         """
         while not self._is_orphan():
             threading.Event().wait(_PARENT_LOOK_S)

@@ -194,7 +194,7 @@ class ManagerService:
         return reply
 
     def _decide(self, operation: Operation[Request, Reply], request: Request) -> Reply | NoServer:
-        if self.fatal.done():  # memory is ahead of the journal: a repeated call must not get what was never recorded
+        if self.fatal.done():  # memory is ahead of the journal: a repeated call would get unrecorded tickets
             raise LedgerError(f"this manager has to end: {self.fatal.exception()}")
         self.state.asking, self.state.promised = len(self.grants), self.grants.turns
         try:

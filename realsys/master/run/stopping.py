@@ -84,5 +84,5 @@ def progress(paths: TrialPaths) -> tuple[str, int]:
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
-    except OSError as error:  # a full disk: the stop goes on, without a sign of its progress
+    except OSError as error:  # a full disk: the stop continues, without a sign of its progress
         log.warning("cannot write %s: %s", path, error.strerror)
