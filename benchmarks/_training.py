@@ -21,12 +21,13 @@ from realsys.cluster.topology import whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
 from realsys.hf.architecture import ModelSizes
+from realsys.model_calls import MfcRequest
 from realsys.train.calls import Role
 from realsys.train.data_manager import Array, DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import form_meshes, process_groups
 from realsys.train.role_parts import make_role
-from realsys.types import MfcRequest, SequenceRef
+from realsys.types import SequenceRef
 from tests.support.training.lengths import PROMPT
 from tests.support.training.records import make_ref
 

@@ -27,10 +27,11 @@ import uvloop
 import zmq
 
 from benchmarks._table import report
+from realsys.model_calls import Empty
 from realsys.stream.codec import encode_group, encode_message
 from realsys.stream.push_pull import Puller, Pusher, PushLimits
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
-from realsys.types import Empty, Group, Ticket
+from realsys.types import Group, Ticket
 from tests.support.training.records import group_of, single_turn
 
 ANSWERS = 8  # trajectories of a group

@@ -33,10 +33,11 @@ from realsys.launch.fit import fit
 from realsys.launch.plan import ProcessSpec, plan
 from realsys.launch.prepare import Ready, examine, prepare, resolve
 from realsys.launch.processes.failures import FirstFailure, first_failure, full_disk
+from realsys.launch.processes.hooks import Bounds, Hooks
 from realsys.launch.processes.logs import keep_bounded
 from realsys.launch.processes.own_etcd import etcd_answers
 from realsys.launch.processes.restart_policy import NO_CHECKPOINT, Outcome
-from realsys.launch.processes.supervisor import Bounds, Hooks, Supervisor
+from realsys.launch.processes.supervisor import Supervisor
 from realsys.launch.recover import remove_half_written
 from realsys.launch.screen.display import make_view
 from realsys.launch.screen.dry_run import print_dry_run

@@ -25,7 +25,8 @@ from realsys.config.schema import ClusterConfig, Config
 from realsys.errors import CheckpointError, RealsysError, RecordError
 from realsys.launch.plan import ProcessSpec, plan
 from realsys.launch.processes.failures import first_failure
-from realsys.launch.processes.supervisor import Bounds, Hooks, Supervisor
+from realsys.launch.processes.hooks import Bounds, Hooks
+from realsys.launch.processes.supervisor import Supervisor
 from realsys.launch.start import changes
 from realsys.master.records.replayer import ReplayJob, ReplayResult, replay_job
 from realsys.train.checkpoint.checkpoint_files import STATE, verify

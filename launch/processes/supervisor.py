@@ -9,11 +9,7 @@
 An exception in the launcher fails the run like any other: all processes are stopped and the error is reported.
 
 restart_policy.py decides what a death means. The trainer (ModelWorkers and MasterWorker) ends as a whole: if one of its
-processes dies, the others are killed, and then all are started together.
-
-An interrupted run stops its MasterWorker first, which takes a checkpoint while the ModelWorkers still answer. This
-wait lasts as long as there is progress. Then all others get SIGTERM, and the name store last. Processes that are left
-after ``stop_timeout_s`` get SIGKILL with their group, and so does every descendant.
+processes dies, the others are killed, and then all are started together. stop.py ends the processes.
 """
 
 from __future__ import annotations
@@ -23,18 +19,17 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Concatenate, ParamSpec
 
-from realsys.cluster.child_process import child_pids, kill_descendants, reap_orphans
-from realsys.cluster.failure import ErrorRecord
+from realsys.cluster.child_process import child_pids, reap_orphans
 from realsys.cluster.prctl import subreaper
 from realsys.cluster.process import TRAINING_START
 from realsys.errors import RealsysError
 from realsys.launch.plan import NAME_STORE, ProcessSpec
 from realsys.launch.processes.children import Child
 from realsys.launch.processes.failures import first_cause, last_error, log_since
+from realsys.launch.processes.hooks import Bounds, Hooks
 from realsys.launch.processes.restart_policy import (
     NO_CHECKPOINT,
     Cause,
@@ -47,6 +42,7 @@ from realsys.launch.processes.restart_policy import (
     RestartPolicy,
     is_spare,
 )
+from realsys.launch.processes.stop import Changes, Stop, pids_of
 from realsys.launch.processes.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -54,49 +50,8 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_KILL_TIMEOUT_S = 2.0
 _REPLACEABLE = {"generation_server": "generation servers", "rollout_worker": "RolloutWorkers"}
-_LOOK_S = 0.5  # seconds between two looks at the progress of a stop
-_FIRST_PROGRESS = 0.6  # share of stop_timeout_s; the MasterWorker gives up after half of it
 _BAD_INPUT = 2  # RealsysError.exit_code of ConfigError, DataError, ModelError
-
-
-async def _ready(_: ProcessSpec) -> None:
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Bounds of a run. A stop waits ``stop_progress_s`` for the next progress of the MasterWorker."""
-
-    stop_timeout_s: float
-    stop_progress_s: float
-    max_restarts: int
-    first_backoff_s: float = 0.5
-    min_share: float = 0.0  # of the workers of a kind that must be left when one is given up
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """Functions of the run that the supervisor calls.
-
-    say               takes a line for each restart and kill
-    errors            returns the error files of the trial's processes
-    checkpoint        returns the step of the newest complete one, or NO_CHECKPOINT
-    finished          returns True if a MasterWorker that exited 0 has finished the run
-    name_store_ready  returns when the run's own name store answers
-    outside           returns a cause outside of the processes, such as a full disk, or ""
-    stopping          returns the progress of a stop: what the MasterWorker does (the user reads its first line), and
-                      the bytes that were written
-    """
-
-    say: Callable[[str], None]
-    errors: Callable[[], Sequence[ErrorRecord]] = lambda: ()
-    checkpoint: Callable[[], int] = lambda: NO_CHECKPOINT
-    finished: Callable[[], bool] = lambda: True
-    name_store_ready: Callable[[ProcessSpec], Awaitable[None]] = _ready
-    outside: Callable[[], str] = lambda: ""
-    stopping: Callable[[], tuple[str, int]] = lambda: ("", 0)
 
 
 Method = Callable[Concatenate["Supervisor", P], None]
@@ -130,9 +85,8 @@ class Supervisor:
         self._deaths: list[Death] = []
         self._restarted: list[Death] = []
         self._given_up: list[str] = []
-        self._changed = asyncio.Event()  # a process has ended, or the run has to end
-        self._hurry = False  # after a second signal: no orderly stop
-        self._killing = False
+        self._changes = Changes()
+        self._stop = Stop(self._children, bounds, hooks, self._changes, self._earlier)
 
     @property
     def restarts(self) -> int:
@@ -140,18 +94,18 @@ class Supervisor:
 
     def running(self) -> dict[str, int]:
         """Return name -> pid of the processes that run."""
-        return {c.spec.name: c.process.pid for c in self._children if c.process is not None}
+        return pids_of(self._children)
 
     async def run(self) -> Outcome:
         """Start everything, wait for the end of the run, stop everything."""
         with subreaper(), _stop_signals(self.interrupt):
             try:
                 await self._start_all()
-                await self._until(lambda: self._outcome is not None)
+                await self._changes.until(lambda: self._outcome is not None)
             except Exception as exc:
                 self.fail(exc)
             finally:
-                killed = await self._stop()
+                killed = await self._end_all()
         assert self._outcome is not None
         outcome = self._outcome
         outcome.deaths = self._deaths
@@ -164,8 +118,8 @@ class Supervisor:
     def interrupt(self, signum: int) -> None:
         """End the run as a signal does; the second call kills what still runs."""
         if self._outcome is not None:
-            self._hurry = True
-            self._changed.set()
+            self._stop.hurry = True
+            self._changes.note()
             return
         self._end(Outcome("interrupted", f"stopped by {signal.Signals(signum).name}", signal=signum))
 
@@ -173,6 +127,13 @@ class Supervisor:
         """End the run for an exception in the launcher itself."""
         log.error("the launcher failed", exc_info=exc)
         self._end(Outcome("failed", f"the launcher failed: {type(exc).__name__}: {exc}"))
+
+    async def _end_all(self) -> list[str]:
+        self._end(Outcome("failed", "the launcher was cancelled"))  # unless it has ended otherwise
+        assert self._outcome is not None
+        self._deaths += self._trainer.deaths  # it was being killed: its failures are causes, too
+        self._trainer.cancel()
+        return await self._stop.run(orderly=self._outcome.status == "interrupted")
 
     # ---- start
 
@@ -186,9 +147,9 @@ class Supervisor:
     async def _wait_for_name_store(self, spec: ProcessSpec) -> None:
         """Return when it answers, or when the run ends before that."""
         ready = asyncio.ensure_future(self._hooks.name_store_ready(spec))
-        ready.add_done_callback(lambda _: self._changed.set())
+        ready.add_done_callback(lambda _: self._changes.note())
         try:
-            await self._until(lambda: ready.done() or self._outcome is not None)
+            await self._changes.until(lambda: ready.done() or self._outcome is not None)
             if self._outcome is None:
                 ready.result()
         except RealsysError as error:
@@ -222,10 +183,10 @@ class Supervisor:
         death = Death(child.spec.name, pid, returncode, time.time(), child.spec.log, error, defect)
         if self._outcome is None:
             self._consider(child, death)
-        elif death.killed and not self._killing and not self._trainer.killed(child, death):
+        elif death.killed and not self._stop.killing and not self._trainer.killed(child, death):
             # Killed from outside: other processes may have failed because of it, and been noticed first.
             self._deaths.append(death)
-        self._changed.set()
+        self._changes.note()
 
     def _consider(self, child: Child, death: Death) -> None:
         """Act on an unrequested death, or on the end of a trainer process that was killed because of one."""
@@ -314,89 +275,7 @@ class Supervisor:
     def _end(self, outcome: Outcome) -> None:
         if self._outcome is None:
             self._outcome = outcome
-        self._changed.set()
-
-    # ---- the end
-
-    async def _stop(self) -> list[str]:
-        """Stop every process; returns the names of those that had to be killed."""
-        self._end(Outcome("failed", "the launcher was cancelled"))  # unless it has ended otherwise
-        assert self._outcome is not None
-        self._deaths += self._trainer.deaths  # it was being killed: its failures are causes, too
-        self._trainer.cancel()
-        workers = [child for child in self._children if child.spec.kind != NAME_STORE]
-        for child in self._children:
-            child.cancel()
-        if self._outcome.status == "interrupted":
-            await self._stop_master()
-        began = time.monotonic()
-        for child in workers:
-            child.terminate()
-        left = self._bounds.stop_timeout_s - (time.monotonic() - began)
-        await self._until(lambda: self._hurry or not _names(workers), left)
-        self._killing = True
-        killed = await self._kill(workers)
-        left = self._bounds.stop_timeout_s + _KILL_TIMEOUT_S - (time.monotonic() - began)
-        killed += await self._stop_name_store(left)
-        killed += kill_descendants(_KILL_TIMEOUT_S, self._earlier.union(self.running().values()))
-        await self._until(lambda: not _names(self._children), _KILL_TIMEOUT_S)  # killed, but not yet reaped
-        if killed:
-            names = ", ".join(killed)
-            self._hooks.say(f"killed, because they did not stop within {self._bounds.stop_timeout_s:g} s: {names}")
-        return killed
-
-    async def _stop_master(self) -> None:
-        """Stop the MasterWorker first: it needs every ModelWorker for its checkpoint. Skipped if one is missing."""
-        trainer = [child for child in self._children if child.spec.on_training_side]
-        if not trainer or len(_names(trainer)) < len(trainer):
-            return
-        for child in trainer:
-            if child.spec.kind == "master_worker":
-                child.terminate()
-        await self._while_it_progresses(lambda: self._hurry or len(_names(trainer)) < len(trainer))
-
-    async def _while_it_progresses(self, ended: Callable[[], bool]) -> None:
-        """Return when ``ended`` holds, or ``stop_progress_s`` after the last progress. Says what is done.
-
-        The first progress must come soon: the trainer answers a stop at once, also in the middle of a step.
-        """
-        before, moved, bound_s = ("", 0), time.monotonic(), _FIRST_PROGRESS * self._bounds.stop_timeout_s
-        while not ended() and time.monotonic() < moved + bound_s:
-            await self._until(ended, min(_LOOK_S, bound_s))
-            now = self._hooks.stopping()
-            text = now[0].partition("\n")[0]
-            if text and text != before[0].partition("\n")[0]:
-                self._hooks.say(f"{text} (a second Ctrl-C ends the run without waiting)")
-            if now != before:
-                before, moved, bound_s = now, time.monotonic(), self._bounds.stop_progress_s
-
-    async def _stop_name_store(self, timeout_s: float) -> list[str]:
-        stores = [child for child in self._children if child.spec.kind == NAME_STORE]
-        for child in stores:
-            child.terminate()
-        await self._until(lambda: self._hurry or not _names(stores), timeout_s)
-        return await self._kill(stores)
-
-    async def _kill(self, children: Sequence[Child]) -> list[str]:
-        """Kill the children that still run; returns their names."""
-        killed = _names(children)
-        for child in children:
-            child.kill()
-        await self._until(lambda: not _names(children), _KILL_TIMEOUT_S)
-        return killed
-
-    async def _until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Check the condition whenever a process has ended, until it holds or the time is over."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not condition():
-                    self._changed.clear()
-                    await self._changed.wait()
-
-
-def _names(children: Sequence[Child]) -> list[str]:
-    """Return the names of those that run."""
-    return [child.spec.name for child in children if child.process is not None]
+        self._changes.note()
 
 
 @contextlib.contextmanager

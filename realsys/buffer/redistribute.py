@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from realsys.cluster.topology import Mesh
 from realsys.errors import StuckError
-from realsys.types import ARRAY_KEYS, METADATA_KEYS, SequenceRef, Transfer
+from realsys.model_calls import Transfer
+from realsys.types import ARRAY_KEYS, METADATA_KEYS, SequenceRef
 
 Minibatches = Sequence[Sequence[Sequence[SequenceRef]]]  # [minibatch][data rank] -> sequences
 

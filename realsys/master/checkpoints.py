@@ -34,6 +34,7 @@ from realsys.config.schema import Config
 from realsys.errors import CheckpointError, RealsysError
 from realsys.hf.config import read_sizes
 from realsys.manager.messages import DataPosition
+from realsys.model_calls import Empty
 from realsys.storage.commit_folder import checksum_of
 from realsys.storage.files import FileInfo
 from realsys.train.checkpoint import checkpoint_files as files
@@ -43,7 +44,6 @@ from realsys.train.checkpoint.checkpoint_messages import (
     LoadCheckpointRequest,
     SaveCheckpointRequest,
 )
-from realsys.types import Empty
 
 log = logging.getLogger(__name__)
 

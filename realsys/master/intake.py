@@ -20,8 +20,9 @@ from realsys.manager.messages import ClaimRequest, TrainedRequest
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.evaluation import Repair
 from realsys.master.intake_state import IntakeState, TrainBatch
+from realsys.model_calls import MaskRequest
 from realsys.rollout.manager_client import ManagerClient
-from realsys.types import MaskRequest, SampleMeta
+from realsys.types import SampleMeta
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.store.base import NameStore
 from realsys.config.allocation import ACTOR
 from realsys.errors import NameStoreError, WeightsError
-from realsys.types import PublishedVersion, SaveWeightsReply, SaveWeightsRequest
+from realsys.model_calls import SaveWeightsReply, SaveWeightsRequest
+from realsys.types import PublishedVersion
 from realsys.weights.base import Committed, WeightPublisher
 
 log = logging.getLogger(__name__)

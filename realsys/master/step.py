@@ -23,7 +23,8 @@ from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.calls.ownership import Ownership
 from realsys.master.records.agreement import AgreementSampler
 from realsys.master.records.recorder import Recorder
-from realsys.types import SNAPSHOT, SampleMeta, SequenceRef
+from realsys.model_calls import SNAPSHOT
+from realsys.types import SampleMeta, SequenceRef
 
 ACTOR_INF = "actor_inf"
 Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]

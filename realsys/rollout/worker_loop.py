@@ -104,7 +104,6 @@ class RolloutLoop:
         *,
         max_groups: int,
         group_size: int,
-        hold_s: float = MAX_WAIT_S,
         incarnation: str = "",
         touch_s: float = 60.0,
     ) -> None:
@@ -113,7 +112,6 @@ class RolloutLoop:
         self._worker = worker
         self._incarnation = incarnation
         self._group_size = group_size
-        self._hold_s = hold_s
         self._touch_s = touch_s
         self._attempts: set[tuple[str, int]] = set()  # running
         self._free = max_groups * group_size  # episodes
@@ -154,9 +152,9 @@ class RolloutLoop:
     async def _allocate(self) -> AllocateReply:
         begin = time.monotonic()
         count = min(self._free // self._group_size, MAX_TICKETS)
-        request = AllocateRequest(self._worker, count, self._hold_s, incarnation=self._incarnation)
+        request = AllocateRequest(self._worker, count, MAX_WAIT_S, incarnation=self._incarnation)
         reply = await self._parts.manager.allocate(request)
-        if not reply.tickets and time.monotonic() - begin < min(self._hold_s, reply.retry_after_s):
+        if not reply.tickets and time.monotonic() - begin < min(MAX_WAIT_S, reply.retry_after_s):
             # A manager that is stopping does not hold the call: without a delay this loop would spin.
             await asyncio.sleep(reply.retry_after_s)
         return reply

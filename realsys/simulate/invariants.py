@@ -37,7 +37,7 @@ def check_cheap(simulation: Simulation) -> None:
 def check_all(simulation: Simulation) -> None:
     """Check everything at the end. Raises Broken."""
     check_cheap(simulation)
-    auditor = simulation.manager.auditor
+    auditor = simulation.manager.journal.auditor
     logged = dict(enumerate(simulation.trainer.weights[: simulation.trainer.logged], 1))
     auditor.compare_steps(logged)
     report = auditor.report()
@@ -72,7 +72,7 @@ def check_loss(
 
 
 def _audit(simulation: Simulation) -> str:
-    problems = {name: found[:3] for name, found in simulation.manager.auditor.problems.items() if found}
+    problems = {name: found[:3] for name, found in simulation.manager.journal.auditor.problems.items() if found}
     return f"audit: {problems}" if problems else ""
 
 

@@ -57,6 +57,31 @@ class _Held:
     place: int = -1  # place of an allocation in the queue for tickets
 
 
+class SimulatedJournal:
+    """The journal in memory. Each record is audited as it is written."""
+
+    def __init__(self) -> None:
+        self.auditor = Auditor()
+        self.records = 0  # written so far
+        self.observe: Callable[[Event], None] = lambda _: None  # gets each record
+        self.compact_above = 20_000  # records
+        self._lines: list[bytes] = []
+
+    def write(self, events: Iterable[Event], snapshot: Callable[[], Event]) -> None:
+        """Append the events. A journal that is too long then has only the snapshot."""
+        for event in events:
+            self.records += 1
+            self.auditor.observe(event, self.records)
+            self.observe(event)
+            self._lines.append(encode_record(event))
+        if len(self._lines) > self.compact_above:
+            self._lines = [encode_record(snapshot())]
+
+    def events(self) -> list[Event]:
+        """Return the records."""
+        return [event for line in self._lines if (event := decode_record(line)) is not None]
+
+
 class ManagerMachine:
     """The GserverManager. It survives restarts: only the journal and the name store remain of its state."""
 
@@ -64,13 +89,9 @@ class ManagerMachine:
         self.clock = clock
         self.settings = settings
         self.state = ManagerState(settings)
-        self.auditor = Auditor()
+        self.journal = SimulatedJournal()
         self.up = True
         self.lose_replies = 0  # replies that get lost next
-        self.records = 0
-        self.observe: Callable[[Event], None] = lambda _: None  # gets each record of the journal
-        self.compact_above = 20_000  # records
-        self._journal: list[bytes] = []
         self._servers = servers
         self._call_s = call_s
         self._held: list[_Held] = []
@@ -280,17 +301,7 @@ class ManagerMachine:
 
     def _commit(self) -> None:
         events, self.state.outbox = self.state.outbox, []
-        for event in events:
-            self.records += 1
-            self.auditor.observe(event, self.records)
-            self.observe(event)
-            self._journal.append(encode_record(event))
-        if len(self._journal) > self.compact_above:
-            self._journal = [encode_record(self.state.snapshot(self.clock.now))]
-
-    def events(self) -> list[Event]:
-        """Return the records of the journal."""
-        return [event for line in self._journal if (event := decode_record(line)) is not None]
+        self.journal.write(events, lambda: self.state.snapshot(self.clock.now))
 
     def stop(self) -> None:
         """End the process. Held calls are repeated by their clients."""
@@ -304,7 +315,7 @@ class ManagerMachine:
     def start(self) -> None:
         """Start again from the journal, then read the name store and answer the clients."""
         self.state = ManagerState(self.settings)
-        self.state.restore_from(self.events())
+        self.state.restore_from(self.journal.events())
         self.state.open(self.clock.now)
         self.up = True
         self._commit()

@@ -48,7 +48,7 @@ class Simulation:
         sizes = {"train": self.sim.prompts, "eval": EVAL_PROMPTS}
         settings = ManagerSettings.of(self.config.model_copy(), sizes)
         self.manager = ManagerMachine(self.clock, settings, self, self.sim.call_s)
-        self.manager.observe = self._observe
+        self.manager.journal.observe = self._observe
         self.trainer = Trainer(self)
         self.faults = Faults(self)
         self._routable_since = 0.0

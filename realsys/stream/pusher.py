@@ -1,6 +1,6 @@
 """The sending end of the push-pull stream (see ``push_pull``).
 
-    push(group) ──> Pusher ──> _Link of one receiver ──> _Session: one connection
+    push(group) ──> Pusher ──> _Link of one receiver ──> sockets.ClientSession: one connection
                                      │                        │ lost
                                      └── looks up the address, makes the next session, resends
 
@@ -172,7 +172,7 @@ class _Link:
         self._connector = connector
         self._pending: dict[int, _Pending] = {}  # sequence -> group, ascending
         self._next = 0
-        self._session: _Session | None = None
+        self._session: sockets.ClientSession | None = None
         self._task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._address = ""
@@ -225,7 +225,9 @@ class _Link:
         try:
             # Looked up for every session: a restarted receiver registers a new address.
             self._address = await asyncio.to_thread(connector.resolve, self._dp)
-            session = _Session(connector.context, self._address, connector.keys, self._on_up, self._on_message)
+            session = sockets.ClientSession(
+                connector.context, self._address, connector.keys, self._on_up, self._on_message
+            )
         except RealsysError as err:
             self._problem = str(err)
             return False
@@ -240,7 +242,7 @@ class _Link:
         log.warning("%s: %s", self._identity, self.situation())
         return came_up
 
-    async def _leave_if_moved(self, session: _Session) -> None:
+    async def _leave_if_moved(self, session: sockets.ClientSession) -> None:
         """End a session whose receiver has another address now.
 
         A look-up may return the address of a receiver that has died, until its lease lapses. If another
@@ -266,14 +268,14 @@ class _Link:
                 failure.__cause__ = error
                 pending.stored.set_exception(failure)
 
-    def _on_up(self, session: _Session) -> None:
+    def _on_up(self, session: sockets.ClientSession) -> None:
         # Everything unacknowledged, in sequence: nothing tells how much the old connection delivered.
         # The receiver acknowledges the groups that it has stored already, and stores the others.
         self._problem = ""
         for sequence in self._pending:
             self._send(session, sequence)
 
-    def _send(self, session: _Session, sequence: int) -> None:
+    def _send(self, session: sockets.ClientSession, sequence: int) -> None:
         # The floor is the oldest pending sequence. The receiver discards all outcomes below it, so its
         # memory stays bounded by the groups in flight.
         header = Push(self._identity, sequence, next(iter(self._pending)))
@@ -321,89 +323,3 @@ class _Link:
                 puller = f"puller {self._dp} at {self._address}"
                 refusal = f"{puller} refused {pending.what}: {acknowledgement.reason}"
                 pending.stored.set_exception(StreamError(f"{self._identity}: {refusal}"))
-
-
-class _Session:
-    """One connection to one address, from connecting to its loss (invariant one-session)."""
-
-    def __init__(
-        self,
-        context: sockets.ZContext,
-        address: str,
-        keys: CurveKeys | None,
-        on_up: Callable[[_Session], None],
-        on_message: Callable[[list[zmq.Frame]], None],
-    ) -> None:
-        self.up = False
-        self.problem = "connecting"
-        self._on_up = on_up
-        loop = asyncio.get_running_loop()
-        self._opened: asyncio.Future[bool] = loop.create_future()
-        self._lost: asyncio.Future[None] = loop.create_future()  # an exception in it is a defect here
-        self._dealer, self._monitor = sockets.connect_client(context, address, keys)
-        self._reader = sockets.LoopReader(self._dealer, on_message, self._on_error)
-        self._events = sockets.LoopReader(self._monitor, self._on_event, self._on_error)
-
-    async def outlive(self, connect_timeout_s: float) -> bool:
-        """Wait for the loss of the connection.
-
-        Returns True when it is lost, False if it did not open within ``connect_timeout_s``.
-        """
-        try:
-            # Not wait_for: in Python 3.11 it loses a cancellation that arrives as the connection
-            # opens, and a pusher that is closed right after its first push would wait for ever.
-            async with asyncio.timeout(connect_timeout_s):
-                opened = await self._opened
-        except TimeoutError:
-            self.problem = f"no connection within {connect_timeout_s:g} s"
-            return False
-        await self._lost  # done already if the connection did not open
-        return opened
-
-    def send(self, frames: list[bytes | memoryview]) -> None:
-        """Queue one message; never blocks, because the socket has no high-water mark for sending."""
-        self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        self._reader.nudge()  # sending may swallow the edge that announces an acknowledgement
-
-    def lose(self) -> None:
-        """Behave as if the connection had been cut (failpoint ``drop``)."""
-        self.up = False
-        self.problem = "connection lost"
-        if not self._lost.done():
-            self._lost.set_result(None)
-
-    def close(self) -> None:
-        """Close the sockets. The readers go first: a closed socket has no descriptor to watch."""
-        self.up = False
-        self._reader.close()
-        self._events.close()
-        sockets.close_client(self._dealer, self._monitor)
-
-    def _on_error(self, exc: BaseException) -> None:
-        # Both futures, so that ``outlive`` raises the error in whichever of its two waits it is.
-        if not self._opened.done():
-            self._opened.set_result(False)
-        if not self._lost.done():
-            self._lost.set_exception(exc)
-
-    def _on_event(self, frames: list[zmq.Frame]) -> None:
-        event = sockets.monitor_event(frames)
-        if self._lost.done():
-            # libzmq reconnects on its own until this session is closed. To use that connection would
-            # send to an address that may belong to another process by now.
-            return
-        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-            self.up = True
-            self.problem = ""
-            if not self._opened.done():
-                self._opened.set_result(True)
-            self._on_up(self)
-            return
-        # The first event names the cause; those that follow it only repeat that there is no connection.
-        if not self.problem or self.problem == "connecting":
-            self.problem = sockets.describe_loss(event, was_up=self.up)
-        self.up = False
-        if not self._opened.done():
-            self._opened.set_result(False)
-        if not self._lost.done():
-            self._lost.set_result(None)

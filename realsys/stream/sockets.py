@@ -1,4 +1,4 @@
-"""Creation of all sockets, so that they have the same limits, heartbeats and security."""
+"""All sockets, with the same limits, heartbeats and security; readers and client sessions on them."""
 
 from __future__ import annotations
 
@@ -247,3 +247,89 @@ class LoopReader:
         # The budget is used up and the edge is gone: without a new turn the rest would wait for ever.
         if not self._closed:
             self._schedule()
+
+
+class ClientSession:
+    """One connection to one address, from connecting to its loss. It never reconnects."""
+
+    def __init__(
+        self,
+        context: ZContext,
+        address: str,
+        keys: CurveKeys | None,
+        on_up: Callable[[ClientSession], None],
+        on_message: Callable[[list[zmq.Frame]], None],
+    ) -> None:
+        self.up = False
+        self.problem = "connecting"
+        self._on_up = on_up
+        loop = asyncio.get_running_loop()
+        self._opened: asyncio.Future[bool] = loop.create_future()
+        self._lost: asyncio.Future[None] = loop.create_future()  # an exception in it is a defect here
+        self._dealer, self._monitor = connect_client(context, address, keys)
+        self._reader = LoopReader(self._dealer, on_message, self._on_error)
+        self._events = LoopReader(self._monitor, self._on_event, self._on_error)
+
+    async def outlive(self, connect_timeout_s: float) -> bool:
+        """Wait for the loss of the connection.
+
+        Returns True when it is lost, False if it did not open within ``connect_timeout_s``.
+        """
+        try:
+            # Not wait_for: in Python 3.11 it loses a cancellation that arrives as the connection
+            # opens, and a pusher that is closed right after its first push would wait for ever.
+            async with asyncio.timeout(connect_timeout_s):
+                opened = await self._opened
+        except TimeoutError:
+            self.problem = f"no connection within {connect_timeout_s:g} s"
+            return False
+        await self._lost  # done already if the connection did not open
+        return opened
+
+    def send(self, frames: list[bytes | memoryview]) -> None:
+        """Queue one message; never blocks, because the socket has no high-water mark for sending."""
+        self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        self._reader.nudge()  # sending may swallow the edge that announces an acknowledgement
+
+    def lose(self) -> None:
+        """End the session as if the connection had been cut."""
+        self.up = False
+        self.problem = "connection lost"
+        if not self._lost.done():
+            self._lost.set_result(None)
+
+    def close(self) -> None:
+        """Close the  The readers go first: a closed socket has no descriptor to watch."""
+        self.up = False
+        self._reader.close()
+        self._events.close()
+        close_client(self._dealer, self._monitor)
+
+    def _on_error(self, exc: BaseException) -> None:
+        # Both futures, so that ``outlive`` raises the error in whichever of its two waits it is.
+        if not self._opened.done():
+            self._opened.set_result(False)
+        if not self._lost.done():
+            self._lost.set_exception(exc)
+
+    def _on_event(self, frames: list[zmq.Frame]) -> None:
+        event = monitor_event(frames)
+        if self._lost.done():
+            # libzmq reconnects on its own until this session is closed. To use that connection would
+            # send to an address that may belong to another process by now.
+            return
+        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+            self.up = True
+            self.problem = ""
+            if not self._opened.done():
+                self._opened.set_result(True)
+            self._on_up(self)
+            return
+        # The first event names the cause; those that follow it only repeat that there is no connection.
+        if not self.problem or self.problem == "connecting":
+            self.problem = describe_loss(event, was_up=self.up)
+        self.up = False
+        if not self._opened.done():
+            self._opened.set_result(False)
+        if not self._lost.done():
+            self._lost.set_result(None)

@@ -40,6 +40,20 @@ from realsys.config.dataflow import TOKEN_REWARDS, Dataflow, check_calls, datafl
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ModelError, NotFiniteError
+from realsys.model_calls import (
+    ClearRequest,
+    Empty,
+    InitializeRequest,
+    LoadDemosRequest,
+    MaskRequest,
+    MfcReply,
+    MfcRequest,
+    SamplesArrived,
+    SaveWeightsReply,
+    SaveWeightsRequest,
+    TransferReply,
+    TransferRequest,
+)
 from realsys.train.calls import Role, find_handler
 from realsys.train.checkpoint.checkpoint_messages import (
     FinishCheckpointRequest,
@@ -57,20 +71,6 @@ from realsys.train.records.recording import SampleRecorder
 from realsys.train.role_parts import make_role
 from realsys.train.step_gate import StepAbandoned, StepGate
 from realsys.train.transfer import execute
-from realsys.types import (
-    ClearRequest,
-    Empty,
-    InitializeRequest,
-    LoadDemosRequest,
-    MaskRequest,
-    MfcReply,
-    MfcRequest,
-    SamplesArrived,
-    SaveWeightsReply,
-    SaveWeightsRequest,
-    TransferReply,
-    TransferRequest,
-)
 from realsys.weights.base import Share, WeightWriter
 
 log = logging.getLogger(__name__)

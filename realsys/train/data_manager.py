@@ -16,17 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from realsys.errors import StreamError
+from realsys.model_calls import SamplesArrived
 from realsys.train.stale_tokens import version_tokens, without_older
-from realsys.types import (
-    ARRAY_KEYS,
-    Group,
-    GroupOrigin,
-    Row,
-    RowOrigin,
-    SampleMeta,
-    SamplesArrived,
-    SequenceRef,
-)
+from realsys.types import ARRAY_KEYS, Group, GroupOrigin, Row, RowOrigin, SampleMeta, SequenceRef
 
 log = logging.getLogger(__name__)
 

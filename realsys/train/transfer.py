@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from realsys.errors import ModelError
+from realsys.model_calls import Transfer, TransferRequest
 from realsys.train.data_manager import Array, DataManager, array_size
 from realsys.train.megatron.device import Device
-from realsys.types import ARRAY_KEYS, SequenceRef, Transfer, TransferRequest
+from realsys.types import ARRAY_KEYS, SequenceRef
 
 Item = tuple[str, str]  # sample id, key
 

@@ -13,8 +13,8 @@ import torch
 from realsys.cluster.topology import place
 from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
-from realsys.train.megatron import lora
 from realsys.train.megatron.device import Device
+from realsys.train.megatron.layers import lora
 from tests.support.training.ppo_batch import Worker, deal, make_batch, make_models, save_models
 from tests.support.training.train_ranks import run_ranks
 

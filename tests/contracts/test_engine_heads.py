@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from realsys.errors import ModelError
-from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.layers.heads import Outputs
 from realsys.train.megatron.train_engine import LossFunction, Stats
 from realsys.train.packing import MicroBatch, split_rows
 from tests.support.serving.hf_models import make_model

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
-from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.layers.heads import Outputs
 from realsys.train.megatron.train_engine import Stats
 from realsys.train.packing import MicroBatch
 from tests.support.serving.hf_models import make_model

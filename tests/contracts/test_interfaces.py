@@ -16,10 +16,11 @@ from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.config.doors import CALL_HANDLER, HOOK
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError, NotFiniteError
+from realsys.model_calls import MfcRequest
 from realsys.train.calls import CallOutcome, Role, find_handler
 from realsys.train.hooks import find_hook
 from realsys.train.megatron.device import Device
-from realsys.types import MfcRequest, SequenceRef
+from realsys.types import SequenceRef
 from tests.support.training.ppo_batch import Worker, make_batch, whole
 from tests.support.training.train_ranks import run_ranks
 

@@ -20,8 +20,8 @@ from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config, ModelConfig
 from realsys.train.megatron.device import Device
-from realsys.train.megatron.heads import Outputs
-from realsys.train.megatron.lora import base_of, merge
+from realsys.train.megatron.layers.heads import Outputs
+from realsys.train.megatron.layers.lora import base_of, merge
 from realsys.train.megatron.train_engine import MegatronEngine, Stats
 from realsys.train.packing import MicroBatch
 from tests.support.serving.hf_models import SIZES, VOCAB, make_model

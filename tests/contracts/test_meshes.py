@@ -16,11 +16,11 @@ from realsys.cluster.topology import Mesh, place
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.model_calls import MfcRequest
 from realsys.train.calls import Role, find_handler
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.megatron_core import parallel_state
 from realsys.train.megatron.mesh import form_meshes, rendezvous
-from realsys.types import MfcRequest
 from tests.support.training.ppo_batch import make_batch
 from tests.support.training.train_ranks import FORMED, build_role, run_ranks
 

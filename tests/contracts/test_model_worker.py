@@ -23,17 +23,7 @@ from realsys.errors import ConfigError, ModelError
 from realsys.hf.config import read_model
 from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
-from realsys.train.call_service import ModelWorkerService, WorkerParts
-from realsys.train.calls import CallOutcome, Role
-from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
-from realsys.train.checkpoint.checkpoint_messages import (
-    FinishCheckpointRequest,
-    LoadCheckpointRequest,
-    SaveCheckpointRequest,
-)
-from realsys.train.data_manager import DataManager
-from realsys.train.megatron.device import Device
-from realsys.types import (
+from realsys.model_calls import (
     ClearRequest,
     Empty,
     InitializeRequest,
@@ -46,6 +36,16 @@ from realsys.types import (
     TransferReply,
     TransferRequest,
 )
+from realsys.train.call_service import ModelWorkerService, WorkerParts
+from realsys.train.calls import CallOutcome, Role
+from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
+from realsys.train.checkpoint.checkpoint_messages import (
+    FinishCheckpointRequest,
+    LoadCheckpointRequest,
+    SaveCheckpointRequest,
+)
+from realsys.train.data_manager import DataManager
+from realsys.train.megatron.device import Device
 from realsys.weights.disk.records import DiskPlan
 from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.writer import DiskWriter

@@ -28,22 +28,13 @@ from realsys.config.dataflow import SOURCE_KEYS, Dataflow, FunctionCall
 from realsys.master.calls.executor import CallResult, GraphExecutor
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.calls.ownership import Ownership
+from realsys.model_calls import ClearRequest, Empty, MfcReply, MfcRequest, TransferReply, TransferRequest
 from realsys.stream.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.train.data_manager import DataManager, array_size
 from realsys.train.megatron.device import Device
 from realsys.train.transfer import execute
-from realsys.types import (
-    ARRAY_KEYS,
-    METADATA_KEYS,
-    ClearRequest,
-    Empty,
-    MfcReply,
-    MfcRequest,
-    SequenceRef,
-    TransferReply,
-    TransferRequest,
-)
+from realsys.types import ARRAY_KEYS, METADATA_KEYS, SequenceRef
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import Deadlock, Sent, SimulatedWorkers
 from tests.support.training.records import make_ref

@@ -11,13 +11,13 @@ import pytest
 import zmq
 
 from realsys.errors import DecodeError, Fenced
+from realsys.model_calls import Empty
 from realsys.stream import endpoint as endpoints
 from realsys.stream import puller as pullers
 from realsys.stream.codec import decode_with, encode_group, encode_message
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import GroupIntake, MasterStream, WorkerEndpoint
 from realsys.stream.wire import TO_MASTER, Hello, Push, PushAck, PushNack, Welcome
-from realsys.types import Empty
 from tests.support.streams.stream_parts import BOUND_S, make_group
 
 

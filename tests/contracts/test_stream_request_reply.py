@@ -9,9 +9,10 @@ import pytest
 import zmq
 
 from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout, WorkerLost
+from realsys.model_calls import ClearRequest, SamplesArrived
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import GroupIntake, MasterStream, WorkerEndpoint
-from realsys.types import ClearRequest, Group, SampleMeta, SamplesArrived
+from realsys.types import Group, SampleMeta
 from tests.support.streams.stream_parts import BOUND_S, make_group
 from tests.support.streams.stream_workers import Answering, Number, with_workers
 

@@ -15,10 +15,10 @@ import pytest
 import zmq
 
 from realsys.errors import StreamError, WaitTimeout
+from realsys.model_calls import Empty
 from realsys.stream.push_pull import Puller, Pusher, PushLimits
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.stream.security import KEY_FILE, CurveKeys, ensure_keys, keys_for, load_keys
-from realsys.types import Empty
 from tests.support.streams.stream_parts import BOUND_S, PullerThread, make_group, pulling
 
 

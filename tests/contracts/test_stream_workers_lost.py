@@ -12,11 +12,12 @@ import pytest
 import zmq
 
 from realsys.errors import Fenced, StreamError, WorkerLost
+from realsys.model_calls import SamplesArrived
 from realsys.stream.codec import encode_message
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import GroupIntake, MasterStream, WorkerEndpoint
 from realsys.stream.wire import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome
-from realsys.types import Group, SamplesArrived
+from realsys.types import Group
 from tests.support.streams.stream_parts import BOUND_S, CuttableProxy, make_group
 from tests.support.streams.stream_workers import Answering, Number, happens, with_workers
 

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
 from realsys.data.char_model import make_tiny_model
+from realsys.model_calls import MfcRequest
 from realsys.train.calls import Role, find_handler
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.optimizer import optimizer_tensors
-from realsys.types import MfcRequest, SequenceRef
+from realsys.types import SequenceRef
 from tests.support.training.records import make_mask, make_ref
 from tests.support.training.train_ranks import build_role, run_ranks
 

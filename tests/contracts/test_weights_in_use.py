@@ -16,8 +16,8 @@ from realsys.manager.messages import TrainedRequest
 from realsys.manager.routing.servers import UpdateOrder
 from realsys.manager.state import ManagerState
 from realsys.master.publish import Publisher, VersionKey
+from realsys.model_calls import SaveWeightsReply, SaveWeightsRequest
 from realsys.storage.commit_folder import Removed
-from realsys.types import SaveWeightsReply, SaveWeightsRequest
 from realsys.weights.base import Committed, PublisherParts, Share
 from realsys.weights.disk import manifest
 from realsys.weights.disk.publisher import DiskPublisher

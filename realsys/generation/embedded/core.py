@@ -289,7 +289,7 @@ class EngineCore:
                 copies.append((part.donor.row, completion.row, part.start))
             completion.cached = part.stop
         # Before the pass: its tokens attend to the positions that are copied.
-        self._copy_rows(copies)
+        self._cache.copy(copies)
         # A part whose positions are all copied has nothing to compute.
         todo = [part for part in parts if part.stop > part.start]
         if todo:
@@ -298,7 +298,7 @@ class EngineCore:
             if part.completes and part.completion.row == extra:
                 # It leaves the extra row to the next completion that is cut.
                 part.completion.row = next(free)
-                self._copy_rows([(extra, part.completion.row, part.stop)])
+                self._cache.copy([(extra, part.completion.row, part.stop)])
         tokens = sum(part.stop - part.start for part in todo)
         self.counters.prefilled += tokens
         return tokens
@@ -307,7 +307,7 @@ class EngineCore:
         """Give all running completions their rows, move their cached positions, and build the batch."""
         layout = self.scheduler.arrange()
         moves = zip(layout.sources.tolist(), layout.targets.tolist(), strict=True)
-        self._copy_rows([(source, target, layout.moved_length) for source, target in moves])
+        self._cache.copy([(source, target, layout.moved_length) for source, target in moves])
         self._batch = Batch.build(self.scheduler.running, layout.groups, self._store)
 
     def _retire_batch(self) -> None:
@@ -316,13 +316,6 @@ class EngineCore:
             for completion, length in zip(self._batch.completions, self._batch.lengths.tolist(), strict=True):
                 completion.length = length
             self._batch = None
-
-    def _copy_rows(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (source, target, positions) rows together: a target may be the source of another copy."""
-        if copies:
-            sources, targets, lengths = zip(*copies, strict=True)
-            device = self._store.device
-            self._cache.copy(torch.tensor(sources, device=device), torch.tensor(targets, device=device), max(lengths))
 
     # ---- results
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.manager.routing.placement import Reservation, Reservations, RouteRequest, ServerLoad, Strategy
-from realsys.manager.routing.servers import Server, ServerRegistry
+from realsys.manager.routing.server_table import Server, ServerTable
 
 
 class Router:
     """Pure. ``minimum``: oldest version that an evaluation accepts; None for training, which has its bound."""
 
-    def __init__(self, servers: ServerRegistry, reservations: Reservations, strategy: Strategy) -> None:
+    def __init__(self, servers: ServerTable, reservations: Reservations, strategy: Strategy) -> None:
         self._servers = servers
         self._reservations = reservations
         self._strategy = strategy

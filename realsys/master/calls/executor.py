@@ -36,17 +36,9 @@ from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.errors import RewardError
 from realsys.master.calls.ownership import Ownership
+from realsys.model_calls import Empty, MfcReply, MfcRequest, Transfer, TransferReply, TransferRequest
 from realsys.train.step_gate import StepAbandoned
-from realsys.types import (
-    METADATA_KEYS,
-    Empty,
-    MfcReply,
-    MfcRequest,
-    SequenceRef,
-    Transfer,
-    TransferReply,
-    TransferRequest,
-)
+from realsys.types import METADATA_KEYS, SequenceRef
 
 SCORES = "scores"  # the only key that replies carry; all others stay on the workers
 

@@ -9,15 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from realsys.cluster.topology import Mesh
-from realsys.stream.head_routing import RoutedStream
-from realsys.train.checkpoint.checkpoint_messages import (
-    FinishCheckpointRequest,
-    LoadCheckpointRequest,
-    SaveCheckpointRequest,
-)
-from realsys.train.records.record_messages import HoldRequest, LoadRecordRequest, RecordReply, RecordRequest
-from realsys.train.step_gate import GateState, PauseRequest, SettleRequest
-from realsys.types import (
+from realsys.model_calls import (
     ClearRequest,
     Empty,
     InitializeRequest,
@@ -31,6 +23,14 @@ from realsys.types import (
     TransferReply,
     TransferRequest,
 )
+from realsys.stream.head_routing import RoutedStream
+from realsys.train.checkpoint.checkpoint_messages import (
+    FinishCheckpointRequest,
+    LoadCheckpointRequest,
+    SaveCheckpointRequest,
+)
+from realsys.train.records.record_messages import HoldRequest, LoadRecordRequest, RecordReply, RecordRequest
+from realsys.train.step_gate import GateState, PauseRequest, SettleRequest
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 

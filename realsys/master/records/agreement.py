@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from realsys.config.schema import AgreementConfig
-from realsys.types import SampleMeta, SnapshotPlan
+from realsys.model_calls import SnapshotPlan
+from realsys.types import SampleMeta
 
 log = logging.getLogger(__name__)
 

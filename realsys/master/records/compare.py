@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from realsys.master.records.agreement import PREFIX as AGREEMENT
+from realsys.model_calls import SNAPSHOT
 from realsys.train.data_manager import Array
 from realsys.train.records.record_files import Arrays, StepRecord, checksum
-from realsys.types import SNAPSHOT
 
 
 class Difference(msgspec.Struct, frozen=True):

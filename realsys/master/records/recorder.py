@@ -31,13 +31,14 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import NotFiniteError, RecordError
 from realsys.master.calls.executor import CallResult, Minibatches
+from realsys.model_calls import Empty
 from realsys.storage.commit_folder import Removed
 from realsys.storage.files import FileInfo
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints, directory_name
 from realsys.train.records import record_files as files
 from realsys.train.records.record_files import RECORD, StepRecord, number
 from realsys.train.records.record_messages import HoldRequest, Recorded, RecordReply, RecordRequest
-from realsys.types import METADATA_KEYS, Empty, SampleMeta
+from realsys.types import METADATA_KEYS, SampleMeta
 
 log = logging.getLogger(__name__)
 

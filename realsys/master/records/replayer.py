@@ -30,11 +30,11 @@ from realsys.master.calls.plans import cost_functions, plan_roles
 from realsys.master.records.compare import Comparison, compare
 from realsys.master.records.recorder import Recorder
 from realsys.master.step import StepRunner
+from realsys.model_calls import InitializeRequest
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints, find_checkpoint, read_state
 from realsys.train.checkpoint.checkpoint_messages import LoadCheckpointRequest
 from realsys.train.records import record_files as files
 from realsys.train.records.record_messages import LoadRecordRequest
-from realsys.types import InitializeRequest
 
 log = logging.getLogger(__name__)
 

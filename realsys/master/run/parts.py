@@ -43,11 +43,11 @@ from realsys.master.statistics import keep_samples
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
 from realsys.master.warmup import Warmup, WarmupParts
+from realsys.model_calls import SamplesArrived
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream
 from realsys.train.records.record_messages import Recorded
-from realsys.types import SamplesArrived
 from realsys.weights.base import PublisherParts
 from realsys.weights.build import build as build_transport
 

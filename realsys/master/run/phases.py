@@ -24,8 +24,8 @@ from realsys.errors import StreamError
 from realsys.manager.messages import RollBackRequest
 from realsys.master.recovery import Start, evaluated, find_start, has_trained, recovered_record, unanswered
 from realsys.master.run.parts import MasterParts, build_loop, build_warmup, model_dir
+from realsys.model_calls import InitializeRequest
 from realsys.telemetry.steps import StepRecord, surviving_steps
-from realsys.types import InitializeRequest
 
 log = logging.getLogger(__name__)
 

@@ -11,14 +11,15 @@ from realsys.algorithm.left_out import counts_in_loss
 from realsys.algorithm.loss import actor_loss, loss_denominator, should_stop
 from realsys.algorithm.losses import ConfiguredLoss, load_loss
 from realsys.algorithm.segments import Segments
+from realsys.model_calls import MfcRequest
 from realsys.train.calls.handlers import CallOutcome
 from realsys.train.calls.role import Role
 from realsys.train.calls.token_advantages import episode_advantages, skipped_samples
 from realsys.train.calls.train_steps import OptimizerSteps, call_argument
-from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.layers.heads import Outputs
 from realsys.train.megatron.train_engine import LossFunction, Stats
 from realsys.train.packing import MicroBatch
-from realsys.types import MfcRequest, SequenceRef
+from realsys.types import SequenceRef
 
 #: arrays that the loss may read; the dataflow decides which of them the call gets
 _READ = ("behav_logprobs", "prox_logprobs", "advantages", "ref_logprobs")

@@ -12,15 +12,16 @@ import torch
 from realsys.algorithm.advantages import moments
 from realsys.algorithm.value import critic_loss, explained_variance
 from realsys.algorithm.value_norm import RunningMoments
+from realsys.model_calls import MfcRequest
 from realsys.train.calls.handlers import CallOutcome
 from realsys.train.calls.reductions import all_reduce
 from realsys.train.calls.role import Role
 from realsys.train.calls.train_steps import OptimizerSteps, call_argument, count_loss_tokens
-from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.layers.heads import Outputs
 from realsys.train.megatron.train_engine import Stats
 from realsys.train.packing import MicroBatch
 from realsys.train.step_gate import StepAbandoned
-from realsys.types import F32, MfcRequest, SequenceRef
+from realsys.types import F32, SequenceRef
 
 #: means that only the explained variance is computed from
 _MOMENTS = ("return_square_mean", "error_mean", "error_square_mean")

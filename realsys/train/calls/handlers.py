@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from realsys.config.doors import CALL_HANDLER
+from realsys.model_calls import MfcRequest
 from realsys.train.calls.role import Role
-from realsys.types import MfcRequest
 
 
 @dataclass(frozen=True, slots=True)

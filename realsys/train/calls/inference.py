@@ -17,13 +17,14 @@ import msgspec
 import numpy as np
 import torch
 
+from realsys.model_calls import SNAPSHOT, MfcRequest, SnapshotPlan
 from realsys.train.calls.handlers import CallOutcome
 from realsys.train.calls.reductions import all_reduce, reduce_stats, token_means
 from realsys.train.calls.role import Role, sequences_per_rank
 from realsys.train.calls.token_advantages import skipped_samples
 from realsys.train.data_manager import Array
 from realsys.train.packing import split_rows
-from realsys.types import SNAPSHOT, MfcRequest, SequenceRef, SnapshotPlan
+from realsys.types import SequenceRef
 
 
 class ActorInference:

@@ -15,13 +15,14 @@ from realsys.config.dataflow import FunctionCall, dataflow_of
 from realsys.config.roles import RoleSettings
 from realsys.config.schema import Config
 from realsys.errors import ModelError
+from realsys.model_calls import MfcRequest
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import MeshGroups
 from realsys.train.megatron.offload import WeightSnapshot
 from realsys.train.megatron.train_engine import MegatronEngine
 from realsys.train.packing import MicroBatch, Packer
-from realsys.types import MfcRequest, SequenceRef
+from realsys.types import SequenceRef
 
 #: names in the state of a role
 _COUNTERS = ("skipped_steps", "skipped_in_a_row")

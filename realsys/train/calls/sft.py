@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from realsys.algorithm.loss import sft_loss
+from realsys.model_calls import MfcRequest
 from realsys.train.calls.handlers import CallOutcome
 from realsys.train.calls.role import Role
 from realsys.train.calls.train_steps import OptimizerSteps, call_argument, count_loss_tokens
-from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.layers.heads import Outputs
 from realsys.train.megatron.train_engine import Stats
 from realsys.train.packing import MicroBatch
-from realsys.types import MfcRequest
 
 
 class Sft:

@@ -26,12 +26,13 @@ from realsys.algorithm.kl import kl_estimate
 from realsys.algorithm.left_out import rows_left_out
 from realsys.config.dataflow import TOKEN_REWARDS, advantages_by_token
 from realsys.config.schema import Config
+from realsys.model_calls import MfcRequest
 from realsys.train.calls.handlers import CallOutcome
 from realsys.train.calls.reductions import all_reduce
 from realsys.train.calls.role import Role
 from realsys.train.calls.train_steps import call_argument
 from realsys.train.data_manager import Array
-from realsys.types import F32, MfcRequest, SequenceRef
+from realsys.types import F32, SequenceRef
 
 
 class Advantages:

@@ -18,12 +18,13 @@ import numpy as np
 
 from realsys.algorithm.loss import finish_stats, merge_stats
 from realsys.errors import ModelError, NotFiniteError
+from realsys.model_calls import MfcRequest
 from realsys.train.calls.reductions import all_reduce, reduce_stats
 from realsys.train.calls.role import Role
 from realsys.train.data_manager import Array
 from realsys.train.megatron.train_engine import LossFunction, Stats
 from realsys.train.packing import MicroBatch, split_rows
-from realsys.types import MfcRequest, SequenceRef
+from realsys.types import SequenceRef
 
 logger = logging.getLogger(__name__)
 

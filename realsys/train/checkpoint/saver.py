@@ -31,7 +31,7 @@ from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointStat
 from realsys.train.checkpoint.slots import Slot, slots_of
 from realsys.train.checkpoint.tensors import PieceReader, Snapshot, snapshot, whole_shard, write_tensors
 from realsys.train.hooks import onloaded
-from realsys.train.megatron import lora
+from realsys.train.megatron.layers import lora
 from realsys.train.megatron.megatron_core import megatron_random
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import torch
 
 from realsys.train.calls.role import Role
 from realsys.train.checkpoint.tensors import Shard, split_shard, whole_shard
-from realsys.train.megatron import lora
+from realsys.train.megatron.layers import lora
 from realsys.train.megatron.megatron_core import DistributedOptimizer
 from realsys.train.megatron.mesh import MeshGroups
 

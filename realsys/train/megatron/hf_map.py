@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel
-from realsys.train.megatron.lora import is_adapter
+from realsys.train.megatron.layers.lora import is_adapter
 
 Shape = tuple[int, ...]
 

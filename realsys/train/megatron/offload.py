@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import torch
 
@@ -62,6 +63,27 @@ class OffloadedMemory:
     def _finish_copies(self) -> None:
         if self._device.is_cuda:
             torch.cuda.synchronize(self._device.device)
+
+
+def offloaded(
+    what: Literal["optimizer", "all"],
+    device: Device,
+    parameters: Iterable[torch.Tensor],
+    optimizer_state: Iterable[torch.Tensor],
+    gradients: Iterable[torch.Tensor],
+) -> OffloadedMemory:
+    """Release the memory of a role. Gradients are dropped.
+
+    "optimizer": optimizer state and fp32 master weights move to the host. "all": the parameters move too.
+    """
+    # Storages, not tensors: many parameters are views into one buffer, which moves as a whole.
+    weights, kept = storages(parameters, device), storages(optimizer_state, device)
+    if what == "all":
+        kept |= weights
+    else:
+        # Without master weights the optimizer steps the parameters themselves; the next forward pass needs them here.
+        kept = {address: storage for address, storage in kept.items() if address not in weights}
+    return OffloadedMemory(device, kept.values(), gradients)
 
 
 class WeightSnapshot:

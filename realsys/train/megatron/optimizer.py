@@ -12,7 +12,10 @@ import torch
 from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
 from realsys.train.megatron.megatron_core import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
     MegatronOptimizerConfig,
+    TransformerConfig,
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
 )
@@ -28,6 +31,16 @@ class StepOutcome:
 
     grad_norm: float
     applied: bool
+
+
+def with_gradients(module: torch.nn.Module, megatron: TransformerConfig, *, distributed: bool) -> Any:
+    """Return ``module`` with fp32 gradient buffers for its trainable parameters.
+
+    ``distributed``: each data rank will step its share of them. In bf16 the sum over micro-batches and ranks would lose
+    small gradients, and depend on the layout.
+    """
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    return DistributedDataParallel(megatron, settings, module)
 
 
 def make_optimizer(model: Any, settings: OptimizerConfig, dtype: torch.dtype) -> Any:

@@ -29,22 +29,18 @@ from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel
 from realsys.hf.config import read_model
 from realsys.hf.rope import inverse_frequencies
-from realsys.train.megatron import lora
 from realsys.train.megatron.device import Device, seed_megatron
-from realsys.train.megatron.heads import Head, HiddenStatesModel, Outputs, build_model
 from realsys.train.megatron.hf_config import DTYPES, transformer_config
 from realsys.train.megatron.hf_map import ShardMap
+from realsys.train.megatron.layers import lora
+from realsys.train.megatron.layers.heads import Head, HiddenStatesModel, Outputs, build_model
 from realsys.train.megatron.megatron_core import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    TransformerConfig,
     finalize_model_grads,
-    get_forward_backward_func,
 )
 from realsys.train.megatron.mesh import MeshGroups
-from realsys.train.megatron.offload import OffloadedMemory, WeightSnapshot, storages
-from realsys.train.megatron.optimizer import StepOutcome, make_optimizer, optimizer_tensors, take_step
-from realsys.train.megatron.spec import pack_segments
+from realsys.train.megatron.offload import OffloadedMemory, WeightSnapshot, offloaded
+from realsys.train.megatron.optimizer import StepOutcome, make_optimizer, optimizer_tensors, take_step, with_gradients
+from realsys.train.megatron.pipeline import Schedule
 from realsys.train.packing import MicroBatch, last_rows, loss_and_end_rows
 from realsys.train.step_gate import StepGate
 from realsys.train.vocab_logprob import Scoring
@@ -53,76 +49,6 @@ Stats = dict[str, torch.Tensor]
 
 #: micro-batch and outputs -> its share of the step's loss, and its statistics
 LossFunction = Callable[[MicroBatch, Outputs], tuple[torch.Tensor, Stats]]
-
-
-class Schedule:
-    """Megatron's pipeline schedule: runs all micro-batches through all stages. Make it on the
-    active mesh.
-
-    ``inverse_frequencies``, fp32 [head_dim / 2], and ``magnitude``: of the rotary embedding; ``dtype``:
-    of the model. ``multiple``: the tokens of a micro-batch divide by it.
-    """
-
-    def __init__(
-        self, inverse_frequencies: torch.Tensor, magnitude: float, dtype: torch.dtype, multiple: int = 1
-    ) -> None:
-        self._multiple = multiple
-        self._inverse_frequencies = inverse_frequencies
-        self._magnitude = magnitude
-        # The variable-length kernel of CUDA has no fp32.
-        self._kernel = inverse_frequencies.is_cuda and dtype is not torch.float32
-        self._dtype = dtype
-        # Chosen once: it depends on the pipeline depth of the active mesh.
-        self._run = get_forward_backward_func()
-
-    def run(
-        self,
-        model: Any,
-        batches: Sequence[MicroBatch],
-        finish: Callable[[MicroBatch, torch.Tensor], Any],
-        gate: StepGate,
-        **how: Any,
-    ) -> Any:
-        """Run ``batches`` through ``model``, with further arguments of Megatron's function in
-        ``how``.
-
-        ``finish``: micro-batch, hidden states -> result; it runs on the last stage. Returns the
-        results there, else []. Raises StepAbandoned, on all ranks alike, if not all passed ``gate``.
-        """
-
-        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-            # The schedule calls it in the order of the micro-batches, on every stage.
-            batch = next(batches)
-            if gate.passes():
-                failpoint("train.microbatch")
-            else:
-                # The schedule runs to its end with dummies: every send between stages and every
-                # collective still finds its partner.
-                batch = batch.dummy(self._multiple)
-            tokens = None if batch.tokens is None else batch.tokens[None]
-            segments = pack_segments(
-                batch.lengths,
-                self._inverse_frequencies,
-                self._dtype,
-                kernel=self._kernel,
-                magnitude=self._magnitude,
-            )
-            hidden = model(tokens, None, None, packed_seq_params=segments)
-            # Megatron passes a flag for results that are not a loss. ``finish`` is the same for
-            # both.
-            return hidden, lambda hidden, non_loss_data=False: finish(batch, hidden)
-
-        results = self._run(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=[model],
-            num_microbatches=len(batches),
-            seq_length=1,  # ignored: lengths vary, and each stage sends the shape of its output
-            micro_batch_size=1,
-            **how,
-        )
-        gate.check()
-        return results
 
 
 class MegatronEngine:
@@ -192,7 +118,9 @@ class MegatronEngine:
                 sequence_parallel=self._sequence_parallel,
             )
             if self._trainable:
-                self.ddp_model = self._trained(module, megatron)
+                if self.settings.lora.rank:
+                    lora.attach(module, self.settings.lora, self.groups, self._seed)
+                self.ddp_model = with_gradients(module, megatron, distributed=self._train.distributed_optimizer)
             else:
                 module.requires_grad_(False)
             self._schedule = Schedule(
@@ -200,25 +128,22 @@ class MegatronEngine:
             )
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Return the log-probs of the loss tokens, fp32 [a] per micro-batch; [] before the last
-        stage. For an lm head.
-        """
+        """Return the log-probs of the loss tokens, fp32 [a] per micro-batch; [] before the last stage (lm head)."""
         self._require_head("lm")
         return self._read(batches, lambda batch, hidden: self._head.logprobs(batch, hidden))
 
     def values(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Return the values of the states of the loss tokens, fp32 [a + n] per micro-batch of n
-        rows. For a value head.
+        """Return the values of the states of the loss tokens, fp32 [a + n] per micro-batch of n rows. For a value head.
 
-        Per sequence: the state before each of its loss tokens, then the one after the last. []
-        before the last stage.
+        Per sequence: the state before each of its loss tokens, then the one after the last. [] before the last stage.
         """
         self._require_head("value")
         return self._read(batches, lambda batch, hidden: self._head.evaluate(hidden, loss_and_end_rows(batch)))
 
     def scores(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Return the value at each sequence's last token, fp32 [n] per micro-batch; [] before the
-        last stage. For a value head.
+        """Return the value at each sequence's last token, fp32 [n] per micro-batch; [] before the last stage.
+
+        For a value head.
         """
         self._require_head("value")
         return self._read(batches, lambda batch, hidden: self._head.evaluate(hidden, last_rows(batch)))
@@ -226,17 +151,14 @@ class MegatronEngine:
     def accumulate(
         self, batches: Sequence[MicroBatch], loss: LossFunction, *, temperature: float | None = None
     ) -> list[Stats]:
-        """Compute the gradient of the sum of ``loss`` over all micro-batches of all data ranks,
-        reduced over the mesh in fp32.
+        """Compute the gradient of the sum of ``loss`` over all micro-batches of all data ranks, reduced in fp32.
 
-        ``temperature``: of the log-probs that the loss reads; None: that of generation.
-
-        Returns the statistics per micro-batch; empty before the last stage.
+        ``temperature``: of the log-probs that the loss reads; None: that of generation. Returns the statistics per
+        micro-batch; empty before the last stage.
         """
         self._require_training()
-        # Megatron's schedule divides the loss by the micro-batches, and its gradient reduction by
-        # the data ranks. The shares here are already parts of one sum, so both divisions are
-        # undone.
+        # Megatron's schedule divides the loss by the micro-batches, and its gradient reduction by the data ranks. The
+        # shares here are already parts of one sum, so both divisions are undone.
         scale = float(len(batches) * self.groups.mesh.layout.data)
 
         def scaled_loss(batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, Stats]:
@@ -247,17 +169,13 @@ class MegatronEngine:
             # The buffers accumulate over micro-batches, and so they would over optimizer steps.
             self.ddp_model.zero_grad_buffer()
             if self.optimizer is not None:
-                # After a step each parameter's grad is an alias of the buffer. The backward pass
-                # would add it to the buffer again.
+                # After a step each parameter's grad is an alias of the buffer. The backward pass would add it again.
                 self.optimizer.zero_grad()
             stats: list[Stats] = self._schedule.run(self.ddp_model, batches, scaled_loss, self.gate, forward_only=False)
         return stats
 
     def use_optimizer(self, phase: str, settings: OptimizerConfig) -> None:
-        """Make the optimizer of ``phase``.
-
-        A new phase, or new settings, start with fresh optimizer state.
-        """
+        """Make the optimizer of ``phase``. A new phase, or new settings, start with fresh optimizer state."""
         self._require_training()
         if self.phase == (phase, settings):
             return
@@ -267,8 +185,7 @@ class MegatronEngine:
         self.phase = (phase, settings)
 
     def step(self, lr: float, *, skip: bool = False) -> StepOutcome:
-        """Take one optimizer step with the accumulated gradients, unless ``skip`` is set or they
-        are zero or not finite.
+        """Take one optimizer step with the accumulated gradients, unless ``skip`` or they are zero or not finite.
 
         The norm is global, so all ranks decide alike. Raises StepAbandoned on all ranks alike.
         """
@@ -283,8 +200,7 @@ class MegatronEngine:
         return outcome
 
     def export(self, *, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the HF tensors that this rank writes, in the model's dtype; with ``gradients``,
-        their gradients in fp32.
+        """Yield the HF tensors that this rank writes, in the model's dtype; with ``gradients`` their gradients, fp32.
 
         Every rank must run it to its end: tensors are gathered from the tensor ranks on the way.
         """
@@ -318,26 +234,14 @@ class MegatronEngine:
             lora.merge(module)
 
     def offload(self) -> None:
-        """Release device memory until ``onload``, as ``settings.offload`` says. Call it between
-        optimizer steps.
-
-        "optimizer": the optimizer state and fp32 master weights move to the host, gradients are
-        dropped. "all": the parameters move too.
-        """
+        """Release device memory until ``onload``, as ``settings.offload`` says. Call it between optimizer steps."""
         module = self._require_model()
         if self.settings.offload == "none" or self._offloaded is not None:
             return
-        # Storages, not tensors: many parameters are views into one buffer, which moves as a whole.
-        parameters = storages([*module.parameters(), *lora.bases(module)], self._device)
-        kept = storages(optimizer_tensors(self.optimizer), self._device) if self.optimizer is not None else {}
-        if self.settings.offload == "all":
-            kept |= parameters
-        else:
-            # Without master weights the optimizer steps the parameters themselves; the next forward
-            # pass needs them here.
-            kept = {address: storage for address, storage in kept.items() if address not in parameters}
-        buffers = self.ddp_model.buffers if self.ddp_model is not None else []
-        self._offloaded = OffloadedMemory(self._device, kept.values(), [buffer.grad_data for buffer in buffers])
+        parameters = [*module.parameters(), *lora.bases(module)]
+        state = optimizer_tensors(self.optimizer) if self.optimizer is not None else ()
+        buffers = [buffer.grad_data for buffer in self.ddp_model.buffers] if self.ddp_model is not None else []
+        self._offloaded = offloaded(self.settings.offload, self._device, parameters, state, buffers)
 
     def onload(self) -> None:
         """Undo ``offload``: all tensors are back, bit by bit; gradients are zero."""
@@ -376,24 +280,10 @@ class MegatronEngine:
         with self.groups.active(), self._device.active():
             yield
 
-    def _trained(self, module: HiddenStatesModel, megatron: TransformerConfig) -> Any:
-        """Return the module with fp32 gradient buffers for what is trained: all of it, or its adapters."""
-        if self.settings.lora.rank:
-            lora.attach(module, self.settings.lora, self.groups, self._seed)
-        # In bf16 the sum over micro-batches and ranks would lose small gradients, and depend on the
-        # layout.
-        gradients = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=self._train.distributed_optimizer
-        )
-        return DistributedDataParallel(megatron, gradients, module)
-
     def _read(
         self, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, torch.Tensor], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Run the forward pass only.
-
-        ``finish``: micro-batch, hidden states -> result. Return the results per micro-batch.
-        """
+        """Run the forward pass only. Return the results of ``finish`` (micro-batch, hidden states) per micro-batch."""
         module = self._require_parameters()
         with self._active(), torch.no_grad():
             results: list[torch.Tensor] = self._schedule.run(

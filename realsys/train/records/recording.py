@@ -22,13 +22,14 @@ import torch
 
 from realsys.config.dataflow import SOURCE_KEYS, TOKEN_REWARDS
 from realsys.errors import StreamError
+from realsys.model_calls import Empty
 from realsys.storage.commit_folder import checksum_of
 from realsys.train.calls import Role
 from realsys.train.data_manager import DataManager
 from realsys.train.hooks import onloaded
 from realsys.train.records import record_files as files
 from realsys.train.records.record_messages import HoldRequest, LoadRecordRequest, Recorded, RecordReply, RecordRequest
-from realsys.types import Empty, GroupOrigin
+from realsys.types import GroupOrigin
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.tickets import OpenTicket
 from realsys.manager.routing.placement import Reservations
 from realsys.manager.routing.rollout_workers import Heartbeat
-from realsys.manager.routing.servers import Server
+from realsys.manager.routing.server_table import Server
 from realsys.manager.state import ManagerState
 from realsys.master.intake_state import Departures, IntakeState
 from realsys.types import PublishedVersion, SampleMeta, Ticket

@@ -51,7 +51,7 @@ def go() -> None:
 def publishes(ctx: WorkerContext) -> None:
     """A MasterWorker whose ModelWorkers have written their shards."""
     from realsys.master.publish import Publisher, VersionKey
-    from realsys.types import SaveWeightsReply, SaveWeightsRequest
+    from realsys.model_calls import SaveWeightsReply, SaveWeightsRequest
     from realsys.weights.base import PublisherParts
     from realsys.weights.disk.publisher import DiskPublisher
     from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo

@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 
 from realsys.launch.plan import TRAINING, Kind, OnDeath, ProcessSpec
+from realsys.launch.processes.hooks import Bounds, Hooks
 from realsys.launch.processes.restart_policy import Outcome
-from realsys.launch.processes.supervisor import Bounds, Hooks, Supervisor
+from realsys.launch.processes.supervisor import Supervisor
 
 READY = """
 import os, signal, socket, sys

@@ -14,16 +14,8 @@ from typing import Any, Literal
 
 from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow
-from realsys.types import (
-    METADATA_KEYS,
-    ClearRequest,
-    Empty,
-    MaskRequest,
-    MfcReply,
-    MfcRequest,
-    TransferReply,
-    TransferRequest,
-)
+from realsys.model_calls import ClearRequest, Empty, MaskRequest, MfcReply, MfcRequest, TransferReply, TransferRequest
+from realsys.types import METADATA_KEYS
 
 BOUND = 3000  # far beyond the turns of all requests of a test together
 

@@ -20,7 +20,7 @@ from realsys.train.calls import Role
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
 from realsys.train.megatron.device import Device
-from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.layers.heads import Outputs
 from realsys.train.megatron.train_engine import Stats
 from realsys.train.packing import MicroBatch
 from tests.support.serving.hf_models import VOCAB, make_model

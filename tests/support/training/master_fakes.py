@@ -37,7 +37,8 @@ from realsys.master.intake_state import IntakeSettings, IntakeState
 from realsys.master.loop import LoopParts, TrainLoop
 from realsys.master.run.stopping import Stopping
 from realsys.master.step import StepRunner
-from realsys.types import MfcRequest, PublishedVersion, SampleMeta, ServerAddress, Ticket
+from realsys.model_calls import MfcRequest
+from realsys.types import PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import SimulatedWorkers
 

@@ -21,18 +21,11 @@ from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.char_model import VOCAB_SIZE, make_tiny_model
+from realsys.model_calls import ClearRequest, InitializeRequest, MfcRequest, TransferRequest
 from realsys.train.call_service import ModelWorkerService, WorkerParts
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
-from realsys.types import (
-    ClearRequest,
-    Group,
-    InitializeRequest,
-    MfcRequest,
-    SampleMeta,
-    Ticket,
-    TransferRequest,
-)
+from realsys.types import Group, SampleMeta, Ticket
 from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.writer import DiskWriter
 from tests.support.training.lengths import PROMPT, heavy_lengths

@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
+from realsys.model_calls import MfcRequest
 from realsys.train.calls import CallOutcome, Role, find_handler
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import form_meshes
 from realsys.train.role_parts import make_role
-from realsys.types import MfcRequest, SequenceRef
+from realsys.types import SequenceRef
 from tests.support.serving.hf_models import VOCAB, make_model
 
 Arrays = dict[str, npt.NDArray[Any]]

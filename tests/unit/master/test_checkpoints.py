@@ -22,6 +22,7 @@ from realsys.config.schema import Config
 from realsys.errors import CheckpointError, RemoteError
 from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import Checkpoints, CheckpointSources
+from realsys.model_calls import Empty
 from realsys.storage import commit_folder
 from realsys.storage.files import FileInfo
 from realsys.train.checkpoint import checkpoint_files as files
@@ -37,7 +38,6 @@ from realsys.train.checkpoint.checkpoint_messages import (
     LoadCheckpointRequest,
     SaveCheckpointRequest,
 )
-from realsys.types import Empty
 
 MESHES = {"actor": Mesh(ParallelLayout(data=2), (0, 1)), "critic": Mesh(ParallelLayout(), (2,))}
 POSITION = DataPosition(12, [4, 7], 20, 1)

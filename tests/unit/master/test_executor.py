@@ -17,7 +17,8 @@ from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.errors import RemoteError, RewardError
 from realsys.master.calls.executor import CallResult, GraphExecutor, Minibatches
 from realsys.master.calls.ownership import Ownership
-from realsys.types import ClearRequest, MfcReply, MfcRequest, SequenceRef, TransferRequest
+from realsys.model_calls import ClearRequest, MfcReply, MfcRequest, TransferRequest
+from realsys.types import SequenceRef
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import Sent, SimulatedWorkers
 from tests.support.training.records import make_ref

@@ -18,8 +18,8 @@ from realsys.cluster.store.memory_store import MemoryNameStore
 from realsys.errors import Fenced, NameStoreError, WeightsError
 from realsys.master import publish
 from realsys.master.publish import Publisher, VersionKey, set_key
+from realsys.model_calls import SaveWeightsReply, SaveWeightsRequest
 from realsys.storage.commit_folder import Removed
-from realsys.types import SaveWeightsReply, SaveWeightsRequest
 from realsys.weights.base import PublisherParts, Share
 from realsys.weights.disk import manifest as m
 from realsys.weights.disk import publisher

@@ -15,9 +15,10 @@ from realsys.config.dataflow import dataflow_of
 from realsys.config.paths import TrialPaths
 from realsys.master.calls.executor import CallResult, Minibatches
 from realsys.master.records.recorder import Recorder, array_holders
+from realsys.model_calls import Empty
 from realsys.train.records import record_files as files
 from realsys.train.records.record_messages import HoldRequest, Recorded, RecordReply, RecordRequest
-from realsys.types import Empty, SampleMeta
+from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
 from tests.support.training.records import make_ref
 

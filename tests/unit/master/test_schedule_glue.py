@@ -15,7 +15,8 @@ from realsys.config.allocation import ACTOR, parse_allocation
 from realsys.master.calls.executor import GraphExecutor
 from realsys.master.statistics import batch_statistics
 from realsys.master.warmup import Warmup, WarmupParts
-from realsys.types import MfcReply, MfcRequest, SampleMeta, SamplesArrived
+from realsys.model_calls import MfcReply, MfcRequest, SamplesArrived
+from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import SimulatedWorkers
 from tests.support.training.master_fakes import Run, run

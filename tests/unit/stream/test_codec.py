@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realsys.errors import DecodeError, StreamError
+from realsys.model_calls import ClearRequest, SamplesArrived
 from realsys.stream.codec import (
     GroupHeader,
     Slabs,
@@ -22,7 +23,7 @@ from realsys.stream.codec import (
     encode_message,
 )
 from realsys.stream.wire import TO_MASTER, TO_PULLER, TO_PUSHER, TO_WORKER, PushAck
-from realsys.types import ClearRequest, Episode, Group, Row, SamplesArrived, Ticket
+from realsys.types import Episode, Group, Row, Ticket
 from tests.support.streams.stream_parts import make_group
 from tests.support.training.records import make_mask, make_row
 

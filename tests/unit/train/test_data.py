@@ -18,7 +18,7 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError
 from realsys.train.data_manager import DataManager, array_size
 from realsys.train.demonstrations import DemoSource
-from realsys.train.megatron.spec import make_buckets, pack_segments
+from realsys.train.megatron.layers.spec import make_buckets, pack_segments
 from realsys.train.packing import Packer, last_rows, loss_and_end_rows, split_rows
 from realsys.types import ARRAY_KEYS, Episode, Group, SequenceRef, Ticket, register_key
 from tests.support.training.records import make_mask, make_ref, make_row

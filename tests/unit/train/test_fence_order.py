@@ -29,11 +29,12 @@ from realsys.master.checkpoints import Checkpoints, CheckpointSources, commit, p
 from realsys.master.publish import Publisher, VersionKey
 from realsys.master.records.recorder import Recorder
 from realsys.master.step_log import StepLog
+from realsys.model_calls import Empty, SaveWeightsReply, SaveWeightsRequest
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.train.checkpoint.checkpoint_files import CheckpointState
-from realsys.types import Empty, PublishedVersion, SaveWeightsReply, SaveWeightsRequest
+from realsys.types import PublishedVersion
 from realsys.weights.base import PublisherParts
 from realsys.weights.disk import manifest
 from realsys.weights.disk.publisher import DiskPublisher

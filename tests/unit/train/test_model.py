@@ -15,10 +15,10 @@ from realsys.config.allocation import ParallelLayout
 from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel
 from realsys.hf.config import read_model
-from realsys.train.megatron.fused import pad_rows, rms_norm, rotate, select_rows, swiglu
 from realsys.train.megatron.hf_config import check_layout
 from realsys.train.megatron.hf_map import HFReader, ShardMap, assign_writers
-from realsys.train.megatron.spec import pack_segments
+from realsys.train.megatron.layers.fused import pad_rows, rms_norm, rotate, select_rows, swiglu
+from realsys.train.megatron.layers.spec import pack_segments
 
 QWEN2: dict[str, Any] = {
     "model_type": "qwen2",

@@ -11,10 +11,10 @@ from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
 from realsys.errors import ModelError
+from realsys.model_calls import Transfer, TransferRequest
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.transfer import execute
-from realsys.types import Transfer, TransferRequest
 from tests.support.training.records import make_ref
 from tests.support.training.train_ranks import run_ranks
 

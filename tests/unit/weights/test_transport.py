@@ -24,7 +24,8 @@ from realsys.generation.embedded.engine import Engine
 from realsys.generation.embedded.forward.weights import read_tensors
 from realsys.launch.cli import main
 from realsys.master.publish import Publisher, VersionKey
-from realsys.types import PublishedVersion, SaveWeightsReply, SaveWeightsRequest
+from realsys.model_calls import SaveWeightsReply, SaveWeightsRequest
+from realsys.types import PublishedVersion
 from realsys.weights.base import Committed, PublisherParts, ReaderParts, Share, Transport, WriterParts
 from realsys.weights.build import build
 from realsys.weights.disk.publisher import DiskPublisher

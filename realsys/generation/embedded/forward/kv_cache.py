@@ -7,6 +7,7 @@ moves that keep it so. Positions beyond a completion's length are stale: attenti
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,12 +58,16 @@ class KVCache:
         keys, values = (self._by_row(store[layer], length).index_select(0, rows) for store in (self.keys, self.values))
         return keys, values
 
-    def copy(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first ``length`` positions of row source[i] to row target[i]; the two may overlap."""
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy (source row, target row, positions) together: a target may be the source of another copy."""
+        if not copies:
+            return
+        sources, targets, lengths = zip(*copies, strict=True)
+        source, target = (torch.tensor(rows, device=self.keys.device) for rows in (sources, targets))
         for store in (self.keys, self.values):
             # Layer by layer: the temporary copy of all layers could be as large as the cache.
             for layer in store:
-                by_row = self._by_row(layer, length)
+                by_row = self._by_row(layer, max(lengths))
                 # index_select first reads all sources, so a target that is also a source is safe.
                 by_row.index_copy_(0, target, by_row.index_select(0, source))
 

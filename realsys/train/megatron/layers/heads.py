@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from realsys.hf.architecture import HfModel
-from realsys.train.megatron.fused import select_rows
 from realsys.train.megatron.hf_config import stage_layers
+from realsys.train.megatron.layers.fused import select_rows
+from realsys.train.megatron.layers.spec import block_spec
 from realsys.train.megatron.megatron_core import GPTModel, TransformerConfig, gather_from_sequence_parallel_region
 from realsys.train.megatron.mesh import MeshGroups
-from realsys.train.megatron.spec import block_spec
 from realsys.train.packing import MicroBatch
 from realsys.train.vocab_logprob import Scoring, projected_logprobs
 

@@ -1,0 +1,48 @@
+"""Bounds of a run, and what the supervisor calls outside of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from realsys.cluster.failure import ErrorRecord
+from realsys.launch.plan import ProcessSpec
+from realsys.launch.processes.restart_policy import NO_CHECKPOINT
+
+
+async def _ready(_: ProcessSpec) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds of a run. A stop waits ``stop_progress_s`` for the next progress of the MasterWorker."""
+
+    stop_timeout_s: float
+    stop_progress_s: float
+    max_restarts: int
+    first_backoff_s: float = 0.5
+    min_share: float = 0.0  # of the workers of a kind that must be left when one is given up
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Functions of the run that the supervisor calls.
+
+    say               takes a line for each restart and kill
+    errors            returns the error files of the trial's processes
+    checkpoint        returns the step of the newest complete one, or NO_CHECKPOINT
+    finished          returns True if a MasterWorker that exited 0 has finished the run
+    name_store_ready  returns when the run's own name store answers
+    outside           returns a cause outside of the processes, such as a full disk, or ""
+    stopping          returns the progress of a stop: what the MasterWorker does (the user reads its first line), and
+                      the bytes that were written
+    """
+
+    say: Callable[[str], None]
+    errors: Callable[[], Sequence[ErrorRecord]] = lambda: ()
+    checkpoint: Callable[[], int] = lambda: NO_CHECKPOINT
+    finished: Callable[[], bool] = lambda: True
+    name_store_ready: Callable[[ProcessSpec], Awaitable[None]] = _ready
+    outside: Callable[[], str] = lambda: ""
+    stopping: Callable[[], tuple[str, int]] = lambda: ("", 0)

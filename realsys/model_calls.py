@@ -1,0 +1,158 @@
+"""Calls of the MasterWorker to the ModelWorkers, their replies, and what ModelWorkers notify.
+
+The records of the data that they carry are in ``realsys.types``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from realsys.types import SampleMeta, SequenceRef
+
+SNAPSHOT = "snapshot"  #: argument of a call: a SnapshotPlan
+
+
+class SnapshotPlan(msgspec.Struct):
+    """Comparison of engine and trainer on tokens of an earlier version (``AgreementSampler``).
+
+    ``samples`` are scored with the snapshot of ``version``. With ``take``, the weights of the call
+    then become the snapshot.
+    """
+
+    version: int = -1
+    samples: list[str] = []
+    take: bool = False
+
+
+class Transfer(msgspec.Struct):
+    """Move of the arrays ``keys`` of ``sample_ids`` from worker ``src`` to worker ``dst`` (worker
+    indices).
+    """
+
+    src: int
+    dst: int
+    sample_ids: list[str]
+    keys: list[str]
+
+
+class MfcRequest(msgspec.Struct):
+    """One model function call, the same for every rank of the role's mesh.
+
+    ``minibatches[m][d]`` lists the sequences of DP rank d in minibatch m. All ranks see all of it,
+    so each rank computes the micro-batch counts of the others without communication. Hooks run
+    before and after, in order.
+    """
+
+    mfc: str
+    role: str
+    handler: str
+    step: int
+    version: int
+    minibatches: list[list[list[SequenceRef]]]
+    args: dict[str, Any] = {}
+    pre_hooks: list[str] = []
+    post_hooks: list[str] = []
+
+
+class MfcReply(msgspec.Struct):
+    """Reply of one worker. ``stats`` are already reduced over the mesh; only DP heads fill them.
+
+    ``scores``: sample id -> reward of a reward model; each DP head reports its own samples.
+    ``abandoned``: the run stops, and the call was not run to its end, on any rank. ``not_finite``:
+    arguments of the NotFiniteError that ended the call; the master raises it.
+    """
+
+    worker: int
+    stats: dict[str, float] = {}
+    scores: dict[str, float] = {}
+    seconds: float = 0.0
+    tokens: int = 0
+    abandoned: bool = False
+    not_finite: tuple[str, int, list[str]] | None = None
+
+
+class TransferRequest(msgspec.Struct):
+    """Moves of arrays between workers. All sources and destinations receive it; each does its part.
+
+    ``sequences``: every sample of the plan, for its lengths.
+    """
+
+    transfers: list[Transfer]
+    sequences: list[SequenceRef]
+
+
+class TransferReply(msgspec.Struct):
+    """Reply to a TransferRequest. ``received``: bytes that other workers sent to this one."""
+
+    received: int
+    seconds: float = 0.0
+
+
+class Empty(msgspec.Struct):
+    """A reply without content."""
+
+
+class MaskRequest(msgspec.Struct):
+    """Take the tokens of versions below ``oldest`` out of the loss of these samples; they stay in the context."""
+
+    sample_ids: list[str]
+    oldest: int
+
+
+class InitializeRequest(msgspec.Struct):
+    """Build this worker's shard of ``role`` from the HF directory ``model_path``. Sent to the
+    role's mesh only.
+
+    ``trainable``: with gradients and an optimizer. ``trainer_incarnation``: incarnation of the
+    master; the worker refuses groups that were granted under another one.
+    """
+
+    role: str
+    model_path: str
+    trainable: bool = True
+    trainer_incarnation: str = ""
+
+
+class LoadDemosRequest(msgspec.Struct):
+    """Tokenise the demonstrations ``indices`` and store them as samples."""
+
+    indices: list[int]
+
+
+class SamplesArrived(msgspec.Struct):
+    """Metadata of samples that a ModelWorker now holds: reply to ``load_demos``, notice
+    ``samples_arrived``.
+    """
+
+    samples: list[SampleMeta]
+
+
+class ClearRequest(msgspec.Struct):
+    """Discard these samples; with ``keys`` only these arrays of them."""
+
+    sample_ids: list[str]
+    keys: list[str] = []
+
+
+class SaveWeightsRequest(msgspec.Struct):
+    """Write this rank's share of version ``version`` of ``role``'s weights (HF names).
+
+    ``plan``: made by the weight transport's publisher, read by its writers
+    (``realsys.weights.base``).
+    """
+
+    role: str
+    version: int
+    plan: Any = None
+
+
+class SaveWeightsReply(msgspec.Struct):
+    """Reply to a SaveWeightsRequest.
+
+    ``report``: made by this rank's writer of the weight transport, read by its publisher.
+    """
+
+    report: Any = None
+    seconds: float = 0.0
