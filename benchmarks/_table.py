@@ -60,6 +60,8 @@ def _is_number(value: object) -> bool:
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, list):
+        return f"({len(value)})"  # a curve: its numbers are in the file
     if not isinstance(value, float):
         return str(value)
     if value == 0:
