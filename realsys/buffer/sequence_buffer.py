@@ -25,7 +25,7 @@ StalePolicy = Literal["train", "mask", "drop"]
 #: Returns True if a complete group is worth training on.
 Keep = Callable[[Sequence[SampleMeta]], bool]
 #: Returns True if a complete group is too old, and its ticket is to be issued again.
-TooOld = Callable[[Sequence[SampleMeta]], bool]
+TooOld = Callable[[Sequence[SampleMeta]], str]
 _FINAL = 1 << 62  # above every attempt
 
 
@@ -97,8 +97,9 @@ class SequenceBuffer:
 
     Each sample names the number of rows of its group (``group_rows``); a group with all of them is
     complete. A complete group that ``keep`` refuses leaves with reason ``success_rate``;
-    ``filtered_in_a_row`` counts such groups since the last one that stayed. Of a complete group for which
-    ``too_old`` holds, this attempt leaves, and a later one is accepted.
+    ``filtered_in_a_row`` counts such groups since the last one that stayed. ``too_old`` returns why a complete
+    group leaves at once, or "": with STALE this attempt leaves, and a later one is accepted; with MASKED the
+    ticket ends.
 
     latest-attempt  Until a ticket is in training, its latest attempt counts, because the ledger knows
                     only that one. It replaces an earlier attempt; a late sample of an earlier one is
@@ -114,7 +115,7 @@ class SequenceBuffer:
     def __init__(
         self,
         keep: Keep = lambda group: True,
-        too_old: TooOld = lambda group: False,
+        too_old: TooOld = lambda group: "",
         remember: int = 65536,
     ) -> None:
         if remember < 1:
@@ -256,10 +257,14 @@ class SequenceBuffer:
             self._end(ticket_id)
             return
         self.filtered_in_a_row = 0
-        if self._too_old(samples):
-            result.stale.append((ticket_id, group.attempt))
-            result.lose(STALE, samples)
-            self._end(ticket_id, group.attempt)
+        if reason := self._too_old(samples):
+            result.lose(reason, samples)
+            if reason == STALE:
+                result.stale.append((ticket_id, group.attempt))
+                self._end(ticket_id, group.attempt)
+            else:
+                result.dropped.append((ticket_id, reason))
+                self._end(ticket_id)
             return
         self._ready[ticket_id] = group
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realsys.buffer.sequence_buffer import Batch, Keep, SequenceBuffer, StalePolicy
-from realsys.buffer.token_losses import COPY, FAILED, StepLosses, TokenLosses
+from realsys.buffer.token_losses import COPY, FAILED, MASKED, STALE, StepLosses, TokenLosses
 from realsys.config.schema import Config
 from realsys.config.schema_train import FilterConfig
 from realsys.errors import StuckError, WaitTimeout
@@ -156,16 +156,20 @@ class IntakeState:
         self._leave([*added.dropped, *added.stale], added.clear)
         self._departures.dropped.extend(added.dropped)
 
-    def _too_old(self, group: Sequence[SampleMeta]) -> bool:
-        """Return True if a group that is now complete is discarded, and its ticket issued again.
+    def _too_old(self, group: Sequence[SampleMeta]) -> str:
+        """Return why a group that is now complete leaves at once, or "" if it stays.
 
-        It is trained after the groups of older tickets, on top of a later version if these fill a batch.
+        STALE: its ticket is issued again. MASKED: no token of it can be trained. It is trained after the groups of
+        older tickets, on top of a later version if these fill a batch.
         """
         settings = self.settings
-        if settings.stale_policy != "drop" or group[0].reissues >= settings.max_reissues:
-            return False
+        if settings.stale_policy == "train":
+            return ""
         turn = self.version + self.buffer.ready_before(group[0].ticket_id) // settings.batch_groups
-        return min(sample.version_min for sample in group) < turn - settings.eta
+        oldest = turn - settings.eta
+        if settings.stale_policy == "drop" and group[0].reissues < settings.max_reissues:
+            return STALE if min(sample.version_min for sample in group) < oldest else ""
+        return MASKED if max(sample.version_max for sample in group) < oldest else ""
 
     def held(self) -> list[tuple[str, int]]:
         """Return (ticket, attempt) of the groups held here, which the manager need not reissue.

@@ -121,7 +121,7 @@ def test_released_group_has_all_its_tokens_again() -> None:
 
 
 def test_too_old_group_leaves_until_later_attempt() -> None:
-    buffer = SequenceBuffer(too_old=lambda group: group[0].version_min < 3)
+    buffer = SequenceBuffer(too_old=lambda group: "stale" if group[0].version_min < 3 else "")
     added = buffer.add(group("t1", version=2, attempt=1))
     assert (added.stale, added.dropped, len(added.clear), buffer.ready_groups) == ([("t1", 1)], [], 2, 0)
     assert buffer.add(group("t1", version=3, attempt=0)).accepted == 0, "a copy of an earlier attempt"

@@ -118,14 +118,24 @@ def test_group_too_old_at_its_turn_is_reissued() -> None:
 
 
 def test_prompt_is_issued_at_most_three_times() -> None:
-    """After two reissues its old tokens are masked instead."""
+    """After two reissues its old tokens are masked instead, and nothing is left to train."""
     state = intake()
     state.propose(5)
     for reissues in range(3):
         state.add(group(0, version=0, reissues=reissues))
-        assert [attempt for _, attempt in state.depart().stale] == ([reissues] if reissues < 2 else [])
-    assert state.propose(5) == []
+        departures = state.depart()
+        assert [attempt for _, attempt in departures.stale] == ([reissues] if reissues < 2 else [])
+    assert departures.dropped == [("0000000000", "masked")]
+
+
+def test_group_without_young_tokens_leaves_on_arrival() -> None:
+    """Under `mask`, too, it does not wait for its turn."""
+    state = intake(replace(SETTINGS, stale_policy="mask"))
+    state.propose(5)
+    state.add(group(0, version=0))
+    state.add(mixed(1, 0, 5))
     assert state.depart().dropped == [("0000000000", "masked")]
+    assert state.held() == [("0000000000", 0), ("0000000001", 0)]
 
 
 @pytest.mark.parametrize("policy", ["mask", "drop"])
