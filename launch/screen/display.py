@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
@@ -129,7 +129,22 @@ def train_line(record: Record) -> str:
         f"lag {fmt(number(record, 'staleness', 'mean'), '.1f')}/{fmt(number(record, 'staleness', 'max'), '.0f')}  "
         f"{fmt(number(record, 'consumed_tokens_per_s'), ',.0f')} tok/s  "
         f"{fmt(number(record, 'seconds', 'total'), '.1f')} s (waited {fmt(number(record, 'seconds', 'wait'), '.1f')})"
+        + "".join(f"  {name} {share:.0%}" for name, share in _shares(record) if share >= 0.005)
     )
+
+
+def _shares(record: Record) -> Iterator[tuple[str, float]]:
+    """Yield the shares of a step that a reader should notice: what gives no gradient, is cut off, or is not trained."""
+    yield "no signal", number(record, "signal", "equal") or 0.0
+    yield "cut off", number(record, "truncated_fraction") or 0.0
+    for reason, share in sorted(_untrained_shares(record).items()):
+        if reason != "zero_advantage":  # the groups without signal
+            yield reason, share
+
+
+def _untrained_shares(record: Record) -> Mapping[str, float]:
+    shares = record.get("untrained")
+    return shares if isinstance(shares, Mapping) else {}
 
 
 def eval_line(record: Record) -> str:
@@ -244,7 +259,11 @@ def _training(progress: Progress) -> Table:
     rows = [
         ("reward", f"{fmt(number(last, 'reward_mean'), '+.3f')}  {sparkline(progress.train, 'reward_mean')}"),
         ("accuracy", f"{fmt(number(last, 'accuracy'), '.1%')}  {sparkline(progress.train, 'accuracy')}"),
-        ("answer length", fmt(number(last, "length_mean"), ".0f")),
+        (
+            "answer length",
+            f"{fmt(number(last, 'length_mean'), '.0f')}, {fmt(number(last, 'truncated_fraction'), '.0%')} cut off",
+        ),
+        ("groups with signal", fmt(_with_signal(last), ".0%")),
         ("tokens/s trained", fmt(mean(recent, "train_tokens_per_s"), ",.0f")),
         ("tokens/s end to end", fmt(mean(recent, "consumed_tokens_per_s"), ",.0f")),
         ("gradient norm", fmt(number(last, "stats", "grad_norm"), ".3f")),
@@ -255,6 +274,11 @@ def _training(progress: Progress) -> Table:
     for name, record in progress.evals.items():
         rows.append((f"held out, {name}", fmt(number(record, "accuracy"), ".1%")))
     return _fields("training", rows)
+
+
+def _with_signal(record: Record) -> float | None:
+    equal = number(record, "signal", "equal")
+    return None if equal is None else 1.0 - equal
 
 
 def _asynchrony(progress: Progress, config: Config) -> Table:
@@ -284,10 +308,9 @@ def _asynchrony(progress: Progress, config: Config) -> Table:
 
 def _untrained(last: Record) -> Text | str:
     """Return the shares of sampled tokens that were not trained, by reason; red if staleness takes too many."""
-    shares = last.get("untrained")
-    if not isinstance(shares, Mapping):
+    if "untrained" not in last:
         return "-"
-    text = ", ".join(f"{reason} {share:.1%}" for reason, share in sorted(shares.items())) or "0 %"
+    text = ", ".join(f"{reason} {share:.1%}" for reason, share in sorted(_untrained_shares(last).items())) or "0 %"
     too_old = number(last, "too_old") or 0.0
     return Text(f"{text} of tokens", style="bold red") if too_old > WARN_SHARE else f"{text} of tokens"
 

@@ -14,6 +14,7 @@ from realsys.cluster.store.names import Names
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import NameStoreError
+from realsys.launch.processes.failures import full_disk
 from realsys.launch.screen.progress import Progress, Record, number
 from realsys.telemetry.signal import SignalWatch
 from realsys.telemetry.steps import StepTail
@@ -42,6 +43,7 @@ class Monitor:
         self._progress = progress
         self._screen = screen
         self._tail = tail
+        self._full = ""  # the full disk, as it was last seen
         self._signal = SignalWatch(config.train.ppo.advantage.mean)
 
     def read_steps(self) -> None:
@@ -54,6 +56,13 @@ class Monitor:
             if record.get("kind") == "train" and (warning := self._signal.observe(record, before)):
                 self._screen.note(warning)
 
+    def check_disk(self) -> None:
+        """Say once that the disk is full: until a process fails for it, the run would only seem slow."""
+        problem, before = full_disk(self._paths.root), self._full
+        self._full = problem
+        if problem and not before:
+            self._screen.note(problem)
+
     async def run(self) -> None:
         store = await asyncio.to_thread(make_name_store, self._config, self._paths)
         try:
@@ -62,6 +71,7 @@ class Monitor:
                 while True:
                     await self.ask_manager(session, store)
                     self.read_steps()
+                    self.check_disk()
                     await asyncio.sleep(_REFRESH_S)
         finally:
             store.close()

@@ -15,7 +15,7 @@ from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.screen.display import fmt
 from realsys.launch.screen.progress import TIME_PARTS, Record, mean, number
-from realsys.launch.screen.totals import COURSE_STEPS, Totals, course
+from realsys.launch.screen.totals import Totals, course, course_ends
 from realsys.telemetry.signal import signal_warning
 from realsys.telemetry.steps import surviving_steps
 
@@ -42,6 +42,7 @@ def summarise(
     before = number(totals.evals.get("before", {}), "accuracy")
     after = number(totals.evals.get("after", {}), "accuracy")
     seconds = totals.phase_seconds(ended)
+    ends = course_ends(totals.steps)
     training_seconds, tokens_now = seconds.get("train"), totals.answer_tokens_now
     return {
         "experiment": config.experiment,
@@ -57,8 +58,8 @@ def summarise(
             "after": after,
             "gain": None if before is None or after is None else after - before,
             "problems": number(totals.evals.get("after", totals.evals.get("before", {})), "problems"),
-            "train_first": mean(totals.first_unbiased or totals.first, "accuracy"),
-            "train_last": mean(totals.last_unbiased or totals.last, "accuracy"),
+            "train_first": mean((totals.first_unbiased or totals.first)[:ends], "accuracy"),
+            "train_last": mean(list(totals.last_unbiased or totals.last)[-ends:], "accuracy"),
         },
         "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in totals.evals.values()],
         "seconds": {"total": ended - started, **seconds},
@@ -131,7 +132,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "held-out metrics", metrics
     if summary["steps"]:
         course = f"{fmt(accuracy['train_first'], '.1%')} -> {fmt(accuracy['train_last'], '.1%')}"
-        averaged = f" (means of {COURSE_STEPS} steps)" if summary["steps"] > COURSE_STEPS else ""
+        ends = course_ends(summary["steps"])
+        averaged = f" (means of {ends} steps)" if ends > 1 else ""
         yield "accuracy in training", f"{course} in {summary['steps']} steps{averaged}"
     phases = ", ".join(f"{name} {_clock(value)}" for name, value in seconds.items() if name != "total" and value >= 1)
     yield "wall time", f"{_clock(seconds['total'])}  ({phases})" if phases else _clock(seconds["total"])

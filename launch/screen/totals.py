@@ -123,6 +123,11 @@ class Totals:
         return seconds
 
 
+def course_ends(steps: int) -> int:
+    """Return how many of ``steps`` steps are averaged at either end of a run, so that the two do not overlap."""
+    return max(1, min(COURSE_STEPS, steps // 2))
+
+
 def is_length_biased(record: Record) -> bool:
     """Return True for a step whose batch had other lengths than the policy samples: its means mislead."""
     return record.get("length_biased") is True

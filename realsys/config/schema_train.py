@@ -203,10 +203,10 @@ class CheckpointConfig(Section):
     """Training state on disk, to continue from. Weight versions for the servers are another thing (weights)."""
 
     every_steps: NonNegative = Field(20, description="steps between checkpoints; 0: only at_end and on_stop")
-    at_end: bool = Field(False, description="take a checkpoint after the last step")
-    on_stop: bool = Field(
-        True, description="take a checkpoint when the run is stopped, if the current step ends in time"
+    at_end: bool = Field(
+        True, description="take a checkpoint after the last step, from which a later run with more steps continues"
     )
+    on_stop: bool = Field(True, description="take a checkpoint of the last finished step when the run is stopped")
     keep: Positive = Field(2, description="number of newest checkpoints that are kept")
     hf_every_steps: NonNegative = Field(
         0, description="steps between plain HF directories of the actor, which are never removed; 0: none"

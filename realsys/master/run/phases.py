@@ -57,8 +57,7 @@ class MasterRun:
         steps = await self._loop.run(done)
         await unless(self._stop, self._conclude(steps))
         if not self.finished:
-            # The loop saves nothing at its end without ``checkpoint.at_end``, because it expects
-            # the run to finish.
+            # With ``checkpoint.at_end=false`` the loop has saved nothing at its end: it expects the run to finish.
             await self._parts.checkpoints.finish(stopped=True)
 
     async def _start(self) -> int:

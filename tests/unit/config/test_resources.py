@@ -44,7 +44,7 @@ def test_disk_counts_versions_and_checkpoints() -> None:
     config = changed("weights.keep_versions=3", "checkpoint.keep=2", "checkpoint.every_steps=5")
     count = model_of(config).parameters
     assert disk_bytes(config, dataflow_of(config)) == (3 + 2) * 4 * count + (2 + 1) * 12 * count
-    none = changed("checkpoint.every_steps=0", "checkpoint.on_stop=false")
+    none = changed("checkpoint.every_steps=0", "checkpoint.on_stop=false", "checkpoint.at_end=false")
     assert disk_bytes(none, dataflow_of(none)) == (2 + 2) * 4 * count
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +23,9 @@ from realsys.errors import ConfigError
 from realsys.launch.commands.status import newest_trial, show_status
 from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Death, Outcome
-from realsys.launch.screen.display import LiveView, PlainView, make_view, sparkline
-from realsys.launch.screen.monitor import look_once
+from realsys.launch.screen import monitor as monitoring
+from realsys.launch.screen.display import LiveView, PlainView, make_view, sparkline, train_line
+from realsys.launch.screen.monitor import Monitor, look_once
 from realsys.launch.screen.progress import SHOWN_EVALS, WINDOW, Progress
 from realsys.launch.screen.report import Summary, draw_curves, print_summary, summarise, write_summary
 from realsys.telemetry.steps import StepTail, read_steps
@@ -190,6 +194,13 @@ def test_plain_output_is_one_line_per_step() -> None:
     heads = " ".join(line.split()[0] for line in lines)
     assert heads == "phase warm-up phase evaluation phase step step step step phase evaluation phase !"
     assert lines[5].startswith("step 1/4  v1  reward +0.100  accuracy 50.0%  length 41  lag 0.5/2  4,000 tok/s")
+
+
+def test_step_line_names_shares_to_notice() -> None:
+    signal, lost = {"equal": 0.25}, {"stale": 0.12, "zero_advantage": 0.2, "masked": 0.001}
+    line = train_line(train_record(1, signal=signal, truncated_fraction=0.031, untrained=lost))
+    assert line.endswith("7.0 s (waited 1.0)  no signal 25%  cut off 3%  stale 12%")
+    assert train_line(train_record(1)).endswith("7.0 s (waited 1.0)")
 
 
 def test_rolled_back_steps_are_counted_once(paths: TrialPaths) -> None:
@@ -373,6 +384,30 @@ def test_manager_is_found_and_asked(tmp_path: Path) -> None:
 
     progress = asyncio.run(body())
     assert progress.status == {"version": 7} and progress.address is None
+
+
+def test_full_disk_is_named_once_while_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within two looks, not only when a process dies of it."""
+    config, paths = Config(fileroot=str(tmp_path)), TrialPaths(tmp_path)
+    monkeypatch.setattr(monitoring, "_REFRESH_S", 0.0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+
+    async def body() -> list[str]:
+        notes, looks, done = [], itertools.count(), asyncio.Event()
+
+        def refresh(*_: object) -> None:
+            if next(looks) == 3:
+                done.set()
+
+        screen = SimpleNamespace(refresh=refresh, note=notes.append)
+        task = asyncio.create_task(Monitor(config, paths, Progress(), screen, StepTail(paths.steps)).run())
+        async with asyncio.timeout(60):
+            await done.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        return notes
+
+    assert asyncio.run(body()) == [f"No space left on device: {tmp_path}: free space on this disk"]
 
 
 def test_status_of_finished_and_unfinished_trial(

@@ -90,6 +90,7 @@ def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
     held = what_holds(records)
     train: list[Record] = [record for record in held if record["kind"] == "train"]
     usual = [record for record in train if not record.get("length_biased")]
+    ends = max(1, min(COURSE_STEPS, len(train) // 2))
     too_old = [sum(record.get("untrained", {}).get(reason, 0) for reason in ("stale", "masked")) for record in train]
     evals = {record["eval_id"]: record for record in held if record["kind"] == "eval"}
     phases = [(r["phase"], r["time"]) for r in held if r["kind"] == "phase" and r["time"] >= STARTED]
@@ -110,8 +111,8 @@ def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
             "after": after,
             "gain": after - before if before is not None and after is not None else None,
             "problems": number(evals.get("after", evals.get("before", {})), "problems"),
-            "train_first": mean((usual or train)[:COURSE_STEPS], "accuracy"),
-            "train_last": mean((usual or train)[-COURSE_STEPS:], "accuracy"),
+            "train_first": mean((usual or train)[:ends], "accuracy"),
+            "train_last": mean((usual or train)[-ends:], "accuracy"),
         },
         "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in evals.values()],
         "seconds": seconds,

@@ -109,7 +109,7 @@ def listed(tmp_path: Path) -> list[int]:
 def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     """One checkpoint every two steps; the newest two are kept."""
     workers = Workers(eager=True)
-    checkpoints = make(tmp_path, workers, every_steps=2, keep=2)
+    checkpoints = make(tmp_path, workers, every_steps=2, keep=2, at_end=False)
     asyncio.run(train(checkpoints, 1, 7))
     assert listed(tmp_path) == [4, 6]
     assert checkpoints.latest == tmp_path / "checkpoints" / "step-00000006"
@@ -118,18 +118,18 @@ def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 def test_last_step_is_saved_once(tmp_path: Path) -> None:
     workers = Workers()
-    asyncio.run(train(make(tmp_path, workers, every_steps=3, at_end=True), 1, 4))
+    asyncio.run(train(make(tmp_path, workers, every_steps=3), 1, 4))
     assert listed(tmp_path) == [3, 4]
     other = tmp_path / "other"
     other.mkdir()
     workers = Workers()
-    asyncio.run(train(make(other, workers, every_steps=2, at_end=True), 1, 2))
+    asyncio.run(train(make(other, workers, every_steps=2), 1, 2))
     assert workers.calls.count("save actor 2") == 1 and listed(other) == [2]
 
 
 def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path) -> None:
     workers = Workers()
-    asyncio.run(train(make(tmp_path, workers), 1, 3))
+    asyncio.run(train(make(tmp_path, workers, at_end=False), 1, 3))
     assert workers.calls == [] and not (tmp_path / "checkpoints").exists()
 
 
