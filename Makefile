@@ -4,8 +4,8 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
-SGLANG_TESTS := tests/unit/generation/test_sglang_parts.py tests/unit/generation/test_sglang_engine.py tests/unit/generation/test_sglang_lifecycle.py \
-	tests/contracts/test_generation_http.py tests/contracts/test_generation_updates.py tests/system/test_sglang_job.py
+SGLANG_TESTS := tests/unit/generation/sglang tests/contracts/generation/test_generation_http.py \
+	tests/contracts/generation/test_generation_updates.py tests/system/generation/test_sglang_job.py
 SGLANG_CPU  := realsys/generation/sglang/cpu_support
 # Several at a time, one process per core. Whole jobs too: a job computes for two thirds of its time on two cores, and
 # waits for the rest. Tests that read one job run in one process (tests/conftest.py), those marked `alone` one after the other.

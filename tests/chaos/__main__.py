@@ -22,10 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
-from tests.chaos.cases import chosen, full, short
 from tests.chaos.driver import CaseResult, run_case
 from tests.chaos.live import Interrupted
-from tests.chaos.rows import Case
+from tests.chaos.schedule.cases import chosen, full, short
+from tests.chaos.schedule.rows import Case
 from tests.chaos.table import render
 from tests.conftest import SESSION_MARK
 

@@ -24,7 +24,7 @@ import msgspec
 from realsys.config.rules.sglang import DEFAULT_VENV
 from tests.chaos import checks, outside
 from tests.chaos.live import ChaosRun, Ended, Interrupted
-from tests.chaos.rows import JOB, Case, Needs, Row
+from tests.chaos.schedule.rows import JOB, Case, Needs, Row
 from tests.support.faults.plan import Fault, environment
 from tests.support.jobs.jobs import command, running
 from tests.support.processes.ports import lasting_ports

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.rows import PHASES, SUSPENDED
-from tests.chaos.signals import STATELESS, TRAINING
+from tests.chaos.schedule.rows import PHASES, SUSPENDED
+from tests.chaos.schedule.signals import STATELESS, TRAINING
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "chaos.json", ROOT / "docs" / "chaos.md"

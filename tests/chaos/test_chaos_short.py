@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.chaos.cases import short
 from tests.chaos.driver import run_case
-from tests.chaos.rows import Case
+from tests.chaos.schedule.cases import short
+from tests.chaos.schedule.rows import Case
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 

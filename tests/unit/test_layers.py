@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -160,9 +161,27 @@ def test_helpers_live_in_support_only() -> None:
     assert names == {"__init__.py", "conftest.py"}
 
 
+def test_folders_of_tests_mirror_the_packages() -> None:
+    """tests/unit has two more: tests of the chaos suite and of the pages."""
+    for top, more in (("unit", {"chaos", "docs"}), ("contracts", set())):
+        base = ROOT / "tests" / top
+        folders = {path.parent.relative_to(base) for path in base.rglob("test_*.py")} - {Path(), *map(Path, more)}
+        assert sorted(f for f in folders if not (ROOT / "realsys" / f).is_dir()) == []
+
+
+def test_folders_of_tests_are_small_and_names_unique() -> None:
+    """A name that occurs twice is a name that a search does not find."""
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in ("__init__.py", "conftest.py")]
+    names = Counter(path.name for path in files)
+    assert [name for name, count in names.items() if count > 1] == []
+    folders = Counter(path.parent for path in files)
+    assert [str(folder) for folder, count in folders.items() if count > 12] == []
+
+
 def test_files_that_share_a_job_exist() -> None:
     """A file that was renamed would run its job once more, without a sign."""
-    names = {path.name for path in (ROOT / "tests" / "system").iterdir()}
+    names = {path.name for path in (ROOT / "tests" / "system").rglob("test_*.py")}
     assert set(SHARED_JOBS) <= names
-    assert shared_job("tests/system/test_replay_job.py::test_x[a::b]") == "whole"
-    assert shared_job("tests/system/test_failures.py::test_x") == "tests/system/test_failures.py::test_x"
+    assert shared_job("tests/system/commands/test_replay_job.py::test_x[a::b]") == "whole"
+    alone = "tests/system/failure/test_failures_job.py::test_x"
+    assert shared_job(alone) == alone

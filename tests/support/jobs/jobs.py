@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import psutil
 from realsys.config.paths import TrialPaths
 from realsys.telemetry.steps import read_steps
 from tests.conftest import SESSION_MARK
-from tests.support.faults.plan import Fault, environment
 
 SMALL = [
     "experiment=arith",
@@ -157,19 +155,6 @@ class LiveJob:
         return self.job
 
 
-class Hold:
-    """Has a run wait before train step ``step`` until ``release``, so that it cannot end before a test has acted."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        self._folder = folder
-        folder.mkdir()
-        fault = Fault("hold", "master_worker/0", "master.batch", "hold", at=step, until="released")
-        self.env = environment([fault], folder)
-
-    def release(self) -> None:
-        (self._folder / "released").touch()
-
-
 @contextlib.contextmanager
 def running(
     root: Path, argv: list[str], env: Mapping[str, str] | None = None, cwd: Path | None = None
@@ -214,8 +199,3 @@ def processes_of(root: Path) -> list[str]:
             if (ours or str(root) in line) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(f"{process.pid} {line}")
     return found
-
-
-def restarts_shown(job: Job, worker: str) -> int:
-    """Count the restarts of this worker in the launcher's output."""
-    return len(re.findall(rf"^! {re.escape(worker)} .*; restart \d+/\d+ ", job.stdout, flags=re.MULTILINE))

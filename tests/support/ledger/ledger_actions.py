@@ -32,146 +32,8 @@ from tests.support.ledger.ledger_world import (
 
 
 @dataclass
-class World(Workers):
-    """A method for each action, by its name."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for action in ("manager_restarts", "master_starts", "publishes_again", "server_updates", "checkpoints"):
-            self.apply(Act(action))
-
-    # -- what can happen -----------------------------------------------------------------------------------------------
-
-    def enabled(self) -> list[Act]:
-        acts = self._workers_act() + self._master_acts()
-        order = self.manager.servers.next_order(SERVER, str(self.births[SERVER]), 0.0)
-        if isinstance(order, UpdateOrder):
-            acts.append(Act("server_updates"))
-        acts += [Act("stray_arrives", (number,)) for number in range(len(self.strays))]
-        acts += [Act("echo", (number,)) for number in range(len(self.echoes))]
-        return acts + [act for act in self._faults() if self._may(act.name)]
-
-    def _may(self, fault: str) -> bool:
-        return self.faults > 0 and (not self.bounds.kinds or fault in self.bounds.kinds)
-
-    def _workers_act(self) -> list[Act]:
-        acts = []
-        for worker in self._workers():
-            if worker in self.unanswered:
-                acts.append(Act("asks_again", (worker,)))
-            elif self.manager.refusal() is None:
-                acts.append(Act("allocate", (worker,)))
-            if self._is_unnoticed(worker):
-                acts.append(Act("death_noticed", (worker,)))
-        acts += [Act("finish" if a.pushed else "arrive", key) for key, a in self.attempts.items()]
-        alive = {(a.ticket.ticket_id, a.ticket.attempt) for a in self.attempts.values()}
-        for ticket in self._running():  # a lease lasts longer than it takes to notice that a worker died
-            if (ticket.ticket_id, ticket.attempt) not in alive and not self._is_unnoticed(ticket.worker):
-                acts.append(Act("lapse", (ticket.ticket_id,)))
-        return acts
-
-    def _master_acts(self) -> list[Act]:
-        acts = [Act("tell_drops")] if self.intake.departing else []
-        if self.phase == "asking":
-            acts.append(Act("claim"))
-        elif self.phase == "training":
-            acts.append(Act("publish"))
-        elif self.phase == "published":
-            acts.append(Act("tell_trained"))
-        elif self.phase == "down":
-            acts.append(Act("master_starts"))
-        elif self.phase == "rolled back":
-            acts.append(Act("publishes_again"))
-        elif self.phase == "idle":
-            ends = ("master_crashes", "machine_fails", "manager_loses_its_tail")
-            if self.checkpoint < self.version and any(map(self._may, ends)):
-                acts.append(Act("checkpoints"))
-            if "finished" in self.truth.values():
-                acts.append(Act("tells_what_it_holds"))
-            if self.intake.buffer.ready_groups >= self.bounds.batch or self._has_too_old():
-                acts.append(Act("take"))
-            elif self._can_never_fill():
-                acts.append(Act("give_up"))
-        return acts
-
-    def _faults(self) -> list[Act]:
-        acts = [Act("manager_restarts", (), 1), Act("server_dies", (), 1)]
-        for kept in range(self.synced, len(self.journal) + 1):
-            acts += [Act("machine_fails", (kept,), 1), Act("manager_loses_its_tail", (kept,), 1)]
-        for key, attempt in self.attempts.items():
-            names = IN_GENERATION if not attempt.pushed else ["finishes_twice"]
-            acts += [Act(name, key, 1) for name in names]
-            if self.manager.ledger.running_attempt(*key):
-                acts.append(Act("lapses_though_alive", (key[0],), 1))
-        for worker in self._workers():
-            if any(attempt.worker == worker for attempt in self.attempts.values()):
-                acts += [Act("dies", (worker,), 1), Act("dies_in_push", (worker,), 1)]
-            if worker not in self.unanswered and self.manager.refusal() is None:
-                acts.append(Act("reply_lost", (worker,), 1))
-        if self.phase == "asking":
-            acts.append(Act("claims_twice", (), 1))
-        if self.phase == "published":
-            acts.append(Act("told_twice", (), 1))
-        if self.phase in ("idle", "asking", "training", "published"):
-            acts.append(Act("master_crashes", (), 1))
-        return acts
-
-    def apply(self, action: Act) -> None:
-        """Raises AssertionError when the real parts answer what the model says they must not."""
-        before = COPIER.dump(self.manager.ledger)
-        self.faults -= action.cost
-        getattr(self, "_" + action.name)(*action.args)
-        if action.name in ("machine_fails", "manager_loses_its_tail"):
-            before = COPIER.dump(self._replayed())
-        self._commit(before)
-        self._deliver_what_cannot_matter()
-
-    def _deliver_what_cannot_matter(self) -> None:
-        """Calls for tickets that have ended change nothing, now or ever: their order does not matter."""
-        ended = {ticket_id for ticket_id, state in self.truth.items() if state in ("trained", "dropped")}
-        late = [key for key, a in self.attempts.items() if a.pushed and key[0] in ended]
-        calls = [FinishRequest(*key, self.attempts.pop(key).worker, "accepted") for key in late]
-        for call in [*calls, *self.echoes]:
-            if isinstance(call, FinishRequest) and call.ticket_id in ended:
-                self._finish_call(call)
-                self.echoes = [echo for echo in self.echoes if echo is not call]
-        assert not self.manager.outbox, "a ticket that has ended can be finished"
-
-    # -- servers and the manager ---------------------------------------------------------------------------------------
-
-    _manager_restarts = WorldState._start_manager
-
-    def _machine_fails(self, kept: int) -> None:
-        """With all that ran on it; of the journal only ``kept`` records are on the disk."""
-        self.births = {name: born + 1 for name, born in self.births.items()}
-        self.attempts, self.unanswered, self.strays, self.echoes = {}, {}, [], []
-        self._master_crashes()
-        self.echoes, self.published = [], None
-        self._loses_records(kept)
-
-    def _manager_loses_its_tail(self, kept: int) -> None:
-        """Its machine fails, and no other. Of an attempt whose grant it has forgotten the group may arrive, or not."""
-        self._loses_records(kept)
-        known = self.manager.ledger.open
-        for key, attempt in list(self.attempts.items()):
-            ticket = known.get(key[0])
-            if self.truth.get(key[0]) in ("trained", "dropped") or (ticket and ticket.attempt >= key[1]):
-                continue
-            del self.attempts[key]
-            if not attempt.pushed:
-                self.strays.append(self._group(attempt))
-
-    def _loses_records(self, kept: int) -> None:
-        """The model continues with the records that are left; the checks count the prompts."""
-        self.journal = self.journal[:kept]
-        self._start_manager()
-        ledger, known = self.manager.ledger, dict[str, Truth]()
-        for ticket_id in self.truth:
-            if ticket := ledger.open.get(ticket_id):
-                known[ticket_id] = ticket.state
-            elif end := ledger.ended(ticket_id):
-                known[ticket_id] = "trained" if end.startswith("trained") else "dropped"
-        self.truth = known
+class WithMaster(Workers):
+    """The master's actions: a batch from its proposal to its training, and the master's end and start."""
 
     def _put_version(self) -> None:
         self.published = PublishedVersion(self.version, self._incarnation(), "", self.version)
@@ -183,19 +45,6 @@ class World(Workers):
         ):
             older = PublishedVersion(version, f"{training:04d}", "", version)
             assert not self.manager.servers.publish(older), f"after {self.published} comes {older}"
-
-    def _server_updates(self) -> None:
-        servers = self.manager.servers
-        order = servers.next_order(SERVER, str(self.births[SERVER]), 0.0)
-        assert isinstance(order, UpdateOrder) and order.target == self.published
-        assert self.manager.begin_update(order, 0.0) and servers.succeeded(order, 0.0, {})
-
-    def _server_dies(self) -> None:
-        self.births[SERVER] += 1
-        self._observe_server()
-        assert self.manager.refusal() in ("no_server", "paused")
-
-    # -- the master ----------------------------------------------------------------------------------------------------
 
     def _echo(self, number: int) -> None:
         request = self.echoes.pop(number)
@@ -364,3 +213,157 @@ class World(Workers):
 
     def _give_up(self) -> None:
         self.phase = "stuck"
+
+
+@dataclass
+class World(WithMaster):
+    """A method for each action, by its name."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for action in ("manager_restarts", "master_starts", "publishes_again", "server_updates", "checkpoints"):
+            self.apply(Act(action))
+
+    # -- what can happen -----------------------------------------------------------------------------------------------
+
+    def enabled(self) -> list[Act]:
+        acts = self._workers_act() + self._master_acts()
+        order = self.manager.servers.next_order(SERVER, str(self.births[SERVER]), 0.0)
+        if isinstance(order, UpdateOrder):
+            acts.append(Act("server_updates"))
+        acts += [Act("stray_arrives", (number,)) for number in range(len(self.strays))]
+        acts += [Act("echo", (number,)) for number in range(len(self.echoes))]
+        return acts + [act for act in self._faults() if self._may(act.name)]
+
+    def _may(self, fault: str) -> bool:
+        return self.faults > 0 and (not self.bounds.kinds or fault in self.bounds.kinds)
+
+    def _workers_act(self) -> list[Act]:
+        acts = []
+        for worker in self._workers():
+            if worker in self.unanswered:
+                acts.append(Act("asks_again", (worker,)))
+            elif self.manager.refusal() is None:
+                acts.append(Act("allocate", (worker,)))
+            if self._is_unnoticed(worker):
+                acts.append(Act("death_noticed", (worker,)))
+        acts += [Act("finish" if a.pushed else "arrive", key) for key, a in self.attempts.items()]
+        alive = {(a.ticket.ticket_id, a.ticket.attempt) for a in self.attempts.values()}
+        for ticket in self._running():  # a lease lasts longer than it takes to notice that a worker died
+            if (ticket.ticket_id, ticket.attempt) not in alive and not self._is_unnoticed(ticket.worker):
+                acts.append(Act("lapse", (ticket.ticket_id,)))
+        return acts
+
+    def _master_acts(self) -> list[Act]:
+        acts = [Act("tell_drops")] if self.intake.departing else []
+        if self.phase == "asking":
+            acts.append(Act("claim"))
+        elif self.phase == "training":
+            acts.append(Act("publish"))
+        elif self.phase == "published":
+            acts.append(Act("tell_trained"))
+        elif self.phase == "down":
+            acts.append(Act("master_starts"))
+        elif self.phase == "rolled back":
+            acts.append(Act("publishes_again"))
+        elif self.phase == "idle":
+            ends = ("master_crashes", "machine_fails", "manager_loses_its_tail")
+            if self.checkpoint < self.version and any(map(self._may, ends)):
+                acts.append(Act("checkpoints"))
+            if "finished" in self.truth.values():
+                acts.append(Act("tells_what_it_holds"))
+            if self.intake.buffer.ready_groups >= self.bounds.batch or self._has_too_old():
+                acts.append(Act("take"))
+            elif self._can_never_fill():
+                acts.append(Act("give_up"))
+        return acts
+
+    def _faults(self) -> list[Act]:
+        acts = [Act("manager_restarts", (), 1), Act("server_dies", (), 1)]
+        for kept in range(self.synced, len(self.journal) + 1):
+            acts += [Act("machine_fails", (kept,), 1), Act("manager_loses_its_tail", (kept,), 1)]
+        for key, attempt in self.attempts.items():
+            names = IN_GENERATION if not attempt.pushed else ["finishes_twice"]
+            acts += [Act(name, key, 1) for name in names]
+            if self.manager.ledger.running_attempt(*key):
+                acts.append(Act("lapses_though_alive", (key[0],), 1))
+        for worker in self._workers():
+            if any(attempt.worker == worker for attempt in self.attempts.values()):
+                acts += [Act("dies", (worker,), 1), Act("dies_in_push", (worker,), 1)]
+            if worker not in self.unanswered and self.manager.refusal() is None:
+                acts.append(Act("reply_lost", (worker,), 1))
+        if self.phase == "asking":
+            acts.append(Act("claims_twice", (), 1))
+        if self.phase == "published":
+            acts.append(Act("told_twice", (), 1))
+        if self.phase in ("idle", "asking", "training", "published"):
+            acts.append(Act("master_crashes", (), 1))
+        return acts
+
+    def apply(self, action: Act) -> None:
+        """Raises AssertionError when the real parts answer what the model says they must not."""
+        before = COPIER.dump(self.manager.ledger)
+        self.faults -= action.cost
+        getattr(self, "_" + action.name)(*action.args)
+        if action.name in ("machine_fails", "manager_loses_its_tail"):
+            before = COPIER.dump(self._replayed())
+        self._commit(before)
+        self._deliver_what_cannot_matter()
+
+    def _deliver_what_cannot_matter(self) -> None:
+        """Calls for tickets that have ended change nothing, now or ever: their order does not matter."""
+        ended = {ticket_id for ticket_id, state in self.truth.items() if state in ("trained", "dropped")}
+        late = [key for key, a in self.attempts.items() if a.pushed and key[0] in ended]
+        calls = [FinishRequest(*key, self.attempts.pop(key).worker, "accepted") for key in late]
+        for call in [*calls, *self.echoes]:
+            if isinstance(call, FinishRequest) and call.ticket_id in ended:
+                self._finish_call(call)
+                self.echoes = [echo for echo in self.echoes if echo is not call]
+        assert not self.manager.outbox, "a ticket that has ended can be finished"
+
+    # -- servers and the manager ---------------------------------------------------------------------------------------
+
+    _manager_restarts = WorldState._start_manager
+
+    def _machine_fails(self, kept: int) -> None:
+        """With all that ran on it; of the journal only ``kept`` records are on the disk."""
+        self.births = {name: born + 1 for name, born in self.births.items()}
+        self.attempts, self.unanswered, self.strays, self.echoes = {}, {}, [], []
+        self._master_crashes()
+        self.echoes, self.published = [], None
+        self._loses_records(kept)
+
+    def _manager_loses_its_tail(self, kept: int) -> None:
+        """Its machine fails, and no other. Of an attempt whose grant it has forgotten the group may arrive, or not."""
+        self._loses_records(kept)
+        known = self.manager.ledger.open
+        for key, attempt in list(self.attempts.items()):
+            ticket = known.get(key[0])
+            if self.truth.get(key[0]) in ("trained", "dropped") or (ticket and ticket.attempt >= key[1]):
+                continue
+            del self.attempts[key]
+            if not attempt.pushed:
+                self.strays.append(self._group(attempt))
+
+    def _loses_records(self, kept: int) -> None:
+        """The model continues with the records that are left; the checks count the prompts."""
+        self.journal = self.journal[:kept]
+        self._start_manager()
+        ledger, known = self.manager.ledger, dict[str, Truth]()
+        for ticket_id in self.truth:
+            if ticket := ledger.open.get(ticket_id):
+                known[ticket_id] = ticket.state
+            elif end := ledger.ended(ticket_id):
+                known[ticket_id] = "trained" if end.startswith("trained") else "dropped"
+        self.truth = known
+
+    def _server_updates(self) -> None:
+        servers = self.manager.servers
+        order = servers.next_order(SERVER, str(self.births[SERVER]), 0.0)
+        assert isinstance(order, UpdateOrder) and order.target == self.published
+        assert self.manager.begin_update(order, 0.0) and servers.succeeded(order, 0.0, {})
+
+    def _server_dies(self) -> None:
+        self.births[SERVER] += 1
+        self._observe_server()
+        assert self.manager.refusal() in ("no_server", "paused")

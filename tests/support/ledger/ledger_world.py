@@ -56,6 +56,11 @@ class Act:
         return f"{self.name}{self.args if self.args else ''}"
 
 
+FAULTS = """manager_restarts server_dies fails fails_though_stored rejected filtered arrives_twice arrives_late
+    never_arrives finishes_twice lapses_though_alive dies dies_in_push reply_lost claims_twice told_twice
+    master_crashes"""
+
+
 @dataclass(frozen=True)
 class Bounds:
     """Size of the trial. ``faults``: how many in one history, of the kinds named (all if empty)."""
@@ -83,6 +88,16 @@ class Bounds:
 
     def order(self) -> PromptOrder:
         return PromptOrder(1, self.prompts, self.epochs)
+
+    def __str__(self) -> str:
+        sizes = f"B{self.batch} eta{self.eta} {self.prompts} prompts {self.workers} workers {self.steps} steps"
+        sizes += " resumed" * self.resumed + f" {self.policy}" * (self.policy != "drop")
+        kinds = "every fault" if self.kinds == frozenset(FAULTS.split()) else " ".join(sorted(self.kinds))
+        return f"{sizes} {self.faults} x {kinds}"
+
+
+def bounds(kinds: str = FAULTS, **sizes: Any) -> Bounds:
+    return Bounds(kinds=frozenset(kinds.split()), **sizes)
 
 
 @dataclass

@@ -102,7 +102,7 @@ class _Lookup:
         return _Lookup.objects[number]
 
 
-def explore(initial: S, copier: Copier, *, at_most: int) -> Found:
+def explore(initial: S, copier: Copier, *, at_most: int = 500_000) -> Found:
     """Every state reachable from ``initial``. Raises Violation; also when there are more than ``at_most`` states."""
     found = Found()
     numbers = {initial.key(): 0}

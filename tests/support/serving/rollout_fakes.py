@@ -1,143 +1,15 @@
-"""The network ends of a rollout, in memory: a manager and generation servers that a test scripts."""
+"""An engine of a GroupPlayer, in memory, that a test scripts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from realsys.generation.client import Generated, SamplingSpec
-from realsys.generation.received import PartsOfOne, Received
-from realsys.manager.messages import (
-    AllocateReply,
-    AllocateRequest,
-    FinishReply,
-    FinishRequest,
-    ScheduleReply,
-    ScheduleRequest,
-    TouchReply,
-    TouchRequest,
-)
+from realsys.generation.client import Generated
 from realsys.rollout.partial import Call, Deliver
-from realsys.types import FinishReason, Group, Ticket
-
-STEP = 1000  # a fake server's k-th token after ``length`` input tokens is STEP + length + k
-
-
-def generated(input_len: int, count: int, version: int, reason: FinishReason) -> Generated:
-    """Tokens that say where in the sequence they were sampled, log-probs that say by which version."""
-    tokens = np.arange(STEP + input_len, STEP + input_len + count, dtype=np.int32)
-    return Generated(tokens, np.full(count, -0.5 - version, np.float32), np.full(count, version, np.int32), reason)
-
-
-@dataclass
-class Request:
-    """One request a server got."""
-
-    url: str
-    input_ids: list[int]
-    spec: SamplingSpec
-    rid: str
-    seed: int
-
-
-@dataclass
-class FakeServers:
-    """``script`` is consumed one entry per request: what to answer, or what to raise.
-
-    ``arrived``: tokens of each completion that arrive before an error. ``working``: what a server says of itself.
-    """
-
-    script: list[object]
-    calls: list[Request] = field(default_factory=list)
-    arrived: int = 0
-    working: bool = False
-    asked: list[str] = field(default_factory=list)
-
-    async def works(self, url: str) -> bool:
-        self.asked.append(url)
-        return self.working
-
-    async def generate(
-        self,
-        url: str,
-        input_ids: Sequence[int],
-        spec: SamplingSpec,
-        *,
-        rid: str,
-        seed: int,
-        received: Received | None = None,
-    ) -> list[Generated]:
-        self.calls.append(Request(url, list(input_ids), spec, rid, seed))
-        await asyncio.sleep(0)
-        step = self.script.pop(0)
-        if isinstance(step, Exception):
-            if received is not None:
-                tokens = [generated(len(input_ids), self.arrived, 0, "abort") for _ in range(spec.n)]
-                received.completions = [
-                    PartsOfOne(one.tokens.tolist(), one.logprobs.tolist(), one.versions.tolist()) for one in tokens
-                ]
-            raise step
-        assert isinstance(step, list)
-        return [generated(len(input_ids), *answer) for answer in step]
-
-
-@dataclass
-class FakeScheduler:
-    """Names servers a, b, c, ... in turn; raises what ``error`` says."""
-
-    requests: list[ScheduleRequest] = field(default_factory=list)
-    error: Exception | None = None
-
-    async def schedule(self, request: ScheduleRequest) -> ScheduleReply:
-        if self.error is not None:
-            raise self.error
-        name = chr(ord("a") + len(self.requests) % 26)
-        self.requests.append(request)
-        return ScheduleReply(name, f"http://{name}", 0)
-
-
-class FakeManager:
-    """Hands out what a test puts in; says when a finish has come."""
-
-    def __init__(self) -> None:
-        self.grants: asyncio.Queue[list[Ticket]] = asyncio.Queue()
-        self.allocations: list[AllocateRequest] = []
-        self.touched: asyncio.Queue[TouchRequest] = asyncio.Queue()
-        self.finished: asyncio.Queue[FinishRequest] = asyncio.Queue()
-        self.finish_error: Exception | None = None
-        self.known = True
-
-    async def allocate(self, request: AllocateRequest) -> AllocateReply:
-        self.allocations.append(request)
-        tickets = await self.grants.get()
-        assert len(tickets) <= request.max_tickets
-        return AllocateReply(tickets)
-
-    async def touch(self, request: TouchRequest) -> TouchReply:
-        self.touched.put_nowait(request)
-        return TouchReply()
-
-    async def finish(self, request: FinishRequest) -> FinishReply:
-        if self.finish_error is not None:
-            raise self.finish_error
-        self.finished.put_nowait(request)
-        return FinishReply(self.known)
-
-
-class FakePusher:
-    """A pusher that keeps the groups, or raises ``error``."""
-
-    def __init__(self) -> None:
-        self.groups: list[Group] = []
-        self.error: Exception | None = None
-
-    async def push(self, group: Group) -> None:
-        if self.error is not None:
-            raise self.error
-        self.groups.append(group)
+from realsys.types import Ticket
 
 
 @dataclass

@@ -29,6 +29,7 @@ from realsys.types import Group, SampleMeta, Ticket
 from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.writer import DiskWriter
 from tests.support.training.lengths import PROMPT, heavy_lengths
+from tests.support.training.played_master import Message
 from tests.support.training.records import group_of, single_turn
 from tests.support.training.train_ranks import FORMED, run_ranks
 
@@ -53,16 +54,6 @@ def held_after(step: int, data: DataManager) -> Held:
     tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return Held(step, len(data), data.nbytes, len(tensors), sum(storages.values()), psutil.Process().memory_info().rss)
-
-
-class Message:
-    """A request as the stream delivers it: encoded."""
-
-    def __init__(self, handler: str, payload: msgspec.Struct) -> None:
-        self.handler, self._payload = handler, msgspec.msgpack.encode(payload)
-
-    def decode(self, type: Any) -> Any:
-        return msgspec.msgpack.decode(self._payload, type=type)
 
 
 class NoMaster:

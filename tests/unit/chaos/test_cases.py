@@ -1,8 +1,8 @@
 """The schedule of the chaos suite: complete, the same for the same seed, and of points that exist."""
 
-from tests.chaos.cases import chosen, full, short
-from tests.chaos.rows import PHASES, SUSPENDED
-from tests.chaos.signals import PER_RUN, STATELESS, TRAINING
+from tests.chaos.schedule.cases import chosen, full, short
+from tests.chaos.schedule.rows import PHASES, SUSPENDED
+from tests.chaos.schedule.signals import PER_RUN, STATELESS, TRAINING
 from tests.support.faults.points import POINTS
 
 

@@ -1,7 +1,7 @@
 """The page of docs/chaos.md is made of the results, whatever they are."""
 
 from tests.chaos import page
-from tests.chaos.rows import PHASES, SUSPENDED
+from tests.chaos.schedule.rows import PHASES, SUSPENDED
 from tests.support.faults.points import POINTS
 
 

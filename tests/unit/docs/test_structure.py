@@ -11,7 +11,7 @@ PACKAGES, READING = PAGE.split("## Where to start")
 LISTED = re.findall(r"^\| `([^`]+)` \|", PACKAGES, re.MULTILINE)
 FILES = re.findall(r"`([^`]+\.py)`", READING)
 #: Folders of tests by subject, which the page describes in one line.
-TESTS = {"tests/unit", "tests/support"}
+TESTS = {"tests/unit", "tests/contracts", "tests/system", "tests/chaos", "tests/support"}
 
 
 def tree() -> set[str]:

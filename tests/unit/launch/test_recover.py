@@ -29,8 +29,7 @@ from realsys.launch.cli import main
 from realsys.launch.lock import TrialLock, running_launcher
 from realsys.launch.plan import ProcessSpec
 from realsys.launch.prepare import prepare, resolve
-from realsys.launch.run import RunOptions, command_again, own_command
-from realsys.launch.start import newer_data
+from realsys.launch.run import own_command
 from realsys.manager.ledger.events import Opened
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import DataPosition
@@ -61,7 +60,7 @@ class Runs:
         self._monkeypatch = monkeypatch
         monkeypatch.setattr(
             realsys.launch.run, "draw_curves", lambda *_: None
-        )  # half of a run's time; test_launch_run looks
+        )  # half of a run's time; test_run.py looks
 
     def __call__(
         self, *overrides: str, records: list[dict[str, object]] = DONE, end: str = "", trial: str = "t"
@@ -386,51 +385,3 @@ def test_resume_waits_for_worker_of_dead_launcher(tmp_path: Path, holder: Callab
         TrialLock(tmp_path / "lock", "t", retry_timeout_s=0.0)
     process.stdin.close()  # type: ignore[union-attr]  # its worker reads from it, too, and ends
     TrialLock(tmp_path / "lock", "t", retry_timeout_s=60.0).close()
-
-
-# ---- the command that goes on
-
-
-def test_command_again_can_be_pasted_into_a_shell() -> None:
-    overrides = ["experiment=arith", "trial=x", "recover=off", "allocation='sglang.d1+d2'", "data.train=a b.jsonl"]
-    text = command_again(overrides, "20250101-000000", RunOptions(config_dir=Path("my configs"), plain=True))
-    assert shlex.split(text) == [
-        *own_command(),
-        "run",
-        "experiment=arith",
-        "allocation='sglang.d1+d2'",
-        "data.train=a b.jsonl",
-        "--trial",
-        "20250101-000000",
-        "--config-dir",
-        "my configs",
-        "--plain",
-    ]
-
-
-def test_printed_command_starts_this_realsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name if the shell finds it, else its path."""
-    here = Path(sys.executable).parent
-    monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
-    installed = (here / "realsys").is_file()
-    assert (own_command() == ["realsys"]) == installed
-    monkeypatch.setenv("PATH", str(tmp_path))
-    words = own_command()
-    assert words[0].startswith(str(here))
-    done = subprocess.run([*words, "--version"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.startswith("realsys ")
-
-
-def test_prompts_changed_after_last_start_are_named(tmp_path: Path) -> None:
-    """As many as before, in another order perhaps: the ledger would take them for the old ones."""
-    paths, train = TrialPaths(tmp_path), tmp_path / "train.jsonl"
-    data = {"kind": "jsonl", "train": str(train), "eval": str(tmp_path / "none.jsonl")}
-    config = Config.model_validate({"data": data})
-    for path in (train, paths.config):
-        path.touch()
-    os.utime(train, (1.0, 1.0))
-    assert list(newer_data(config, paths)) == []
-    os.utime(paths.config, (0.5, 0.5))
-    [line] = newer_data(config, paths)
-    assert line.startswith("data.train was written after the last start") and str(train) in line
-    assert list(newer_data(config.model_copy(update={"data": Config().data}), paths)) == []

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ from realsys.cluster.failure import ErrorRecord
 from realsys.config.paths import TrialPaths
 from realsys.launch.cli import main
 from realsys.launch.plan import ProcessSpec
+from realsys.launch.run import RunOptions, command_again, own_command
 
 WAIT = "import signal; signal.pause()"
 MASTER = """
@@ -109,3 +113,33 @@ def test_signal_stops_run_and_sets_exit_code(
     assert code == expected
     assert f"stopped by {signum.name}" in capsys.readouterr().err
     assert json.loads(paths.summary.read_text())["status"] == "interrupted"
+
+
+def test_command_again_can_be_pasted_into_a_shell() -> None:
+    overrides = ["experiment=arith", "trial=x", "recover=off", "allocation='sglang.d1+d2'", "data.train=a b.jsonl"]
+    text = command_again(overrides, "20250101-000000", RunOptions(config_dir=Path("my configs"), plain=True))
+    assert shlex.split(text) == [
+        *own_command(),
+        "run",
+        "experiment=arith",
+        "allocation='sglang.d1+d2'",
+        "data.train=a b.jsonl",
+        "--trial",
+        "20250101-000000",
+        "--config-dir",
+        "my configs",
+        "--plain",
+    ]
+
+
+def test_printed_command_starts_this_realsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name if the shell finds it, else its path."""
+    here = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
+    installed = (here / "realsys").is_file()
+    assert (own_command() == ["realsys"]) == installed
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = own_command()
+    assert words[0].startswith(str(here))
+    done = subprocess.run([*words, "--version"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("realsys ")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.trial_start import TrialStart, read_start, write_start
 from realsys.errors import ConfigError
-from realsys.launch.start import Trial, decide_start, describe
+from realsys.launch.start import Trial, decide_start, describe, newer_data
 from realsys.manager.messages import DataPosition
 from realsys.master.recovery import Start
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState
@@ -82,3 +84,18 @@ def test_unreadable_decision_names_the_file(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_start(path)
+
+
+def test_prompts_changed_after_last_start_are_named(tmp_path: Path) -> None:
+    """As many as before, in another order perhaps: the ledger would take them for the old ones."""
+    paths, train = TrialPaths(tmp_path), tmp_path / "train.jsonl"
+    data = {"kind": "jsonl", "train": str(train), "eval": str(tmp_path / "none.jsonl")}
+    config = Config.model_validate({"data": data})
+    for path in (train, paths.config):
+        path.touch()
+    os.utime(train, (1.0, 1.0))
+    assert list(newer_data(config, paths)) == []
+    os.utime(paths.config, (0.5, 0.5))
+    [line] = newer_data(config, paths)
+    assert line.startswith("data.train was written after the last start") and str(train) in line
+    assert list(newer_data(config.model_copy(update={"data": Config().data}), paths)) == []

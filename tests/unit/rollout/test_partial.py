@@ -1,17 +1,99 @@
 """Partial rollouts: nothing of an answer is lost or made anew when its server goes away."""
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from realsys.errors import GenerationError, ServerBusy, ServerFailed, ServerSilent
-from realsys.generation.client import SamplingSpec
+from realsys.generation.client import Generated, SamplingSpec
+from realsys.generation.received import PartsOfOne, Received
+from realsys.manager.messages import (
+    ScheduleReply,
+    ScheduleRequest,
+)
 from realsys.rollout import partial
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.partial import Call, PartialRolloutManager
-from realsys.types import Ticket
-from tests.support.serving.rollout_fakes import STEP, FakeScheduler, FakeServers
+from realsys.types import FinishReason, Ticket
+
+STEP = 1000  # a fake server's k-th token after ``length`` input tokens is STEP + length + k
+
+
+def generated(input_len: int, count: int, version: int, reason: FinishReason) -> Generated:
+    """Tokens that say where in the sequence they were sampled, log-probs that say by which version."""
+    tokens = np.arange(STEP + input_len, STEP + input_len + count, dtype=np.int32)
+    return Generated(tokens, np.full(count, -0.5 - version, np.float32), np.full(count, version, np.int32), reason)
+
+
+@dataclass
+class Request:
+    """One request a server got."""
+
+    url: str
+    input_ids: list[int]
+    spec: SamplingSpec
+    rid: str
+    seed: int
+
+
+@dataclass
+class FakeServers:
+    """``script`` is consumed one entry per request: what to answer, or what to raise.
+
+    ``arrived``: tokens of each completion that arrive before an error. ``working``: what a server says of itself.
+    """
+
+    script: list[object]
+    calls: list[Request] = field(default_factory=list)
+    arrived: int = 0
+    working: bool = False
+    asked: list[str] = field(default_factory=list)
+
+    async def works(self, url: str) -> bool:
+        self.asked.append(url)
+        return self.working
+
+    async def generate(
+        self,
+        url: str,
+        input_ids: Sequence[int],
+        spec: SamplingSpec,
+        *,
+        rid: str,
+        seed: int,
+        received: Received | None = None,
+    ) -> list[Generated]:
+        self.calls.append(Request(url, list(input_ids), spec, rid, seed))
+        await asyncio.sleep(0)
+        step = self.script.pop(0)
+        if isinstance(step, Exception):
+            if received is not None:
+                tokens = [generated(len(input_ids), self.arrived, 0, "abort") for _ in range(spec.n)]
+                received.completions = [
+                    PartsOfOne(one.tokens.tolist(), one.logprobs.tolist(), one.versions.tolist()) for one in tokens
+                ]
+            raise step
+        assert isinstance(step, list)
+        return [generated(len(input_ids), *answer) for answer in step]
+
+
+@dataclass
+class FakeScheduler:
+    """Names servers a, b, c, ... in turn; raises what ``error`` says."""
+
+    requests: list[ScheduleRequest] = field(default_factory=list)
+    error: Exception | None = None
+
+    async def schedule(self, request: ScheduleRequest) -> ScheduleReply:
+        if self.error is not None:
+            raise self.error
+        name = chr(ord("a") + len(self.requests) % 26)
+        self.requests.append(request)
+        return ScheduleReply(name, f"http://{name}", 0)
+
 
 PROMPT = [5, 6, 7]
 

@@ -1,0 +1,153 @@
+"""Answers that outlive their server: two real server processes, one of which ends in the middle of them."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from realsys.generation.client import GenerationClient, SamplingSpec
+from realsys.generation.received import Received
+from realsys.manager.messages import ScheduleReply, ScheduleRequest
+from realsys.rollout.partial import Call, PartialRolloutManager
+from realsys.types import Ticket
+from tests.support.serving.generation_models import make_model
+from tests.support.serving.generation_servers import PROMPT, ServerUnderTest, check, drive, publish
+
+ROOT = Path(__file__).resolve().parents[3]
+BOUND_S = 60.0
+TICKET = Ticket("17", 0, prompt_index=0, n=2, seed=400)
+LENGTH = 60
+PAUSE_AFTER = 100  # tokens of both answers: in the middle of each
+
+
+class Process:
+    """A server that can pause in the middle of completions."""
+
+    def __init__(self, model_path: Path, pause_after: int = 0) -> None:
+        command = [sys.executable, "-m", "tests.support.serving.generation_process", str(model_path), str(pause_after)]
+        self._popen = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    @property
+    def url(self) -> str:
+        """Once it is up. Call once."""
+        assert self._popen.stdout is not None
+        return self._popen.stdout.readline().strip()
+
+    def stop(self) -> None:
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def join(self) -> None:
+        self.stop()
+        self._popen.wait(BOUND_S)
+        assert self._popen.stdout is not None
+        self._popen.stdout.close()
+
+
+class Places:
+    """The manager's part: the first server until it is gone, then the second."""
+
+    def __init__(self, urls: dict[str, str]) -> None:
+        self.urls, self.requests = urls, list[ScheduleRequest]()
+        self.gone = False
+
+    async def schedule(self, request: ScheduleRequest) -> ScheduleReply:
+        self.requests.append(request)
+        name = "second" if self.gone else "first"
+        return ScheduleReply(name, self.urls[name], 0)
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[tuple[Process, Process, dict[int, object], dict[int, Path]]]:
+    models = {version: make_model("qwen2", tmp_path / f"hf{version}", seed=version) for version in (1, 2)}
+    paths = {version: publish(tmp_path / "weights", version, tmp_path / f"hf{version}") for version in models}
+    first, second = Process(tmp_path / "hf1", PAUSE_AFTER), Process(tmp_path / "hf2")
+    try:
+        yield first, second, models, paths
+    finally:
+        for process in (first, second):
+            process.join()
+
+
+class Watched(GenerationClient):
+    """A client that shows what has arrived before the replies."""
+
+    arrived: list[Received]
+
+    async def generate(self, url, input_ids, spec, *, rid, seed, received=None):
+        self.arrived.append(received)
+        return await super().generate(url, input_ids, spec, rid=rid, seed=seed, received=received)
+
+
+def generate(servers, chunk: int, end: Callable[[Process], None], progress_s: float = 0.0):
+    """Begin completions at the first server and end it in the middle; return them with the manager's requests.
+
+    With ``progress_s`` the server ends once the client has all tokens that it sampled.
+    """
+    first, second, models, paths = servers
+
+    async def test(_: GenerationClient):
+        client = Watched(BOUND_S, progress_s=progress_s)
+        client.arrived = []
+        try:
+            return await roll_out(client)
+        finally:
+            await client.close()
+
+    async def roll_out(client: Watched):
+        places = Places({"first": first.url, "second": second.url})
+        for name, version in (("first", 1), ("second", 2)):
+            assert (await client.update_weights(places.urls[name], str(paths[version]), version, BOUND_S)).success
+        spec = SamplingSpec(max_new_tokens=LENGTH, n=2, new_tokens_per_chunk=chunk)
+        call = Call(TICKET, "0.0", PROMPT, spec, TICKET.seed)
+        rollout = asyncio.create_task(PartialRolloutManager(places, client).generate(call))
+        async with asyncio.timeout(BOUND_S):
+            while not (await client.server_info(places.urls["first"])).paused:
+                assert not rollout.done()
+            while progress_s and sum(len(one.tokens) for one in client.arrived[0].completions) < PAUSE_AFTER:
+                await client.server_info(places.urls["first"])
+            places.gone = True
+            end(first)
+            answers = await rollout
+        server = ServerUnderTest("", models, paths, 0)
+        for answer in answers:
+            assert (len(answer.tokens), answer.finish_reason) == (LENGTH, "length")
+            check(server, answer)  # every log-prob is of its version, over a prefix that this version computed
+        return answers, places.requests
+
+    return drive(test)
+
+
+def test_killed_server_costs_only_its_current_piece(servers):
+    answers, requests = generate(servers, 20, Process.kill)
+    for answer in answers:
+        assert answer.versions.tolist() == [1] * 40 + [2] * 20
+    assert [request.failed_server for request in requests] == [None, None, None, "first"]
+    assert requests[-1].failure is not None and "connection failed" in requests[-1].failure
+
+
+def test_killed_server_costs_nothing_that_had_arrived(servers):
+    """One request for whole completions: the client has their tokens since the last line at the latest."""
+    answers, requests = generate(servers, 0, Process.kill, progress_s=0.02)
+    for answer in answers:
+        assert answer.versions.tolist() == [1] * 50 + [2] * 10
+        assert [tokens for _, tokens in answer.route] == [50, 10]
+    assert [request.failed_server for request in requests] == [None, "first"]
+    assert [request.max_new_tokens for request in requests] == [60, 10]
+
+
+@pytest.mark.parametrize("progress_s", [0.0, 0.02])
+def test_stopped_server_hands_over_unfinished_completions(servers, progress_s):
+    answers, requests = generate(servers, 0, Process.stop, progress_s)
+    assert sum(answer.versions.tolist().count(1) for answer in answers) >= PAUSE_AFTER
+    for answer in answers:
+        assert set(answer.versions.tolist()) == {1, 2}
+    assert [request.failed_server for request in requests] == [None, None]

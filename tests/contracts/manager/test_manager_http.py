@@ -1,0 +1,264 @@
+"""The manager's real app on a real port: allocation, finishes, evaluations, restarts, status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from realsys.errors import LedgerError
+from realsys.types import Ticket
+from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, Trial, drive
+
+
+def test_allocation_is_held_and_woken_by_a_publication(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        assert len((await t.allocate(100))["tickets"]) == 4  # B (v + eta + 1)
+        refused = await t.allocate(1)
+        assert refused["tickets"] == [] and refused["reason"] == "staleness" and refused["retry_after_s"] > 0
+        held = asyncio.create_task(t.allocate(100, wait_s=BOUND_S))
+        t.publish(1)
+        assert len((await held)["tickets"]) == 2
+
+    drive(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "token", "expected"),
+    [
+        (b'{"worker": "w", "max_tickets": 1}', "wrong", 401),
+        (b'{"worker": "w", "max_tickets": ', TOKEN, 400),
+        (b'{"worker": "w", "max_tickets": "many"}', TOKEN, 400),
+        (b'{"worker": "w", "max_tickets": 0}', TOKEN, 400),
+        (b"\xff\xfe", TOKEN, 400),
+        (b'"' + b"x" * (5 << 20) + b'"', TOKEN, 413),
+    ],
+)
+def test_bad_call_is_refused_in_one_line(tmp_path: Path, body: bytes, token: str, expected: int) -> None:
+    async def scenario(t: Trial) -> None:
+        status, reply = await t.call("/allocate_rollout", body, token=token)
+        assert status == expected
+        assert "\n" not in reply["error"] and "/allocate_rollout" in reply["error"]
+        assert (await t.get("/health"))["status"] == "ok"
+
+    drive(tmp_path, scenario)
+
+
+def test_finish_of_superseded_attempt_is_no_error(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        assert await t.finish({"ticket_id": "never", "attempt": 0, "n": 1}) == {"known": False, "retry": False}
+        assert await t.finish({"ticket_id": "0000000099", "attempt": 0, "n": 1}) == {"known": False, "retry": False}
+        ticket = (await t.allocate())["tickets"][0]
+        assert await t.finish(ticket, "failed", reason="verifier died: 9") == {"known": True, "retry": True}
+        again = (await t.allocate())["tickets"][0]
+        assert (again["ticket_id"], again["attempt"]) == (ticket["ticket_id"], 1)
+        assert again["prompt_index"] == ticket["prompt_index"] and again["seed"] != ticket["seed"]
+        assert (await t.finish(ticket))["known"] is False
+        status, reply = await t.schedule(ticket)
+        assert status == 409 and ticket["ticket_id"] in reply["error"]
+        assert await t.finish(again, "failed", reason="verifier died: 9") == {"known": True, "retry": False}
+        ledger = (await t.get("/status"))["ledger"]
+        assert ledger["dropped_by_reason"] == {"failed verifier died": 1}
+
+    drive(tmp_path, scenario)
+
+
+def test_tickets_of_dead_worker_are_reissued(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        t.heartbeat(WORKER, "1")
+        await t.ready()
+        ticket = (await t.allocate())["tickets"][0]
+        assert (await t.schedule(ticket))[0] == 200
+        t.store.delete(t.names.heartbeat(WORKER))
+        await t.until("ticket waits", lambda: t.state.ledger.counts.open["waiting"] == 1)
+        assert t.state.reservations.load("generation_server/0") == (0, 0)
+        again = (await t.allocate())["tickets"][0]
+        assert (again["ticket_id"], again["attempt"]) == (ticket["ticket_id"], 1)
+
+    drive(tmp_path, scenario)
+
+
+def test_lease_that_lapses_wakes_a_held_allocation(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        first = (await t.allocate(4))["tickets"]
+        again = (await t.allocate(1, wait_s=BOUND_S))["tickets"][0]
+        assert again["attempt"] == 1 and again["ticket_id"] == first[0]["ticket_id"]
+
+    drive(tmp_path, scenario, lease_s=0.2)
+
+
+def test_evaluation_goes_before_training_and_outside_the_quota(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        assert len((await t.allocate(100))["tickets"]) == 4  # the quota is used up
+        asked = {"eval_id": "before", "split": "eval", "n": 3, "seed": 7}
+        assert await t.post("/evaluate", **asked) == {"total": 3}
+        assert await t.post("/evaluate", **asked) == {"total": 3}
+        tickets = (await t.allocate(100))["tickets"]
+        assert [(x.kind, x.split, x.prompt_index, x.n) for x in msgspec.convert(tickets, list[Ticket])] == [
+            ("eval", "eval", i, 1) for i in range(3)
+        ]
+        for ticket in tickets[:2]:
+            status, place = await t.schedule(ticket)
+            assert status == 200 and place["version"] == 0
+            assert (await t.finish(ticket))["known"] is True
+        assert (await t.get("/evaluate/before"))["done"] == 2
+        assert await t.finish(tickets[2], "failed") == {"known": True, "retry": True}
+        last = (await t.allocate())["tickets"][0]
+        assert (last["ticket_id"], last["attempt"], last["seed"]) == (tickets[2]["ticket_id"], 1, tickets[2]["seed"])
+        assert await t.finish(last, "failed") == {"known": True, "retry": False}
+        result = await t.get("/evaluate/before")
+        assert result == {
+            "done": 2, "total": 3, "failed": 1, "accuracy": 1.0, "reward_mean": 5.0, "length_mean": 20.0,
+            "version_min": 0, "version_max": 0, "metrics": {},
+        }  # fmt: skip
+        status, reply = await t.call("/evaluate", {"eval_id": "x", "split": "nowhere", "n": 1})
+        assert status == 400 and "nowhere" in reply["error"]
+
+    drive(tmp_path, scenario)
+
+
+def test_evaluation_after_publication_waits_for_that_version(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        t.servers[0].released.clear()
+        t.servers[0].asked.clear()
+        t.publish(1)
+        await t.post("/evaluate", eval_id="after", split="eval", n=2)
+        await asyncio.wait_for(t.servers[0].asked.wait(), BOUND_S)
+        kinds = {ticket.get("kind", "train") for ticket in (await t.allocate(100))["tickets"]}
+        assert kinds == {"train"}  # version 0 is inside the bound for training, but is not what is to be evaluated
+        held = asyncio.create_task(t.allocate(2, wait_s=BOUND_S))
+        t.servers[0].released.set()
+        tickets = (await held)["tickets"]
+        assert [ticket.get("kind", "train") for ticket in tickets] == ["eval", "eval"]
+
+    drive(tmp_path, scenario)
+
+
+def test_restart_with_torn_journal_keeps_tickets(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        tickets = (await t.allocate(4))["tickets"]
+        await t.finish(tickets[0])
+        await t.finish(tickets[1])
+        trained = {
+            "step": 1,
+            "version": 1,
+            "trained": [tickets[0]["ticket_id"]],
+            "stale": [[tickets[1]["ticket_id"], 0]],
+        }
+        assert await t.post("/claim", version=1, tickets=trained["trained"]) == {"gone": []}
+        first, again = await t.post("/trained", **trained, staleness={"0": 1}), await t.post("/trained", **trained)
+        none = {"dropped": 0, "lost": [], "lost_tokens": 0, "in_use": [0]}
+        assert first == {"trained": 1, "reissued": 1, **none}
+        assert again == {"trained": 0, "reissued": 0, **none}
+        before = (await t.get("/status"))["ledger"]
+        await t.halt()
+        with t.ledger.open("ab") as file:
+            file.write(b'0badc0de {"type":"granted","ticket_id":"00')
+        await t.start()
+        assert (await t.get("/status"))["ledger"] == before
+        await t.until("server probed", t.serves(0, 0))
+        assert t.servers[0].loaded == [0], "the restarted manager asked first, and did not load again"
+        assert (await t.finish(tickets[2]))["known"] is True
+        given_back = (await t.allocate(1))["tickets"][0]
+        assert given_back["prompt_index"] == tickets[1]["prompt_index"]
+        assert (given_back["ticket_id"], given_back["attempt"]) == (tickets[1]["ticket_id"], 1)
+        assert given_back["reissues"] == 1
+        assert (await t.allocate(1))["reason"] == "staleness"
+
+    drive(tmp_path, scenario)
+
+
+def test_allocation_repeated_after_restart_gets_same_tickets(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        lost = await t.post("/allocate_rollout", worker=WORKER, max_tickets=3, request_id="one")
+        await t.halt()
+        await t.start()
+        again = await t.post("/allocate_rollout", worker=WORKER, max_tickets=3, request_id="one")
+        assert again["tickets"] == lost["tickets"] and len(lost["tickets"]) == 3
+        assert t.state.ledger.counted == 3
+        await t.finish(lost["tickets"][0])
+        rest = await t.post("/allocate_rollout", worker=WORKER, max_tickets=3, request_id="one")
+        assert rest["tickets"] == lost["tickets"][1:], "what has ended is not handed out again"
+
+    drive(tmp_path, scenario)
+
+
+def test_second_manager_on_the_same_ledger_is_refused(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        second = Trial(t.ledger, t.config)
+        try:
+            with pytest.raises(LedgerError, match="another gserver_manager"):
+                await second.start()
+        finally:
+            await second.session.close()
+            second.store.close()
+
+    drive(tmp_path, scenario)
+
+
+def test_journal_that_cannot_be_written_ends_the_process(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        t.manager.service.journal.close()
+        status, reply = await t.call("/allocate_rollout", {"worker": WORKER, "max_tickets": 1})
+        assert status == 500 and "ledger" in reply["error"]
+        with pytest.raises(LedgerError, match="cannot write"):
+            await asyncio.wait_for(t.task, BOUND_S)
+
+    drive(tmp_path, scenario)
+
+
+def test_status_metrics_and_page_show_the_trial(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        t.heartbeat(WORKER, "1")
+        await t.ready()
+        t.store.add(t.names.status, json.dumps({"phase": "train", "time": 0}), replace=True)
+        await t.until("phase", lambda: t.state.master.get("phase") == "train")
+        assert (await t.get("/status"))["agreement"] is None, "no train step yet"
+        waste = {"untrained": {"stale": 0.25}, "too_old": 0.125, "length_ks": 0.5}
+        drift = {"version": 3, "tokens": 9, "difference_mean": 0.5, "difference_max": 1.0, "ratio": 1.6, "warning": "!"}
+        t.store.add(t.names.status, json.dumps({"phase": "train", "agreement": drift, **waste}), replace=True)
+        await t.until("agreement", lambda: "agreement" in t.state.master)
+        ticket = (await t.allocate())["tickets"][0]
+        await t.schedule(ticket)
+        await t.finish(ticket)
+        status = await t.get("/status")
+        assert (status["phase"], status["version"], status["eta"]) == ("train", 0, 1)
+        assert status["admission"]["headroom"] == 3 and status["admission"]["admits"] is True
+        assert status["servers"][0]["tokens_per_s"] > 0
+        assert status["rollout"]["updates"][0]["pause_s"] == 0.002 and status["agreement"] == drift
+        assert status["untrained"] == waste
+        assert status["throughput"]["generated_tokens"] == 40
+        assert [worker["name"] for worker in status["workers"]] == [WORKER]
+        async with t.session.get(t.url + "/metrics") as response:
+            text = await response.text()
+        assert 'realsys_tickets{state="finished"} 1.0' in text and ticket["ticket_id"] not in text
+        assert 'realsys_weight_update_seconds_bucket{le="0.003",stage="pause"} 1.0' in text
+        assert 'realsys_weight_update_seconds_count{stage="total"} 1.0' in text
+        assert "realsys_agreement_difference_mean 0.5" in text and "realsys_agreement_warning 1.0" in text
+        assert 'realsys_untrained_share{reason="stale"} 0.25' in text and "realsys_length_ks 0.5" in text
+        async with t.session.get(t.url + "/") as response:
+            page = await response.text()
+        assert response.status == 200 and "fetch(" in page and "http://" not in page and "https://" not in page
+
+    drive(tmp_path, scenario)
+
+
+def test_stop_answers_held_allocations(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        held = asyncio.create_task(t.allocate(1, wait_s=BOUND_S))
+        assert (await t.get("/get_model_version")) == {"version": -1}
+        await t.halt()
+        assert (await held)["reason"] == "no_server"
+
+    drive(tmp_path, scenario)

@@ -1,0 +1,81 @@
+"""Every published algorithm's settings take a train step of a real model. Objectives: unit/algorithm/test_presets.py.
+
+The recorded log-probs are the model's own, so before the first update both ratios are 1 and nothing is clipped.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from realsys import configs
+from realsys.config.compose import compose
+from realsys.config.dataflow import dataflow_of
+from realsys.config.schema import Config
+from realsys.train.megatron.device import Device
+from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models, whole
+from tests.support.training.train_ranks import run_ranks
+
+PRESETS = sorted(path.stem for path in (Path(configs.__file__).parent / "algorithm").glob("*.yaml"))
+REFS, ARRAYS = make_batch()
+Stats = dict[str, dict[str, float]]
+
+
+def config_of(preset: str) -> Config:
+    return compose(["experiment=arith", f"algorithm={preset}", "generation.sampling.max_new_tokens=24"])
+
+
+def step(rank: int, device: Device, config: Config, folders: dict[str, Path]) -> Stats:
+    """Call -> statistics; of one minibatch, so that the loss is that of the weights which sampled."""
+    flow = dataflow_of(config)
+    worker = Worker(rank, device, config, whole("d1", *flow.roles), folders)
+    worker.fill(ARRAYS)
+    worker.call("actor_inf", "actor", [REFS])
+    for ref in REFS:
+        sampled: dict[str, np.ndarray[tuple[int], np.dtype[np.float32]]] = {
+            "behav_logprobs": worker.data.get(ref.sample_id, "prox_logprobs")
+        }
+        worker.fill({ref.sample_id: sampled})
+    args = {"lr": 1e-3, "kl_coef": config.train.ppo.kl.coef}
+    return {call.name: worker.call(call.handler, call.role, [REFS], **args).stats for call in flow.calls}
+
+
+@pytest.fixture(scope="module")
+def composed() -> dict[str, Config]:
+    return {preset: config_of(preset) for preset in PRESETS}
+
+
+@pytest.fixture(scope="module")
+def found(composed: dict[str, Config], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stats]:
+    torch.set_num_threads(1)
+    folders = save_models(make_models(), tmp_path_factory.mktemp("models"))
+
+    def body(rank: int, device: Device) -> dict[str, Stats]:
+        return {preset: step(rank, device, config, folders) for preset, config in composed.items()}
+
+    [by_preset] = run_ranks(1, body, Config())
+    stats: dict[str, Stats] = by_preset
+    return stats
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_takes_a_step(preset: str, composed: dict[str, Config], found: dict[str, Stats]) -> None:
+    ppo = composed[preset].train.ppo
+    for name, stats in found[preset].items():
+        assert stats and all(math.isfinite(value) for value in stats.values()), (name, stats)
+    assert ("ref_inf" in found[preset]) == (ppo.kl.coef > 0)
+    assert ("critic_train" in found[preset]) == ppo.critic.enabled
+    actor = found[preset]["actor_train"]
+    assert (actor["u_mean"], actor["w_mean"]) == (pytest.approx(1.0, abs=1e-4), pytest.approx(1.0, abs=1e-4))
+    assert (actor["clip_fraction"], actor["capped_fraction"], actor["optimizer_steps"]) == (0, 0, 1)
+    assert actor["answer_tokens"] == sum(ref.loss_tokens for ref in REFS)
+    assert actor["grad_norm"] > 0
+    if ppo.kl.coef and ppo.kl.place == "loss":
+        assert actor["kl_ref_mean"] > 0
+    elif ppo.loss == "ppo" and ppo.aggregation == "token" and ppo.advantage.mean == "batch":
+        # At ratio 1 the loss is minus the mean of the advantages, which is taken off.
+        assert actor["loss"] == pytest.approx(0.0, abs=1e-4)

@@ -1,0 +1,396 @@
+"""The request loop on real ranks; only the stream to the master is played."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from realsys.cluster.topology import place, whole_mesh
+from realsys.config.allocation import ParallelLayout, parse_allocation
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ConfigError, ModelError
+from realsys.hf.config import read_model
+from realsys.manager.messages import DataPosition
+from realsys.master.checkpoints import commit
+from realsys.model_calls import (
+    ClearRequest,
+    Empty,
+    InitializeRequest,
+    MaskRequest,
+    MfcReply,
+    MfcRequest,
+    SaveWeightsReply,
+    SaveWeightsRequest,
+    Transfer,
+    TransferReply,
+    TransferRequest,
+)
+from realsys.train.call_service import ModelWorkerService, WorkerParts
+from realsys.train.calls import CallOutcome, Role
+from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
+from realsys.train.checkpoint.checkpoint_messages import (
+    FinishCheckpointRequest,
+    LoadCheckpointRequest,
+    SaveCheckpointRequest,
+)
+from realsys.train.data_manager import DataManager
+from realsys.train.megatron.device import Device
+from realsys.weights.disk.records import DiskPlan
+from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk.writer import DiskWriter
+from tests.support.training.played_master import PlayedMaster, Script
+from tests.support.training.ppo_batch import make_batch, make_models, save_models
+from tests.support.training.train_ranks import FORMED, run_ranks
+
+D1 = ParallelLayout()
+REFS, ARRAYS = make_batch()
+IDS = [ref.sample_id for ref in REFS]
+
+
+class Played:
+    """A ModelWorker that is to serve ``script``, and has the batch if it is one of ``holders``."""
+
+    def __init__(self, script: Script, rank: int, device: Device, config: Config, holders: Sequence[int] = ()) -> None:
+        self.stop = threading.Event()
+        self.endpoint, self.data = PlayedMaster(script, self.stop), DataManager(rank)
+        if rank in holders:
+            for name, arrays in ARRAYS.items():
+                self.data.put(name, arrays)
+        paths = TrialPaths.of(config)
+        writer = DiskWriter(ShardWriter())
+        parts = WorkerParts(rank, FORMED, self.endpoint, self.data, device, writer)
+        self._service = ModelWorkerService(config, paths, parts)
+
+    def serve(self) -> list[Any]:
+        self._service.run(self.stop)
+        assert not self.endpoint.errors
+        return self.endpoint.replies
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return save_models(make_models(), tmp_path_factory.mktemp("models"))
+
+
+def make_config(**settings: Any) -> Config:
+    return Config.model_validate({**settings, "train": {"microbatch_tokens": 64, **settings.get("train", {})}})
+
+
+def call(
+    handler: str,
+    role: str,
+    parts: list[Any],
+    *,
+    lr: float = 0.0,
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
+) -> tuple[str, MfcRequest]:
+    request = MfcRequest(handler, role, handler, 0, 0, [parts], {"lr": lr})
+    request.pre_hooks, request.post_hooks = [*before], [*after]
+    return "mfc", request
+
+
+def load(role: str, models: Mapping[str, Path], trainable: bool = True) -> tuple[str, InitializeRequest]:
+    return "initialize", InitializeRequest(role, str(models[role]), trainable)
+
+
+def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_path: Path) -> None:
+    layout = ParallelLayout(data=2, pipeline=2)
+    mesh = whole_mesh(layout)
+    parts = [REFS[:6], REFS[6:]]
+    heads = mesh.dp_heads()
+    moves = []
+    for dp, part in enumerate(parts):  # the first head received all samples
+        ids = [ref.sample_id for ref in part]
+        for worker in mesh.dp_members(dp):
+            keys = ["tokens", "loss_mask", "behav_logprobs"] if worker in heads else ["tokens", "loss_mask"]
+            moves.append(Transfer(heads[0], worker, ids, keys))
+    script: Script = [
+        load("actor", models),
+        ("transfer", TransferRequest(moves, REFS)),
+        call("actor_inf", "actor", parts),
+        call("actor_train", "actor", parts, lr=1e-3),
+        ("save_weights", SaveWeightsRequest("actor", 1, DiskPlan(str(tmp_path)))),
+        ("clear", ClearRequest(IDS)),
+    ]
+
+    def body(rank: int, device: Device) -> tuple[list[Any], int]:
+        worker = Played(script, rank, device, make_config(), holders=[heads[0]])
+        replies = worker.serve()
+        assert worker.data.vocabulary == read_model(models["actor"]).vocab
+        return replies, len(worker.data)
+
+    found = run_ranks(4, body, make_config(), layout)
+    shards = []
+    for rank, (replies, held) in enumerate(found):
+        initialized, transferred, inference, training, saved, cleared = replies
+        assert isinstance(initialized, Empty) and isinstance(cleared, Empty) and held == 0
+        assert isinstance(transferred, TransferReply) and (transferred.received > 0) == (rank != heads[0])
+        assert isinstance(inference, MfcReply) and isinstance(training, MfcReply)
+        assert isinstance(saved, SaveWeightsReply)
+        shards += saved.report
+        if rank not in heads:
+            assert not training.stats and not training.tokens
+            continue
+        assert training.tokens == sum(ref.length for ref in parts[heads.index(rank)])
+        assert training.stats == found[heads[0]][0][3].stats
+        assert training.stats["answer_tokens"] == sum(ref.loss_tokens for ref in REFS)
+        assert math.isfinite(training.stats["loss"]) and training.stats["grad_norm"] > 0
+        assert inference.stats["logprob_difference_max"] >= inference.stats["logprob_difference_mean"] > 0
+    assert [shard.file for shard in shards] == [f"model-{i + 1:05d}-of-00004.safetensors" for i in range(4)]
+    before = load_file(models["actor"] / "model.safetensors")
+    after = {name: tensor for shard in shards for name, tensor in load_file(tmp_path / shard.file).items()}
+    assert after.keys() == before.keys()
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_masked_tokens_are_in_no_loss(models: dict[str, Path]) -> None:
+    """Training counts the tokens that are left, and the log-probs of those are computed in their whole context."""
+    layout = ParallelLayout(data=1)
+    versions = {ref.sample_id: np.arange(ref.loss_tokens, dtype=np.int32) for ref in REFS}
+    left = [
+        msgspec.structs.replace(ref, loss_tokens=ref.loss_tokens - 2, episode_tokens=ref.loss_tokens - 2)
+        for ref in REFS
+        if ref.loss_tokens > 2
+    ]
+    ids = [ref.sample_id for ref in left]
+    whole: Script = [load("actor", models), call("actor_inf", "actor", [REFS])]
+    script: Script = [
+        load("actor", models),
+        ("mask", MaskRequest(ids, 2)),
+        call("actor_inf", "actor", [left]),
+        call("actor_train", "actor", [left], lr=1e-3),
+    ]
+
+    def body(rank: int, device: Device) -> tuple[list[Any], dict[str, Any]]:
+        plain, masked = (Played(work, rank, device, make_config(), holders=[0]) for work in (whole, script))
+        for worker in (plain, masked):
+            for name, array in versions.items():
+                worker.data.put(name, {"versions": array})
+        plain.serve()
+        replies = masked.serve()
+        return replies, {n: (plain.data.get(n, "prox_logprobs"), masked.data.get(n, "prox_logprobs")) for n in ids}
+
+    [(replies, logprobs)] = run_ranks(1, body, make_config(), layout)
+    training = replies[3].stats
+    assert training["answer_tokens"] == sum(ref.loss_tokens for ref in left) and math.isfinite(training["loss"])
+    for before, after in logprobs.values():
+        assert np.allclose(before[2:], after, atol=1e-4)
+
+
+def test_roles_get_data_from_outside_their_mesh(models: dict[str, Path], tmp_path: Path) -> None:
+    """Each role runs on separate workers.
+
+    actor d2 on workers 0, 1 has the samples; the others work on 2, 3, and the reference's answers go back.
+    """
+    roles = ["actor", "ref", "reward"]
+    meshes = place(parse_allocation("sglang.d1+actor.d2+ref.m2,reward.p2"), roles)
+    config = make_config()
+    first, second = REFS[:5], REFS[5:]
+    held_by = [(0, [ref.sample_id for ref in first]), (1, [ref.sample_id for ref in second])]
+    there = [Transfer(source, target, ids, ["tokens", "loss_mask"]) for source, ids in held_by for target in (2, 3)]
+    back = [Transfer(2, target, ids, ["ref_logprobs"]) for target, ids in held_by]
+    same = {**models, "ref": models["actor"]}  # so that its log-probs must be the actor's
+    transfer_there = ("transfer", TransferRequest(there, REFS))
+    transfer_back = ("transfer", TransferRequest(back, REFS))
+    actor: Script = [
+        load("actor", same),
+        transfer_there,
+        call("actor_inf", "actor", [first, second]),
+        transfer_back,
+        ("clear", ClearRequest(IDS, ["behav_logprobs", "versions"])),
+    ]
+    others: Script = [
+        load("ref", same, trainable=False),
+        load("reward", same, trainable=False),
+        transfer_there,
+        call("ref_inf", "ref", [REFS]),
+        call("reward_inf", "reward", [REFS]),
+        transfer_back,
+        ("save_weights", SaveWeightsRequest("ref", 1, DiskPlan(str(tmp_path)))),
+    ]
+
+    def body(rank: int, device: Device) -> Any:
+        worker = Played(actor if rank < 2 else others, rank, device, config, holders=[0, 1])
+        replies = worker.serve()
+        keys = ["tokens", "behav_logprobs", "prox_logprobs", "ref_logprobs"]
+        held = {name: {key: worker.data.get(name, key) for key in keys if worker.data.has(name, key)} for name in IDS}
+        return replies, held
+
+    found = run_ranks(4, body, config, meshes=meshes)
+    for worker, part in ((0, first), (1, second)):
+        held = found[worker][1]
+        for ref in part:
+            arrays = held[ref.sample_id]
+            assert arrays.keys() == {"tokens", "prox_logprobs", "ref_logprobs"}  # behav_logprobs: cleared
+            np.testing.assert_allclose(arrays["ref_logprobs"], arrays["prox_logprobs"], atol=2e-5)
+    ref_replies, reward_replies = ([found[worker][0][i] for worker in (2, 3)] for i in (3, 4))
+    # The head of ref m2 is its first tensor rank, of reward p2 its last stage.
+    tokens = sum(ref.length for ref in REFS)
+    assert [reply.tokens for reply in ref_replies] == [tokens, 0]
+    assert [reply.tokens for reply in reward_replies] == [0, tokens]
+    assert ref_replies[0].stats and not ref_replies[1].stats and not ref_replies[0].scores
+    assert not reward_replies[0].scores and reward_replies[1].scores.keys() == set(IDS)
+    files = [shard.file for worker in (2, 3) for shard in found[worker][0][6].report]
+    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+SEEN: list[tuple[str, str]] = []  # calls of a forked rank
+
+
+class Hooks:
+    @staticmethod
+    def a(role: Role, request: MfcRequest) -> None:
+        SEEN.append(("a", role.name))
+
+    @staticmethod
+    def b(role: Role, request: MfcRequest) -> None:
+        SEEN.append(("b", role.name))
+
+
+class Probe:
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        SEEN.append(("run", request.mfc))
+        return CallOutcome({"step": float(request.step)}, {"s": 0.5})
+
+
+def test_hooks_run_in_order_on_every_rank(models: dict[str, Path]) -> None:
+    config = make_config(roles={"ref": {"offload": "all"}})
+    parts = [REFS[:5], REFS[5:]]
+    a, b, probe = (f"{__name__}:{name}" for name in ("Hooks.a", "Hooks.b", "Probe"))
+
+    def body(rank: int, device: Device) -> Any:
+        script: Script = [
+            load("ref", models, trainable=False),
+            call(probe, "ref", parts, before=[b, a], after=[a, b]),
+            call("ref_inf", "ref", parts),
+            call("ref_inf", "ref", parts, before=["onload"], after=["offload"]),
+            call("ref_inf", "ref", parts, before=["onload"], after=["offload"]),
+        ]
+        _, probed, *inferences = Played(script, rank, device, config, holders=[0, 1]).serve()
+        return SEEN, probed.stats, probed.scores, [reply.stats for reply in inferences]
+
+    expected = [("b", "ref"), ("a", "ref"), ("run", probe), ("a", "ref"), ("b", "ref")]
+    for seen, stats, scores, (plain, offloaded, again) in run_ranks(
+        2, body, config, meshes={"ref": whole_mesh(ParallelLayout(data=2))}
+    ):
+        assert seen == expected
+        assert (stats, scores) == ({"step": 0.0}, {"s": 0.5})
+        assert plain == offloaded == again and plain["tokens"] == sum(ref.loss_tokens for ref in REFS)
+
+
+def test_an_offloaded_role_is_written_and_stays_offloaded(models: dict[str, Path], tmp_path: Path) -> None:
+    config = make_config(roles={"ref": {"offload": "all"}})
+    script: Script = [
+        load("ref", models, trainable=False),
+        call("ref_inf", "ref", [REFS], before=["onload"], after=["offload"]),
+        ("save_weights", SaveWeightsRequest("ref", 1, DiskPlan(str(tmp_path)))),
+        call("ref_inf", "ref", [REFS]),
+    ]
+
+    def body(rank: int, device: Device) -> list[str]:
+        worker = Played(script, rank, device, config, holders=[0])
+        with pytest.raises(ModelError):
+            worker.serve()
+        return worker.endpoint.errors
+
+    [[error]] = run_ranks(1, body, config, meshes={"ref": whole_mesh(D1)})
+    assert "ref is offloaded: call 'onload' first" in error
+    files = (models["ref"] / "model.safetensors", tmp_path / "model-00001-of-00001.safetensors")
+    before, after = map(load_file, files)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_training_resumes_bit_by_bit_from_a_checkpoint(models: dict[str, Path], tmp_path: Path) -> None:
+    """Saved while the next step is taken; loaded by workers that start anew and take that step again."""
+    layout, config = ParallelLayout(data=2), make_config(train={"ppo": {"use_decoupled_loss": False}})
+    parts = [REFS[:5], REFS[5:]]
+    tmp, went_on, resumed = tmp_path / "step-00000001.tmp", tmp_path / "went_on", tmp_path / "resumed"
+    for directory in (tmp, went_on, resumed):
+        directory.mkdir()
+
+    def serve(*script: tuple[str, msgspec.Struct]) -> None:
+        def body(rank: int, device: Device) -> None:
+            Played([load("actor", models), *script], rank, device, config, holders=[0, 1]).serve()
+
+        run_ranks(2, body, config, layout)
+
+    step = call("actor_train", "actor", parts, lr=1e-3)
+    serve(
+        step,
+        ("save_checkpoint", SaveCheckpointRequest("actor", 1, str(tmp))),
+        step,
+        ("save_weights", SaveWeightsRequest("actor", 2, DiskPlan(str(went_on)))),
+        ("finish_checkpoint", FinishCheckpointRequest("actor", 1)),
+    )
+    state = CheckpointState(
+        1, 1, 1, 4, DataPosition(0, [], 10, 1), {"actor": RoleState({}, "adam", str(layout))}, {}, "", 0.0
+    )
+    checkpoint = commit(tmp, state, [rank_stem("actor", rank, 2) for rank in (0, 1)])
+    serve(
+        ("load_checkpoint", LoadCheckpointRequest("actor", str(checkpoint))),
+        step,
+        ("save_weights", SaveWeightsRequest("actor", 2, DiskPlan(str(resumed)))),
+    )
+    start = load_file(models["actor"] / "model.safetensors")
+    for file in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        expected, found = load_file(went_on / file), load_file(resumed / file)
+        assert expected.keys() == found.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor)
+            assert not torch.equal(start[name], tensor)
+
+
+KNOWN_HANDLERS = "actor_inf, actor_train, advantages, critic_inf, critic_train, ref_inf, reward_inf, sft"
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        (
+            call("no_such", "actor", [[]]),
+            f"ConfigError: config: dataflow='no_such': unknown call handler: use one of {KNOWN_HANDLERS},"
+            " or package.module:name",
+        ),
+        (
+            call("actor_inf", "actor", [[]], after=["no_such"]),
+            "ConfigError: config: dataflow='no_such': unknown hook: use one of offload, onload, or package.module:name",
+        ),
+        (
+            call("critic_inf", "critic", [[]]),
+            "ModelError: model_worker/0 has no role 'critic' (it has actor): send 'initialize' first",
+        ),
+        (
+            ("initialize", InitializeRequest("critic", "somewhere")),
+            "ModelError: model_worker/0 is on no mesh of role 'critic': its roles are actor",
+        ),
+        (
+            ("save_checkpoint", SaveCheckpointRequest("ref", 1, "somewhere")),
+            "ModelError: model_worker/0 has no role 'ref' (it has actor): send 'initialize' first",
+        ),
+    ],
+    ids=["handler", "hook", "role of a call", "role to load", "role to save"],
+)
+def test_error_gets_a_one_line_reply(models: dict[str, Path], entry: tuple[str, msgspec.Struct], expected: str) -> None:
+    """The worker ends after it."""
+    script: Script = [load("actor", models), entry, ("clear", ClearRequest([]))]
+
+    def body(rank: int, device: Device) -> tuple[list[str], int]:
+        worker = Played(script, rank, device, make_config())
+        with pytest.raises((ConfigError, ModelError)):
+            worker.serve()
+        return worker.endpoint.errors, len(worker.endpoint.replies)
+
+    [(errors, replies)] = run_ranks(1, body, make_config(), D1)
+    assert errors == [expected]
+    assert replies == 1  # initialize; requests after the error are not served

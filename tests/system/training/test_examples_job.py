@@ -1,0 +1,111 @@
+"""Whole jobs with the examples of docs/examples, from a folder outside the checkout, against an installed package."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from realsys.weights.disk import manifest
+from realsys.weights.disk.stage import stage
+from tests.support.jobs.job_models import make_qwen3
+from tests.support.jobs.jobs import Job, arith, command, processes_of, running
+from tests.support.jobs.ledgers import check_ledger, check_staleness
+from tests.system.training.test_math_job import SMALL
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).resolve().parents[3]
+BUDGET, PROBLEMS = 40, 40
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder with the examples, next to realsys as pip installs it."""
+    folder = tmp_path_factory.mktemp("user")
+    source = folder / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__"))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--no-build-isolation", "--target", str(folder / "installed")]
+    subprocess.run([*pip, *options, str(source)], check=True, timeout=300)
+    shutil.rmtree(source)
+    shutil.copytree(ROOT / "docs" / "examples", folder / "mine")
+    return folder
+
+
+def run_outside(outside: Path, root: Path, argv: list[str]) -> Job:
+    """Run a job in the user's folder: neither the checkout nor its tests are on the path."""
+    env = {"PYTHONPATH": os.pathsep.join([str(outside / "installed"), str(outside / "mine")])}
+    where = [sys.executable, "-c", "import realsys.launch; print(realsys.__file__, realsys.launch.__file__)"]
+    found = subprocess.run(where, env={**os.environ, **env}, cwd=outside / "mine", capture_output=True, text=True)
+    assert found.stdout.count(str(outside / "installed")) == 2, found.stdout + found.stderr
+    with running(root, argv, env=env, cwd=outside / "mine") as live:
+        live.wait()
+    return live.job.completed()
+
+
+def test_loss_agent_environment_and_transport_train_together(outside: Path, tmp_path: Path) -> None:
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    tests = [{"input": "", "output": "1"}]
+    lines = [
+        {"prompt": f"What is {k} + 3?", "answer": str(k + 3), "budget": BUDGET, "tests": tests} for k in range(PROBLEMS)
+    ]
+    data = tmp_path / "problems.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = command(
+        *SMALL,
+        f"fileroot={tmp_path / 'runs'}",
+        "trial=mine",
+        f"model.path={make_qwen3(tmp_path / 'model')}",
+        f"data.train={data}",
+        "data.verifier=verifier:tests_passed",
+        "rollout.agent=agent:ThinkThenAnswer",
+        "rollout.agent_args.cue=' so '",
+        "rollout.environment=environment:ShortAnswers",
+        "train.ppo.loss=loss:spo",
+        "train.ppo.loss_args.eps=0.3",
+        "weights.transport=transport:Mirror",
+        f"weights.transport_args.folder={copies}",
+    )
+    job = run_outside(outside, tmp_path / "runs" / "math" / "mine", argv)
+    steps = job.records("train")
+    assert [step["version"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["stats"]["grad_norm"] > 0
+        # The agent counts its thought, the environment counts the unused budget of the row.
+        assert 0 < step["metrics"]["thought_tokens"] <= 16 and 0 <= step["metrics"]["unused_budget"] <= 1
+        assert step["length_max"] > step["metrics"]["thought_tokens"], "thought and answer are trained"
+    assert set(job.records("eval")[-1]["metrics"]) == {"thought_tokens", "unused_budget"}
+    versions = manifest.complete_versions(copies)
+    assert versions[-1][0] == 2
+    stage(versions[-1][2], 2)
+    log = (job.paths.logs / "gserver_manager-0.log").read_text()
+    assert f" published: {copies}/" in log
+    assert (job.paths.final_model / "config.json").exists()
+    assert processes_of(job.root) == []
+
+
+def test_backend_that_echoes_serves_a_whole_job(outside: Path, tmp_path: Path) -> None:
+    settings = [
+        "allocation=serve.d1+d1",
+        "generation.backend=backend:Echo",
+        "generation.backend_args.tokens=3",
+        "warmup.steps=2",
+        "train.total_steps=3",
+    ]
+    job = run_outside(outside, *arith(tmp_path, "echo", *settings))
+    steps = job.records("train")
+    assert [step["version"] for step in steps] == [1, 2, 3]
+    assert all(np.isfinite(step["stats"]["loss"]) for step in steps)
+    # The last evaluation was answered with the last version: the engine has taken every update.
+    assert job.records("eval")[-1]["version_min"] == 3
+    check_staleness(job, eta=4)
+    check_ledger(job, batch_groups=8, eta=4, prompts=400)
+    assert processes_of(job.root) == []

@@ -1,0 +1,210 @@
+"""The engine over SGLang, with a program in its place that answers like it: start, silence, death, restarts, end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from realsys.errors import GenerationError
+from realsys.generation.backend import Change
+from realsys.generation.sglang import keeper as keepers
+from tests.support.serving.sglang_engines import WAIT_S, Engines, StandIn, ended, engines, generate, helper_of
+
+
+@pytest.fixture
+def make() -> Iterator[Engines]:
+    with engines() as made:
+        yield made
+
+
+def test_failed_start_shows_the_last_lines(make):
+    engine, _ = make("--fail", start=False)
+    with pytest.raises(GenerationError, match=r"exited with code 9 before it answered.*RuntimeError: no such model"):
+        engine.start()
+
+
+def test_start_is_bounded(make):
+    engine, _ = make("--silent", start=False, start_timeout_s=0.5)
+    with pytest.raises(GenerationError, match=r"within 0\.5 s \(generation\.sglang\.start_timeout_s\); its last"):
+        engine.start()
+
+
+def test_start_can_be_given_up(make, caplog):
+    engine, _ = make("--silent", start=False)
+    with caplog.at_level(logging.INFO, logger="sglang"), ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(engine.start)
+        while "helper" not in caplog.text:
+            assert not starting.done()
+        engine.abandon_start()
+        with pytest.raises(GenerationError, match="asked to stop"):
+            starting.result(WAIT_S)
+    assert ended(helper_of(caplog.text))
+
+
+def test_close_leaves_no_process(make, caplog):
+    with caplog.at_level(logging.INFO, logger="sglang"):
+        engine, _ = make(start=False)
+        engine.start()
+    helper = helper_of(caplog.text)
+    engine.close()
+    assert ended(helper)
+    with pytest.raises(GenerationError, match="stopping") as refused:
+        generate(engine, [5])
+    assert refused.value.retryable
+
+
+def test_nothing_outlives_a_killed_server(tmp_path):
+    script = (
+        "import logging, sys, threading\n"
+        "logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
+        "from tests.support.serving.sglang_engines import Engines\n"
+        "engine, _ = Engines()()\n"
+        "run = engine._traffic.run\n"
+        "print('guard', run.child.pid, 'scratch', run.scratch, 'up', flush=True)\n"
+        "threading.Event().wait(60)\n"
+    )
+    root = Path(__file__).resolve().parents[4]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=root, env=env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    text = ""
+    for line in process.stdout:
+        text += line
+        if " up" in line:
+            break
+    guard, scratch = int(text.partition("guard ")[2].split()[0]), Path(text.partition("scratch ")[2].split()[0])
+    assert scratch.is_dir()
+    process.send_signal(signal.SIGKILL)
+    process.wait(WAIT_S)
+    process.stdout.close()
+    assert ended(guard)
+    assert ended(helper_of(text))
+    assert not scratch.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shared_memory_of_killed_sglang_is_removed(make, caplog):
+    with caplog.at_level(logging.INFO, logger="sglang"):
+        _, changes = make("--loads")
+        deadline = time.monotonic() + WAIT_S
+        while not (noted := re.search(r"guard: (/dev/shm/sglang_loads_(\d+)\.shm) goes", caplog.text)):
+            assert time.monotonic() < deadline, caplog.text
+            time.sleep(0.02)  # a line of a log sends no event
+        segment = Path(noted[1])
+        assert segment.exists()
+        os.kill(int(noted[2]), signal.SIGKILL)
+        assert changes.get(timeout=WAIT_S).serial is None
+    assert not segment.exists()
+
+
+def test_restarted_sglang_serves_unsynced(make):
+    engine, changes = make()
+    assert engine.update("/weights/v7", 7).result(WAIT_S).success
+    assert engine.version == 7
+    with pytest.raises(GenerationError, match="connection failed") as lost:
+        generate(engine, [89]).result(WAIT_S)
+    assert lost.value.retryable
+    down = changes.get(timeout=WAIT_S)
+    assert (down.serial, down.final) == (None, False)
+    assert changes.get(timeout=WAIT_S) == Change(1)
+    assert (engine.version, engine.failure) == (-1, None)
+    [answer] = generate(engine, [5]).result(WAIT_S)
+    assert answer.segments == [(-1, 4)]
+
+
+def test_held_requests_fail_with_the_death(make):
+    engine, changes = make()
+    engine.pause("in_place").result(WAIT_S)
+    held = generate(engine, [5])
+    [server] = psutil.Process(engine._traffic.run.child.pid).children()
+    server.kill()
+    with pytest.raises(GenerationError, match="SGLang was killed by SIGKILL") as lost:
+        held.result(WAIT_S)
+    assert lost.value.retryable
+    assert changes.get(timeout=WAIT_S).serial is None
+    assert changes.get(timeout=WAIT_S) == Change(1)
+
+
+@pytest.mark.parametrize("how", ["samples nothing", "says nothing"])
+def test_silent_server_is_restarted(make, how):
+    engine, changes = make(silence_timeout_s=2.0)
+    [server] = psutil.Process(engine._traffic.run.child.pid).children()
+    if how == "says nothing":
+        server.suspend()
+    lost = generate(engine, [88])
+    down = changes.get(timeout=WAIT_S)
+    assert (down.serial, down.final) == (None, False)
+    assert "sampled nothing for 2 s (generation.sglang.silence_timeout_s)" in down.reason
+    assert changes.get(timeout=WAIT_S) == Change(1)
+    with pytest.raises(GenerationError) as error:
+        lost.result(WAIT_S)
+    assert error.value.retryable
+    assert ended(server.pid)
+
+
+def test_silence_counts_only_without_a_pause(monkeypatch):
+    """Half a limit passes with every question; for twenty of them it is paused."""
+    now, asked = [0.0], []
+
+    def held() -> bool:
+        now[0] += 50
+        return len(asked) < 20
+
+    class Silent:
+        async def samples(self, http: object, timeout_s: float) -> bool:
+            asked.append("samples")
+            return False
+
+    async def body() -> str:
+        child = Silent()
+        child.ended = asyncio.get_running_loop().create_future()
+        return await keeper._watch(child, None)
+
+    def held_and_counted() -> bool:
+        if value := held():
+            asked.append("held")
+        return value
+
+    monkeypatch.setattr(keepers, "_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(keepers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    settings = keepers.Settings(1.0, 0, 1.0, silence_timeout_s=100.0)
+    keeper = keepers.Keeper(StandIn(), settings, keepers.Listener(print, print, held_and_counted))
+    assert asyncio.run(body()).startswith("has sampled nothing for 100 s")
+    assert asked == ["held"] * 20 + ["samples"]
+    assert keeper.proofs == 20  # each of them is progress of the requests that wait
+
+
+def test_restarts_are_bounded(make):
+    engine, changes = make(max_restarts=0)
+    with pytest.raises(GenerationError, match="connection failed"):
+        generate(engine, [89]).result(WAIT_S)
+    assert not changes.get(timeout=WAIT_S).final
+    last = changes.get(timeout=WAIT_S)
+    assert last.final
+    assert "exited with code 3" in last.reason and "token 89: the end" in last.reason
+    assert "after 0 restarts in a row (generation.sglang.max_restarts)" in last.reason
+    assert engine.failure == last.reason
+
+
+def test_failed_load_restarts_sglang(make):
+    engine, changes = make()
+    assert engine.update("/weights/v6", 6).result(WAIT_S).success
+    result = engine.update("/weights/broken", 7).result(WAIT_S)
+    assert not result.success
+    assert "cannot load" in result.message
+    assert changes.get(timeout=WAIT_S).serial is None
+    assert changes.get(timeout=WAIT_S) == Change(1)
+    assert engine.version == -1

@@ -1,0 +1,313 @@
+"""The supervisor with real child processes, one by one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from realsys.cluster.failure import ErrorRecord
+from realsys.launch.plan import Kind, ProcessSpec
+from realsys.launch.processes.supervisor import Supervisor
+from tests.support.processes.supervised import FOREVER, READY, STUBBORN, Trial, stop, waits_for
+
+
+def test_run_is_done_when_the_master_exits_zero(trial: Trial) -> None:
+    others = [trial.spec("model_worker", 0, FOREVER), trial.spec("rollout_worker", 0, FOREVER)]
+    master = READY + "ready(); signal.sigwait({signal.SIGUSR1})"
+    master = master.replace("import os", "import signal; signal.pthread_sigmask(0, {signal.SIGUSR1})\nimport os", 1)
+    outcome = trial.run(
+        *others,
+        trial.spec("master_worker", 0, master),
+        until=["model_worker/0", "rollout_worker/0", "master_worker/0"],
+        then=lambda s: os.kill(s.running()["master_worker/0"], signal.SIGUSR1),
+    )
+    assert outcome.status == "done"
+    assert not outcome.deaths and not outcome.killed
+
+
+@pytest.mark.parametrize(
+    ("kind", "script", "how"),
+    [
+        ("model_worker", "raise SystemExit(3)", "exited with code 3"),
+        ("model_worker", "raise SystemExit(0)", "exited with code 0"),
+        ("master_worker", "raise SystemExit(1)", "exited with code 1"),
+        ("model_worker", "import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+    ],
+)
+def test_death_of_trainer_ends_run_without_recovery(trial: Trial, kind: Kind, script: str, how: str) -> None:
+    outcome = trial.run(trial.spec("rollout_worker", 0, FOREVER), trial.spec(kind, 0, script))
+    assert outcome.status == "failed"
+    assert how in outcome.reason and f"{kind}/0" in outcome.reason
+    assert [death.name for death in outcome.deaths] == [f"{kind}/0"]
+
+
+def test_stateless_worker_is_restarted_within_its_budget(trial: Trial) -> None:
+    crash = "print('hello'); raise SystemExit(4)"
+    outcome = trial.run(trial.spec("master_worker", 0, FOREVER), trial.spec("rollout_worker", 0, crash))
+    assert outcome.status == "failed"
+    assert "rollout_worker/0 exited with code 4, after 2 restarts (cluster.max_restarts)" in outcome.reason
+    assert len(outcome.restarted) == 2 and len(trial.notes) == 2
+    assert (trial.folder / "rollout_worker-0.log").read_text().count("hello") == 3
+
+
+@pytest.mark.parametrize("kind", ["generation_server", "rollout_worker"])
+def test_run_continues_without_one_bad_worker(trial: Trial, kind: Kind) -> None:
+    """It crashes at every start but its first, while the other one runs. Then the master finishes."""
+    flag = trial.folder / "started"
+    bad = waits_for("SIGUSR1").replace("ready(); ", f"first = not os.path.exists({str(flag)!r}); first and ready();")
+    bad = bad.replace("signal.sigwait", f"open({str(flag)!r}, 'w'); first and signal.sigwait") + "raise SystemExit(4)"
+    supervisors: list[Supervisor] = []
+
+    def began(supervisor: Supervisor) -> None:
+        supervisors.append(supervisor)
+        os.kill(supervisor.running()[f"{kind}/1"], signal.SIGUSR1)
+
+    class Notes(list[str]):
+        def append(self, note: str) -> None:
+            super().append(note)
+            if "given up" in note:
+                os.kill(supervisors[0].running()["master_worker/0"], signal.SIGUSR1)
+
+    trial.notes = Notes()
+    specs = [trial.spec(kind, 0, FOREVER), trial.spec(kind, 1, bad)]
+    specs.append(trial.spec("master_worker", 0, waits_for("SIGUSR1")))
+    outcome = trial.run(*specs, until=[spec.name for spec in specs], then=began)
+    assert outcome.status == "done" and outcome.given_up == [f"{kind}/1"]
+    assert "given up after 2 restarts" in trial.notes[-1] and "the run continues with 1 of 2" in trial.notes[-1]
+
+
+BAD_INPUT = "import os; print(os.getpid(), flush=True); raise SystemExit(1)"
+
+
+def test_worker_with_bad_input_is_not_restarted(trial: Trial) -> None:
+    specs = [trial.spec("generation_server", 0, BAD_INPUT), trial.spec("master_worker", 0, FOREVER)]
+    outcome = trial.run(*specs, errors=lambda: records_of(trial, exit_code=2))
+    assert outcome.status == "failed" and not outcome.restarted
+    assert outcome.reason == "generation_server/0 exited with code 1"
+
+
+def records_of(trial: Trial, exit_code: int) -> list[ErrorRecord]:
+    """An error file of each process that printed its pid."""
+    pids = [int(line) for path in trial.folder.glob("*.log") for line in path.read_text().split() if line.isdigit()]
+    return [ErrorRecord(1.0, "generation_server", 0, pid, "h", "ModelError", "bad", "", exit_code) for pid in pids]
+
+
+def test_restart_line_carries_the_exception(trial: Trial) -> None:
+    crash = "import sys\nif len(sys.argv) > 2: print('hello')\ndef fail(): {}['x']\nfail()"
+    specs = [trial.spec("rollout_worker", 0, crash), trial.spec("master_worker", 0, FOREVER)]
+    trial.run(*specs)
+    assert trial.notes[0].startswith("rollout_worker/0 exited with code 1: KeyError: 'x'; restart 1/2 in 0.0 s (")
+
+
+def test_silent_death_names_the_full_disk(trial: Trial) -> None:
+    outcome = trial.run(trial.spec("model_worker", 0, "raise SystemExit(1)"), outside=lambda: "No space left on device")
+    assert [death.error for death in outcome.deaths] == ["No space left on device"]
+
+
+def test_same_exception_twice_ends_the_run(trial: Trial) -> None:
+    """A bug fails again at every start, so more restarts only cost time."""
+    specs = [trial.spec("rollout_worker", 0, "def fail(): {}['x']\nfail()"), trial.spec("master_worker", 0, FOREVER)]
+    outcome = trial.run(*specs)
+    assert outcome.status == "failed" and len(outcome.restarted) == 1
+    assert outcome.reason.startswith("rollout_worker/0 exited with code 1, twice in a row with the same exception at ")
+
+
+def test_restarted_worker_does_not_end_the_run(trial: Trial) -> None:
+    once = READY + "path = sys.argv[1] + '.again'\n"
+    once += f"os.chdir({str(trial.folder)!r})\n"
+    once += "if not os.path.exists(path): open(path, 'w').close(); sys.exit(1)\nready(); signal.pause()"
+    outcome = trial.run(
+        trial.spec("generation_server", 0, once),
+        trial.spec("master_worker", 0, FOREVER),
+        until=["generation_server/0", "master_worker/0"],
+        then=stop,
+    )
+    assert outcome.status == "interrupted"
+    assert [death.name for death in outcome.restarted] == ["generation_server/0"]
+    assert not outcome.deaths
+
+
+def test_child_that_ignores_sigterm_is_killed(trial: Trial) -> None:
+    began = time.monotonic()
+    outcome = trial.run(
+        trial.spec("model_worker", 0, STUBBORN),
+        trial.spec("rollout_worker", 0, FOREVER),
+        until=["model_worker/0", "rollout_worker/0"],
+        then=stop,
+        stop_timeout_s=0.5,
+    )
+    assert outcome.killed == ["model_worker/0"]
+    assert outcome.signal == signal.SIGINT
+    assert time.monotonic() - began < 10  # the promise for a whole run
+    assert any("model_worker/0" in note for note in trial.notes)
+
+
+def test_second_signal_ends_the_orderly_stop(trial: Trial) -> None:
+    outcome = trial.run(
+        trial.spec("model_worker", 0, STUBBORN),
+        until=["model_worker/0"],
+        then=lambda s: (stop(s), stop(s))[0],
+        stop_timeout_s=600,
+    )
+    assert outcome.killed == ["model_worker/0"]
+
+
+def test_grandchild_in_own_session_does_not_outlive_run(trial: Trial) -> None:
+    """SGLang or a double fork can do that: neither the group's SIGKILL nor the parent's death reaches it."""
+    marker = trial.folder / "grandchild.pid"
+    child = READY + "import subprocess\n"
+    child += "p = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'], start_new_session=True)\n"
+    child += f"open({str(marker)!r}, 'w').write(str(p.pid)); ready(); signal.pause()"
+    outcome = trial.run(trial.spec("generation_server", 0, child), until=["generation_server/0"], then=stop)
+    assert len(outcome.killed) == 1 and marker.read_text() in outcome.killed[0]
+    assert not psutil.pid_exists(int(marker.read_text()))
+
+
+def test_children_die_with_a_restarted_worker(trial: Trial) -> None:
+    """A verifier process of a crashed RolloutWorker must be gone before the next one starts."""
+    marker = trial.folder / "pids"
+    child = READY + "import subprocess\n"
+    child += f"old = open({str(marker)!r}).read() if os.path.exists({str(marker)!r}) else ''\n"
+    child += "if old: print('alive' if os.path.exists('/proc/' + old + '/exe') else 'gone', flush=True)\n"
+    child += "if old: ready(); signal.pause()\n"
+    child += "p = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+    child += f"open({str(marker)!r}, 'w').write(str(p.pid)); os._exit(1)"
+    trial.run(trial.spec("rollout_worker", 0, child), until=["rollout_worker/0"], then=stop)
+    assert (trial.folder / "rollout_worker-0.log").read_text() == "gone\n"
+
+
+def test_real_signal_reaches_the_supervisor(trial: Trial) -> None:
+    outcome = trial.run(
+        trial.spec("master_worker", 0, FOREVER),
+        until=["master_worker/0"],
+        then=lambda _: os.kill(os.getpid(), signal.SIGTERM),
+    )
+    assert outcome.status == "interrupted" and outcome.signal == signal.SIGTERM
+
+
+def test_ctrl_c_stops_a_background_run(trial: Trial) -> None:
+    """Such a shell has its commands ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        outcome = trial.run(
+            trial.spec("master_worker", 0, FOREVER),
+            until=["master_worker/0"],
+            then=lambda _: os.kill(os.getpid(), signal.SIGINT),
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert outcome.status == "interrupted" and outcome.signal == signal.SIGINT
+
+
+def test_ignored_hang_up_stays_ignored(trial: Trial) -> None:
+    """nohup: the terminal goes, the run stays."""
+
+    def hang_up(supervisor: Supervisor) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        outcome = trial.run(trial.spec("master_worker", 0, FOREVER), until=["master_worker/0"], then=hang_up)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert outcome.status == "interrupted" and outcome.signal == signal.SIGTERM
+
+
+def test_program_that_cannot_be_started_fails_the_run(trial: Trial) -> None:
+    spec = ProcessSpec("model_worker", 0, ("/no/such/program",), trial.folder / "x.log", "end")
+    outcome = trial.run(trial.spec("master_worker", 0, FOREVER), spec)
+    assert outcome.status == "failed"
+    assert "model_worker/0 cannot be started" in outcome.reason
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_stateless_worker_is_restarted_for_any_exit_code(trial: Trial, code: int) -> None:
+    once = READY + f"path = {str(trial.folder / 'again')!r}\n"
+    once += f"if not os.path.exists(path): open(path, 'w').close(); sys.exit({code})\nready(); signal.pause()"
+    outcome = trial.run(
+        trial.spec("rollout_worker", 0, once),
+        trial.spec("master_worker", 0, FOREVER),
+        until=["rollout_worker/0", "master_worker/0"],
+        then=stop,
+    )
+    assert outcome.status == "interrupted" and [death.returncode for death in outcome.restarted] == [code]
+    early = ", before its work was done" if code == 0 else ""
+    assert trial.notes[0].startswith(f"rollout_worker/0 exited with code {code}{early}; restart 1/2 ")
+
+
+def test_process_without_pidfd_is_not_left_behind(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", too_many)
+    outcome = trial.run(trial.spec("master_worker", 0, FOREVER), stop_timeout_s=600)
+    assert outcome.status == "failed" and not outcome.killed
+    assert outcome.reason == "master_worker/0 cannot be started: [Errno 24] Too many open files"
+
+
+# ---- the launcher itself fails
+
+
+def no_space(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_failing_display_ends_the_run(trial: Trial) -> None:
+    class Full(list[str]):
+        append = no_space  # type: ignore[assignment]
+
+    trial.notes = Full()
+    outcome = trial.run(trial.spec("rollout_worker", 0, "raise SystemExit(1)"), trial.spec("master_worker", 0, FOREVER))
+    assert outcome.status == "failed"
+    assert outcome.reason == "the launcher failed: OSError: [Errno 28] No space left on device"
+
+
+def test_unreadable_checkpoints_end_the_run(trial: Trial) -> None:
+    trial.recover = True
+    outcome = trial.run(
+        trial.spec("rollout_worker", 0, FOREVER),
+        trial.spec("model_worker", 0, "raise SystemExit(1)"),
+        trial.spec("master_worker", 0, FOREVER),
+        checkpoint=no_space,
+    )
+    assert outcome.status == "failed" and "the launcher failed: OSError" in outcome.reason
+
+
+def test_exception_at_the_start_ends_the_run(trial: Trial) -> None:
+    async def broken(spec: ProcessSpec) -> None:
+        raise ValueError("no such thing")
+
+    outcome = trial.run(trial.spec("name_store", 0, FOREVER), name_store_ready=broken)
+    assert (outcome.status, outcome.reason) == ("failed", "the launcher failed: ValueError: no such thing")
+
+
+# ---- others
+
+
+def test_processes_of_others_are_left_alone(trial: Trial) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        outcome = trial.run(trial.spec("model_worker", 0, "raise SystemExit(1)"))
+        assert other.poll() is None
+        assert not outcome.killed
+    finally:
+        other.communicate(b"\n")
+    assert other.returncode == 0
+
+
+def test_nothing_is_left_behind_but_the_logs(trial: Trial) -> None:
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    trial.run(trial.spec("rollout_worker", 0, FOREVER), trial.spec("master_worker", 0, "pass"))
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert {p.name for p in trial.folder.iterdir()} == {"rollout_worker-0.log", "master_worker-0.log"}

@@ -1,0 +1,304 @@
+"""DataManager and demonstrations: no process group."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from realsys.buffer.sequence_buffer import SequenceBuffer
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ConfigError, StreamError
+from realsys.train.data_manager import DataManager, array_size
+from realsys.train.demonstrations import DemoSource
+from realsys.types import ARRAY_KEYS, Episode, Group, Ticket, register_key
+from tests.support.training.records import make_ref, make_row
+
+
+def make_group(ticket_id: str, sizes: list[int], attempt: int = 0) -> Group:
+    episodes = [
+        Episode(
+            [
+                make_row(
+                    np.arange(3 + n, dtype=np.int32),
+                    np.full(n, -1.5, np.float32),
+                    np.arange(n, dtype=np.int32) + 4,
+                    "stop" if n < 4 else "length",
+                )
+            ],
+            5.0,
+        )
+        for n in sizes
+    ]
+    return Group(Ticket(ticket_id, attempt, 0, version=2), episodes, "rollout_worker/0")
+
+
+def test_a_group_is_stored_and_described() -> None:
+    data = DataManager(worker=3)
+    arrived = data.add_group(make_group("t7", [2, 5]))
+    assert arrived is not None
+    first, second = arrived.samples
+    assert (first.sample_id, first.length, first.loss_tokens) == ("t7.0/0.0", 5, 2)
+    assert (first.version_min, first.version_max, first.truncated, first.owner) == (4, 5, False, 3)
+    assert (second.sample_id, second.loss_tokens, second.version_max, second.truncated) == ("t7.0/1.0", 5, 8, True)
+    np.testing.assert_array_equal(data.get("t7.0/1.0", "tokens"), np.arange(8))
+
+
+def test_token_outside_vocabulary_is_refused() -> None:
+    """Looked up in the embedding it would end the training side."""
+    data = DataManager(3)
+    data.vocabulary = 8
+    assert data.add_group(make_group("t1", [5])) is not None
+    with pytest.raises(StreamError, match="model_worker/3: group t2 of rollout_worker/0 has token 8, .* has 8"):
+        data.add_group(make_group("t2", [5, 6]))
+    assert len(data) == 1
+
+
+def test_group_of_other_trainer_incarnation_is_not_stored() -> None:
+    """Its ticket is issued again."""
+    data = DataManager(0)
+    data.trainer_incarnation = "0002"
+    early, again = make_group("t1", [2, 2]), make_group("t1", [5, 5], attempt=1)
+    early.ticket = msgspec.structs.replace(early.ticket, trainer_incarnation="0001")
+    again.ticket = msgspec.structs.replace(again.ticket, trainer_incarnation="0002")
+    assert data.add_group(early) is None and len(data) == 0 and data.refused == 1
+    arrived = data.add_group(again)
+    assert arrived is not None and {sample.trainer_incarnation for sample in arrived.samples} == {"0002"}
+    assert data.add_group(early) is None and len(data.get("t1.1/0.0", "tokens")) == 8
+
+
+def test_a_group_that_arrives_twice_is_told_once() -> None:
+    data = DataManager(0)
+    assert data.add_group(make_group("t1", [2, 2])) is not None
+    assert data.add_group(make_group("t1", [5, 5])) is None
+    assert len(data.get("t1.0/0.0", "tokens")) == 5
+
+
+def test_later_of_two_stored_attempts_is_trained() -> None:
+    """The first one is in a batch, or its notice is on the way, or it is forgotten: the worker cannot know."""
+    data, buffer = DataManager(0), SequenceBuffer()
+    first, second = data.add_group(make_group("t1", [2, 2])), data.add_group(make_group("t1", [5, 5], attempt=1))
+    assert first is not None and second is not None, "it would never arrive, and be re-issued for ever"
+    assert len(data.get("t1.0/0.0", "tokens")) == 5 and len(data.get("t1.1/0.0", "tokens")) == 8
+    buffer.add(first.samples)
+    data.clear(sample.sample_id for sample in buffer.add(second.samples).clear)
+    [members] = buffer.take(1).groups
+    assert [member.sample_id for member in members] == ["t1.1/0.0", "t1.1/1.0"]
+    assert [member.length for member in members] == [len(data.get(m.sample_id, "tokens")) for m in members]
+    assert len(data) == 2, "of the first nothing is left"
+
+
+def test_attempt_during_training_leaves_batch_unchanged() -> None:
+    data, buffer = DataManager(0), SequenceBuffer()
+    first = data.add_group(make_group("t1", [2, 2]))
+    assert first is not None
+    buffer.add(first.samples)
+    assert buffer.take(1).groups
+    second = data.add_group(make_group("t1", [5, 5], attempt=1))
+    assert second is not None
+    data.clear(sample.sample_id for sample in buffer.add(second.samples).clear)
+    assert len(data.get("t1.0/0.0", "tokens")) == 5, "the length in the plan"
+    data.clear(sample.sample_id for sample in buffer.take(1).clear)
+    assert not data.has("t1.1/0.0", "tokens")
+
+
+def test_clear_frees_the_arrays_and_leaves_the_rest() -> None:
+    data = DataManager(0)
+    data.add_group(make_group("t1", [2, 2]))
+    data.put("t1.0/0.0", {"prox_logprobs": np.zeros(2)})
+    alive = weakref.ref(data.get("t1.0/0.0", "tokens"))
+    held = data.nbytes
+    data.clear(["t1.0/0.0", "nobody/0"])
+    gc.collect()
+    assert alive() is None
+    assert 0 < data.nbytes < held
+    assert len(data) == 1
+    with pytest.raises(KeyError, match="model_worker/0 has no tokens of sample t1.0/0.0: the sample is unknown"):
+        data.get("t1.0/0.0", "tokens")
+
+
+def test_clear_with_keys_frees_those_arrays_only() -> None:
+    data = DataManager(0)
+    data.add_group(make_group("t1", [2, 2]))
+    data.put("t1.0/0.0", {"prox_logprobs": np.zeros(2)})
+    alive = weakref.ref(data.get("t1.0/0.0", "prox_logprobs"))
+    data.clear(["t1.0/0.0", "t1.0/1.0", "nobody/0"], ["prox_logprobs", "versions"])
+    gc.collect()
+    assert alive() is None
+    assert [key for key in ARRAY_KEYS if data.has("t1.0/0.0", key)] == ["tokens", "loss_mask", "behav_logprobs"]
+    assert len(data) == 2
+    data.clear(["t1.0/0.0"], ["tokens", "loss_mask", "behav_logprobs"])
+    assert len(data) == 1  # nothing of it is left, so it is not counted as held
+    data.clear(["t1.0/1.0"])
+    assert (len(data), data.nbytes) == (0, 0)
+
+
+def test_array_size_follows_from_span_of_key() -> None:
+    sizes = {key: array_size(make_ref("s", length=9, prompt=4), key) for key in ARRAY_KEYS}
+    whole, loss, with_end = 9, 5, 6
+    assert sizes == {
+        "tokens": whole,
+        "loss_mask": whole,
+        "behav_logprobs": loss,
+        "versions": loss,
+        "token_rewards": loss,
+        "prox_logprobs": loss,
+        "ref_logprobs": loss,
+        "values": with_end,
+        "advantages": loss,
+        "returns": loss,
+    }
+
+
+def test_samples_come_and_go_while_others_are_read() -> None:
+    """The I/O thread stores groups while the request loop reads, adds to and clears samples."""
+    data, groups, start = DataManager(0), 200, threading.Barrier(3)
+
+    def arrive(first: int) -> None:
+        start.wait()
+        for i in range(first, first + groups):
+            data.add_group(make_group(f"t{i}", [2, 3]))
+
+    threads = [threading.Thread(target=arrive, args=(first,)) for first in (0, groups)]
+    for thread in threads:
+        thread.start()
+    data.put("old", {"tokens": np.zeros(4)})
+    start.wait()
+    for i in range(2 * groups):
+        data.put("old", {"prox_logprobs": np.full(1, i)})
+        assert data.get("old", "prox_logprobs").tolist() == [i]
+        assert data.nbytes >= 20
+        data.clear(["old"], ["prox_logprobs"])
+    for thread in threads:
+        thread.join()
+    assert len(data) == 1 + 2 * 2 * groups
+    data.clear(f"t{i}.0/{k}.0" for i in range(2 * groups) for k in range(2))
+    assert len(data) == 1
+
+
+def test_stored_arrays_release_the_received_frame() -> None:
+    frame = np.zeros(1000, np.int32)
+    alive = weakref.ref(frame)
+    group = make_group("t1", [2])
+    group.episodes[0].rows[0].tokens = frame[:5]
+    data = DataManager(0)
+    data.add_group(group)
+    del frame, group
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_missing_key_is_named() -> None:
+    data = DataManager(1)
+    data.put("s", {"tokens": np.zeros(3)})
+    with pytest.raises(KeyError, match="model_worker/1 has no prox_logprobs of sample s: it has tokens"):
+        data.get("s", "prox_logprobs")
+    with pytest.raises(KeyError):
+        data.put("s", {"nonsense": np.zeros(3)})
+
+
+def test_rows_of_episode_are_separate_samples() -> None:
+    data = DataManager(0)
+    data.token_rewards = True
+    rows = [
+        make_row(np.arange(5, dtype=np.int32), np.full(3, -1, np.float32), np.full(3, 7, np.int32)),
+        make_row(np.arange(9, dtype=np.int32), np.full(2, -1, np.float32), np.full(2, 8, np.int32), "length"),
+    ]
+    rows[0].rewards = ((2, 0.5), (4, 1.0))
+    group = Group(Ticket("t1", 0, 0), [Episode(rows, 2.0, True, {"turns": 2.0})], "rollout_worker/0")
+    arrived = data.add_group(group)
+    assert arrived is not None
+    first, second = arrived.samples
+    assert [first.sample_id, second.sample_id] == ["t1.0/0.0", "t1.0/0.1"]
+    assert (first.group_rows, first.episode_tokens, first.loss_tokens, second.loss_tokens) == (2, 5, 3, 2)
+    assert first.truncated and second.truncated, "the episode was cut off, whichever row it was in"
+    assert (first.row_truncated, second.row_truncated) == (False, True)
+    assert (first.reward, first.correct, first.metrics) == (second.reward, second.correct, second.metrics)
+    assert data.get("t1.0/0.0", "token_rewards").tolist() == [0.5, 0.0, 1.0]
+    assert data.get("t1.0/0.1", "token_rewards").tolist() == [0.0, 0.0]
+
+
+def test_row_that_fits_no_micro_batch_is_refused() -> None:
+    data = DataManager(0)
+    data.row_limit = 7
+    with pytest.raises(StreamError, match=r"has a row of 8 tokens, but train.microbatch_tokens is 7"):
+        data.add_group(make_group("t1", [5]))
+
+
+def test_episode_too_long_for_loss_is_refused() -> None:
+    data = DataManager(0)
+    data.episode_limit = 9
+    row = make_row(np.arange(5, dtype=np.int32), np.full(3, -1, np.float32), np.full(3, 7, np.int32))
+    assert data.add_group(Group(Ticket("t1", 0, 0), [Episode([row], 1.0), Episode([row], 1.0)], "w")) is not None
+    with pytest.raises(StreamError, match=r"has an episode of 10 tokens"):
+        data.add_group(Group(Ticket("t2", 0, 0), [Episode([row, row], 1.0)], "w"))
+
+
+def test_demonstrations_are_loaded_as_samples_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fixed:
+        def sequence(self, index: int) -> tuple[list[int], list[int]]:
+            return [1, 2], [index, 9]
+
+    monkeypatch.setattr("realsys.train.demonstrations.open_demonstrations", lambda _config, _paths: Fixed())
+    data = DataManager(2)
+    source = DemoSource(Config(), TrialPaths(tmp_path), data, worker=2)
+    once, twice = source.load([5]), source.load([5, 6])
+    assert len({meta.sample_id for meta in once + twice}) == 3  # clearing one must not clear the other
+    assert data.get(twice[1].sample_id, "tokens").tolist() == [1, 2, 6, 9]
+    assert (twice[1].length, twice[1].loss_tokens, twice[1].owner) == (4, 2, 2)
+    assert data.get(twice[1].sample_id, "loss_mask").tolist() == [False, False, True, True]
+
+
+def test_warm_up_without_demonstrations_is_config_error(tmp_path: Path) -> None:
+    config = Config.model_validate({"data": {"kind": "jsonl", "train": "t.jsonl"}})
+    with pytest.raises(ConfigError, match=r"data\.demos"):
+        DemoSource(config, TrialPaths(tmp_path), DataManager(0)).load([0])
+
+
+def test_custom_dataflow_key_is_stored_and_fixed() -> None:
+    try:
+        for _ in range(2):  # twice is fine: every process imports the module that declares it
+            register_key("entropies", "float32", "loss")
+        with pytest.raises(ValueError, match=r"entropies.*already declared"):
+            register_key("entropies", "int32", "loss")
+        with pytest.raises(ValueError, match=r"scores.*metadata"):
+            register_key("scores", "float32", "loss")
+        assert "scores" not in ARRAY_KEYS
+        data = DataManager(0)
+        data.put("t/0", {"entropies": np.array([0.5, 1.5])})
+        assert data.get("t/0", "entropies").dtype == np.float32
+    finally:
+        ARRAY_KEYS.pop("entropies", None)
+
+
+def test_only_held_arrays_outlive_clearing() -> None:
+    data = DataManager(0)
+    data.add_group(make_group("t1", [2, 2]))
+    data.add_group(make_group("t2", [2]))
+    wanted = {"tokens": ["t1.0/0.0", "t1.0/1.0"], "values": ["t1.0/0.0"], "returns": ["t1.0/0.0"]}
+    (origin,) = data.hold(wanted)
+    assert (origin.ticket.ticket_id, origin.worker, len(origin.episodes)) == ("t1", "rollout_worker/0", 2)
+    data.put("t1.0/0.0", {"values": np.ones(3), "prox_logprobs": np.zeros(2)})  # one that is held, and one that is not
+    data.clear(["t1.0/0.0"], ["tokens", "values"])
+    data.clear(["t1.0/0.0", "t1.0/1.0"])
+    held = data.release()
+    assert list(held) == [("t1.0/0.0", "tokens"), ("t1.0/1.0", "tokens"), ("t1.0/0.0", "values")]  # returns never came
+    np.testing.assert_array_equal(held["t1.0/0.0", "values"], np.ones(3))
+    assert data.release() == {}
+    data.clear(["t2.0/0.0"])
+    assert data.hold({"tokens": ["t2.0/0.0"]}) == [] and data.release() == {}
+    assert data.nbytes == 0
+
+
+def test_a_new_hold_forgets_the_one_before() -> None:
+    data = DataManager(0)
+    data.add_group(make_group("t1", [2]))
+    data.hold({"tokens": ["t1.0/0.0"]})
+    data.hold({"versions": ["t1.0/0.0"]})
+    assert list(data.release()) == [("t1.0/0.0", "versions")]
