@@ -5,28 +5,29 @@ The checks over the configuration are in realsys.config.rules. Every error names
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 
 from realsys.cluster.network import bind_tcp
+from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.config.dataflow import dataflow_of
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_settings
 from realsys.config.rules.resources import GIB, disk_bytes
 from realsys.config.schema import Config
-from realsys.errors import ConfigError, RealsysError, WaitTimeout
+from realsys.errors import ConfigError, NameStoreError, RealsysError
 from realsys.hf.config import read_model
 from realsys.hf.weight_headers import check_weights
-from realsys.launch.processes.own_etcd import etcd_answers
 
 _ETCD_TIMEOUT_S = 5.0
+#: Shortest lease with etcd on another host. An election takes seconds, with a lost host or a slow disk tens of seconds.
+ELECTION_LEASE_S = 60.0
 
 
 def check_here(config: Config, paths: TrialPaths) -> None:
     """Run all checks of this module. Raises ConfigError or ModelError."""
     check_addresses(config)
-    check_etcd(config)
+    check_etcd(config, paths)
     for role in dataflow_of(config).roles:
         settings = role_settings(config, role)
         if settings.path:
@@ -63,17 +64,26 @@ def _bind_problem(host: str, port: int) -> str:
     return ""
 
 
-def check_etcd(config: Config) -> None:
-    """Ask the etcd that the run uses, unless it starts its own. Raises ConfigError."""
-    store = config.cluster.name_store
-    if store.backend != "etcd" or store.start:
+def check_etcd(config: Config, paths: TrialPaths) -> None:
+    """Read from the etcd that the run uses, unless it starts its own. Raises ConfigError."""
+    cluster, settings = config.cluster, config.cluster.name_store
+    if settings.backend != "etcd" or settings.start:
         return
-    timeout_s = min(_ETCD_TIMEOUT_S, config.cluster.connect_timeout_s)
+    hosts = (address.rpartition(":")[0] for address in settings.address.split(","))
+    elsewhere = next((host for host in hosts if _bind_problem(host, 0)), "")
+    if elsewhere and cluster.lease_s < ELECTION_LEASE_S:
+        problem = f"must be at least {ELECTION_LEASE_S:g} with etcd on another host ({elsewhere})"
+        reason = "while its members elect a leader no lease is renewed, and the leases of all workers lapse together"
+        raise ConfigError("cluster.lease_s", cluster.lease_s, f"{problem}: {reason}")
+    store = None
     try:
-        asyncio.run(etcd_answers(store.address, timeout_s))
-    except WaitTimeout:
-        problem = f"no etcd answered within {timeout_s:g} s: start it there, or set cluster.name_store.start=true"
-        raise ConfigError("cluster.name_store.address", store.address, problem) from None
+        store = make_name_store(config, paths, min(_ETCD_TIMEOUT_S, cluster.connect_timeout_s))
+        store.get_subtree(trial_names(config).heartbeats)
+    except NameStoreError as error:
+        raise ConfigError("cluster.name_store.address", settings.address, str(error)) from None
+    finally:
+        if store is not None:
+            store.close()
 
 
 def check_disk(config: Config, need: int) -> None:

@@ -83,6 +83,7 @@ def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("grants", f"{grants['min']} to {grants['max']:.0f} per worker, mean {grants['mean']:.1f}, "
          f"at most {grants['largest']} in one reply"),
         ("servers", f"routable {found['routable']:.1%} of the time, {found['quarantines']} quarantines"),
+        ("largest load", ", ".join(f"{ratio:.2f} x mean {what}" for what, ratio in found["largest_load"].items())),
     ]  # fmt: skip
     for what, wait in waits.items():
         numbers = f"mean {wait['mean']:.1f}, median {wait['p50']:.1f}, 95 % {wait['p95']:.1f}, max {wait['max']:.1f}"

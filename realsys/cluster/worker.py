@@ -200,7 +200,7 @@ def _parse(kind: str, argv: Sequence[str] | None) -> tuple[Path, int]:
 def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSignals, reporter: _FailureReporter) -> int:
     """Set up, run the body, take down. Returns the exit code."""
     from realsys.cluster.heartbeat import Heartbeat, LeaseTerms, lease_clock
-    from realsys.cluster.store.connect import make_name_store, trial_names
+    from realsys.cluster.store.connect import PASSWORD_VARIABLE, make_name_store, trial_names
     from realsys.config.dump import read_config
 
     failpoint.arm(f"{kind}/{index}")
@@ -209,6 +209,7 @@ def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSign
     signals.orphan_grace_s = config.cluster.stop_timeout_s
     names = trial_names(config)
     store = make_name_store(config, paths)
+    os.environ.pop(PASSWORD_VARIABLE, None)  # not for the verifiers, agents and engines that this process starts
     signals.on_stop(store.interrupt)
     terms = LeaseTerms(
         config.cluster.lease_s,

@@ -25,7 +25,16 @@ class NameStoreConfig(Section):
     """The store of keys with which the processes of a trial find each other."""
 
     backend: Literal["file", "etcd"] = Field("file", description="a shared directory, or an etcd server")
-    address: str = Field("127.0.0.1:2379", description="host:port of etcd")
+    address: str = Field(
+        "127.0.0.1:2379", description="host:port of etcd; of a cluster all members, separated by commas"
+    )
+    ca: str = Field("", description="PEM file of the authority that signed etcd's certificates; empty: no TLS")
+    cert: str = Field("", description="PEM file of the client's certificate, if etcd asks for one")
+    key: str = Field("", description="PEM file of its private key")
+    user: str = Field("", description="user of etcd; empty: etcd has no users")
+    password_file: str = Field(
+        "", description="file that holds its password; empty: the environment variable `REALSYS_ETCD_PASSWORD`"
+    )
     start: bool = Field(False, description="start an etcd for this run at `address`, and restart it if it dies")
     root: str = Field("", description="directory of the file backend; empty: {trial folder}/name_store")
 

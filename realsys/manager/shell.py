@@ -28,6 +28,7 @@ from realsys.errors import MALFORMED, KeyMissing
 from realsys.generation.client import GenerationClient
 from realsys.manager.http import ManagerApp
 from realsys.manager.ledger.journal import Journal
+from realsys.manager.routing.placement import LOAD_PERIOD_S
 from realsys.manager.service import ManagerService
 from realsys.manager.settings import ManagerSettings
 from realsys.manager.state import ManagerState
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 
 Tree = dict[str, str]
 T = TypeVar("T")
-LOAD_PERIOD_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class ManagerState(TrialState):
             self.reservations.release_call(request.ticket_id, request.call)
             held = None
         request.failed_server = None  # a held call is decided again, and must not report the failure twice
-        reply = self.router.place(request, minimum, held, attempt.worker)
+        reply = self.router.place(request, minimum, held, attempt.worker, now)
         if reply is None:
             raise NoServer(self.servers.explain())
         return reply
@@ -122,6 +122,7 @@ class ManagerState(TrialState):
             released = self.reservations.release(request.ticket_id)
             if changed or released:  # not for a repetition of the call
                 self.throughput.count(request, released, now)
+                self.router.lengths.add(answer.length for answer in request.answers)
         return reply
 
     # -- calls of the trainer ----------------------------------------------------------------------------------------

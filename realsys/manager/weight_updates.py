@@ -56,13 +56,16 @@ class WeightUpdates:
         self._service.settle(None)
 
     async def poll_load(self, period_s: float) -> None:
-        """Fetch every server's load for ever, for /status only; a server that does not reply shows none.
+        """Fetch every server's load for ever, for routing and /status; a server that does not reply shows none.
 
         The requests are spread over ``period_s``: all together would delay the schedule requests of the workers.
         """
 
+        state = self._service.state
+
         async def ask(server: Server, delay: float) -> None:
             await asyncio.sleep(delay)
+            asked = self._service.clock()
             try:
                 info = await self._client.server_info(server.address.url, LOAD_TIMEOUT_S)
             except GenerationError as error:
@@ -70,9 +73,11 @@ class WeightUpdates:
                 log.debug("%s: no load: %s", server.name, error)
             else:
                 server.load = {key: getattr(info, key) for key in LOAD_KEYS}
+                if state.servers.get(server.name) is server:  # not lost since
+                    state.reservations.report(server.name, info.running + info.queued, info.kv_tokens, asked)
 
         while True:
-            servers = self._service.state.servers.all()
+            servers = state.servers.all()
             asks = [ask(server, period_s * number / len(servers)) for number, server in enumerate(servers)]
             await asyncio.gather(asyncio.sleep(period_s), *asks)
 

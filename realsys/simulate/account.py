@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,8 @@ class Account:
     largest_grant: int = 0  # tickets in one reply
     stale_issues: Counter[int] = field(default_factory=Counter)  # prompt -> times that it was issued again
     waits: dict[str, array[float]] = field(default_factory=dict)  # what -> seconds
+    #: "completions", "cached tokens" -> sum over the measurements of the (largest, mean) load of a server
+    loads: dict[str, tuple[float, float]] = field(default_factory=dict)
     steps: list[dict[str, float]] = field(default_factory=list)
     busy_s: float = 0.0  # seconds in which the trainer computes
     routable_s: float = 0.0  # seconds x servers
@@ -53,6 +56,12 @@ class Account:
     def wait(self, what: str, seconds: float) -> None:
         """Add one waiting time."""
         self.waits.setdefault(what, _floats()).append(seconds)
+
+    def measure_loads(self, loads: Sequence[tuple[int, int]]) -> None:
+        """Add a measurement of all servers: (completions, cached tokens) of each."""
+        for what, amounts in zip(("completions", "cached tokens"), zip(*loads, strict=True), strict=False):
+            largest, mean = self.loads.get(what, (0.0, 0.0))
+            self.loads[what] = largest + max(amounts), mean + sum(amounts) / len(amounts)
 
     def balance(self, open_tokens: int) -> str:
         """Return the problem if the sum of the tokens is wrong, else ""."""

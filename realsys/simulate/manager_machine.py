@@ -21,6 +21,7 @@ from realsys.manager.ledger.journal import decode_record, encode_record
 from realsys.manager.messages import MAX_WAIT_S, AllocateRequest
 from realsys.manager.operations import Operation
 from realsys.manager.refusals import NoServer, Refusal
+from realsys.manager.routing.placement import LOAD_PERIOD_S
 from realsys.manager.routing.servers import Idle, Probe, UpdateOrder
 from realsys.manager.service import HeldAllocations
 from realsys.manager.settings import ManagerSettings
@@ -39,6 +40,10 @@ class Servers(Protocol):
 
     def model_info(self, name: str, incarnation: str) -> tuple[str, str] | None:
         """Return version and locator that a server reports; None if it does not answer."""
+        ...
+
+    def server_load(self, name: str, incarnation: str) -> tuple[int, int] | None:
+        """Return sequences and cached tokens that a server reports; None if it does not answer."""
         ...
 
     def load(self, order: UpdateOrder, done: Callable[[str], None]) -> None:
@@ -109,6 +114,7 @@ class ManagerMachine:
         self.state.open(clock.now)
         self._commit()
         clock.after(LEASE_CLOCK_S, self._check_leases)
+        clock.after(LOAD_PERIOD_S, self._poll_loads)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -244,6 +250,12 @@ class ManagerMachine:
         self._wake()
 
     # -- servers -------------------------------------------------------------------------------------------------------
+
+    def _poll_loads(self) -> None:
+        self.clock.after(LOAD_PERIOD_S, self._poll_loads)
+        for server in self.state.servers.all() if self.up else ():
+            if load := self._servers.server_load(server.name, server.address.incarnation):
+                self.state.reservations.report(server.name, *load, self.clock.now)
 
     def _look(self, name: str) -> None:
         """Run both tasks of a server up to their next wait."""

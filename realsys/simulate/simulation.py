@@ -9,6 +9,7 @@ from random import Random
 
 from realsys.manager.ledger.events import Event, Reissued
 from realsys.manager.ledger.ledger_state import STALE
+from realsys.manager.routing.placement import LOAD_PERIOD_S
 from realsys.manager.routing.servers import UpdateOrder
 from realsys.manager.settings import ManagerSettings
 from realsys.simulate.account import Account
@@ -66,6 +67,7 @@ class Simulation:
             self.start_worker(f"rollout_worker/{index}")
         self.trainer.start()
         self.faults.start()
+        self.clock.after(LOAD_PERIOD_S, self._measure_loads)
         try:
             self._loop(progress)
         except Broken:
@@ -161,6 +163,11 @@ class Simulation:
             return None
         return (str(engine.serving.version), engine.serving.locator) if engine.serving else ("", "")
 
+    def server_load(self, name: str, incarnation: str) -> tuple[int, int] | None:
+        """Return sequences and cached tokens that a server reports; None if this incarnation is not up."""
+        engine = self._addressed(name, incarnation)
+        return engine.load() if engine else None
+
     def load(self, order: UpdateOrder, done: Callable[[str], None]) -> None:
         """Stage, then swap. It fails if the server dies, if a fault is due, or if the version is deleted before."""
         engine = self._addressed(order.server, order.incarnation)
@@ -227,6 +234,10 @@ class Simulation:
         self.versions = [old for old in self.versions if old.locator in kept]
 
     # -- measurements --------------------------------------------------------------------------------------------------
+
+    def _measure_loads(self) -> None:
+        self.clock.after(LOAD_PERIOD_S, self._measure_loads)
+        self.account.measure_loads([engine.load() for engine in self.engines.values()])
 
     def _observe(self, event: Event) -> None:
         if isinstance(event, Reissued) and event.cause == STALE:

@@ -16,7 +16,7 @@ def results(simulation: Simulation, wall_s: float) -> dict[str, Any]:
     """Return the measurements of a simulation that has run.
 
     Shares of tokens are of all sampled train tokens. ``ks``: distance between the lengths of the trained completions
-    and those of all granted ones.
+    and those of all granted ones. ``largest_load``: of the most loaded server, over the mean; both averaged over time.
     """
     plan, account, clock = simulation.plan, simulation.account, simulation.clock
     config, sim, seconds = plan.config, plan.sim, max(simulation.clock.now, 1e-9)
@@ -53,6 +53,7 @@ def results(simulation: Simulation, wall_s: float) -> dict[str, Any]:
         "issued_too_often": sum(issue > MANY_ISSUES for issue in issues),
         "waits_s": {what: spread(values) for what, values in sorted(account.waits.items())},
         "grants": spread([float(count) for count in grants]) | {"min": min(grants), "largest": account.largest_grant},
+        "largest_load": {what: largest / max(mean, 1e-9) for what, (largest, mean) in account.loads.items()},
         "quarantines": account.quarantines,
         "routable": account.routable_s / max(account.served_s, 1e-9),
         "faults": dict(account.faults),

@@ -10,23 +10,41 @@ from realsys.cluster.store.base import NameStore
 from realsys.cluster.store.file_store import FileNameStore
 from realsys.cluster.store.names import Names
 from realsys.config.paths import TrialPaths
-from realsys.config.schema import Config
+from realsys.config.schema import Config, NameStoreConfig
+from realsys.errors import ConfigError
 
 # One etcd call may take this long. It must end well before the lease that it may be renewing.
 CALL_TIMEOUT_S = 5.0
+PASSWORD_VARIABLE = "REALSYS_ETCD_PASSWORD"
 
 
-def make_name_store(config: Config, paths: TrialPaths) -> NameStore:
-    """Connect to the backend that ``config.cluster.name_store`` names. Raises NameStoreError."""
+def make_name_store(config: Config, paths: TrialPaths, call_timeout_s: float = CALL_TIMEOUT_S) -> NameStore:
+    """Connect to the backend that ``config.cluster.name_store`` names. Raises NameStoreError and ConfigError."""
     settings = config.cluster.name_store
     if settings.backend == "file":
         return FileNameStore(Path(settings.root).resolve() if settings.root else paths.name_store)
     # Imported here: etcd's client and grpc take time to load and are needed for etcd only.
+    from realsys.cluster.store.etcd_members import EtcdAccess
     from realsys.cluster.store.etcd_store import EtcdNameStore
 
     lease_s = config.cluster.lease_s
-    call_timeout_s = min(CALL_TIMEOUT_S, lease_s / 3)
-    return EtcdNameStore(settings.address, call_timeout_s=call_timeout_s, retry_timeout_s=lease_s)
+    access = EtcdAccess(settings.ca, settings.cert, settings.key, settings.user, etcd_password(settings))
+    return EtcdNameStore(settings.address, min(call_timeout_s, lease_s / 3), lease_s, access)
+
+
+def etcd_password(settings: NameStoreConfig) -> str:
+    """Return the password of ``settings.user``: from its file, else from the environment. Raises ConfigError."""
+    field = "cluster.name_store.password_file"
+    try:
+        text = Path(settings.password_file).read_text("utf-8") if settings.password_file else ""
+    except (OSError, UnicodeDecodeError) as exc:
+        problem = getattr(exc, "strerror", None) or "must be UTF-8 text"
+        raise ConfigError(field, settings.password_file, f"cannot be read: {problem}") from None
+    password = text.strip() or os.environ.get(PASSWORD_VARIABLE, "")
+    if settings.user and not password:
+        problem = f"has no password for {settings.user!r}: name a file that holds it, or set {PASSWORD_VARIABLE}"
+        raise ConfigError(field, settings.password_file, problem)
+    return password
 
 
 def trial_names(config: Config) -> Names:

@@ -1,9 +1,9 @@
 """Name store in etcd, through the channel and the stubs of the ``etcd3`` client.
 
 The client's own methods cannot wait for a connection that is being restored, and its watcher neither ends nor survives
-a restart of the server. So this module calls the stubs directly. Every call has a deadline, waits for the channel until
-then, and is repeated only if repeating it cannot change its meaning. A watch lists and watches again whenever its
-stream breaks.
+a restart of the server. So this module calls the stubs directly, through ``etcd_members``. Every call has a deadline,
+and is repeated only if repeating it cannot change its meaning. A watch lists and watches again whenever its stream
+breaks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import math
 import queue
 import threading
-import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -28,47 +28,37 @@ from realsys.cluster.store.base import (
     join_watch,
 )
 from realsys.cluster.store.etcd3_compat import import_etcd3
+from realsys.cluster.store.etcd_members import RETRY_S, EtcdAccess, EtcdMembers, Member
+from realsys.cluster.store.names import ROOT
 from realsys.errors import Fenced, KeyExists, NameStoreError
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.1
-CHANNEL_OPTIONS = [
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),  # also limits one attempt to connect
-    ("grpc.max_reconnect_backoff_ms", 1000),  # the default is two minutes, longer than any lease
-    ("grpc.keepalive_time_ms", 10_000),  # detects a host that disappeared; etcd refuses pings below 5 s
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.enable_http_proxy", 0),  # etcd is inside the cluster, so ignore proxies of the environment
-    ("grpc.use_local_subchannel_pool", 1),  # each client of a process fails and reconnects independently
-]
+_OPEN = EtcdAccess()
 
 
 class EtcdNameStore(NameStore):
-    """Client of one etcd member at ``address`` (host:port).
+    """Client of an etcd cluster. ``address``: host:port of its members, separated by commas.
 
     etcd grants leases of whole seconds, at least two, so a lease may be longer than requested.
 
-    call_timeout_s   limit of one try, and of renewing a lease
-    retry_timeout_s  limit of a repeatable call while a member that answered before is unreachable; at least
+    call_timeout_s   limit of a try at all members, and of renewing a lease
+    retry_timeout_s  limit of a repeatable call while members that answered before are unreachable; at least
                      ``call_timeout_s``
     """
 
-    def __init__(self, address: str, call_timeout_s: float = 5.0, retry_timeout_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        call_timeout_s: float = 5.0,
+        retry_timeout_s: float = 0.0,
+        access: EtcdAccess = _OPEN,
+    ) -> None:
         super().__init__()
         self.address = address
         self._timeout_s = call_timeout_s
-        self._retry_timeout_s = max(retry_timeout_s, call_timeout_s)
-        self._reached = False  # an etcd that never answered means a wrong address, which is reported early
         self._rpc = import_etcd3().etcdrpc
-        host, _, port = address.rpartition(":")
-        self._client = import_etcd3().client(
-            host=host, port=int(port), timeout=call_timeout_s, grpc_options=CHANNEL_OPTIONS
-        )
-        self._kv = self._client.kvstub
-        self._lease_stub = self._client.leasestub
-        self._watch_stub = self._rpc.WatchStub(self._client.channel)
-        self._closing = threading.Event()
+        self._members = EtcdMembers(address, access, self._moved, call_timeout_s, retry_timeout_s)
 
     # ---- keys
 
@@ -77,19 +67,19 @@ class EtcdNameStore(NameStore):
         lease_id = self._lease_id(lease, key)
         put = self._rpc.PutRequest(key=_bytes(key), value=_bytes(value), lease=int(lease_id, 16) if lease_id else 0)
         if replace:
-            self._call(self._kv.Put, put, f"add {key}", repeatable=True)
+            self._call(_kv("Put", put), f"add {key}")
             return
         compare = self._rpc.Compare
         absent = compare(result=compare.EQUAL, target=compare.CREATE, key=_bytes(key), create_revision=0)
         request = self._rpc.TxnRequest(compare=[absent], success=[self._rpc.RequestOp(request_put=put)])
         # Not repeatable: if the first try succeeded and its reply was lost, the second would find our own key.
-        if not self._call(self._kv.Txn, request, f"add {key}", repeatable=False).succeeded:
+        if not self._call_once(_kv("Txn", request), f"add {key}").succeeded:
             raise KeyExists(f"name store: key {key} exists already; another process owns it")
 
     def get(self, key: str) -> str:
         check_key(key)
         request = self._rpc.RangeRequest(key=_bytes(key))
-        response = self._call(self._kv.Range, request, f"read {key}", repeatable=True)
+        response = self._call(_kv("Range", request), f"read {key}")
         if not response.kvs:
             raise self._missing(key)
         return _text(response.kvs[0].value)
@@ -102,7 +92,7 @@ class EtcdNameStore(NameStore):
         """Return the subtree of ``root`` and the revision at which it was read."""
         # One range contains the root, all keys below it, and a few unrelated keys ('a-b' sorts before 'a/').
         request = self._rpc.RangeRequest(key=_bytes(root), range_end=_end_of_subtree(root))
-        response = self._call(self._kv.Range, request, f"list {root}", repeatable=True)
+        response = self._call(_kv("Range", request), f"list {root}")
         entries = ((_text(kv.key), _text(kv.value)) for kv in response.kvs)
         tree = {key: value for key, value in entries if belongs(key, root)}
         return tree, int(response.header.revision)
@@ -110,7 +100,7 @@ class EtcdNameStore(NameStore):
     def delete(self, key: str) -> None:
         check_key(key)
         request = self._rpc.DeleteRangeRequest(key=_bytes(key))
-        if not self._call(self._kv.DeleteRange, request, f"delete {key}", repeatable=False).deleted:
+        if not self._call_once(_kv("DeleteRange", request), f"delete {key}").deleted:
             raise self._missing(key)
 
     def clear_subtree(self, root: str) -> None:
@@ -118,29 +108,29 @@ class EtcdNameStore(NameStore):
         own = self._rpc.DeleteRangeRequest(key=_bytes(root))
         below = self._rpc.DeleteRangeRequest(key=_bytes(f"{root}/"), range_end=_end_of_subtree(root))
         operations = [self._rpc.RequestOp(request_delete_range=request) for request in (own, below)]
-        self._call(self._kv.Txn, self._rpc.TxnRequest(success=operations), f"clear {root}", repeatable=True)
+        self._call(_kv("Txn", self._rpc.TxnRequest(success=operations)), f"clear {root}")
 
     # ---- leases
 
     def lease(self, ttl_s: float) -> Lease:
         request = self._rpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
         # Repeatable: a lease whose reply was lost is never renewed, so it lapses.
-        granted = self._call(self._lease_stub.LeaseGrant, request, "grant a lease", repeatable=True)
+        granted = self._call(lambda member, **options: member.lease.LeaseGrant(request, **options), "grant a lease")
         return Lease(self, f"{granted.ID:x}", float(granted.TTL))
 
     def renew_lease(self, lease: Lease) -> None:
         request = self._rpc.LeaseKeepAliveRequest(ID=int(lease.lease_id, 16))
 
-        def keep_alive(_: object, **options: Any) -> int:
-            return max((r.TTL for r in self._lease_stub.LeaseKeepAlive(iter([request]), **options)), default=0)
+        def keep_alive(member: Member, **options: Any) -> int:
+            return max((r.TTL for r in member.lease.LeaseKeepAlive(iter([request]), **options)), default=0)
 
-        if self._call(keep_alive, request, "renew a lease", repeatable=True, limit_s=self._timeout_s) <= 0:
+        if self._call(keep_alive, "renew a lease", limit_s=self._timeout_s) <= 0:
             raise Fenced(f"name store: lease {lease.lease_id} in etcd at {self.address} lapsed; its owner must stop")
 
     def revoke_lease(self, lease: Lease) -> None:
         request = self._rpc.LeaseRevokeRequest(ID=int(lease.lease_id, 16))
         try:
-            self._call(self._lease_stub.LeaseRevoke, request, "revoke a lease", repeatable=True)
+            self._call(lambda member, **options: member.lease.LeaseRevoke(request, **options), "revoke a lease")
         except Fenced:
             log.debug("lease %s had lapsed before it was revoked", lease.lease_id)
 
@@ -155,47 +145,29 @@ class EtcdNameStore(NameStore):
             key=_bytes(root), range_end=_end_of_subtree(root), start_revision=revision
         )
         requests.put(self._rpc.WatchRequest(create_request=create))
-        return self._watch_stub.Watch(iter(requests.get, None), wait_for_ready=True)
+        member = self._members.present
+        # A member without a leader ends the stream, instead of reporting no change.
+        metadata = (*self._members.metadata(member, self._timeout_s), ("hasleader", "true"))
+        return member.watch.Watch(iter(requests.get, None), metadata=metadata)
+
+    def _moved(self) -> None:
+        for watch in list(self._watches):
+            if isinstance(watch, EtcdWatch):
+                watch.restart()
 
     def close(self) -> None:
-        self._closing.set()
+        self._members.interrupt()  # a watch that lists must end soon
         super().close()
-        self._client.close()
+        self._members.close()
 
-    def _call(self, method: Any, request: Any, action: str, *, repeatable: bool, limit_s: float | None = None) -> Any:
-        """Call ``method``; repeat it while etcd is unreachable, if that cannot change its meaning.
-
-        ``limit_s``: time for all tries; None: by the settings of the store. Raises NameStoreError and Fenced.
-        """
+    def _call(self, method: Callable[..., Any], action: str, *, repeatable: bool = True, limit_s: float = 0.0) -> Any:
         self._check_open()
-        if limit_s is None:
-            limit_s = self._retry_timeout_s if repeatable and self._reached else self._timeout_s
-        deadline = time.monotonic() + limit_s
-        while True:
-            left_s = deadline - time.monotonic()
-            try:
-                reply = method(request, timeout=max(0.001, min(left_s, self._timeout_s)), wait_for_ready=True)
-                self._reached = True
-                return reply
-            except grpc.RpcError as exc:
-                unreachable = exc.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-                if not (repeatable and unreachable and time.monotonic() + RETRY_S < deadline):
-                    raise self._translated(exc, action, limit_s) from exc
-            except ValueError as exc:  # grpc raises this if another thread has closed the channel
-                raise NameStoreError(f"name store: cannot {action}: used after close()") from exc
-            self._closing.wait(RETRY_S)
+        return self._members.call(method, action, repeatable=repeatable, limit_s=limit_s)
 
-    def _translated(self, exc: Any, action: str, limit_s: float) -> Exception:
-        code, details = exc.code(), exc.details() or ""
-        where = f"etcd at {self.address}"
-        if code is grpc.StatusCode.NOT_FOUND and "lease" in details:
-            return Fenced(f"name store: cannot {action}: its lease in {where} lapsed; its owner must stop")
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return NameStoreError(
-                f"name store: cannot {action}: {where} did not answer within {limit_s:g} s; "
-                "check that it runs and that cluster.name_store.address is right"
-            )
-        return NameStoreError(f"name store: cannot {action}: {where} answered {code.name}: {details}; see etcd's log")
+    def _call_once(self, method: Callable[..., Any], action: str) -> Any:
+        """Call ``method`` once, after a read that has found a member that answers."""
+        self._call(_kv("Range", self._rpc.RangeRequest(key=_bytes(f"{ROOT}/"), count_only=True)), action)
+        return self._call(method, action, repeatable=False)
 
 
 class EtcdWatch(Watch):
@@ -234,8 +206,8 @@ class EtcdWatch(Watch):
     def _listen(self) -> None:
         """Apply every event. Returns or raises when the stream ends."""
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        stream = self._store.watch_stream(self._root, self._revision + 1, requests)
-        with self._lock:
+        with self._lock:  # ``restart`` ends this stream if it is called from here on
+            stream = self._store.watch_stream(self._root, self._revision + 1, requests)
             self._stream = stream
             if self._closed.is_set():
                 stream.cancel()
@@ -278,13 +250,22 @@ class EtcdWatch(Watch):
         self._call_back(current)
         return True
 
-    def close(self) -> None:
+    def restart(self) -> None:
+        """End the present stream, so that the watch lists and listens at another member."""
         with self._lock:
-            self._closed.set()
             if self._stream is not None:
                 self._stream.cancel()
+
+    def close(self) -> None:
+        self._closed.set()
+        self.restart()
         join_watch(self._thread, self._root)
         self._store.discard(self)
+
+
+def _kv(name: str, request: Any) -> Callable[..., Any]:
+    """Return a call of the key-value service, for ``EtcdMembers.call``."""
+    return lambda member, **options: getattr(member.kv, name)(request, **options)
 
 
 def _bytes(text: str) -> bytes:

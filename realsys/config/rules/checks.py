@@ -7,7 +7,6 @@ at start. Each rule is a small function that raises ConfigError for the field to
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
 from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, TRANSPORT, VERIFIER
 from realsys.config.roles import role_field, role_settings
 from realsys.config.rules.backend_rules import BackendRules, backend_rules
+from realsys.config.rules.etcd_rules import check_etcd
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
 from realsys.config.rules.resources import check_memory, memory_of_models, process_bytes
@@ -111,18 +111,9 @@ def _check_cluster(config: Config, allocation: Allocation) -> None:
         )
         raise ConfigError("cluster.lease_s", cluster.lease_s, problem)
     if cluster.name_store.backend == "etcd":
-        host, _, port = cluster.name_store.address.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigError(
-                "cluster.name_store.address", cluster.name_store.address, "cannot be read: write host:port"
-            )
-    if cluster.name_store.start:
-        if cluster.name_store.backend != "etcd":
-            raise ConfigError(
-                "cluster.name_store.start", True, "only etcd is a process: cluster.name_store.backend=etcd"
-            )
-        if shutil.which("etcd") is None:
-            raise ConfigError("cluster.name_store.start", True, "there is no program named etcd; install etcd-server")
+        check_etcd(cluster.name_store)
+    elif cluster.name_store.start:
+        raise ConfigError("cluster.name_store.start", True, "only etcd is a process: cluster.name_store.backend=etcd")
     _check_fileroot(config)
 
 

@@ -1,17 +1,24 @@
-"""Placement: pure strategies that choose a server by the reserved loads.
+"""Placement: pure strategies that choose a server by its load, and the reservations that the load consists of.
 
 A reservation belongs to a call of a ticket, because an agent may have several calls of one ticket under way. Scheduling
 a call again moves its reservation. It is released exactly once: by the end of its call or its ticket, by a move, or by
 the death of its server.
+
+The load of a server is its last report, changed by the reservations that began or ended since. The report is what the
+manager cannot know: the completions of a call that have ended, and the calls that an earlier manager has placed.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
+
+#: Seconds between two reports of a server's load.
+LOAD_PERIOD_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +30,25 @@ class RouteRequest:
 
     ticket_id: str
     sequences: int
-    tokens: int  # upper bound: n * (prompt + completion limit)
+    tokens: float  # expected in the cache in the end: n * (prompt + ``expected``)
     previous: str | None = None
     previous_version: int | None = None
     prefix: Sequence[int] = ()
+    expected: float = 0.0  # tokens that each completion has still to sample, also those that run on the servers
+
+    def tokens_on(self, server: ServerLoad) -> float:
+        """Return the tokens that ``server`` is expected to hold when its present completions end."""
+        return server.tokens + self.expected * server.requests
 
 
 @dataclass(slots=True)
 class ServerLoad:
-    """A routable server: the version that it serves, and its reserved load."""
+    """A routable server: the version that it serves, and its load."""
 
     name: str
     version: int
-    requests: int = 0  # sequences
-    tokens: int = 0
+    requests: float = 0  # sequences
+    tokens: float = 0  # tokens in its cache
 
 
 class Strategy(Protocol):
@@ -58,21 +70,24 @@ class RoundRobin:
 
 
 class LeastRequests:
-    """The server with the fewest reserved sequences."""
+    """The server with the fewest sequences."""
 
     def choose(self, request: RouteRequest, servers: Sequence[ServerLoad]) -> str:
         return min(servers, key=_BY_REQUESTS).name
 
 
 class LeastTokens:
-    """The server with the fewest reserved tokens."""
+    """The server with the fewest expected tokens."""
 
     def choose(self, request: RouteRequest, servers: Sequence[ServerLoad]) -> str:
-        return min(servers, key=_BY_TOKENS).name
+        return _least(request, servers).name
 
 
 _BY_REQUESTS = attrgetter("requests", "tokens", "name")
-_BY_TOKENS = attrgetter("tokens", "requests", "name")
+
+
+def _least(request: RouteRequest, servers: Sequence[ServerLoad]) -> ServerLoad:
+    return min(servers, key=lambda server: (request.tokens_on(server), server.requests, server.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +101,9 @@ class Gate:
     ratio: float = 1.5
     slack: float = 4.0
 
-    def limit(self, request: RouteRequest, least: int) -> float:
-        """Return the most tokens that a preferred server may have reserved."""
-        return self.ratio * least + self.slack * request.tokens
+    def limit(self, request: RouteRequest, least: ServerLoad) -> float:
+        """Return the most tokens that a preferred server may be expected to hold."""
+        return self.ratio * request.tokens_on(least) + self.slack * request.tokens
 
 
 class StickyLeastLoaded:
@@ -101,10 +116,10 @@ class StickyLeastLoaded:
         self._gate = gate or Gate()
 
     def choose(self, request: RouteRequest, servers: Sequence[ServerLoad]) -> str:
-        least = min(servers, key=_BY_TOKENS)
+        least = _least(request, servers)
         if request.previous is None:
             return least.name
-        return _held_by_previous(request, servers, self._gate.limit(request, least.tokens)) or least.name
+        return _held_by_previous(request, servers, self._gate.limit(request, least)) or least.name
 
 
 class PrefixAware:
@@ -120,8 +135,8 @@ class PrefixAware:
         self._holders: OrderedDict[int, dict[str, int]] = OrderedDict()  # prefix -> server -> version
 
     def choose(self, request: RouteRequest, servers: Sequence[ServerLoad]) -> str:
-        least = min(servers, key=_BY_TOKENS)
-        limit = self._gate.limit(request, least.tokens)
+        least = _least(request, servers)
+        limit = self._gate.limit(request, least)
         chosen = _held_by_previous(request, servers, limit) or self._longest_match(request, servers, limit)
         name = chosen or least.name
         self._remember(request.prefix, next(server for server in servers if server.name == name))
@@ -131,9 +146,9 @@ class PrefixAware:
         for prefix in reversed(request.prefix):
             holders = self._holders.get(prefix)
             if holders is not None:
-                fit = [s for s in servers if s.tokens <= limit and holders.get(s.name) == s.version]
+                fit = [s for s in servers if request.tokens_on(s) <= limit and holders.get(s.name) == s.version]
                 if fit:
-                    return min(fit, key=_BY_TOKENS).name
+                    return _least(request, fit).name
         return None
 
     def _remember(self, prefixes: Sequence[int], server: ServerLoad) -> None:
@@ -148,7 +163,7 @@ def _held_by_previous(request: RouteRequest, servers: Sequence[ServerLoad], limi
     """Return the ticket's last server if it has the same weights and at most ``limit`` tokens."""
     for server in servers:
         if server.name == request.previous:
-            held = server.version == request.previous_version and server.tokens <= limit
+            held = server.version == request.previous_version and request.tokens_on(server) <= limit
             return server.name if held else None
     return None
 
@@ -167,23 +182,77 @@ def make_strategy(name: str) -> Strategy:
     return STRATEGIES[name]()
 
 
+class ExpectedLength:
+    """Mean length of the completions that have ended, mostly of the last ``window``."""
+
+    def __init__(self, window: int = 1024) -> None:
+        self._window = window
+        self._count = 0
+        self._mean = 0.0
+
+    def add(self, lengths: Iterable[int]) -> None:
+        for length in lengths:
+            self._count = min(self._count + 1, self._window)
+            self._mean += (length - self._mean) / self._count
+
+    def within(self, limit: int) -> float:
+        """Return the expected length of a completion that ends at ``limit``; the limit before the first has ended."""
+        return min(self._mean, limit) if self._count else limit
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A call's place on a server. The server's ``epoch`` then tells old failure reports from new ones."""
+    """A call's place on a server: ``tokens`` that are sent, ``placed`` when.
+
+    The server's ``epoch`` then tells old failure reports from new ones.
+    """
 
     server: str
     sequences: int
     tokens: int
     version: int
     epoch: int
+    placed: float = 0.0
+
+
+@dataclass(slots=True)
+class _Places:
+    """The calls on one server, and its load.
+
+    A call from before the last report counts as the ``share`` of its sequences that the server still worked on then,
+    with ``cached`` tokens each. So its end takes from the load what the report has counted.
+    """
+
+    load: ServerLoad
+    calls: dict[tuple[str, str], Reservation] = field(default_factory=dict)
+    reported: float = -math.inf  # time of the last report
+    share: float = 1.0
+    cached: float = 0.0
+
+    def count(self, place: Reservation, sign: int) -> None:
+        """Add a call to the load, or remove it."""
+        old = place.placed < self.reported
+        sequences = place.sequences * (self.share if old else 1.0)
+        self.load.requests += sign * sequences
+        self.load.tokens += sign * (sequences * self.cached if old else place.tokens)
+
+    def report(self, sequences: int, tokens: int, asked: float) -> None:
+        self.reported = asked
+        before = sum(place.sequences for place in self.calls.values() if place.placed < asked)
+        self.share = min(1.0, sequences / before) if before else 0.0
+        self.cached = tokens / sequences if sequences else 0.0
+        self.load.requests, self.load.tokens = float(sequences), float(tokens)
+        for place in self.calls.values():
+            if place.placed >= asked:
+                self.count(place, 1)
 
 
 class Reservations:
-    """All reservations, by ticket and call, and the load per server that they sum to."""
+    """All reservations, by ticket and call, and the load per server."""
 
     def __init__(self) -> None:
         self._by_ticket: dict[str, dict[str, Reservation]] = {}  # no ticket without a call
-        self._loads: dict[str, ServerLoad] = {}
+        self._servers: dict[str, _Places] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._by_ticket.values()))
@@ -196,23 +265,30 @@ class Reservations:
         return list(self._by_ticket.get(ticket_id, ()))
 
     def load(self, server: str) -> tuple[int, int]:
-        """Return (sequences, tokens) reserved on ``server``."""
-        load = self._loads.get(server)
-        return (load.requests, load.tokens) if load else (0, 0)
+        """Return (sequences, tokens) of the calls that have a place on ``server``."""
+        calls = self._places(server).calls.values()
+        return sum(place.sequences for place in calls), sum(place.tokens for place in calls)
 
     def live(self, server: str, version: int) -> ServerLoad:
         """Return the load of ``server``, which serves ``version``, as an object that follows every change."""
-        load = self._loads.setdefault(server, ServerLoad(server, version))
+        load = self._places(server).load
         load.version = version
         return load
+
+    def report(self, server: str, sequences: int, tokens: int, asked: float) -> None:
+        """Take over the load that ``server`` reports: running and queued sequences, and tokens in its cache.
+
+        ``asked``: time of the question. Calls placed since are added, because their requests may not have arrived.
+        """
+        self._places(server).report(sequences, tokens, asked)
 
     def reserve(self, ticket_id: str, reservation: Reservation, call: str = "") -> None:
         """Place a call, releasing the place it had."""
         self.release_call(ticket_id, call)
         self._by_ticket.setdefault(ticket_id, {})[call] = reservation
-        load = self._loads.get(reservation.server) or self.live(reservation.server, reservation.version)
-        load.requests += reservation.sequences
-        load.tokens += reservation.tokens
+        places = self._places(reservation.server)
+        places.calls[ticket_id, call] = reservation
+        places.count(reservation, 1)
 
     def release_call(self, ticket_id: str, call: str) -> Reservation | None:
         """Free a call's place and return it, None if it had no place."""
@@ -222,10 +298,9 @@ class Reservations:
             return None
         if not calls:
             del self._by_ticket[ticket_id]
-        load = self._loads[reservation.server]
-        load.requests -= reservation.sequences
-        load.tokens -= reservation.tokens
-        assert load.requests >= 0 and load.tokens >= 0, f"negative load: {load}"
+        places = self._servers[reservation.server]
+        del places.calls[ticket_id, call]
+        places.count(reservation, -1)
         return reservation
 
     def release(self, ticket_id: str) -> list[Reservation]:
@@ -235,15 +310,17 @@ class Reservations:
 
     def release_server(self, server: str) -> int:
         """Free all places on a lost server. Returns their number."""
-        held = [(ticket, call) for ticket, call, reservation in self._all() if reservation.server == server]
+        held = list(self._places(server).calls)
         for ticket, call in held:
             self.release_call(ticket, call)
-        self._loads.pop(server, None)
+        del self._servers[server]
         return len(held)
 
     def release_all(self) -> None:
         for ticket in list(self._by_ticket):
             self.release(ticket)
 
-    def _all(self) -> list[tuple[str, str, Reservation]]:
-        return [(ticket, call, held) for ticket, calls in self._by_ticket.items() for call, held in calls.items()]
+    def _places(self, server: str) -> _Places:
+        if server not in self._servers:
+            self._servers[server] = _Places(ServerLoad(server, version=-1))  # ``live`` sets its version
+        return self._servers[server]

@@ -1,4 +1,4 @@
-"""Router: chooses a server for a request by registry, reservations and strategy.
+"""Router: chooses a server for a request by registry, load, expected length and strategy.
 
 every server ──verified, trusted, fresh, not drained──> routes ──strategy──> one server, with a reservation
 """
@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
-from realsys.manager.routing.placement import Reservation, Reservations, RouteRequest, ServerLoad, Strategy
+from realsys.manager.routing.placement import (
+    ExpectedLength,
+    Reservation,
+    Reservations,
+    RouteRequest,
+    ServerLoad,
+    Strategy,
+)
 from realsys.manager.routing.server_table import Server, ServerTable
 
 
@@ -19,6 +26,7 @@ class Router:
         self._servers = servers
         self._reservations = reservations
         self._strategy = strategy
+        self.lengths = ExpectedLength()
         self._revision = -1  # revision of the registry that the routes belong to
         self._routes: dict[int | None, list[ServerLoad]] = {}
 
@@ -36,7 +44,7 @@ class Router:
         return self._routes[minimum]
 
     def place(
-        self, request: ScheduleRequest, minimum: int | None, held: Reservation | None, worker: str
+        self, request: ScheduleRequest, minimum: int | None, held: Reservation | None, worker: str, now: float
     ) -> ScheduleReply | None:
         """Choose a server and reserve a place on it, instead of the call's place ``held``. None without a server.
 
@@ -48,15 +56,16 @@ class Router:
         if not candidates:
             return None
         candidates = [server for server in candidates if server.name != request.avoid] or candidates
-        tokens = request.n * (request.prompt_len + request.max_new_tokens)
+        tokens, expected = request.n * request.prompt_len, self.lengths.within(request.max_new_tokens)
         self._reservations.release_call(request.ticket_id, request.call)  # its own place must not count against it
         previous, version = (held.server, held.version) if held else request.previous or (None, None)
-        route = RouteRequest(request.ticket_id, request.n, tokens, previous, version, request.prefix)
+        size = tokens + request.n * expected
+        route = RouteRequest(request.ticket_id, request.n, size, previous, version, request.prefix, expected)
         name = self._strategy.choose(route, candidates)
         server = self._servers.get(name)
         assert server is not None and server.verified is not None, f"strategy chose {name}, not a candidate"
         serves = server.verified.version
-        place = Reservation(name, request.n, tokens, serves, server.health.epoch)
+        place = Reservation(name, request.n, tokens, serves, server.health.epoch, now)
         self._reservations.reserve(request.ticket_id, place, request.call)
         return ScheduleReply(name, server.address.url, serves)
 

@@ -60,6 +60,7 @@ class Engine:
         self._armed = -1.0
         self._number = 0
         self._swaps: list[tuple[float, int]] = []  # (work, version)
+        self._before = 0.0  # sum of ``_before`` over the running pieces
 
     def submit(self, request: EngineRequest) -> None:
         """Start the pieces of a request."""
@@ -78,6 +79,7 @@ class Engine:
         lost = sum(self._so_far(piece) for _, _, piece, owner in self._running if owner is request)
         self._running = [entry for entry in self._running if entry[3] is not request]
         heapq.heapify(self._running)
+        self._before = sum(_before(piece, owner) for _, _, piece, owner in self._running)
         self._queue = deque(entry for entry in self._queue if entry[1] is not request)
         self._fill()
         return lost
@@ -92,6 +94,11 @@ class Engine:
         self._running.clear()
         self._queue.clear()
         return lost
+
+    def load(self) -> tuple[int, int]:
+        """Return (completions that run or queue, tokens in the cache)."""
+        work = self._work + self._rate * (self.clock.now - self._since)
+        return len(self._running) + len(self._queue), max(0, int(self._before + len(self._running) * work))
 
     def requests(self) -> list[EngineRequest]:
         return list(self._requests.values())
@@ -128,6 +135,7 @@ class Engine:
             wait = request.prefill_tokens / settings.prefill_tokens_per_s * settings.tokens_per_s
             piece.began = self._work + wait
             self._number += 1
+            self._before += _before(piece, request)
             heapq.heappush(self._running, (piece.began + piece.tokens, self._number, piece, request))
         self._set_rate()
 
@@ -150,6 +158,7 @@ class Engine:
         ended: list[EngineRequest] = []
         while self._running and self._running[0][0] <= self._work + _EPSILON:
             _, _, piece, request = heapq.heappop(self._running)
+            self._before -= _before(piece, request)
             request.sampled.append((piece, self._versions(piece)))
             request.left -= 1
             if not request.left:
@@ -175,3 +184,8 @@ class Engine:
                 break
         assert not left, "a server without weights has sampled"
         return counts
+
+
+def _before(piece: Piece, request: EngineRequest) -> float:
+    """Return the tokens that a piece found in the cache, minus the work at its start."""
+    return request.prefill_tokens / len(request.pieces) - piece.began

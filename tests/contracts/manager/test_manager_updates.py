@@ -143,3 +143,20 @@ def test_rolling_update_waits_once_for_hanging_server(tmp_path: Path) -> None:
         assert first.loaded == [0]
 
     drive(tmp_path, scenario, weight_update_mode="rolling", rolling_fraction=0.4, rolling_retry_timeout_s=2.0)
+
+
+def test_restarted_manager_asks_the_servers_for_their_load(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready(servers=2)
+        ticket = (await t.allocate())["tickets"][0]
+        busy, idle = t.servers
+        busy.running = 50
+        await t.halt()
+        await t.start()
+        t.follow_loads()
+        live = t.state.reservations.live
+        await t.until("the load is known", lambda: live(busy.name, 0).requests == 50)
+        await t.until("both servers are probed", lambda: t.serves(0, 0)() and t.serves(1, 0)())
+        assert (await t.schedule(ticket))[1]["server"] == idle.name
+
+    drive(tmp_path, scenario)

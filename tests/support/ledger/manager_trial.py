@@ -18,6 +18,7 @@ from realsys.cluster.store.memory_store import MemoryNameStore
 from realsys.cluster.store.names import Names
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
 from realsys.config.schema_train import TrainConfig
+from realsys.generation.protocol import ServerInfo
 from realsys.manager.service import ManagerService, Signal
 from realsys.manager.shell import Manager, ManagerParts
 from realsys.manager.state import ManagerState
@@ -35,6 +36,7 @@ class FakeServer:
         self.name = name
         self.loaded: list[int] = []
         self.path, self.version = "", "-1"
+        self.running = 0  # sequences that it reports
         self.refuse = self.dead = self.lies = False
         self.released = asyncio.Event()
         self.released.set()
@@ -45,6 +47,7 @@ class FakeServer:
     async def start(self) -> None:
         app = web.Application()
         app.add_routes([web.post("/update_weights_from_disk", self._update), web.get("/model_info", self._info)])
+        app.add_routes([web.get("/server_info", self._server_info)])
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -60,6 +63,11 @@ class FakeServer:
 
     async def _info(self, request: web.Request) -> web.Response:
         return web.json_response({"model_path": self.path, "weight_version": self.version})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        fields = msgspec.structs.fields(ServerInfo)
+        idle = {field.name: self.version if field.name == "weight_version" else 0 for field in fields}
+        return web.json_response(idle | {"backend": "fake", "paused": False, "running": self.running})
 
     async def _update(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -118,6 +126,17 @@ class Trial:
             self.changed.fire()
 
         service._wake = followed  # type: ignore[method-assign]
+
+    def follow_loads(self) -> None:
+        """Fire ``changed`` after every report of a load."""
+        reservations = self.state.reservations
+        report = reservations.report
+
+        def followed(*load: Any) -> None:
+            report(*load)
+            self.changed.fire()
+
+        reservations.report = followed  # type: ignore[method-assign]
 
     async def halt(self) -> None:
         self.stop.set()

@@ -49,6 +49,16 @@ def test_body_gets_its_context_and_leaves_nothing(trial):
     assert read_errors(trial.paths.errors) == []
 
 
+def test_password_of_etcd_is_not_inherited(trial):
+    """Verifiers, agents and engines run other people's code."""
+    body = """
+    import subprocess
+    inner = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
+    assert "REALSYS_ETCD" not in inner, inner
+    """
+    trial.ends(trial.start(body.strip(), REALSYS_ETCD_PASSWORD="a secret"), 0)
+
+
 @pytest.mark.needs("etcd")
 def test_worker_with_etcd_is_fenced_and_cleans_up(tmp_path, etcd_server):
     trial = Trial(tmp_path, lease_s=3.0, backend="etcd", address=etcd_server.address)

@@ -60,6 +60,16 @@ WRONG = [
     (["train.total_epochs=1", "data.arith.train_size=10"], "data.arith.train_size", "less than one batch"),
     (["cluster.lease_s=3"], "cluster.lease_s", "twice cluster.heartbeat_s"),
     (["cluster.name_store.backend=etcd", "cluster.name_store.address=here"], "cluster.name_store.address", "host:port"),
+    (
+        ["cluster.name_store.backend=etcd", "cluster.name_store.address='a:1, b:2'"],
+        "cluster.name_store.address",
+        "several with commas between them",
+    ),
+    (
+        ["cluster.name_store.backend=etcd", "cluster.name_store.start=true", "cluster.name_store.address=a:1,b:2"],
+        "cluster.name_store.start",
+        "",
+    ),
     (["fileroot=/dev/null/runs"], "fileroot", "cannot write"),
     (["data.kind=jsonl"], "data.train", "JSONL"),
     (["data.kind=jsonl", "data.train=/no/such.jsonl"], "data.train", "not a readable file"),

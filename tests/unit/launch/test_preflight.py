@@ -171,8 +171,30 @@ def test_host_of_another_machine_is_refused(refused: Refused) -> None:
 def test_etcd_that_does_not_answer_is_refused(refused: Refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    line = refused("name_store=etcd", f"cluster.name_store.address=127.0.0.1:{port}", "cluster.connect_timeout_s=0.2")
-    assert f"cluster.name_store.address='127.0.0.1:{port}': no etcd answered within 0.2 s" in line
+    address = f"127.0.0.1:{port},[::1]:{port}"
+    line = refused("name_store=etcd", f"cluster.name_store.address={address}", "cluster.connect_timeout_s=0.2")
+    assert f"cluster.name_store.address='{address}'" in line and "did not answer within 0.2 s" in line
+
+
+def test_short_lease_with_etcd_elsewhere_is_refused(refused: Refused) -> None:
+    """192.0.2.1 is an address for documentation, which no machine has."""
+    line = refused("name_store=etcd", "cluster.name_store.address=127.0.0.1:2379,192.0.2.1:2379")
+    assert "cluster.lease_s=20.0: must be at least 60 with etcd on another host (192.0.2.1)" in line
+
+
+def test_wrong_files_of_etcd_are_refused(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("text\n")
+    file, store = str(tmp_path / "text"), "cluster.name_store"
+    for overrides, problem in [
+        ((f"ca={tmp_path}/none",), f"{store}.ca='{tmp_path}/none': cannot be read: {tmp_path}/none is not a file"),
+        ((f"ca={file}",), "not PEM"),
+        ((f"cert={file}", f"key={file}"), f"{store}.ca='': must be set for TLS"),
+        ((f"ca={file}", f"cert={file}"), f"{store}.cert='{file}': must be set together with key"),
+        ((f"password_file={file}",), f"{store}.user='': must be set"),
+        (("user=me",), "has no password for 'me': name a file that holds it, or set REALSYS_ETCD_PASSWORD"),
+        (("user=me", f"password_file={tmp_path}/none"), "password_file='" + f"{tmp_path}/none': cannot be read"),
+    ]:
+        assert problem in refused("name_store=etcd", *(f"{store}.{override}" for override in overrides))
 
 
 def test_folder_that_cannot_be_made_is_refused(refused: Refused) -> None:

@@ -290,3 +290,22 @@ def test_used_versions_are_named_within_bound() -> None:
     assert state.servers.in_use() == [1, 3], "0 stages version 1; 1 serves version 0, which is beyond the bound"
     state.servers.failed(slow, "timeout", 9.0)
     assert state.servers.in_use() == [3], "a dead server keeps no version for ever"
+
+
+def test_new_manager_routes_by_the_reported_loads() -> None:
+    """Its predecessor has placed calls that it does not know of."""
+    state = ready(servers=2)
+    state.reservations.report("generation_server/0", sequences=50, tokens=5000, asked=0.0)
+    assert {place(state, ticket).server for ticket in tickets(state, 4)} == {"generation_server/1"}
+
+
+def test_completed_lengths_change_the_route() -> None:
+    """Many short completions weigh more than few cached tokens until the manager has seen how short they are."""
+    state = ready(servers=2)
+    state.reservations.report("generation_server/0", sequences=12, tokens=100, asked=0.0)
+    state.reservations.report("generation_server/1", sequences=2, tokens=250, asked=0.0)
+    first, second = tickets(state, 2)
+    assert place(state, first).server == "generation_server/1"
+    finish(state, first, answers=1)
+    state.router.lengths.add([1] * 2000)
+    assert place(state, second).server == "generation_server/0"

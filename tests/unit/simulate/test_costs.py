@@ -75,6 +75,18 @@ def test_swap_pauses_and_marks_tokens() -> None:
     assert bench.ended == [(pytest.approx(11.0), {1: 60, 0: 40})]
 
 
+def test_load_counts_queued_completions_and_cached_tokens() -> None:
+    """Two of 10 tokens/s each run for 4 s behind a prompt of 30 tokens, and one waits."""
+    bench = Bench(COSTS.model_copy(update={"max_running": 2, "prefill_tokens_per_s": 1e9}))
+    pieces = [Piece(index, 100) for index in range(3)]
+    bench.engine.submit(EngineRequest(pieces, 30, bench._done))
+    loads: list[tuple[int, int]] = []
+    bench.clock.after(4.0, lambda: loads.append(bench.engine.load()))
+    bench.run()
+    assert loads == [(3, pytest.approx(2 * (10 + 40), abs=1))]
+    assert bench.engine.load() == (0, 0)
+
+
 def test_death_loses_the_tokens_so_far() -> None:
     bench = Bench()
     request = bench.submit(100, 20)

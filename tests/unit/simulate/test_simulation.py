@@ -69,6 +69,15 @@ def test_policy_train_wastes_no_token() -> None:
     assert sum(simulation.account.trained.values()) > 0.8 * simulation.account.sampled
 
 
+def test_manager_restarts_leave_the_loads_even() -> None:
+    """Servers are busy all the time, and a manager starts every three minutes, without the places of the last one."""
+    busy = ("sim.trainer.step_s=10", "asynchronous.max_head_offpolicyness=8", "sim.server.total_tokens_per_s=4000")
+    small = ("train.batch_groups=32", "rollout.group_size=8", "sim.steps=30")
+    measured = found("lognormal", *busy, *small, "sim.faults.manager_restarts=0.05")
+    largest = measured["largest_load"]
+    assert isinstance(largest, dict) and largest["completions"] < 1.8 and largest["cached tokens"] < 1.6
+
+
 def test_synchronous_trial_has_no_staleness() -> None:
     simulation = run("lognormal", *SMALL, "asynchronous.max_head_offpolicyness=0")
     assert set(simulation.account.staleness) == {0}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from realsys.manager.routing.placement import (
     STRATEGIES,
+    ExpectedLength,
     Gate,
     PrefixAware,
     Reservation,
@@ -152,3 +153,78 @@ def test_calls_of_a_ticket_are_placed_separately() -> None:
     assert reservations.calls("t") == ["0.0"] and reservations.load("b") == (1, 30)
     reservations.reserve("t", Reservation("a", 1, 10, 1, 0), "0.1")
     assert len(reservations.release("t")) == 2 and len(reservations) == 0 and reservations.load("b") == (0, 0)
+
+
+def placed(reservations: Reservations, server: str, ticket: str, sequences: int, now: float) -> None:
+    reservations.reserve(ticket, Reservation(server, sequences, 10 * sequences, 1, 0, now))
+
+
+def test_report_counts_what_ended_in_a_call() -> None:
+    """A group of 16 of which one still runs is one sequence, and its end removes one."""
+    reservations = Reservations()
+    placed(reservations, "a", "t", 16, now=0.0)
+    load = reservations.live("a", 1)
+    reservations.report("a", sequences=1, tokens=500, asked=5.0)
+    assert (load.requests, load.tokens) == (1, 500) and reservations.load("a") == (16, 160)
+    reservations.release("t")
+    assert (load.requests, load.tokens) == (0, 0)
+
+
+def test_call_placed_after_the_question_is_added() -> None:
+    """Its request may not have arrived at the server, so the report does not contain it."""
+    reservations = Reservations()
+    placed(reservations, "a", "old", 2, now=0.0)
+    placed(reservations, "a", "new", 4, now=5.0)
+    reservations.report("a", sequences=2, tokens=100, asked=5.0)
+    load = reservations.live("a", 1)
+    assert (load.requests, load.tokens) == (6, 140)
+    reservations.release("new")
+    reservations.release("old")
+    assert (load.requests, load.tokens) == (0, 0)
+
+
+def test_reported_calls_of_an_earlier_manager_stay() -> None:
+    reservations = Reservations()
+    placed(reservations, "a", "t", 2, now=0.0)
+    reservations.report("a", sequences=100, tokens=5000, asked=1.0)
+    reservations.release("t")
+    assert reservations.live("a", 1).requests == 98 and len(reservations) == 0
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.integers(0, 20), st.integers(0, 99)), max_size=40
+    )
+)
+def test_load_is_never_negative(steps: list[tuple[str, int, int, int]]) -> None:
+    """``now`` and the question of a report differ by up to two steps."""
+    reservations = Reservations()
+    for now, (ticket, sequences, reported, tokens) in enumerate(steps):
+        if sequences:
+            placed(reservations, "s", ticket, sequences, now=float(now))
+        else:
+            reservations.release(ticket)
+        if tokens % 3 == 0:
+            reservations.report("s", reported, tokens * bool(reported), asked=now - tokens % 2)
+        load = reservations.live("s", 1)
+        assert load.requests > -1e-9 and load.tokens > -1e-9
+    for ticket in "abc":
+        reservations.release(ticket)
+    assert reservations.load("s") == (0, 0)
+
+
+def test_expected_length_follows_the_last_completions() -> None:
+    lengths = ExpectedLength(window=4)
+    assert lengths.within(1000) == 1000, "nothing has ended"
+    lengths.add([100] * 4)
+    assert lengths.within(1000) == 100 and lengths.within(30) == 30
+    lengths.add([500] * 50)
+    assert lengths.within(1000) == pytest.approx(500, rel=0.01)
+
+
+def test_expected_length_weighs_sequences_against_cached_tokens() -> None:
+    """Ten sequences that have begun, or two long ones: if completions are short, the ten end soon."""
+    ten, two = ServerLoad("ten", 1, 10, 1000), ServerLoad("two", 1, 2, 9000)
+    for expected, least in ((100.0, "ten"), (5000.0, "two")):
+        request = RouteRequest("t", 1, 100, expected=expected)
+        assert make_strategy("least_tokens").choose(request, [ten, two]) == least

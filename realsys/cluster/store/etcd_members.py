@@ -1,0 +1,183 @@
+"""Calls to the members of one etcd cluster: choice of the member, time limits, TLS and user.
+
+    call ──> present member ── reply ──────────────────────────────────────────────> caller
+                  ^    └── unreachable, silent, without a leader ──> next member ──┐
+                  └───────────────────── until the time is over ──────────────────┘
+
+Any member answers for the whole cluster, so a client stays with one until that one fails. Then it moves, and its
+watches move with it: a member that hangs, or is cut off from the others, does not break their streams itself.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from realsys.cluster.store.etcd3_compat import import_etcd3
+from realsys.errors import Fenced, NameStoreError
+
+RETRY_S = 0.1
+CHANNEL_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),  # also limits one attempt to connect
+    ("grpc.max_reconnect_backoff_ms", 1000),  # the default is two minutes, longer than any lease
+    ("grpc.keepalive_time_ms", 10_000),  # detects a host that disappeared; etcd refuses pings below 5 s
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.enable_http_proxy", 0),  # etcd is inside the cluster, so ignore proxies of the environment
+    ("grpc.use_local_subchannel_pool", 1),  # each client of a process fails and reconnects independently
+]
+#: UNKNOWN is the code of a member whose wait for a leader has timed out: "context deadline exceeded".
+_UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNKNOWN)
+_REFUSED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdAccess:
+    """TLS and user of a client. ``ca``, ``cert`` and ``key`` are PEM files; without ``ca`` there is no TLS."""
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+    def channel(self, address: str) -> grpc.Channel:
+        """Return a channel to one member. Raises NameStoreError if a file cannot be read."""
+        if not self.ca:
+            return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        try:
+            ca, key, cert = (Path(path).read_bytes() if path else None for path in (self.ca, self.key, self.cert))
+        except OSError as exc:
+            raise NameStoreError(f"name store: cannot read {exc.filename}: {exc.strerror}") from exc
+        return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=CHANNEL_OPTIONS)
+
+
+class Member:
+    """Channel and stubs of one member."""
+
+    def __init__(self, address: str, access: EtcdAccess) -> None:
+        rpc = import_etcd3().etcdrpc
+        self.address = address
+        self.channel = access.channel(address)
+        self.kv = rpc.KVStub(self.channel)
+        self.lease = rpc.LeaseStub(self.channel)
+        self.watch = rpc.WatchStub(self.channel)
+        self.auth = rpc.AuthStub(self.channel)
+
+
+class EtcdMembers:
+    """All members at ``address``: host:port, separated by commas. ``moved`` is called after a change of the member.
+
+    call_timeout_s   limit of one try at all members, and of a call before any member has answered
+    retry_timeout_s  limit of a call while no member is reachable; at least ``call_timeout_s``
+    """
+
+    def __init__(
+        self,
+        address: str,
+        access: EtcdAccess,
+        moved: Callable[[], None],
+        call_timeout_s: float,
+        retry_timeout_s: float,
+    ) -> None:
+        self.address = address
+        self._access = access
+        self._moved = moved
+        self._timeout_s = call_timeout_s
+        self._retry_timeout_s = max(retry_timeout_s, call_timeout_s)
+        self._rpc = import_etcd3().etcdrpc
+        self._members = [Member(each, access) for each in address.split(",")]
+        self._at = os.getpid() % len(self._members)  # processes spread over the members
+        self._try_s = call_timeout_s / len(self._members)
+        self._reached = False  # an etcd that never answered means a wrong address, which is reported early
+        self._token = ""
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+
+    @property
+    def present(self) -> Member:
+        """Member of the next call."""
+        return self._members[self._at]
+
+    def call(self, method: Callable[..., Any], action: str, *, repeatable: bool = True, limit_s: float = 0.0) -> Any:
+        """Return ``method(member, timeout=..., metadata=...)`` of the first member that answers.
+
+        ``limit_s``: time for all tries; 0: by the settings. Raises NameStoreError and Fenced.
+        """
+        limit_s = limit_s or (self._retry_timeout_s if repeatable and self._reached else self._timeout_s)
+        deadline = time.monotonic() + limit_s
+        while True:
+            member = self.present
+            left_s = max(0.001, min(deadline - time.monotonic(), self._try_s))
+            try:
+                reply = method(member, timeout=left_s, metadata=self.metadata(member, left_s))
+                self._reached = True
+                return reply
+            except grpc.RpcError as exc:
+                over = not repeatable or self._closing.is_set() or time.monotonic() + RETRY_S >= deadline
+                if not self._may_try_again(exc, member) or over:
+                    raise self._translated(exc, action, limit_s) from exc
+            except ValueError as exc:  # grpc raises this if another thread has closed the channel
+                raise NameStoreError(f"name store: cannot {action}: used after close()") from exc
+            self._closing.wait(RETRY_S)
+
+    def metadata(self, member: Member, timeout_s: float) -> tuple[tuple[str, str], ...]:
+        """Return what names the user in a call. Raises grpc.RpcError if the member does not accept the user."""
+        if not self._access.user:
+            return ()
+        with self._lock:
+            if not self._token:
+                request = self._rpc.AuthenticateRequest(name=self._access.user, password=self._access.password)
+                self._token = member.auth.Authenticate(request, timeout=timeout_s).token
+            return (("token", self._token),)
+
+    def interrupt(self) -> None:
+        """Let every call end with its present try."""
+        self._closing.set()
+
+    def close(self) -> None:
+        self.interrupt()
+        for member in self._members:
+            member.channel.close()
+
+    def _may_try_again(self, exc: Any, member: Member) -> bool:
+        """Return True if another try may succeed: at the next member, or with a new token."""
+        if exc.code() in _UNREACHABLE:
+            self._leave(member)
+            return True
+        # A token ends when it is not used for minutes, when its member restarts, or when users are changed.
+        ended = exc.code() is grpc.StatusCode.UNAUTHENTICATED or "revision of auth store" in (exc.details() or "")
+        if ended and self._token:
+            self._token = ""
+            return True
+        return False
+
+    def _leave(self, member: Member) -> None:
+        """Ask the next member from now on, unless another thread has already moved."""
+        with self._lock:
+            if member is not self.present or len(self._members) == 1:
+                return
+            self._at = (self._at + 1) % len(self._members)
+        self._moved()
+
+    def _translated(self, exc: Any, action: str, limit_s: float) -> Exception:
+        code, details = exc.code(), exc.details() or ""
+        where = f"etcd at {self.address}"
+        if code is grpc.StatusCode.NOT_FOUND and "lease" in details:
+            return Fenced(f"name store: cannot {action}: its lease in {where} lapsed; its owner must stop")
+        if code in _UNREACHABLE:
+            cause = "" if code is grpc.StatusCode.DEADLINE_EXCEEDED else f" ({' '.join(details.split())})"
+            return NameStoreError(
+                f"name store: cannot {action}: {where} did not answer within {limit_s:g} s{cause}; "
+                "check that it runs and that cluster.name_store.address is right"
+            )
+        refused = code in _REFUSED or "auth" in details or "user" in details
+        advice = "check cluster.name_store.user and its password" if refused else "see etcd's log"
+        return NameStoreError(f"name store: cannot {action}: {where} answered {code.name}: {details}; {advice}")

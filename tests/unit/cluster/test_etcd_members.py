@@ -1,0 +1,82 @@
+"""Choice of the member, and repetition of failed calls. The channels are never used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from realsys.cluster.store.etcd_members import EtcdAccess, EtcdMembers, Member
+from realsys.errors import NameStoreError
+
+
+class Answer(grpc.RpcError):
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self._code = code
+        self._details = details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+
+class Asked:
+    """Calls of members: the first ones fail."""
+
+    def __init__(self, *failures: Answer) -> None:
+        self.failures = list(failures)
+        self.addresses: list[str] = []
+        self.moves = 0
+        self.members = EtcdMembers("a:1,b:2,c:3", EtcdAccess(), self._moved, 60.0, 60.0)
+
+    def _moved(self) -> None:
+        self.moves += 1
+
+    def __call__(self, member: Member, **_: Any) -> str:
+        self.addresses.append(member.address)
+        if self.failures:
+            raise self.failures.pop(0)
+        return "reply"
+
+
+NO_LEADER = Answer(grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader")
+WAITED = Answer(grpc.StatusCode.UNKNOWN, "context deadline exceeded")
+FULL = Answer(grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded")
+
+
+def test_next_member_is_asked_until_one_answers() -> None:
+    asked = Asked(NO_LEADER, WAITED)
+    assert asked.members.call(asked, "read k") == "reply"
+    assert sorted(asked.addresses) == ["a:1", "b:2", "c:3"] and asked.moves == 2
+    assert asked.members.call(asked, "read k") == "reply"
+    assert asked.addresses[-1] == asked.addresses[-2], "it stays with the member that answered"
+    asked.members.close()
+
+
+def test_calls_end_when_the_store_closes() -> None:
+    asked = Asked(*[NO_LEADER] * 1000)
+    asked.members.interrupt()
+    with pytest.raises(NameStoreError, match="no leader"):
+        asked.members.call(asked, "list k")
+    assert len(asked.addresses) == 1
+    asked.members.close()
+
+
+@pytest.mark.parametrize(("failure", "moves"), [(NO_LEADER, 1), (FULL, 0)])
+def test_call_that_must_not_be_repeated_fails_once(failure: Answer, moves: int) -> None:
+    asked = Asked(failure)
+    with pytest.raises(NameStoreError, match=r"cannot add k: etcd at a:1,b:2,c:3 .*etcdserver"):
+        asked.members.call(asked, "add k", repeatable=False)
+    assert len(asked.addresses) == 1 and asked.moves == moves
+    asked.members.close()
+
+
+def test_refusal_is_not_repeated() -> None:
+    asked = Asked(FULL)
+    with pytest.raises(NameStoreError, match="RESOURCE_EXHAUSTED"):
+        asked.members.call(asked, "add k")
+    assert len(asked.addresses) == 1
+    asked.members.close()
