@@ -217,13 +217,15 @@ def _did_you_mean(value: object, known: Sequence[str]) -> str:
 def _did_you_mean_field(path: str) -> str:
     """Suggest a field: the same name in another section, one described by that word (eta), or a similar one."""
     known = list(fields())
+    known += sorted({section for field in known if (section := field.rpartition(".")[0])})
     name = path.rpartition(".")[2]
     close = [k for k in known if name in (k.rpartition(".")[2], _description(k).partition(":")[0])]
     if not close:
         close = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
     if not close:
-        matches = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in known], n=1, cutoff=0.7)
+        matches = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in known], n=1, cutoff=0.8)
         close = [k for k in known if matches and k.rpartition(".")[2] == matches[0]]
+    close.sort(key=lambda k: k.count("."))  # of one name, the one in the outermost section first
     return f"; did you mean {' or '.join(close[:3])}?" if close else ""
 
 

@@ -110,6 +110,7 @@ def test_composition_leaves_no_state_behind() -> None:
 WRONG_VALUES = [
     ("train.bach_groups=1", "did you mean train.batch_groups?"),
     ("batch_groups=1", "did you mean train.batch_groups?"),
+    ("optimiser=sgd", "did you mean train.optimizer or "),
     ("asynchronous.eta=1", "did you mean asynchronous.max_head_offpolicyness?"),
     ("train.quite_something_else=1", "unknown field"),
     ("train.batch_groups=many", "valid integer"),
