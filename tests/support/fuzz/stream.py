@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from realsys import types
+from realsys import model_calls, types
 from realsys.cluster.http.http_client import reason_of
 from realsys.errors import DecodeError, GenerationError, StreamError
 from realsys.generation import client as generation_client
@@ -85,7 +85,8 @@ def messages() -> Iterator[Target]:
             (DecodeError,),
             "msgpack",
         )
-    large = (types.SamplesArrived, types.MfcRequest, types.MfcReply, types.TransferRequest, types.SaveWeightsReply)
+    calls = model_calls
+    large = (calls.SamplesArrived, calls.MfcRequest, calls.MfcReply, calls.TransferRequest, calls.SaveWeightsReply)
     for kind in large:
         yield Target(
             f"payload: {kind.__name__}",
@@ -95,7 +96,7 @@ def messages() -> Iterator[Target]:
             "msgpack",
         )
     names = re.compile(r".*(Request|Reply)|Recorded|Empty")
-    declared = vars(types) | vars(record_messages) | vars(checkpoint_messages)
+    declared = vars(types) | vars(model_calls) | vars(record_messages) | vars(checkpoint_messages)
     others = [kind for name, kind in declared.items() if names.fullmatch(name) and kind not in large]
     makers = [(kind, examples(kind, "msgpack")) for kind in others]
 
