@@ -134,25 +134,3 @@ class ClearRequest(msgspec.Struct):
 
     sample_ids: list[str]
     keys: list[str] = []
-
-
-class SaveWeightsRequest(msgspec.Struct):
-    """Write this rank's share of version ``version`` of ``role``'s weights (HF names).
-
-    ``plan``: made by the weight transport's publisher, read by its writers
-    (``realsys.weights.base``).
-    """
-
-    role: str
-    version: int
-    plan: Any = None
-
-
-class SaveWeightsReply(msgspec.Struct):
-    """Reply to a SaveWeightsRequest.
-
-    ``report``: made by this rank's writer of the weight transport, read by its publisher.
-    """
-
-    report: Any = None
-    seconds: float = 0.0

@@ -111,7 +111,9 @@ class Checkpoints:
         return complete[-1][1] if complete else None
 
     async def after_step(self, step: int) -> None:
-        """Take a checkpoint if one is due. Call it once ``step`` is trained, published and reported.
+        """Take a checkpoint if one is due. Call it once ``step`` is trained and reported.
+
+        The versions of earlier steps must be published: this completes their checkpoints.
 
         Raises CheckpointError.
         """
@@ -132,7 +134,10 @@ class Checkpoints:
             await self._complete(wait=True)
 
     async def finish(self, *, stopped: bool) -> None:
-        """Complete all checkpoints after the last step; return when they are on disk. Raises CheckpointError."""
+        """Complete all checkpoints after the last step, which is published; return when they are on disk.
+
+        Raises CheckpointError.
+        """
         settings = self._config.checkpoint
         if (settings.on_stop if stopped else settings.at_end) and self._newest_step > self._saved_step:
             await self._begin(self._newest_step)

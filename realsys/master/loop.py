@@ -2,10 +2,15 @@
 
     connect ──> warm-up (sft) ──> publish v0 ──> evaluate "before" ──┐
         ┌────────────────────────────────────────────────────────────┘
-        └─> batch ──> plan ──> graph of calls ──> clear ──> save ──> publish v ──> report ──> checkpoint ─┐
-             ^                                                                                            │
-             └──────────────── until steps, epochs or time are used up ───────────────────────────────────┘
+        └─> batch ──> plan ──> graph of calls ──> clear ──> copy weights ──> report ──> checkpoint ─┐
+             ^                                                   └──> write and publish v           │
+             └──────────────── until steps, epochs or time are used up ─────────────────────────────┘
         ──> evaluate "after" ──> export the last version
+
+A version is written and published while the next step runs (``realsys.master.publish``). Waits for its end:
+the publication of the next version, an export, an evaluation, the end of the run. So a checkpoint becomes
+complete only after its version was published. With eta = 0 the manager grants the tickets of the next batch
+after the publication, so the next step begins after it.
 
 Consumes batches of groups' metadata (``intake``); waits for the next batch and for the replies to
 calls; produces weight versions, checkpoints and the step log. It never sees a token. When it is
@@ -75,7 +80,7 @@ class Checkpointer(Protocol):
     async def after_step(self, step: int) -> None:
         """Save the state if it is due.
 
-        ``step`` is trained, published and reported to the manager.
+        ``step`` is trained and reported to the manager, and its publication has begun.
         """
         ...
 
@@ -143,7 +148,8 @@ class TrainLoop:
         if recorder := self._parts.runner.recorder:
             await recorder.rewind(done)
         self._first_step = done + 1
-        return await run_beside(self._steps(done), self._parts.intake.report_drops())
+        work = run_beside(self._steps(done), self._parts.intake.report_drops())
+        return await run_beside(work, self._parts.publisher.watch())
 
     async def _steps(self, step: int) -> int:
         while step < self._total_steps and not self._out_of_time():
@@ -151,9 +157,11 @@ class TrainLoop:
                 break
             step += 1
             if self.evaluation_is_due(step):
+                await self._parts.publisher.finish()  # the manager evaluates the newest published version
                 await self.start_evaluation(step)
             for record in await self._parts.evaluations.finished():
                 self._parts.step_log.append(record)
+        await self._parts.publisher.finish()
         await self._parts.checkpoints.finish(stopped=self._stop.is_set())
         if recorder := self._parts.runner.recorder:
             await recorder.finish()
@@ -187,10 +195,11 @@ class TrainLoop:
         results = await parts.stopping.run(step, parts.runner.run(step, batch.groups, args))
         if results is None:
             return False
-        await check_finite(results, parts.runner.recorder)
+        recorder = parts.runner.recorder
+        await check_finite(results, recorder, step)
         parts.arguments.observe(results, len(episodes_of(batch.samples)))
         seconds |= call_seconds(results, [call.name for call in parts.runner.flow.calls if call.trains])
-        times = await parts.publisher.publish(step, step)
+        times = await parts.publisher.begin(step, step, recorder.saved if recorder else None)
         watch.lap()
         failpoint("master.trained", at=step)
         statistics = await self._report_trained(step, batch)

@@ -1,5 +1,13 @@
 """Publication of a weight version: every rank writes, the master commits and sets the name-store key.
 
+    begin ──> every rank copies its share to host memory            training waits
+       └────> prepare ──> every rank writes its copy ──> commit ──> name-store key ──> prune
+                                                                    while the next step trains
+
+One publication runs at a time: ``begin`` waits for the one before. So versions are published in order,
+and each one is published before the next is written. A version may be published later than its step is
+reported as trained; the manager then grants fewer tickets (``admission``), never more.
+
 The weight transport (``realsys.weights.base``) does the writing. This module keeps the order of a
 publication, the version counter, and the repair of damaged versions; it never reads a locator.
 """
@@ -12,7 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -22,17 +30,25 @@ from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.store.base import NameStore
 from realsys.config.allocation import ACTOR
 from realsys.errors import NameStoreError, WeightsError
-from realsys.model_calls import SaveWeightsReply, SaveWeightsRequest
+from realsys.model_calls import Empty
 from realsys.types import PublishedVersion
 from realsys.weights.base import Committed, WeightPublisher
+from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+#: takes version, and the replies of all ranks that have written it
+Saved = Callable[[int, list[SaveWeightsReply]], None]
 MAX_REPAIRS = 3  # times that a version is written again before the run ends
 RETRY_S = 0.5  # seconds between two tries to reach the name store
 
-SaveEverywhere = Callable[[SaveWeightsRequest], Awaitable[list[SaveWeightsReply]]]
+
+class WeightCalls(Protocol):
+    """Calls of ``ModelWorkers`` that are used here: each goes to every rank of the actor."""
+
+    def copy_weights(self, payload: CopyWeightsRequest) -> Awaitable[list[Empty]]: ...
+    def save_weights(self, payload: SaveWeightsRequest) -> Awaitable[list[SaveWeightsReply]]: ...
 
 
 async def set_key(
@@ -106,7 +122,7 @@ class Publisher:
     def __init__(
         self,
         weights: WeightPublisher,
-        save: SaveEverywhere,
+        workers: WeightCalls,
         key: VersionKey,
         *,
         incarnation: str,
@@ -115,7 +131,7 @@ class Publisher:
     ) -> None:
         """``weights``: the transport's publisher; ``timeout_s``: bound on each of its calls."""
         self._weights = weights
-        self._save = save
+        self._workers = workers
         self._version_key = key
         self._incarnation = incarnation
         self._transport = transport
@@ -125,22 +141,58 @@ class Publisher:
         self._in_use = VersionsInUse()
         self._repairs = 0  # times that the newest version was written again
         self._verified = False  # the newest version has been read, and is good
+        self._running: asyncio.Task[None] | None = None  # the last publication, until its end was seen
+        self._begun = asyncio.Event()  # wakes ``watch``
 
-    async def publish(self, version: int, step: int) -> dict[str, float]:
-        """Write and publish ``version``; returns seconds spent in ``save`` and ``publish``.
+    async def begin(self, version: int, step: int, saved: Saved | None = None) -> dict[str, float]:
+        """Copy the weights on every rank, and publish them as ``version`` while training continues.
 
-        On any error nothing is published, and the last version stays the newest.
+        ``saved`` gets the replies of the ranks when they have written. Returns the seconds in which the
+        caller waited: in ``publish`` for the publication before, in ``save`` for the copies. Raises the
+        error of the publication before. On any error nothing is published, and the last version stays
+        the newest.
         """
+        start = time.perf_counter()
+        await self.finish()
         if self.newest is not None and version <= self.newest.version:
             raise ValueError(f"version {version} does not follow {self.newest.version}")
+        waited = time.perf_counter()
+        await self._workers.copy_weights(CopyWeightsRequest(ACTOR, version))
+        work = self._publish(version, step, saved)
+        self._running = asyncio.create_task(work, name=f"publication of version {version}")
+        self._begun.set()
+        return {"save": time.perf_counter() - waited, "publish": waited - start}
+
+    async def finish(self) -> None:
+        """Return when no publication runs: then the newest version is that of the last ``begin``. Raises its error."""
+        if self._running is not None:
+            await asyncio.shield(self._running)  # a caller that is cancelled gives up its wait only
+            self._running = None
+
+    async def publish(self, version: int, step: int) -> None:
+        """Publish the current weights as ``version``, and wait for the end."""
+        await self.begin(version, step)
+        await self.finish()
+
+    async def watch(self) -> None:
+        """Raise the error of a publication when it fails, until cancelled. Run it while the steps run."""
+        while True:
+            await self._begun.wait()
+            self._begun.clear()
+            if self._running is not None:
+                await asyncio.shield(self._running)
+
+    async def _publish(self, version: int, step: int, saved: Saved | None) -> None:
         start = time.perf_counter()
         base = await self._on_disk(version, self._base)
-        committed, saved = await self._write(version, step, base)
+        committed, replies = await self._write(version, step, base)
+        if saved is not None:
+            saved(version, replies)
         locator = committed.locator
         failpoint("weights.publish", Path(locator))
         if problem := await self._on_disk(version, lambda: _problem(lambda: self._weights.check(locator))):
             log.error("%s was damaged as it was written: %s; it is written again", locator, problem)
-            committed, saved = await self._write(version, step, "", replace=locator)
+            committed, _ = await self._write(version, step, "", replace=locator)
         published = PublishedVersion(version, self._incarnation, locator, step, self._transport)
         await self._version_key.set(published)
         self.newest = published
@@ -151,27 +203,28 @@ class Publisher:
         removed = await self._on_disk(version, lambda: self._weights.prune(in_use))
         self._log_once(removed.problems)
         log.info(
-            "published version %d (%s), %.1f of %.1f MB written, pruned %d",
+            "published version %d (%s) in %.3f s, %.1f of %.1f MB written, pruned %d",
             version,
             locator.rpartition("/")[2],
+            time.perf_counter() - start,
             committed.written / 1e6,
             committed.size / 1e6,
             len(removed.gone),
         )
-        return {"save": saved - start, "publish": time.perf_counter() - saved}
 
     def keep(self, versions: Sequence[int]) -> None:
         """Keep from now on the versions in use, as the manager names them, and all newer ones."""
         self._in_use.keep(versions)
 
-    async def _write(self, version: int, step: int, base: str, *, replace: str = "") -> tuple[Committed, float]:
-        """Have every rank write, and commit. Returns the version, and when the ranks were done.
+    async def _write(
+        self, version: int, step: int, base: str, *, replace: str = ""
+    ) -> tuple[Committed, list[SaveWeightsReply]]:
+        """Have every rank write its copy, and commit. Returns the version, and the ranks' replies.
 
         ``replace``: locator of the same version, which is damaged.
         """
         plan = await self._on_disk(version, lambda: self._weights.prepare(version, base))
-        replies = await self._save(SaveWeightsRequest(ACTOR, version, plan))
-        saved = time.perf_counter()
+        replies = await self._workers.save_weights(SaveWeightsRequest(ACTOR, version, plan))
         reports = [reply.report for reply in replies]
         failpoint("weights.manifest")
         self._version_key.check_alive()
@@ -181,17 +234,19 @@ class Publisher:
         if replace and committed.locator != replace:
             problem = f"it was committed again as {committed.locator}: a transport must keep the locator of a version"
             raise WeightsError(f"version {version} was published as {replace}, and {problem}")
-        return committed, saved
+        return committed, list(replies)
 
     async def repair(self, status: Mapping[str, Any]) -> None:
         """Verify the newest version if no server serves it, and write it again if it is damaged.
 
-        ``status``: the manager's. Servers then try again. Call it while the trainer has these
-        weights: between two steps.
+        ``status``: the manager's. Servers then try again. While a publication runs nothing is done: the
+        ranks have no copy of the newest version any more, and the next one replaces it soon.
 
         Raises WeightsError when that does not help.
         """
         newest = self.newest
+        if self._running is not None and not self._running.done():
+            return
         if newest is None or self._verified or not unserved(status, newest.version):
             return
         problem = await self._problem_of_newest(newest)
@@ -247,8 +302,10 @@ class Publisher:
     async def export(self, target: Path) -> None:
         """Write the newest version to ``target`` as a plain HF directory, whole or not at all.
 
-        Call it between two steps: a damaged version is written again first, from the trainer's memory.
+        Waits for the publication that runs. A damaged version is written again first, from the ranks'
+        copies. Do not call it during ``begin``.
         """
+        await self.finish()
         assert self.newest is not None, "nothing was published yet"
         self._version_key.check_alive()
         target.parent.mkdir(parents=True, exist_ok=True)

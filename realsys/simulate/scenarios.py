@@ -55,7 +55,7 @@ class TrainerSettings(Section):
 
     step_s: NonNegativeFloat = Field(60.0, description="seconds of a step, without the part per token")
     step_s_per_token: NonNegativeFloat = Field(0.0, description="seconds of a step per trained token")
-    publish_s: NonNegativeFloat = Field(1.0, description="seconds to write and publish a version, after the step")
+    publish_s: NonNegativeFloat = Field(1.0, description="seconds to write and publish a version, during the next step")
     start_s: PositiveFloat = Field(120.0, description="seconds from a death to the roll-back of the next start")
 
 

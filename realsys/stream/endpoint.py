@@ -1,6 +1,7 @@
 """The worker's end of the request-reply stream. It also serves the puller of a DP head.
 
     master ──Request──>  I/O thread  ──> next_request()  ──> a handler, in the worker's main thread
+                             │       ──> next_background() ──> a handler, in a thread of the worker
            <──Reply────      ^       <── reply(), reply_error(), notify() from any thread
     pushers ──groups──>      │
                           GroupIntake.store() stores them; the Struct it returns becomes a notice
@@ -61,7 +62,8 @@ class WorkerEndpoint:
         self.name = self._me.name
         self._puller = groups.puller if groups is not None else None
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._io = WorkerIO(self._me, keys, groups, self._requests)
+        self._background: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._io = WorkerIO(self._me, keys, groups, self._requests, self._background)
         # A daemon, so that a thread that blocks in ``store`` cannot keep the process alive.
         self._thread = threading.Thread(target=self._io.run, name=f"{self.name}-io", daemon=True)
         self._thread.start()
@@ -94,12 +96,26 @@ class WorkerEndpoint:
 
         Raises StreamError if the endpoint has ended.
         """
+        return self._next(self._requests, timeout_s)
+
+    def serve_in_background(self, *handlers: str) -> None:
+        """From now on hand out the requests of ``handlers`` through ``next_background`` only.
+
+        They do not wait for the main thread, and keep their order among themselves.
+        """
+        self._io.in_background |= set(handlers)
+
+    def next_background(self, timeout_s: float) -> Request | None:
+        """Return the next call that ``serve_in_background`` names; otherwise as ``next_request``."""
+        return self._next(self._background, timeout_s)
+
+    def _next(self, requests: queue.SimpleQueue[Request | None], timeout_s: float) -> Request | None:
         try:
-            request = self._requests.get(timeout=timeout_s)
+            request = requests.get(timeout=timeout_s)
         except queue.Empty:
             return None
         if request is None:
-            self._requests.put(None)  # the mark of the end stays, for the next caller
+            requests.put(None)  # the mark of the end stays, for the next caller
             raise self._ended_error("no more requests")
         return request
 

@@ -2,7 +2,7 @@
 
     any thread ──Outgoing──> Outbox ──> [I/O thread] numbers it, keeps it, sends it ──> master
                                           ^      │
-    master ──Request, Ack, Welcome────────┘      └──Request──> requests (a queue)
+    master ──Request, Ack, Welcome────────┘      └──Request──> one of two queues
     pushers ──groups──> puller ──> store() ──its notice──> Outbox
 
 Invariants
@@ -182,7 +182,8 @@ class WorkerIO:
     """The work of the I/O thread: ``run`` is its body. Creates the sockets and closes them.
 
     ``requests`` receives each Request of the master once and in order, then None when the thread
-    ends. ``failure`` is the exception that ended it, ``problem`` the state of the connection.
+    ends; those in ``in_background`` go to ``background`` instead. ``failure`` is the exception that
+    ended it, ``problem`` the state of the connection.
     """
 
     def __init__(
@@ -191,6 +192,7 @@ class WorkerIO:
         keys: CurveKeys | None,
         groups: GroupIntake | None,
         requests: queue.SimpleQueue[Request | None],
+        background: queue.SimpleQueue[Request | None],
     ) -> None:
         self.connected = threading.Event()
         self.problem = "no connection yet"
@@ -198,9 +200,12 @@ class WorkerIO:
         self.bad_messages = 0
         #: handler -> payload type and function; the I/O thread answers these requests itself
         self.urgent: dict[str, tuple[type[msgspec.Struct], Callable[[Any], msgspec.Struct]]] = {}
+        #: handlers whose requests go to the queue ``background``
+        self.in_background: frozenset[str] = frozenset()
         self._me = me
         self._groups = groups
         self._requests = requests
+        self._background = background
         self._last_request = 0  # high-water mark of rising-requests; survives a reconnection
         self._welcomed = False
         self._unacked: dict[int, list[bytes]] = {}  # message number -> frames, ascending
@@ -221,10 +226,11 @@ class WorkerIO:
             self.failure = exc
             raise
         finally:
-            # First refuse new messages, then wake the reader of ``requests``: a caller that is woken
+            # First refuse new messages, then wake the readers of the queues: a caller that is woken
             # and tries to send gets the error of this thread, not silence.
             self.outbox.end()
-            self._requests.put(None)
+            for queued in (self._requests, self._background):
+                queued.put(None)
             sockets.close_client(self._dealer, self._monitor)
             if self._groups is not None:
                 self._groups.puller.close()
@@ -326,7 +332,7 @@ class WorkerIO:
                     kind, answer = self.urgent[handler]
                     self.outbox.post(Outgoing(encode_message(answer(request.decode(kind))), request=number))
                 else:
-                    self._requests.put(request)
+                    (self._background if handler in self.in_background else self._requests).put(request)
 
     def _on_welcome(self, last_message: int) -> None:
         self._welcomed = True

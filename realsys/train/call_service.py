@@ -1,6 +1,7 @@
 """The ModelWorker's request loop.
 
-Consumes requests of the MasterWorker on the main thread, one at a time and in order. Groups from
+Consumes requests of the MasterWorker on the main thread, one at a time and in order; those that only
+read a copy of the weights on a background thread, so they do not wait for the step. Groups from
 rollout arrive on the endpoint's I/O thread and go into the DataManager without passing the loop.
 Waits for the next request only. Produces replies, and the notice ``samples_arrived``.
 
@@ -9,7 +10,9 @@ Waits for the next request only. Produces replies, and the notice ``samples_arri
     load_demos          an actor's DP head              tokenises demonstrations
     transfer            sources and destinations        moves arrays between workers
     mfc                 ranks of the role's mesh        pre_hooks, handler, post_hooks
-    save_weights        ranks of the role's mesh        writes its share in HF names
+    copy_weights        ranks of the role's mesh        copies its share in HF names to host memory
+    save_weights        ranks of the role's mesh        writes that copy (in the background)
+    digest_weights      ranks of the role's mesh        computes checksums of that copy (in the background)
     save_checkpoint     ranks of the role's mesh        takes a snapshot, which a thread writes
     finish_checkpoint   ranks of the role's mesh        waits until the snapshot is on disk
     load_checkpoint     ranks of the role's mesh        replaces the training state
@@ -49,8 +52,6 @@ from realsys.model_calls import (
     MfcReply,
     MfcRequest,
     SamplesArrived,
-    SaveWeightsReply,
-    SaveWeightsRequest,
     TransferReply,
     TransferRequest,
 )
@@ -63,7 +64,7 @@ from realsys.train.checkpoint.checkpoint_messages import (
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
 from realsys.train.data_manager import DataManager
 from realsys.train.demonstrations import DemoSource
-from realsys.train.hooks import find_hook, onloaded
+from realsys.train.hooks import find_hook
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import MeshGroups
 from realsys.train.records.record_messages import HoldRequest, LoadRecordRequest, RecordRequest
@@ -71,12 +72,18 @@ from realsys.train.records.recording import SampleRecorder
 from realsys.train.role_parts import make_role
 from realsys.train.step_gate import StepAbandoned, StepGate
 from realsys.train.transfer import execute
-from realsys.weights.base import Share, WeightWriter
+from realsys.train.weight_saver import WeightSaver
+from realsys.weights.base import WeightWriter
+from realsys.weights.weight_messages import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsRequest
 
 log = logging.getLogger(__name__)
 
 #: Wait for a request between two checks of ``stop``.
 _POLL_S = 0.5
+#: requests that read a copy of the weights, and no state of the training
+_IN_BACKGROUND = ("save_weights", "digest_weights")
+#: share of the master's time limit on a call: the rank gives up first and names the cause
+_SHARE = 0.8
 
 
 class Request(Protocol):
@@ -91,6 +98,8 @@ class Endpoint(Protocol):
     """The part of ``realsys.stream.request_reply.WorkerEndpoint`` that the service uses."""
 
     def next_request(self, timeout_s: float) -> Any: ...
+    def serve_in_background(self, *handlers: str) -> None: ...
+    def next_background(self, timeout_s: float) -> Any: ...
     def reply(self, request: Any, payload: msgspec.Struct) -> None: ...
     def reply_error(self, request: Any, exc: BaseException) -> None: ...
     def notify(self, handler: str, payload: msgspec.Struct) -> None: ...
@@ -143,7 +152,8 @@ class ModelWorkerService:
         self._endpoint = parts.endpoint
         self._data = parts.data
         self._device = parts.device
-        self._writer = parts.writer
+        self._saver = WeightSaver(parts.worker, parts.writer, _SHARE * config.cluster.request_timeout_s)
+        self._failure: BaseException | None = None  # error of the background thread
         self._gate = parts.gate
         self._demos = DemoSource(config, paths, parts.data, parts.worker)
         self._roles: dict[str, Role] = {}
@@ -156,7 +166,9 @@ class ModelWorkerService:
             "load_demos": (LoadDemosRequest, self._load_demos),
             "transfer": (TransferRequest, self._transfer),
             "mfc": (MfcRequest, self._mfc),
-            "save_weights": (SaveWeightsRequest, self._save_weights),
+            "copy_weights": (CopyWeightsRequest, self._copy_weights),
+            "save_weights": (SaveWeightsRequest, self._saver.save),
+            "digest_weights": (DigestWeightsRequest, self._saver.digest),
             "save_checkpoint": (SaveCheckpointRequest, self._save_checkpoint),
             "finish_checkpoint": (FinishCheckpointRequest, self._finish_checkpoint),
             "load_checkpoint": (LoadCheckpointRequest, self._load_checkpoint),
@@ -172,10 +184,24 @@ class ModelWorkerService:
 
         Raises the error of a handler, after replying with it.
         """
+        self._endpoint.serve_in_background(*_IN_BACKGROUND)
+        # A daemon: a worker that must stop does not wait for a version that no master will publish.
+        threading.Thread(target=self._run_background, args=(stop,), name="weights", daemon=True).start()
         while not stop.is_set():
             request = self._endpoint.next_request(_POLL_S)
+            if self._failure is not None:
+                raise self._failure
             if request is not None:
                 self.handle(request)
+
+    def _run_background(self, stop: threading.Event) -> None:
+        try:
+            while not stop.is_set():
+                request = self._endpoint.next_background(_POLL_S)
+                if request is not None:
+                    self.handle(request)
+        except BaseException as error:  # the main thread raises it and ends the process
+            self._failure = error
 
     def handle(self, request: Request) -> None:
         """Serve one request and reply to it."""
@@ -247,13 +273,8 @@ class ModelWorkerService:
         reply.seconds = time.perf_counter() - start
         return reply
 
-    def _save_weights(self, request: SaveWeightsRequest) -> SaveWeightsReply:
-        start = time.perf_counter()
-        role = self._role(request.role)
-        share = Share(request.role, request.version, role.groups.rank, role.groups.mesh.layout.world_size, request.plan)
-        with onloaded(role):
-            report = self._writer.write(share, dict(role.engine.export()))
-        return SaveWeightsReply(report, time.perf_counter() - start)
+    def _copy_weights(self, request: CopyWeightsRequest) -> Empty:
+        return self._saver.copy(self._role(request.role), request)
 
     def _save_checkpoint(self, request: SaveCheckpointRequest) -> Empty:
         role = self._role(request.role)

@@ -2,7 +2,7 @@
 torch.
 
     MasterWorker       WeightPublisher.prepare ──plan──┐
-    ModelWorkers       WeightWriter.write  <───────────┘ ──reports──┐
+    ModelWorkers       WeightWriter.write  <───────────┘ ──reports──┐      while the next step trains
     MasterWorker       WeightPublisher.commit  <────────────────────┘ ──locator──┐
     MasterWorker       WeightPublisher.check ──> name store ──> prune  <─────────┘
     GenerationServer   WeightReader.stage(locator, version) ──verified tensors──> swap
@@ -88,6 +88,7 @@ class Share:
     role, version  name of the model role, and the version to write
     rank, ranks    this rank's number in the role's mesh, and how many ranks write
     plan           from ``WeightPublisher.prepare``, after msgpack: a record arrives as a dict
+    checksums      HF name -> xxh3-64 of the tensor's bytes, hex; the record of the step has the same
     """
 
     role: str
@@ -95,6 +96,7 @@ class Share:
     rank: int
     ranks: int
     plan: Any
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +128,15 @@ class StagedWeights:
 
 
 class WeightWriter(Protocol):
-    """Writer of one rank. It runs on the main thread of every rank of the role's mesh."""
+    """Writer of one rank of the role's mesh. It runs on a background thread while the next step trains, so it must
+    not use the process groups of the training."""
 
     def write(self, share: Share, tensors: Mapping[str, Tensor]) -> Any:
-        """Store ``tensors`` (HF names; any dtype, any device) and return the report for ``commit``.
+        """Store ``tensors`` (HF names; any dtype, contiguous in host memory) and return the report for ``commit``.
 
-        ``tensors`` may be empty. They are the parameters themselves and change after the call: keep
-        copies only. The report is anything that msgspec can encode. Raises WeightsError, which ends
-        the trainer.
+        ``tensors`` may be empty. Their memory holds the next version after the call: keep copies only. The
+        report is anything that msgspec can encode. Raises WeightsError, which ends the trainer. A damaged
+        version is written again by a second call with the same tensors.
         """
 
 

@@ -1,7 +1,7 @@
 """Estimates of the memory and the disk that a trial needs, from the sizes of its models. Lower bounds, not forecasts.
 
 rank     weights + gradients + fp32 master + two moments of Adam, for each trained role; weights alone for the others
-         + the logits of one micro-batch
+         + the logits of one micro-batch + a copy of its share of the actor's weights, which is written while it trains
 server   the served weights, and the next version while it is loaded
 disk     kept weight versions, kept checkpoints and one being written, the trained model
 """
@@ -75,6 +75,7 @@ def memory_of_models(config: Config, allocation: Allocation, flow: Dataflow) -> 
         ranks += layout.data * count * (weight + _FP32) + copies * count * (master + _MOMENTS)
     actor = model_of(config)
     logits = allocation.actor.data * _logit_tokens(config, allocation) * actor.vocabulary * _FP32
+    ranks += actor.parameters * weight  # each tensor is copied by one rank
     return Memory(ranks + logits, allocation.inference.data * 2 * actor.parameters * weight, logits)
 
 

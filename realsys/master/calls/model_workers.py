@@ -18,8 +18,6 @@ from realsys.model_calls import (
     MfcReply,
     MfcRequest,
     SamplesArrived,
-    SaveWeightsReply,
-    SaveWeightsRequest,
     TransferReply,
     TransferRequest,
 )
@@ -31,6 +29,12 @@ from realsys.train.checkpoint.checkpoint_messages import (
 )
 from realsys.train.records.record_messages import HoldRequest, LoadRecordRequest, RecordReply, RecordRequest
 from realsys.train.step_gate import GateState, PauseRequest, SettleRequest
+from realsys.weights.weight_messages import (
+    CopyWeightsRequest,
+    DigestWeightsRequest,
+    SaveWeightsReply,
+    SaveWeightsRequest,
+)
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
@@ -55,6 +59,12 @@ class ModelWorkers:
 
     def run_mfc(self, workers: Sequence[int], payload: MfcRequest) -> asyncio.Future[list[MfcReply]]:
         return self._stream.broadcast(workers, "mfc", payload, MfcReply, timeout_s=self._timeout_s)
+
+    def copy_weights(self, payload: CopyWeightsRequest) -> asyncio.Future[list[Empty]]:
+        return self._to_role(payload.role, "copy_weights", payload, Empty)
+
+    def digest_weights(self, payload: DigestWeightsRequest) -> asyncio.Future[list[SaveWeightsReply]]:
+        return self._to_role(payload.role, "digest_weights", payload, SaveWeightsReply)
 
     def save_weights(self, payload: SaveWeightsRequest) -> asyncio.Future[list[SaveWeightsReply]]:
         return self._to_role(payload.role, "save_weights", payload, SaveWeightsReply)

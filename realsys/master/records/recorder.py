@@ -2,10 +2,11 @@
 
     begin ──hold──> every worker keeps the arrays of the step that it is the first to hold
     (the calls run, arrays are cleared)
-    end ──record──> every worker: checksums of its parameters, then its thread writes its arrays
-    notice ``recorded`` of every worker with arrays ──> a thread commits batch.json and prunes
+    end ──record──> every worker: its thread writes its arrays, and computes checksums of trained parameters
+    saved           checksums of the weights that the step publishes; without a publication: ``digest``
+    notice ``recorded`` of every worker with arrays or checksums ──> a thread commits batch.json and prunes
 
-Consumes: the end of a train step. Waits for: the two requests only; the files are written while the
+Consumes: the end of a train step. Waits for: the two requests only; the rest happens while the
 next step trains. Produces: a folder as in ``realsys.train.records.record_files``. A record that cannot
 be written is an error in the log, and that step cannot be replayed; the run continues without it.
 """
@@ -26,8 +27,10 @@ import xxhash
 from realsys.buffer.redistribute import last_stage
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.topology import Mesh
+from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import Dataflow
 from realsys.config.paths import TrialPaths
+from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.errors import NotFiniteError, RecordError
 from realsys.master.calls.executor import CallResult, Minibatches
@@ -39,6 +42,7 @@ from realsys.train.records import record_files as files
 from realsys.train.records.record_files import RECORD, StepRecord, number
 from realsys.train.records.record_messages import HoldRequest, Recorded, RecordReply, RecordRequest
 from realsys.types import METADATA_KEYS, SampleMeta
+from realsys.weights.weight_messages import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsReply
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +52,8 @@ class RecordCalls(Protocol):
 
     def hold(self, payload: HoldRequest) -> asyncio.Future[list[Empty]]: ...
     def record(self, payload: RecordRequest) -> asyncio.Future[list[RecordReply]]: ...
+    def copy_weights(self, payload: CopyWeightsRequest) -> asyncio.Future[list[Empty]]: ...
+    def digest_weights(self, payload: DigestWeightsRequest) -> asyncio.Future[list[SaveWeightsReply]]: ...
 
 
 class Recorder:
@@ -72,6 +78,7 @@ class Recorder:
         self._seed = config.seed
         self._keep = config.record.keep_steps
         self._config = config.model_dump(mode="json")
+        self._has_adapters = role_settings(config, ACTOR).lora.rank > 0
         self._timeout_s = config.cluster.request_timeout_s
         self._writing: dict[int, _Writing] = {}
         self._completing: set[asyncio.Task[None]] = set()
@@ -113,7 +120,21 @@ class Recorder:
         held = self._workers.hold(HoldRequest(step, arrays))
         # If this request fails the calls of the step fail as well, and report it: no second report here.
         held.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return Recording(self, self._workers, record, set(arrays), held, time.perf_counter() - start)
+        digests = self._digests(flow)
+        writers = set(arrays) | digests.keys()
+        return Recording(self, self._workers, record, writers, digests, held, time.perf_counter() - start)
+
+    def _digests(self, flow: Dataflow) -> dict[int, list[str]]:
+        """Return worker -> trained roles of whose parameters it computes checksums: on data rank 0 only.
+
+        The actor is published, and its adapters are not.
+        """
+        digests: dict[int, list[str]] = {}
+        for role in flow.trained_roles:
+            if role != ACTOR or self._has_adapters:
+                for worker in self._meshes[role].dp_members(0):
+                    digests.setdefault(worker, []).append(role)
+        return digests
 
     def tmp(self, step: int) -> Path:
         """Return the folder to write to: one per incarnation, because a suspended worker of an earlier
@@ -128,9 +149,26 @@ class Recorder:
         writing.missing.discard(notice.worker)
         if notice.failure:
             writing.failures.append(notice.failure)
-        else:
+        elif notice.checksum:
             writing.files[files.worker_file(notice.worker)] = FileInfo(notice.size, notice.checksum)
+        for role, checksums in notice.weights.items():
+            writing.add_weights(role, notice.worker, checksums)
         self._complete_if_ready(writing)
+
+    def saved(self, step: int, replies: Sequence[SaveWeightsReply]) -> None:
+        """Take the checksums of the actor's weights after ``step``, which its publication has computed."""
+        writing = self._writing.get(step)
+        if writing is None:  # it could not be recorded
+            return
+        for reply in replies:
+            writing.add_weights(ACTOR, reply.worker, reply.checksums)
+        writing.has_actor = True
+        self._complete_if_ready(writing)
+
+    async def digest(self, step: int) -> None:
+        """Have the checksums of the actor's weights computed after a ``step`` that publishes nothing."""
+        await self._workers.copy_weights(CopyWeightsRequest(ACTOR, step))
+        self.saved(step, await self._workers.digest_weights(DigestWeightsRequest(ACTOR, step)))
 
     def expect(self, record: StepRecord, workers: set[int], seconds: float) -> _Writing:
         """Register a step whose files ``workers`` are writing."""
@@ -138,7 +176,7 @@ class Recorder:
         return writing
 
     def done(self, writing: _Writing, record: StepRecord, seconds: float) -> None:
-        """Complete ``writing`` with everything of the step except its files."""
+        """Complete ``writing`` with everything of the step except its files and checksums."""
         writing.record = record
         writing.whole = True
         writing.seconds += seconds
@@ -156,13 +194,14 @@ class Recorder:
             log.error("records not written within %g s; step -> late workers: %s", self._timeout_s, late)
 
     def _complete_if_ready(self, writing: _Writing) -> None:
-        if writing.whole and not writing.missing:
+        if writing.whole and writing.has_actor and not writing.missing:
             task = asyncio.create_task(self._complete(writing), name=f"record {writing.record.step}")
             self._completing.add(task)
             task.add_done_callback(self._completing.discard)
 
     async def _complete(self, writing: _Writing) -> None:
-        record = msgspec.structs.replace(writing.record, files=dict(sorted(writing.files.items())))
+        infos = dict(sorted(writing.files.items()))
+        record = msgspec.structs.replace(writing.record, files=infos, weights=writing.weights)
         problem = "; ".join(writing.failures)
         if not problem:
             try:
@@ -193,11 +232,12 @@ class Recorder:
         return files.prune(self._root, self._keep, min(checkpoints, default=None))
 
 
-async def check_finite(results: Mapping[str, CallResult], recorder: Recorder | None = None) -> None:
-    """Raise NotFiniteError if a call ended because of NaN or inf. The record of its step is on disk then."""
+async def check_finite(results: Mapping[str, CallResult], recorder: Recorder | None = None, step: int = 0) -> None:
+    """Raise NotFiniteError if a call ended because of NaN or inf. The record of its ``step`` is on disk then."""
     for result in results.values():
         if problem := result.not_finite:
             if recorder is not None:
+                await recorder.digest(step)
                 await recorder.finish()
             raise NotFiniteError(*problem)
 
@@ -211,16 +251,22 @@ def _log_problems(removed: Removed) -> None:
 class _Writing:
     """A step whose files are being written.
 
-    missing  workers that have not written their file
-    whole    True once the record lacks only the files
+    missing    workers that have not written their file, or not computed their checksums
+    whole      True once the record lacks only the files and checksums
+    has_actor  True once the checksums of the actor's weights are in ``weights``
     """
 
     record: StepRecord
     missing: set[int]
     seconds: float
     whole: bool = False
+    has_actor: bool = False
     files: dict[str, FileInfo] = field(default_factory=dict)
+    weights: dict[str, dict[int, dict[str, str]]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+
+    def add_weights(self, role: str, worker: int, checksums: Mapping[str, str]) -> None:
+        self.weights.setdefault(role, {}).setdefault(worker, {}).update(checksums)
 
 
 @dataclass(slots=True)
@@ -231,6 +277,7 @@ class Recording:
     workers: RecordCalls
     record: StepRecord
     writers: set[int]
+    digests: dict[int, list[str]]
     held: asyncio.Future[list[Empty]]
     seconds: float
 
@@ -242,7 +289,7 @@ class Recording:
         start = time.perf_counter()
         step = self.record.step
         writing = self.recorder.expect(self.record, self.writers, self.seconds)
-        replies = self.workers.record(RecordRequest(step, str(self.recorder.tmp(step))))
+        replies = self.workers.record(RecordRequest(step, str(self.recorder.tmp(step)), self.digests))
         return asyncio.ensure_future(self._end(results, replies, writing, time.perf_counter() - start))
 
     async def _end(
@@ -254,15 +301,10 @@ class Recording:
     ) -> None:
         _, received = await asyncio.gather(self.held, replies)
         start = time.perf_counter()
-        weights: dict[str, dict[int, dict[str, str]]] = {}
-        for reply in received:
-            for role, digests in reply.weights.items():
-                weights.setdefault(role, {})[reply.worker] = digests
         record = msgspec.structs.replace(
             self.record,
             stats={name: {key: number(x) for key, x in result.stats.items()} for name, result in results.items()},
             scores={key: number(x) for result in results.values() for key, x in result.scores.items()},
-            weights=weights,
         )
         slowest = max((reply.seconds for reply in received), default=0.0)
         self.recorder.done(writing, record, seconds + slowest + time.perf_counter() - start)

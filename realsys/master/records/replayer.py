@@ -136,6 +136,7 @@ class Replay:
         arrays, _ = await asyncio.to_thread(files.read_arrays, directory, recorded)
         await self._workers.load_record(LoadRecordRequest(str(directory)))
         await self._runner.run(step, recorded.groups, recorded.args)
+        await self.recorder.digest(step)  # a replay publishes nothing
         await self.recorder.finish()
         again = files.record_of_step(self._paths.records, step)
         replayed = await asyncio.to_thread(files.read_record, again)

@@ -149,7 +149,7 @@ def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:
     parts = PublisherParts(paths.weights(), model_dir(config, paths, ACTOR), ctx.incarnation, ctx.check_alive)
     return Publisher(
         build_transport(config).publisher(parts),
-        workers.save_weights,
+        workers,
         VersionKey(ctx.store, ctx.names.model_version(), config.cluster.lease_s, ctx.check_alive),
         incarnation=ctx.incarnation,
         transport=config.weights.transport,

@@ -1,8 +1,8 @@
 """Cost model of the trainer around the production intake: batches, steps, publications, reports, restarts.
 
-groups ──push──> Intake ──batch──> claim ──> step (cost) ──> publish ──> trained ──> checkpoint ─┐
-                    ^                                                                            │
-                    └────────────────────────────────────────────────────────────────────────────┘
+groups ──push──> Intake ──batch──> claim ──> step (cost) ──> trained ──> checkpoint ─┐
+                    ^                            └──> publish (cost), one at a time  │
+                    └────────────────────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ class Trainer:
         self._waits = 0  # number of calls of ``propose``
         self._intake: IntakeState
         self._batch: list[GroupRun] = []
+        self._publishing = False
+        self._blocked: Callable[[], None] | None = None  # act that waits for the end of the publication
 
     @property
     def settled(self) -> bool:
-        """True while the manager knows of every version that this trainer has published."""
+        """True while the manager knows of every step that this trainer has taken."""
         return self._phase in ("waiting", "claiming", "training")
 
     @property
@@ -88,6 +90,8 @@ class Trainer:
         self.life += 1
         self.up = True
         self._phase = "rolling back"
+        self._publishing = False
+        self._blocked = None
         self.in_use = VersionsInUse()
         config = self._world.config
         self._intake = IntakeState(IntakeSettings.of(config), self.incarnation, partial(keep_samples, config))
@@ -214,10 +218,17 @@ class Trainer:
         seconds = costs.step_s + costs.step_s_per_token * tokens
         account.busy_s += seconds
         record = {"time": now, "wait": now - self._waiting_since, "tokens": float(tokens)}
-        self._later(seconds + costs.publish_s, lambda: self._stepped(batch, record))
+        self._later(seconds, lambda: self._when_published(partial(self._stepped, batch, record)))
+
+    def _when_published(self, act: Callable[[], None]) -> None:
+        """Do ``act`` when no version is being written."""
+        if self._publishing:
+            self._blocked = act
+        else:
+            act()
 
     def _stepped(self, batch: TrainBatch, record: dict[str, float]) -> None:
-        """Publish the next version, then report its tickets."""
+        """Begin to publish the next version, and report its tickets."""
         statistics = batch_statistics(batch.samples, version=self.version)
         self.version += 1
         groups, self._batch = self._batch, []
@@ -227,7 +238,8 @@ class Trainer:
         account = self._world.account
         account.staleness.update({int(lag): rows for lag, rows in histogram.items()})
         account.steps.append(record | {"step": float(self.version), "staleness": statistics["staleness"]["mean"]})
-        self._publish()
+        self._publishing = True
+        self._later(self._world.sim.trainer.publish_s, self._written)
         request = TrainedRequest(
             step=self.version,
             version=self.version,
@@ -249,10 +261,23 @@ class Trainer:
             self.checkpoint = step
         every = config.evaluation.every_steps
         if every and step % every == 0:
-            problems = config.evaluation.every_problems
-            request = EvaluateRequest(eval_id_of(step), "eval", problems, config.seed, self.incarnation)
-            self._call(EVALUATE, request, lambda _: None)
+            self._when_published(self._evaluate)  # the manager evaluates the newest published version
+        else:
+            self._wait()
+
+    def _evaluate(self) -> None:
+        config = self._world.config
+        problems = config.evaluation.every_problems
+        request = EvaluateRequest(eval_id_of(self.version), "eval", problems, config.seed, self.incarnation)
+        self._call(EVALUATE, request, lambda _: None)
         self._wait()
+
+    def _written(self) -> None:
+        self._publishing = False
+        self._publish()
+        blocked, self._blocked = self._blocked, None
+        if blocked is not None:
+            blocked()
 
     def _publish(self) -> None:
         locator = f"v{self.version}-{self.incarnation}"

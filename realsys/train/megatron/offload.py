@@ -1,4 +1,4 @@
-"""Moves the memory of a role to the host between its calls, and back; keeps weights of an earlier version there.
+"""Moves the memory of a role to the host between its calls, and back; keeps copies of weights there.
 
 It moves storages, not tensors. Parameters and gradients are views into large buffers, and a view
 stays valid while the memory under it is released and allocated again.
@@ -111,3 +111,26 @@ class WeightSnapshot:
         with torch.no_grad():
             for parameter, value in zip(self._parameters, values, strict=True):
                 parameter.copy_(value)
+
+
+class HostCopies:
+    """Copies of named tensors in host memory. The memory is allocated once and used again."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._copies: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Return contiguous copies of ``tensors``, which are complete. They overwrite those of the call before."""
+        copies = {}
+        for name, tensor in tensors:
+            copy = self._copies.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                # pinned, so that the copy of one tensor runs while the next one is gathered
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._device.is_cuda)
+            copies[name] = copy.copy_(tensor, non_blocking=self._device.is_cuda)
+        if self._device.is_cuda:
+            torch.cuda.synchronize(self._device.device)
+        self._copies = copies
+        return copies

@@ -65,7 +65,7 @@ class StepRecord(Manifest, frozen=True):
     args    call -> its arguments
     stats   call -> its statistics
     scores  sample id -> score of a reward model, if there is one
-    weights trained role -> worker -> parameter -> checksum after the step
+    weights trained role -> worker -> parameter -> checksum after the step; those of the actor by HF name, as published
     time    unix seconds
     config  the whole configuration of that step; the trial's may have changed since
     """
@@ -89,7 +89,7 @@ RECORD = FolderFormat(
     kind="step record",
     manifest=BATCH,
     contents=StepRecord,
-    number=4,
+    number=5,
     pattern=re.compile(r"step-(\d{8})"),
     error=RecordError,
     advice="choose another step",

@@ -23,33 +23,37 @@ class RecordRequest(msgspec.Struct):
     run.
 
     The reply does not wait for the file: it is written while later requests run. Notice
-    ``recorded`` follows.
+    ``recorded`` follows from each worker that has arrays or is in ``digests``.
+
+    ``digests``: worker -> roles of whose trained parameters it computes checksums. The weights that are
+    published are not among them: the publication computes their checksums.
     """
 
     step: int
     directory: str
+    digests: dict[int, list[str]] = {}
 
 
 class RecordReply(msgspec.Struct):
-    """``weights``: trained role -> parameter on this rank -> xxh3-64 of its bytes after the step,
-    hex.
-    """
+    """``seconds``: time in which the training waited."""
 
     worker: int
-    weights: dict[str, dict[str, str]]
     seconds: float = 0.0
 
 
 class Recorded(msgspec.Struct):
     """Notice ``recorded``: this worker's file of a record is written, or ``failure`` says why it is
     not.
+
+    ``weights``: role -> parameter on this rank -> xxh3-64 of its bytes after the step, hex.
     """
 
     worker: int
     step: int
     size: int = 0  # bytes
-    checksum: str = ""  # xxh3-64 of the file, hex
+    checksum: str = ""  # xxh3-64 of the file, hex; empty: the worker had no arrays, and no file
     failure: str = ""
+    weights: dict[str, dict[str, str]] = {}
 
 
 class LoadRecordRequest(msgspec.Struct):

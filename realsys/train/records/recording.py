@@ -1,9 +1,12 @@
 """A ModelWorker's share of the record of a step (format: ``record_files``), and of its replay.
 
     hold      keeps references to the step's arrays: those here, and those that its calls will make
-    record    computes checksums of the parameters                                training waits
-              a thread writes the arrays, then notifies the master (``recorded``)    training continues
+    record    copies the parameters whose checksums it must compute                   training waits
+              a thread computes them and writes the arrays, then notifies the master    training continues
     load      puts the arrays back as rollout delivered them, for a replay
+
+The weights that are published are not copied here: the publication has their checksums
+(``realsys.train.weight_saver``). A critic is copied, and the adapters under LoRA.
 
 Arrays are never changed in place, so a reference is as good as a copy. One record is written at a time:
 if the disk is slower than the training, the next record waits.
@@ -15,7 +18,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,13 +31,25 @@ from realsys.storage.commit_folder import checksum_of
 from realsys.train.calls import Role
 from realsys.train.data_manager import DataManager
 from realsys.train.hooks import onloaded
+from realsys.train.megatron.offload import HostCopies
 from realsys.train.records import record_files as files
 from realsys.train.records.record_messages import HoldRequest, LoadRecordRequest, Recorded, RecordReply, RecordRequest
+from realsys.train.weight_saver import checksums_of
 from realsys.types import GroupOrigin
 
 log = logging.getLogger(__name__)
 
 WRITE_S = 60.0  # bound on the wait for the record of the step before
+
+
+@dataclass(slots=True)
+class _Content:
+    """This worker's part of one record. ``weights``: role -> copies of its trained parameters."""
+
+    arrays: files.Arrays
+    origins: list[GroupOrigin]
+    has_file: bool
+    weights: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
 class SampleRecorder:
@@ -48,6 +64,7 @@ class SampleRecorder:
         self._notify = notify
         self._holds_any = False  # this worker holds arrays of the step
         self._origins: list[GroupOrigin] = []
+        self._copies: dict[str, HostCopies] = {}  # role -> memory of its copies
         self._thread: threading.Thread | None = None
 
     def hold(self, request: HoldRequest) -> Empty:
@@ -58,13 +75,18 @@ class SampleRecorder:
         return Empty()
 
     def record(self, request: RecordRequest) -> RecordReply:
-        """Return checksums of the parameters, and start to write the held arrays."""
+        """Copy the parameters, and start to write the held arrays."""
         start = time.perf_counter()
-        arrays = self._data.release()
-        weights = {name: digest(role) for name, role in self._roles.items() if role.engine.optimizer is not None}
-        if self._holds_any:
-            self._start_write(request, arrays, self._origins)
-        return RecordReply(self._worker, weights, time.perf_counter() - start)
+        content = _Content(self._data.release(), self._origins, self._holds_any)
+        roles = request.digests.get(self._worker, [])
+        if (roles or self._holds_any) and self._is_free(request.step):
+            content.weights = {name: self._copy(self._roles[name]) for name in roles}
+            # A daemon: a worker that must stop does not wait for a record that no master will complete.
+            self._thread = threading.Thread(
+                target=self._write, args=(request, content), name=f"record-{request.step}", daemon=True
+            )
+            self._thread.start()
+        return RecordReply(self._worker, time.perf_counter() - start)
 
     def load(self, request: LoadRecordRequest) -> Empty:
         """Load this worker's arrays. Raises RecordError if its file is damaged.
@@ -79,29 +101,39 @@ class SampleRecorder:
                     self._data.put(sample_id, {key: array})
         return Empty()
 
-    def _start_write(self, request: RecordRequest, arrays: files.Arrays, origins: Iterable[GroupOrigin]) -> None:
-        if self._thread is not None:
-            self._thread.join(WRITE_S)
-            if self._thread.is_alive():  # a second record in memory could end the run, so this one is skipped
-                failure = f"model_worker/{self._worker}: {self._thread.name} is not on disk after {WRITE_S:g} s"
-                log.error("%s; step %d is not recorded", failure, request.step)
-                self._notify(Recorded(self._worker, request.step, failure=failure))
-                return
-        # A daemon: a worker that must stop does not wait for a record that no master will complete.
-        self._thread = threading.Thread(
-            target=self._write, args=(request, arrays, origins), name=f"record-{request.step}", daemon=True
-        )
-        self._thread.start()
+    def _is_free(self, step: int) -> bool:
+        """Wait for the thread of the record before; return False, and notify the master, if it takes too long."""
+        if self._thread is None:
+            return True
+        self._thread.join(WRITE_S)
+        if self._thread.is_alive():  # a second record in memory could end the run, so this one is skipped
+            failure = f"model_worker/{self._worker}: {self._thread.name} is not on disk after {WRITE_S:g} s"
+            log.error("%s; step %d is not recorded", failure, step)
+            self._notify(Recorded(self._worker, step, failure=failure))
+            return False
+        return True
 
-    def _write(self, request: RecordRequest, arrays: files.Arrays, origins: Iterable[GroupOrigin]) -> None:
+    def _copy(self, role: Role) -> dict[str, torch.Tensor]:
+        """Return copies of the trained parameters, in the memory of those of the record before."""
+        assert role.engine.module is not None, "a role is loaded when it is made"
+        named = role.engine.module.named_parameters()
+        trained = ((name, parameter.detach()) for name, parameter in named if parameter.requires_grad)
+        memory = self._copies.setdefault(role.name, HostCopies(role.device))
+        # Only "all" moves parameters away; the other settings leave them on the device.
+        with onloaded(role) if role.settings.offload == "all" else contextlib.nullcontext():
+            return memory.take(trained)
+
+    def _write(self, request: RecordRequest, content: _Content) -> None:
         path = Path(request.directory) / files.worker_file(self._worker)
         written = Recorded(self._worker, request.step)
         try:
-            content = files.encode_worker_file(self._worker, request.step, arrays, origins)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-            written.size = len(content)
-            written.checksum = checksum_of(content)
+            if content.has_file:
+                data = files.encode_worker_file(self._worker, request.step, content.arrays, content.origins)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+                written.size = len(data)
+                written.checksum = checksum_of(data)
+            written.weights = {role: checksums_of(tensors) for role, tensors in content.weights.items()}
         except OSError as error:
             written.failure = f"model_worker/{self._worker}: {path} cannot be written: {error.strerror}"
             log.error("%s", written.failure)
@@ -109,18 +141,3 @@ class SampleRecorder:
             self._notify(written)
         except StreamError as error:  # the connection is closed: this process ends, and the master ignores the record
             log.info("record of step %d: %s", request.step, error)
-
-
-def digest(role: Role) -> dict[str, str]:
-    """Return parameter on this rank -> xxh3-64 of its bytes."""
-    # Only "all" moves parameters away; the other settings leave them on the device.
-    with onloaded(role) if role.settings.offload == "all" else contextlib.nullcontext():
-        return {name: checksum_of(content) for name, content in _bytes_of(role)}
-
-
-@torch.no_grad()
-def _bytes_of(role: Role) -> Iterable[tuple[str, memoryview]]:
-    assert role.engine.module is not None, "a role is loaded when it is made"
-    for name, parameter in role.engine.module.named_parameters():
-        flat = parameter.detach().reshape(-1).cpu().contiguous()
-        yield name, flat.view(torch.uint8).numpy().data

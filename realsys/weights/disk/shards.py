@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import xxhash
@@ -74,11 +75,18 @@ class ShardWriter:
         self._full_every = full_every
         self._last: dict[Path, _Share] = {}
 
-    def write(self, path: Path, tensors: Mapping[str, torch.Tensor], base: str = "") -> ShardInfo:
+    def write(
+        self,
+        path: Path,
+        tensors: Mapping[str, torch.Tensor],
+        base: str = "",
+        checksums: Mapping[str, str] = MappingProxyType({}),
+    ) -> ShardInfo:
         """Write ``tensors`` (HF names, any dtype, any device) as one fsynced safetensors file in a ``.tmp`` folder.
 
         ``base``: folder name of the version that this one may refer to. If this writer did not write it
-        last, everything is stored. Raises WeightsError, which names path and cause (such as a full disk).
+        last, everything is stored. ``checksums``: of the tensors for which they are known. Raises
+        WeightsError, which names path and cause (such as a full disk).
         """
         root = path.parent.parent
         folder = path.parent.name.removesuffix(TEMPORARY)
@@ -86,7 +94,7 @@ class ShardWriter:
         last = self._last.pop(root, _Share())
         if not base or last.folder != base:
             last = _Share()
-        written = {name: self._compare(name, tensor, last) for name, tensor in tensors.items()}
+        written = {name: self._compare(name, tensor, last, checksums.get(name)) for name, tensor in tensors.items()}
         _drop_old_files(written.values(), last.sizes)
         stored = {name: tensor.stored for name, tensor in written.items() if tensor.stored is not None}
         layout = {
@@ -109,9 +117,10 @@ class ShardWriter:
         self._last[root] = share
         return ShardInfo(path.name, file.size, file.checksum, share.tensors)
 
-    def _compare(self, name: str, tensor: torch.Tensor, last: _Share) -> _Tensor:
+    def _compare(self, name: str, tensor: torch.Tensor, last: _Share, checksum: str | None) -> _Tensor:
         data = as_bytes(tensor)
-        info = TensorInfo(dtype_name(name, tensor), list(tensor.shape), xxhash.xxh3_64_hexdigest(data.data), [])
+        checksum = checksum or xxhash.xxh3_64_hexdigest(data.data)
+        info = TensorInfo(dtype_name(name, tensor), list(tensor.shape), checksum, [])
         compared = _Tensor(info, data, data)
         before = last.tensors.get(name)
         if before is None or (before.dtype, before.shape) != (info.dtype, info.shape):

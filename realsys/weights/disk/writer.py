@@ -29,6 +29,6 @@ class DiskWriter:
         # Numbered over all ranks of the mesh: a rank does not know which others have nothing to write.
         file = Path(plan.directory) / f"model-{share.rank + 1:05d}-of-{share.ranks:05d}.safetensors"
         self._check_alive()
-        shards = [self._files.write(file, tensors, plan.base)] if tensors else []
+        shards = [self._files.write(file, tensors, plan.base, share.checksums)] if tensors else []
         failpoint("weights.shard", file)
         return shards

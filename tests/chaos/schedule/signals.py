@@ -56,7 +56,7 @@ def between() -> Case:
         "between",
         (
             row("SIGKILL master_worker", "manifest", master, "weights.manifest", "kill"),
-            row("SIGKILL master_worker", "published, not reported", master, "master.trained", "kill"),
+            row("SIGKILL master_worker", "trained, not reported", master, "master.trained", "kill"),
             row("SIGKILL master_worker", "checkpoint commit", master, "checkpoint.commit", "kill"),
             row("SIGKILL master_worker", "checkpoint complete", master, "checkpoint.complete", "kill"),
             row("SIGKILL gserver_manager", "journal append", "gserver_manager/0", "manager.journal", "kill"),

@@ -195,3 +195,28 @@ def test_endpoint_without_master_says_where_it_looked() -> None:
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(StreamError, match="cannot connect to address='nowhere'"):
         WorkerEndpoint(0, "nowhere")
+
+
+def test_background_request_is_not_behind_the_main_ones() -> None:
+    """Both kinds keep their order. The end of the endpoint reaches both readers."""
+
+    async def run() -> None:
+        stream = MasterStream()
+        endpoint = WorkerEndpoint(0, stream.address)
+        endpoint.serve_in_background("slow")
+        await stream.barrier([0], BOUND_S)
+        names = ("echo", "slow", "echo", "slow")
+        calls = [stream.request(0, name, Number(i), Number) for i, name in enumerate(names)]
+        for read, numbers in ((endpoint.next_background, (1, 3)), (endpoint.next_request, (0, 2))):
+            for number in numbers:
+                request = await asyncio.to_thread(read, BOUND_S)
+                assert request is not None and request.decode(Number).value == number
+                endpoint.reply(request, Number(number + 10))
+        assert [reply.value for reply in await asyncio.gather(*calls)] == [10, 11, 12, 13]
+        await asyncio.to_thread(endpoint.close)
+        for read in (endpoint.next_background, endpoint.next_request):
+            with pytest.raises(StreamError, match="the endpoint was closed"):
+                read(BOUND_S)
+        stream.close()
+
+    asyncio.run(run())

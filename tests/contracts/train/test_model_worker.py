@@ -29,8 +29,6 @@ from realsys.model_calls import (
     MaskRequest,
     MfcReply,
     MfcRequest,
-    SaveWeightsReply,
-    SaveWeightsRequest,
     Transfer,
     TransferReply,
     TransferRequest,
@@ -48,6 +46,7 @@ from realsys.train.megatron.device import Device
 from realsys.weights.disk.records import DiskPlan
 from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.writer import DiskWriter
+from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest
 from tests.support.training.played_master import PlayedMaster, Script
 from tests.support.training.ppo_batch import make_batch, make_models, save_models
 from tests.support.training.train_ranks import FORMED, run_ranks
@@ -120,6 +119,7 @@ def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_p
         ("transfer", TransferRequest(moves, REFS)),
         call("actor_inf", "actor", parts),
         call("actor_train", "actor", parts, lr=1e-3),
+        ("copy_weights", CopyWeightsRequest("actor", 1)),
         ("save_weights", SaveWeightsRequest("actor", 1, DiskPlan(str(tmp_path)))),
         ("clear", ClearRequest(IDS)),
     ]
@@ -133,7 +133,7 @@ def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_p
     found = run_ranks(4, body, make_config(), layout)
     shards = []
     for rank, (replies, held) in enumerate(found):
-        initialized, transferred, inference, training, saved, cleared = replies
+        initialized, transferred, inference, training, _, saved, cleared = replies
         assert isinstance(initialized, Empty) and isinstance(cleared, Empty) and held == 0
         assert isinstance(transferred, TransferReply) and (transferred.received > 0) == (rank != heads[0])
         assert isinstance(inference, MfcReply) and isinstance(training, MfcReply)
@@ -217,6 +217,7 @@ def test_roles_get_data_from_outside_their_mesh(models: dict[str, Path], tmp_pat
         call("ref_inf", "ref", [REFS]),
         call("reward_inf", "reward", [REFS]),
         transfer_back,
+        ("copy_weights", CopyWeightsRequest("ref", 1)),
         ("save_weights", SaveWeightsRequest("ref", 1, DiskPlan(str(tmp_path)))),
     ]
 
@@ -241,7 +242,7 @@ def test_roles_get_data_from_outside_their_mesh(models: dict[str, Path], tmp_pat
     assert [reply.tokens for reply in reward_replies] == [0, tokens]
     assert ref_replies[0].stats and not ref_replies[1].stats and not ref_replies[0].scores
     assert not reward_replies[0].scores and reward_replies[1].scores.keys() == set(IDS)
-    files = [shard.file for worker in (2, 3) for shard in found[worker][0][6].report]
+    files = [shard.file for worker in (2, 3) for shard in found[worker][0][7].report]
     assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
@@ -294,6 +295,7 @@ def test_an_offloaded_role_is_written_and_stays_offloaded(models: dict[str, Path
     script: Script = [
         load("ref", models, trainable=False),
         call("ref_inf", "ref", [REFS], before=["onload"], after=["offload"]),
+        ("copy_weights", CopyWeightsRequest("ref", 1)),
         ("save_weights", SaveWeightsRequest("ref", 1, DiskPlan(str(tmp_path)))),
         call("ref_inf", "ref", [REFS]),
     ]
@@ -330,6 +332,7 @@ def test_training_resumes_bit_by_bit_from_a_checkpoint(models: dict[str, Path], 
         step,
         ("save_checkpoint", SaveCheckpointRequest("actor", 1, str(tmp))),
         step,
+        ("copy_weights", CopyWeightsRequest("actor", 2)),
         ("save_weights", SaveWeightsRequest("actor", 2, DiskPlan(str(went_on)))),
         ("finish_checkpoint", FinishCheckpointRequest("actor", 1)),
     )
@@ -340,6 +343,7 @@ def test_training_resumes_bit_by_bit_from_a_checkpoint(models: dict[str, Path], 
     serve(
         ("load_checkpoint", LoadCheckpointRequest("actor", str(checkpoint))),
         step,
+        ("copy_weights", CopyWeightsRequest("actor", 2)),
         ("save_weights", SaveWeightsRequest("actor", 2, DiskPlan(str(resumed)))),
     )
     start = load_file(models["actor"] / "model.safetensors")

@@ -16,7 +16,6 @@ from realsys.manager.messages import TrainedRequest
 from realsys.manager.routing.servers import UpdateOrder
 from realsys.manager.state import ManagerState
 from realsys.master.publish import Publisher, VersionKey
-from realsys.model_calls import SaveWeightsReply, SaveWeightsRequest
 from realsys.storage.commit_folder import Removed
 from realsys.weights.base import Committed, PublisherParts, Share
 from realsys.weights.disk import manifest
@@ -24,7 +23,9 @@ from realsys.weights.disk.publisher import DiskPublisher
 from realsys.weights.disk.reader import VersionReader
 from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.writer import DiskWriter
+from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
 from tests.support.ledger.manager_states import SETTINGS, address, answer
+from tests.support.streams.weight_ranks import WeightRanks
 
 TICK_S, STAGING_TICKS, PERIOD_TICKS, ETA, SHARDS = 0.1, 35, 9, 8, 4
 
@@ -139,7 +140,7 @@ def test_slow_staging_keeps_servers_routable(tmp_path: Path, make: type[Any]) ->
     async def save(request: SaveWeightsRequest) -> list[SaveWeightsReply]:
         return [SaveWeightsReply(report) for report in weights.shares(request)]
 
-    publisher = Publisher(weights.transport, save, VersionKey(store, "version"), incarnation="m")
+    publisher = Publisher(weights.transport, WeightRanks(save), VersionKey(store, "version"), incarnation="m")
     server, routable, most = Server(state, weights), 0, 0
     ticks = range(400)
     for tick in ticks:

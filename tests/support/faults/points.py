@@ -25,7 +25,7 @@ POINTS = {
     "weights.shard": "ModelWorker: a shard is on disk; path: the file",
     "weights.manifest": "MasterWorker: everything but the manifest is on disk",
     "weights.publish": "MasterWorker: the version is on disk, no process knows; path: its folder",
-    "master.trained": "MasterWorker: the version is published, the manager does not know its tickets; at: the step",
+    "master.trained": "MasterWorker: the version is being written, the manager does not know its tickets; at: the step",
     "server.stage": "GenerationServer: before a version is read",
     "server.load": "GenerationServer: a version is read and verified, before the swap",
     "checkpoint.write": "ModelWorker: before the tensors of a rank are written",

@@ -31,6 +31,7 @@ from realsys.stream import wire as protocol
 from realsys.train.checkpoint import checkpoint_messages
 from realsys.train.records import record_messages
 from realsys.types import PublishedVersion, ServerAddress, Ticket
+from realsys.weights import weight_messages
 from tests.support.fuzz.mutations import Spoiler, example, examples
 from tests.support.fuzz.targets import Target
 from tests.support.training.records import group_of, single_turn
@@ -86,7 +87,13 @@ def messages() -> Iterator[Target]:
             "msgpack",
         )
     calls = model_calls
-    large = (calls.SamplesArrived, calls.MfcRequest, calls.MfcReply, calls.TransferRequest, calls.SaveWeightsReply)
+    large = (
+        calls.SamplesArrived,
+        calls.MfcRequest,
+        calls.MfcReply,
+        calls.TransferRequest,
+        weight_messages.SaveWeightsReply,
+    )
     for kind in large:
         yield Target(
             f"payload: {kind.__name__}",
@@ -96,7 +103,8 @@ def messages() -> Iterator[Target]:
             "msgpack",
         )
     names = re.compile(r".*(Request|Reply)|Recorded|Empty")
-    declared = vars(types) | vars(model_calls) | vars(record_messages) | vars(checkpoint_messages)
+    sources = (types, model_calls, record_messages, checkpoint_messages, weight_messages)
+    declared = {name: kind for source in sources for name, kind in vars(source).items()}
     others = [kind for name, kind in declared.items() if names.fullmatch(name) and kind not in large]
     makers = [(kind, examples(kind, "msgpack")) for kind in others]
 

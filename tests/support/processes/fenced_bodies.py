@@ -51,11 +51,12 @@ def go() -> None:
 def publishes(ctx: WorkerContext) -> None:
     """A MasterWorker whose ModelWorkers have written their shards."""
     from realsys.master.publish import Publisher, VersionKey
-    from realsys.model_calls import SaveWeightsReply, SaveWeightsRequest
     from realsys.weights.base import PublisherParts
     from realsys.weights.disk.publisher import DiskPublisher
     from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
     from realsys.weights.disk.tensor_files import write_safetensors
+    from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
+    from tests.support.streams.weight_ranks import WeightRanks
 
     async def save(request: SaveWeightsRequest) -> list[SaveWeightsReply]:
         path = Path(request.plan.directory) / "model-00001-of-00001.safetensors"
@@ -71,7 +72,7 @@ def publishes(ctx: WorkerContext) -> None:
     model.mkdir()
     weights = DiskPublisher(PublisherParts(ctx.paths.weights(), model, ctx.incarnation), keep=2)
     key = VersionKey(ctx.store, ctx.names.model_version(), check_alive=ctx.check_alive)
-    publisher = Publisher(weights, save, key, incarnation=ctx.incarnation)
+    publisher = Publisher(weights, WeightRanks(save), key, incarnation=ctx.incarnation)
     asyncio.run(publisher.publish(0, 0))
     (ctx.paths.root / DONE).touch()
 

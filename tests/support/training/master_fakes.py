@@ -18,6 +18,7 @@ from realsys.cluster.topology import place
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
 from realsys.config.schema import Config
+from realsys.errors import WeightsError
 from realsys.manager.messages import (
     AllocateRequest,
     Answer,
@@ -103,18 +104,46 @@ class Manager:
         return groups
 
 
-class Disk:
-    """Publisher and checkpoints that record all writes in order."""
+class Versions:
+    """A publisher whose versions are served as soon as they are published. ``wrote``: all writes in order.
 
-    def __init__(self, manager: Manager) -> None:
+    ``holds``: a publication lasts until ``complete``. ``broken``: makes it fail.
+    """
+
+    def __init__(self, manager: Manager, wrote: list[str]) -> None:
         self._manager = manager
-        self.wrote: list[str] = []
+        self._wrote = wrote
+        self._writing = 0
+        self.begun: asyncio.Queue[int] = asyncio.Queue()  # versions
+        self.awaited = asyncio.Event()  # a caller waits for the end of a publication
+        self._ended: asyncio.Event | None = None
+        self.holds = False
+        self.broken = asyncio.Event()
         self.looks: list[int] = []  # newest version at each check whether it can be served
 
-    async def publish(self, version: int, step: int) -> dict[str, float]:
-        self._manager.publish(version)
-        self.wrote.append(f"v{version}")
+    async def begin(self, version: int, step: int, saved: Any = None) -> dict[str, float]:
+        await self.finish()
+        self._ended = asyncio.Event()
+        self._writing = version
+        self.begun.put_nowait(version)
+        if not self.holds:
+            self.complete()
         return {"save": 0.25, "publish": 0.5}
+
+    def complete(self) -> None:
+        assert self._ended is not None
+        self._manager.publish(self._writing)
+        self._wrote.append(f"v{self._writing}")
+        self._ended.set()
+
+    async def finish(self) -> None:
+        if self._ended is not None and not self._ended.is_set():
+            self.awaited.set()
+            await self._ended.wait()
+
+    async def watch(self) -> None:
+        await self.broken.wait()
+        raise WeightsError("cannot write v00000001.tmp: No space left on device")
 
     def keep(self, versions: Sequence[int]) -> None:
         assert versions[-1:] == [self._manager.state.version], "no server will begin an older version"
@@ -123,7 +152,16 @@ class Disk:
         self.looks.append(status["version"])
 
     async def export(self, target: Path) -> None:
-        self.wrote.append(str(target))
+        await self.finish()
+        self._wrote.append(str(target))
+
+
+class Disk:
+    """Checkpoints that record all writes in order."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self.wrote: list[str] = []
 
     async def after_step(self, step: int) -> None:
         assert self._manager.told[-1].version == step, "the ledger must know before a checkpoint says so"
@@ -148,14 +186,16 @@ class Run:
         self.manager, self.records = Manager(config, prompts, epochs), list[dict[str, Any]]()
         self.workers: Any = SimulatedWorkers(flow, meshes, 1 + max(w for m in meshes.values() for w in m.workers))
         self.disk, self.stop, manager = Disk(self.manager), asyncio.Event(), self.manager
+        self.versions = Versions(manager, self.disk.wrote)
         decisions = IntakeState(
             IntakeSettings.of(config),
             trainer_incarnation="",
             keep=lambda group: keep_group([s.correct for s in group], config.train.ppo.filter),
         )
-        self.intake = Intake(decisions, self.workers, manager, self.disk.repair)  # type: ignore[arg-type]
+        self.intake = Intake(decisions, self.workers, manager, self.versions.repair)  # type: ignore[arg-type]
         self.arguments = CallArguments(config, flow, config.train.total_steps)
-        parts: Any = {"publisher": self.disk, "manager": manager, "checkpoints": self.disk, "step_log": self.records}
+        written: Any = {"publisher": self.versions, "checkpoints": self.disk, "step_log": self.records}
+        parts: Any = {**written, "manager": manager}
         plan = functools.partial(plan_roles, config, meshes, dict.fromkeys(meshes, token_costs))
         loop_parts = LoopParts(
             runner=StepRunner(config, flow, meshes, plan, self.workers),

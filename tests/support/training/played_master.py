@@ -36,6 +36,12 @@ class PlayedMaster:
         self._stop.set()
         return None
 
+    def serve_in_background(self, *handlers: str) -> None:
+        """The script is served in its order, on the main thread."""
+
+    def next_background(self, timeout_s: float) -> None:
+        self._stop.wait(timeout_s)
+
     def reply(self, request: Message, payload: msgspec.Struct) -> None:
         self.replies.append(payload)
 

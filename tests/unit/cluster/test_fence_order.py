@@ -29,7 +29,7 @@ from realsys.master.checkpoints import Checkpoints, CheckpointSources, commit, p
 from realsys.master.publish import Publisher, VersionKey
 from realsys.master.records.recorder import Recorder
 from realsys.master.step_log import StepLog
-from realsys.model_calls import Empty, SaveWeightsReply, SaveWeightsRequest
+from realsys.model_calls import Empty
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
@@ -40,7 +40,9 @@ from realsys.weights.disk import manifest
 from realsys.weights.disk.publisher import DiskPublisher
 from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
 from realsys.weights.disk.tensor_files import write_safetensors
+from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
 from tests.support.streams.stream_parts import BOUND_S, make_group, pulling
+from tests.support.streams.weight_ranks import WeightRanks
 
 
 class Lease:
@@ -72,7 +74,7 @@ def test_fenced_publication_stops_before_manifest_and_names(tmp_path: Path, hold
 
     weights = DiskPublisher(PublisherParts(tmp_path / "weights", model, "1"), keep=2)
     key = VersionKey(store, "model_version", check_alive=lease.check)
-    publisher = Publisher(weights, save, key, incarnation="1")
+    publisher = Publisher(weights, WeightRanks(save), key, incarnation="1")
     with pytest.raises(Fenced):
         asyncio.run(publisher.publish(0, 0))
     assert len(manifest.complete_versions(tmp_path / "weights")) == on_disk

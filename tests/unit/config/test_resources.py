@@ -24,20 +24,23 @@ HERE = Machine(cpus=8, memory_bytes=10 * GIB)
 
 
 def test_memory_counts_every_copy_of_the_model() -> None:
-    """fp32 has 4 bytes each of weights and gradients, 8 of moments; a server has two versions of the weights."""
+    """fp32 has 4 bytes each of weights and gradients, 8 of moments; a server has two versions of the weights.
+
+    The ranks together hold one more copy of the weights, which is written while they train.
+    """
     config = changed("warmup.steps=0", "train.microbatch_tokens=1000")
     count = model_of(config).parameters
     assert count == pytest.approx(307_328, rel=0.01)
     memory = memory_of_models(config, parse_allocation("serve.d3+d2"), dataflow_of(config))
     assert memory.logits == 2 * 1000 * 48 * 4
-    assert (memory.ranks - memory.logits, memory.servers) == (2 * 16 * count, 3 * 2 * 4 * count)
+    assert (memory.ranks - memory.logits, memory.servers) == ((2 * 16 + 4) * count, 3 * 2 * 4 * count)
 
 
 def test_bfloat16_adds_master_weights() -> None:
     config = changed("warmup.steps=0", "model.dtype=bfloat16", "train.head_chunk_tokens=10")
     memory = memory_of_models(config, parse_allocation("serve.d1+d1"), dataflow_of(config))
     assert memory.logits == 10 * 48 * 4
-    assert memory.ranks - memory.logits == (2 + 4 + 4 + 8) * model_of(config).parameters
+    assert memory.ranks - memory.logits == (2 + 4 + 4 + 8 + 2) * model_of(config).parameters
 
 
 def test_disk_counts_versions_and_checkpoints() -> None:

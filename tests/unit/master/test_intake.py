@@ -121,13 +121,13 @@ def test_stop_request_ends_the_current_step() -> None:
     async def body() -> Run:
         job = Run("train.total_steps=5")
         job.arrive(*[(5.0, -5.0)] * 4)
-        publish = job.disk.publish
+        publish = job.versions.begin
 
-        async def stopped_meanwhile(version: int, step: int) -> dict[str, float]:
+        async def stopped_meanwhile(version: int, step: int, saved: object = None) -> dict[str, float]:
             job.stop.set()
             return await publish(version, step)
 
-        job.disk.publish = stopped_meanwhile  # type: ignore[method-assign]
+        job.versions.begin = stopped_meanwhile  # type: ignore[method-assign]
         assert await job.serve(job.loop.run()) == 1
         return job
 
@@ -158,6 +158,6 @@ def test_waiting_master_reports_held_groups(
         for sample in samples:
             job.workers.held[0] |= {(k, sample.sample_id) for k in SOURCE_KEYS}
         assert await job.serve(job.loop.run()) == 1
-        assert 0 in job.disk.looks, "what is published may be what no server can load: then nothing else arrives"
+        assert 0 in job.versions.looks, "what is published may be what no server can load: then nothing else arrives"
 
     run(body)

@@ -18,7 +18,6 @@ from realsys.cluster.store.memory_store import MemoryNameStore
 from realsys.errors import Fenced, NameStoreError, WeightsError
 from realsys.master import publish
 from realsys.master.publish import Publisher, VersionKey, set_key
-from realsys.model_calls import SaveWeightsReply, SaveWeightsRequest
 from realsys.storage.commit_folder import Removed
 from realsys.weights.base import PublisherParts, Share
 from realsys.weights.disk import manifest as m
@@ -28,6 +27,8 @@ from realsys.weights.disk.records import DiskPlan
 from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.stage import stage
 from realsys.weights.disk.writer import DiskWriter
+from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
+from tests.support.streams.weight_ranks import WeightRanks
 
 
 class Trial:
@@ -39,7 +40,7 @@ class Trial:
         self._writer, self._store = DiskWriter(ShardWriter()), MemoryNameStore()
         weights = DiskPublisher(PublisherParts(self.root, model, "0001"), keep)
         key = VersionKey(self._store, "model_version")
-        self.publisher = Publisher(weights, self._save, key, incarnation="0001")
+        self.publisher = Publisher(weights, WeightRanks(self._save), key, incarnation="0001")
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
         return {"frozen": torch.arange(64.0), "trained": torch.full((64,), float(version))}
@@ -275,5 +276,5 @@ def _whole(trial: Trial) -> Publisher:
         share = Share(request.role, request.version, 0, 1, DiskPlan(request.plan.directory))
         return [SaveWeightsReply(DiskWriter(ShardWriter()).write(share, trial.tensors(request.version)))]
 
-    made._save = save
+    made._workers = WeightRanks(save)
     return made

@@ -24,14 +24,15 @@ from realsys.generation.embedded.engine import Engine
 from realsys.generation.embedded.forward.weights import read_tensors
 from realsys.launch.cli import main
 from realsys.master.publish import Publisher, VersionKey
-from realsys.model_calls import SaveWeightsReply, SaveWeightsRequest
 from realsys.types import PublishedVersion
 from realsys.weights.base import Committed, PublisherParts, ReaderParts, Share, Transport, WriterParts
 from realsys.weights.build import build
 from realsys.weights.disk.publisher import DiskPublisher
 from realsys.weights.folder import FolderWriter
+from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
 from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_models import make_model
+from tests.support.streams.weight_ranks import WeightRanks
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"
 MACHINE = Machine(cpus=8, memory_bytes=64 << 30)
@@ -50,7 +51,7 @@ class Trial:
         weights = transport.publisher(PublisherParts(self.root, self.model, "0001"))
         name = transport.config.weights.transport
         key = VersionKey(self.store, "newest")
-        self.publisher = Publisher(weights, self._save, key, incarnation="0001", transport=name)
+        self.publisher = Publisher(weights, WeightRanks(self._save), key, incarnation="0001", transport=name)
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
         return {**self.base, "model.norm.weight": torch.full((48,), 1.0 + version)}

@@ -13,16 +13,19 @@ from realsys.cluster.topology import place
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.paths import TrialPaths
+from realsys.errors import NotFiniteError
 from realsys.master.calls.executor import CallResult, Minibatches
-from realsys.master.records.recorder import Recorder, array_holders
+from realsys.master.records.recorder import Recorder, array_holders, check_finite
 from realsys.model_calls import Empty
 from realsys.train.records import record_files as files
 from realsys.train.records.record_messages import HoldRequest, Recorded, RecordReply, RecordRequest
 from realsys.types import SampleMeta
+from realsys.weights.weight_messages import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsReply
 from tests.support.processes.config_trees import changed
 from tests.support.training.records import make_ref
 
 CONFIG = changed("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false", "record.keep_steps=2")
+ADAPTED = changed("train.lora.rank=4", "train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false")
 FLOW = dataflow_of(CONFIG)
 MESHES = place(parse_allocation("sglang.d1+actor.p2,critic.d2"), ["actor", "critic"])
 GROUPS = [[SampleMeta(f"t/{k}", "t", 0, 4, 2, 1.0, False, 0, 0, owner=1) for k in range(2)]]
@@ -40,13 +43,24 @@ class Workers:
         return self._answer(payload, [Empty()] * 2)
 
     def record(self, payload: RecordRequest) -> asyncio.Future[list[RecordReply]]:
-        return self._answer(payload, [RecordReply(w, {"actor": {"weight": f"sum{w}"}}, 0.001) for w in range(2)])
+        return self._answer(payload, [RecordReply(w, 0.001) for w in range(2)])
+
+    def copy_weights(self, payload: CopyWeightsRequest) -> asyncio.Future[list[Empty]]:
+        return self._answer(payload, [Empty()] * 2)
+
+    def digest_weights(self, payload: DigestWeightsRequest) -> asyncio.Future[list[SaveWeightsReply]]:
+        return self._answer(payload, saved())
 
     def _answer(self, payload, reply):  # type: ignore[no-untyped-def]
         self.asked.append(payload)
         future = asyncio.get_running_loop().create_future()
         future.set_result(reply)
         return future
+
+
+def saved() -> list[SaveWeightsReply]:
+    """The replies of the ranks that have written the actor's weights, or computed their checksums."""
+    return [SaveWeightsReply(None, 0.0, worker, {"weight": f"sum{worker}"}) for worker in range(2)]
 
 
 def result(**stats: float) -> CallResult:
@@ -56,6 +70,7 @@ def result(**stats: float) -> CallResult:
 async def take(recorder: Recorder, step: int) -> None:
     recording = recorder.begin(step, GROUPS, FLOW, PLANS, {"actor_train": {"lr": 0.5}})
     await recording.end({"actor_train": result(loss=float("nan"), grad_norm=1.5)})
+    recorder.saved(step, saved())
 
 
 def write_files(workers: Workers, step: int, of: tuple[int, ...] = (0, 1)) -> list[Recorded]:
@@ -64,7 +79,7 @@ def write_files(workers: Workers, step: int, of: tuple[int, ...] = (0, 1)) -> li
     directory.mkdir(parents=True, exist_ok=True)
     for worker in of:
         (directory / files.worker_file(worker)).write_bytes(b"content")
-    return [Recorded(worker, step, 7, "c") for worker in of]
+    return [Recorded(worker, step, 7, "c", weights={"critic": {"head": f"sum{worker}"}}) for worker in of]
 
 
 def test_every_array_is_recorded_by_one_worker() -> None:
@@ -92,7 +107,10 @@ def test_record_is_complete_after_the_last_worker(tmp_path: Path) -> None:
         assert (found.step, found.version, found.incarnation, found.groups) == (3, 2, "inc", GROUPS)
         assert files.config_of(Path(), found) == CONFIG, "that of the trial may change"
         assert found.stats == {"actor_train": {"loss": "nan", "grad_norm": 1.5}}
-        assert found.weights == {"actor": {0: {"weight": "sum0"}, 1: {"weight": "sum1"}}}
+        assert found.weights == {
+            "actor": {0: {"weight": "sum0"}, 1: {"weight": "sum1"}},
+            "critic": {0: {"head": "sum0"}, 1: {"head": "sum1"}},
+        }
         assert list(found.files) == [files.worker_file(0), files.worker_file(1)]
         recorder.written(second)  # a late notice is ignored
 
@@ -107,6 +125,7 @@ def test_early_notice_does_not_complete_a_record(tmp_path: Path) -> None:
         recorder = Recorder(CONFIG, paths, MESHES, workers, "inc")
         recording = recorder.begin(3, GROUPS, FLOW, PLANS, {})
         ended = recording.end({})
+        recorder.saved(3, saved())
         for notice in write_files(workers, 3):
             recorder.written(notice)
         assert files.recorded_steps(paths.records) == {}
@@ -160,5 +179,52 @@ def test_repeated_step_replaces_its_record(tmp_path: Path) -> None:
         await steps("second", 3)
         found = [files.read_record(path).incarnation for path in files.recorded_steps(paths.records).values()]
         assert found == ["first", "second"]
+
+    asyncio.run(body())
+
+
+def test_one_data_rank_computes_what_is_not_published(tmp_path: Path) -> None:
+    """The publication has the checksums of the actor; its adapters are not published."""
+
+    async def body() -> None:
+        for config, digests in ((CONFIG, {0: ["critic"]}), (ADAPTED, {0: ["actor", "critic"], 1: ["actor"]})):
+            workers = Workers()
+            await take(Recorder(config, TrialPaths(tmp_path), MESHES, workers, "inc"), 3)
+            assert [p.digests for p in workers.asked if isinstance(p, RecordRequest)] == [digests]
+
+    asyncio.run(body())
+
+
+def test_record_waits_for_the_published_checksums(tmp_path: Path) -> None:
+    async def body() -> None:
+        workers, paths = Workers(), TrialPaths(tmp_path)
+        recorder = Recorder(CONFIG, paths, MESHES, workers, "inc")
+        await recorder.begin(3, GROUPS, FLOW, PLANS, {}).end({})
+        for notice in write_files(workers, 3):
+            recorder.written(notice)
+        assert 3 in recorder._writing and not recorder._completing
+        recorder.saved(3, saved())
+        await recorder.finish()
+        assert list(files.recorded_steps(paths.records)) == [3]
+        recorder.saved(3, saved())  # a version that is written again says nothing new
+
+    asyncio.run(body())
+
+
+def test_step_that_ends_the_run_is_recorded(tmp_path: Path) -> None:
+    """Nothing is published after NaN, so the ranks compute the checksums for the record alone."""
+
+    async def body() -> None:
+        workers, paths = Workers(), TrialPaths(tmp_path)
+        recorder = Recorder(CONFIG, paths, MESHES, workers, "inc")
+        failed = {"actor_train": CallResult({}, {}, 0.1, 0.0, 0.1, 0, not_finite=("actor", 1, ["t/0"]))}
+        await recorder.begin(3, GROUPS, FLOW, PLANS, {}).end(failed)
+        for notice in write_files(workers, 3):
+            recorder.written(notice)
+        with pytest.raises(NotFiniteError):
+            await check_finite(failed, recorder, 3)
+        assert workers.asked[-2:] == [CopyWeightsRequest("actor", 3), DigestWeightsRequest("actor", 3)]
+        found = files.read_record(files.record_of_step(paths.records, 3))
+        assert found.weights["actor"] == {0: {"weight": "sum0"}, 1: {"weight": "sum1"}}
 
     asyncio.run(body())

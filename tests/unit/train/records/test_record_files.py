@@ -146,9 +146,9 @@ def test_a_torn_or_missing_file_is_named(tmp_path: Path, name: str) -> None:
 
 def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
     directory = write(tmp_path)
-    other = dataclasses.replace(files.RECORD, number=5)
+    other = dataclasses.replace(files.RECORD, number=4)
     (directory / files.BATCH).write_bytes(other.encode(record()))
-    with pytest.raises(RecordError, match=r"batch\.json has format 5, this realsys reads format 4: choose another"):
+    with pytest.raises(RecordError, match=r"batch\.json has format 4, this realsys reads format 5: choose another"):
         files.read_record(directory)
 
 

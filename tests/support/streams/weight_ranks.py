@@ -1,0 +1,25 @@
+"""The ranks of an actor, as a Publisher calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from realsys.model_calls import Empty
+from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest
+
+
+@dataclass
+class WeightRanks:
+    """Ranks whose writing is ``save``. ``copied``: the versions of which they were asked for a copy."""
+
+    save: Callable[[SaveWeightsRequest], Awaitable[list[SaveWeightsReply]]]
+    copied: list[int] = field(default_factory=list)
+
+    async def copy_weights(self, request: CopyWeightsRequest) -> list[Empty]:
+        self.copied.append(request.version)
+        return [Empty()]
+
+    async def save_weights(self, request: SaveWeightsRequest) -> list[SaveWeightsReply]:
+        assert self.copied[-1] == request.version, "the copy of an earlier version is overwritten"
+        return await self.save(request)
