@@ -9,7 +9,6 @@ from realsys.cluster.topology import group_contiguously
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.config.allocation import parse_allocation
 from realsys.config.rules.backend_rules import backend_rules
-from realsys.config.rules.sampling import evaluation_sampling
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
@@ -18,7 +17,7 @@ from realsys.reward.verifier_process import Limits
 from realsys.rollout import agents, environments
 from realsys.rollout.manager_client import ManagerClient
 from realsys.rollout.partial import PartialRolloutManager
-from realsys.rollout.sessions import GroupPlayer, group_rules, sampling_spec
+from realsys.rollout.sessions import group_player
 from realsys.rollout.worker_loop import LoopParts, RolloutLoop
 from realsys.stream.push_pull import Pusher, PushLimits
 from realsys.stream.security import keys_for
@@ -50,22 +49,10 @@ async def serve(ctx: WorkerContext) -> None:
         check_alive=ctx.check_alive,
     )
     ctx.count(lambda: {"bad_messages": pusher.bad_messages})
-    generation = GenerationClient(
-        config.generation.progress_timeout_s,
-        progress_s=config.generation.progress_s,
-        token=ctx.token,
-        check_alive=ctx.check_alive,
-    )
-    reward = config.rollout.reward
-    pool = VerifierPool(reward.processes, Limits(reward.timeout_s, reward.elapsed_timeout_s))
-    player = GroupPlayer(
-        agents.build(config, tokenizer, environments.build(config, tokenizer, pool)),
-        PartialRolloutManager(manager, generation),
-        sampling_spec(config.generation.sampling, tokenizer.eos_token_ids),
-        config.train.microbatch_tokens,
-        group_rules(config),
-        sampling_spec(evaluation_sampling(config), tokenizer.eos_token_ids),
-    )
+    generation = GenerationClient.of(config.generation, ctx.token, ctx.check_alive)
+    pool = VerifierPool(config.rollout.reward.processes, Limits.of(config.rollout.reward))
+    agent = agents.build(config, tokenizer, environments.build(config, tokenizer, pool))
+    player = group_player(config, agent, PartialRolloutManager(manager, generation), tokenizer.eos_token_ids)
     loop = RolloutLoop(
         LoopParts(manager, player, prompts, pusher, pool),
         ctx.name,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.http.http_client import CallFailed, HttpClient
+from realsys.config.schema import GenerationConfig
 from realsys.errors import MALFORMED, GenerationError, ServerBusy, ServerFailed, ServerSilent
 from realsys.generation.protocol import (
     Acknowledged,
@@ -93,6 +94,11 @@ class GenerationClient:
         self._connect_timeout_s = connect_timeout_s
         self._progress_s = progress_s
         self._http = HttpClient(token, check_alive=check_alive, faults=_faults)
+
+    @classmethod
+    def of(cls, config: GenerationConfig, token: str | None, check_alive: CheckAlive) -> Self:
+        """Return a client with the limits of the configuration."""
+        return cls(config.progress_timeout_s, progress_s=config.progress_s, token=token, check_alive=check_alive)
 
     async def generate(
         self,

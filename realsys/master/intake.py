@@ -44,7 +44,7 @@ class Intake:
     def on_samples(self, samples: Sequence[SampleMeta]) -> None:
         """Take the samples of a notice `samples_arrived`."""
         self.state.add(samples)
-        if self.state.departing:
+        if self.state.departures:
             self._work_left.set()
         self._arrived.set()
 

@@ -131,12 +131,12 @@ class IntakeState:
         self.buffer = SequenceBuffer(keep, self._too_old)
         self.losses = TokenLosses()
         self.settings = settings
+        self.departures = Departures()  # ``depart`` hands them over
         self._proposed: Batch | None = None
         self._stale = 0  # groups dropped since the last batch
         self._filtered = 0  # groups dropped since the last batch
         self._refused = 0  # samples since the last batch
         self._failed_tokens: int | None = None  # the manager's last count; None: not known
-        self._departures = Departures()
         self._leaving: dict[str, int] = {}  # ticket -> attempt of the dropped groups, until they are reported
         self._check = StuckCheck(settings.batch_groups)
         self._deadline = 0.0
@@ -152,9 +152,9 @@ class IntakeState:
         self._stale += len(added.stale)
         self._filtered += len(added.dropped)
         self._lose(added.lost)
-        self._departures.stale.extend(added.stale)
+        self.departures.stale.extend(added.stale)
         self._leave([*added.dropped, *added.stale], added.clear)
-        self._departures.dropped.extend(added.dropped)
+        self.departures.dropped.extend(added.dropped)
 
     def _too_old(self, group: Sequence[SampleMeta]) -> str:
         """Return why a group that is now complete leaves at once, or "" if it stays.
@@ -178,15 +178,9 @@ class IntakeState:
         """
         return sorted({**self._leaving, **self.buffer.held()}.items())
 
-    @property
-    def departing(self) -> bool:
-        """True if ``depart`` has something to hand over."""
-        return bool(self._departures)
-
     def depart(self) -> Departures:
         """Hand over what must be reported and freed. Call ``reported`` when the manager knows of the drops."""
-        departures = self._departures
-        self._departures = Departures()
+        departures, self.departures = self.departures, Departures()
         return departures
 
     def reported(self, departures: Departures) -> None:
@@ -197,7 +191,7 @@ class IntakeState:
     def _leave(self, ended: Sequence[tuple[str, object]], clear: Sequence[SampleMeta]) -> None:
         tickets = {ticket_id for ticket_id, _ in ended}
         self._leaving |= {sample.ticket_id: sample.attempt for sample in clear if sample.ticket_id in tickets}
-        self._departures.free.extend(clear)
+        self.departures.free.extend(clear)
 
     def _lose(self, lost: Sequence[tuple[str, Sequence[SampleMeta]]]) -> None:
         for reason, samples in lost:
@@ -211,7 +205,7 @@ class IntakeState:
         foreign = [sample for sample in samples if sample.trainer_incarnation != self.trainer_incarnation]
         if foreign:
             self._refused += len(foreign)
-            self._departures.free.extend(foreign)
+            self.departures.free.extend(foreign)
             self.losses.lose(COPY, foreign)
             first = foreign[0]
             log.warning(
@@ -237,7 +231,7 @@ class IntakeState:
         batch = self.buffer.take(settings.batch_groups, self._oldest_trained())
         self._stale += len(batch.dropped)
         self._lose(batch.lost)
-        self._departures.dropped.extend(batch.dropped)
+        self.departures.dropped.extend(batch.dropped)
         self._leave(batch.dropped, batch.clear)
         if batch.groups:
             self._proposed = batch
@@ -259,9 +253,9 @@ class IntakeState:
             log.warning("%d groups arrived after their tickets had ended: %s", len(ended), ", ".join(ended[:20]))
             released = self.buffer.release(ended)
             self._lose(released.lost)
-            self._departures.free.extend(released.clear)
+            self.departures.free.extend(released.clear)
             return None
-        self._departures.free.extend(batch.unused)
+        self.departures.free.extend(batch.unused)
         self.losses.train(batch.sampled, (row for group in batch.groups for row in group))
         train_batch = TrainBatch(
             groups=batch.groups,

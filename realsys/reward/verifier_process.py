@@ -22,6 +22,7 @@ import msgspec
 import psutil
 
 from realsys.cluster.child_process import ChildProcess, how_it_ended
+from realsys.config.schema import RewardConfig
 from realsys.errors import MALFORMED, RewardError
 from realsys.reward.frames import LENGTH, MAX_REPLY, Batch, Done, NotLoaded, Outcome, Reply, frame
 from realsys.reward.outcomes import JournalReader
@@ -46,6 +47,10 @@ class Limits:
 
     cpu_s: float
     elapsed_s: float
+
+    @classmethod
+    def of(cls, config: RewardConfig) -> Limits:
+        return cls(config.timeout_s, config.elapsed_timeout_s)
 
     def left_s(self, cpu_s: float, elapsed_s: float) -> float:
         """Return the seconds after which the use must be looked at again; not more than 0 if a limit is reached."""

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
+from realsys.config.rules.sampling import evaluation_sampling
 from realsys.config.schema import Config, SamplingConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, RealsysError, RewardError, StuckError
@@ -335,6 +336,18 @@ class _Playing:
     def errors(self) -> list[str]:
         """Return one line for each episode that failed."""
         return [one_line(f"episode {k}: {type(error).__name__}: {error}") for k, error in sorted(self.failed.items())]
+
+
+def group_player(config: Config, agent: Agent, engine: Engine, end_of_text: Sequence[int]) -> GroupPlayer:
+    """Return the player of a trial. ``end_of_text``: the tokenizer's own stop tokens."""
+    return GroupPlayer(
+        agent,
+        engine,
+        sampling_spec(config.generation.sampling, end_of_text),
+        config.train.microbatch_tokens,
+        group_rules(config),
+        sampling_spec(evaluation_sampling(config), end_of_text),
+    )
 
 
 def group_rules(config: Config) -> GroupRules:

@@ -15,10 +15,12 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from realsys.cluster.fence import unleased
 from realsys.cluster.http import http_client
 from realsys.cluster.http.http_server import HttpServer
-from realsys.errors import GenerationError, WaitTimeout
-from realsys.generation.client import GenerationClient
+from realsys.config.schema import GenerationConfig
+from realsys.errors import GenerationError, ServerSilent, WaitTimeout
+from realsys.generation.client import GenerationClient, SamplingSpec
 from realsys.generation.sglang.api import SglangApi
 from realsys.rollout.manager_client import ManagerClient
 
@@ -107,6 +109,27 @@ def test_reply_over_the_limit_is_an_error(answer: Answer, ask: Any, error: type[
 def test_reply_is_not_unpacked() -> None:
     with pytest.raises(GenerationError, match="reply cannot be read"):
         with_server(packed, ask_server)
+
+
+def test_generation_client_has_limits_of_configuration() -> None:
+    asked: list[Any] = []
+
+    async def silent(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.json())
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def ask(url: str) -> None:
+        limits = GenerationConfig().model_copy(update={"progress_timeout_s": 0.1, "progress_s": 0.02})
+        client = GenerationClient.of(limits, None, unleased)
+        try:
+            await client.generate(url, [1], SamplingSpec(), rid="a", seed=1)
+        finally:
+            await client.close()
+
+    with pytest.raises(ServerSilent, match=r"no answer and no progress within 0\.1 s"):
+        with_server(silent, ask)
+    assert [body["progress_s"] for body in asked] == [0.02]
 
 
 @contextmanager

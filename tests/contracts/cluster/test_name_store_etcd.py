@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,6 +49,26 @@ def test_clients_survive_a_restart_of_etcd(own_etcd):
             store.add("r/newer", "3")
             assert changes.get(timeout=BOUND_S) == {"r/leased": "1", "r/new": "2", "r/newer": "3"}
         waiter.join(BOUND_S)
+    finally:
+        store.close()
+
+
+@pytest.mark.needs("etcd")
+def test_watch_lists_once_and_applies_events(etcd_server, monkeypatch):
+    """A listing per event would read the whole subtree again for each heartbeat of each worker."""
+    store, root = EtcdNameStore(etcd_server.address), uuid.uuid4().hex
+    listing = Mock(wraps=store.listing)
+    monkeypatch.setattr(store, "listing", listing)
+    try:
+        changes: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+        store.add(f"{root}/a", "1")
+        with store.watch(root, changes.put):
+            assert changes.get(timeout=BOUND_S) == {f"{root}/a": "1"}
+            store.add(f"{root}/b", "2")
+            assert changes.get(timeout=BOUND_S) == {f"{root}/a": "1", f"{root}/b": "2"}
+            store.delete(f"{root}/a")
+            assert changes.get(timeout=BOUND_S) == {f"{root}/b": "2"}
+        listing.assert_called_once_with(root)
     finally:
         store.close()
 

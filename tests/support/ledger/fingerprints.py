@@ -44,13 +44,14 @@ def _sample(sample: SampleMeta) -> Any:
 
 
 def _buffer(buffer: SequenceBuffer) -> Any:
-    """Its public attributes are statistics, its functions never change."""
-    return {name: value for name, value in vars(buffer).items() if name.startswith("_") and not callable(value)}
+    """All but its statistics and its functions, which never change."""
+    left_out = ("rejected", "filtered_in_a_row")
+    return {name: value for name, value in vars(buffer).items() if name not in left_out and not callable(value)}
 
 
 def _intake(intake: IntakeState) -> Any:
     """Counts of what was dropped, and the bounds of a wait, decide nothing here."""
-    return intake.buffer, intake.version, intake.held(), vars(intake)["_departures"]
+    return intake.buffer, intake.version, intake.held(), intake.departures
 
 
 KEY = Canonical(

@@ -255,7 +255,7 @@ class World(WithMaster):
         return acts
 
     def _master_acts(self) -> list[Act]:
-        acts = [Act("tell_drops")] if self.intake.departing else []
+        acts = [Act("tell_drops")] if self.intake.departures else []
         if self.phase == "asking":
             acts.append(Act("claim"))
         elif self.phase == "training":

@@ -49,6 +49,7 @@ class Trial:
         until: Sequence[str] = (),
         then: Callable[[Supervisor], None] | None = None,
         stop_timeout_s: float = 5.0,
+        min_share: float = 0.0,
         **hooks: Any,
     ) -> Outcome:
         """Run to the end; once every process in ``until`` is ready, call ``then``. Checks that no process is left.
@@ -69,7 +70,7 @@ class Trial:
 
             asyncio.get_running_loop().add_reader(server, on_ready)
             async with asyncio.timeout(90):
-                bounds = Bounds(stop_timeout_s, stop_timeout_s / 2, max_restarts=2, first_backoff_s=0.01)
+                bounds = Bounds(stop_timeout_s, stop_timeout_s / 2, 2, first_backoff_s=0.01, min_share=min_share)
                 supervisor = Supervisor(specs, bounds, Hooks(say=self.notes.append, **hooks))
                 running = asyncio.create_task(supervisor.run())
                 if then is not None:

@@ -68,6 +68,7 @@ class SimulatedWorkers:
         self.sent: list[Sent] = []
         self.events: list[Event] = []
         self.moved = 0  # arrays
+        self.report: dict[str, dict[str, Any]] = {}  # call -> fields of the replies to it
         self._queues: list[asyncio.Queue[Sent]] = [asyncio.Queue() for _ in range(count)]
 
     @contextlib.asynccontextmanager
@@ -189,7 +190,7 @@ class SimulatedWorkers:
                     )
         if last:
             self.held[worker] |= {(key, sample) for key in call.outputs - METADATA_KEYS for sample in samples}
-        reply = MfcReply(worker, {"rank": float(worker)})
+        reply = MfcReply(worker, **({"stats": {"rank": float(worker)}} | self.report.get(call.name, {})))
         if worker == mesh.dp_head(dp) and "scores" in call.outputs:
             found = {sample: self._score(sample) for sample in samples}
             reply.scores = {sample: score for sample, score in found.items() if score is not None}

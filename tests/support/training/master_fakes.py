@@ -119,6 +119,7 @@ class Versions:
         self._ended: asyncio.Event | None = None
         self.holds = False
         self.broken = asyncio.Event()
+        self.kept: list[Sequence[int]] = []  # versions in use that the manager named, after each step
         self.looks: list[int] = []  # newest version at each check whether it can be served
 
     async def begin(self, version: int, step: int, saved: Any = None) -> dict[str, float]:
@@ -147,6 +148,7 @@ class Versions:
 
     def keep(self, versions: Sequence[int]) -> None:
         assert versions[-1:] == [self._manager.state.version], "no server will begin an older version"
+        self.kept.append(versions)
 
     async def repair(self, status: Mapping[str, Any]) -> None:
         self.looks.append(status["version"])

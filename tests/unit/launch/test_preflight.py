@@ -62,6 +62,7 @@ def test_readme_command_fits_a_model_of_512_positions(
     tmp_path: Path, model: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No limits given: lengths, evaluation and layout adapt, and every choice is shown."""
+    (model / "tokenizer_config.json").write_text('{"eos_token": "<bos>"}')
     argv = ["run", "experiment=math", f"model.path={model}", f"data.train={data}", f"fileroot={tmp_path / 'runs'}"]
     assert main([*argv, "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -70,6 +71,7 @@ def test_readme_command_fits_a_model_of_512_positions(
     assert "set allocation=serve." in out and "set evaluation.problems=" in out
     assert "engine      embedded, servers: 1" in out and "307." in out
     assert "512 prompts x 16 episodes of at most 512 tokens" in out and "one epoch is " in out
+    assert f"warning: {model}: tokenizer_config.json ends a text with '<bos>'" in out
     assert not (tmp_path / "runs").exists()
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from realsys.cluster.failure import ErrorRecord
 from realsys.config.paths import TrialPaths
 from realsys.launch.cli import main
 from realsys.launch.plan import ProcessSpec
+from realsys.launch.processes.supervisor import Supervisor
 from realsys.launch.run import RunOptions, command_again, own_command
 
 WAIT = "import signal; signal.pause()"
@@ -48,7 +50,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     monkeypatch.chdir(tmp_path)
     paths = TrialPaths(tmp_path / "runs" / "arith" / "t")
 
-    def run(end: str, last: str = "train") -> tuple[int, TrialPaths]:
+    def run(end: str, *overrides: str, last: str = "train") -> tuple[int, TrialPaths]:
         def scripts(*_: object) -> list[ProcessSpec]:
             bodies = {"model_worker": WAIT, "master_worker": MASTER.format(path=str(paths.steps), end=end, last=last)}
             env = {"PYTHONPATH": str(Path(realsys.launch.run.__file__).parents[2])}
@@ -58,7 +60,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
             ]
 
         monkeypatch.setattr(realsys.launch.run, "plan", scripts)
-        return main(["run", "experiment=arith", "--trial", "t", *SMALL]), paths
+        return main(["run", "experiment=arith", "--trial", "t", *SMALL, *overrides]), paths
 
     return run
 
@@ -100,6 +102,18 @@ def test_failure_that_is_bad_input_returns_two(
 ) -> None:
     code, _ = command(failing(tmp_path / "runs" / "arith" / "t" / "errors", 2))
     assert code == 2 and "no such tensor" in capsys.readouterr().err
+
+
+def test_full_disk_and_share_of_workers_reach_supervisor(
+    command: Callable[..., tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = Mock(wraps=Supervisor)
+    monkeypatch.setattr(realsys.launch.run, "Supervisor", supervisor)
+    monkeypatch.setattr(realsys.launch.run, "full_disk", lambda folder: f"No space left on device: {folder}")
+    code, paths = command("sys.exit(1)", "cluster.min_workers_share=0.25")
+    _, bounds, _ = supervisor.call_args.args
+    assert bounds.min_share == 0.25
+    assert code == 1 and f": No space left on device: {paths.root}" in capsys.readouterr().err.splitlines()[0]
 
 
 @pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -134,6 +135,22 @@ def test_rate_window_expires_and_starts_low() -> None:
     window.add(50, 104.0)
     assert window.rate(105.0) == 20.0
     assert window.rate(200.0) == 0.0 and window.total == 100
+
+
+def test_unchanged_heartbeats_look_at_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State and counters of a worker change often, and a trial has thousands of tickets."""
+
+    def beat(incarnation: str, state: str) -> dict[str, str]:
+        return {"w": json.dumps({"kind": "rollout_worker", "incarnation": incarnation, "state": state})}
+
+    state = ready()
+    [ticket] = tickets(state)
+    state.observe_workers(beat("a", "starting"), 0.0)
+    scan = Mock(wraps=state.ledger.lose)
+    monkeypatch.setattr(state.ledger, "lose", scan)
+    assert state.observe_workers(beat("a", "rolling out"), 1.0) == [] and scan.call_count == 0
+    assert state.expire(1.0) == [] and scan.call_count == 1, "for the leases of all tickets"
+    assert state.observe_workers(beat("b", "starting"), 2.0) == [ticket.ticket_id]
 
 
 @pytest.mark.parametrize("eta", [0, 1])

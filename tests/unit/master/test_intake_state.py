@@ -72,7 +72,7 @@ def test_dropped_group_is_held_until_reported() -> None:
     assert departures.dropped == [("0000000000", "success_rate")] and len(departures.free) == 1
     assert state.held() == [("0000000000", 0)], "the manager must not reissue it as lost"
     state.reported(departures)
-    assert state.held() == [] and not state.departing
+    assert state.held() == [] and not state.departures
 
 
 def test_wait_ends_at_its_deadline() -> None:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from realsys.buffer.token_losses import StepLosses
 from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
-from realsys.errors import StuckError, WeightsError
+from realsys.errors import NotFiniteError, StuckError, WeightsError
 from realsys.manager.messages import TrainedReply, TrainedRequest
 from realsys.master.calls.call_arguments import CallArguments
 from realsys.master.calls.executor import CallResult
 from realsys.master.statistics import call_seconds, untrained_shares
 from realsys.master.stuck import FEWEST_FILTERED
+from realsys.model_calls import SNAPSHOT, SnapshotPlan
 from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
 from tests.support.training.master_fakes import BOUND_S, Run, run
@@ -35,8 +37,11 @@ def test_run_trains_publishes_and_clears_the_workers() -> None:
     assert job.disk.wrote == ["v1", "checkpoint 1", "v2", "hf/step-2", "checkpoint 2", "finish"]
     assert [(r["step"], r["version"], r["groups"], r["sequences"]) for r in job.records] == [(1, 1, 2, 4), (2, 2, 2, 4)]
     assert job.records[1]["staleness"]["histogram"] == {"1": 4}
+    assert job.versions.kept == [[1], [2]], "versions in use by servers are not pruned"
     assert job.manager.state.ledger.counts.trained == 4
     assert not any(job.workers.held.values())
+    snapshots = [call.args.get(SNAPSHOT) for call in job.calls() if call.mfc == "actor_inf"]
+    assert snapshots == [None, msgspec.to_builtins(SnapshotPlan(take=True))], "step 2 has tokens of version 0 only"
     seconds = job.records[0]["seconds"]
     assert {"wait", "inf", "train", "save", "publish", "checkpoint", "total"} == set(seconds)
     assert seconds["save"] == 0.25 and seconds["publish"] >= 0.5
@@ -139,7 +144,7 @@ def test_last_step_and_first_steps_are_marked() -> None:
     ]  # fmt: skip
 
 
-def test_masked_tokens_are_taken_out_before_step() -> None:
+def test_masked_tokens_are_taken_out_before_step(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> Run:
         job = Run("train.total_steps=1", "asynchronous.stale_policy=mask")
         job.manager.publish(2)
@@ -156,6 +161,47 @@ def test_masked_tokens_are_taken_out_before_step() -> None:
     assert names.index("MaskRequest") < names.index("MfcRequest")
     assert job.records[0]["untrained"] == {"masked": pytest.approx(2 / 12)}
     assert job.records[0]["answer_tokens"] == 10 and job.manager.told[-1].oldest == [2, 2]
+    assert [record.getMessage()[:18] for record in caplog.records] == ["17 % of the tokens"]
+
+
+def test_tokens_of_failed_episodes_are_untrained() -> None:
+    """The manager counts them since its start, a step since the step before."""
+
+    async def body() -> Run:
+        job = Run("train.total_steps=3")
+        for step in (1, 2, 3):
+            job.arrive(*[(5.0, -5.0)] * 2)
+            job.manager.state.throughput.lost_tokens += 4
+            await job.serve(job.loop.step(step))
+        return job
+
+    assert [record["untrained"] for record in run(body).records] == [{}, {}, {"failed": 0.25}]
+
+
+def test_step_that_is_not_finite_ends_run() -> None:
+    async def body() -> Run:
+        job = Run("train.total_steps=1")
+        job.workers.report["actor_train"] = {"not_finite": ("actor", 2, ["t/0"])}
+        job.arrive(*[(5.0, -5.0)] * 2)
+        with pytest.raises(NotFiniteError, match="t/0"):
+            await job.serve(job.loop.run())
+        return job
+
+    assert run(body).disk.wrote == [], "such weights are not published"
+
+
+def test_steps_warn_of_weights_and_missing_signal(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        job = Run("train.total_steps=3")
+        job.workers.report["actor_train"] = {"stats": {"w_max": 150.0}}
+        for step in (1, 2, 3):
+            job.arrive(*[(5.0, 5.0)] * 2)
+            await job.serve(job.loop.step(step))
+
+    run(body)
+    weights, signal = (record.getMessage() for record in caplog.records)
+    assert weights.startswith("step 1 has a token with behaviour weight w = 150")
+    assert signal.startswith("100% of the groups of the last 3 steps carry no signal")
 
 
 def test_untrained_tokens_of_batch_are_named() -> None:

@@ -8,6 +8,7 @@ import sys
 import pytest
 import uvloop
 
+from realsys.config.schema import RewardConfig
 from realsys.errors import NoVerifierError, RewardError
 from realsys.reward import pool as pool_module
 from realsys.reward.frames import MAX_ITEMS
@@ -128,7 +129,7 @@ def test_second_judgement_waits_behind_all_others():
     [((0.0, 0.0), 2.0, ""), ((1.5, 3.0), 0.5, ""), ((2.0, 3.0), 0.0, "2 s of CPU time"), ((0.1, 6.0), 0.0, "6 s")],
 )
 def test_limits_of_one_item(used, left, reached):
-    limits = Limits(2.0, 6.0)
+    limits = Limits.of(RewardConfig(timeout_s=2.0, elapsed_timeout_s=6.0))
     assert limits.left_s(*used) == pytest.approx(left)
     if reached:
         assert limits.reached(used[0]) == reached

@@ -11,7 +11,7 @@ from realsys.errors import AgentError, GenerationError, NoVerifierError, RewardE
 from realsys.generation.client import SamplingSpec
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.rows import RowBuilder
-from realsys.rollout.sessions import GroupPlayer, GroupRules, group_rules
+from realsys.rollout.sessions import GroupPlayer, GroupRules, group_player, group_rules
 from realsys.stream.codec import decode_group, encode_group
 from realsys.types import Episode, Group, Ticket
 from tests.support.processes.config_trees import changed
@@ -63,11 +63,15 @@ def test_first_calls_of_all_episodes_are_one_request():
 
 
 def test_evaluation_has_its_own_sampling():
-    engine, own = FakeEngine(), SamplingSpec(max_new_tokens=9, temperature=0.5)
-    group = GroupPlayer(Script(), engine, SPEC, 1000, eval_spec=own)
+    engine = FakeEngine()
+    config = changed("generation.sampling.stop_token_ids=[7]", "evaluation.sampling={temperature: 0.5}")
+    group = group_player(config, Script(), engine, [1])
     for kind in ("train", "eval"):
-        asyncio.run(group.play(Ticket("t", 0, 0, kind=kind, n=1), PROMPT))
-    assert [call.spec.temperature for call in engine.calls] == [1.0, 0.5]
+        asyncio.run(group.play(Ticket("t", 0, 0, kind=kind, n=2), PROMPT))
+    assert [(call.spec.temperature, call.spec.stop_token_ids) for call in engine.calls] == [
+        (1.0, (1, 7)),
+        (0.5, (1, 7)),
+    ]
 
 
 @pytest.mark.parametrize(("min_episodes", "failed"), [(3, 1), (0, 4)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def fill(role: Role, lengths: list[int]) -> list[SequenceRef]:
 
 
 def tokens_of(
-    model: Path, layout: ParallelLayout, lengths: list[int], *, gradients: bool = True, **train: int
+    model: Path, layout: ParallelLayout, lengths: list[int], *, gradients: bool = True, **train: Any
 ) -> list[int]:
     """Tokens of the micro-batches of rank 0."""
     config = Config.model_validate({"train": {"microbatch_tokens": CAPACITY, **train}})
@@ -62,3 +63,10 @@ def test_inference_has_a_capacity_of_its_own(model: Path) -> None:
     assert tokens_of(model, single, lengths, gradients=False) == [64, 64, 56, 56]
     assert tokens_of(model, single, lengths, gradients=False, inference_microbatch_tokens=128) == [120, 120]
     assert tokens_of(model, single, lengths, inference_microbatch_tokens=128) == [64, 64, 56, 56]
+
+
+def test_micro_batches_are_balanced_by_cost(model: Path) -> None:
+    """Attention makes a token of a long sequence more expensive: the long one gets fewer others."""
+    single, lengths = ParallelLayout(), [50] + [2] * 27
+    assert tokens_of(model, single, lengths, balance="tokens") == [52, 52]
+    assert tokens_of(model, single, lengths, balance="flops") == [50, 54]

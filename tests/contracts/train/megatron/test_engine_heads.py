@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from realsys.errors import ModelError
 from realsys.train.megatron.layers.heads import Outputs
 from realsys.train.megatron.train_engine import LossFunction, Stats
 from realsys.train.packing import MicroBatch, split_rows
+from realsys.train.vocab_logprob import projected_logprobs
 from tests.support.serving.hf_models import make_model
 from tests.support.training.engine_ranks import (
     ANSWER_TOKENS,
@@ -169,6 +171,19 @@ def test_without_a_bonus_the_entropy_has_no_gradient(actor: tuple[PreTrainedMode
         return len(rank.engine.accumulate(rank.micro_batches(), loss))
 
     assert on_ranks("d1", path, body, make_config(), make_settings()) == [2]
+
+
+def test_inference_computes_no_entropy(actor: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read the logits of every token once more."""
+    score = Mock(wraps=projected_logprobs)
+    monkeypatch.setattr("realsys.train.megatron.layers.heads.projected_logprobs", score)
+
+    def body(rank: Rank) -> list[bool]:
+        rank.engine.logprobs(rank.micro_batches())
+        rank.engine.accumulate(rank.micro_batches(1), NLL)
+        return [call.args[3].entropy for call in score.call_args_list]
+
+    assert on_ranks("d1", actor[1], body, make_config(), make_settings()) == [[False, False, True]]
 
 
 def test_frozen_engine_refuses_to_train(actor: tuple[PreTrainedModel, Path]) -> None:

@@ -58,8 +58,11 @@ def test_stateless_worker_is_restarted_within_its_budget(trial: Trial) -> None:
     assert (trial.folder / "rollout_worker-0.log").read_text().count("hello") == 3
 
 
-@pytest.mark.parametrize("kind", ["generation_server", "rollout_worker"])
-def test_run_continues_without_one_bad_worker(trial: Trial, kind: Kind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "min_share", "status"),
+    [("generation_server", 0.5, "done"), ("rollout_worker", 0.5, "done"), ("rollout_worker", 0.75, "failed")],
+)
+def test_run_continues_without_one_bad_worker(trial: Trial, kind: Kind, min_share: float, status: str) -> None:
     """It crashes at every start but its first, while the other one runs. Then the master finishes."""
     flag = trial.folder / "started"
     bad = waits_for("SIGUSR1").replace("ready(); ", f"first = not os.path.exists({str(flag)!r}); first and ready();")
@@ -79,9 +82,10 @@ def test_run_continues_without_one_bad_worker(trial: Trial, kind: Kind) -> None:
     trial.notes = Notes()
     specs = [trial.spec(kind, 0, FOREVER), trial.spec(kind, 1, bad)]
     specs.append(trial.spec("master_worker", 0, waits_for("SIGUSR1")))
-    outcome = trial.run(*specs, until=[spec.name for spec in specs], then=began)
-    assert outcome.status == "done" and outcome.given_up == [f"{kind}/1"]
-    assert "given up after 2 restarts" in trial.notes[-1] and "the run continues with 1 of 2" in trial.notes[-1]
+    outcome = trial.run(*specs, until=[spec.name for spec in specs], then=began, min_share=min_share)
+    assert outcome.status == status and outcome.given_up == ([f"{kind}/1"] if status == "done" else [])
+    for note in ("given up after 2 restarts", "the run continues with 1 of 2"):
+        assert (note in trial.notes[-1]) == (status == "done")
 
 
 BAD_INPUT = "import os; print(os.getpid(), flush=True); raise SystemExit(1)"

@@ -1,22 +1,30 @@
-"""The report of a run, from a step log of any length: against the same numbers from a list of all that holds."""
+"""The report of a run, from a step log of any length: against the same numbers from a list of all that holds; warnings
+and curves that are made from it.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib import pyplot
+from rich.console import Console
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.processes.restart_policy import Outcome
-from realsys.launch.screen.progress import TIME_PARTS, Record, mean, number
-from realsys.launch.screen.report import EVALUATION_KEYS, summarise
+from realsys.launch.screen.monitor import Monitor
+from realsys.launch.screen.progress import TIME_PARTS, Progress, Record, mean, number
+from realsys.launch.screen.report import EVALUATION_KEYS, draw_curves, print_summary, summarise
 from realsys.launch.screen.totals import COURSE_STEPS, CURVE_POINTS, course
+from realsys.telemetry.steps import StepTail
 
 STARTED, ENDED = 1000.0, 9000.0
 
@@ -67,6 +75,12 @@ def log_of(happened: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 record["step"], step = max(step, -1), max(step, 0)
         records.append(record)
     return records
+
+
+def append(paths: TrialPaths, records: list[dict[str, Any]]) -> None:
+    """Write records to the step log."""
+    with paths.steps.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def what_holds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -142,7 +156,7 @@ def test_summary_says_what_a_straightforward_computation_says(happened: list[dic
     records = log_of(happened)
     with tempfile.TemporaryDirectory() as folder:
         paths = TrialPaths(Path(folder))
-        paths.steps.write_text("".join(json.dumps(record) + "\n" for record in records))
+        append(paths, records)
         summary = summarise(Config(), paths, Outcome("done", ""), started=STARTED, ended=ENDED)
     expected = straightforward(records)
     assert {name: summary[name] for name in expected} == expected
@@ -165,6 +179,34 @@ def test_length_biased_steps_are_marked_and_not_averaged() -> None:
     many = [trained(step) | ({"length_biased": True} if step % 2 else {}) for step in range(1, 2 * CURVE_POINTS + 1)]
     [first, *_] = course(many, len(many))
     assert first["reward_mean"] == 2.0 and "length_biased" not in first
+
+
+def test_biased_steps_are_points_beside_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = TrialPaths(tmp_path)
+    append(paths, [trained(step) | {"length_biased": step in (1, 6)} for step in range(1, 7)])
+    with monkeypatch.context() as patch:
+        patch.setattr(pyplot, "close", lambda figure: None)
+        draw_curves(summarise(Config(), paths, Outcome("done", ""), started=STARTED, ended=ENDED), paths)
+    reward, *_ = pyplot.gcf().axes
+    pyplot.close()
+    drawn = [(line.get_linestyle(), list(line.get_xdata())) for line in reward.lines]
+    assert drawn == [("-", [2, 3, 4, 5]), ("None", [1, 6])]
+
+
+def test_run_without_signal_is_warned_of_once(tmp_path: Path) -> None:
+    """While it runs, and in its summary."""
+    config = Config.model_validate({"train": {"ppo": {"advantage": {"mean": "group"}}}})
+    paths, screen = TrialPaths(tmp_path), Mock()
+    monitor = Monitor(config, paths, Progress(), screen, StepTail(paths.steps))
+    append(paths, [{"kind": "eval", "eval_id": "before", "accuracy": 0.25, "step": 0}])
+    for step in range(1, 6):
+        append(paths, [trained(step) | {"signal": {"equal": 1.0}}])
+        monitor.read_steps()
+    [[warning]] = [call.args for call in screen.note.call_args_list]
+    assert "of the last 3 steps carry no signal" in warning and "accuracy before training 25.0%" in warning
+    summary = summarise(config, paths, Outcome("done", ""), started=STARTED, ended=ENDED)
+    print_summary(Console(file=(out := io.StringIO())), summary)
+    assert f"weak signal           {warning}\n" in out.getvalue()
 
 
 @pytest.mark.parametrize("count", [CURVE_POINTS + 1, 10 * CURVE_POINTS - 1])

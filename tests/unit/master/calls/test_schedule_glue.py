@@ -1,4 +1,4 @@
-"""Which learning rate and which version a step's calls get, and how the staleness of mixed samples is counted."""
+"""Which learning rate, version and rows a step's calls get, and how the staleness of mixed samples is counted."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import pytest
 
 from realsys.algorithm import dataflows
 from realsys.buffer.balance import token_costs
-from realsys.cluster.topology import place
-from realsys.config.allocation import ACTOR, parse_allocation
+from realsys.cluster.topology import place, whole_mesh
+from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.master.calls.executor import GraphExecutor
+from realsys.master.calls.plans import plan_roles
 from realsys.master.statistics import batch_statistics
 from realsys.master.warmup import Warmup, WarmupParts
-from realsys.model_calls import MfcReply, MfcRequest, SamplesArrived
+from realsys.model_calls import MfcRequest, SamplesArrived
 from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import SimulatedWorkers
 from tests.support.training.master_fakes import Run, run
+from tests.support.training.records import make_ref
 
 STEPS = 5
 
@@ -61,8 +63,20 @@ def test_calls_get_version_before_step() -> None:
     assert {(call.step, call.version) for call in calls} == {(step, step - 1) for step in range(1, STEPS + 1)}
 
 
+def test_actor_plan_balances_computed_rows() -> None:
+    """Group 0 has no gradient, because its rewards are equal; the critic computes it all the same."""
+    rows = [(40, 1.0, 0), (10, 1.0, 0), *((10, float(k % 2), 1) for k in range(4))]
+    refs = [make_ref(f"{k}", length, 2, reward, False, group) for k, (length, reward, group) in enumerate(rows)]
+    meshes = dict.fromkeys([ACTOR, "critic"], whole_mesh(ParallelLayout(data=2)))
+    config = changed("train.ppo.minibatches=1", "train.ppo.critic.minibatches=1")
+    plan = plan_roles(config, meshes, dict.fromkeys(meshes, token_costs), refs)
+    [actor], [critic] = plan[ACTOR], plan["critic"]
+    assert [sum(ref.length for ref in rank if ref.group == 1) for rank in actor] == [20, 20]
+    assert sorted(sum(ref.length for ref in rank) for rank in critic) == [40, 50]
+
+
 class DemoWorkers(SimulatedWorkers):
-    """Simulated workers that also load demonstrations and report a loss."""
+    """Simulated workers that also load demonstrations."""
 
     def load_demos(self, head: int, indices: Sequence[int]) -> asyncio.Future[SamplesArrived]:
         samples = []
@@ -74,11 +88,6 @@ class DemoWorkers(SimulatedWorkers):
         future.set_result(SamplesArrived(samples))
         return future
 
-    def _compute(self, worker: int, request: MfcRequest) -> MfcReply:
-        reply = super()._compute(worker, request)
-        reply.stats["loss"] = 1.0
-        return reply
-
 
 def test_warmup_rates_match_table() -> None:
     config = changed(*schedule("warmup.optimizer"), f"warmup.steps={STEPS}", "warmup.batch=4")
@@ -87,6 +96,7 @@ def test_warmup_rates_match_table() -> None:
 
     async def body() -> list[MfcRequest]:
         workers: Any = DemoWorkers(flow, meshes, 2)
+        workers.report = {call.name: {"stats": {"loss": 1.0}} for call in flow.calls}
         executor = GraphExecutor(flow, meshes, workers)
         step_log: Any = records
         parts = WarmupParts(meshes[ACTOR], token_costs, workers, executor, step_log)
