@@ -25,7 +25,7 @@ BENCHES ?= microbatch dp_balance train_step train_throughput memory streams weig
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-cpu run test sglang-test chaos lint format docs bench clean
+.PHONY: help setup sglang-cpu run test sglang-test gpu-test chaos lint format docs bench clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -33,7 +33,7 @@ help:  ## print this list
 setup: $(STAMP)  ## make .venv with the pinned dependencies and realsys itself (once)
 
 $(STAMP): setup.py constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try: make setup PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "Python 3.11, 3.12 or 3.13 is needed; try: make setup PYTHON=python3.11")'
 	@echo "setup: installing torch, Megatron-Core and about 100 other pinned packages into $(VENV)"
 	@echo "setup: 2 to 5 minutes and 1.5 GB with a CPU build of torch; more with the CUDA build (see PIP_ARGS in the Makefile)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -66,6 +66,9 @@ endif
 
 sglang-test: setup sglang-cpu  ## run the tests that need SGLang: the contract of a generation server, and a short job
 	REALSYS_SGLANG=1 $(PY) -m pytest $(SGLANG_TESTS) -ra --durations=10 $(ARGS)
+
+gpu-test: setup  ## run the tests that need a GPU; without one they are skipped by name (docs/gpu.md has more)
+	$(PY) -m pytest tests/gpu -m gpu -rs --durations=10 $(ARGS)
 
 chaos: setup  ## inject every fault at every phase of a small run, and print a table of the outcomes
 	$(PY) -m tests.chaos --json benchmarks/results/chaos.json $(ARGS)

@@ -11,7 +11,7 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.14",
     # realsys/configs, realsys/launch and realsys/workers are links to the folders at the top of the repository.
     packages=find_packages(include=["realsys", "realsys.*"]),
     package_data={
@@ -40,7 +40,7 @@ setup(
         "rich>=13",
         "safetensors>=0.4",
         "tokenizers>=0.20",
-        "torch>=2.11",
+        "torch>=2.11,<2.14",  # its attention kernel differs between versions (realsys.gpu.attention)
         "transformers>=4.50",
         "uvicorn>=0.30",
         "uvloop>=0.19",
@@ -58,7 +58,8 @@ setup(
             "types-PyYAML",
             "types-protobuf",
             "types-psutil",
-        ]
+        ],
+        "gpu": ["nvidia-ml-py>=12"],  # utilisation and memory of GPUs in the step log
     },
     entry_points={"console_scripts": ["realsys=realsys.launch.cli:main"]},
 )

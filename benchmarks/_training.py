@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from benchmarks._models import random_qwen2
-from realsys.buffer.balance import flop_costs, training_flops
 from realsys.cluster.topology import whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
@@ -78,14 +77,6 @@ def make_batch(lengths: Sequence[int], vocab: int, seed: int) -> tuple[list[Sequ
     return refs, samples
 
 
-def model_flops(sizes: ModelSizes, refs: Sequence[SequenceRef]) -> float:
-    """FLOPs of a forward and backward pass over ``refs``, with the head on answer tokens only, as it is computed."""
-    linear, quadratic = training_flops(replace(sizes, outputs=0))
-    head = 6.0 * sizes.hidden * sizes.outputs
-    layers = flop_costs([ref.length for ref in refs], linear, quadratic).sum()
-    return float(layers) + head * sum(ref.loss_tokens for ref in refs)
-
-
 def request(interface: str, minibatches: Sequence[Sequence[SequenceRef]], **args: float) -> MfcRequest:
     """A call of one data rank."""
     parts = [[list(part)] for part in minibatches]
@@ -93,11 +84,11 @@ def request(interface: str, minibatches: Sequence[Sequence[SequenceRef]], **args
 
 
 @contextlib.contextmanager
-def single_rank(config: Config, model: Path, device: Device) -> Iterator[Role]:
+def single_rank(config: Config, model: Path, device: Device, *, trainable: bool = True) -> Iterator[Role]:
     """The actor of a mesh of one rank, in this process, as a ModelWorker builds it."""
     with process_groups(HashStore(), 0, 1, config.cluster, device):
         groups = form_meshes({ACTOR: whole_mesh(ParallelLayout())}, 0, config.cluster, device)[ACTOR]
-        yield make_role(config, ACTOR, model, groups, DataManager(0), device, trainable=True)
+        yield make_role(config, ACTOR, model, groups, DataManager(0), device, trainable=trainable)
 
 
 def clock_of(device: Device) -> tuple[str, Callable[[], float]]:

@@ -46,11 +46,11 @@ from benchmarks._training import (
     make_batch,
     make_model,
     matmul_peak,
-    model_flops,
     request,
     single_rank,
     timed,
 )
+from realsys.buffer.balance import model_flops
 from realsys.buffer.microbatch import Packer, fewest_sequences, pack
 from realsys.config.schema import Config
 from realsys.hf.architecture import ModelSizes
@@ -102,7 +102,7 @@ def measure(
             if options.profile:
                 _print_profile(lambda: _step(role, refs), device)
             counts = {mode: len(role_with(role, split).microbatches([refs])) for mode, split in MODES.items()}
-    flops = model_flops(sizes, refs)
+    flops = model_flops(sizes, lengths.tolist(), sum(ref.loss_tokens for ref in refs))
     rows = []
     for mode, times in seconds.items():
         ratios = [theirs / ours for theirs, ours in zip(seconds["fixed"], times, strict=True)]

@@ -1,5 +1,6 @@
 """Sets what the user left open so that it fits the model, the data and the machine.
 
+    generation.backend                 sglang, if this machine has GPUs
     allocation: auto                   a quarter of the GPUs trains, the others generate; without GPUs, one process each
     data.max_prompt_tokens,            the model's positions, if the defaults do not fit: a quarter for the prompt
     generation.sampling.max_new_tokens
@@ -26,6 +27,7 @@ from realsys.config.schema import Config
 from realsys.hf.config import read_model
 
 AUTO = "auto"
+_BACKEND, _GPU_BACKEND = "generation.backend", "sglang"
 _PROMPT, _ANSWER = "data.max_prompt_tokens", "generation.sampling.max_new_tokens"
 _EVALUATIONS = ("evaluation.problems", "evaluation.every_problems")
 
@@ -35,7 +37,12 @@ def fit(config: Config, given: Collection[str], machine: Machine) -> tuple[Confi
 
     ``given``: keys of the command line. Files that do not exist are left to the checks.
     """
-    chosen = _allocation(config, machine) | _lengths(config, given) | _evaluations(config, given)
+    chosen = (
+        _backend(config, given, machine)
+        | _allocation(config, machine)
+        | _lengths(config, given)
+        | _evaluations(config, given)
+    )
     lines = [f"set {field}={value}: {reason}" for field, (value, reason) in chosen.items()]
     for field, (value, _) in chosen.items():
         config = _with(config, field.split("."), value)
@@ -46,6 +53,13 @@ def _is_open(config: Config, given: Collection[str], field: str) -> bool:
     parts = field.split(".")
     named = any(".".join(parts[:length]) in given for length in range(1, len(parts) + 1))
     return not named and _at(config, parts) == _at(Config(), parts)
+
+
+def _backend(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
+    """Choose the fast engine, unless the experiment asks for the embedded one on GPUs."""
+    if not machine.gpus or config.generation.embedded.on_gpu or not _is_open(config, given, _BACKEND):
+        return {}
+    return {_BACKEND: (_GPU_BACKEND, "this machine has GPUs")}
 
 
 def _allocation(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:

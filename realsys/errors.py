@@ -4,6 +4,7 @@ RealsysError
 ├── ConfigError           a field of the configuration is wrong (exit code 2)
 ├── DataError             a line of a dataset is wrong (exit code 2)
 ├── ModelError            a model directory is wrong or does not fit the layout (exit code 2)
+├── DeviceError           a process was given a GPU that it cannot use (exit code 2)
 ├── NameStoreError        the name store did not answer, or refused
 │   ├── KeyMissing        the key does not exist
 │   └── KeyExists         the key exists and replace was not set
@@ -67,6 +68,13 @@ class DataError(RealsysError):
 
 class ModelError(RealsysError):
     """A model directory is unusable, or its sizes do not divide by the layout."""
+
+    exit_code = 2
+    permanent = True
+
+
+class DeviceError(RealsysError):
+    """A process was given a GPU that it cannot use, or this torch has no kernel for it. A restart would not help."""
 
     exit_code = 2
     permanent = True

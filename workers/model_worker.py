@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 from realsys.cluster.process import training_start
 from realsys.cluster.worker import WorkerContext, worker_main
+from realsys.gpu.environment import prepare_environment
 
 
 def serve(ctx: WorkerContext) -> None:
+    prepare_environment(os.environ)
     # Imported here: torch and Megatron take seconds, and wrong arguments should not.
     from realsys.cluster.topology import place
     from realsys.config.allocation import ACTOR, parse_allocation
     from realsys.config.dataflow import dataflow_of
+    from realsys.gpu.meter import make_meter
     from realsys.stream.push_pull import Puller
     from realsys.stream.request_reply import GroupIntake, WorkerEndpoint
     from realsys.stream.security import keys_for
@@ -52,7 +57,8 @@ def serve(ctx: WorkerContext) -> None:
         gate = StepGate()
         endpoint.answer_urgent("pause_step", PauseRequest, gate.pause)
         endpoint.answer_urgent("settle_step", SettleRequest, gate.settle)
-        parts = WorkerParts(worker, groups, endpoint, data, device, writer, gate)
+        meter = make_meter(device.device, config.train.peak_tflops)
+        parts = WorkerParts(worker, groups, endpoint, data, device, writer, gate, meter)
         service = ModelWorkerService(config, ctx.paths, parts)
         try:
             if puller is not None:

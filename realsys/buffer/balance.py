@@ -55,6 +55,17 @@ def training_flops(sizes: ModelSizes) -> tuple[float, float]:
     return 6.0 * weights, 6.0 * sizes.layers * sizes.heads * sizes.head_dim
 
 
+def model_flops(sizes: ModelSizes, lengths: Sequence[int], scored: int) -> float:
+    """Return the FLOPs that training on these sequences needs at least: the numerator of the MFU.
+
+    The formula is that of Chowdhery et al. (PaLM, arXiv 2204.02311, appendix B), with causal attention, which has half
+    of its pairs, and with the head for ``scored`` tokens only. Recomputed activations do not count. A forward pass
+    takes a third.
+    """
+    head = 6.0 * sizes.hidden * sizes.outputs
+    return float(flop_costs(lengths, *training_flops(sizes)).sum()) - head * (sum(lengths) - scored)
+
+
 def cost_function(config: Config, sizes: ModelSizes) -> CostFunction:
     """Return the cost that ``train.balance`` balances over minibatches and ranks: tokens, or FLOPs of training.
 

@@ -2,12 +2,13 @@
 
     parse ─> log, signals, parent ─> config ─> name store ─> lease + heartbeat ─> body(ctx) ─> revoke ─> exit
                                                                │ lapses: error file, exit 75
-    any exception, in any thread: error file, exit 1
+    any exception, in any thread: error file, exit 1, or 2 if the input or the device is at fault
 
 ``python -m workers.<kind> --trial-dir DIR --index I`` calls ``worker_main(kind, body)``. Arguments are parsed before
 anything slow is imported.
 
-Exit codes: 0 the body returned; 1 it failed; 2 wrong arguments; 75 fenced; 143 stopped by a signal before it was done.
+Exit codes: 0 the body returned; 1 it failed; 2 wrong arguments, input or device; 75 fenced; 143 stopped by a signal
+before it was done.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def worker_main(kind: str, body: Body, argv: Sequence[str] | None = None) -> NoR
         reporter.fence(exc)
     except Exception as exc:
         reporter.report(exc, "failed")
-        code = EXIT_FAILED
+        code = exc.exit_code if isinstance(exc, RealsysError) else EXIT_FAILED
     log.info("exit %d", code)
     end(code, signals.orphan_grace_s)
 

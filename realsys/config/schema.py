@@ -94,6 +94,11 @@ class ModelConfig(Section):
     path: str = Field("", description="HF directory (Qwen2, Qwen3, Llama, Mistral); empty: make the tiny model")
     tiny: TinyModelConfig = TinyModelConfig()
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the parameters of every role")
+    float32_on_gpu: bool = Field(
+        False,
+        description="allow float32 on GPUs, for small models: without the attention kernel memory grows with the square"
+        " of the length",
+    )
     head_dtype: Literal["model", "float32"] = Field(
         "model",
         description="dtype of the logits, in training and on the servers: model.dtype, or float32 (docs/models.md)",
@@ -163,6 +168,10 @@ class SamplingConfig(Section):
 class EmbeddedConfig(Section):
     """The embedded engine: continuous batching in torch."""
 
+    on_gpu: bool = Field(
+        False,
+        description="allow this engine on GPUs, for small models: it has neither CUDA graphs nor a paged KV cache",
+    )
     max_running: Positive = Field(64, description="sequences that are decoded together")
     max_queued: Positive = Field(8192, description="sequences that wait in one server; more are refused")
     context_length: NonNegative = Field(

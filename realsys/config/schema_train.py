@@ -257,6 +257,13 @@ class TrainConfig(Section):
     distributed_optimizer: bool = Field(
         False, description="shard the optimizer state over the data-parallel ranks (Megatron)"
     )
+    overlap_grad_reduce: bool = Field(
+        False,
+        description="reduce gradients over the data ranks during the last backward pass, not after it (Megatron)",
+    )
+    peak_tflops: NonNegativeFloat = Field(
+        0.0, description="peak TFLOP/s of one GPU in bfloat16, for the MFU in the step log; 0: from the GPU's name"
+    )
     recompute: bool = Field(False, description="recompute activations in the backward pass, layer by layer")
     head_chunk_tokens: NonNegative = Field(
         0, description="tokens whose logits are in memory at a time; the backward pass computes them again; 0: all"

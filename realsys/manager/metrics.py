@@ -29,6 +29,7 @@ class StateCollector(Collector):
         yield from self._verdicts()
         yield from self._agreement()
         yield from self._untrained()
+        yield from self._gpu()
         state = self._state
         yield gauge("realsys_workers", "workers with a heartbeat", len(state.workers))
         tokens = state.throughput.tokens
@@ -107,6 +108,22 @@ class StateCollector(Collector):
         ):
             if isinstance(value := self._state.master.get(key), int | float):
                 yield gauge(f"realsys_{key}", text, value)
+
+    def _gpu(self) -> Iterator[Metric]:
+        """Yield the use of the GPUs in the last train step; nothing without GPUs."""
+        use = self._state.master.get("gpu")
+        if not isinstance(use, dict):
+            return
+        if isinstance(shares := use.get("mfu"), dict):
+            text = "model FLOPs of the training ranks over the peak of their GPUs, last step"
+            yield labelled("realsys_gpu_mfu", text, "call", shares)
+        for key, text in (
+            ("peak_bytes", "most memory that torch held on a GPU of a training rank, last step"),
+            ("used_bytes", "most memory in use on a GPU of a training rank, all processes, last step"),
+            ("utilisation", "share of the time in which the GPUs of the training ranks computed, last step"),
+        ):
+            if isinstance(value := use.get(key), int | float):
+                yield gauge(f"realsys_gpu_{key}", text, value)
 
     def _servers(self) -> Iterator[Metric]:
         families = {

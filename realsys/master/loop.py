@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 #: fields of the last step's record that the manager's status page shows
 STATUS_FIELDS = (
     *("step", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy", "agreement"),
-    *("untrained", "too_old", "length_ks"),
+    *("untrained", "too_old", "length_ks", "gpu"),
 )
 
 
@@ -210,7 +210,7 @@ class TrainLoop:
         parts.step_log.append({"kind": "train", "time": time.time(), **record})
         if warning := self._signal.observe(record):
             log.warning("%s", warning)
-        await parts.show({key: record[key] for key in STATUS_FIELDS})
+        await parts.show({key: record[key] for key in STATUS_FIELDS if key in record})
         return True
 
     def _record(

@@ -11,6 +11,7 @@ from realsys.algorithm.group_filter import keep_group
 from realsys.buffer.token_losses import StepLosses
 from realsys.config.schema import Config
 from realsys.master.calls.executor import CallResult
+from realsys.master.calls.gpu_use import step_gpu_use
 from realsys.master.records.agreement import PREFIX as AGREEMENT
 from realsys.types import SampleMeta
 
@@ -169,6 +170,7 @@ def train_record(
         "train_tokens_per_s": statistics["tokens"] / max(1e-9, seconds["inf"] + seconds["train"]),
         "consumed_tokens_per_s": statistics["answer_tokens"] / max(1e-9, seconds["total"]),
         "stats": stats,
+        **({"gpu": gpu} if (gpu := step_gpu_use({name: result.gpu for name, result in results.items()})) else {}),
         **statistics,
     }
 

@@ -43,6 +43,7 @@ from realsys.config.dataflow import TOKEN_REWARDS, Dataflow, check_calls, datafl
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ModelError, NotFiniteError
+from realsys.gpu.meter import GpuMeter
 from realsys.model_calls import (
     ClearRequest,
     Empty,
@@ -124,6 +125,7 @@ class WorkerParts:
     worker  index of the worker, which is its rank in torch.distributed
     groups  role -> the worker's groups on that role's mesh (``form_meshes``)
     gate    lets the master abandon a step (``realsys.train.step_gate``)
+    meter   reads the worker's GPU; None on a CPU
     """
 
     worker: int
@@ -133,6 +135,7 @@ class WorkerParts:
     device: Device
     writer: WeightWriter
     gate: StepGate = field(default_factory=StepGate)
+    meter: GpuMeter | None = None
 
 
 class ModelWorkerService:
@@ -155,6 +158,7 @@ class ModelWorkerService:
         self._saver = WeightSaver(parts.worker, parts.writer, _SHARE * config.cluster.request_timeout_s)
         self._failure: BaseException | None = None  # error of the background thread
         self._gate = parts.gate
+        self._meter = parts.meter
         self._demos = DemoSource(config, paths, parts.data, parts.worker)
         self._roles: dict[str, Role] = {}
         recorder = SampleRecorder(
@@ -249,6 +253,7 @@ class ModelWorkerService:
     def _mfc(self, request: MfcRequest) -> MfcReply:
         start = time.perf_counter()
         role, handler = self._role(request.role), find_handler(request.handler)
+        counted = role.flops
         before = [find_hook(name) for name in request.pre_hooks]
         after = [find_hook(name) for name in request.post_hooks]
         for hook in before:
@@ -270,6 +275,8 @@ class ModelWorkerService:
         if self._worker in role.groups.mesh.dp_heads():
             reply.stats, reply.scores = outcome.stats, outcome.scores
             reply.tokens = sum(ref.length for ref in role.own_sequences(request))
+        if self._meter is not None:
+            reply.gpu = self._meter.read(role.flops - counted)
         reply.seconds = time.perf_counter() - start
         return reply
 

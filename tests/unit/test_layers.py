@@ -21,6 +21,7 @@ PACKAGES = ("realsys", "workers", "launch", "configs")
 WITH_TORCH = (
     "realsys.algorithm",
     "realsys.generation",  # the embedded engine
+    "realsys.gpu",
     "realsys.hf.rope",
     "realsys.train",
     "realsys.weights",
@@ -46,6 +47,8 @@ WITHOUT_TORCH = (
     "realsys.generation.sglang.engine",
     "realsys.generation.sglang.guard",
     "realsys.generation.simple",
+    "realsys.gpu",
+    "realsys.gpu.environment",
     "realsys.train",
     "realsys.train.checkpoint.checkpoint_files",
     "realsys.train.checkpoint.checkpoint_messages",

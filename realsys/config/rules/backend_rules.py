@@ -1,6 +1,6 @@
 """Rules of a generation backend that other processes than its server need.
 
-    launcher ──────> check, capacity, memory_bytes, gpus
+    launcher ──────> check, check_machine, capacity, memory_bytes, gpus
     RolloutWorker ─> start_timeout_s
 
 A backend (``realsys.generation.backend.Backend``) derives from BackendRules and adds ``build``. Launcher and
@@ -33,6 +33,10 @@ class BackendRules:
         if allocation.inference.tensor > 1:
             problem = f"the {self.config.generation.backend} engine must have m1; add servers with d"
             raise ConfigError("allocation", self.config.allocation, problem)
+
+    def check_machine(self, machine: Machine) -> None:
+        """Refuse a machine on which the engine should not run, before anything starts. Raises ConfigError."""
+        return
 
     def capacity(self) -> int:
         """Return how many completions one server runs and queues."""

@@ -41,6 +41,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     process_memory = _check_machine(config, allocation, machine, backend)
     _check_rollout(config)
     evaluation_sampling(config)
+    _check_gpus(config, machine, backend)
     _check_lengths(config)
     check_training(config, allocation, flow)
     _check_data(config)
@@ -89,6 +90,16 @@ def _check_machine(config: Config, allocation: Allocation, machine: Machine, bac
         need = process_bytes(ranks, servers, total - ranks - servers) + servers * int(backend.memory_bytes(machine))
     check_memory(config, machine, need)
     return need
+
+
+def _check_gpus(config: Config, machine: Machine, backend: BackendRules) -> None:
+    """Refuse what is slow on GPUs unless the user asked for it."""
+    with BACKEND.guard(config.generation.backend, "check_machine raised"):
+        backend.check_machine(machine)
+    if machine.trainer_gpus and config.model.dtype == "float32" and not config.model.float32_on_gpu:
+        problem = "has no fast attention kernel on GPUs: set model.dtype=bfloat16"
+        remedy = "model.float32_on_gpu=true to use it all the same"
+        raise ConfigError("model.dtype", config.model.dtype, f"{problem}, or {remedy}")
 
 
 #: Processes that a name store of files carries: each watch polls all keys, and each beat takes the lock of the store.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from realsys.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GIB = 1 << 30
 
 
@@ -32,7 +36,7 @@ class Machine:
         return cls(
             cpus=len(os.sched_getaffinity(0)),
             memory_bytes=_available_memory(),
-            gpus=_visible_gpus(environment),
+            gpus=visible_gpus(environment.get(VISIBLE), _present_gpus()),
             torch_has_cuda=_torch_has_cuda(),
         )
 
@@ -44,12 +48,27 @@ def _available_memory() -> int:
     return 8 * _GIB  # kernels before 3.14 do not report it
 
 
-def _visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
-    present = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
-    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+def _present_gpus() -> int:
+    return sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def visible_gpus(chosen: str | None, present: int) -> tuple[str, ...]:
+    """Return the ids of the GPUs that CUDA shows to a process. Raises ConfigError if one is listed twice.
+
+    ``chosen``: CUDA_VISIBLE_DEVICES, if it is set; ``present``: number of GPUs. Like CUDA, ignore everything from the
+    first entry on that is no GPU: -1, NoDevFiles, a number that is too large.
+    """
     if chosen is None:
-        return tuple(str(i) for i in range(len(present)))
-    return tuple(part.strip() for part in chosen.split(",") if part.strip()) if present else ()
+        return tuple(map(str, range(present)))
+    ids = [part.strip() for part in chosen.split(",")]
+    valid = list(itertools.takewhile(lambda each: _is_gpu(each, present), ids))
+    if len(set(valid)) < len(valid):
+        raise ConfigError(VISIBLE, chosen, "names a GPU twice: name each GPU once")
+    return tuple(valid)
+
+
+def _is_gpu(name: str, present: int) -> bool:
+    return int(name) < present if name.isdigit() else present > 0 and name.startswith(("GPU-", "MIG-"))
 
 
 def _torch_has_cuda() -> bool:

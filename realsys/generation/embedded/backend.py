@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from realsys.config.allocation import Allocation
 from realsys.config.rules.lengths import longest_sequence
+from realsys.config.rules.machine import Machine
 from realsys.errors import ConfigError
 from realsys.generation.backend import Backend, Change, EngineParts
 
@@ -30,6 +31,13 @@ class EmbeddedBackend(Backend):
             if longest != prompt + completion:
                 parts = f"the longest row of rollout.agent {self.config.rollout.agent}"
             raise ConfigError("generation.embedded.context_length", context, f"must hold {parts} = {longest}")
+
+    def check_machine(self, machine: Machine) -> None:
+        """Refuse GPUs unless the user asked for this engine on them: it is many times slower there than SGLang."""
+        if machine.trainer_gpus and not self.config.generation.embedded.on_gpu:
+            problem = "is slow on GPUs and its KV cache is not paged: set generation=sglang"
+            remedy = "generation.embedded.on_gpu=true to use it all the same"
+            raise ConfigError("generation.backend", "embedded", f"{problem}, or {remedy}")
 
     def capacity(self) -> int:
         settings = self.config.generation.embedded

@@ -13,6 +13,7 @@ from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.engine import Engine
 from realsys.generation.embedded.forward.weights import fuse, read_tensors
 from realsys.generation.stop_strings import read_tokenizer
+from realsys.gpu.devices import choose_device
 from realsys.hf.config import read_model
 
 
@@ -33,9 +34,10 @@ def build_engine(
     The engine begins with version -1 for any directory: only a verified update has a version.
     ``head_dtype`` is that of the logits, if it is not ``dtype``. ``context`` is the longest sequence in
     tokens, used if ``embedded.context_length`` is 0. Raises
-    ModelError for a model that it cannot run, ConfigError if the KV cache does not fit.
+    ModelError for a model that it cannot run, ConfigError if the KV cache does not fit, DeviceError if the
+    process was given a GPU that it cannot use.
     """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or choose_device()
     embedded = config.embedded
     arch = read_model(model_path)
     weights = fuse(arch, read_tensors(model_path), dtype=dtype, device=device, head_dtype=head_dtype)

@@ -35,6 +35,7 @@ from realsys.cluster.aio import first_completed
 from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.errors import RewardError
+from realsys.master.calls.gpu_use import gpu_use
 from realsys.master.calls.ownership import Ownership
 from realsys.model_calls import Empty, MfcReply, MfcRequest, Transfer, TransferReply, TransferRequest
 from realsys.train.step_gate import StepAbandoned
@@ -69,6 +70,7 @@ class CallResult:
     received     bytes that the call's transfers moved
     abandoned    the run stops, and the call was not run to its end
     not_finite   arguments of the NotFiniteError that ended the call
+    gpu          readings of the GPUs of its workers (``gpu_use``); empty on CPUs
     """
 
     stats: dict[str, float]
@@ -79,6 +81,7 @@ class CallResult:
     received: int
     abandoned: bool = False
     not_finite: tuple[str, int, list[str]] | None = None
+    gpu: dict[str, float] = field(default_factory=dict)
 
 
 class GraphExecutor:
@@ -333,13 +336,15 @@ async def _result(
     # Statistics are reduced over the mesh, so one head has them all. Scores are not: each head has
     # its own samples.
     heads = [replies[worker] for worker in mesh.dp_heads()]
+    seconds = max(reply.seconds for reply in replies.values())
     return CallResult(
         stats=heads[0].stats,
         scores={sample_id: score for reply in heads for sample_id, score in reply.scores.items()},
-        seconds=max(reply.seconds for reply in replies.values()),
+        seconds=seconds,
         began=began,
         ended=time.perf_counter(),
         received=sum(reply.received for reply in moving.result()) if moving is not None else 0,
         abandoned=any(reply.abandoned for reply in replies.values()),
         not_finite=heads[0].not_finite,
+        gpu=gpu_use([reply.gpu for reply in replies.values() if reply.gpu], seconds),
     )

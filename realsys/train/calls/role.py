@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from realsys.algorithm.value_norm import RunningMoments
-from realsys.buffer.balance import cost_function
+from realsys.buffer.balance import cost_function, model_flops
 from realsys.buffer.microbatch import pack_equal
 from realsys.buffer.minibatches import row_units
 from realsys.config.dataflow import FunctionCall, dataflow_of
@@ -47,6 +47,8 @@ class Role:
     #: and in a row until now
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    #: model FLOPs of the micro-batches made so far, this rank's share
+    flops: float = 0.0
     #: statistics in whose units a critic predicts
     running_values: RunningMoments = field(init=False)
     #: weights of an earlier version, to score tokens that it sampled; on data rank 0 only
@@ -93,7 +95,16 @@ class Role:
         fewest = min(self._fewest_microbatches(), max(len(own) for own in units))
         plan = pack_equal(lengths, capacity or train.microbatch_tokens, fewest, costs)[self.groups.data_rank]
         own = units[self.groups.data_rank]
-        return [self.packer.pack([ref for i in batch for ref in own[i]], keys) for batch in plan or [[]]]
+        batches = [[ref for i in batch for ref in own[i]] for batch in plan or [[]]]
+        self._count_flops([ref for batch in batches for ref in batch], gradients=gradients)
+        return [self.packer.pack(batch, keys) for batch in batches]
+
+    def _count_flops(self, refs: Sequence[SequenceRef], *, gradients: bool) -> None:
+        layout = self.groups.mesh.layout
+        scored = sum(ref.loss_tokens for ref in refs)
+        flops = model_flops(self.engine.model.sizes, [ref.length for ref in refs], scored)
+        # The tensor and pipeline ranks of a data rank divide the work.
+        self.flops += flops / (layout.tensor * layout.pipeline) / (1 if gradients else 3)
 
     def _fewest_microbatches(self) -> int:
         stages = self.groups.mesh.layout.pipeline

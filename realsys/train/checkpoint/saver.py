@@ -217,7 +217,7 @@ def _load_slot(directory: Path, reader: PieceReader, slot: Slot) -> None:
     slot.master().copy_(value[held.start : stop])
     state = {}
     for kind in kinds.keys() - {PARAMETER}:
-        if kind.startswith(NUMBER):  # torch keeps step counts on the CPU
+        if kind.startswith(NUMBER):
             state[kind.removeprefix(NUMBER)] = reader.read(kind, whole_shard(shard.name, (1,))).reshape(())
         else:
             flat = reader.read(kind, shard, held.start, stop)

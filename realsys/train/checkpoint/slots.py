@@ -53,6 +53,9 @@ class Held:
         if _STEP in state and not isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
             # Without it, bias correction would begin again on mature moments: twice the step, or more.
             self.group[_STEP] = int(state.pop(_STEP))
+        elif _STEP in state and self.group.get("fused"):
+            # The fused kernel reads the count on the device. The unfused one reads it on the CPU.
+            state[_STEP] = state[_STEP].to(self.key.device)
         if state:
             self.optimizer.state[self.key] = state
 

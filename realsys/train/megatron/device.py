@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from realsys.cluster.network import advertised_host
 from realsys.errors import ConfigError
+from realsys.gpu.attention import attention_kernel
+from realsys.gpu.devices import choose_device
 
 _FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.tensor, torch.full, torch.arange})
 _CUDA_TYPE_OF = {
@@ -73,21 +75,22 @@ class Device:
 def prepare_device(rank: int, threads: int) -> Device:
     """Choose this rank's device, set the thread count, and prepare torch for Megatron.
 
-    Call it once, before Megatron is imported.
+    Call it once, before Megatron is imported. Raises DeviceError if the rank was given a GPU and cannot use it, or if
+    this torch has no attention kernel for it.
     """
     torch.set_num_threads(threads)
     # Megatron relies on kernels starting in the order they are queued to overlap communication with
     # compute.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if torch.cuda.is_available():
-        index = rank % torch.cuda.device_count()
-        torch.cuda.set_device(index)
-        return Device(torch.device("cuda", index), "nccl")
+    device = choose_device(rank)
+    if device.type == "cuda":
+        attention_kernel()  # a torch without one is found here, not in the first forward pass
+        return Device(device, "nccl")
     _stand_in_for_cuda()
     # torch records the last 2,000 collectives, megabytes of memory; gloo has no tool that reads
     # them.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-    return Device(torch.device("cpu"), "gloo")
+    return Device(device, "gloo")
 
 
 def seed_megatron(device: Device, seed: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from realsys.config.schema_train import OptimizerConfig
+from realsys.config.schema_train import OptimizerConfig, TrainConfig
 from realsys.errors import ModelError
 from realsys.train.megatron.megatron_core import (
     DistributedDataParallel,
@@ -33,14 +33,22 @@ class StepOutcome:
     applied: bool
 
 
-def with_gradients(module: torch.nn.Module, megatron: TransformerConfig, *, distributed: bool) -> Any:
+def with_gradients(module: torch.nn.Module, megatron: TransformerConfig, train: TrainConfig) -> Any:
     """Return ``module`` with fp32 gradient buffers for its trainable parameters.
 
-    ``distributed``: each data rank will step its share of them. In bf16 the sum over micro-batches and ranks would lose
-    small gradients, and depend on the layout.
+    In bf16 the sum over micro-batches and ranks would lose small gradients, and depend on the layout. With
+    ``train.distributed_optimizer`` each data rank will step its share of the parameters.
     """
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-    return DistributedDataParallel(megatron, settings, module)
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=train.distributed_optimizer,
+        overlap_grad_reduce=train.overlap_grad_reduce,
+    )
+    trained = DistributedDataParallel(megatron, settings, module)
+    if train.overlap_grad_reduce:
+        # Without it the reduction would begin in the first micro-batch, before the sum is complete.
+        megatron.no_sync_func = trained.no_sync
+    return trained
 
 
 def make_optimizer(model: Any, settings: OptimizerConfig, dtype: torch.dtype) -> Any:
@@ -73,7 +81,26 @@ def make_optimizer(model: Any, settings: OptimizerConfig, dtype: torch.dtype) ->
         # Norms and biases have a multiplier of 0, which only Megatron's own scheduler applies.
         # Without this line they would decay like all other weights.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    if settings.name == "adam":
+        _fuse(optimizer)
     return optimizer
+
+
+def _fuse(optimizer: Any) -> None:
+    """Let torch's Adam step a parameter in one kernel where it is on a GPU.
+
+    Megatron makes torch's Adam without this. Its default there makes temporaries of about the size of the fp32
+    parameters, and passes over the memory several times.
+    """
+    for part in optimizer.chained_optimizers:
+        # Transformer Engine's and Apex's Adam are fused already, and have no such flag.
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                group["fused"] = all(_runs_fused(parameter) for parameter in group["params"])
+
+
+def _runs_fused(parameter: torch.Tensor) -> bool:
+    return parameter.is_cuda
 
 
 def take_step(optimizer: Any, lr: float, clip_grad: float, *, skip: bool) -> StepOutcome:

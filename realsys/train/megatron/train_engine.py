@@ -120,7 +120,7 @@ class MegatronEngine:
             if self._trainable:
                 if self.settings.lora.rank:
                     lora.attach(module, self.settings.lora, self.groups, self._seed)
-                self.ddp_model = with_gradients(module, megatron, distributed=self._train.distributed_optimizer)
+                self.ddp_model = with_gradients(module, megatron, self._train)
             else:
                 module.requires_grad_(False)
             self._schedule = Schedule(

@@ -224,10 +224,14 @@ def test_status_metrics_and_page_show_the_trial(tmp_path: Path) -> None:
         await t.ready()
         t.store.add(t.names.status, json.dumps({"phase": "train", "time": 0}), replace=True)
         await t.until("phase", lambda: t.state.master.get("phase") == "train")
-        assert (await t.get("/status"))["agreement"] is None, "no train step yet"
+        status = await t.get("/status")
+        assert status["agreement"] is None and "gpu" not in status, "no train step yet"
+        gpu = {"mfu": {"actor_train": 0.4}, "peak_bytes": 5.0, "used_bytes": 6.0, "utilisation": 0.9}
         waste = {"untrained": {"stale": 0.25}, "too_old": 0.125, "length_ks": 0.5}
         drift = {"version": 3, "tokens": 9, "difference_mean": 0.5, "difference_max": 1.0, "ratio": 1.6, "warning": "!"}
-        t.store.add(t.names.status, json.dumps({"phase": "train", "agreement": drift, **waste}), replace=True)
+        t.store.add(
+            t.names.status, json.dumps({"phase": "train", "agreement": drift, "gpu": gpu, **waste}), replace=True
+        )
         await t.until("agreement", lambda: "agreement" in t.state.master)
         ticket = (await t.allocate())["tickets"][0]
         await t.schedule(ticket)
@@ -237,7 +241,7 @@ def test_status_metrics_and_page_show_the_trial(tmp_path: Path) -> None:
         assert status["admission"]["headroom"] == 3 and status["admission"]["admits"] is True
         assert status["servers"][0]["tokens_per_s"] > 0
         assert status["rollout"]["updates"][0]["pause_s"] == 0.002 and status["agreement"] == drift
-        assert status["untrained"] == waste
+        assert status["untrained"] == waste and status["gpu"] == gpu
         assert status["throughput"]["generated_tokens"] == 40
         assert [worker["name"] for worker in status["workers"]] == [WORKER]
         async with t.session.get(t.url + "/metrics") as response:
@@ -247,6 +251,7 @@ def test_status_metrics_and_page_show_the_trial(tmp_path: Path) -> None:
         assert 'realsys_weight_update_seconds_count{stage="total"} 1.0' in text
         assert "realsys_agreement_difference_mean 0.5" in text and "realsys_agreement_warning 1.0" in text
         assert 'realsys_untrained_share{reason="stale"} 0.25' in text and "realsys_length_ks 0.5" in text
+        assert 'realsys_gpu_mfu{call="actor_train"} 0.4' in text and "realsys_gpu_utilisation 0.9" in text
         async with t.session.get(t.url + "/") as response:
             page = await response.text()
         assert response.status == 200 and "fetch(" in page and "http://" not in page and "https://" not in page

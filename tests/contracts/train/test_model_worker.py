@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from realsys.buffer.balance import model_flops
 from realsys.cluster.topology import place, whole_mesh
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError
+from realsys.gpu.meter import GpuMeter
 from realsys.hf.config import read_model
 from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
@@ -56,6 +58,13 @@ REFS, ARRAYS = make_batch()
 IDS = [ref.sample_id for ref in REFS]
 
 
+class FlopsMeter(GpuMeter):
+    """The meter of a GPU, without the GPU."""
+
+    def read(self, flops: float) -> dict[str, float]:
+        return {"flops": flops}
+
+
 class Played:
     """A ModelWorker that is to serve ``script``, and has the batch if it is one of ``holders``."""
 
@@ -67,7 +76,8 @@ class Played:
                 self.data.put(name, arrays)
         paths = TrialPaths.of(config)
         writer = DiskWriter(ShardWriter())
-        parts = WorkerParts(rank, FORMED, self.endpoint, self.data, device, writer)
+        meter = FlopsMeter(device.device, peak=1.0)
+        parts = WorkerParts(rank, FORMED, self.endpoint, self.data, device, writer, meter=meter)
         self._service = ModelWorkerService(config, paths, parts)
 
     def serve(self) -> list[Any]:
@@ -148,6 +158,11 @@ def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_p
         assert math.isfinite(training.stats["loss"]) and training.stats["grad_norm"] > 0
         assert inference.stats["logprob_difference_max"] >= inference.stats["logprob_difference_mean"] > 0
     assert [shard.file for shard in shards] == [f"model-{i + 1:05d}-of-00004.safetensors" for i in range(4)]
+    flops = model_flops(
+        read_model(models["actor"]).sizes, [ref.length for ref in REFS], sum(ref.loss_tokens for ref in REFS)
+    )
+    for position, share in ((2, 1 / 3), (3, 1)):  # a forward pass, and training
+        assert sum(replies[position].gpu["flops"] for replies, _ in found) == pytest.approx(share * flops)
     before = load_file(models["actor"] / "model.safetensors")
     after = {name: tensor for shard in shards for name, tensor in load_file(tmp_path / shard.file).items()}
     assert after.keys() == before.keys()

@@ -19,6 +19,7 @@ from realsys.master.checkpoints import commit
 from realsys.train.calls import Role
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
+from realsys.train.megatron import optimizer
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.layers.heads import Outputs
 from realsys.train.megatron.train_engine import Stats
@@ -80,6 +81,7 @@ class Setup:
     optimizer: str = "adam"
     lora: int = 0
     fused: bool = False  # Megatron finds a fused Adam
+    one_kernel: bool = False  # torch's Adam runs fused, as on a GPU
 
     def __str__(self) -> str:
         names = [str(self.layout), self.dtype, self.model, self.optimizer]
@@ -89,6 +91,7 @@ class Setup:
                 *["distributed"] * self.distributed,
                 *[f"lora{self.lora}"] * bool(self.lora),
                 *["fused"] * self.fused,
+                *["one_kernel"] * self.one_kernel,
             ]
         )
 
@@ -111,6 +114,8 @@ class Setup:
             if self.fused:  # in this forked process only
                 vars(megatron_optimizer).update(Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False)
                 distrib_optimizer.Adam = FusedAdam
+            if self.one_kernel:
+                vars(optimizer)["_runs_fused"] = lambda parameter: True
             return body(build_role(config, layout, rank, device, model))
 
         return run_ranks(layout.world_size, on_rank, config, layout)

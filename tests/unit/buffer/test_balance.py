@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from realsys.buffer.balance import cost_function, training_flops
+from realsys.buffer.balance import cost_function, model_flops, training_flops
 from realsys.buffer.minibatches import plan_minibatches
 from realsys.config.schema import Config
 from realsys.hf.architecture import ModelSizes
@@ -40,6 +40,11 @@ def test_flops_of_a_small_model_by_hand() -> None:
     # Two layers and the head: 1120 weights, 2 FLOPs each forwards and 4 backwards.
     # A pair of tokens: (2 * 2 + 2 * 2) FLOPs in each of 4 heads of 2 layers = 64; times 3; half the pairs are met.
     assert training_flops(SIZES) == (6720.0, 96.0)
+
+
+def test_model_flops_have_the_head_for_scored_tokens_only() -> None:
+    # The head takes 6 * 160 = 960 FLOPs per token; 13 - 4 tokens skip it.
+    assert model_flops(SIZES, [10, 3], scored=4) == 6720 * 13 + 96 * (100 + 9) - 960 * 9
 
 
 def test_flops_are_those_that_torch_counts() -> None:

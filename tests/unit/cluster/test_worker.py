@@ -93,6 +93,15 @@ def test_exception_in_body_leaves_only_an_error_file(trial):
     assert trial.store.get_subtree(trial.names.root) == {}
 
 
+def test_rank_that_cannot_use_its_gpu_exits_two(trial):
+    """A rank on the CPU among ranks on GPUs would make all of them wait."""
+    body = "from realsys.train.megatron.device import prepare_device; prepare_device(0, 1)"
+    log = trial.ends(trial.start(body, CUDA_VISIBLE_DEVICES="77"), 2)
+    assert "DeviceError: this process was given a GPU and cannot use it" in log and "CUDA_VISIBLE_DEVICES=77" in log
+    (record,) = read_errors(trial.paths.errors)
+    assert (record.type, record.exit_code, record.permanent) == ("DeviceError", 2, True)
+
+
 def test_soft_limit_of_open_files_is_raised(trial):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))  # the child inherits it
@@ -303,7 +312,7 @@ def test_hanging_name_store_is_fenced_by_the_clock(trial):
 
 def test_unreadable_config_is_reported_like_any_failure(trial):
     trial.paths.config.write_text("{")
-    trial.ends(trial.start("quick()"), 1)
+    trial.ends(trial.start("quick()"), 2)
     (record,) = read_errors(trial.paths.errors)
     assert record.type == "ConfigError" and str(trial.paths.config) in record.message and record.exit_code == 2
 

@@ -197,6 +197,20 @@ def test_one_gpu_serves_one_rank_only() -> None:
         check(changed("allocation=sglang.d1+d2"), GPU1)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["generation.embedded.on_gpu=false"], "backend='embedded': is slow on GPUs.*set generation=sglang"),
+        (["model.float32_on_gpu=false"], "dtype='float32': has no fast attention.*set model.dtype=bfloat16"),
+    ],
+)
+def test_slow_settings_on_gpus_must_be_asked_for(overrides: list[str], message: str) -> None:
+    one_rank = "allocation=serve.d1+d1"
+    check(changed(one_rank, *overrides), CPU)
+    with pytest.raises(ConfigError, match=message):
+        check(changed(one_rank, *overrides), GPU1)
+
+
 def test_data_files_of_a_jsonl_experiment(tmp_path: Path) -> None:
     train = tmp_path / "train.jsonl"
     train.write_text('{"prompt": "1+1", "answer": "2"}\n')

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from realsys.gpu.attention import attention_kernel
 from realsys.train.megatron.layers.fused import apply, pad_rows, rms_norm, rotate, swiglu
 from realsys.train.megatron.megatron_core import (
     MLP,
@@ -226,22 +227,8 @@ class PackedAttention(MegatronModule):
     def _kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSegments
     ) -> torch.Tensor:
-        # Imported here: only the CUDA path needs it.
-        from torch.nn.attention.varlen import varlen_attn
-
-        out = varlen_attn(
-            query,
-            key,
-            value,
-            packed.cu_seqlens_q,
-            packed.cu_seqlens_kv,
-            packed.max_seqlen_q,
-            packed.max_seqlen_kv,
-            scale=self.scale,
-            window_size=(-1, 0),  # causal
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        assert isinstance(out, torch.Tensor)
+        assert packed.max_seqlen_q is not None
+        out = attention_kernel()(query, key, value, packed.cu_seqlens_q, packed.max_seqlen_q, self.scale)
         return out.reshape(out.shape[0], -1)
 
     def _bucket(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bucket: Bucket) -> torch.Tensor:

@@ -59,6 +59,8 @@ BIG = ParallelLayout(data=2, tensor=2)
         Setup(optimizer="sgd"),
         Setup(fused=True),
         Setup(D2, distributed=True, dtype="bfloat16", fused=True),
+        Setup(one_kernel=True),
+        Setup(D2, distributed=True, dtype="bfloat16", one_kernel=True),
         Setup(M2, lora=4),
     ],
     ids=str,
@@ -84,7 +86,16 @@ LAYOUTS = [
 LOW_PRECISION = (Setup(D2, distributed=True, dtype="bfloat16"), Setup(M2, dtype="bfloat16"))
 
 
-@pytest.mark.parametrize(("written", "read"), [(Setup(), Setup(fused=True)), (Setup(fused=True), Setup(M2))], ids=str)
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (Setup(), Setup(fused=True)),
+        (Setup(fused=True), Setup(M2)),
+        (Setup(), Setup(one_kernel=True)),
+        (Setup(one_kernel=True), Setup(fused=True)),
+    ],
+    ids=str,
+)
 def test_step_count_moves_between_kinds_of_adam(
     written: Setup, read: Setup, models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -1,0 +1,74 @@
+"""Common parts of the benchmarks on GPUs: the result of an item, random models made on the device."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks._table import format_table
+from benchmarks._training import PRESETS
+from realsys.hf.architecture import ModelSizes
+from realsys.hf.config import read_model
+
+SKIPPED = 77  # exit code of an item that found no GPU
+NO_GPU = "no CUDA device"
+#: file to which an item writes its rows; gpu_all sets it
+ROWS = "REALSYS_BENCHMARK_ROWS"
+SIZES = PRESETS | {
+    "7b": ModelSizes(hidden=3584, layers=28, heads=28, kv_heads=4, head_dim=128, ffn=18944, outputs=152_064)
+}
+_SCALE = 0.02
+
+
+def require_gpu() -> None:
+    """End this process with the exit code SKIPPED if there is no GPU."""
+    if not torch.cuda.is_available():
+        print(NO_GPU)
+        sys.exit(SKIPPED)
+
+
+def write_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print ``rows`` as a table, and hand them to ``gpu_all`` if it runs this item."""
+    print(name)
+    print(format_table(rows))
+    if path := os.environ.get(ROWS):
+        Path(path).write_text(json.dumps([dict(row) for row in rows], default=str))
+
+
+def random_model(sizes: ModelSizes, folder: Path, *, positions: int = 32768) -> dict[str, torch.Tensor]:
+    """Write a random bfloat16 Qwen2 as an HF directory and return its tensors, which are made on the device."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.ffn,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": sizes.outputs,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "eos_token_id": 0,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(1)
+    tensors = {}
+    for name, shape in read_model(folder).tensor_shapes().items():
+        tensor = torch.ones(shape, device=device)
+        if len(shape) > 1:
+            tensor.normal_(0.0, _SCALE, generator=generator)
+        tensors[name] = tensor.bfloat16()
+    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return tensors

@@ -1,0 +1,51 @@
+"""Gradients that are reduced during the backward pass equal those that are reduced after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.serving.hf_models import make_model
+from tests.support.training.engine_ranks import NLL, REFS, Rank, make_config, make_settings, on_ranks
+
+STEPS = 3  # Megatron reduces the first batch after the backward pass, and overlaps from the second on
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("tied")
+    make_model(tied=True).save_pretrained(folder)
+    return folder
+
+
+def weights_after_steps(rank: Rank) -> dict[str, torch.Tensor]:
+    """Train with several micro-batches; in the last step data rank 1 has no sequence. A forward pass is between."""
+    engine, first = rank.engine, rank.engine.groups.data_rank == 0
+    engine.use_optimizer("train", engine.settings.optimizer)
+    for step in range(STEPS):
+        batches = rank.micro_batches(3)
+        if step == STEPS - 1:
+            batches = [rank.packer.pack(refs if first else []) for refs in (REFS[:4], REFS[4:])]
+        engine.logprobs(batches)
+        engine.accumulate(batches, NLL)
+        assert engine.step(1e-3).applied
+    return rank.weights()
+
+
+@pytest.mark.parametrize(
+    ("text", "train"),
+    [("d2", {}), ("d2", {"distributed_optimizer": True}), ("d2p2", {}), ("d2m2", {"sequence_parallel": True})],
+)
+def test_overlapped_reduction_does_not_change_the_weights(text: str, train: dict[str, Any], path: Path) -> None:
+    runs = [
+        on_ranks(text, path, weights_after_steps, make_config(overlap_grad_reduce=overlap, **train), make_settings())
+        for overlap in (True, False)
+    ]
+    for ours, expected in zip(*runs, strict=True):
+        assert ours.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(ours[name], tensor), name

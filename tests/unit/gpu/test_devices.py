@@ -1,0 +1,99 @@
+"""Choice of the device: a process that was given a GPU uses it or ends, and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from realsys.config.rules import machine
+from realsys.config.rules.machine import visible_gpus
+from realsys.errors import DeviceError
+from realsys.gpu import devices
+from realsys.gpu.devices import choose_device, is_given_gpu
+from realsys.gpu.environment import prepare_environment
+
+
+@pytest.mark.parametrize(
+    ("chosen", "ids"),
+    [
+        ("", ()),
+        ("-1", ()),
+        ("NoDevFiles", ()),
+        ("0", ("0",)),
+        ("2, 3", ("2", "3")),
+        ("1,-1,2", ("1",)),
+        ("GPU-6c5b,MIG-77", ("GPU-6c5b", "MIG-77")),
+        ("1,8", ("1",)),
+    ],
+)
+def test_only_ids_before_an_invalid_one_count(chosen: str, ids: tuple[str, ...]) -> None:
+    assert visible_gpus(chosen, 8) == ids
+
+
+@pytest.mark.parametrize(
+    ("chosen", "cuda_build", "present", "given"),
+    [
+        (None, True, 8, True),
+        (None, True, 0, False),
+        (None, False, 8, False),  # a torch for CPU, as on a host whose GPUs belong to SGLang
+        ("0", False, 0, True),
+        ("-1", True, 8, False),
+        ("NoDevFiles", True, 8, False),
+        ("", True, 8, False),
+    ],
+)
+def test_process_with_an_id_was_given_a_gpu(
+    chosen: str | None, cuda_build: bool, present: int, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_torch_has_cuda", lambda: cuda_build)
+    monkeypatch.setattr(machine, "_present_gpus", lambda: present)
+    assert is_given_gpu({} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}) is given
+
+
+def test_process_without_gpu_computes_on_the_cpu() -> None:
+    assert choose_device(3, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == torch.device("cpu")
+
+
+def fails(*_: Any, **__: Any) -> None:
+    raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nmore lines")
+
+
+@pytest.mark.parametrize(
+    ("available", "set_device", "cause"),
+    [
+        (lambda: False, lambda _: None, "torch finds no CUDA device"),
+        (lambda: True, fails, "all CUDA-capable devices are busy or unavailable"),
+    ],
+)
+def test_unusable_gpu_is_an_error_with_its_circumstances(
+    available: Callable[[], bool], set_device: Callable[..., None], cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(devices, "_driver", lambda: "470.57.02")
+    with pytest.raises(DeviceError) as caught:
+        choose_device(0, {"CUDA_VISIBLE_DEVICES": "5"})
+    message = str(caught.value)
+    build = f"torch {torch.__version__}, built for CUDA 13.0"
+    assert all(part in message for part in (cause, "driver 470.57.02", build, "CUDA_VISIBLE_DEVICES=5"))
+    assert "\n" not in message and caught.value.exit_code == 2 and caught.value.permanent
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "expandable_segments:True"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, None),
+        ({}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"CUDA_VISIBLE_DEVICES": "0", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None),
+    ],
+)
+def test_rank_with_a_gpu_gets_expandable_segments(environment: dict[str, str], expected: str | None) -> None:
+    prepare_environment(environment)
+    assert environment.get("PYTORCH_ALLOC_CONF") == expected
