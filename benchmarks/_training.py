@@ -16,6 +16,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from benchmarks._models import random_qwen2
+from realsys.cluster.network import take_address
 from realsys.cluster.topology import whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
@@ -86,6 +87,7 @@ def request(interface: str, minibatches: Sequence[Sequence[SequenceRef]], **args
 @contextlib.contextmanager
 def single_rank(config: Config, model: Path, device: Device, *, trainable: bool = True) -> Iterator[Role]:
     """The actor of a mesh of one rank, in this process, as a ModelWorker builds it."""
+    take_address(config)
     with process_groups(HashStore(), 0, 1, config.cluster, device):
         groups = form_meshes({ACTOR: whole_mesh(ParallelLayout())}, 0, config.cluster, device)[ACTOR]
         yield make_role(config, ACTOR, model, groups, DataManager(0), device, trainable=trainable)

@@ -2,6 +2,8 @@
 
     generation.backend                 sglang, if this machine has GPUs
     allocation: auto                   a quarter of the GPUs trains, the others generate; without GPUs, one process each
+    cluster.share_gpus                 true, if the allocation is auto and there is one GPU
+    backend's share of a shared GPU    split evenly between the processes of the GPU (BackendRules.sharing)
     data.max_prompt_tokens,            the model's positions, if the defaults do not fit: a quarter for the prompt
     generation.sampling.max_new_tokens
     evaluation.problems,               the held-out problems, if there are fewer
@@ -14,13 +16,17 @@ chosen here is shown, and is written to config.json like any other.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from realsys.config.devices.device_plan import SERVER, owners
+from realsys.config.devices.needs import gpus_of_torch, nodes_of, seats_of
+from realsys.config.doors import BACKEND
 from realsys.config.paths import TrialPaths
+from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
@@ -33,20 +39,23 @@ _EVALUATIONS = ("evaluation.problems", "evaluation.every_problems")
 
 
 def fit(config: Config, given: Collection[str], machine: Machine) -> tuple[Config, list[str]]:
-    """Return the configuration with the open settings chosen, and a line for each. Raises DataError or ModelError.
+    """Return the configuration with the open settings chosen, and a line for each.
 
     ``given``: keys of the command line. Files that do not exist are left to the checks.
+    Raises ConfigError, DataError or ModelError.
     """
-    chosen = (
-        _backend(config, given, machine)
-        | _allocation(config, machine)
-        | _lengths(config, given)
-        | _evaluations(config, given)
-    )
-    lines = [f"set {field}={value}: {reason}" for field, (value, reason) in chosen.items()]
+    config, lines = _set(config, _backend(config, given, machine))
+    config, places = _set(config, _allocation(config, given, machine))
+    config, sizes = _set(config, _lengths(config, given) | _evaluations(config, given))
+    config, shares = _set(config, _sharing(config, machine))
+    return config, lines + places + sizes + shares
+
+
+def _set(config: Config, chosen: Mapping[str, tuple[Any, str]]) -> tuple[Config, list[str]]:
+    """Set fields to their (value, reason)."""
     for field, (value, _) in chosen.items():
         config = _with(config, field.split("."), value)
-    return config, lines
+    return config, [f"set {field}={value}: {reason}" for field, (value, reason) in chosen.items()]
 
 
 def _is_open(config: Config, given: Collection[str], field: str) -> bool:
@@ -62,14 +71,33 @@ def _backend(config: Config, given: Collection[str], machine: Machine) -> dict[s
     return {_BACKEND: (_GPU_BACKEND, "this machine has GPUs")}
 
 
-def _allocation(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:
+def _allocation(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
     if config.allocation != AUTO:
         return {}
-    gpus = len(machine.trainer_gpus)
-    if gpus < 2:
-        return {"allocation": ("serve.d1+d1", f"this machine has {gpus or 'no'} GPU{'s' * (gpus != 1)} for torch")}
-    training = max(1, gpus // 4)
-    return {"allocation": (f"serve.d{gpus - training}+d{training}", f"this machine has {gpus} GPUs")}
+    gpus, nodes = gpus_of_torch(config, machine), config.cluster.nodes
+    owner = "this machine has" if not nodes else f"the {nodes} nodes have" if nodes > 1 else "the node has"
+    reason = f"{owner} {gpus or 'no'} GPU{'s' * (gpus != 1)}{' for torch' * (gpus < 2)}"
+    if gpus >= 2:
+        training = max(1, gpus // 4)
+        return {"allocation": (f"serve.d{gpus - training}+d{training}", reason)}
+    chosen: dict[str, tuple[Any, str]] = {"allocation": ("serve.d1+d1", reason)}
+    if gpus == 1 and _is_open(config, given, "cluster.share_gpus"):
+        chosen["cluster.share_gpus"] = (True, reason)
+    return chosen
+
+
+def _sharing(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:
+    """Bound what the backend takes of a GPU that its server shares."""
+    if not config.cluster.share_gpus:
+        return {}
+    seats = seats_of(config, machine, nodes_of(config, machine))
+    count = owners(seats)
+    most = max((count[seat.node, gpu] for seat in seats if seat.kind == SERVER for gpu in seat.gpus), default=1)
+    if most < 2:
+        return {}
+    with BACKEND.guard(config.generation.backend, "sharing raised"):
+        values = backend_rules(config).sharing(most)
+    return {field: (value, f"up to {most} processes share a GPU") for field, value in values.items()}
 
 
 def _lengths(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:

@@ -1,5 +1,7 @@
 """Plans the processes of a trial: Config -> list[ProcessSpec]. Pure: nothing is read, written or started here.
 
+    config, nodes ──seats_of──> seats ──plan──> ProcessSpecs ──on_this_machine──> with the ids of its GPUs
+
 name_store x 1 (etcd, with cluster.name_store.start), gserver_manager x 1, generation_server x (data part of inference),
 model_worker x (world size of training), rollout_worker x rollout.workers, master_worker x 1
 """
@@ -10,7 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,13 +20,11 @@ import realsys
 from realsys.cluster.topology import ModelShardID, place
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.doors import BACKEND
+from realsys.config.devices.device_plan import RANK, SERVER, Kind, Seat
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.backend_rules import backend_rules
-from realsys.config.rules.machine import Machine
+from realsys.config.rules.machine import VISIBLE, Machine
 from realsys.config.schema import Config
 
-Kind = Literal["name_store", "gserver_manager", "generation_server", "model_worker", "rollout_worker", "master_worker"]
 OnDeath = Literal["restart", "restart_training", "end"]
 
 NAME_STORE: Kind = "name_store"
@@ -42,7 +42,12 @@ _SOURCE_ROOT = str(Path(realsys.__file__).resolve().parents[1])
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process to start. ``env`` is laid over the launcher's own environment."""
+    """One process to start. ``env`` is laid over the launcher's own environment.
+
+    node, gpus, cpus, memory  its seat; ``gpus`` are indexes on the node, memory is that of the host in bytes, before a
+                              model is loaded
+    node_rank, nodes, init_address  of a server that spans nodes: one spec per node
+    """
 
     kind: Kind
     index: int
@@ -51,46 +56,72 @@ class ProcessSpec:
     on_death: OnDeath
     holds: str = ""  # model shards
     env: dict[str, str] = field(default_factory=dict)
+    node: str = ""
+    gpus: tuple[int, ...] = ()
+    cpus: int = 1
+    memory: int = 0
+    node_rank: int = 0
+    nodes: int = 1
+    init_address: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.kind}/{self.index}"
+        part = f".{self.node_rank}" if self.node_rank else ""
+        return f"{self.kind}/{self.index}{part}"
 
     @property
     def on_training_side(self) -> bool:
         return self.kind in TRAINING
 
 
-def plan(config: Config, paths: TrialPaths, machine: Machine, run_id: str, python_path: str = "") -> list[ProcessSpec]:
-    """List the processes of one trial, in the order they are started.
+def plan(
+    config: Config, paths: TrialPaths, seats: Sequence[Seat], run_id: str, python_path: str = ""
+) -> list[ProcessSpec]:
+    """Return the processes of one trial, one per seat, in the order of the seats.
 
     ``run_id`` is written into every environment (REALSYS_RUN_ID), to find the processes of a run. ``python_path`` is
     the user's PYTHONPATH, for the modules that import strings name; the root of this realsys is put in front of it.
     """
-    allocation = parse_allocation(config.allocation)
-    devices = _Devices.share(config, allocation, machine)
     common = {
         "PYTHONPATH": os.pathsep.join(filter(None, [_SOURCE_ROOT, python_path])),
         "REALSYS_RUN_ID": run_id,
     }
+    shards = _shards(config, parse_allocation(config.allocation))
+    threads = {SERVER: config.generation.threads, RANK: config.train.threads}
 
-    def spec(kind: Kind, index: int, devices: str | None, threads: int = 1, holds: str = "") -> ProcessSpec:
-        env = {**common, **_environment(threads, devices)}
+    def spec(seat: Seat) -> ProcessSpec:
         # -P: a folder named `realsys` in the user's directory must not be imported instead of this one.
-        argv = (sys.executable, "-P", "-m", f"realsys.workers.{kind}", "--trial-dir", str(paths.root))
-        log = paths.logs / f"{kind}-{index}.log"
-        return ProcessSpec(kind, index, (*argv, "--index", str(index)), log, _on_death(kind, config), holds, env)
+        argv = (sys.executable, "-P", "-m", f"realsys.workers.{seat.kind}", "--trial-dir", str(paths.root))
+        part = f".{seat.node_rank}" if seat.node_rank else ""
+        return ProcessSpec(
+            seat.kind,
+            seat.index,
+            (*argv, "--index", str(seat.index)),
+            paths.logs / f"{seat.kind}-{seat.index}{part}.log",
+            _on_death(seat.kind, config),
+            ", ".join(shards[seat.index]) if seat.kind == RANK else "",
+            {**common, **_environment(threads.get(seat.kind, 1))},
+            seat.node,
+            seat.gpus,
+            seat.cpus,
+            seat.memory,
+            seat.node_rank,
+            seat.nodes,
+            seat.init_address,
+        )
 
-    specs = [spec(NAME_STORE, 0, devices.none)] if config.cluster.name_store.start else []
-    specs.append(spec("gserver_manager", 0, devices.none))
-    for index in range(allocation.inference.data):
-        specs.append(spec("generation_server", index, devices.of_server(index), config.generation.threads))
-    for rank, shards in enumerate(_shards(config, allocation)):
-        specs.append(spec("model_worker", rank, devices.of_rank(rank), config.train.threads, ", ".join(shards)))
-    for index in range(config.rollout.workers):
-        specs.append(spec("rollout_worker", index, devices.none))
-    specs.append(spec("master_worker", 0, devices.none))
-    return specs
+    return [spec(seat) for seat in seats]
+
+
+def on_this_machine(specs: Sequence[ProcessSpec], machine: Machine) -> list[ProcessSpec]:
+    """Return the specs with the GPUs of ``machine`` that each process may see; a process without any sees none."""
+    if not machine.gpus:
+        return list(specs)
+
+    def visible(spec: ProcessSpec) -> dict[str, str]:
+        return {**spec.env, VISIBLE: ",".join(machine.gpus[gpu] for gpu in spec.gpus)}
+
+    return [replace(spec, env=visible(spec)) for spec in specs]
 
 
 def _on_death(kind: Kind, config: Config) -> OnDeath:
@@ -108,51 +139,13 @@ def _shards(config: Config, allocation: Allocation) -> list[list[str]]:
     return shards
 
 
-def _environment(threads: int, devices: str | None) -> dict[str, str]:
-    env = {
+def _environment(threads: int) -> dict[str, str]:
+    return {
         "OMP_NUM_THREADS": str(threads),
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",  # the tokenizer's thread pool does not survive the fork of a verifier
     }
-    return env if devices is None else {**env, "CUDA_VISIBLE_DEVICES": devices}
-
-
-@dataclass(frozen=True, slots=True)
-class _Devices:
-    """Assignment of GPUs: one to every training rank (NCCL refuses to share one), the others to servers.
-
-    If no GPU is left, the servers share the training devices, so that one GPU is enough for a whole run.
-    """
-
-    ranks: tuple[str, ...]
-    servers: tuple[str, ...]
-    per_server: int
-    any_gpu: bool
-
-    @classmethod
-    def share(cls, config: Config, allocation: Allocation, machine: Machine) -> _Devices:
-        world, width = allocation.workers, allocation.inference.tensor
-        ranks = machine.trainer_gpus[:world]
-        with BACKEND.guard(config.generation.backend, "gpus raised"):
-            visible = tuple(backend_rules(config).gpus(machine))
-        free = tuple(gpu for gpu in visible if gpu not in ranks)
-        servers = free if len(free) >= width else visible
-        return cls(ranks, servers, width, bool(machine.gpus))
-
-    @property
-    def none(self) -> str | None:
-        return "" if self.any_gpu else None
-
-    def of_rank(self, rank: int) -> str | None:
-        return self.ranks[rank] if self.ranks else self.none
-
-    def of_server(self, index: int) -> str | None:
-        if not self.servers:
-            return self.none
-        slots = max(1, len(self.servers) // self.per_server)
-        first = index % slots * self.per_server
-        return ",".join(self.servers[first : first + self.per_server])
 
 
 def as_rows(specs: Sequence[ProcessSpec]) -> list[tuple[str, str, str, str, str]]:
@@ -162,7 +155,7 @@ def as_rows(specs: Sequence[ProcessSpec]) -> list[tuple[str, str, str, str, str]
             spec.name,
             spec.holds,
             spec.env["OMP_NUM_THREADS"],
-            spec.env.get("CUDA_VISIBLE_DEVICES", "") or "cpu",
+            spec.env.get(VISIBLE, "") or "cpu",
             _IN_WORDS[spec.on_death],
         )
         for spec in specs

@@ -5,10 +5,11 @@ The checks over the configuration are in realsys.config.rules. Every error names
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
-from realsys.cluster.network import bind_tcp
+from realsys.cluster.network import bind_tcp, take_address
 from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.config.dataflow import dataflow_of
 from realsys.config.paths import TrialPaths
@@ -26,7 +27,8 @@ ELECTION_LEASE_S = 60.0
 
 def check_here(config: Config, paths: TrialPaths) -> None:
     """Run all checks of this module. Raises ConfigError or ModelError."""
-    check_addresses(config)
+    if not config.cluster.nodes:  # else the addresses are those of other machines
+        check_addresses(config)
     check_etcd(config, paths)
     for role in dataflow_of(config).roles:
         settings = role_settings(config, role)
@@ -39,12 +41,10 @@ def check_here(config: Config, paths: TrialPaths) -> None:
 def check_addresses(config: Config) -> None:
     """Bind every address that the workers will bind, and close it again. Raises ConfigError."""
     cluster, port = config.cluster, config.manager.port
-    if problem := _bind_problem(cluster.host, 0):
-        remedy = "name an address of this machine, such as 127.0.0.1"
-        raise ConfigError("cluster.host", cluster.host, f"cannot be bound: {problem}: {remedy}")
-    if port and (problem := _bind_problem(cluster.host, port)):
+    host = take_address(config, dict(os.environ)).cluster.host
+    if port and (problem := _bind_problem(host, port)):
         remedy = "choose another port, or 0 for any free one"
-        raise ConfigError("manager.port", port, f"cannot be bound on {cluster.host}: {problem}: {remedy}")
+        raise ConfigError("manager.port", port, f"cannot be bound on {host}: {problem}: {remedy}")
     store = cluster.name_store
     host, _, own_port = store.address.rpartition(":")
     if store.start and (problem := _bind_problem(host, int(own_port))):

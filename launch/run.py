@@ -22,15 +22,19 @@ from pathlib import Path
 from rich.console import Console
 
 from realsys.cluster.failure import read_errors
+from realsys.cluster.network import HOST, is_loopback
 from realsys.config.compose import compose, given_fields, quoted
+from realsys.config.devices.device_plan import as_lines
+from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.doors import LOSS
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.checks import check
 from realsys.config.rules.machine import Machine
 from realsys.config.rules.sampling import sampling_warnings
 from realsys.config.schema import Config
+from realsys.errors import ConfigError
 from realsys.launch.fit import fit
-from realsys.launch.plan import ProcessSpec, plan
+from realsys.launch.plan import ProcessSpec, on_this_machine, plan
 from realsys.launch.prepare import Ready, examine, prepare, resolve
 from realsys.launch.processes.failures import FirstFailure, first_failure, full_disk
 from realsys.launch.processes.hooks import Bounds, Hooks
@@ -67,16 +71,18 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
     config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
     config, chosen = fit(config, given_fields(given), machine)
     check(config, machine)
+    if config.cluster.nodes and not options.dry_run:
+        problem = "there is no launcher for other machines: add --dry-run to plan, or set 0 to run on this machine"
+        raise ConfigError("cluster.nodes", config.cluster.nodes, problem)
     chosen = [*chosen, *sampling_warnings(config.generation.sampling)]
     _try_own_loss(config)
-    run_id = f"{config.experiment}-{config.trial}-{uuid.uuid4().hex[:8]}"
     paths = TrialPaths.of(config)
-    specs = plan(config, paths, machine, run_id, os.environ.get("PYTHONPATH", ""))
+    specs, placement = _planned(config, paths, machine)
     console = _Terminal()
     say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
     if options.dry_run:
         examined = examine(config, paths)
-        print_dry_run(console, config, paths, specs, replace(examined, lines=[*chosen, *examined.lines]))
+        print_dry_run(console, config, paths, specs, placement, replace(examined, lines=[*chosen, *examined.lines]))
         return 0
     console.print(f"trial [bold]{config.experiment}/{config.trial}[/] in {paths.root}", highlight=False, soft_wrap=True)
     for line in chosen:
@@ -90,6 +96,22 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
         code, summary = _conclude(config, paths, outcome, started, again)
     _draw(summary, paths)
     return code
+
+
+def _planned(config: Config, paths: TrialPaths, machine: Machine) -> tuple[list[ProcessSpec], list[str]]:
+    """Return the processes, and their placement as text if the configuration describes other machines."""
+    nodes = nodes_of(config, machine)
+    seats = seats_of(config, machine, nodes)
+    run_id = f"{config.experiment}-{config.trial}-{uuid.uuid4().hex[:8]}"
+    specs = plan(config, paths, seats, run_id, os.environ.get("PYTHONPATH", ""))
+    cluster = config.cluster
+    if not cluster.nodes:
+        return on_this_machine(specs, machine), []
+    lines = as_lines(nodes, seats)
+    if cluster.nodes > 1 and not cluster.interface and is_loopback(cluster.host):
+        remedy = f"set cluster.interface, or {HOST} on each node"
+        lines.append(f"warning: other nodes cannot reach cluster.host={cluster.host}: {remedy}")
+    return specs, lines
 
 
 def _try_own_loss(config: Config) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import os
 import tempfile
 import uuid
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from realsys.cluster.failure import read_errors
+from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.dump import read_config, write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import ClusterConfig, Config
 from realsys.errors import CheckpointError, RealsysError, RecordError
-from realsys.launch.plan import ProcessSpec, plan
+from realsys.launch.plan import TRAINING, ProcessSpec, on_this_machine, plan
 from realsys.launch.processes.failures import first_failure
 from realsys.launch.processes.hooks import Bounds, Hooks
 from realsys.launch.processes.supervisor import Supervisor
@@ -35,6 +35,11 @@ from realsys.train.records import record_files as files
 _NOT_EQUAL = 1  # exit code
 #: sections of the configuration that a train step depends on
 _TRAINED_WITH = ("allocation", "model", "train", "roles", "warmup", "rollout", "generation")
+#: fields of the cluster that describe the machines of the trial
+_OF_THE_MACHINES = (
+    *("name_store", "host", "interface"),
+    *("nodes", "gpus_per_node", "cpus_per_node", "memory_gb_per_node"),
+)
 _HEADS = {
     "plan": "plan",
     "call": "calls",
@@ -106,7 +111,7 @@ def _check_same(config: Config, other: Config, step: int, job: ReplayJob) -> Non
 def scratch_config(config: Config, paths: TrialPaths, job: ReplayJob) -> Config:
     """Return the trial's configuration for processes of this machine in another folder."""
     here = ClusterConfig()
-    cluster = config.cluster.model_copy(update={"name_store": here.name_store, "host": here.host})
+    cluster = config.cluster.model_copy(update={field: getattr(here, field) for field in _OF_THE_MACHINES})
     model = config.model.model_copy(update={"path": str(paths.base_model(config))})
     record = config.record.model_copy(update={"keep_steps": len(job.steps)})
     update = {"cluster": cluster, "model": model, "record": record, "recover": "off"}
@@ -119,7 +124,10 @@ async def _run(config: Config, paths: TrialPaths, job: ReplayJob) -> ReplayResul
     write_config(config, paths.config)
     (paths.root / "replay.json").write_bytes(msgspec.json.encode(job))
     run_id = f"replay-{uuid.uuid4().hex[:8]}"
-    specs = processes(plan(config, paths, Machine.here(), run_id, os.environ.get("PYTHONPATH", "")))
+    machine = Machine.here()
+    seats = seats_of(config, machine, nodes_of(config, machine), TRAINING)
+    specs = on_this_machine(plan(config, paths, seats, run_id, os.environ.get("PYTHONPATH", "")), machine)
+    specs = [_master(spec) if spec.kind == "master_worker" else spec for spec in specs]
     cluster = config.cluster
     bounds = Bounds(cluster.stop_timeout_s, stop_progress_s=0.0, max_restarts=0)
     supervisor = Supervisor(specs, bounds, Hooks(say=lambda text: None))
@@ -139,12 +147,6 @@ async def _run(config: Config, paths: TrialPaths, job: ReplayJob) -> ReplayResul
             raise RecordError(what)
         raise RealsysError(what + "".join(f"\n  | {line}" for line in failure.log_tail))
     return msgspec.json.decode((paths.root / "result.json").read_bytes(), type=ReplayResult)
-
-
-def processes(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
-    """Return the processes of the trainer, with the master of a replay."""
-    side = [spec for spec in specs if spec.on_training_side]
-    return [_master(spec) if spec.kind == "master_worker" else spec for spec in side]
 
 
 def _master(spec: ProcessSpec) -> ProcessSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -27,9 +27,17 @@ from realsys.master.loop import planned_steps
 
 
 def print_dry_run(
-    console: Console, config: Config, paths: TrialPaths, specs: Sequence[ProcessSpec], examined: Examined
+    console: Console,
+    config: Config,
+    paths: TrialPaths,
+    specs: Sequence[ProcessSpec],
+    placement: Sequence[str],
+    examined: Examined,
 ) -> None:
-    """Print facts, notes, a table of the processes, and their commands, which can be copied to a shell."""
+    """Print facts, notes, and the processes: a table and their commands, which can be copied to a shell.
+
+    ``placement``: lines to print instead of table and commands, for a plan of other machines.
+    """
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -39,6 +47,14 @@ def print_dry_run(
         say(f"{name:<10}  {text}")
     for line in examined.lines:
         say(line)
+    for line in placement:
+        say(line)
+    if not placement:
+        _print_processes(console, say, specs)
+    say("dry run: everything is checked; nothing was written or started")
+
+
+def _print_processes(console: Console, say: Callable[[str], None], specs: Sequence[ProcessSpec]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("process", "holds", "threads", "device", "when it dies"):
         table.add_column(column, no_wrap=True, justify="right" if column == "threads" else "left")
@@ -48,7 +64,6 @@ def print_dry_run(
     say("commands:")
     for command in as_commands(specs):
         say(f"  {command}")
-    say("dry run: everything is checked; nothing was written or started")
 
 
 def _facts(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:

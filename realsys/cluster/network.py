@@ -1,11 +1,25 @@
-"""Sockets and addresses. A worker binds its socket first and registers the address afterwards."""
+"""Sockets and addresses. A worker binds its socket first and registers the address afterwards.
+
+Every process has one address, which it binds and advertises, and which gloo and NCCL use too (``take_address``):
+
+    REALSYS_HOST in the environment, else cluster.interface, else cluster.host
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
+from collections.abc import Mapping, MutableMapping, Sequence
 
-from realsys.errors import RealsysError
+import psutil
+
+from realsys.config.schema import ClusterConfig, Config
+from realsys.errors import ConfigError, RealsysError
+
+HOST = "REALSYS_HOST"
+#: Names of network interfaces, and their IP addresses without link-local ones.
+Interfaces = Mapping[str, Sequence[str]]
 
 
 def is_loopback(host: str) -> bool:
@@ -37,7 +51,7 @@ def bind_tcp(host: str, port: int = 0) -> socket.socket:
         bound.close()
         raise RealsysError(
             f"cannot bind {join_host_port(host, port)}: {exc.strerror or exc}; "
-            "check that the port is free and that cluster.host is an address of this machine"
+            "check that the port is free and that the host is an address of this machine"
         ) from exc
     return bound
 
@@ -56,10 +70,109 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def advertised_host(host: str) -> str:
-    """Return the host to register for a socket bound to ``host``: the name of this machine for a wildcard address."""
-    if host.strip("[]") in ("", "0.0.0.0", "::"):
-        return socket.gethostname()
-    return host
+    """Return the address to register for a socket bound to ``host``: for a wildcard, one that other hosts reach.
+
+    Raises ConfigError if ``host`` is a wildcard and this machine has several such addresses.
+    """
+    if host.strip("[]") not in ("", "0.0.0.0", "::"):
+        return host
+    return _reachable(host, interfaces(), _source_of_default_route())
+
+
+# ---- the address of this process
+
+
+def take_address(config: Config, environment: MutableMapping[str, str] = os.environ) -> Config:
+    """Return the configuration with this process's address as ``cluster.host``; let gloo and NCCL use its interface.
+
+    An interface that the environment gives them already stays. Call it before anything is bound or registered.
+    Raises ConfigError for an address that this machine does not have, and for loopback in a plan of several nodes.
+    """
+    cluster, there = config.cluster, interfaces()
+    host = own_host(cluster, environment.get(HOST, ""), there)
+    reached = advertised_host(host)
+    if cluster.nodes > 1 and is_loopback(reached):
+        problem = f"other hosts cannot reach {reached}, which this process of {cluster.nodes} nodes would advertise"
+        remedy = f"name an interface or a subnet, or set {HOST}"
+        raise ConfigError("cluster.interface", cluster.interface, f"{problem}: {remedy}")
+    name = _interface_of(reached, there)
+    environment.setdefault("GLOO_SOCKET_IFNAME", name)
+    environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without "=", NCCL takes eth10 for eth1 too
+    return config.model_copy(update={"cluster": cluster.model_copy(update={"host": host})})
+
+
+def own_host(cluster: ClusterConfig, given: str, there: Interfaces) -> str:
+    """Return the address to bind. ``given``: that of REALSYS_HOST, or "". Raises ConfigError."""
+    if given:
+        if not any(given in addresses for addresses in there.values()):
+            raise ConfigError(
+                HOST, given, f"is no address of this machine, which has {_listed(there)}: set one of them"
+            )
+        return given
+    if not cluster.interface:
+        return cluster.host
+    if found := _matching(cluster.interface, there):
+        # IPv4 first: an interface often has both, and not all peers of a cluster have IPv6.
+        return min(found, key=lambda address: ":" in address)
+    problem = f"this machine has no address there: it has {_listed(there)}"
+    raise ConfigError(
+        "cluster.interface", cluster.interface, f"{problem}: name an interface or a subnet such as 10.0.0.0/8"
+    )
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Return the IP addresses of each network interface of this machine. Link-local ones are left out."""
+    there = {}
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+        there[name] = [address for address in addresses if "%" not in address]
+    return there
+
+
+def _matching(interface: str, there: Interfaces) -> list[str]:
+    """Return the addresses of an interface, or those in a subnet. Raises ConfigError for a subnet in another form."""
+    if "/" not in interface:
+        return list(there.get(interface, ()))
+    try:
+        subnet = ipaddress.ip_network(interface, strict=False)
+    except ValueError as error:
+        raise ConfigError("cluster.interface", interface, f"cannot be read as a subnet: {error}") from None
+    return [each for addresses in there.values() for each in addresses if ipaddress.ip_address(each) in subnet]
+
+
+def _interface_of(host: str, there: Interfaces) -> str:
+    """Return the name of the interface that has the address. Raises ConfigError."""
+    bare = host.strip("[]")
+    for name, addresses in there.items():
+        if bare in addresses or (is_loopback(host) and any(map(is_loopback, addresses))):
+            return name
+    problem = f"is no address of a network interface of this machine, which has {_listed(there)}"
+    raise ConfigError("cluster.host", host, f"{problem}: set one of them")
+
+
+def _reachable(host: str, there: Interfaces, default: str) -> str:
+    """Return the address of the default route, else the only one beyond loopback, else loopback."""
+    beyond = [each for addresses in there.values() for each in addresses if not is_loopback(each) and ":" not in each]
+    if default in beyond:
+        return default
+    if len(beyond) > 1:
+        problem = f"binds every interface, and this machine has {_listed(there)} and no default route"
+        raise ConfigError("cluster.host", host, f"{problem}: choose with cluster.interface")
+    return beyond[0] if beyond else "127.0.0.1"
+
+
+def _source_of_default_route() -> str:
+    """Return the own address on the way to other networks; "" without a way. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))  # a network for documentation, which no route names
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def _listed(there: Interfaces) -> str:
+    return ", ".join(f"{name} {address}" for name, addresses in there.items() for address in addresses) or "none"
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

@@ -201,12 +201,13 @@ def _parse(kind: str, argv: Sequence[str] | None) -> tuple[Path, int]:
 def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSignals, reporter: _FailureReporter) -> int:
     """Set up, run the body, take down. Returns the exit code."""
     from realsys.cluster.heartbeat import Heartbeat, LeaseTerms, lease_clock
+    from realsys.cluster.network import take_address
     from realsys.cluster.store.connect import PASSWORD_VARIABLE, make_name_store, trial_names
     from realsys.config.dump import read_config
 
     failpoint.arm(f"{kind}/{index}")
     failpoint.failpoint("worker.start")
-    config = read_config(paths.config)
+    config = take_address(read_config(paths.config))
     signals.orphan_grace_s = config.cluster.stop_timeout_s
     names = trial_names(config)
     store = make_name_store(config, paths)

@@ -43,7 +43,23 @@ class ClusterConfig(Section):
     """Hosts, time limits and restarts of all processes."""
 
     name_store: NameStoreConfig = NameStoreConfig()
-    host: str = Field("127.0.0.1", description="address that the workers bind to and advertise")
+    nodes: NonNegative = Field(
+        0, description="machines to plan for (docs/allocation.md); 0: this machine, with what it has"
+    )
+    gpus_per_node: NonNegative = Field(0, description="with nodes: GPUs of each")
+    cpus_per_node: NonNegative = Field(0, description="with nodes: CPU cores of each; 0: not known, not checked")
+    memory_gb_per_node: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="with nodes: host memory of each in GiB; 0: not known, not checked"
+    )
+    share_gpus: bool = Field(
+        False, description="let servers use GPUs that training ranks or other servers have, if there are too few"
+    )
+    host: str = Field("127.0.0.1", description="address that the workers bind to and advertise, on one machine")
+    interface: str = Field(
+        "",
+        description="network interface (`ib0`) or subnet (`10.1.0.0/16`) in which each process finds its own address;"
+        " empty: host. The variable REALSYS_HOST overrides both",
+    )
     heartbeat_s: PositiveFloat = Field(2.0, description="seconds between two heartbeats of a worker")
     lease_s: PositiveFloat = Field(
         20.0, description="seconds without a heartbeat after which a worker counts as dead; at least 2 * heartbeat_s"

@@ -1,6 +1,6 @@
 """The door of generation engines: ``generation.backend`` is a built-in name or ``package.module:Class``. No torch.
 
-    launcher, RolloutWorker ──> Backend: check, capacity, start_timeout_s, gpus, memory_bytes
+    launcher, RolloutWorker ──> Backend: check, capacity, start_timeout_s, sizes, memory_bytes, sharing
     GenerationServer ──parts──> Backend.build ──> GenerationEngine <── server.py, the HTTP surface
                                                    ├── embedded.engine.Engine        torch, in this process
                                                    ├── sglang.engine.SglangEngine    SGLang in a child process

@@ -1,6 +1,6 @@
 """Rules of a generation backend that other processes than its server need.
 
-    launcher ──────> check, check_machine, capacity, memory_bytes, gpus
+    launcher ──────> check, check_machine, capacity, sizes, memory_bytes, own_torch, sharing
     RolloutWorker ─> start_timeout_s
 
 A backend (``realsys.generation.backend.Backend``) derives from BackendRules and adds ``build``. Launcher and
@@ -9,7 +9,11 @@ RolloutWorkers import the module of the backend, so it must import torch inside 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from realsys.config.allocation import Allocation
+from realsys.config.devices.device_plan import Node
 from realsys.config.doors import BACKEND
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
@@ -19,11 +23,22 @@ from realsys.errors import ConfigError
 DEFAULT_CAPACITY = 8192
 
 
+@dataclass(frozen=True, slots=True)
+class ServerSizes:
+    """Parallel sizes of one server: it has ``tensor * pipeline * data`` GPUs. ``data`` counts copies of the model."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+
 class BackendRules:
     """Default rules: the engine runs inside the GenerationServer process, with the torch of this interpreter."""
 
     #: field that increases ``capacity``, for error messages; may be empty
     capacity_field: str = ""
+    #: True if the engine has a torch of its own, which may use GPUs that this interpreter's torch cannot
+    own_torch: bool = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -46,13 +61,17 @@ class BackendRules:
         """Return how many seconds one server may take to start and load the model."""
         return 600.0
 
-    def gpus(self, machine: Machine) -> tuple[str, ...]:
-        """Return the GPUs that servers may use."""
-        return machine.trainer_gpus
+    def sizes(self, allocation: Allocation) -> ServerSizes:
+        """Return the parallel sizes of one server. Raises ConfigError."""
+        return ServerSizes(tensor=allocation.inference.tensor)
 
-    def memory_bytes(self, machine: Machine) -> int:
+    def memory_bytes(self, node: Node) -> int:
         """Return the host memory of one server in bytes, beyond that of a process that has imported torch."""
         return 0
+
+    def sharing(self, owners: int) -> dict[str, Any]:
+        """Return the fields to set, and their values, if up to ``owners`` processes share the GPU of a server."""
+        return {}
 
 
 def backend_rules(config: Config) -> BackendRules:

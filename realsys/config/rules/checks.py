@@ -12,13 +12,15 @@ from pathlib import Path
 
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
+from realsys.config.devices.device_plan import RANK
+from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, TRANSPORT, VERIFIER
 from realsys.config.roles import role_field, role_settings
 from realsys.config.rules.backend_rules import BackendRules, backend_rules
 from realsys.config.rules.etcd_rules import check_etcd
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
-from realsys.config.rules.resources import check_memory, memory_of_models, process_bytes
+from realsys.config.rules.resources import check_memory, memory_of_models
 from realsys.config.rules.sampling import evaluation_sampling
 from realsys.config.rules.training_rules import check_training
 from realsys.config.rules.vocabulary_rules import check_vocabulary
@@ -38,7 +40,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     allocation.check_roles(flow.roles, config.allocation)
     backend = backend_rules(config)
     _check_generation(config, allocation, backend)
-    process_memory = _check_machine(config, allocation, machine, backend)
+    process_memory = _check_machine(config, machine)
     _check_rollout(config)
     evaluation_sampling(config)
     _check_gpus(config, machine, backend)
@@ -73,23 +75,15 @@ def _check_generation(config: Config, allocation: Allocation, backend: BackendRu
         raise ConfigError("rollout.max_concurrent", config.rollout.max_concurrent, problem)
 
 
-def _check_machine(config: Config, allocation: Allocation, machine: Machine, backend: BackendRules) -> int:
-    """Check the number of processes. Returns the host memory in bytes that they need without models; 0 with GPUs."""
-    ranks, servers = allocation.workers, allocation.inference.data
-    total = ranks + servers + config.rollout.workers + 2
-    bound = max(32, 8 * machine.cpus)
-    if total > bound:
-        problem = f"{total} processes are too many for {machine.cpus} CPU cores; at most {bound} on this machine"
-        raise ConfigError("allocation", config.allocation, problem)
-    if machine.trainer_gpus:
-        if ranks > len(machine.trainer_gpus):
-            problem = f"{ranks} training ranks need a device each, and there are {len(machine.trainer_gpus)}"
-            raise ConfigError("allocation", config.allocation, problem)
+def _check_machine(config: Config, machine: Machine) -> int:
+    """Place the processes. Returns the host memory in bytes that they need on this machine without models.
+
+    0 if other nodes run them, or GPUs train.
+    """
+    seats = seats_of(config, machine, nodes_of(config, machine))
+    if config.cluster.nodes or any(seat.gpus for seat in seats if seat.kind == RANK):
         return 0
-    with BACKEND.guard(config.generation.backend, "memory_bytes raised"):
-        need = process_bytes(ranks, servers, total - ranks - servers) + servers * int(backend.memory_bytes(machine))
-    check_memory(config, machine, need)
-    return need
+    return sum(seat.memory for seat in seats)
 
 
 def _check_gpus(config: Config, machine: Machine, backend: BackendRules) -> None:

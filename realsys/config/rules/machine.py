@@ -6,10 +6,12 @@ import importlib.util
 import itertools
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from realsys.config.devices.device_plan import Node
 from realsys.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -24,6 +26,12 @@ class Machine:
     memory_bytes: int  # available now
     gpus: tuple[str, ...] = ()
     torch_has_cuda: bool = False
+
+    def node(self) -> Node:
+        """Return this machine as the only node of a plan."""
+        shm = Path("/dev/shm")
+        free = shutil.disk_usage(shm).free if shm.is_dir() else 0
+        return Node("this machine", self.cpus, self.memory_bytes, len(self.gpus), free)
 
     @property
     def trainer_gpus(self) -> tuple[str, ...]:

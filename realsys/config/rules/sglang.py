@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -10,13 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import realsys
+from realsys.config.rules.backend_rules import ServerSizes
 from realsys.config.schema import SamplingConfig, SglangConfig
 from realsys.errors import ConfigError
 
 #: `make sglang-cpu` makes it in the root of a checkout
 DEFAULT_VENV = Path(realsys.__file__).resolve().parents[1] / ".venv-sglang"
-#: options of address and model, which realsys sets
-_OURS = frozenset({"host", "port", "model-path", "model"})
+#: options of address, model and device, which realsys sets
+_OURS = frozenset(
+    {"host", "port", "model-path", "model", "nnodes", "node-rank", "dist-init-addr", "base-gpu-id", "gpu-id-step"}
+)
+STATIC_SHARE = "mem-fraction-static"
+#: share of a GPU that is left to kernels and buffers of its processes
+_UNPLANNED_SHARE = 0.1
+#: axis -> SGLang's names of its size
+_SIZES = {
+    "tensor": ("tp-size", "tensor-parallel-size"),
+    "pipeline": ("pp-size", "pipeline-parallel-size"),
+    "data": ("dp-size", "data-parallel-size"),
+}
 #: settings that SGLang applies to the logits before it computes the log-probs that it returns
 _IN_LOGPROBS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_new_tokens")
 _SCALARS = (str, int, float, bool, type(None))
@@ -53,6 +66,31 @@ def check_sglang(settings: SglangConfig, default_venv: Path = DEFAULT_VENV) -> N
         if not isinstance(value, _SCALARS) and not _is_list(value):
             raise ConfigError(field, value, "must be a number, text, true, false, or a list of numbers and texts")
         seen[normal] = name
+
+
+def server_sizes(settings: SglangConfig, tensor: int) -> ServerSizes:
+    """Return the parallel sizes of one SGLang server. ``tensor``: that of the allocation, which an option replaces.
+
+    Raises ConfigError for a size that is not a positive whole number.
+    """
+    given, sizes = options(settings), {"tensor": tensor}
+    for axis, names in _SIZES.items():
+        for name in (name for name in names if name in given):
+            size = given[name]
+            if not isinstance(size, int) or size < 1:
+                raise ConfigError(f"generation.sglang.args.{name}", size, "must be a whole number of at least 1")
+            sizes[axis] = size
+    if given.get("enable-dp-attention"):  # its data ranks share the GPUs of the tensor ranks
+        sizes["data"] = 1
+    return ServerSizes(**sizes)
+
+
+def static_share(owners: int) -> float:
+    """Return the share of a GPU's memory for weights and KV cache if ``owners`` processes split the GPU evenly.
+
+    SGLang takes its share of what is free at its start, so the shares fit in whatever order the processes start.
+    """
+    return math.floor(100 * (1 - _UNPLANNED_SHARE) / owners) / 100
 
 
 def check_sglang_sampling(sampling: SamplingConfig) -> None:

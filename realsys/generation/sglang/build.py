@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from realsys.config.allocation import Allocation, parse_allocation
+from realsys.config.devices.device_plan import Node
+from realsys.config.rules.backend_rules import ServerSizes
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.rules.machine import Machine
-from realsys.config.rules.sglang import check_sglang, check_sglang_sampling, interpreter, options
+from realsys.config.rules.sglang import (
+    STATIC_SHARE,
+    check_sglang,
+    check_sglang_sampling,
+    interpreter,
+    options,
+    server_sizes,
+    static_share,
+)
 from realsys.config.schema import Config
 from realsys.generation.backend import Backend, Change, EngineParts, Materialise
 from realsys.generation.limits import Limits
@@ -25,6 +36,7 @@ class SglangBackend(Backend):
     """Rules of SGLang. It has its own interpreter and torch, so it may use GPUs that the trainer cannot."""
 
     capacity_field = "generation.sglang.max_answers"
+    own_torch = True
 
     def check(self, allocation: Allocation) -> None:
         """Refuse an interpreter that cannot run, options that realsys sets, and sampling that changes the log-probs."""
@@ -37,11 +49,18 @@ class SglangBackend(Backend):
     def start_timeout_s(self) -> float:
         return self.config.generation.sglang.start_timeout_s
 
-    def gpus(self, machine: Machine) -> tuple[str, ...]:
-        return machine.gpus
+    def sizes(self, allocation: Allocation) -> ServerSizes:
+        return server_sizes(self.config.generation.sglang, allocation.inference.tensor)
 
-    def memory_bytes(self, machine: Machine) -> int:
-        return 0 if machine.gpus else _CPU_BYTES
+    def memory_bytes(self, node: Node) -> int:
+        return 0 if node.gpus else _CPU_BYTES
+
+    def sharing(self, owners: int) -> dict[str, Any]:
+        """Split the GPU evenly, unless the user gives a share. SGLang would otherwise take nearly all of it."""
+        args = self.config.generation.sglang.args
+        if STATIC_SHARE in options(self.config.generation.sglang):
+            return {}
+        return {"generation.sglang.args": {**args, STATIC_SHARE: static_share(owners)}}
 
     def build(self, parts: EngineParts) -> SglangEngine:
         engine = build_sglang_engine(

@@ -8,18 +8,14 @@ they are.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch.overrides import TorchFunctionMode
 
-from realsys.cluster.network import advertised_host
-from realsys.errors import ConfigError
 from realsys.gpu.attention import attention_kernel
 from realsys.gpu.devices import choose_device
 
@@ -110,30 +106,6 @@ def seed_megatron(device: Device, seed: int) -> None:
     megatron_random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.empty(0, dtype=torch.uint8)
     megatron_random._set_cuda_rng_state = lambda *_args, **_kwargs: None
     torch.manual_seed(seed)
-
-
-def bind_gloo_to(host: str) -> None:
-    """Make gloo listen on the interface that has ``host``, not on the one that the host name
-    resolves to.
-
-    A trial on one machine must not open ports beyond loopback. An explicit GLOO_SOCKET_IFNAME stays
-    in force. Raises ConfigError if no interface has the address.
-    """
-    # bound to every interface: the host name decides
-    if "GLOO_SOCKET_IFNAME" in os.environ or advertised_host(host) != host:
-        return
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(_same_address(entry.address, host) for entry in addresses):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            return
-    raise ConfigError("cluster.host", host, "must be an address of a network interface of this machine")
-
-
-def _same_address(address: str, host: str) -> bool:
-    try:
-        return ipaddress.ip_address(address.split("%")[0]) == ipaddress.ip_address(host)
-    except ValueError:  # a hardware address, or a host name
-        return host == "localhost" and address == "127.0.0.1"
 
 
 def _stand_in_for_cuda() -> None:

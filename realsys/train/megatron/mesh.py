@@ -16,7 +16,6 @@ runs.
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from realsys.cluster.network import advertised_host, join_host_port
+from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of
 from realsys.cluster.store.base import NameStore
 from realsys.cluster.topology import Mesh
 from realsys.config.schema import ClusterConfig
-from realsys.train.megatron.device import Device, bind_gloo_to
+from realsys.train.megatron.device import Device
 from realsys.train.megatron.megatron_core import parallel_state
 
 #: Megatron's globals before any group is formed. A mesh starts from these: a global that it does
@@ -52,10 +51,11 @@ def rendezvous(
         # TCPStore's own socket would listen on every interface. This one is bound to the cluster's
         # host only. Every worker connects at about the same time; a short backlog would refuse
         # some.
-        listener = socket.create_server((cluster.host, 0), backlog=max(128, world))
-        port = listener.getsockname()[1]
+        listener = bind_tcp(cluster.host)
+        listener.listen(max(128, world))
+        port = port_of(listener)
         tcp = TCPStore(
-            cluster.host,
+            cluster.host.strip("[]"),
             port,
             world,
             is_master=True,
@@ -81,9 +81,6 @@ def process_groups(tcp: Store, rank: int, world: int, cluster: ClusterConfig, de
     After an error the groups stay as they are: destroying them may wait for ranks that wait for
     this one.
     """
-    if device.backend == "gloo":
-        # Before the first group: gloo chooses its interface when a group is made.
-        bind_gloo_to(cluster.host)
     dist.init_process_group(
         device.backend,
         store=tcp,

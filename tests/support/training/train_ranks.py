@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from realsys.cluster.network import take_address
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
@@ -49,7 +50,7 @@ def run_ranks(
     placed = ({ACTOR: whole_mesh(layout)} if layout is not None else {}) | dict(meshes or {})
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, socket.create_server(("127.0.0.1", 0)) as listener:
         group = _World(world, config, placed, listener) if joined else None
-        pids = [_fork(rank, group, body, Path(folder)) for rank in range(world)]
+        pids = [_fork(rank, config, group, body, Path(folder)) for rank in range(world)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         results = [Path(folder, f"{rank}.pickle") for rank in range(world)]
         errors = [Path(folder, f"{rank}.error") for rank in range(world)]
@@ -78,13 +79,14 @@ class _World:
             return result
 
 
-def _fork(rank: int, group: _World | None, body: Body, folder: Path) -> int:
+def _fork(rank: int, config: Config, group: _World | None, body: Body, folder: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
         warnings.simplefilter("ignore")
+        take_address(config)  # as a worker does when it starts
         device = prepare_device(rank, 1)
         result = group.run(rank, body, device) if group is not None else body(rank, device)
         (folder / f"{rank}.pickle").write_bytes(pickle.dumps(result))

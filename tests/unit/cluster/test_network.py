@@ -6,8 +6,10 @@ import socket
 
 import pytest
 
+from realsys.cluster import network
 from realsys.cluster.network import advertised_host, bind_tcp, free_ports, is_loopback, join_host_port, port_of
-from realsys.errors import RealsysError
+from realsys.config.schema import ClusterConfig, Config
+from realsys.errors import ConfigError, RealsysError
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost", "::1", "[::1]"])
@@ -50,4 +52,82 @@ def test_addresses_as_text():
     assert join_host_port("10.0.0.1", 80) == "10.0.0.1:80"
     assert join_host_port("::1", 80) == join_host_port("[::1]", 80) == "[::1]:80"
     assert advertised_host("10.0.0.1") == "10.0.0.1"
-    assert advertised_host("0.0.0.0") == socket.gethostname()
+
+
+# ---- the address of a process
+
+THERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["fd00::7", "10.0.0.7"], "ib0": ["10.1.0.7"]}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    monkeypatch.setattr(network, "interfaces", lambda: THERE)
+    monkeypatch.setattr(network, "_source_of_default_route", lambda: "")
+
+
+def taken(environment=None, **cluster):
+    """Return the host that a process takes, and the interface of gloo."""
+    env = dict(environment or {})
+    host = network.take_address(Config(cluster=ClusterConfig(**cluster)), env).cluster.host
+    return host, env["GLOO_SOCKET_IFNAME"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "given", "address", "interface"),
+    [
+        ({}, "", "127.0.0.1", "lo"),
+        ({"host": "localhost"}, "", "localhost", "lo"),
+        ({"host": "127.0.0.2"}, "", "127.0.0.2", "lo"),
+        ({"host": "10.0.0.7"}, "", "10.0.0.7", "eth0"),
+        ({"host": "[fd00::7]"}, "", "[fd00::7]", "eth0"),
+        ({"interface": "eth0"}, "", "10.0.0.7", "eth0"),
+        ({"interface": "10.1.0.0/16"}, "", "10.1.0.7", "ib0"),
+        ({"interface": "fd00::/8"}, "", "fd00::7", "eth0"),
+        ({"interface": "eth0"}, "10.1.0.7", "10.1.0.7", "ib0"),
+    ],
+)
+def test_process_takes_its_own_address(cluster, given, address, interface):
+    assert taken({"REALSYS_HOST": given}, **cluster) == (address, interface)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "given", "problem"),
+    [
+        (
+            {"interface": "eth1"},
+            "",
+            "cluster.interface='eth1': this machine has no address there: it has lo 127",
+        ),
+        ({"interface": "10.2.0.0/16"}, "", "cluster.interface='10.2.0.0/16': this machine has no address there"),
+        ({"interface": "10.2/x"}, "", "cluster.interface='10.2/x': cannot be read as a subnet"),
+        ({}, "10.0.0.8", "REALSYS_HOST='10.0.0.8': is no address of this machine"),
+        ({"host": "node7"}, "", "cluster.host='node7': is no address of a network interface of this machine"),
+        ({"host": "0.0.0.0"}, "", "cluster.host='0.0.0.0': binds every interface, and this machine has lo 127.0.0.1"),
+        ({"nodes": 2}, "", "cluster.interface='': other hosts cannot reach 127.0.0.1, which this process of 2 nodes"),
+        ({"nodes": 2, "interface": "lo"}, "", "other hosts cannot reach 127.0.0.1"),
+    ],
+)
+def test_address_that_cannot_serve_is_refused(cluster, given, problem):
+    with pytest.raises(ConfigError) as caught:
+        taken({"REALSYS_HOST": given}, **cluster)
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_wildcard_advertises_the_default_route(monkeypatch):
+    monkeypatch.setattr(network, "_source_of_default_route", lambda: "10.1.0.7")
+    assert taken(host="0.0.0.0", nodes=2) == ("0.0.0.0", "ib0")
+    assert advertised_host("0.0.0.0") == "10.1.0.7"
+
+
+def test_wildcard_without_network_advertises_loopback(monkeypatch):
+    monkeypatch.setattr(network, "interfaces", lambda: {"lo": ["127.0.0.1"]})
+    assert taken(host="0.0.0.0") == ("0.0.0.0", "lo")
+
+
+def test_given_interfaces_of_gloo_and_nccl_stay():
+    env = {"GLOO_SOCKET_IFNAME": "a", "NCCL_SOCKET_IFNAME": "b"}
+    network.take_address(Config(), env)
+    assert env == {"GLOO_SOCKET_IFNAME": "a", "NCCL_SOCKET_IFNAME": "b"}
+    env.clear()
+    network.take_address(Config(), env)
+    assert env == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}

@@ -15,7 +15,7 @@ from realsys.algorithm import dataflows
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import Dataflow, FunctionCall, dataflow_of
 from realsys.config.rules.checks import check, check_made_model, check_models
-from realsys.config.rules.machine import Machine
+from realsys.config.rules.machine import Machine, visible_gpus
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError
 from tests.support.processes.config_trees import changed
@@ -76,6 +76,7 @@ WRONG = [
     (["model.path=/no/such/model"], "model.path", "not a directory"),
     ([*SGLANG, "generation.sglang.python=/no/python"], "generation.sglang.python", "not an executable"),
     ([*SGLANG, "generation.sglang.args={host: 0.0.0.0}"], "generation.sglang.args.host", "set by realsys"),
+    ([*SGLANG, "generation.sglang.args={node_rank: 1}"], "generation.sglang.args.node_rank", "set by realsys"),
     ([*SGLANG, "generation.sglang.args={model_path: /m}"], "generation.sglang.args.model_path", "set by realsys"),
     ([*SGLANG, "generation.sglang.args={tp-size: 1, tp_size: 2}"], "args.tp_size", "the same option as tp-size"),
     ([*SGLANG, "generation.sglang.args={lora-paths: {a: b}}"], "args.lora-paths", "must be a number"),
@@ -191,10 +192,24 @@ def test_sglang_on_cpu_counts_its_memory() -> None:
 
 
 def test_one_gpu_serves_one_rank_only() -> None:
-    """A server shares the GPU of a rank; two ranks need two GPUs."""
-    check(changed("allocation=sglang.d1+d1"), GPU1)
-    with pytest.raises(ConfigError, match="2 training ranks need a device each, and there are 1"):
-        check(changed("allocation=sglang.d1+d2"), GPU1)
+    """A server may share the GPU of a rank; two ranks need two GPUs."""
+    share = "cluster.share_gpus=true"
+    check(changed("allocation=sglang.d1+d1", share), GPU1)
+    with pytest.raises(ConfigError, match="2 training ranks need a GPU each, and there are 1"):
+        check(changed("allocation=sglang.d1+d2", share), GPU1)
+
+
+def test_node_sizes_without_nodes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cluster.gpus_per_node=8: describes other machines: set cluster.nodes too"):
+        check(changed("cluster.gpus_per_node=8"), CPU)
+
+
+def test_plan_for_other_machines_ignores_this_one() -> None:
+    nodes = ["cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.cpus_per_node=64", "model.dtype=bfloat16"]
+    settings = [*nodes, "cluster.name_store.backend=etcd", "allocation=serve.d24+d8"]
+    check(changed(*settings), Machine(cpus=1, memory_bytes=1 << 30))
+    with pytest.raises(ConfigError, match=r"\d+ processes are too many for 1 CPU cores; at most 32 on node0"):
+        check(changed(*settings, "cluster.cpus_per_node=1", "rollout.workers=134"), CPU)
 
 
 @pytest.mark.parametrize(
@@ -205,10 +220,10 @@ def test_one_gpu_serves_one_rank_only() -> None:
     ],
 )
 def test_slow_settings_on_gpus_must_be_asked_for(overrides: list[str], message: str) -> None:
-    one_rank = "allocation=serve.d1+d1"
-    check(changed(one_rank, *overrides), CPU)
+    one_gpu = ["allocation=serve.d1+d1", "cluster.share_gpus=true"]
+    check(changed(*one_gpu, *overrides), CPU)
     with pytest.raises(ConfigError, match=message):
-        check(changed(one_rank, *overrides), GPU1)
+        check(changed(*one_gpu, *overrides), GPU1)
 
 
 def test_data_files_of_a_jsonl_experiment(tmp_path: Path) -> None:
@@ -348,4 +363,25 @@ def test_linear_scaling_adds_positions_llama3_does_not(tmp_path: Path) -> None:
 def test_machine_describes_this_one() -> None:
     here = Machine.here({"CUDA_VISIBLE_DEVICES": ""})
     assert here.cpus >= 1 and here.memory_bytes > 1 << 20
-    assert here.gpus == ()
+    assert here.gpus == () and here.node().gpus == 0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "gpus"),
+    [
+        (None, "0 1 2"),
+        ("2,0", "2 0"),
+        ("-1", ""),
+        ("NoDevFiles", ""),
+        ("1,-1,2", "1"),
+        ("0,7", "0"),
+        ("GPU-ab", "GPU-ab"),
+    ],
+)
+def test_visible_gpus_are_those_that_cuda_shows(chosen: str | None, gpus: str) -> None:
+    assert visible_gpus(chosen, present=3) == tuple(gpus.split())
+
+
+def test_gpu_that_is_visible_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='0,0': names a GPU twice"):
+        visible_gpus("0,0", present=1)

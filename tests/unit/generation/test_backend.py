@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from realsys import configs
+from realsys.config.devices.needs import seats_of
 from realsys.config.doors import BACKEND
-from realsys.config.paths import TrialPaths
 from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.checks import check
 from realsys.config.rules.machine import Machine
 from realsys.errors import ConfigError
 from realsys.launch.cli import main
-from realsys.launch.plan import plan
+from realsys.launch.fit import fit
 from tests.support.processes.config_trees import changed
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = Machine(cpus=8, memory_bytes=64 << 30)
 MINE = """
-from realsys.config.rules.machine import Machine
+from realsys.config.rules.backend_rules import ServerSizes
 from realsys.errors import ConfigError
 from realsys.generation.backend import Backend
 
@@ -43,11 +43,14 @@ class Mine(Backend):
     def start_timeout_s(self):
         return 7.0
 
-    def gpus(self, machine: Machine):
-        return machine.gpus[-1:]
+    def sizes(self, allocation):
+        return ServerSizes(tensor=2)
 
-    def memory_bytes(self, machine: Machine):
+    def memory_bytes(self, node):
         return 100 << 30
+
+    def sharing(self, owners):
+        return {"generation.threads": owners}
 
     def build(self, parts):
         raise NotImplementedError
@@ -117,12 +120,19 @@ def test_rules_of_an_own_backend_are_obeyed() -> None:
     assert backend_rules(changed(own)).start_timeout_s() == 7.0
 
 
-def test_backend_chooses_the_gpus_of_its_servers() -> None:
-    gpus = Machine(cpus=8, memory_bytes=64 << 30, gpus=("0", "1", "2"), torch_has_cuda=True)
+def test_backend_states_how_many_gpus_a_server_needs() -> None:
+    gpus = Machine(cpus=8, memory_bytes=200 << 30, gpus=("0", "1", "2"), torch_has_cuda=True)
     config = changed("generation.backend=own_backends:Mine", "allocation=serve.d1+d1")
-    specs = plan(config, TrialPaths(Path("/runs/x/t")), gpus, "run-1")
-    devices = {spec.name: spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs}
-    assert (devices["generation_server/0"], devices["model_worker/0"]) == ("2", "0")
+    seats = {(seat.kind, seat.index): seat.gpus for seat in seats_of(config, gpus, [gpus.node()])}
+    assert (seats["generation_server", 0], seats["model_worker", 0]) == ((1, 2), (0,))
+
+
+def test_backend_sets_its_share_of_a_shared_gpu() -> None:
+    gpus = Machine(cpus=8, memory_bytes=200 << 30, gpus=("0", "1"), torch_has_cuda=True)
+    config = changed("generation.backend=own_backends:Mine", "allocation=serve.d1+d2", "cluster.share_gpus=true")
+    config, lines = fit(config, set(), gpus)
+    assert config.generation.threads == 2
+    assert lines == ["set generation.threads=2: up to 2 processes share a GPU"]
 
 
 def test_preset_exists_for_each_builtin_backend() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from realsys.config.rules.machine import Machine
-from realsys.config.schema import Config
+from realsys.config.schema import ClusterConfig, Config, GenerationConfig, SglangConfig
 from realsys.launch.fit import fit
 
 
@@ -20,7 +20,36 @@ def machine(gpus: int) -> Machine:
 def test_automatic_allocation_divides_the_gpus(gpus: int, allocation: str) -> None:
     config, lines = fit(Config(allocation="auto"), {"generation"}, machine(gpus))
     assert config.allocation == allocation
-    assert len(lines) == 1 and lines[0].startswith(f"set allocation={allocation}: this machine has ")
+    assert lines[0].startswith(f"set allocation={allocation}: this machine has ")
+    assert lines[1:] == (["set cluster.share_gpus=True: this machine has 1 GPU for torch"] if gpus == 1 else [])
+
+
+def test_automatic_allocation_divides_the_gpus_of_all_nodes() -> None:
+    cluster = ClusterConfig(nodes=4, gpus_per_node=8)
+    _, lines = fit(Config(allocation="auto", cluster=cluster), set(), machine(0))
+    assert lines == ["set allocation=serve.d24+d8: the 4 nodes have 32 GPUs"]
+
+
+@pytest.mark.parametrize(
+    ("allocation", "args", "share"),
+    [
+        ("serve.d1+d1", {}, 0.45),
+        ("serve.d2+d1", {}, 0.3),
+        ("serve.d2+d1", {"mem_fraction_static": 0.2}, None),
+        ("serve.d1m2+d1", {}, 0.45),
+    ],
+)
+def test_shared_gpu_is_split_evenly(allocation: str, args: dict[str, float], share: float | None) -> None:
+    generation = GenerationConfig(backend="sglang", sglang=SglangConfig(args=args))
+    config = Config(allocation=allocation, generation=generation, cluster=ClusterConfig(share_gpus=True))
+    config, _ = fit(config, set(), machine(2 if "m2" in allocation else 1))
+    assert config.generation.sglang.args == (args if share is None else {"mem-fraction-static": share})
+
+
+def test_gpu_with_one_owner_is_not_split() -> None:
+    generation, cluster = GenerationConfig(backend="sglang"), ClusterConfig(share_gpus=True)
+    config = Config(allocation="serve.d1+d1", generation=generation, cluster=cluster)
+    assert fit(config, set(), machine(2)) == (config, [])
 
 
 def test_other_allocations_stay_as_they_are() -> None:

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config, GenerationConfig, RolloutConfig
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.cli import main
-from realsys.launch.plan import ProcessSpec, plan
+from realsys.launch.plan import ProcessSpec, on_this_machine, plan
 from realsys.launch.prepare import prepare, resolve
 
 CPU = Machine(cpus=4, memory_bytes=32 << 30)
@@ -27,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def planned(machine: Machine = CPU, **fields: object) -> list[ProcessSpec]:
     config = Config.model_validate({"trial": "t", **fields})
-    return plan(config, TrialPaths(Path("/runs/x/t")), machine, "run-1")
+    seats = seats_of(config, machine, nodes_of(config, machine))
+    return on_this_machine(plan(config, TrialPaths(Path("/runs/x/t")), seats, "run-1"), machine)
 
 
 def devices(specs: list[ProcessSpec]) -> dict[str, str | None]:
@@ -98,20 +100,54 @@ def test_ranks_get_one_gpu_each_servers_the_rest() -> None:
     assert placed["rollout_worker/0"] == placed["master_worker/0"] == placed["gserver_manager/0"] == ""
 
 
-def test_one_gpu_is_shared_by_rank_and_server() -> None:
-    placed = devices(planned(gpus(1)))
+def test_one_gpu_is_shared_only_on_request() -> None:
+    with pytest.raises(ConfigError, match="2 GPUs are needed .* and there are 1: .*cluster.share_gpus=true"):
+        planned(gpus(1))
+    placed = devices(planned(gpus(1), cluster={"share_gpus": True}))
     assert placed["model_worker/0"] == placed["generation_server/0"] == "0"
 
 
-def test_surplus_servers_share_gpus_in_turn() -> None:
-    placed = devices(planned(gpus(3), allocation="sglang.d3+d1"))
-    assert [placed[f"generation_server/{i}"] for i in range(3)] == ["1", "2", "1"]
+def test_shared_gpus_are_those_with_fewest_owners() -> None:
+    placed = devices(planned(gpus(3), allocation="sglang.d3+d1", cluster={"share_gpus": True}))
+    assert [placed[f"generation_server/{i}"] for i in range(3)] == ["1", "2", "0"]
 
 
 def test_tensor_parallel_server_gets_as_many_gpus() -> None:
     generation = GenerationConfig(backend="sglang")
     placed = devices(planned(gpus(6), allocation="sglang.d2m2+d2", generation=generation))
     assert [placed[f"generation_server/{i}"] for i in range(2)] == ["2,3", "4,5"]
+
+
+def test_seat_is_an_index_not_a_device_id() -> None:
+    machine = Machine(cpus=16, memory_bytes=64 << 30, gpus=("4", "6"), torch_has_cuda=True)
+    server, rank = planned(machine)[1:3]
+    assert (rank.node, rank.gpus, rank.env["CUDA_VISIBLE_DEVICES"]) == ("this machine", (0,), "4")
+    assert (server.gpus, server.env["CUDA_VISIBLE_DEVICES"]) == ((1,), "6")
+
+
+def test_spec_has_what_its_process_needs() -> None:
+    reward = {"processes": 3}
+    by_name = {spec.name: spec for spec in planned(train={"threads": 4}, rollout={"workers": 1, "reward": reward})}
+    assert (by_name["model_worker/0"].cpus, by_name["rollout_worker/0"].cpus) == (4, 4)
+    assert by_name["model_worker/0"].memory > by_name["master_worker/0"].memory > 0
+
+
+def test_server_over_two_nodes_is_two_processes() -> None:
+    """Each has its own log, its node rank and the address at which both meet."""
+    config = Config.model_validate(
+        {
+            "allocation": "serve.d1m8+d8",
+            "generation": {"backend": "sglang", "sglang": {"args": {"pp-size": 2}}},
+            "cluster": {"nodes": 3, "gpus_per_node": 8},
+        }
+    )
+    seats = seats_of(config, CPU, nodes_of(config, CPU), {"generation_server"})
+    first, second = plan(config, TrialPaths(Path("/runs/x/t")), seats, "run-1")
+    assert (first.name, first.node, first.node_rank) == ("generation_server/0", "node0", 0)
+    assert (second.name, second.node, second.node_rank) == ("generation_server/0.1", "node1", 1)
+    assert first.init_address == second.init_address == "node0:25000"
+    assert first.nodes == second.nodes == 2 and first.gpus == second.gpus == tuple(range(8))
+    assert first.log != second.log and "CUDA_VISIBLE_DEVICES" not in first.env
 
 
 def test_torch_without_cuda_leaves_the_gpus_to_sglang() -> None:
@@ -215,6 +251,34 @@ def test_dry_run_prints_every_process_and_writes_nothing(tmp_path: Path, capsys:
     for name in ("generation_server/1", "model_worker/1", "master_worker/0", "gserver_manager/0", "rollout_worker/1"):
         assert name in out
     assert "python -P -m realsys.workers.model_worker" in out and "7 processes" not in out and "8 processes" in out
+    assert not (tmp_path / "runs").exists()
+
+
+NODES = [
+    "cluster.nodes=4",
+    "cluster.gpus_per_node=8",
+    "cluster.name_store.backend=etcd",
+    "cluster.name_store.start=true",
+]
+LARGE = ["allocation=serve.d24+d8", "model.dtype=bfloat16", "rollout.workers=4", *NODES]
+
+
+@pytest.mark.needs("etcd")
+def test_dry_run_for_other_machines_prints_the_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "experiment=arith", *LARGE, "--dry-run", f"fileroot={tmp_path / 'runs'}"]) == 0
+    out = capsys.readouterr().out
+    assert "nodes: 4, GPUs: 32, idle: 0\nnode0: model_worker 0-7 on gpu 0-7; name_store 0;" in out
+    assert "node3: generation_server 16-23 on gpu 0-7" in out
+    assert "CUDA_VISIBLE_DEVICES" not in out and sys.executable not in out
+    assert "warning: other nodes cannot reach cluster.host=127.0.0.1: set cluster.interface" in out
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.needs("etcd")
+def test_start_on_other_machines_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "experiment=arith", *LARGE, f"fileroot={tmp_path / 'runs'}"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "cluster.nodes=4: there is no launcher for other machines: add --dry-run" in line
     assert not (tmp_path / "runs").exists()
 
 

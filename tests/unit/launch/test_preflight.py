@@ -166,8 +166,14 @@ def test_occupied_manager_port_is_refused(refused: Refused) -> None:
 
 
 def test_host_of_another_machine_is_refused(refused: Refused) -> None:
-    line = refused("cluster.host=192.0.2.1")  # an address for documentation, which no machine has
-    assert "cluster.host='192.0.2.1': cannot be bound" in line and "address of this machine" in line
+    line = refused("cluster.host=203.0.113.1")  # an address for documentation, which no machine has
+    assert "cluster.host='203.0.113.1': is no address of a network interface of this machine, which has lo 127" in line
+
+
+def test_interface_that_is_not_there_is_refused(refused: Refused) -> None:
+    assert "cluster.interface='no0': this machine has no address there: it has lo 127" in refused(
+        "cluster.interface=no0"
+    )
 
 
 def test_etcd_that_does_not_answer_is_refused(refused: Refused) -> None:

@@ -1,0 +1,249 @@
+"""Places the processes of a trial on nodes and GPUs. Pure: the nodes are described, not asked.
+
+    nodes, blocks ──place──> seats, or ConfigError with the numbers
+
+one-owner    a GPU has one owner, unless sharing is requested; then a server goes where the fewest others are
+one-rank     two training ranks never share a GPU: NCCL refuses it
+whole-group  a block has neighbouring GPUs of one node: the ranks of a tensor-parallel group, or the stages of a server
+all-placed   every process has a seat, or the plan is refused
+
+Blocks are placed in their order, each on the first node with room: training ranks fill the nodes from the first one on,
+servers get the rest. A block without GPUs goes to the node with the least work per CPU core.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from realsys.errors import ConfigError
+
+Kind = Literal["name_store", "gserver_manager", "generation_server", "model_worker", "rollout_worker", "master_worker"]
+
+RANK: Kind = "model_worker"
+SERVER: Kind = "generation_server"
+
+_GIB = 1 << 30
+_FEWEST_PROCESSES, _PROCESSES_PER_CORE = 32, 8  # bound on the processes of a node
+#: port of the first server that spans nodes, at which its nodes find each other; the next server has the next port
+_FIRST_INIT_PORT = 25000
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Resources of one machine. ``memory`` and ``shm`` (/dev/shm) are free bytes; 0 cores or bytes: not known."""
+
+    name: str
+    cpus: int
+    memory: int
+    gpus: int
+    shm: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Processes that must sit on one node, next to each other; or one server that may span several nodes.
+
+    indexes  numbers of the processes within their kind
+    gpus     GPUs of each process
+    cpus     cores of each process
+    memory   bytes of host memory of each process, before it loads a model
+    parts    equal parts of a server that may sit on different nodes: its pipeline stages
+    on_first the block belongs on the first node
+    """
+
+    kind: Kind
+    indexes: range
+    gpus: int
+    cpus: int
+    memory: int
+    parts: int = 1
+    on_first: bool = False
+
+    @property
+    def name(self) -> str:
+        first, last = self.indexes[0], self.indexes[-1]
+        return f"{self.kind}/{first}" if first == last else f"{self.kind}/{first}-{last}"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Place of one process. ``gpus`` are indexes on the node.
+
+    A server that spans nodes has a seat on each: ``node_rank`` counts them, and they meet at ``init_address``.
+    """
+
+    kind: Kind
+    index: int
+    node: str
+    gpus: tuple[int, ...]
+    cpus: int
+    memory: int
+    node_rank: int = 0
+    nodes: int = 1
+    init_address: str = ""
+
+
+@dataclass(slots=True)
+class _Used:
+    """A node while processes are placed on it. ``owners`` has the number of owners of each GPU."""
+
+    node: Node
+    owners: list[int]
+    seats: list[Seat] = field(default_factory=list)
+
+    @property
+    def load(self) -> float:
+        return sum(seat.cpus for seat in self.seats) / (self.node.cpus or 1)
+
+    def window(self, width: int) -> tuple[int, int, int]:
+        """Return (most owners of one GPU, sum of owners, first GPU) of the ``width`` neighbours with the fewest."""
+        return min(
+            (max(self.owners[first : first + width]), sum(self.owners[first : first + width]), first)
+            for first in range(len(self.owners) - width + 1)
+        )
+
+    def sit(self, block: Block, index: int, gpus: tuple[int, ...], span: tuple[int, int, str] = (0, 1, "")) -> Seat:
+        """Take ``gpus`` for a process. ``span``: node rank, number of nodes, init address."""
+        seat = Seat(block.kind, index, self.node.name, gpus, block.cpus, block.memory, *span)
+        for gpu in gpus:
+            self.owners[gpu] += 1
+        self.seats.append(seat)
+        return seat
+
+
+def place(nodes: Sequence[Node], blocks: Sequence[Block], allocation: str, *, share: bool = False) -> list[Seat]:
+    """Return a seat for every process, in the order of the blocks.
+
+    ``share``: servers may use GPUs that have owners. ``allocation`` is the field's text, for messages.
+    Raises ConfigError.
+    """
+    if twice := [name for name, count in Counter(node.name for node in nodes).items() if count > 1]:
+        raise ConfigError("cluster.nodes", len(nodes), f"node {twice[0]} is listed twice: list each node once")
+    used = [_Used(node, [0] * node.gpus) for node in nodes]
+    try:
+        _check_sum(used, blocks, share)
+        seats = [seat for block in blocks for seat in _place_block(block, used, share)]
+        for each in used:
+            _check_node(each)
+    except _Refused as refused:
+        raise ConfigError("allocation", allocation, str(refused)) from None
+    return seats
+
+
+class _Refused(Exception):
+    """A plan that does not fit; the text has the numbers."""
+
+
+def _check_sum(used: Sequence[_Used], blocks: Sequence[Block], share: bool) -> None:
+    """Refuse a plan that needs more GPUs than there are."""
+    there = sum(each.node.gpus for each in used)
+    for_ranks = sum(len(block.indexes) * block.gpus for block in blocks if block.kind == RANK)
+    for_servers = sum(block.gpus for block in blocks if block.kind == SERVER)
+    if for_ranks > there:
+        raise _Refused(f"{for_ranks} training ranks need a GPU each, and there are {there}: lower the training part")
+    if for_ranks + for_servers > there and not share:
+        parts = f"{for_ranks} for training ranks, {for_servers} for servers"
+        problem = f"{for_ranks + for_servers} GPUs are needed ({parts}), and there are {there}"
+        raise _Refused(f"{problem}: lower a part, or share GPUs with cluster.share_gpus=true")
+
+
+def _place_block(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]:
+    if not block.gpus:
+        target = used[0] if block.on_first else min(used, key=lambda each: each.load)
+        return [target.sit(block, index, ()) for index in block.indexes]
+    if block.kind == SERVER:
+        return _place_server(block, used, share)
+    [(target, first)] = _find(block.name, len(block.indexes), 1, used, share=False)
+    return [target.sit(block, index, (first + number,)) for number, index in enumerate(block.indexes)]
+
+
+def _place_server(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]:
+    """Place a server on the fewest nodes that divide its parts, with the same number of GPUs on each."""
+    [index] = block.indexes
+    widest = max(each.node.gpus for each in used)
+    counts = [count for count in range(1, block.parts + 1) if block.parts % count == 0]
+    count = next((count for count in counts if block.gpus // count <= widest), counts[-1])
+    width = block.gpus // count
+    found = _find(block.name, width, count, used, share=share)
+    address = f"{found[0][0].node.name}:{_FIRST_INIT_PORT + index}" if count > 1 else ""
+    return [
+        target.sit(block, index, tuple(range(first, first + width)), (rank, count, address))
+        for rank, (target, first) in enumerate(found)
+    ]
+
+
+def _find(name: str, width: int, count: int, used: Sequence[_Used], *, share: bool) -> list[tuple[_Used, int]]:
+    """Return ``count`` nodes, and the first of ``width`` neighbouring GPUs on each: those with the fewest owners."""
+    wide = [(each, each.window(width)) for each in used if each.node.gpus >= width]
+    widest = max(each.node.gpus for each in used)
+    room = [(each, window) for each, window in wide if share or not window[0]]
+    if len(room) >= count:
+        best = sorted(room, key=lambda pair: pair[1][:2])[:count]
+        return [(each, first) for each, (_, _, first) in best]
+    nodes = "one node" if count == 1 else f"each of {count} nodes"
+    if len(wide) < count:
+        problem = f"{name} needs {width} GPUs of {nodes}, and {len(wide)} of {len(used)} nodes have that many"
+        raise _Refused(f"{problem} (the largest has {widest}): lower its parallel sizes")
+    free = max(each.owners.count(0) for each in used)
+    problem = f"{name} needs {width} free GPUs of {nodes}, and the freest node has {free}"
+    raise _Refused(f"{problem} of {widest}: choose parallel sizes that divide {widest}")
+
+
+def _check_node(used: _Used) -> None:
+    """Refuse a node with too many processes, or with too little memory for them."""
+    node, count = used.node, len(used.seats)
+    most = max(_FEWEST_PROCESSES, _PROCESSES_PER_CORE * node.cpus)
+    if node.cpus and count > most:
+        raise _Refused(f"{count} processes are too many for {node.cpus} CPU cores; at most {most} on {node.name}")
+    need = sum(seat.memory for seat in used.seats)
+    if node.memory and need > node.memory:
+        sizes = f"its processes need about {need / _GIB:.1f} GiB, {node.memory / _GIB:.1f} GiB are free"
+        raise _Refused(f"{sizes} on {node.name}")
+
+
+# ---- as text
+
+
+def owners(seats: Sequence[Seat]) -> Counter[tuple[str, int]]:
+    """Count the owners of each GPU: (node, index) -> processes."""
+    return Counter((seat.node, gpu) for seat in seats for gpu in seat.gpus)
+
+
+def as_lines(nodes: Sequence[Node], seats: Sequence[Seat]) -> list[str]:
+    """Return the plan as text: a line for the whole, and one for each node."""
+    taken, there = len(owners(seats)), sum(node.gpus for node in nodes)
+    lines = [f"nodes: {len(nodes)}, GPUs: {there}, idle: {there - taken}"]
+    for node in nodes:
+        here = [seat for seat in seats if seat.node == node.name]
+        cpu = dict.fromkeys(seat.kind for seat in here if not seat.gpus)
+        parts = [_run_as_text(run) for run in _runs([seat for seat in here if seat.gpus])]
+        parts += [f"{kind} {','.join(str(s.index) for s in here if s.kind == kind and not s.gpus)}" for kind in cpu]
+        lines.append(f"{node.name}: " + ("; ".join(parts) or "idle"))
+    return lines
+
+
+def _runs(seats: Sequence[Seat]) -> list[list[Seat]]:
+    """Group seats of one GPU each that continue each other: the next process of the kind, on the next GPU."""
+    runs: list[list[Seat]] = []
+    for seat in seats:
+        last = runs[-1][-1] if runs else seat
+        after = (last.kind, last.index + 1, (last.gpus[0] + 1,))
+        if len(last.gpus) == 1 and after == (seat.kind, seat.index, seat.gpus):
+            runs[-1].append(seat)
+        else:
+            runs.append([seat])
+    return runs
+
+
+def _run_as_text(run: Sequence[Seat]) -> str:
+    first, last = run[0], run[-1]
+    span = f" (node {first.node_rank} of {first.nodes}, init {first.init_address})" if first.nodes > 1 else ""
+    indexes, gpus = (first.index, last.index), (first.gpus[0], last.gpus[-1])
+    return f"{first.kind} {_span(*indexes)} on gpu {_span(*gpus)}{span}"
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"

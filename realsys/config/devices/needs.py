@@ -1,0 +1,97 @@
+"""Blocks and nodes of a trial, from its configuration: the input of the device plan. Reads no file."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+
+from realsys.config.allocation import ACTOR, Allocation, parse_allocation
+from realsys.config.dataflow import dataflow_of
+from realsys.config.devices.device_plan import RANK, SERVER, Block, Kind, Node, Seat, place
+from realsys.config.doors import BACKEND
+from realsys.config.rules.backend_rules import BackendRules, backend_rules
+from realsys.config.rules.machine import Machine
+from realsys.config.rules.resources import GIB, process_bytes
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+
+
+def nodes_of(config: Config, machine: Machine) -> list[Node]:
+    """Return the nodes that the configuration describes; without them, ``machine`` alone. Raises ConfigError."""
+    cluster = config.cluster
+    if not cluster.nodes:
+        for field in ("gpus_per_node", "cpus_per_node", "memory_gb_per_node"):
+            if value := getattr(cluster, field):
+                raise ConfigError(f"cluster.{field}", value, "describes other machines: set cluster.nodes too")
+        return [machine.node()]
+    memory = int(cluster.memory_gb_per_node * GIB)
+    return [Node(f"node{n}", cluster.cpus_per_node, memory, cluster.gpus_per_node) for n in range(cluster.nodes)]
+
+
+def gpus_of_torch(config: Config, machine: Machine) -> int:
+    """Return on how many GPUs the nodes can train. The torch of other machines is taken to be a CUDA build."""
+    return config.cluster.nodes * config.cluster.gpus_per_node if config.cluster.nodes else len(machine.trainer_gpus)
+
+
+def servers_use_gpus(config: Config, machine: Machine, backend: BackendRules) -> bool:
+    """Return True if servers get GPUs: those of this torch, or any if the engine has a torch of its own."""
+    return gpus_of_torch(config, machine) > 0 or (not config.cluster.nodes and backend.own_torch and bool(machine.gpus))
+
+
+def seats_of(
+    config: Config, machine: Machine, nodes: Sequence[Node], kinds: Collection[Kind] | None = None
+) -> list[Seat]:
+    """Place the processes of a trial, in the order in which they start. Raises ConfigError.
+
+    ``kinds``: place only these; None: all.
+    """
+    blocks = [block for block in _blocks(config, machine, nodes[0]) if kinds is None or block.kind in kinds]
+    blocks.sort(key=lambda block: (block.kind != RANK, block.kind != SERVER, not block.on_first))
+    seats = place(nodes, blocks, config.allocation, share=config.cluster.share_gpus)
+    order: list[Kind] = ["name_store", "gserver_manager", SERVER, RANK, "rollout_worker", "master_worker"]
+    return sorted(seats, key=lambda seat: (order.index(seat.kind), seat.index, seat.node_rank))
+
+
+def _blocks(config: Config, machine: Machine, node: Node) -> list[Block]:
+    allocation, light = parse_allocation(config.allocation), process_bytes(0, 0, 1)
+    single: list[Kind] = ["gserver_manager", "master_worker"]
+    if config.cluster.name_store.start:
+        single.append("name_store")
+    blocks = [Block(kind, range(1), 0, 1, light, on_first=True) for kind in single]
+    on_gpus = gpus_of_torch(config, machine) > 0
+    blocks += [
+        Block(RANK, ranks, int(on_gpus), config.train.threads, process_bytes(1, 0, 0))
+        for ranks in tensor_groups(allocation, [ACTOR, *dataflow_of(config).roles])
+    ]
+    backend = backend_rules(config)
+    server = _server(config, allocation, backend, node, servers_use_gpus(config, machine, backend))
+    blocks += [Block(SERVER, range(n, n + 1), *server) for n in range(allocation.inference.data)]
+    workers, threads = config.rollout.workers, 1 + config.rollout.reward.processes
+    return blocks + [Block("rollout_worker", range(n, n + 1), 0, threads, light) for n in range(workers)]
+
+
+def _server(
+    config: Config, allocation: Allocation, backend: BackendRules, node: Node, uses_gpus: bool
+) -> tuple[int, int, int, int]:
+    """Return GPUs, cores, bytes of host memory and pipeline stages of one server."""
+    with BACKEND.guard(config.generation.backend, "sizes or memory_bytes raised"):
+        sizes = backend.sizes(allocation)
+        memory = process_bytes(0, 1, 0) + int(backend.memory_bytes(node))
+    gpus = sizes.tensor * sizes.pipeline * sizes.data if uses_gpus else 0
+    return gpus, config.generation.threads, memory, 1 if sizes.data > 1 else sizes.pipeline
+
+
+def tensor_groups(allocation: Allocation, roles: Collection[str]) -> list[range]:
+    """Return the ranks that must share a node, as ascending ranges: the tensor-parallel groups of all roles.
+
+    Groups of different roles that overlap are joined.
+    """
+    starts = set(range(allocation.workers))
+    for role in roles:
+        placement = allocation.placement(role)
+        width = placement.layout.tensor
+        # Ranks of a group follow each other: rank = pp * (DP * TP) + dp * TP + tp.
+        for first in range(placement.first, placement.first + placement.layout.world_size, width):
+            starts -= set(range(first + 1, first + width))
+    bounds = [*sorted(starts), allocation.workers]
+    return [range(first, end) for first, end in itertools.pairwise(bounds)]
