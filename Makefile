@@ -83,9 +83,10 @@ format: setup  ## rewrite the code in the project's format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-docs: setup  ## rewrite the fields in docs/configuration.md and the measured figures of the pages
+docs: setup  ## rewrite the fields in docs/configuration.md, the measured figures of the pages, the settings in docs/memory.md
 	$(PY) -m realsys.config.reference
 	$(PY) -m tests.support.docs.figures
+	$(PY) -m tests.support.docs.memory_settings
 
 bench: setup  ## run every benchmark; results go to benchmarks/results/
 	@set -e; for name in $(BENCHES); do echo "== $$name"; $(PY) -m benchmarks.$$name; done

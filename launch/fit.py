@@ -1,7 +1,8 @@
 """Sets what the user left open so that it fits the model, the data and the machine.
 
     generation.backend                 sglang, if this machine has GPUs
-    allocation: auto                   a quarter of the GPUs trains, the others generate; without GPUs, one process each
+    allocation: auto                   a quarter of the GPUs trains, or as many as memory demands, the others generate;
+                                       without GPUs, one process each
     cluster.share_gpus                 true, if the allocation is auto and there is one GPU
     backend's share of a shared GPU    split evenly between the processes of the GPU (BackendRules.sharing)
     data.max_prompt_tokens,            the model's positions, if the defaults do not fit: a quarter for the prompt
@@ -20,11 +21,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from realsys.config.devices.device_plan import SERVER, owners
 from realsys.config.devices.needs import gpus_of_torch, nodes_of, seats_of
 from realsys.config.doors import BACKEND
+from realsys.config.fields import replaced
+from realsys.config.memory.devices import GIB
+from realsys.config.memory.layouts import smallest_training
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
@@ -54,7 +56,7 @@ def fit(config: Config, given: Collection[str], machine: Machine) -> tuple[Confi
 def _set(config: Config, chosen: Mapping[str, tuple[Any, str]]) -> tuple[Config, list[str]]:
     """Set fields to their (value, reason)."""
     for field, (value, _) in chosen.items():
-        config = _with(config, field.split("."), value)
+        config = replaced(config, field.split("."), value)
     return config, [f"set {field}={value}: {reason}" for field, (value, reason) in chosen.items()]
 
 
@@ -78,6 +80,11 @@ def _allocation(config: Config, given: Collection[str], machine: Machine) -> dic
     owner = "this machine has" if not nodes else f"the {nodes} nodes have" if nodes > 1 else "the node has"
     reason = f"{owner} {gpus or 'no'} GPU{'s' * (gpus != 1)}{' for torch' * (gpus < 2)}"
     if gpus >= 2:
+        gpu_bytes = int(config.cluster.gpu_memory_gb * GIB) or (0 if nodes else machine.gpu_bytes)
+        if gpu_bytes and (Path(config.model.path) / "config.json").is_file():
+            found = smallest_training(config, gpus, gpu_bytes)
+            if found is not None:
+                return {"allocation": (found, f"{reason} of {gpu_bytes / GIB:.0f} GiB")}
         training = max(1, gpus // 4)
         return {"allocation": (f"serve.d{gpus - training}+d{training}", reason)}
     chosen: dict[str, tuple[Any, str]] = {"allocation": ("serve.d1+d1", reason)}
@@ -137,10 +144,3 @@ def _evaluations(config: Config, given: Collection[str]) -> dict[str, tuple[Any,
 
 def _at(section: Any, parts: list[str]) -> Any:
     return functools.reduce(getattr, parts, section)
-
-
-def _with(section: Any, parts: list[str], value: Any) -> Any:
-    """Return a copy of a section in which the field at ``parts`` has ``value``."""
-    assert isinstance(section, BaseModel)
-    name, *rest = parts
-    return section.model_copy(update={name: _with(getattr(section, name), rest, value) if rest else value})

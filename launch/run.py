@@ -23,11 +23,14 @@ from rich.console import Console
 
 from realsys.cluster.failure import read_errors
 from realsys.cluster.network import HOST, is_loopback
+from realsys.config.allocation import parse_allocation
 from realsys.config.compose import compose, given_fields, quoted
 from realsys.config.devices.device_plan import as_lines
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.doors import LOSS
+from realsys.config.memory.memory_check import place_of
 from realsys.config.paths import TrialPaths
+from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.checks import check
 from realsys.config.rules.machine import Machine
 from realsys.config.rules.sampling import sampling_warnings
@@ -82,7 +85,9 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
     say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
     if options.dry_run:
         examined = examine(config, paths)
-        print_dry_run(console, config, paths, specs, placement, replace(examined, lines=[*chosen, *examined.lines]))
+        place = place_of(config, parse_allocation(config.allocation), backend_rules(config), machine)
+        examined = replace(examined, lines=[*chosen, *examined.lines])
+        print_dry_run(console, config, paths, specs, placement, examined, place)
         return 0
     console.print(f"trial [bold]{config.experiment}/{config.trial}[/] in {paths.root}", highlight=False, soft_wrap=True)
     for line in chosen:

@@ -9,16 +9,13 @@ from rich.table import Table
 
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
+from realsys.config.memory.devices import GIB
+from realsys.config.memory.memory_check import Place
+from realsys.config.memory.models import batch_tokens, model_of
+from realsys.config.memory.table import device_lines, host_line
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.lengths import longest_sequence
-from realsys.config.rules.resources import (
-    GIB,
-    batch_tokens,
-    disk_bytes,
-    memory_of_models,
-    model_of,
-    record_bytes,
-)
+from realsys.config.rules.resources import disk_bytes, record_bytes
 from realsys.config.schema import Config
 from realsys.launch.plan import ProcessSpec, as_commands, as_rows
 from realsys.launch.preflight import free_bytes
@@ -33,8 +30,9 @@ def print_dry_run(
     specs: Sequence[ProcessSpec],
     placement: Sequence[str],
     examined: Examined,
+    place: Place,
 ) -> None:
-    """Print facts, notes, and the processes: a table and their commands, which can be copied to a shell.
+    """Print facts, notes, memory, and the processes: a table and their commands, which can be copied to a shell.
 
     ``placement``: lines to print instead of table and commands, for a plan of other machines.
     """
@@ -43,9 +41,9 @@ def print_dry_run(
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     say(f"{config.experiment}/{config.trial}: {len(specs)} processes, folder {paths.root}")
-    for name, text in _facts(config, examined.sizes):
+    for name, text in _facts(config, examined.sizes, place):
         say(f"{name:<10}  {text}")
-    for line in examined.lines:
+    for line in [*examined.lines, *device_lines(config, place)]:
         say(line)
     for line in placement:
         say(line)
@@ -66,7 +64,7 @@ def _print_processes(console: Console, say: Callable[[str], None], specs: Sequen
         say(f"  {command}")
 
 
-def _facts(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[tuple[str, str]]:
     allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
     servers, width = allocation.inference.data, allocation.inference.tensor
     layout = f"servers: {servers}" + (f" of {width} devices each" if width > 1 else "")
@@ -78,8 +76,7 @@ def _facts(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]
     yield "batch", f"{episodes}: at most {batch_tokens(config):,} tokens"
     steps, per_epoch = planned_steps(config, sizes["train"]), sizes["train"] / groups
     yield "steps", f"{steps:,}, which are {steps / per_epoch:.2f} epochs; one epoch is {per_epoch:,.1f} steps"
-    memory = memory_of_models(config, allocation, flow)
-    yield "memory", f"at least {_bytes(memory.ranks)} on the training ranks, {_bytes(memory.servers)} on the servers"
+    yield "host", f"memory {host_line(config, place)}"
     records = f", records of the kept steps up to {_bytes(record_bytes(config))}" if config.record.samples else ""
     yield "disk", f"about {_bytes(disk_bytes(config, flow))}{records}; {_bytes(free_bytes(config))} are free"
 

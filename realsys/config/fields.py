@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,3 +21,12 @@ class Section(BaseModel):
     """Base of all sections. Unknown keys, lossy conversions, NaN and infinity are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+_Section = TypeVar("_Section", bound=BaseModel)
+
+
+def replaced(section: _Section, path: Sequence[str], value: Any) -> _Section:
+    """Return a copy of a section in which the field at ``path`` has ``value``."""
+    name, *rest = path
+    return section.model_copy(update={name: replaced(getattr(section, name), rest, value) if rest else value})

@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from realsys.config.fields import Name, NonNegative, OpenProbability, Positive, PositiveFloat, Probability, Section
+from realsys.config.fields import (
+    Name,
+    NonNegative,
+    NonNegativeFloat,
+    OpenProbability,
+    Positive,
+    PositiveFloat,
+    Probability,
+    Section,
+)
 from realsys.config.schema_train import (
     CheckpointConfig,
     OptimizerConfig,
@@ -53,6 +62,10 @@ class ClusterConfig(Section):
     )
     share_gpus: bool = Field(
         False, description="let servers use GPUs that training ranks or other servers have, if there are too few"
+    )
+    gpu_memory_gb: NonNegativeFloat = Field(
+        0.0,
+        description="memory of one GPU in GiB, to plan for another machine (docs/memory.md); 0: that of the GPUs here",
     )
     host: str = Field("127.0.0.1", description="address that the workers bind to and advertise, on one machine")
     interface: str = Field(

@@ -252,7 +252,8 @@ class TrainConfig(Section):
         description="give ranks, minibatches and micro-batches equal numbers of tokens, or equal work a*s + b*s^2",
     )
     sequence_parallel: bool = Field(
-        False, description="split norms and dropout along the sequence over tensor ranks (Megatron)"
+        False,
+        description="split norms and residual stream along the sequence over tensor ranks; with m1 without effect",
     )
     distributed_optimizer: bool = Field(
         False, description="shard the optimizer state over the data-parallel ranks (Megatron)"

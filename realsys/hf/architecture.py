@@ -41,6 +41,13 @@ def splits_over(name: str, size: int, ranks: int) -> bool:
     return size % ranks == 0 or (name == "num_key_value_heads" and ranks % size == 0)
 
 
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Return the number of layers of each pipeline stage."""
+    each, rest = divmod(layers, stages)
+    # Not the last stages: the last has the head, too.
+    return [each + (stage < rest) for stage in range(stages)]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
     """Sizes that determine the cost of a sequence; a checkpoint records them.

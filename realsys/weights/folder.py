@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from realsys.config.rules.machine import Machine
+from realsys.config.rules.free_memory import free_host_bytes
 from realsys.generation.backend import Materialised
 from realsys.weights.base import WeightReader
 from realsys.weights.disk.manifest import auxiliary_files
@@ -41,7 +41,7 @@ class FolderWriter:
         begin = time.perf_counter()
         size = sum(tensor.nbytes for tensor in staged.tensors.values())
         # A memory-backed disk (/dev/shm) reports more room than there is: all processes share the memory.
-        room = min(shutil.disk_usage(target.parent).free, Machine.here().memory_bytes)
+        room = min(shutil.disk_usage(target.parent).free, free_host_bytes())
         folder = target if size * 1.1 < room else self.overflow
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

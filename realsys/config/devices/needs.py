@@ -9,9 +9,10 @@ from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.devices.device_plan import RANK, SERVER, Block, Kind, Node, Seat, place
 from realsys.config.doors import BACKEND
+from realsys.config.memory.devices import GIB
+from realsys.config.memory.hosts import OnHost
 from realsys.config.rules.backend_rules import BackendRules, backend_rules
 from realsys.config.rules.machine import Machine
-from realsys.config.rules.resources import GIB, process_bytes
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
@@ -53,14 +54,14 @@ def seats_of(
 
 
 def _blocks(config: Config, machine: Machine, node: Node) -> list[Block]:
-    allocation, light = parse_allocation(config.allocation), process_bytes(0, 0, 1)
+    allocation, light = parse_allocation(config.allocation), OnHost(0, 0, 1).processes
     single: list[Kind] = ["gserver_manager", "master_worker"]
     if config.cluster.name_store.start:
         single.append("name_store")
     blocks = [Block(kind, range(1), 0, 1, light, on_first=True) for kind in single]
     on_gpus = gpus_of_torch(config, machine) > 0
     blocks += [
-        Block(RANK, ranks, int(on_gpus), config.train.threads, process_bytes(1, 0, 0))
+        Block(RANK, ranks, int(on_gpus), config.train.threads, OnHost(1, 0, 0, ranks_on_gpu=on_gpus).processes)
         for ranks in tensor_groups(allocation, [ACTOR, *dataflow_of(config).roles])
     ]
     backend = backend_rules(config)
@@ -76,7 +77,7 @@ def _server(
     """Return GPUs, cores, bytes of host memory and pipeline stages of one server."""
     with BACKEND.guard(config.generation.backend, "sizes or memory_bytes raised"):
         sizes = backend.sizes(allocation)
-        memory = process_bytes(0, 1, 0) + int(backend.memory_bytes(node))
+        memory = OnHost(0, 1, 0, int(backend.memory_bytes(node)), servers_on_gpu=uses_gpus).processes
     gpus = sizes.tensor * sizes.pipeline * sizes.data if uses_gpus else 0
     return gpus, config.generation.threads, memory, 1 if sizes.data > 1 else sizes.pipeline
 

@@ -12,15 +12,14 @@ from pathlib import Path
 
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
-from realsys.config.devices.device_plan import RANK
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, TRANSPORT, VERIFIER
+from realsys.config.memory.memory_check import Place, check_memory, place_of
 from realsys.config.roles import role_field, role_settings
 from realsys.config.rules.backend_rules import BackendRules, backend_rules
 from realsys.config.rules.etcd_rules import check_etcd
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
-from realsys.config.rules.resources import check_memory, memory_of_models
 from realsys.config.rules.sampling import evaluation_sampling
 from realsys.config.rules.training_rules import check_training
 from realsys.config.rules.vocabulary_rules import check_vocabulary
@@ -40,7 +39,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     allocation.check_roles(flow.roles, config.allocation)
     backend = backend_rules(config)
     _check_generation(config, allocation, backend)
-    process_memory = _check_machine(config, machine)
+    place = _check_machine(config, allocation, machine, backend)
     _check_rollout(config)
     evaluation_sampling(config)
     _check_gpus(config, machine, backend)
@@ -53,8 +52,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     if not config.model.path:
         _check_tiny(config, allocation, flow)
     check_models(config, allocation, flow)
-    if process_memory:
-        check_memory(config, machine, process_memory, memory_of_models(config, allocation, flow))
+    check_memory(config, place)
     return allocation
 
 
@@ -75,15 +73,11 @@ def _check_generation(config: Config, allocation: Allocation, backend: BackendRu
         raise ConfigError("rollout.max_concurrent", config.rollout.max_concurrent, problem)
 
 
-def _check_machine(config: Config, machine: Machine) -> int:
-    """Place the processes. Returns the host memory in bytes that they need on this machine without models.
-
-    0 if other nodes run them, or GPUs train.
-    """
-    seats = seats_of(config, machine, nodes_of(config, machine))
-    if config.cluster.nodes or any(seat.gpus for seat in seats if seat.kind == RANK):
-        return 0
-    return sum(seat.memory for seat in seats)
+def _check_machine(config: Config, allocation: Allocation, machine: Machine, backend: BackendRules) -> Place:
+    """Place the processes on their nodes. Returns the place whose memory they share."""
+    seats_of(config, machine, nodes_of(config, machine))
+    with BACKEND.guard(config.generation.backend, "memory_bytes raised"):
+        return place_of(config, allocation, backend, machine)
 
 
 def _check_gpus(config: Config, machine: Machine, backend: BackendRules) -> None:

@@ -12,20 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realsys.config.devices.device_plan import Node
+from realsys.config.rules.free_memory import free_host_bytes, gpu_bytes
 from realsys.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Resources of one node. ``gpus`` are ids for CUDA_VISIBLE_DEVICES."""
+    """Resources of one node. ``gpus`` are ids for CUDA_VISIBLE_DEVICES; ``gpu_bytes``: of the smallest, 0: unknown."""
 
     cpus: int
     memory_bytes: int  # available now
     gpus: tuple[str, ...] = ()
     torch_has_cuda: bool = False
+    gpu_bytes: int = 0
 
     def node(self) -> Node:
         """Return this machine as the only node of a plan."""
@@ -41,19 +42,14 @@ class Machine:
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Machine:
         """Return the resources of the machine that runs this process."""
+        gpus = visible_gpus(environment.get(VISIBLE), _present_gpus())
         return cls(
             cpus=len(os.sched_getaffinity(0)),
-            memory_bytes=_available_memory(),
-            gpus=visible_gpus(environment.get(VISIBLE), _present_gpus()),
+            memory_bytes=free_host_bytes(),
+            gpus=gpus,
             torch_has_cuda=_torch_has_cuda(),
+            gpu_bytes=gpu_bytes(gpus),
         )
-
-
-def _available_memory() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 8 * _GIB  # kernels before 3.14 do not report it
 
 
 def _present_gpus() -> int:

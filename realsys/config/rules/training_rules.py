@@ -14,7 +14,7 @@ from realsys.errors import ConfigError
 def check_training(config: Config, allocation: Allocation, flow: Dataflow) -> None:
     """Raise ConfigError for the first rule that is broken."""
     _check_batch(config, allocation, flow)
-    _check_parallel(config, allocation, flow)
+    _check_parallel(config, flow)
     _check_rewards(config)
     _check_loss(config)
     _check_advantages(config)
@@ -39,10 +39,7 @@ def _check_batch(config: Config, allocation: Allocation, flow: Dataflow) -> None
         raise ConfigError("warmup.batch", config.warmup.batch, problem)
 
 
-def _check_parallel(config: Config, allocation: Allocation, flow: Dataflow) -> None:
-    if config.train.sequence_parallel and all(allocation.placement(r).layout.tensor == 1 for r in flow.roles):
-        problem = f"needs tensor parallelism, and the training part of {config.allocation} has m1: set false or raise m"
-        raise ConfigError("train.sequence_parallel", True, problem)
+def _check_parallel(config: Config, flow: Dataflow) -> None:
     for role in flow.roles:
         settings = role_settings(config, role)
         if role in flow.trained_roles:

@@ -10,7 +10,7 @@ import torch
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema_train import TrainConfig
 from realsys.errors import ModelError
-from realsys.hf.architecture import HfModel, splits_over
+from realsys.hf.architecture import HfModel, splits_over, stage_layers
 from realsys.train.megatron.megatron_core import TransformerConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,13 +38,6 @@ def check_layout(model: HfModel, layout: ParallelLayout) -> None:
             f"num_hidden_layers={model.layers} must be at least p{layout.pipeline} of the training layout {layout}: "
             "choose another p"
         )
-
-
-def stage_layers(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each pipeline stage."""
-    each, rest = divmod(layers, stages)
-    # Not the last stages: the last has the head, too.
-    return [each + (stage < rest) for stage in range(stages)]
 
 
 def transformer_config(model: HfModel, layout: ParallelLayout, train: TrainConfig, dtype: str) -> TransformerConfig:

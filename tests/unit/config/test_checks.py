@@ -39,7 +39,6 @@ WRONG = [
     (["model.tiny.head_dim=33"], "model.tiny.head_dim", "must be even"),
     (["train.batch_groups=1", "train.ppo.minibatches=16"], "train.batch_groups", "fewer than 16 minibatches"),
     (["warmup.batch=1", "allocation=sglang.d1+d2"], "warmup.batch", "2 data-parallel ranks"),
-    (["train.sequence_parallel=true"], "train.sequence_parallel", "needs tensor parallelism"),
     (["generation.embedded.context_length=247"], "generation.embedded.context_length", "= 248"),
     (["train.microbatch_tokens=100"], "train.microbatch_tokens", "= 248"),
     (

@@ -250,6 +250,7 @@ def test_dry_run_prints_every_process_and_writes_nothing(tmp_path: Path, capsys:
     out = capsys.readouterr().out
     for name in ("generation_server/1", "model_worker/1", "master_worker/0", "gserver_manager/0", "rollout_worker/1"):
         assert name in out
+    assert "host        memory about" in out and "optimizer  activations" in out and "device, MiB" in out
     assert "python -P -m realsys.workers.model_worker" in out and "7 processes" not in out and "8 processes" in out
     assert not (tmp_path / "runs").exists()
 

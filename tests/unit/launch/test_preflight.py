@@ -224,7 +224,7 @@ def test_model_that_exceeds_the_memory_is_refused(model: Path, refused: Refused)
     config = json.loads((model / "config.json").read_text())
     big = {"hidden_size": 1 << 14, "intermediate_size": 1 << 16, "num_hidden_layers": 64, "head_dim": 128}
     (model / "config.json").write_text(json.dumps(config | big | {"num_attention_heads": 128}))
-    assert "GiB of memory" in refused("allocation=serve.d1+d1")
+    assert "GiB of host memory" in refused("allocation=serve.d1+d1")
 
 
 # ---- resume

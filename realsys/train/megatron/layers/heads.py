@@ -15,8 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from realsys.hf.architecture import HfModel
-from realsys.train.megatron.hf_config import stage_layers
+from realsys.hf.architecture import HfModel, stage_layers
 from realsys.train.megatron.layers.fused import select_rows
 from realsys.train.megatron.layers.spec import block_spec
 from realsys.train.megatron.megatron_core import GPTModel, TransformerConfig, gather_from_sequence_parallel_region

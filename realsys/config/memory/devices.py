@@ -1,0 +1,201 @@
+"""Predicted bytes on each device: training ranks with all their roles, and generation servers.
+
+The peak of a rank is that of the most demanding call of any of its roles. While one role computes, the others have
+what their ``offload`` leaves on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from realsys.config.allocation import ACTOR, Allocation
+from realsys.config.dataflow import Dataflow
+from realsys.config.memory.activations import StepSettings, Work, inference_work, training_work
+from realsys.config.memory.models import batch_tokens, model_of
+from realsys.config.memory.shard import BYTES, FP32, States, StateSettings, shard_of, states_of
+from realsys.config.roles import RoleSettings, role_settings
+from realsys.config.rules.lengths import longest_sequence
+from realsys.config.rules.sglang import options
+from realsys.config.schema import Config
+from realsys.hf.architecture import HfModel
+
+GIB = 1 << 30
+#: CUDA context with its kernels, cuBLAS, and the buffers of NCCL, on each GPU of a process
+LIBRARIES = 3 * GIB // 2
+SGLANG = "sglang"
+#: share of a GPU that SGLang's weights and cache have by default; CUDA graphs and activations have the rest
+_SGLANG_SHARE = 0.88
+_STORED_TOKEN = 16  # bytes of token, log-prob and random number of a position in the embedded engine
+_SAMPLED = 4  # fp32 tensors over the vocabulary that sampling holds per sequence
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Predicted bytes on one device at its peak. ``owner``: its process, or processes that are alike.
+
+    others    what the rank's other roles leave on the device
+    layers    activations and temporaries of the decoder layers, ``head`` those of the output head
+    step      temporaries of the optimizer's step, if they are the peak
+    cache     keys and values
+    """
+
+    owner: str
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    others: int = 0
+    layers: int = 0
+    head: int = 0
+    step: int = 0
+    cache: int = 0
+    libraries: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """Return the parts by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "owner"}
+
+
+@dataclass(frozen=True, slots=True)
+class _RoleOnRank:
+    """One role on one rank: its states, and the peaks of its calls."""
+
+    states: States
+    peaks: tuple[DeviceUse, ...]
+    offload: str
+
+
+def rank_uses(config: Config, allocation: Allocation, flow: Dataflow, *, on_gpu: bool) -> list[tuple[DeviceUse, int]]:
+    """Return the use of each kind of rank, with the number of such ranks. Raises ModelError.
+
+    Ranks are alike if they are on the same pipeline stage of the same roles. Without a GPU the memory is the host's.
+    """
+    roles = list(dict.fromkeys([ACTOR, *flow.roles]))
+    alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for worker in range(allocation.workers):
+        stages = tuple((role, stage) for role in roles if (stage := _stage(allocation, role, worker)) is not None)
+        alike.setdefault(stages, []).append(worker)
+    found: dict[tuple[str, int], _RoleOnRank] = {}
+    uses = []
+    for stages, workers in alike.items():
+        for role, stage in stages:
+            if (role, stage) not in found:
+                found[role, stage] = _role_on_rank(config, allocation, flow, role, stage, on_gpu=on_gpu)
+        owner = f"model_worker/{workers[0]}" + (f"-{workers[-1]}" if len(workers) > 1 else "")
+        uses.append((_peak(owner, [found[key] for key in stages], on_gpu=on_gpu), len(workers)))
+    return uses
+
+
+def _stage(allocation: Allocation, role: str, worker: int) -> int | None:
+    """Return the pipeline stage of ``role`` on a worker; None if the role is not there. Ranks are pipeline-major."""
+    placement = allocation.placement(role)
+    rank, layout = worker - placement.first, placement.layout
+    return rank // (layout.data * layout.tensor) if 0 <= rank < layout.world_size else None
+
+
+def _peak(owner: str, roles: list[_RoleOnRank], *, on_gpu: bool) -> DeviceUse:
+    """Return the peak over the calls of all roles."""
+    libraries = LIBRARIES if on_gpu else 0
+    left = sum(role.states.left(role.offload) for role in roles)
+    best = DeviceUse(owner)
+    for role in roles:
+        others = left - role.states.left(role.offload)
+        for peak in role.peaks:
+            parts = {**peak.parts(), "others": others, "libraries": libraries}
+            best = max(best, DeviceUse(owner, **parts), key=lambda use: use.total)
+    return best
+
+
+def _role_on_rank(
+    config: Config, allocation: Allocation, flow: Dataflow, role: str, stage: int, *, on_gpu: bool
+) -> _RoleOnRank:
+    settings, layout, model = role_settings(config, role), allocation.placement(role).layout, model_of(config, role)
+    trains = role in flow.trained_roles or (role == ACTOR and config.warmup.steps > 0)
+    shard = shard_of(model, layout, stage)
+    state_settings = StateSettings(config.model.dtype, trains, config.train.distributed_optimizer, on_gpu)
+    states = states_of(model, shard, layout, settings, state_settings)
+    how = step_settings(config, settings, layout.data, on_gpu=on_gpu)
+    works = [inference_work(model, shard, layout, how)]
+    if trains:
+        works.append(training_work(model, shard, layout, how, stage))
+    peaks = [_use(states, work) for work in works]
+    if trains:
+        peaks.append(_use(states, Work(), step=states.temporary))
+    return _RoleOnRank(states, tuple(peaks), settings.offload)
+
+
+def _use(states: States, work: Work, step: int = 0) -> DeviceUse:
+    return DeviceUse("", states.weights, states.gradients, states.optimizer, 0, work.layers, work.head, step)
+
+
+def step_settings(config: Config, role: RoleSettings, data: int, *, on_gpu: bool) -> StepSettings:
+    """Return the settings of a role's calls over ``data`` data ranks. A rank has its share of the batch at most."""
+    train, share = config.train, -(-batch_tokens(config) // data)
+    return StepSettings(
+        dtype=config.model.dtype,
+        tokens=min(train.microbatch_tokens, share),
+        inference_tokens=min(train.inference_microbatch_tokens or train.microbatch_tokens, share),
+        recompute=train.recompute,
+        sequence_parallel=train.sequence_parallel,
+        head_chunk=train.head_chunk_tokens,
+        on_gpu=on_gpu,
+        entropy_gradient=train.ppo.entropy_coef > 0,
+        head_is_trained=not role.lora.rank,
+    )
+
+
+# ---- servers
+
+
+def server_use(config: Config, allocation: Allocation, *, on_gpu: bool) -> DeviceUse:
+    """Return the use of each device of a server. Raises ModelError.
+
+    The embedded engine allocates its whole cache at start: max_running + 1 rows of the longest sequence, 2 layers
+    kv_heads head_dim w bytes per position. Any other engine is counted with the cache of one sequence, its least.
+    """
+    model, count = model_of(config), allocation.inference.data
+    owner = "generation_server/0" + (f"-{count - 1}" if count > 1 else "")
+    libraries = LIBRARIES if on_gpu else 0
+    position, weights = cache_bytes(config, model), model.parameters * BYTES[config.model.dtype]
+    longest = longest_sequence(config)
+    if config.generation.backend != "embedded":
+        tensor = allocation.inference.tensor
+        return DeviceUse(owner, weights // tensor, cache=longest * position // tensor, libraries=libraries)
+    embedded = config.generation.embedded
+    context = embedded.context_length or longest
+    weights += _head_copy(config, model)
+    sampling = _SAMPLED * FP32 * embedded.max_running * model.vocab
+    cache = (embedded.max_running + 1) * context * position + embedded.max_running * context * _STORED_TOKEN
+    return DeviceUse(owner, weights, head=sampling, cache=cache, libraries=libraries)
+
+
+def cache_bytes(config: Config, model: HfModel) -> int:
+    """Return the bytes of keys and values of one position, over all layers."""
+    return 2 * model.layers * model.kv_heads * model.head_dim * BYTES[config.model.dtype]
+
+
+def _head_copy(config: Config, model: HfModel) -> int:
+    """Return the bytes by which the embedded engine's head exceeds the checkpoint's (``forward.weights.fuse``).
+
+    In float32 a tied head is a copy of the embedding, with the gain of the last norm. With weights in bf16, a
+    head in fp32 takes twice the bytes; if it was tied, it is a further tensor.
+    """
+    entries, weight = model.vocab * model.hidden, BYTES[config.model.dtype]
+    head = FP32 if config.model.head_dtype == "float32" else weight
+    is_shared = model.tied and head == weight and weight < FP32
+    return 0 if is_shared else entries * (head - (0 if model.tied else weight))
+
+
+def usable_bytes(config: Config, gpu_bytes: int, *, server: bool) -> int:
+    """Return how much of a GPU the plan may use.
+
+    3 % stay free, because blocks of the allocator never fit exactly. SGLang has the share that its option says.
+    """
+    share = 0.97
+    if server and config.generation.backend == SGLANG:
+        given = options(config.generation.sglang).get("mem-fraction-static", _SGLANG_SHARE)
+        share = float(given) if isinstance(given, int | float) else _SGLANG_SHARE
+    return int(gpu_bytes * share)

@@ -1,0 +1,67 @@
+"""Choice of an allocation for ``allocation=auto``: as few training ranks as memory allows, at least a quarter."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from realsys.config.allocation import ParallelLayout, parse_allocation
+from realsys.config.dataflow import dataflow_of
+from realsys.config.fields import replaced
+from realsys.config.memory.changes import MOST_TENSOR, allocation_text, divides, layout_cost
+from realsys.config.memory.devices import rank_uses, server_use, usable_bytes
+from realsys.config.memory.models import model_of
+from realsys.config.schema import Config
+
+#: pipeline stages: three only if no other number fits, because few numbers of ranks divide by it
+_STAGES = ((1, 2, 4), (3,))
+_TENSORS = tuple(1 << power for power in range(MOST_TENSOR.bit_length()))
+#: longest sequences that a server should hold at the same time, if more GPUs per server allow that
+_CACHED_SEQUENCES = 4
+
+
+def smallest_training(config: Config, gpus: int, gpu_bytes: int) -> str | None:
+    """Return the allocation with the fewest training ranks that fits ``gpus`` GPUs of ``gpu_bytes``; None if none does.
+
+    Of several layouts of the same ranks, the one with the least communication is chosen. Raises ModelError.
+    """
+    width = _server_width(config, gpu_bytes)
+    if width is None:
+        return None
+    numbers = [ranks for ranks in range(max(1, gpus // 4), gpus - width + 1) if (gpus - ranks) % width == 0]
+    for stages, ranks in itertools.product(_STAGES, numbers):
+        inference = ParallelLayout((gpus - ranks) // width, 1, width)
+        for layout in sorted(_layouts(config, ranks, stages), key=layout_cost):
+            text = allocation_text(inference, layout)
+            if ranks_fit(replaced(config, ["allocation"], text), gpu_bytes):
+                return text
+    return None
+
+
+def ranks_fit(config: Config, gpu_bytes: int) -> bool:
+    """Return True if every training rank fits."""
+    allocation, usable = parse_allocation(config.allocation), usable_bytes(config, gpu_bytes, server=False)
+    uses = rank_uses(config, allocation, dataflow_of(config), on_gpu=True)
+    return all(use.total <= usable for use, _ in uses)
+
+
+def _server_width(config: Config, gpu_bytes: int) -> int | None:
+    """Return the GPUs of one server: as few as hold the model and some sequences, else as few as hold one."""
+    usable, model = usable_bytes(config, gpu_bytes, server=True), model_of(config)
+    tensors = (1,) if config.generation.backend == "embedded" else _TENSORS
+    for sequences in (_CACHED_SEQUENCES, 1):
+        for tensor in (tensor for tensor in tensors if divides(model, tensor)):
+            served = replaced(config, ["allocation"], allocation_text(ParallelLayout(1, 1, tensor), ParallelLayout()))
+            use = server_use(served, parse_allocation(served.allocation), on_gpu=True)
+            extra = 0 if config.generation.backend == "embedded" else (sequences - 1) * use.cache
+            if use.total + extra <= usable:
+                return tensor
+    return None
+
+
+def _layouts(config: Config, ranks: int, numbers: Sequence[int]) -> Iterator[ParallelLayout]:
+    """Yield the layouts of ``ranks`` ranks with one of these ``numbers`` of pipeline stages."""
+    model = model_of(config)
+    for stages, tensor in itertools.product(numbers, _TENSORS):
+        if stages <= model.layers and ranks % (stages * tensor) == 0 and divides(model, tensor):
+            yield ParallelLayout(ranks // (stages * tensor), stages, tensor)

@@ -1,0 +1,169 @@
+"""Refuses a trial that does not fit into the memory of its devices or of its host, with the cheapest change that helps.
+
+One mechanism for both: without GPUs the "devices" are parts of the host's memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from realsys.config.allocation import Allocation, parse_allocation
+from realsys.config.dataflow import Dataflow, dataflow_of
+from realsys.config.devices.needs import gpus_of_torch, nodes_of, servers_use_gpus
+from realsys.config.memory.changes import Change, cheapest_change
+from realsys.config.memory.devices import GIB, DeviceUse, cache_bytes, rank_uses, server_use, usable_bytes
+from realsys.config.memory.hosts import HostUse, OnHost, host_use
+from realsys.config.memory.layouts import ranks_fit, smallest_training
+from realsys.config.memory.models import model_of
+from realsys.config.rules.backend_rules import BackendRules
+from realsys.config.rules.lengths import longest_sequence
+from realsys.config.rules.machine import Machine
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+
+_NAMES = {
+    "others": "other roles",
+    "step": "optimizer step",
+    "cache": "KV cache",
+    "head": "output head",
+    "layers": "activations",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Resources for the trial.
+
+    gpu_bytes   memory of one GPU, 0 if unknown
+    host_bytes  free host memory, 0 if unknown
+    here        processes of the host
+    """
+
+    gpus: int
+    gpu_bytes: int
+    host_bytes: int
+    here: OnHost
+
+
+def place_of(config: Config, allocation: Allocation, backend: BackendRules, machine: Machine) -> Place:
+    """Return the place that the configuration and this machine describe.
+
+    With ``cluster.gpu_memory_gb`` the plan is for GPUs of that size elsewhere, so this machine's memory says nothing.
+    """
+    cluster, nodes = config.cluster, nodes_of(config, machine)
+    elsewhere = cluster.gpu_memory_gb > 0 or cluster.nodes > 0
+    gpu_bytes = int(cluster.gpu_memory_gb * GIB) if elsewhere else machine.gpu_bytes
+    is_other_host = elsewhere and (cluster.nodes > 0 or not machine.gpus)
+    on_gpus = cluster.gpu_memory_gb > 0
+    here = OnHost(
+        ranks=allocation.workers,
+        servers=allocation.inference.data,
+        others=config.rollout.workers + 2,
+        engine=0 if elsewhere else int(backend.memory_bytes(nodes[0])),
+        ranks_on_gpu=on_gpus or gpus_of_torch(config, machine) > 0,
+        servers_on_gpu=on_gpus or servers_use_gpus(config, machine, backend),
+    )
+    return Place(sum(node.gpus for node in nodes), gpu_bytes, 0 if is_other_host else machine.memory_bytes, here)
+
+
+def check_memory(config: Config, place: Place) -> None:
+    """Refuse a trial that does not fit. Raises ConfigError or ModelError."""
+    allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
+    if place.here.ranks_on_gpu and place.gpu_bytes:
+        _check_ranks(config, allocation, flow, place)
+    if place.here.servers_on_gpu and place.gpu_bytes:
+        _check_servers(config, allocation, flow, place)
+    if place.host_bytes:
+        _check_host(config, allocation, flow, place)
+
+
+def _check_ranks(config: Config, allocation: Allocation, flow: Dataflow, place: Place) -> None:
+    if ranks_fit(config, place.gpu_bytes):
+        return
+    usable = usable_bytes(config, place.gpu_bytes, server=False)
+    use = max((use for use, _ in rank_uses(config, allocation, flow, on_gpu=True)), key=lambda use: use.total)
+    problem = f"{use.owner} needs about {_gib(use.total)} of GPU memory, {_gib(usable)} are usable ({parts_text(use)})"
+    change = cheapest_change(config, lambda changed: ranks_fit(changed, place.gpu_bytes))
+    if change is None:
+        remedy = _other_allocation(config, allocation, place)
+        raise ConfigError("allocation", config.allocation, f"{problem}: {remedy}")
+    raise _refusal(config, problem, change, _largest_rank(change.apply(config)))
+
+
+def _other_allocation(config: Config, allocation: Allocation, place: Place) -> str:
+    """Return what to do if no setting is enough: more of the same GPUs for training, or a smaller run."""
+    gpus = allocation.workers + allocation.inference.world_size
+    text = None if len(allocation.roles) > 1 else smallest_training(config, gpus, place.gpu_bytes)
+    if text is None:
+        return "no setting is enough: use more GPUs with a larger m or p, train.lora.rank, or a smaller model"
+    return f"no setting is enough for this number of training ranks: set allocation={text}"
+
+
+def _largest_rank(config: Config) -> int:
+    uses = rank_uses(config, parse_allocation(config.allocation), dataflow_of(config), on_gpu=True)
+    return max(use.total for use, _ in uses)
+
+
+def _check_servers(config: Config, allocation: Allocation, flow: Dataflow, place: Place) -> None:
+    """Check a server's device, and the rank on it if there are too few GPUs for both."""
+    use, usable = server_use(config, allocation, on_gpu=True), usable_bytes(config, place.gpu_bytes, server=True)
+    shared = 0
+    if place.here.ranks_on_gpu and 0 < place.gpus < allocation.workers + allocation.inference.world_size:
+        shared = _largest_rank(config)
+        usable = min(usable, usable_bytes(config, place.gpu_bytes, server=False) - shared)
+    if use.total <= usable:
+        return
+    beside = f" beside a training rank with {_gib(shared)}" if shared else ""
+    problem = f"{use.owner} needs about {_gib(use.total)} of GPU memory{beside}, {_gib(max(0, usable))} are usable"
+    problem += f" ({parts_text(use)})"
+    if config.generation.backend != "embedded":
+        remedy = "use more tensor ranks per server (m of the serve part), or shorter sequences"
+        raise ConfigError("allocation", config.allocation, f"{problem}: {remedy}")
+    running = _running_that_fit(config, usable - use.total)
+    if running < 1:
+        raise ConfigError("generation.backend", "embedded", f"{problem}: use generation=sglang, which splits a model")
+    field = "generation.embedded.max_running"
+    raise ConfigError(field, config.generation.embedded.max_running, f"{problem}: set {field}={running} at most")
+
+
+def _running_that_fit(config: Config, missing: int) -> int:
+    """Return how many sequences the embedded engine may run. ``missing``: bytes that are left, negative."""
+    embedded, model = config.generation.embedded, model_of(config)
+    row = (embedded.context_length or longest_sequence(config)) * (cache_bytes(config, model) + 16) + 16 * model.vocab
+    return embedded.max_running + missing // row
+
+
+def _check_host(config: Config, allocation: Allocation, flow: Dataflow, place: Place) -> None:
+    use = host_use(config, allocation, flow, place.here)
+    if use.total <= place.host_bytes:
+        return
+    problem = f"the run needs about {_gib(use.total)} of host memory, {_gib(place.host_bytes)} are free"
+    problem += f" ({parts_text(use)})"
+
+    def needs(changed: Config) -> int:
+        return host_use(changed, parse_allocation(changed.allocation), flow, place.here).total
+
+    change = None if place.here.ranks_on_gpu else cheapest_change(config, lambda c: needs(c) <= place.host_bytes)
+    if change is not None:
+        raise _refusal(config, problem, change, needs(change.apply(config)))
+    remedy = "use a smaller model or fewer ranks and servers"
+    raise ConfigError("allocation", config.allocation, f"{problem}: {remedy}")
+
+
+def _refusal(config: Config, problem: str, change: Change, after: int) -> ConfigError:
+    name = next(iter(change.values))
+    value: object = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return ConfigError(name, value, f"{problem}: set {change}, then it needs {_gib(after)}")
+
+
+def parts_text(use: DeviceUse | HostUse) -> str:
+    """Return the parts of a use that are worth naming, largest first."""
+    parts = sorted(use.parts().items(), key=lambda part: -part[1])
+    shown = [(name, size) for name, size in parts if size >= use.total / 100]
+    return ", ".join(f"{_NAMES.get(name, name)} {size / GIB:.1f}" for name, size in shown)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"

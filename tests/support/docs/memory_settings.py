@@ -1,0 +1,71 @@
+"""The table of settings in docs/memory.md, made by the predictor. `make docs` writes it; a test compares it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from realsys.config.allocation import Allocation, parse_allocation
+from realsys.config.dataflow import dataflow_of
+from realsys.config.memory.devices import GIB, cache_bytes, rank_uses, server_use, usable_bytes
+from realsys.config.memory.layouts import smallest_training
+from realsys.config.memory.models import model_of
+from realsys.config.schema import Config
+from tests.support.processes.config_trees import changed
+from tests.support.serving.qwen_models import QWEN, write_qwen
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "memory.md"
+BEGIN, END = "<!-- settings: written by `make docs` -->", "<!-- end of settings -->"
+GPU = 79 * GIB  # what a GPU that is sold with 80 GB has
+COUNTS = (8, 16, 64)
+_LORA = "train.lora.rank=16"
+_COLUMNS = ("model", "GPUs", "`allocation`", "besides", "peak of a training GPU", "KV cache of a server, tokens")
+_HEAD = f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|"
+
+
+def rewrite(page: str) -> str:
+    """Return ``page`` with a new table between the marks."""
+    head, _, rest = page.partition(BEGIN)
+    _, _, foot = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{table()}\n\n{END}{foot}"
+
+
+def table() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return "\n".join([_HEAD, *(row for name in QWEN for row in _rows(name, write_qwen(Path(folder), name)))])
+
+
+def _rows(name: str, path: Path) -> Iterator[str]:
+    for gpus in COUNTS:
+        config, besides = _config(path), "-"
+        allocation = smallest_training(config, gpus, GPU)
+        if allocation is None:
+            config, besides = _config(path, _LORA), f"`{_LORA}`"
+            allocation = smallest_training(config, gpus, GPU)
+        if allocation is None:
+            yield f"| {name} | {gpus} | does not fit | | | |"
+            continue
+        config, parsed = _config(path, f"allocation={allocation}", *_besides(besides)), parse_allocation(allocation)
+        peak = max(use.total for use, _ in rank_uses(config, parsed, dataflow_of(config), on_gpu=True))
+        tokens = _cached_tokens(config, parsed)
+        yield f"| {name} | {gpus} | `{allocation}` | {besides} | {peak / GIB:.0f} GiB | {tokens:,} |"
+
+
+def _besides(text: str) -> list[str]:
+    return [] if text == "-" else [text.strip("`")]
+
+
+def _config(path: Path, *overrides: str) -> Config:
+    return changed(f"model.path={path}", "generation.backend=sglang", *overrides, experiment="math")
+
+
+def _cached_tokens(config: Config, allocation: Allocation) -> int:
+    """Return the tokens whose keys and values fit beside the weights of a server, in thousands."""
+    use, tensor = server_use(config, allocation, on_gpu=True), allocation.inference.tensor
+    room = usable_bytes(config, GPU, server=True) - use.total + use.cache
+    return room * tensor // cache_bytes(config, model_of(config)) // 1000 * 1000
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rewrite(PAGE.read_text("utf-8")), "utf-8")

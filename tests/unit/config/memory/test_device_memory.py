@@ -1,0 +1,91 @@
+"""Predicted bytes of whole devices: published models, roles that share a worker, servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from realsys.config.allocation import ParallelLayout, parse_allocation
+from realsys.config.dataflow import dataflow_of
+from realsys.config.memory.activations import StepSettings, head_bytes, layer_bytes, training_work
+from realsys.config.memory.devices import GIB, LIBRARIES, DeviceUse, rank_uses, server_use
+from realsys.config.memory.shard import shard_of
+from realsys.config.schema import Config
+from realsys.hf.config import read_model
+from tests.support.processes.config_trees import changed
+from tests.support.serving.qwen_models import write_qwen
+
+PLAIN = StepSettings("bfloat16", 32768, 32768, False, False, 0, True)
+OFF = [
+    "train.recompute=false",
+    "train.distributed_optimizer=false",
+    "train.sequence_parallel=false",
+    "train.head_chunk_tokens=0",
+]
+
+
+def math_config(folder: Path, name: str, *overrides: str) -> Config:
+    return changed(f"model.path={write_qwen(folder, name)}", *overrides, experiment="math")
+
+
+def ranks(config: Config) -> list[tuple[DeviceUse, int]]:
+    return rank_uses(config, parse_allocation(config.allocation), dataflow_of(config), on_gpu=True)
+
+
+@pytest.mark.parametrize(("name", "kib"), [("1.5B", 75), ("7B", 163), ("32B", 238)])
+def test_layer_keeps_its_bytes_per_token(name: str, kib: int, tmp_path: Path) -> None:
+    model = read_model(write_qwen(tmp_path, name))
+    assert layer_bytes(model, ParallelLayout(), PLAIN).kept / 1024 == pytest.approx(kib, abs=1)
+
+
+@pytest.mark.parametrize(("name", "states", "layers"), [("1.5B", 26, 66), ("7B", 127, 143), ("32B", 550, 476)])
+def test_unsharded_model_in_gib(name: str, states: float, layers: float, tmp_path: Path) -> None:
+    """Without any of the settings: 18 bytes per parameter, 32,768 tokens of activations, 37 GiB of logits."""
+    model = read_model(write_qwen(tmp_path, name))
+    shard = shard_of(model, ParallelLayout(), 0)
+    assert 18 * shard.parameters / GIB == pytest.approx(states, rel=0.01)
+    kept = 32768 * model.layers * layer_bytes(model, ParallelLayout(), PLAIN).kept
+    assert kept / GIB == pytest.approx(layers, rel=0.01)
+    logits = head_bytes(model, shard, ParallelLayout(), PLAIN) - 4 * 2 * model.hidden * 32768
+    assert logits / GIB == pytest.approx(37, rel=0.01)
+
+
+def test_first_stage_has_most_micro_batches_in_flight(tmp_path: Path) -> None:
+    """Without recompute stage 0 of 4 holds four micro-batches of its 7 layers, stage 2 holds two."""
+    model, layout = read_model(write_qwen(tmp_path, "1.5B")), ParallelLayout(1, 4)
+    work = [training_work(model, shard_of(model, layout, stage), layout, PLAIN, stage).layers for stage in range(3)]
+    kept = 32768 * 7 * layer_bytes(model, layout, PLAIN).kept
+    assert work[0] - work[2] == pytest.approx(2 * kept, rel=0.01)
+
+
+def test_roles_of_a_worker_add_up(tmp_path: Path) -> None:
+    """A frozen reference beside the actor takes its weights, and nothing if it is offloaded."""
+    alone = ranks(math_config(tmp_path, "1.5B", "allocation=serve.d1+d2"))[0][0]
+    settings = ("allocation=serve.d1+d2", "train.ppo.kl.coef=0.1")
+    both = ranks(math_config(tmp_path, "1.5B", *settings))[0][0]
+    model = read_model(tmp_path / "1.5B")
+    assert both.total - alone.total == both.others == 2 * model.parameters
+    assert ranks(math_config(tmp_path, "1.5B", *settings, "roles.ref.offload=all"))[0][0].total == alone.total
+
+
+def test_roles_on_separate_workers_are_separate(tmp_path: Path) -> None:
+    settings = ("allocation=serve.d1+actor.d2+ref.d1", "train.ppo.kl.coef=0.1")
+    actor, reference = ranks(math_config(tmp_path, "1.5B", *settings))
+    assert (actor[0].owner, actor[1]) == ("model_worker/0-1", 2)
+    assert (reference[0].owner, reference[1], reference[0].gradients) == ("model_worker/2", 1, 0)
+
+
+def test_embedded_server_allocates_its_whole_cache(tmp_path: Path) -> None:
+    """7B: 57,344 bytes per position; 65 rows of 28,672 positions are 107 GB."""
+    config = math_config(tmp_path, "7B", "generation.backend=embedded", "allocation=serve.d1+d1")
+    use = server_use(config, parse_allocation("serve.d1+d1"), on_gpu=True)
+    assert use.cache == 65 * 28672 * 57344 + 64 * 28672 * 16
+    assert (use.weights, use.libraries) == (2 * read_model(tmp_path / "7B").parameters, LIBRARIES)
+
+
+def test_other_servers_split_the_model(tmp_path: Path) -> None:
+    config = math_config(tmp_path, "32B", "generation.backend=sglang", "allocation=serve.d1m2+d1")
+    use = server_use(config, parse_allocation("serve.d1m2+d1"), on_gpu=True)
+    assert use.weights == read_model(tmp_path / "32B").parameters
+    assert use.cache == 28672 * 2 * 64 * 8 * 128 * 2 // 2

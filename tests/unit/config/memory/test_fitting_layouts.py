@@ -1,0 +1,43 @@
+"""Choice of the allocation by memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from realsys.config.allocation import parse_allocation
+from realsys.config.fields import replaced
+from realsys.config.memory.devices import GIB
+from realsys.config.memory.layouts import ranks_fit, smallest_training
+from tests.unit.config.memory.test_device_memory import math_config
+
+H100 = 79 * GIB
+
+
+@pytest.mark.parametrize("gpus", [8, 16, 64])
+@pytest.mark.parametrize("name", ["1.5B", "7B", "14B"])
+def test_chosen_allocation_uses_all_gpus_and_fits(name: str, gpus: int, tmp_path: Path) -> None:
+    config = math_config(tmp_path, name, "generation.backend=sglang")
+    text = smallest_training(config, gpus, H100)
+    assert text is not None
+    allocation = parse_allocation(text)
+    assert allocation.workers + allocation.inference.world_size == gpus
+    assert ranks_fit(replaced(config, ["allocation"], text), H100)
+
+
+def test_larger_gpus_need_fewer_training_ranks(tmp_path: Path) -> None:
+    config = math_config(tmp_path, "7B", "generation.backend=sglang")
+    assert smallest_training(config, 8, 140 * GIB) == "serve.d6+d2"
+
+
+def test_tensor_ranks_divide_the_heads(tmp_path: Path) -> None:
+    """7B has 28 heads: m8 is impossible, so small GPUs get pipeline stages."""
+    config = math_config(tmp_path, "7B", "generation.backend=sglang")
+    text = smallest_training(config, 16, 39 * GIB)
+    assert text is not None and parse_allocation(text).actor.tensor in (1, 2, 4)
+
+
+def test_embedded_engine_cannot_split_a_model(tmp_path: Path) -> None:
+    config = math_config(tmp_path, "32B", "generation.backend=embedded")
+    assert smallest_training(config, 64, H100) is None

@@ -1,0 +1,59 @@
+"""Host memory: processes, snapshots, offload buffers, published and staged weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from realsys.config.allocation import parse_allocation
+from realsys.config.dataflow import dataflow_of
+from realsys.config.memory.hosts import HostUse, OnHost, host_use
+from realsys.config.schema import Config
+from realsys.hf.config import read_model
+from tests.support.processes.config_trees import changed
+from tests.unit.config.memory.test_device_memory import math_config
+
+EIGHT_GPUS = OnHost(4, 4, 4, ranks_on_gpu=True, servers_on_gpu=True)
+
+
+def use(config: Config, here: OnHost = EIGHT_GPUS) -> HostUse:
+    return host_use(config, parse_allocation(config.allocation), dataflow_of(config), here)
+
+
+def test_servers_stage_two_copies_each(tmp_path: Path) -> None:
+    """7B on four servers: 4 x 2 x 15.2 GB, and one tensor in fp32 each."""
+    found = use(math_config(tmp_path, "7B", "allocation=serve.d4+d2m2", "generation.backend=sglang"))
+    model = read_model(tmp_path / "7B")
+    assert found.staged == 4 * (2 * 2 * model.parameters + 4 * model.vocab * model.hidden)
+    assert found.published == 2 * model.parameters
+    assert found.ranks == found.servers == 0
+    assert found.snapshot == pytest.approx(2 * 2 * model.parameters, rel=0.001)
+
+
+def test_deltas_add_a_copy_on_both_sides(tmp_path: Path) -> None:
+    plain = use(math_config(tmp_path, "7B", "allocation=serve.d4+d2m2"))
+    delta = use(math_config(tmp_path, "7B", "allocation=serve.d4+d2m2", "weights.delta=auto"))
+    size = 2 * read_model(tmp_path / "7B").parameters
+    assert (delta.staged - plain.staged, delta.published - plain.published) == (4 * size, size)
+
+
+def test_half_of_the_ranks_move_half_to_host(tmp_path: Path) -> None:
+    config = math_config(tmp_path, "1.5B", "allocation=serve.d4+d4", "train.offload=optimizer")
+    whole, half = use(config), use(config, OnHost(2, 2, 2, ranks_on_gpu=True, servers_on_gpu=True))
+    count = read_model(tmp_path / "1.5B").parameters
+    assert whole.offload == pytest.approx(12 * count * 1.44, rel=0.001)
+    assert half.offload == pytest.approx(whole.offload / 2, rel=0.001)
+
+
+def test_without_gpus_the_models_are_in_host_memory() -> None:
+    """The arith job: 16 bytes per parameter and rank; the cache of 513 rows of 248 positions, 2 KiB each."""
+    config = changed("train.microbatch_tokens=248", "agreement.sample_tokens=0")
+    found = use(config, OnHost(2, 1, 4))
+    assert found.ranks > 2 * 16 * 307_328
+    assert found.servers > 513 * 248 * 2 * 2 * 2 * 32 * 4
+    assert (found.snapshot, found.offload) == (0, 0)
+
+
+def test_engine_of_its_own_adds_to_the_processes() -> None:
+    assert OnHost(1, 2, 3, engine=7).processes - OnHost(1, 2, 3).processes == 14

@@ -1,0 +1,173 @@
+"""What does not fit is refused with the number and the cheapest change; the shipped experiment fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from realsys.config.allocation import parse_allocation
+from realsys.config.memory.changes import Change
+from realsys.config.memory.devices import GIB
+from realsys.config.memory.hosts import OnHost
+from realsys.config.memory.layouts import ranks_fit, smallest_training
+from realsys.config.memory.memory_check import Place, check_memory, place_of
+from realsys.config.memory.table import device_lines, host_line
+from realsys.config.rules.backend_rules import backend_rules
+from realsys.config.rules.checks import check
+from realsys.config.rules.machine import Machine
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+from realsys.launch.fit import fit
+from tests.support.processes.config_trees import changed
+from tests.unit.config.memory.test_device_memory import OFF, math_config
+
+H100 = 79 * GIB
+SGLANG = ["generation.backend=sglang", "generation.sglang.python=/bin/true"]
+LORA = ["train.lora.rank=8", "train.microbatch_tokens=28672"]
+MORE_TOKENS = "train.microbatch_tokens=49152"
+EIGHT = Machine(64, 1024 * GIB, tuple("01234567"), torch_has_cuda=True, gpu_bytes=H100)
+
+
+def gpus(config: Config, count: int = 8) -> Place:
+    allocation = parse_allocation(config.allocation)
+    here = OnHost(allocation.workers, allocation.inference.data, 4, ranks_on_gpu=True, servers_on_gpu=True)
+    return Place(count, H100, 1024 * GIB, here)
+
+
+def refusal(config: Config, place: Place) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        check_memory(config, place)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize(("name", "allocation"), [("1.5B", "serve.d6+d2"), ("7B", "serve.d4+d2m2")])
+def test_shipped_experiment_fits_eight_gpus(name: str, allocation: str, tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(f'{{"prompt": "{n}+1", "answer": "2"}}\n' for n in range(100)))
+    config = math_config(tmp_path, name, f"data.train={data}", *SGLANG)
+    config, _ = fit(config, set(), EIGHT)
+    assert config.allocation == allocation
+    check(config, EIGHT)
+
+
+def test_defaults_without_the_settings_are_refused(tmp_path: Path) -> None:
+    """1.5B needs 129 GiB; chunks of logits and smaller micro-batches are cheaper than recompute, and not enough."""
+    error = refusal(config := math_config(tmp_path, "1.5B", *OFF, *SGLANG, "allocation=serve.d6+d2"), gpus(config))
+    assert "model_worker/0-1 needs about 1" in str(error) and "76.6 GiB are usable" in str(error)
+    assert "set " in str(error) and "then it needs" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "change"),
+    [
+        ("7B", ["serve.d4+d2m2", "train.distributed_optimizer=false"], "distributed_optimizer=true"),
+        (
+            "1.5B",
+            ["serve.d6+d2", "train.head_chunk_tokens=0", "train.microbatch_tokens=49152"],
+            "microbatch_tokens=28672",
+        ),
+    ],
+)
+def test_cheapest_change_is_named(name: str, overrides: list[str], change: str, tmp_path: Path) -> None:
+    config = math_config(tmp_path, name, *SGLANG, f"allocation={overrides[0]}", *overrides[1:])
+    assert f": set train.{change}, then it needs" in str(refusal(config, gpus(config)))
+
+
+def test_named_change_is_enough(tmp_path: Path) -> None:
+    config = math_config(tmp_path, "7B", *OFF, *SGLANG, "allocation=serve.d4+d4")
+    message = str(refusal(config, gpus(config)))
+    words = message.partition(": set ")[2].partition(", then")[0].split()
+    values = dict(word.split("=") for word in words)
+    applied = changed(*(f"{key}={value}" for key, value in _tree(config, values).items()), experiment="math")
+    assert ranks_fit(applied, H100)
+
+
+def _tree(config: Config, values: dict[str, str]) -> dict[str, str]:
+    off = dict(word.split("=") for word in OFF)
+    return (
+        {"model.path": config.model.path, "generation.backend": "sglang", "allocation": config.allocation}
+        | off
+        | values
+    )
+
+
+def test_other_allocation_is_named_if_settings_fail(tmp_path: Path) -> None:
+    config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d7+d1")
+    error = refusal(config, gpus(config))
+    assert error.field == "allocation" and "set allocation=serve.d4+d2m2" in str(error)
+
+
+def test_too_large_a_model_says_so(tmp_path: Path) -> None:
+    config = math_config(tmp_path, "32B", *SGLANG, "allocation=serve.d2m2+d4")
+    assert smallest_training(config, 8, H100) is None
+    assert "use more GPUs" in str(refusal(config, gpus(config)))
+
+
+def test_adapters_make_a_large_model_fit(tmp_path: Path) -> None:
+    config = math_config(tmp_path, "32B", *SGLANG, "allocation=serve.d2m2+m4", "train.lora.rank=16")
+    check_memory(config, gpus(config))
+
+
+def test_cache_of_the_embedded_engine_is_bounded(tmp_path: Path) -> None:
+    embedded = ["generation.backend=embedded", "allocation=serve.d4+d2m2"]
+    error = refusal(config := math_config(tmp_path, "7B", *embedded), gpus(config))
+    assert error.field == "generation.embedded.max_running"
+    running = int(str(error).partition("set generation.embedded.max_running=")[2].split()[0])
+    check_memory(math_config(tmp_path, "7B", *embedded, f"generation.embedded.max_running={running}"), gpus(config))
+    refusal(math_config(tmp_path, "7B", *embedded, f"generation.embedded.max_running={running + 1}"), gpus(config))
+
+
+def test_server_beside_a_rank_counts_both(tmp_path: Path) -> None:
+    """On one GPU a server has what the rank leaves."""
+    config = math_config(tmp_path, "1.5B", *SGLANG, "allocation=serve.d1+d1")
+    check_memory(config, gpus(config, count=2))
+    larger = math_config(tmp_path, "14B", *SGLANG, "allocation=serve.d1+d1", *LORA)
+    check_memory(larger, gpus(larger, count=2))
+    assert "beside a training rank" in str(refusal(larger, gpus(larger, count=1)))
+
+
+def test_host_memory_names_its_parts() -> None:
+    config = changed()
+    here = OnHost(2, 1, 4)
+    check_memory(config, Place(0, 0, 8 * GIB, here))
+    error = refusal(config, Place(0, 0, 9 * GIB // 4, here))
+    assert "of host memory, 2.2 GiB are free" in str(error) and "processes" in str(error)
+
+
+def test_logits_on_a_cpu_are_chunked(tmp_path: Path) -> None:
+    """Without GPUs the same changes are tried against the memory of the host."""
+    config = math_config(tmp_path, "1.5B", *OFF, "allocation=serve.d1+d1", "train.microbatch_tokens=28672")
+    config = config.model_copy(update={"generation": changed().generation})
+    error = refusal(config, Place(0, 0, 150 * GIB, OnHost(1, 1, 4)))
+    assert error.field.startswith("train.") and "then it needs" in str(error)
+
+
+def test_plan_for_another_machine_needs_its_gpu_memory(tmp_path: Path) -> None:
+    """A login node without GPUs and with little memory plans for GPUs elsewhere."""
+    login = Machine(4, 8 * GIB)
+    config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d4+d2m2", "cluster.gpu_memory_gb=79")
+    allocation = parse_allocation(config.allocation)
+    place = place_of(config, allocation, backend_rules(config), login)
+    assert (place.gpu_bytes, place.host_bytes, place.here.ranks_on_gpu) == (H100, 0, True)
+    check_memory(config, place)
+    smaller = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d4+d2m2", "cluster.gpu_memory_gb=39")
+    assert "37.8 GiB are usable" in str(refusal(smaller, place_of(smaller, allocation, backend_rules(smaller), login)))
+
+
+def test_table_has_a_line_per_kind_of_device(tmp_path: Path) -> None:
+    config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d4+d2m2")
+    head, rank, server = device_lines(config, gpus(config))
+    assert head.split()[:4] == ["device,", "GiB", "weights", "gradients"]
+    assert rank.split()[0] == "model_worker/0-3" and rank.split()[-1] == "76.6"
+    assert server.split()[0] == "generation_server/0-3" and server.split()[-1] == "69.5"
+    assert len({len(line) for line in (head, rank, server)}) == 1
+    assert "staged" in host_line(config, gpus(config))
+
+
+def test_change_is_shown_as_it_is_typed() -> None:
+    change = Change(1.0, {"train.recompute": True, "train.head_chunk_tokens": 2048})
+    assert str(change) == "train.recompute=true train.head_chunk_tokens=2048"
+    applied = change.apply(changed())
+    assert applied.train.recompute and applied.train.head_chunk_tokens == 2048

@@ -1,0 +1,74 @@
+"""Parameters and states of a rank, against the whole checkpoint and against sums by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from realsys.config.allocation import ACTOR, ParallelLayout
+from realsys.config.memory.shard import States, StateSettings, shard_of, states_of
+from realsys.config.roles import RoleSettings
+from realsys.config.schema_train import LoraConfig, OptimizerConfig
+from realsys.hf.config import read_model
+from tests.support.serving.qwen_models import QWEN, write_qwen
+
+BF16 = StateSettings("bfloat16", trained=True, distributed_optimizer=False, on_gpu=True)
+ACTOR_SETTINGS = RoleSettings(ACTOR, "", "lm", "none", OptimizerConfig())
+
+
+@pytest.mark.parametrize("name", [*QWEN, "3-4B"])
+def test_one_rank_has_the_whole_checkpoint(name: str, tmp_path: Path) -> None:
+    model = read_model(write_qwen(tmp_path, name))
+    assert shard_of(model, ParallelLayout(), 0).parameters == model.parameters
+
+
+def test_stages_and_tensor_ranks_add_up(tmp_path: Path) -> None:
+    """28 layers over 3 stages are 10, 9 and 9. Norms are on every tensor rank; a tied head is a copy."""
+    model = read_model(write_qwen(tmp_path, "1.5B"))
+    shards = [shard_of(model, ParallelLayout(1, 3, 2), stage) for stage in range(3)]
+    assert [shard.layers for shard in shards] == [10, 9, 9]
+    norms = (2 * model.layers + 1) * model.hidden
+    assert sum(2 * shard.parameters for shard in shards) == model.parameters + norms + model.vocab * model.hidden
+
+
+def test_vocabulary_is_padded(tmp_path: Path) -> None:
+    model = read_model(write_qwen(tmp_path, "7B", vocab_size=152065))
+    shard = shard_of(model, ParallelLayout(1, 1, 4), 0)
+    assert shard.vocab == 38017 and shard.embedding == shard.head == 38017 * 3584
+
+
+def test_states_of_full_training(tmp_path: Path) -> None:
+    """18 bytes per parameter in bf16, and 4 of the step's; two data ranks share 12 of the 18."""
+    model = read_model(write_qwen(tmp_path, "7B"))
+    count = model.parameters
+    layout = ParallelLayout(2)
+    whole = states_of(model, shard_of(model, layout, 0), layout, ACTOR_SETTINGS, BF16)
+    assert whole == States(2 * count, 4 * count, 12 * count, 4 * count)
+    shared = replace(BF16, distributed_optimizer=True)
+    part = states_of(model, shard_of(model, layout, 0), layout, ACTOR_SETTINGS, shared)
+    assert part == States(2 * count, 4 * count, count // 2 * 12, count // 2 * 4)
+
+
+def test_frozen_role_has_weights_only(tmp_path: Path) -> None:
+    model = read_model(write_qwen(tmp_path, "7B"))
+    frozen = replace(BF16, trained=False)
+    assert states_of(model, shard_of(model, ParallelLayout(), 0), ParallelLayout(), ACTOR_SETTINGS, frozen) == States(
+        2 * model.parameters
+    )
+
+
+def test_adapters_keep_their_bases_twice(tmp_path: Path) -> None:
+    """Rank 16 on `down` alone: [16, 18944] and [3584, 16] per layer."""
+    model = read_model(write_qwen(tmp_path, "7B"))
+    settings = replace(ACTOR_SETTINGS, lora=LoraConfig(rank=16, targets=["down"]))
+    found = states_of(model, shard_of(model, ParallelLayout(), 0), ParallelLayout(), settings, BF16)
+    adapters, bases = 28 * 16 * (18944 + 3584), 28 * 3584 * 18944
+    assert found == States(2 * (model.parameters + bases + adapters), 4 * adapters, 12 * adapters, 4 * adapters)
+
+
+def test_offload_moves_states_and_drops_gradients() -> None:
+    states = States(weights=2, gradients=4, optimizer=12)
+    assert [states.left(kind) for kind in ("none", "optimizer", "all")] == [18, 2, 0]
+    assert [states.moved(kind) for kind in ("none", "optimizer", "all")] == [0, 12, 14]
