@@ -57,7 +57,22 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     status.add_argument(
         "trial_dir", nargs="?", type=Path, metavar="TRIAL_DIR", help="default: the newest trial under runs/"
     )
+    _add_node_agent(commands)
     return parser, commands.choices
+
+
+def _add_node_agent(commands: Any) -> None:
+    agent = commands.add_parser(
+        "node-agent",
+        help="start the processes of a trial on this node, as its launcher says",
+        description="Run on each other machine of a trial: wait for its launcher, start and watch the processes "
+        "that it orders, end all of them when the run ends or the launcher is gone.",
+    )
+    agent.add_argument("--trial-dir", type=Path, metavar="DIR", required=True, help="folder of the trial, shared")
+    agent.add_argument("--node", metavar="NAME", required=True, help="name of this node in the plan of the trial")
+    agent.add_argument(
+        "--wait", type=float, metavar="S", default=600.0, help="seconds to wait for the launcher (default: %(default)g)"
+    )
 
 
 def _add_simulate(commands: Any) -> None:
@@ -129,6 +144,10 @@ def _dispatch(args: argparse.Namespace) -> int:
             hours = [] if args.hours is None else ["sim.steps=0", f"sim.hours={args.hours}"]
             seed = [] if args.seed is None else [f"seed={args.seed}"]
             return simulate(args.scenario, [*args.overrides, *hours, *seed], args.out, as_json=args.json)
+        if args.command == "node-agent":
+            from realsys.launch.nodes.node_agent import node_agent
+
+            return node_agent(args.trial_dir, args.node, args.wait)
         if args.command == "replay":
             from realsys.launch.commands.replay import replay
 

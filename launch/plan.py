@@ -24,6 +24,7 @@ from realsys.config.devices.device_plan import RANK, SERVER, Kind, Seat
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import VISIBLE, Machine
 from realsys.config.schema import Config
+from realsys.launch.nodes.base import LOCAL
 
 OnDeath = Literal["restart", "restart_training", "end"]
 
@@ -42,7 +43,7 @@ _SOURCE_ROOT = str(Path(realsys.__file__).resolve().parents[1])
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process to start. ``env`` is laid over the launcher's own environment.
+    """One process to start. ``env`` is laid over the environment of its node.
 
     node, gpus, cpus, memory  its seat; ``gpus`` are indexes on the node, memory is that of the host in bytes, before a
                               model is loaded
@@ -56,7 +57,7 @@ class ProcessSpec:
     on_death: OnDeath
     holds: str = ""  # model shards
     env: dict[str, str] = field(default_factory=dict)
-    node: str = ""
+    node: str = LOCAL
     gpus: tuple[int, ...] = ()
     cpus: int = 1
     memory: int = 0

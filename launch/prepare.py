@@ -33,6 +33,7 @@ from realsys.config.schema_train import RoleConfig, RolesConfig
 from realsys.config.trial_start import TrialStart, write_start
 from realsys.errors import ConfigError
 from realsys.launch.lock import TrialLock, held_by, running_launcher
+from realsys.launch.nodes.orders import outlive_agents
 from realsys.launch.preflight import check_here
 from realsys.launch.recover import tidy
 from realsys.launch.start import Trial, check_inputs, decide_start, describe, newer_data, read_trial, resume_path
@@ -197,6 +198,7 @@ def prepare(config: Config, say: Callable[[str], None]) -> Ready:
     lock = _lock(config, paths, is_new, say)
     try:
         if trial is None:  # only now: workers of the last run may have written until the lock was free
+            outlive_agents(paths.coordinator, say)  # workers on other nodes do not hold the lock
             trial = read_trial(config, paths)
         if trial.config is not None:
             _continue(config, paths, trial, say)

@@ -37,11 +37,11 @@ from realsys.config.rules.sampling import sampling_warnings
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.fit import fit
+from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.plan import ProcessSpec, on_this_machine, plan
 from realsys.launch.prepare import Ready, examine, prepare, resolve
 from realsys.launch.processes.failures import FirstFailure, first_failure, full_disk
 from realsys.launch.processes.hooks import Bounds, Hooks
-from realsys.launch.processes.logs import keep_bounded
 from realsys.launch.processes.own_etcd import etcd_answers
 from realsys.launch.processes.restart_policy import NO_CHECKPOINT, Outcome
 from realsys.launch.processes.supervisor import Supervisor
@@ -202,25 +202,26 @@ async def _supervise(
         name_store_ready=lambda _: etcd_answers(cluster.name_store.address, cluster.connect_timeout_s),
     )
     bounds = Bounds(
-        cluster.stop_timeout_s, cluster.stop_progress_s, cluster.max_restarts, min_share=cluster.min_workers_share
+        cluster.stop_timeout_s,
+        cluster.stop_progress_s,
+        cluster.max_restarts,
+        min_share=cluster.min_workers_share,
+        join_s=cluster.connect_timeout_s,
+        log_bytes=int(cluster.log_mb * 2**20),
     )
-    supervisor = Supervisor(specs, bounds, hooks, inherit=[ready.lock.fd])
-    outcome, trouble, unbounded = Outcome("failed", "the display could not be opened"), None, None
+    terms = Terms(cluster.host, cluster.lease_s, cluster.connect_timeout_s)
+    outcome, trouble = Outcome("failed", "the display could not be opened"), None
     with _reported("show the run"), view:
         watching = asyncio.create_task(monitor.run())
-        logs = [spec.log for spec in specs]
-        bounding = asyncio.create_task(keep_bounded(logs, int(cluster.log_mb * 2**20)))
         try:
-            outcome = await supervisor.run()
+            async with open_nodes({spec.node for spec in specs}, paths, terms, inherit=[ready.lock.fd]) as nodes:
+                outcome = await Supervisor(specs, bounds, hooks, nodes).run()
         finally:
             watching.cancel()
-            bounding.cancel()
-            trouble, unbounded = await asyncio.gather(watching, bounding, return_exceptions=True)
+            [trouble] = await asyncio.gather(watching, return_exceptions=True)
             say()
     for exc in [exc for exc in (trouble, *troubles) if isinstance(exc, Exception)][:1]:
         _tell(f"realsys: the display stopped working: {type(exc).__name__}: {exc}")
-    if isinstance(unbounded, Exception):
-        _tell(f"realsys: the logs were not bounded: {type(unbounded).__name__}: {unbounded}")
     return outcome
 
 

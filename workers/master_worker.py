@@ -28,7 +28,7 @@ async def serve(ctx: WorkerContext) -> None:
     Exits with EXIT_STOPPED if the run is not finished.
     """
     cluster, names = ctx.config.cluster, ctx.names
-    keys = keys_for(cluster.host, ctx.paths.root / "keys")
+    keys = keys_for(cluster.host, ctx.paths.keys)
     stream = MasterStream(cluster.host, keys=keys, check_alive=ctx.check_alive)
     ctx.count(lambda: {"bad_messages": stream.bad_messages, "rejected_peers": stream.rejected})
     ctx.register(names.request_reply(training_start()), stream.address)

@@ -34,7 +34,7 @@ def serve(ctx: WorkerContext) -> None:
     # The actor even if no call of the dataflow is its own: the warm-up trains it, and its heads receive the groups.
     meshes = place(allocation, [ACTOR, *flow.roles])
     heads = meshes[ACTOR].dp_heads()
-    keys = keys_for(cluster.host, ctx.paths.root / "keys")
+    keys = keys_for(cluster.host, ctx.paths.keys)
     device = prepare_device(worker, config.train.threads)
     data = DataManager(worker)
     ctx.set_state("connecting")

@@ -42,7 +42,7 @@ async def serve(ctx: WorkerContext) -> None:
         lambda dp: ctx.store.wait(names.pull(dp), cluster.connect_timeout_s, f"the push-pull address of DP head {dp}"),
         group_contiguously(config.rollout.workers, heads)[ctx.index],
         ctx.name,
-        keys=keys_for(cluster.host, ctx.paths.root / "keys"),
+        keys=keys_for(cluster.host, ctx.paths.keys),
         # A head is away while the trainer restarts. A group that waits costs nothing; one that is given up costs an
         # attempt.
         limits=PushLimits(push_timeout_s=cluster.request_timeout_s),

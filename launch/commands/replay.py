@@ -23,6 +23,8 @@ from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import ClusterConfig, Config
 from realsys.errors import CheckpointError, RealsysError, RecordError
+from realsys.launch.nodes.base import LOCAL
+from realsys.launch.nodes.local_executor import open_executor
 from realsys.launch.plan import TRAINING, ProcessSpec, on_this_machine, plan
 from realsys.launch.processes.failures import first_failure
 from realsys.launch.processes.hooks import Bounds, Hooks
@@ -130,8 +132,8 @@ async def _run(config: Config, paths: TrialPaths, job: ReplayJob) -> ReplayResul
     specs = [_master(spec) if spec.kind == "master_worker" else spec for spec in specs]
     cluster = config.cluster
     bounds = Bounds(cluster.stop_timeout_s, stop_progress_s=0.0, max_restarts=0)
-    supervisor = Supervisor(specs, bounds, Hooks(say=lambda text: None))
-    outcome = await supervisor.run()
+    async with open_executor() as node:
+        outcome = await Supervisor(specs, bounds, Hooks(say=lambda text: None), {LOCAL: node}).run()
     if outcome.status == "interrupted":
         interrupted = RealsysError(f"the replay was {outcome.reason}")
         interrupted.exit_code = 128 + (outcome.signal or 0)

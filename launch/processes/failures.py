@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realsys.cluster.failure import ErrorRecord
+from realsys.launch.nodes.base import ProcessId
 from realsys.launch.processes.logs import ending
 from realsys.launch.processes.restart_policy import KILL_HEARD_AFTER_S, Cause, Death, Outcome
 
@@ -50,31 +51,37 @@ def first_failure(outcome: Outcome, errors: Iterable[ErrorRecord], logs: Path) -
 
     Errors of processes that were restarted do not count: the run continued after them.
     """
-    left = [error for error in errors if error.pid not in outcome.recovered]
+    left = [error for error in errors if process_of(error) not in outcome.recovered]
     cause = first_cause(outcome.deaths, left, lambda name: logs / f"{name.replace('/', '-')}.log")
     if cause is None:
         return None
-    named = any(error.pid == cause.pid for error in left)
+    named = any(process_of(error) == cause.process for error in left)
     problem = cause.problem if named else ": ".join(part for part in (cause.how, cause.problem) if part)
     lines = tail(cause.log, _LOG_LINES)
-    return FirstFailure(cause.process, cause.pid, cause.time, problem, cause.log, lines, cause.exit_code)
+    return FirstFailure(cause.name, cause.process.pid, cause.time, problem, cause.log, lines, cause.exit_code)
+
+
+def process_of(error: ErrorRecord) -> ProcessId:
+    """Return the process that wrote the record."""
+    return ProcessId(error.host, error.pid)
 
 
 def first_cause(deaths: Iterable[Death], errors: Iterable[ErrorRecord], log_of: Callable[[str], Path]) -> Cause | None:
     """Return the earliest of all error files, and of all deaths without one."""
-    ends = {death.pid: death for death in deaths}
+    ends = {death.process: death for death in deaths}
     causes: list[tuple[float, Cause]] = []
     for error in errors:
-        death = ends.pop(error.pid, None)
+        process = process_of(error)
+        death = ends.pop(process, None)
         how = "failed" if death is None else death.how
         problem = f"{error.type}: {error.message}"
         defect = defect_of(error.type, error.traceback)
         log = log_of(error.worker) if death is None else death.log
         causes.append(
-            (error.time, Cause(error.worker, error.pid, error.time, how, problem, log, error.exit_code, defect))
+            (error.time, Cause(error.worker, process, error.time, how, problem, log, error.exit_code, defect))
         )
     for death in ends.values():
-        cause = Cause(death.name, death.pid, death.time, death.how, death.error, death.log, 1, death.defect)
+        cause = Cause(death.name, death.process, death.time, death.how, death.error, death.log, 1, death.defect)
         causes.append((death.time - KILL_HEARD_AFTER_S * death.killed, cause))
     return min(causes, key=lambda timed: timed[0])[1] if causes else None
 

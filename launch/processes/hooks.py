@@ -16,13 +16,21 @@ async def _ready(_: ProcessSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of a run. A stop waits ``stop_progress_s`` for the next progress of the MasterWorker."""
+    """Bounds of a run.
+
+    stop_progress_s  time that a stop waits for the next progress of the MasterWorker
+    min_share        share of the workers of a kind that must be left when one is given up
+    join_s           time that the start waits for the agents of other nodes
+    log_bytes        bound on the log of a process
+    """
 
     stop_timeout_s: float
     stop_progress_s: float
     max_restarts: int
     first_backoff_s: float = 0.5
-    min_share: float = 0.0  # of the workers of a kind that must be left when one is given up
+    min_share: float = 0.0
+    join_s: float = 120.0
+    log_bytes: int = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)

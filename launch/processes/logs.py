@@ -5,8 +5,8 @@
     model_worker-0.log.died    last output of the first process of the run that was restarted
 
 All writers (a worker, an engine that it started, a library that prints) have the file open for appending. So the
-launcher does not replace the file: it copies the content and truncates the file (copytruncate in logrotate), and the
-next line of each writer goes to its beginning.
+node does not replace the file: it copies the content and truncates the file (copytruncate in logrotate), and the next
+line of each writer goes to its beginning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 _LOOK_S = 1.0
@@ -32,15 +32,18 @@ def last_words(log: Path) -> Path:
     return log.with_name(f"{log.name}.died")
 
 
-async def keep_bounded(logs: Sequence[Path], limit: int) -> None:
-    """Check the logs once a second, until cancelled: none gets much longer than ``limit`` bytes."""
+async def keep_bounded(limits: Mapping[Path, int]) -> None:
+    """Check the logs once a second, until cancelled: none gets much longer than its limit in bytes.
+
+    ``limits`` may get further logs at any time.
+    """
     while True:
-        await asyncio.to_thread(_shorten, logs, limit)
+        await asyncio.to_thread(_shorten, dict(limits))
         await asyncio.sleep(_LOOK_S)
 
 
-def _shorten(logs: Sequence[Path], limit: int) -> None:
-    for log in logs:
+def _shorten(limits: Mapping[Path, int]) -> None:
+    for log, limit in limits.items():
         with contextlib.suppress(OSError):  # a full disk or a missing folder must not end a run
             shorten(log, limit)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from realsys.cluster.child_process import HEALTHY_AFTER_S, Backoff, how_it_ended
+from realsys.launch.nodes.base import ProcessId
 
 NO_CHECKPOINT = -1  # step of the newest checkpoint before the first one
 # The sockets of a killed process close before its memory is freed and its parent learns of the death. In between its
@@ -34,12 +35,13 @@ class Death:
     """Unrequested end of a process. ``error``: last error line of its log, "" if it was killed or wrote none."""
 
     name: str
-    pid: int
+    process: ProcessId
     returncode: int
     time: float  # unix seconds
     log: Path
     error: str = ""
     defect: tuple[str, ...] = ()  # see Cause.defect
+    lost: str = ""  # why its node counts as dead, if the process ended with it
 
     @property
     def killed(self) -> bool:
@@ -48,6 +50,8 @@ class Death:
 
     @property
     def how(self) -> str:
+        if self.lost:
+            return self.lost
         if self.returncode == 0:
             return "exited with code 0, before its work was done"
         return how_it_ended(self.returncode) + (" (out of memory?)" if self.killed else "")
@@ -57,8 +61,8 @@ class Death:
 class Cause:
     """First failure among processes that ended together."""
 
-    process: str
-    pid: int
+    name: str
+    process: ProcessId
     time: float  # unix seconds
     how: str  # end of the process, or "failed" if only the exception is known
     problem: str  # the exception, "" if none is known
@@ -68,7 +72,7 @@ class Cause:
 
     def __str__(self) -> str:
         """Return one line for the screen."""
-        return f"{self.process} {self.how}" + (f": {self.problem:.{_SHOWN}}" if self.problem else "")
+        return f"{self.name} {self.how}" + (f": {self.problem:.{_SHOWN}}" if self.problem else "")
 
 
 @dataclass(slots=True)
@@ -80,7 +84,7 @@ class Outcome:
     signal: int | None = None
     deaths: list[Death] = field(default_factory=list)
     restarted: list[Death] = field(default_factory=list)  # deaths that were followed by a restart
-    recovered: frozenset[int] = frozenset()  # pids whose failure a restart repaired, so no cause of a later one
+    recovered: frozenset[ProcessId] = frozenset()  # those whose failure a restart repaired, so no cause of a later one
     given_up: list[str] = field(default_factory=list)  # names of workers without which the run continued
     killed: list[str] = field(default_factory=list)  # names of processes that did not stop in time
 
@@ -91,7 +95,7 @@ class Failure:
 
     who: str  # restart budgets are kept by this name
     deaths: Sequence[Death]
-    pids: frozenset[int]  # all its processes, including those that were killed because of the deaths
+    processes: frozenset[ProcessId]  # all of them, including those that were killed because of the deaths
     ran_s: float
     cause: Cause
     permanent: bool = False  # a restart would fail in the same way
@@ -142,7 +146,7 @@ class _Row:
     backoff: Backoff
     checkpoint: int = NO_CHECKPOINT  # newest ever
     deaths: list[Death] = field(default_factory=list)
-    pids: set[int] = field(default_factory=set)
+    processes: set[ProcessId] = field(default_factory=set)
     defect: tuple[str, ...] = ()  # defect of the last failure
 
 
@@ -157,11 +161,11 @@ class RestartPolicy:
         self._max_restarts = max_restarts
         self._first_backoff_s = first_backoff_s
         self._rows: dict[str, _Row] = {}
-        self._recovered: set[int] = set()
+        self._recovered: set[ProcessId] = set()
 
     @property
-    def recovered(self) -> frozenset[int]:
-        """Pids of processes whose failure a restart repaired."""
+    def recovered(self) -> frozenset[ProcessId]:
+        """Processes whose failure a restart repaired."""
         return frozenset(self._recovered)
 
     def decide(self, failure: Failure) -> Decision:
@@ -171,11 +175,11 @@ class RestartPolicy:
         if row is None or failure.ran_s > HEALTHY_AFTER_S or newest > row.checkpoint:
             row = self._rows[failure.who] = _Row(Backoff(self._max_restarts, self._first_backoff_s), newest)
         cause = failure.cause
-        ended = f"{cause.process} {cause.how}"
+        ended = f"{cause.name} {cause.how}"
         repeated = bool(cause.defect) and cause.defect == row.defect
         row.defect = cause.defect
         row.deaths += failure.deaths
-        row.pids |= failure.pids
+        row.processes |= failure.processes
         if failure.permanent:
             return End(ended, failure.deaths)
         delay = None if repeated else row.backoff.next_delay(failure.ran_s)
@@ -183,12 +187,12 @@ class RestartPolicy:
         if repeated:
             why = f"twice in a row with the same exception at {cause.defect[-1]}"
         if delay is None and failure.spare:
-            self._recovered |= row.pids
+            self._recovered |= row.processes
             return GiveUp(why)
         if repeated:
             return End(f"{ended}, {why}", failure.deaths)
         if delay is None:
-            self._recovered -= row.pids  # the restarts did not help: the cause is the first of the row
+            self._recovered -= row.processes  # the restarts did not help: the cause is the first of the row
             return End(f"{ended}, {why}", row.deaths)
-        self._recovered |= failure.pids
+        self._recovered |= failure.processes
         return Restart(delay, row.backoff.restarts)

@@ -1,7 +1,7 @@
 """Stops the processes of a trial.
 
     MasterWorker (takes a checkpoint while the ModelWorkers still answer; this wait lasts as long as there is progress)
-      ──SIGTERM──> all others ──SIGTERM──> the name store ──SIGKILL──> every descendant
+      ──SIGTERM──> all others ──SIGTERM──> the name store ──SIGKILL──> every descendant, on every node
 
 Processes that are left after ``stop_timeout_s`` get SIGKILL with their group.
 """
@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from realsys.cluster.child_process import kill_descendants
+from realsys.launch.nodes.base import Node
 from realsys.launch.plan import NAME_STORE
 from realsys.launch.processes.children import Child
 from realsys.launch.processes.hooks import Bounds, Hooks
@@ -43,10 +43,10 @@ class Changes:
 
 
 class Stop:
-    """The end of all processes. ``earlier``: children of this process that are not ours to kill."""
+    """The end of all processes, on all nodes."""
 
     def __init__(
-        self, children: Sequence[Child], bounds: Bounds, hooks: Hooks, changes: Changes, earlier: Iterable[int]
+        self, children: Sequence[Child], bounds: Bounds, hooks: Hooks, changes: Changes, nodes: Sequence[Node]
     ) -> None:
         self.hurry = False  # after a second signal: no orderly stop
         self.killing = False
@@ -54,7 +54,7 @@ class Stop:
         self._bounds = bounds
         self._hooks = hooks
         self._changes = changes
-        self._earlier = frozenset(earlier)
+        self._nodes = nodes
 
     async def run(self, *, orderly: bool) -> list[str]:
         """Stop every process; ``orderly``: the MasterWorker first. Returns the names of those that had to be killed."""
@@ -72,7 +72,8 @@ class Stop:
         killed = await self._kill(workers)
         left = self._bounds.stop_timeout_s + _KILL_TIMEOUT_S - (time.monotonic() - began)
         killed += await self._stop_name_store(left)
-        killed += kill_descendants(_KILL_TIMEOUT_S, self._earlier.union(pids_of(self._children).values()))
+        ends = await asyncio.gather(*(node.end(_KILL_TIMEOUT_S) for node in self._nodes))
+        killed += [name for left_over in ends for name in left_over]
         await self._changes.until(lambda: not pids_of(self._children), _KILL_TIMEOUT_S)  # killed, but not yet reaped
         if killed:
             names = ", ".join(killed)

@@ -1,10 +1,13 @@
 """Starts the processes of a trial, restarts those that may be restarted, stops all of them.
 
     consumes     ProcessSpecs
-    waits for    the exit of any child (a pidfd each, on the event loop), SIGINT/SIGTERM/SIGHUP
+    waits for    the agents of other nodes, the exit of any process, SIGINT/SIGTERM/SIGHUP
     ends when    the MasterWorker has finished and exits 0 (done), a death ends the run or a restart budget is spent
                  (failed), or a signal arrives (interrupted)
-    leaves       no process: every child leads its own session, and the launcher is the subreaper of all descendants
+    leaves       no process: every node kills what is left of its processes and of their descendants
+
+A node (realsys.launch.nodes) starts processes, signals them and reports their ends; all decisions are made here, in the
+same way for this machine and for others.
 
 An exception in the launcher fails the run like any other: all processes are stopped and the error is reported.
 
@@ -15,20 +18,18 @@ processes dies, the others are killed, and then all are started together. stop.p
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Concatenate, ParamSpec
 
-from realsys.cluster.child_process import child_pids, reap_orphans
-from realsys.cluster.prctl import subreaper
 from realsys.cluster.process import TRAINING_START
 from realsys.errors import RealsysError
+from realsys.launch.nodes.base import LOCAL, Exit, Listener, Node, Process, ProcessId
 from realsys.launch.plan import NAME_STORE, ProcessSpec
 from realsys.launch.processes.children import Child
-from realsys.launch.processes.failures import first_cause, last_error, log_since
+from realsys.launch.processes.failures import first_cause, last_error, process_of
 from realsys.launch.processes.hooks import Bounds, Hooks
 from realsys.launch.processes.restart_policy import (
     NO_CHECKPOINT,
@@ -42,6 +43,7 @@ from realsys.launch.processes.restart_policy import (
     RestartPolicy,
     is_spare,
 )
+from realsys.launch.processes.signals import stop_signals
 from realsys.launch.processes.stop import Changes, Stop, pids_of
 from realsys.launch.processes.trainer import Trainer
 
@@ -49,7 +51,6 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _REPLACEABLE = {"generation_server": "generation servers", "rollout_worker": "RolloutWorkers"}
 _BAD_INPUT = 2  # RealsysError.exit_code of ConfigError, DataError, ModelError
 
@@ -72,21 +73,22 @@ def _from_the_loop(method: Method[P]) -> Method[P]:
 class Supervisor:
     """Owns the child processes of one trial from start to end."""
 
-    def __init__(self, specs: Sequence[ProcessSpec], bounds: Bounds, hooks: Hooks, inherit: Sequence[int] = ()) -> None:
-        """``inherit``: descriptors that every child keeps open."""
+    def __init__(self, specs: Sequence[ProcessSpec], bounds: Bounds, hooks: Hooks, nodes: Mapping[str, Node]) -> None:
+        """``nodes``: those that the specs name."""
         self._bounds = bounds
         self._hooks = hooks
-        self._inherit = tuple(inherit)
-        self._children = [Child(spec) for spec in specs]
+        self._nodes = nodes
+        self._children = [Child(spec, nodes[spec.node]) for spec in specs]
         self._trainer = Trainer([child for child in self._children if child.spec.on_death == "restart_training"])
         self._policy = RestartPolicy(bounds.max_restarts, bounds.first_backoff_s)
-        self._earlier = child_pids()  # not ours to kill
         self._outcome: Outcome | None = None
         self._deaths: list[Death] = []
         self._restarted: list[Death] = []
         self._given_up: list[str] = []
         self._changes = Changes()
-        self._stop = Stop(self._children, bounds, hooks, self._changes, self._earlier)
+        self._stop = Stop(self._children, bounds, hooks, self._changes, list(nodes.values()))
+        for node in nodes.values():
+            node.listener = Listener(stop=self._stop_asked, fail=self.fail)
 
     @property
     def restarts(self) -> int:
@@ -98,7 +100,7 @@ class Supervisor:
 
     async def run(self) -> Outcome:
         """Start everything, wait for the end of the run, stop everything."""
-        with subreaper(), _stop_signals(self.interrupt):
+        with stop_signals(self.interrupt):
             try:
                 await self._start_all()
                 await self._changes.until(lambda: self._outcome is not None)
@@ -123,6 +125,11 @@ class Supervisor:
             return
         self._end(Outcome("interrupted", f"stopped by {signal.Signals(signum).name}", signal=signum))
 
+    def _stop_asked(self, signum: int) -> None:
+        """End the run because a node got a signal. Further ones do not hurry it: a batch system signals every node."""
+        if self._outcome is None:
+            self.interrupt(signum)
+
     def fail(self, exc: Exception) -> None:
         """End the run for an exception in the launcher itself."""
         log.error("the launcher failed", exc_info=exc)
@@ -138,22 +145,29 @@ class Supervisor:
     # ---- start
 
     async def _start_all(self) -> None:
+        others = [name for name in self._nodes if name != LOCAL]
+        if others:
+            self._hooks.say(f"waiting for the agents of {', '.join(others)} (realsys node-agent)")
+            joined = asyncio.gather(*(self._nodes[name].ready(self._bounds.join_s) for name in others))
+            await self._wait_for("the start", joined)
         for child in self._children:
             self._start(child)
             if child.spec.kind == NAME_STORE:
-                await self._wait_for_name_store(child.spec)
+                await self._wait_for(child.spec.name, self._hooks.name_store_ready(child.spec))
+            else:
+                await asyncio.sleep(0)  # a process that cannot be started ends the run before the next one starts
         self._trainer.mark_complete()
 
-    async def _wait_for_name_store(self, spec: ProcessSpec) -> None:
-        """Return when it answers, or when the run ends before that."""
-        ready = asyncio.ensure_future(self._hooks.name_store_ready(spec))
+    async def _wait_for(self, name: str, what: Awaitable[object]) -> None:
+        """Return when it is ready, or when the run ends before that."""
+        ready = asyncio.ensure_future(what)
         ready.add_done_callback(lambda _: self._changes.note())
         try:
             await self._changes.until(lambda: ready.done() or self._outcome is not None)
             if self._outcome is None:
                 ready.result()
         except RealsysError as error:
-            self._end(Outcome("failed", f"{spec.name}: {error}"))
+            self._end(Outcome("failed", f"{name}: {error}"))
         finally:
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
@@ -164,31 +178,29 @@ class Supervisor:
         if self._outcome is not None:
             return
         env = {TRAINING_START: str(self._trainer.starts)} if child.spec.on_training_side else {}
-        try:
-            child.start(env, self._inherit, self._on_exit)
-        except OSError as exc:
-            self._end(Outcome("failed", f"{child.spec.name} cannot be started: {exc}"))
+        child.start(env, self._bounds.log_bytes, self._on_exit)
 
     # ---- deaths
 
     @_from_the_loop
-    def _on_exit(self, child: Child) -> None:
-        pid, returncode = child.reap()
-        reap_orphans(self._earlier.union(self.running().values()))
-        # No error for a signal: the log does not hold its cause.
-        failed = self._outcome is None and returncode > 0
-        error, defect = last_error(log_since(child.spec.log, child.log_start)) if failed else ("", ())
+    def _on_exit(self, child: Child, process: Process, ended: Exit) -> None:
+        spec = child.spec
+        if ended.problem:
+            self._end(Outcome("failed", f"{spec.name} cannot be started: {ended.problem}"))
+            return
+        failed = self._outcome is None and ended.returncode > 0
+        error, defect = last_error(ended.log_end) if failed else ("", ())
         if failed and not error:  # its last words may have found no room
             error = self._hooks.outside()
-        death = Death(child.spec.name, pid, returncode, time.time(), child.spec.log, error, defect)
+        death = Death(spec.name, process.id, ended.returncode, ended.time, spec.log, error, defect, ended.lost)
         if self._outcome is None:
-            self._consider(child, death)
+            self._consider(child, death, time.monotonic() - process.started)
         elif death.killed and not self._stop.killing and not self._trainer.killed(child, death):
             # Killed from outside: other processes may have failed because of it, and been noticed first.
             self._deaths.append(death)
         self._changes.note()
 
-    def _consider(self, child: Child, death: Death) -> None:
+    def _consider(self, child: Child, death: Death, ran_s: float) -> None:
         """Act on an unrequested death, or on the end of a trainer process that was killed because of one."""
         spec = child.spec
         if spec.kind == "master_worker" and death.returncode == 0 and self._hooks.finished():
@@ -197,9 +209,8 @@ class Supervisor:
             self._deaths.append(death)
             self._end(Outcome("failed", f"{spec.name} {death.how}"))
         elif spec.on_death == "restart":
-            ran_s = time.monotonic() - child.started
             spare = self._is_spare(child, ran_s)
-            if decided := self._decide(death.name, [death], frozenset({death.pid}), ran_s, spare=spare):
+            if decided := self._decide(death.name, [death], frozenset({death.process}), ran_s, spare=spare):
                 restart, cause = decided
                 child.pending = asyncio.get_running_loop().call_later(restart.delay_s, self._start, child)
                 self._say_restart(cause, restart)
@@ -211,7 +222,7 @@ class Supervisor:
     def _restart_trainer(self) -> None:
         trainer = self._trainer
         checkpoint = self._hooks.checkpoint()
-        if decided := self._decide("trainer", trainer.take_deaths(), trainer.pids, trainer.ran_s, checkpoint):
+        if decided := self._decide("trainer", trainer.take_deaths(), trainer.processes, trainer.ran_s, checkpoint):
             restart, cause = decided
             trainer.later(restart.delay_s, self._start_trainer)
             start = "from the beginning" if checkpoint == NO_CHECKPOINT else f"from step {checkpoint}"
@@ -228,19 +239,19 @@ class Supervisor:
         self,
         who: str,
         deaths: list[Death],
-        pids: frozenset[int],
+        processes: frozenset[ProcessId],
         ran_s: float,
         checkpoint: int = NO_CHECKPOINT,
         *,
         spare: bool = False,
     ) -> tuple[Restart, Cause] | None:
         """Ask the policy. Returns the restart to make and the cause; None if there is none to make."""
-        errors = [error for error in self._hooks.errors() if error.pid in pids]
+        errors = [error for error in self._hooks.errors() if process_of(error) in processes]
         logs = {child.spec.name: child.spec.log for child in self._children}
         cause = first_cause(deaths, errors, lambda name: logs.get(name, deaths[0].log))
         assert cause is not None
         permanent = any(error.permanent or error.exit_code == _BAD_INPUT for error in errors)
-        decision = self._policy.decide(Failure(who, deaths, pids, ran_s, cause, permanent, checkpoint, spare))
+        decision = self._policy.decide(Failure(who, deaths, processes, ran_s, cause, permanent, checkpoint, spare))
         if isinstance(decision, GiveUp):
             self._give_up(who, cause, decision)
             return None
@@ -248,7 +259,7 @@ class Supervisor:
             self._deaths += decision.deaths
             self._end(Outcome("failed", decision.reason))
             return None
-        self._restarted.append(next((death for death in deaths if death.pid == cause.pid), deaths[0]))
+        self._restarted.append(next((death for death in deaths if death.process == cause.process), deaths[0]))
         return decision, cause
 
     def _of_kind(self, kind: str) -> list[Child]:
@@ -257,7 +268,7 @@ class Supervisor:
     def _is_spare(self, child: Child, ran_s: float) -> bool:
         """Return True if the run can do without this worker, which has just ended."""
         alike, now = self._of_kind(child.spec.kind), time.monotonic()
-        others_s = [now - other.started for other in alike if other.process is not None]
+        others_s = [now - other.process.started for other in alike if other.process is not None]
         return child.spec.kind in _REPLACEABLE and is_spare(ran_s, others_s, len(alike), self._bounds.min_share)
 
     def _give_up(self, name: str, cause: Cause, decision: GiveUp) -> None:
@@ -276,20 +287,3 @@ class Supervisor:
         if self._outcome is None:
             self._outcome = outcome
         self._changes.note()
-
-
-@contextlib.contextmanager
-def _stop_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call ``handle`` on the event loop for each stop signal inside the block."""
-    loop = asyncio.get_running_loop()
-    # nohup means that SIGHUP does not end the run. SIGINT counts even if it was ignored before: a shell that starts a
-    # command in the background does that, and who sends a SIGINT to such a run wants to stop it.
-    hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    taken = [signum for signum in _STOP_SIGNALS if not (signum == signal.SIGHUP and hangup_ignored)]
-    for signum in taken:
-        loop.add_signal_handler(signum, handle, signum)
-    try:
-        yield
-    finally:
-        for signum in taken:
-            loop.remove_signal_handler(signum)

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from realsys.launch.nodes.base import Process, ProcessId
 from realsys.launch.processes.children import Child
 from realsys.launch.processes.restart_policy import Death
 
@@ -22,7 +23,7 @@ class Trainer:
         self.children = list(children)
         self.starts = 1
         self.deaths: list[Death] = []  # since it was last complete
-        self.pids: frozenset[int] = frozenset()  # its processes, when it was last complete
+        self._complete: list[Process] = []  # its processes, when it was last complete
         self._killed = False
         self._timer: asyncio.TimerHandle | None = None  # the kill, or the next start
 
@@ -31,18 +32,23 @@ class Trainer:
         return any(child.process is not None for child in self.children)
 
     @property
+    def processes(self) -> frozenset[ProcessId]:
+        """Its processes, when it was last complete."""
+        return frozenset(process.id for process in self._complete)
+
+    @property
     def ran_s(self) -> float:
         """Seconds since its last start."""
-        return time.monotonic() - min(child.started for child in self.children)
+        return time.monotonic() - min((process.started for process in self._complete), default=time.monotonic())
 
     def killed(self, child: Child, death: Death) -> bool:
         """Return True if this death is the trainer's own kill."""
-        return self._killed and death.killed and child in self.children
+        return self._killed and death.killed and not death.lost and child in self.children
 
     def add_death(self, death: Death) -> None:
         """Count a death, unless it is the trainer's own kill; after the first one, kill the others soon."""
         if self._killed:
-            self.deaths += [] if death.killed else [death]
+            self.deaths += [] if death.killed and not death.lost else [death]
             return
         self.deaths.append(death)
         if len(self.deaths) == 1:
@@ -57,8 +63,8 @@ class Trainer:
         return deaths
 
     def mark_complete(self) -> None:
-        """Note the pids after a start."""
-        self.pids = frozenset(child.process.pid for child in self.children if child.process is not None)
+        """Note the processes after a start."""
+        self._complete = [child.process for child in self.children if child.process is not None]
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Call ``action`` on the event loop after ``delay_s``, unless ``cancel`` is called before."""

@@ -46,6 +46,16 @@ class TrialPaths:
         return self.root / "lock"
 
     @property
+    def coordinator(self) -> Path:
+        """Address of the launcher for the agents of other nodes; there only while it waits for them or uses them."""
+        return self.root / "coordinator.json"
+
+    @property
+    def keys(self) -> Path:
+        """Folder of the keys of the streams; mode 0700."""
+        return self.root / "keys"
+
+    @property
     def token(self) -> Path:
         """Token of the trial for calls that change the manager's state; mode 0600."""
         return self.root / "token"

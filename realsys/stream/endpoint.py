@@ -45,6 +45,8 @@ class WorkerEndpoint:
     ``next_request``, ``reply`` and ``notify`` raise StreamError.
     """
 
+    kind = "model_worker"  # for messages
+
     def __init__(
         self,
         index: int,
@@ -57,7 +59,7 @@ class WorkerEndpoint:
     ) -> None:
         # The master compares incarnations as strings and refuses the older, so they begin with the time.
         self.incarnation = incarnation or f"{time.time_ns()}-{secrets.token_hex(4)}"
-        self._me = WorkerIdentity(index, self.incarnation, master_address, check_alive)
+        self._me = WorkerIdentity(index, self.incarnation, master_address, check_alive, self.kind)
         self.index = index
         self.name = self._me.name
         self._puller = groups.puller if groups is not None else None

@@ -118,6 +118,8 @@ class _Notices:
 class MasterStream:
     """Typed calls to ModelWorkers. Create it inside the event loop; its ``address`` is bound."""
 
+    kind = "model_worker"  # of the peers, for messages
+
     def __init__(
         self,
         host: str = "127.0.0.1",
@@ -162,7 +164,7 @@ class MasterStream:
             async with asyncio.timeout(timeout_s):
                 await barrier.complete
         except TimeoutError:
-            missing = ", ".join(_name(w) for w in sorted(barrier.workers - self._peers.keys()))
+            missing = ", ".join(self._name(w) for w in sorted(barrier.workers - self._peers.keys()))
             raise WaitTimeout(
                 f"master at {self.address}: {missing} did not connect in {timeout_s:g} s "
                 f"({len(self._peers)} connected): read their logs"
@@ -195,9 +197,10 @@ class MasterStream:
         reply: asyncio.Future[Reply] = self._loop.create_future()
         peer = self._peers.get(worker)
         if self._closed or self._failure is not None:
-            reply.set_exception(self._ended(f"{_name(worker)}: {handler}"))
+            reply.set_exception(self._ended(f"{self._name(worker)}: {handler}"))
         elif peer is None:
-            reply.set_exception(WorkerLost(f"{_name(worker)} is not connected: {handler} needs a barrier before it"))
+            name = self._name(worker)
+            reply.set_exception(WorkerLost(f"{name} is not connected: {handler} needs a barrier before it"))
         else:
             # Numbered and sent without an await in between: invariant send-order.
             number = peer.next_request
@@ -297,7 +300,7 @@ class MasterStream:
             self._refuse(peer.route, f"replaced by {hello.incarnation}")
             peer = None
         if peer is None:
-            peer = self._peers[hello.index] = _Peer(_name(hello.index), hello.incarnation, route)
+            peer = self._peers[hello.index] = _Peer(self._name(hello.index), hello.incarnation, route)
         else:
             log.warning("%s reconnected; %d calls pending", peer.name, len(peer.calls))
             # From here on, messages queued under the old route are ignored. The worker resends them
@@ -311,6 +314,9 @@ class MasterStream:
             if number > hello.last_request:
                 self._send(route, call.frames)
         self._check_barriers()
+
+    def _name(self, worker: int) -> str:
+        return f"{self.kind}/{worker}"
 
     # failing
 
@@ -387,10 +393,6 @@ def _discard_call(peer: _Peer, number: int) -> None:
     call = peer.calls.pop(number, None)
     if call is not None:
         call.timer.cancel()
-
-
-def _name(worker: int) -> str:
-    return f"model_worker/{worker}"
 
 
 def _remote(peer: _Peer, call: _Call, failure: Failure) -> RemoteError:

@@ -75,10 +75,11 @@ class WorkerIdentity:
     incarnation: str
     master_address: str
     check_alive: CheckAlive
+    kind: str = "model_worker"
 
     @property
     def name(self) -> str:
-        return f"model_worker/{self.index}"
+        return f"{self.kind}/{self.index}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import sys
+import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from realsys.config.paths import TrialPaths
+from realsys.launch.nodes.base import LOCAL, Node
+from realsys.launch.nodes.coordinator import Terms, open_nodes
+from realsys.launch.nodes.node_agent import NodeSignals, serve
 from realsys.launch.plan import TRAINING, Kind, OnDeath, ProcessSpec
 from realsys.launch.processes.hooks import Bounds, Hooks
 from realsys.launch.processes.restart_policy import Outcome
@@ -25,29 +33,35 @@ def ready():
         s.connect("\\0" + sys.argv[1])
         s.sendall(sys.argv[2].encode())
 """
+OpenNodes = Callable[[Sequence[ProcessSpec]], AbstractAsyncContextManager[dict[str, Node]]]
 FOREVER = READY + "ready(); signal.pause()"
 STUBBORN = READY + "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready()\nwhile True: signal.pause()"
 
 
 class Trial:
-    """Specs over scripts, and the socket on which they report."""
+    """Specs over scripts, and the socket on which they report. ``node``: where they run unless they say otherwise."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, node: str = LOCAL) -> None:
         self.folder = folder
+        self.node = node
         self.recover = False
         self.notes: list[str] = []
+        self.open_nodes: OpenNodes = in_process_agents
+        self._ready: Counter[str] = Counter()  # reports that were not waited for yet
+        self._heard = asyncio.Event()
         self.socket = f"realsys-test-{uuid.uuid4().hex}"  # abstract: no file, no limit on the folder's length
 
     def spec(self, kind: Kind, index: int, script: str) -> ProcessSpec:
         argv = (sys.executable, "-c", script, self.socket, f"{kind}/{index}")
         on_death: OnDeath = "restart" if kind not in TRAINING else "restart_training" if self.recover else "end"
-        return ProcessSpec(kind, index, argv, self.folder / f"{kind}-{index}.log", on_death)
+        log = self.folder / f"{kind}-{index}.log"
+        return ProcessSpec(kind, index, argv, log, on_death, node=self.node)
 
     def run(
         self,
         *specs: ProcessSpec,
         until: Sequence[str] = (),
-        then: Callable[[Supervisor], None] | None = None,
+        then: Callable[[Supervisor], Awaitable[None] | None] | None = None,
         stop_timeout_s: float = 5.0,
         min_share: float = 0.0,
         **hooks: Any,
@@ -58,25 +72,26 @@ class Trial:
         """
 
         async def body() -> Outcome:
-            waiting, all_ready = set(until), asyncio.Event()
+            self._ready.clear()
 
             def on_ready() -> None:
                 connection, _ = server.accept()
                 with connection:
                     connection.settimeout(60)
-                    waiting.discard(connection.recv(100).decode())
-                if not waiting:
-                    all_ready.set()
+                    self._ready[connection.recv(100).decode()] += 1
+                self._heard.set()
 
             asyncio.get_running_loop().add_reader(server, on_ready)
             async with asyncio.timeout(90):
                 bounds = Bounds(stop_timeout_s, stop_timeout_s / 2, 2, first_backoff_s=0.01, min_share=min_share)
-                supervisor = Supervisor(specs, bounds, Hooks(say=self.notes.append, **hooks))
-                running = asyncio.create_task(supervisor.run())
-                if then is not None:
-                    await all_ready.wait()
-                    then(supervisor)
-                return await running
+                async with self.open_nodes(specs) as nodes:
+                    supervisor = Supervisor(specs, bounds, Hooks(say=self._note, **hooks), nodes)
+                    running = asyncio.create_task(supervisor.run())
+                    if then is not None:
+                        await self.ready(*until)
+                        if (following := then(supervisor)) is not None:
+                            await following
+                    return await running
 
         before = {p.pid for p in psutil.Process().children(recursive=True)}
         with socket.socket(socket.AF_UNIX) as server:
@@ -85,6 +100,28 @@ class Trial:
             outcome = asyncio.run(body())
         assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
         return outcome
+
+    async def ready(self, *names: str) -> None:
+        """Return when each process has reported once more since the last call."""
+        while not all(self._ready[name] for name in names):
+            self._heard.clear()
+            await self._heard.wait()
+        self._ready.subtract(names)
+
+    def _note(self, text: str) -> None:
+        if not text.startswith("waiting for the agents"):
+            self.notes.append(text)
+
+
+@contextlib.asynccontextmanager
+async def in_process_agents(specs: Sequence[ProcessSpec]) -> AsyncIterator[dict[str, Node]]:
+    """Open the nodes of the specs. Agents of other nodes run in this process, until the supervisor ends them."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths, names = TrialPaths(Path(folder)), {spec.node for spec in specs}
+        async with open_nodes(names, paths, Terms("127.0.0.1", lease_s=60.0, join_s=60.0)) as nodes:
+            agents = [asyncio.create_task(serve(paths, name, 60.0, NodeSignals())) for name in names - {LOCAL}]
+            yield nodes
+            assert await asyncio.gather(*agents) == [0] * len(agents)
 
 
 def stop(supervisor: Supervisor) -> None:

@@ -111,7 +111,7 @@ def test_full_disk_and_share_of_workers_reach_supervisor(
     monkeypatch.setattr(realsys.launch.run, "Supervisor", supervisor)
     monkeypatch.setattr(realsys.launch.run, "full_disk", lambda folder: f"No space left on device: {folder}")
     code, paths = command("sys.exit(1)", "cluster.min_workers_share=0.25")
-    _, bounds, _ = supervisor.call_args.args
+    _, bounds, *_ = supervisor.call_args.args
     assert bounds.min_share == 0.25
     assert code == 1 and f": No space left on device: {paths.root}" in capsys.readouterr().err.splitlines()[0]
 

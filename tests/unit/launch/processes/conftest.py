@@ -2,9 +2,11 @@ from pathlib import Path
 
 import pytest
 
+from realsys.launch.nodes.base import LOCAL
 from tests.support.processes.supervised import Trial
 
 
-@pytest.fixture
-def trial(tmp_path: Path) -> Trial:
-    return Trial(tmp_path)
+@pytest.fixture(params=[LOCAL, "a"], ids=["local", "agent"])
+def trial(tmp_path: Path, request: pytest.FixtureRequest) -> Trial:
+    """The processes run on this machine, or on a node with an agent."""
+    return Trial(tmp_path, request.param)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from realsys.cluster.failure import ErrorRecord
+from realsys.launch.nodes.base import ProcessId
 from realsys.launch.processes.failures import defect_of, first_failure, full_disk, last_error, log_since, tail
 from realsys.launch.processes.restart_policy import Death, Outcome
 
@@ -18,7 +19,7 @@ def record(when: float, kind: str, index: int, pid: int, message: str) -> ErrorR
 
 
 def death(pid: int, when: float, name: str = "model_worker/0", code: int = 1) -> Death:
-    return Death(name, pid, code, when, Path("/nowhere.log"))
+    return Death(name, ProcessId("host", pid), code, when, Path("/nowhere.log"))
 
 
 def test_first_failure_is_the_earliest_error(tmp_path: Path) -> None:
@@ -32,7 +33,7 @@ def test_first_failure_is_the_earliest_error(tmp_path: Path) -> None:
 
 
 def test_first_failure_is_not_a_recovered_one() -> None:
-    outcome = Outcome("failed", "", deaths=[death(10, 5.0)], recovered=frozenset({7}))
+    outcome = Outcome("failed", "", deaths=[death(10, 5.0)], recovered=frozenset({ProcessId("host", 7)}))
     failure = first_failure(outcome, [record(1.0, "rollout_worker", 0, 7, "long ago")], Path("/nowhere"))
     assert failure is not None and failure.process == "model_worker/0"
 
@@ -55,6 +56,13 @@ def test_error_long_before_a_kill_is_the_cause() -> None:
     outcome = Outcome("failed", "", deaths=[death(11, 60.0, code=-9, name="model_worker/1")])
     failure = first_failure(outcome, [record(4.8, "model_worker", 0, 10, "the cause")], Path("/nowhere"))
     assert failure is not None and failure.process == "model_worker/0"
+
+
+def test_error_of_same_pid_elsewhere_is_another_failure() -> None:
+    """Two hosts of a trial use one pid."""
+    foreign = ErrorRecord(6.0, "rollout_worker", 3, 10, "elsewhere", "DataError", "bad", "", 2)
+    failure = first_failure(Outcome("failed", "", deaths=[death(10, 5.0, code=3)]), [foreign], Path("/nowhere"))
+    assert failure is not None and failure.process == "model_worker/0" and failure.exit_code == 1
 
 
 def test_tail_of_a_log_that_is_not_text(tmp_path: Path) -> None:
@@ -96,7 +104,7 @@ def test_full_disk_is_named_without_error_files(tmp_path: Path) -> None:
     """The error file could not be written on the full disk; the log says why the process ended."""
     problem, defect = last_error(TRACEBACK + FULL)
     assert defect == (), "a restart may find room"
-    ended = Death("master_worker/0", 10, 1, 5.0, tmp_path / "x.log", problem)
+    ended = Death("master_worker/0", ProcessId("host", 10), 1, 5.0, tmp_path / "x.log", problem)
     failure = first_failure(Outcome("failed", "", deaths=[ended]), [], tmp_path)
     assert failure is not None
     assert failure.problem.startswith("exited with code 1: cannot write the error file")

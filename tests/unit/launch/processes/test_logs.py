@@ -88,7 +88,7 @@ def test_logs_are_bounded_although_one_cannot_be(tmp_path: Path) -> None:
     before(bad).mkdir()
 
     async def body() -> None:
-        task = asyncio.create_task(keep_bounded([bad, good], 10))
+        task = asyncio.create_task(keep_bounded({bad: 10, good: 10}))
         async with asyncio.timeout(30):
             while not before(good).exists() or good.stat().st_size:  # noqa: ASYNC110
                 await asyncio.sleep(0)

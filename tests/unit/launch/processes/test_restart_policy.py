@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from realsys.cluster.child_process import HEALTHY_AFTER_S
+from realsys.launch.nodes.base import ProcessId
 from realsys.launch.processes.restart_policy import (
     NO_CHECKPOINT,
     Cause,
@@ -32,9 +33,10 @@ def failure(
     defect: tuple[str, ...] = (),
     spare: bool = False,
 ) -> Failure:
-    death = Death(f"model_worker/{pid}", pid, 1, float(pid), Path("/nowhere.log"))
-    cause = Cause(death.name, pid, death.time, death.how, "", death.log, defect=defect)
-    return Failure(who, [death], frozenset({pid}), ran_s, cause, permanent, checkpoint, spare)
+    process = ProcessId("host", pid)
+    death = Death(f"model_worker/{pid}", process, 1, float(pid), Path("/nowhere.log"))
+    cause = Cause(death.name, process, death.time, death.how, "", death.log, defect=defect)
+    return Failure(who, [death], frozenset({process}), ran_s, cause, permanent, checkpoint, spare)
 
 
 def numbers(policy: RestartPolicy, failures: list[Failure]) -> list[int | None]:
@@ -83,11 +85,11 @@ def test_deaths_of_a_spent_row_are_causes() -> None:
     policy = RestartPolicy(1, 0.5)
     policy.decide(failure(1, checkpoint=0))
     policy.decide(failure(2, checkpoint=20))
-    assert policy.recovered == {1, 2}
+    assert {process.pid for process in policy.recovered} == {1, 2}
     end = policy.decide(failure(3, checkpoint=20))
-    assert isinstance(end, End) and [death.pid for death in end.deaths] == [2, 3]
+    assert isinstance(end, End) and [death.process.pid for death in end.deaths] == [2, 3]
     assert end.reason == "model_worker/3 exited with code 1, after 1 restarts (cluster.max_restarts)"
-    assert policy.recovered == {1}
+    assert {process.pid for process in policy.recovered} == {1}
 
 
 def test_same_defect_twice_in_a_row_ends_run() -> None:
@@ -117,7 +119,7 @@ def test_spare_worker_is_given_up(defect: tuple[str, ...]) -> None:
     policy = RestartPolicy(1, 0.5)
     policy.decide(failure(1, spare=True, defect=defect))
     assert isinstance(policy.decide(failure(2, spare=True, defect=defect)), GiveUp)
-    assert policy.recovered == {1, 2}, "no cause of a later end"
+    assert {process.pid for process in policy.recovered} == {1, 2}, "no cause of a later end"
     assert isinstance(policy.decide(failure(3, spare=True, permanent=True)), End)
 
 

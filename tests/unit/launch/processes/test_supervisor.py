@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -101,7 +102,10 @@ def test_worker_with_bad_input_is_not_restarted(trial: Trial) -> None:
 def records_of(trial: Trial, exit_code: int) -> list[ErrorRecord]:
     """An error file of each process that printed its pid."""
     pids = [int(line) for path in trial.folder.glob("*.log") for line in path.read_text().split() if line.isdigit()]
-    return [ErrorRecord(1.0, "generation_server", 0, pid, "h", "ModelError", "bad", "", exit_code) for pid in pids]
+    return [
+        ErrorRecord(1.0, "generation_server", 0, pid, socket.gethostname(), "ModelError", "bad", "", exit_code)
+        for pid in pids
+    ]
 
 
 def test_restart_line_carries_the_exception(trial: Trial) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_new_checkpoint_gives_trainer_budget_back(trial: Trial) -> None:
 
 
 def bad_input(pid: int) -> ErrorRecord:
-    return ErrorRecord(1.0, "model_worker", 0, pid, "host", "DataError", "line 3", "", exit_code=2)
+    return ErrorRecord(1.0, "model_worker", 0, pid, socket.gethostname(), "DataError", "line 3", "", exit_code=2)
 
 
 def test_permanent_failure_of_a_peer_ends_run(trial: Trial) -> None:

@@ -21,6 +21,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.commands.status import newest_trial, show_status
+from realsys.launch.nodes.base import ProcessId
 from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Death, Outcome
 from realsys.launch.screen import monitor as monitoring
@@ -262,7 +263,7 @@ def test_view_is_plain_where_there_is_no_terminal(paths: TrialPaths) -> None:
 def test_summary_says_gain_times_and_tokens(paths: TrialPaths) -> None:
     paths.final_model.mkdir()
     outcome = Outcome("done", "the MasterWorker finished")
-    outcome.restarted = [Death("rollout_worker/0", 7, -9, START, Path("/x"))]
+    outcome.restarted = [Death("rollout_worker/0", ProcessId("host", 7), -9, START, Path("/x"))]
     write_log(paths, run_records())
     summary = summarise(Config(), paths, outcome, started=START - 5, ended=START + 160)
     assert summary["accuracy"]["before"] == 0.41 and summary["accuracy"]["gain"] == pytest.approx(0.425)

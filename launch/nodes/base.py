@@ -1,0 +1,113 @@
+"""Contract of a node: a machine that starts processes, signals them and reports their ends.
+
+    Node ── local_executor.py this machine: the launcher starts the processes itself
+         └─ coordinator.py    another one: its agent (node_agent.py) has an executor, and takes orders over a socket
+
+A node decides nothing. Which process runs where, what a death means and in which order a run stops is up to the
+supervisor, which uses all nodes in the same way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+LOCAL = "this machine"  # name of the launcher's own node
+
+
+class ProcessId(NamedTuple):
+    """A process of a trial on several machines; one machine may use a pid that another one uses, too."""
+
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A process to start. ``env`` is laid over the environment of the node.
+
+    log               takes the output; the node moves it to ``.log.1`` when it has more than ``log_bytes``
+    keep_last_words   keep a copy of the log's end, because an earlier process has died
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    log: Path
+    log_bytes: int
+    keep_last_words: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """End of a process. ``time`` is in unix seconds; of a lost node, the time at which it was heard last.
+
+    log_end  output since the start, up to a bound, if it failed
+    lost     why the node counts as dead, if the process ended with its node
+    problem  why the process could not be started
+    """
+
+    returncode: int
+    time: float
+    log_end: str = ""
+    lost: str = ""
+    problem: str = ""
+
+
+OnExit = Callable[[Exit], None]
+
+
+class Process(ABC):
+    """A process that was ordered and has not ended. ``pid`` is 0 until the node has started it."""
+
+    started = 0.0  # monotonic seconds
+    pid = 0
+    host = ""
+
+    @property
+    def id(self) -> ProcessId:
+        return ProcessId(self.host, self.pid)
+
+    @abstractmethod
+    def signal(self, number: int) -> None:
+        """Send a signal to the process alone."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Send SIGKILL to the process and its group."""
+
+
+@dataclass(slots=True)
+class Listener:
+    """Functions that a node calls on the event loop.
+
+    stop  the node got this signal, which asks it to stop
+    fail  the node's connection has failed, so that its processes cannot be watched
+    """
+
+    stop: Callable[[int], None] = lambda signum: None
+    fail: Callable[[Exception], None] = lambda exc: None
+
+
+class Node(ABC):
+    """One machine. All methods are called on the event loop, and only ``ready`` and ``end`` wait."""
+
+    def __init__(self) -> None:
+        self.listener = Listener()
+
+    @abstractmethod
+    async def ready(self, timeout_s: float) -> None:
+        """Return when the node can start processes. Raises WaitTimeout, which names the node."""
+
+    @abstractmethod
+    def start(self, order: Order, on_exit: OnExit) -> Process:
+        """Start a process. ``on_exit`` is called once, after this has returned, also if it cannot be started."""
+
+    @abstractmethod
+    async def end(self, timeout_s: float) -> list[str]:
+        """Kill everything that the node has started, with all descendants.
+
+        Returns the names of the descendants that had outlived their process.
+        """

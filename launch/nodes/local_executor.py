@@ -1,0 +1,140 @@
+"""The executor of one node: starts processes, watches them through their pidfds, bounds their logs.
+
+    consumes     orders
+    waits for    the exit of any child
+    leaves       no process: every child leads its own session, and the executor is the subreaper of all descendants
+
+It runs in the launcher, and in the agent of every other node. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+from realsys.cluster.child_process import ChildProcess, child_pids, kill_descendants, reap_orphans
+from realsys.cluster.prctl import subreaper
+from realsys.cluster.process import PARENT_PID
+from realsys.launch.nodes.base import Exit, Node, OnExit, Order, Process
+from realsys.launch.processes.failures import log_since
+from realsys.launch.processes.logs import keep_bounded, keep_last_words
+
+log = logging.getLogger(__name__)
+
+_CANNOT_START = 127  # return code of a process that could not be started, as of a shell
+
+
+class _Running(Process):
+    """A child of this process."""
+
+    def __init__(self, child: ChildProcess, log: Path, log_start: int) -> None:
+        self.child = child
+        self.pid = child.pid
+        self.host = socket.gethostname()
+        self.started = child.started
+        self.log = log
+        self.log_start = log_start  # size of the log at the start, in bytes
+
+    def signal(self, number: int) -> None:
+        self.child.signal(number)
+
+    def kill(self) -> None:
+        self.child.kill()
+
+
+class _NotStarted(Process):
+    """A process that could not be started."""
+
+    def signal(self, number: int) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+class Executor(Node):
+    """The processes of this machine. Make it with ``open_executor``."""
+
+    def __init__(self, inherit: Sequence[int] = ()) -> None:
+        """``inherit``: descriptors that every process keeps open."""
+        super().__init__()
+        self.log_bytes: dict[Path, int] = {}  # bound of each log
+        self._inherit = tuple(inherit)
+        self._earlier = child_pids()  # not ours to kill
+        self._running: set[_Running] = set()
+        self._exited = asyncio.Event()
+
+    async def ready(self, timeout_s: float) -> None:
+        """Return: this machine is ready."""
+
+    def start(self, order: Order, on_exit: OnExit) -> Process:
+        try:
+            return self._start(order, on_exit)
+        except OSError as exc:
+            problem = Exit(_CANNOT_START, time.time(), problem=str(exc))
+            asyncio.get_running_loop().call_soon(on_exit, problem)
+            return _NotStarted()
+
+    def _start(self, order: Order, on_exit: OnExit) -> Process:
+        order.log.parent.mkdir(parents=True, exist_ok=True)
+        if order.keep_last_words:
+            keep_last_words(order.log)
+        self.log_bytes[order.log] = order.log_bytes
+        with order.log.open("ab") as output:
+            log_start = output.tell()
+            exited = functools.partial(self._on_exit, on_exit)
+            child = ChildProcess(
+                order.argv, _environment(order.env), output, inherit=self._inherit, on_exit=lambda: exited(process)
+            )
+        process = _Running(child, order.log, log_start)
+        self._running.add(process)
+        return process
+
+    def _on_exit(self, on_exit: OnExit, process: _Running) -> None:
+        self._running.discard(process)
+        returncode = process.child.reap()
+        reap_orphans(self._earlier.union(running.pid for running in self._running))
+        # No output for a signal: the log does not hold its cause.
+        end = log_since(process.log, process.log_start) if returncode > 0 else ""
+        self._exited.set()
+        on_exit(Exit(returncode, time.time(), end))
+
+    async def end(self, timeout_s: float) -> list[str]:
+        for process in self._running:
+            process.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._running:
+                    self._exited.clear()
+                    await self._exited.wait()
+        return kill_descendants(timeout_s, self._earlier.union(process.pid for process in self._running))
+
+
+@contextlib.asynccontextmanager
+async def open_executor(inherit: Sequence[int] = ()) -> AsyncIterator[Executor]:
+    """Return the executor of this machine. Inside the block, logs are bounded and orphans are inherited."""
+    with subreaper():
+        executor = Executor(inherit)
+        bounding = asyncio.create_task(keep_bounded(executor.log_bytes))
+        try:
+            yield executor
+        finally:
+            bounding.cancel()
+            [result] = await asyncio.gather(bounding, return_exceptions=True)
+            if isinstance(result, Exception):
+                log.error("the logs were not bounded", exc_info=result)
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    # A child that finds another parent than this pid knows that we died before it could ask to die with us.
+    env = {**os.environ, **extra, PARENT_PID: str(os.getpid())}
+    if "PYTHONPATH" in extra and os.environ.get("PYTHONPATH"):
+        env["PYTHONPATH"] = os.pathsep.join((extra["PYTHONPATH"], os.environ["PYTHONPATH"]))
+    return env

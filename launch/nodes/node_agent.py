@@ -1,0 +1,298 @@
+"""`realsys node-agent`: the agent of one node. It executes the orders of the coordinator and decides nothing.
+
+    looks for the coordinator's file ──> connects ──Ping──> joined ──┬─End──> kills everything, exits 0
+                  ^                                                  ├─another agent took its place──> same, exits 1
+                  └───────────────────────kills everything───────────┴─no Ping for the lease
+
+`agent-ends-first` (coordinator.py): without a coordinator no process of this node lives longer than the lease. A
+coordinator that is started again writes a new file, and the agent joins that one.
+
+A batch system sends SIGTERM to all tasks together. The ranks must live on until the MasterWorker has its checkpoint. So
+the agent passes the signal on to the coordinator, which stops the run in the right order, within its own bounds, and
+sends End. If no coordinator is heard, the agent ends at the signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from realsys.cluster.process import configure_logging
+from realsys.config.paths import TrialPaths
+from realsys.errors import Fenced, RealsysError, StreamError, WaitTimeout
+from realsys.launch.nodes import orders
+from realsys.launch.nodes.base import Exit, Order, Process
+from realsys.launch.nodes.coordinator import PINGS_PER_LEASE
+from realsys.launch.nodes.local_executor import Executor, open_executor
+from realsys.launch.processes.signals import stop_signals
+from realsys.stream.request_reply import Request, WorkerEndpoint
+from realsys.stream.security import load_keys
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.2  # seconds between two reads of the coordinator's file
+_KILL_TIMEOUT_S = 2.0
+
+
+class AgentEndpoint(WorkerEndpoint):
+    """The agent's end of the stream."""
+
+    kind = "node_agent"
+
+
+class Lease:
+    """The time until which the agent may have processes."""
+
+    def __init__(self) -> None:
+        self._until = math.inf  # no process is started before the first Pong has arrived
+        self._replied = 0.0
+        self._lease_s = 0.0
+
+    @staticmethod
+    def now() -> float:
+        """Return the time in seconds. The time of a suspension of the machine counts: the coordinator lives on."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the end of the lease; below 0 after it."""
+        return self._until - self.now()
+
+    @property
+    def quiet(self) -> bool:
+        """True if two Pings in a row are missing, or there was none."""
+        return self.now() > self._replied + 2 * self._lease_s / PINGS_PER_LEASE
+
+    def renew(self, lease_s: float) -> None:
+        """Handle a Ping: the coordinator has the Pong before it. Call it right before the next Pong."""
+        self._until = (self._replied or self.now()) + lease_s
+        self._lease_s = lease_s
+        self._replied = self.now()
+
+    def check(self) -> None:
+        """Raise Fenced after the end of the lease."""
+        if self.left_s < 0:
+            raise Fenced(f"the coordinator was not heard for {self._lease_s:g} s: this node's processes end")
+
+
+class Agent:
+    """One session with a coordinator. ``run`` returns when it is over, and no process is left then."""
+
+    def __init__(self, node: int, executor: Executor, endpoint: WorkerEndpoint, lease: Lease) -> None:
+        self.ended = False  # the coordinator has sent End
+        self.replaced = False  # the coordinator has heard a newer agent of this node
+        self.asked = 0  # signal that asked this node to stop
+        self._node = node
+        self._executor = executor
+        self._endpoint = endpoint
+        self._lease = lease
+        self._processes: dict[int, Process] = {}
+        self._loop = asyncio.get_running_loop()
+        self._over = asyncio.Event()
+        self._ending: asyncio.Task[None] | None = None
+        self._reader = threading.Thread(target=self._read, name="orders", daemon=True)
+
+    @property
+    def joined(self) -> bool:
+        """True once the coordinator was heard."""
+        return self._lease.left_s < math.inf
+
+    async def run(self, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Serve until the coordinator's End, the end of the lease, or a successor.
+
+        Until the coordinator is heard, the session also ends when ``wanted`` returns False.
+        """
+        self._reader.start()
+        try:
+            while not self._over.is_set() and self._lease.left_s > 0 and (self.joined or wanted()):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._lease.left_s if self.joined else _LOOK_S):
+                        await self._over.wait()
+        finally:
+            self._over.set()
+            if not self.ended:
+                await self._executor.end(_KILL_TIMEOUT_S)
+            await asyncio.to_thread(self._endpoint.close)
+            await asyncio.to_thread(self._reader.join)
+
+    def stop(self, signum: int) -> None:
+        """Handle a signal that asks this node to stop."""
+        self.asked = signum
+        name = signal.Signals(signum).name
+        if self._lease.quiet:
+            log.warning("%s: no coordinator is heard: ending all processes", name)
+            self._over.set()
+            return
+        log.warning("%s: passed on to the coordinator, which ends the run", name)
+        with contextlib.suppress(StreamError):  # the session is over
+            self._endpoint.notify("StopAsked", orders.StopAsked(self._node, signum))
+
+    # ---- orders
+
+    def _read(self) -> None:
+        """Hand the orders to the event loop. The body of a thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            try:
+                while True:
+                    if request := self._endpoint.next_request(_LOOK_S):
+                        self._loop.call_soon_threadsafe(self._obey, request)
+            except StreamError:  # refused, or closed at the end of ``run``
+                self._loop.call_soon_threadsafe(self._refused)
+
+    def _refused(self) -> None:
+        self.replaced = not self._over.is_set() and self._lease.left_s > 0
+        self._over.set()
+
+    def _obey(self, request: Request) -> None:
+        # This process may have been suspended since the order arrived.
+        if self._over.is_set() or self._lease.left_s < 0:
+            return
+        try:
+            self._handle(request)
+        except StreamError:
+            self._over.set()
+        except Exception as exc:  # the boundary of a request: the coordinator ends the run
+            log.exception("%s failed", request.handler)
+            with contextlib.suppress(StreamError):
+                self._endpoint.reply_error(request, exc)
+
+    def _handle(self, request: Request) -> None:
+        match request.handler:
+            case "Ping":
+                self._lease.renew(request.decode(orders.Ping).lease_s)
+                self._endpoint.reply(request, orders.Pong(socket.gethostname(), self._endpoint.incarnation))
+            case "Start":
+                self._endpoint.reply(request, orders.Started(self._start(request.decode(orders.Start))))
+            case "Signal":
+                self._signal(request.decode(orders.Signal))
+                self._endpoint.reply(request, orders.Done())
+            case "End":
+                order = request.decode(orders.End)
+                self._ending = asyncio.create_task(self._end(request, order))
+            case _:
+                raise RealsysError(f"unknown order {request.handler!r}: run the same realsys on all nodes")
+
+    def _start(self, order: orders.Start) -> int:
+        if order.incarnation != self._endpoint.incarnation:
+            return 0
+
+        def exited(ended: Exit) -> None:
+            self._processes.pop(order.serial, None)
+            with contextlib.suppress(StreamError):  # the session is over: the coordinator knows that all have ended
+                self._endpoint.notify(
+                    "Exited",
+                    orders.Exited(self._node, order.serial, ended.returncode, ended.time, ended.log_end, ended.problem),
+                )
+
+        process = self._executor.start(
+            Order(tuple(order.argv), order.env, Path(order.log), order.log_bytes, order.keep_last_words), exited
+        )
+        if process.pid:
+            self._processes[order.serial] = process
+        return process.pid
+
+    def _signal(self, order: orders.Signal) -> None:
+        process = self._processes.get(order.serial)
+        if process is None:  # it has just ended
+            return
+        if order.group:
+            process.kill()
+        else:
+            process.signal(order.number)
+
+    async def _end(self, request: Request, order: orders.End) -> None:
+        killed = await self._executor.end(order.timeout_s)
+        with contextlib.suppress(StreamError):
+            self._endpoint.reply(request, orders.Ended(killed))
+        self.ended = True
+        self._over.set()
+
+
+# ---- the command
+
+
+def node_agent(trial_dir: Path, node: str, wait_s: float) -> int:
+    """Run the agent of ``node`` until the run has ended. Returns the exit code. Raises RealsysError."""
+    configure_logging(f"node_agent/{node}")
+    # The stream's thread ends with the session: refused by the coordinator, or the lease is over.
+    threading.excepthook = lambda args: log.error("%s", args.exc_value)
+
+    paths = TrialPaths(trial_dir.resolve())
+
+    async def body() -> int:
+        signals = NodeSignals()
+        with stop_signals(signals.handle):
+            return await serve(paths, node, wait_s, signals)
+
+    return asyncio.run(body())
+
+
+class NodeSignals:
+    """Stop signals of this process. They go to the agent; ``asked`` is the last one that came without an agent."""
+
+    def __init__(self) -> None:
+        self.agent: Agent | None = None
+        self.asked = 0
+
+    def handle(self, number: int) -> None:
+        """Handle one signal, on the event loop."""
+        if self.agent is not None:
+            self.agent.stop(number)
+        else:
+            self.asked = number
+
+
+async def serve(paths: TrialPaths, node: str, wait_s: float, signals: NodeSignals) -> int:
+    """Serve one coordinator after another, until one of them ends the run. Returns the exit code.
+
+    Each wait for a coordinator is bounded by ``wait_s``. Raises WaitTimeout, and Fenced if another agent has the place.
+    """
+    deadline = Lease.now() + wait_s
+    async with open_executor() as executor:
+        while (address := await _find(paths.coordinator, node, deadline, signals)) is not None:
+            wanted = functools.partial(_is_valid, paths.coordinator, address, deadline)
+            lease, index = Lease(), address.nodes.index(node)
+            endpoint = AgentEndpoint(index, address.address, keys=load_keys(paths.keys), check_alive=lease.check)
+            agent = signals.agent = Agent(index, executor, endpoint, lease)
+            await agent.run(wanted)
+            signals.agent = None
+            if agent.ended:
+                log.info("the coordinator has ended the run")
+                return 0
+            if agent.replaced:
+                raise Fenced(f"another agent of node {node} took this one's place")
+            signals.asked = agent.asked
+            if agent.joined:
+                log.warning("the coordinator is gone: all processes have ended; waiting %g s for another one", wait_s)
+                deadline = Lease.now() + wait_s
+    return 128 + signals.asked
+
+
+async def _find(path: Path, node: str, deadline: float, signals: NodeSignals) -> orders.Address | None:
+    """Return the address of the coordinator, None after a signal. Raises WaitTimeout after ``deadline``."""
+    listed: list[str] = []
+    while not signals.asked:
+        if address := orders.read_address(path):
+            if node in address.nodes:
+                return address
+            if listed != address.nodes:  # an earlier start of the trial may have had other nodes
+                listed = address.nodes
+                log.warning("node %s is not one of this trial's: %s; waiting", node, ", ".join(listed))
+        if Lease.now() > deadline:
+            raise WaitTimeout(f"no coordinator with node {node} in {path}: start the run, or correct --node")
+        await asyncio.sleep(_LOOK_S)
+    return None
+
+
+def _is_valid(path: Path, address: orders.Address, deadline: float) -> bool:
+    """Return True if ``address`` is still the coordinator's, and the wait for it is not over."""
+    return Lease.now() < deadline and orders.read_address(path) == address

@@ -1,0 +1,141 @@
+"""Messages between the coordinator and the agent of a node, and the file in which agents find the coordinator.
+
+    coordinator ──Ping──> agent       Pong     each proves that the other one lives
+                ──Start─>             Started  pid; or Exited with the problem
+                ──Signal>             Done
+                ──End───>             Ended    the agent kills everything, and ends
+                <──Exited, StopAsked           notices
+
+They travel on the request-reply stream (``realsys.stream``): a connection that is cut loses and doubles none of them,
+and of each node only the newest agent may speak. The stream has keys on every address, loopback included: a peer that
+can speak here can start programs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from realsys.errors import RealsysError
+
+KILL_MARGIN_S = 2.0  # time in which an agent kills its processes after its lease
+
+
+class Ping(msgspec.Struct, frozen=True):
+    """Sign of life of the coordinator. It is sent after the reply to the one before has arrived."""
+
+    lease_s: float
+
+
+class Pong(msgspec.Struct, frozen=True):
+    """Reply to Ping.
+
+    host         name of the agent's machine, as its processes write it into their error files
+    incarnation  of the agent on the stream; another one means that an agent has taken the place of another
+    """
+
+    host: str
+    incarnation: str
+
+
+class Start(msgspec.Struct, frozen=True):
+    """An Order. The coordinator chooses ``serial``, which names the process from then on.
+
+    An agent of another ``incarnation`` ignores it: the coordinator will count the process as lost.
+    """
+
+    incarnation: str
+    serial: int
+    argv: list[str]
+    env: dict[str, str]
+    log: str
+    log_bytes: int
+    keep_last_words: bool
+
+
+class Started(msgspec.Struct, frozen=True):
+    """Reply to Start. ``pid`` is 0 if the process could not be started."""
+
+    pid: int
+
+
+class Signal(msgspec.Struct, frozen=True):
+    """Signal to a process; ``group``: SIGKILL to the process and its group instead."""
+
+    serial: int
+    number: int
+    group: bool = False
+
+
+class Done(msgspec.Struct, frozen=True):
+    """Reply to Signal."""
+
+
+class End(msgspec.Struct, frozen=True):
+    """The last request: kill everything."""
+
+    timeout_s: float
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """Reply to End. ``killed``: names of descendants that had outlived their process."""
+
+    killed: list[str]
+
+
+class Exited(msgspec.Struct, frozen=True):
+    """Notice of an Exit."""
+
+    node: int
+    serial: int
+    returncode: int
+    time: float
+    log_end: str
+    problem: str
+
+
+class StopAsked(msgspec.Struct, frozen=True):
+    """Notice: the agent got a signal that asks it to stop, and waits for the coordinator's End."""
+
+    node: int
+    signal: int
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Content of the coordinator's file. An agent's index on the stream is that of its node in ``nodes``."""
+
+    address: str
+    nodes: list[str]
+    coordinator: str  # differs at every start
+    lease_s: float
+
+
+def write_address(path: Path, address: Address) -> None:
+    """Replace the coordinator's file. Atomic: an agent reads all of it or an earlier one."""
+    staged = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    staged.write_bytes(msgspec.json.encode(address))
+    os.replace(staged, path)
+
+
+def outlive_agents(path: Path, say: Callable[[str], None]) -> None:
+    """Wait for the end of all processes on other nodes, if their coordinator was killed: then it has left its file."""
+    if (earlier := read_address(path)) is not None:
+        wait_s = earlier.lease_s + KILL_MARGIN_S
+        say(f"the last launcher was killed: waiting {wait_s:g} s, until its processes on other nodes have ended")
+        threading.Event().wait(wait_s)
+        path.unlink(missing_ok=True)
+
+
+def read_address(path: Path) -> Address | None:
+    """Return the coordinator's file, None if it does not exist. Raises RealsysError if it is malformed."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Address)
+    except OSError:  # not written yet, or the folder is not there yet
+        return None
+    except (ValueError, msgspec.MsgspecError) as exc:
+        raise RealsysError(f"{path}: {exc}: it must be written by the launcher of this realsys") from None

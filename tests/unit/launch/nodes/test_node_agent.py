@@ -1,0 +1,213 @@
+"""The agent of a node as a process: killed, suspended, replaced, signalled, without its coordinator."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from realsys.cluster.failure import ErrorRecord
+from realsys.launch.plan import ProcessSpec
+from realsys.launch.processes.supervisor import Supervisor
+from tests.support.processes.agents import BOUND_S, SHOWN, WORKER, AgentTrial, start_agent
+from tests.support.processes.supervised import log, stop, waits_for
+
+LEASE_S = 3.0
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> AgentTrial:
+    """The master runs on node a, the rank on node b."""
+    made = AgentTrial(tmp_path, LEASE_S)
+    made.recover = True
+    return made
+
+
+def two_nodes(trial: AgentTrial) -> list[ProcessSpec]:
+    rank = replace(trial.spec("model_worker", 0, SHOWN), node="b")
+    return [rank, trial.spec("master_worker", 0, WORKER)]
+
+
+NAMES = ["model_worker/0", "master_worker/0"]
+
+
+def pids_of_rank(trial: AgentTrial) -> list[int]:
+    return [int(line) for line in log(trial, "model_worker/0")]
+
+
+def ended(pid: int) -> bool:
+    """True if the process has ended, also if its parent was killed and init has not collected it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_killed_agent_restarts_the_trainer(trial: AgentTrial) -> None:
+    """Its process dies with it; another agent of the node takes the next start."""
+
+    async def kill(supervisor: Supervisor) -> None:
+        trial.agents["b"].kill()
+        trial.start_agent("b")
+        await trial.ready(*NAMES)
+        stop(supervisor)
+
+    outcome = trial.run(*two_nodes(trial), until=NAMES, then=kill)
+    assert outcome.status == "interrupted" and not outcome.killed
+    assert [death.name for death in outcome.restarted] == ["model_worker/0"]
+    assert trial.notes[0].startswith(
+        "model_worker/0 was lost with its node b: another agent took its place; restart 1/2"
+    )
+    first, second = pids_of_rank(trial)
+    assert first != second and ended(first)
+    assert trial.agents["b"].returncode == 0
+
+
+def test_lost_node_without_another_agent_ends_run(tmp_path: Path) -> None:
+    trial = AgentTrial(tmp_path, LEASE_S, join_s=15.0)
+    trial.recover = True
+    outcome = trial.run(*two_nodes(trial), until=NAMES, then=lambda _: trial.agents["b"].kill())
+    assert outcome.status == "failed"
+    assert trial.notes[0].startswith("model_worker/0 was lost with its node b: nothing was heard from its agent for ")
+    assert outcome.reason.startswith("model_worker/0 cannot be started: no agent of node b joined within 15 s ")
+
+
+def test_agent_suspended_beyond_its_lease_starts_afresh(trial: AgentTrial) -> None:
+    """Its processes may live on while it is suspended; when it wakes up they end before it takes orders again."""
+
+    class Notes(list[str]):
+        def append(self, note: str) -> None:
+            super().append(note)
+            if "was lost" in note:
+                trial.agents["b"].send_signal(signal.SIGCONT)
+
+    async def suspend(supervisor: Supervisor) -> None:
+        trial.agents["b"].send_signal(signal.SIGSTOP)
+        await trial.ready(*NAMES)
+        stop(supervisor)
+
+    trial.notes = Notes()
+    outcome = trial.run(*two_nodes(trial), until=NAMES, then=suspend)
+    assert outcome.status == "interrupted" and len(outcome.restarted) == 1
+    assert "nothing was heard from its agent for" in trial.notes[0]
+    first, second = pids_of_rank(trial)
+    assert first != second and ended(first)
+    assert "all processes have ended" in trial.output("b").read_text()
+
+
+def test_replaced_agent_ends_its_processes(trial: AgentTrial) -> None:
+    old: list[subprocess.Popen[bytes]] = []
+
+    async def start_another(supervisor: Supervisor) -> None:
+        old.append(trial.agents["b"])
+        trial.start_agent("b")
+        await trial.ready(*NAMES)
+        stop(supervisor)
+
+    outcome = trial.run(*two_nodes(trial), until=NAMES, then=start_another)
+    assert outcome.status == "interrupted" and len(outcome.restarted) == 1
+    assert old[0].returncode == 1 and trial.agents["b"].returncode == 0
+    assert "another agent of node b took this one's place" in trial.output("b").read_text()
+    assert ended(pids_of_rank(trial)[0])
+
+
+def test_signal_to_agent_stops_the_run_in_order(trial: AgentTrial) -> None:
+    """A batch system signals all nodes: the rank must be there for the checkpoint of its master."""
+    rank = waits_for("SIGTERM") + "print('rank ends', flush=True)"
+    master = waits_for("SIGTERM") + f"print(open({str(trial.folder / 'model_worker-0.log')!r}).read() or 'rank lives')"
+    specs = [replace(trial.spec("model_worker", 0, rank), node="b"), trial.spec("master_worker", 0, master)]
+
+    def ask(_: Supervisor) -> None:
+        for _ in range(3):
+            trial.agents["b"].send_signal(signal.SIGTERM)
+
+    outcome = trial.run(*specs, until=NAMES, then=ask, stop_timeout_s=30.0)
+    assert (outcome.status, outcome.reason) == ("interrupted", "stopped by SIGTERM") and not outcome.killed
+    assert log(trial, "master_worker/0") == ["rank lives"] and log(trial, "model_worker/0") == ["rank ends"]
+    assert trial.agents["b"].returncode == 0
+
+
+def test_error_of_another_host_is_not_this_process(trial: AgentTrial) -> None:
+    """Two machines use the same pid. The bad input of one of them is not why the other one's process died."""
+
+    def errors() -> list[ErrorRecord]:
+        return [ErrorRecord(1.0, *RANK, pid, "elsewhere", "DataError", "bad", "", 2) for pid in pids_of_rank(trial)]
+
+    async def kill(supervisor: Supervisor) -> None:
+        os.kill(supervisor.running()["model_worker/0"], signal.SIGKILL)
+        await trial.ready(*NAMES)
+        stop(supervisor)
+
+    outcome = trial.run(*two_nodes(trial), until=NAMES, then=kill, errors=errors)
+    assert outcome.status == "interrupted" and len(outcome.restarted) == 1
+    assert "was killed by SIGKILL" in trial.notes[0]
+
+
+RANK = ("model_worker", 0)
+
+# ---- without a coordinator
+
+#: runs a rank on node b, until it is killed
+COORDINATOR = """
+import asyncio, os, sys
+from pathlib import Path
+from realsys.config.paths import TrialPaths
+from realsys.launch.nodes.base import Order
+from realsys.launch.nodes.coordinator import Terms, open_nodes
+
+root, log, script, lease_s = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+
+async def body():
+    async with open_nodes({"b"}, TrialPaths(root), Terms("127.0.0.1", lease_s, 60.0)) as nodes:
+        await nodes["b"].ready(60.0)
+        process = nodes["b"].start(Order((sys.executable, "-c", script), {}, log, 1 << 20), lambda ended: None)
+        await asyncio.sleep(3600)
+
+asyncio.run(body())
+"""
+#: ignores SIGTERM, and so the death of its parent; it says that it lives as long as its standard output is open
+ALONE = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+ALONE += "open(FIFO, 'w').write(str(os.getpid()))\nwhile True: signal.pause()"
+
+
+def test_processes_end_with_their_coordinator(tmp_path: Path) -> None:
+    """Within the lease, and also those that ignore SIGTERM. The agent waits for another coordinator, then ends."""
+    fifo, output = tmp_path / "fifo", tmp_path / "agent.txt"
+    os.mkfifo(fifo)
+    script = ALONE.replace("FIFO", repr(str(fifo)))
+    argv = [sys.executable, "-c", COORDINATOR, str(tmp_path), str(tmp_path / "log"), script, str(LEASE_S)]
+    coordinator = subprocess.Popen(argv)
+    agent = start_agent(tmp_path, "b", output, wait_s=BOUND_S)
+    try:
+        rank = psutil.Process(int(fifo.read_text()))  # waits for the rank
+        coordinator.kill()
+        rank.wait(LEASE_S + 10.0)
+        assert agent.poll() is None, "it waits for another coordinator"
+        again = subprocess.Popen(argv)
+        try:
+            rank = psutil.Process(int(fifo.read_text()))
+        finally:
+            again.kill()
+            again.wait(BOUND_S)
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(BOUND_S) == 128 + signal.SIGTERM
+        rank.wait(0.0)
+    finally:
+        for process in (coordinator, agent):
+            process.kill()
+            process.wait(BOUND_S)
+    assert "the coordinator is gone: all processes have ended" in output.read_text()
+
+
+def test_agent_without_a_run_names_what_it_waits_for(tmp_path: Path) -> None:
+    output = tmp_path / "agent.txt"
+    agent = start_agent(tmp_path, "b", output, wait_s=0.1)
+    assert agent.wait(BOUND_S) == 1
+    path = tmp_path / "coordinator.json"
+    assert output.read_text() == f"realsys: no coordinator with node b in {path}: start the run, or correct --node\n"
