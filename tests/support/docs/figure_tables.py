@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -349,6 +351,32 @@ def simulate() -> str:
     return table(head, [[format(row[name], spec) for name, spec in zip(names, formats, strict=True)] for row in rows])
 
 
+def staleness() -> str:
+    """Table of plain and decoupled PPO: per eta the staleness reached, and accuracies with standard errors."""
+    rows = load("staleness")["rows"]
+    lines = []
+    for eta in dict.fromkeys(row["eta"] for row in rows):
+        arms = [[row for row in rows if row["arm"] == arm and row["eta"] == eta] for arm in ("decoupled", "plain")]
+        lags = " / ".join(f"{statistics.fmean(row['staleness'] for row in arm):.1f}" for arm in arms)
+        early = [[100 * statistics.fmean(row["curve"][:_EARLY_STEPS]) for row in arm] for arm in arms]
+        after = [[100 * row["after"] for row in arm] for arm in arms]
+        lines.append((f"{eta}", lags, *_compared(early), *_compared(after)))
+    parts = [f"steps 1 to {_EARLY_STEPS}", "after training"]
+    names = [f"{part}: {name}" for part in parts for name in ("decoupled %", "plain %", "difference")]
+    return table(("eta", "mean staleness", *names), lines)
+
+
+_EARLY_STEPS = 60
+
+
+def _compared(arms: Sequence[Sequence[float]]) -> list[str]:
+    """Return mean and standard error of both arms, and of their difference."""
+    means = [statistics.fmean(arm) for arm in arms]
+    errors = [statistics.stdev(arm) / math.sqrt(len(arm)) for arm in arms]
+    gap = f"{means[0] - means[1]:+.1f} ± {math.hypot(*errors):.1f}"
+    return [*(f"{mean:.1f} ± {error:.1f}" for mean, error in zip(means, errors, strict=True)), gap]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -371,5 +399,6 @@ TABLES: dict[str, Callable[[], str]] = {
         soak,
         agreement,
         simulate,
+        staleness,
     )
 }
