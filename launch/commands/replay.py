@@ -21,7 +21,8 @@ from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.dump import read_config, write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import Machine
-from realsys.config.schema import ClusterConfig, Config
+from realsys.config.schema import Config
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import CheckpointError, RealsysError, RecordError
 from realsys.launch.nodes.base import LOCAL
 from realsys.launch.nodes.local_executor import open_executor

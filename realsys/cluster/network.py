@@ -14,7 +14,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import psutil
 
-from realsys.config.schema import ClusterConfig, Config
+from realsys.config.schema import Config
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, RealsysError
 
 HOST = "REALSYS_HOST"

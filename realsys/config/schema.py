@@ -14,13 +14,13 @@ from pydantic import Field
 from realsys.config.fields import (
     Name,
     NonNegative,
-    NonNegativeFloat,
     OpenProbability,
     Positive,
     PositiveFloat,
     Probability,
     Section,
 )
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.config.schema_train import (
     CheckpointConfig,
     OptimizerConfig,
@@ -28,80 +28,6 @@ from realsys.config.schema_train import (
     RolesConfig,
     TrainConfig,
 )
-
-
-class NameStoreConfig(Section):
-    """The store of keys with which the processes of a trial find each other."""
-
-    backend: Literal["file", "etcd"] = Field("file", description="a shared directory, or an etcd server")
-    address: str = Field(
-        "127.0.0.1:2379", description="host:port of etcd; of a cluster all members, separated by commas"
-    )
-    ca: str = Field("", description="PEM file of the authority that signed etcd's certificates; empty: no TLS")
-    cert: str = Field("", description="PEM file of the client's certificate, if etcd asks for one")
-    key: str = Field("", description="PEM file of its private key")
-    user: str = Field("", description="user of etcd; empty: etcd has no users")
-    password_file: str = Field(
-        "", description="file that holds its password; empty: the environment variable `REALSYS_ETCD_PASSWORD`"
-    )
-    start: bool = Field(False, description="start an etcd for this run at `address`, and restart it if it dies")
-    root: str = Field("", description="directory of the file backend; empty: {trial folder}/name_store")
-
-
-class ClusterConfig(Section):
-    """Hosts, time limits and restarts of all processes."""
-
-    name_store: NameStoreConfig = NameStoreConfig()
-    nodes: NonNegative = Field(
-        0, description="machines to plan for (docs/allocation.md); 0: this machine, with what it has"
-    )
-    gpus_per_node: NonNegative = Field(0, description="with nodes: GPUs of each")
-    cpus_per_node: NonNegative = Field(0, description="with nodes: CPU cores of each; 0: not known, not checked")
-    memory_gb_per_node: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="with nodes: host memory of each in GiB; 0: not known, not checked"
-    )
-    share_gpus: bool = Field(
-        False, description="let servers use GPUs that training ranks or other servers have, if there are too few"
-    )
-    gpu_memory_gb: NonNegativeFloat = Field(
-        0.0,
-        description="memory of one GPU in GiB, to plan for another machine (docs/memory.md); 0: that of the GPUs here",
-    )
-    host: str = Field("127.0.0.1", description="address that the workers bind to and advertise, on one machine")
-    interface: str = Field(
-        "",
-        description="network interface (`ib0`) or subnet (`10.1.0.0/16`) in which each process finds its own address;"
-        " empty: host. The variable REALSYS_HOST overrides both",
-    )
-    heartbeat_s: PositiveFloat = Field(2.0, description="seconds between two heartbeats of a worker")
-    lease_s: PositiveFloat = Field(
-        20.0, description="seconds without a heartbeat after which a worker counts as dead; at least 2 * heartbeat_s"
-    )
-    connect_timeout_s: PositiveFloat = Field(
-        120.0, description="seconds that a worker waits for another worker at the start"
-    )
-    request_timeout_s: PositiveFloat = Field(
-        1800.0, description="seconds that one model function call, or handing over one group, may take"
-    )
-    stop_timeout_s: PositiveFloat = Field(8.0, description="seconds that processes have to stop before they are killed")
-    stop_progress_s: PositiveFloat = Field(
-        20.0,
-        description="seconds without progress (a micro-batch, bytes of a checkpoint) after which a stop no longer "
-        "waits for the MasterWorker's last checkpoint",
-    )
-    max_restarts: NonNegative = Field(
-        5,
-        description="restarts in a row of one stateless worker, or of the trainer; then the run ends, or continues"
-        " without that worker if others of its kind work",
-    )
-    min_workers_share: Probability = Field(
-        0.0,
-        description="share of the generation servers, and of the RolloutWorkers, that must work when the run gives"
-        " up another one; at least one of each",
-    )
-    log_mb: PositiveFloat = Field(
-        16.0, description="size in MiB above which the log of a process is moved to .log.1, replacing the older part"
-    )
 
 
 class TinyModelConfig(Section):

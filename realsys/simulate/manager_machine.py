@@ -205,9 +205,7 @@ class ManagerMachine:
         self._held += [call for call in held if not self._decide(call)]
 
     def _ask_again(self) -> None:
-        """Give new places to the allocations whose hold has ended: their workers have called again. No event does it,
-        because hundreds of workers call again every few seconds.
-        """
+        """Give new places to allocations whose hold has ended: their workers have called again (without events)."""
         now = self.clock.now
         ended = [call for call in self._waiting.values() if now - call.since >= MAX_WAIT_S]
         for call in sorted(ended, key=lambda call: -((now - call.since) % MAX_WAIT_S)):

@@ -165,10 +165,8 @@ class MasterStream:
                 await barrier.complete
         except TimeoutError:
             missing = ", ".join(self._name(w) for w in sorted(barrier.workers - self._peers.keys()))
-            raise WaitTimeout(
-                f"master at {self.address}: {missing} did not connect in {timeout_s:g} s "
-                f"({len(self._peers)} connected): read their logs"
-            ) from None
+            problem = f"did not connect in {timeout_s:g} s ({len(self._peers)} connected): read their logs"
+            raise WaitTimeout(f"master at {self.address}: {missing} {problem}") from None
         finally:
             self._barriers.discard(barrier)
 

@@ -28,7 +28,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of
 from realsys.cluster.store.base import NameStore
 from realsys.cluster.topology import Mesh
-from realsys.config.schema import ClusterConfig
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.megatron_core import parallel_state
 

@@ -8,7 +8,8 @@ import pytest
 
 from realsys.cluster import network
 from realsys.cluster.network import advertised_host, bind_tcp, free_ports, is_loopback, join_host_port, port_of
-from realsys.config.schema import ClusterConfig, Config
+from realsys.config.schema import Config
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, RealsysError
 
 

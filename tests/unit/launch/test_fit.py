@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from realsys.config.rules.machine import Machine
-from realsys.config.schema import ClusterConfig, Config, GenerationConfig, SglangConfig
+from realsys.config.schema import Config, GenerationConfig, SglangConfig
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.launch.fit import fit
 
 
