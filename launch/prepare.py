@@ -30,7 +30,6 @@ from realsys.config.paths import TrialPaths
 from realsys.config.rules.checks import check_made_model
 from realsys.config.schema import Config
 from realsys.config.schema_train import RoleConfig, RolesConfig
-from realsys.config.trial_start import TrialStart, write_start
 from realsys.errors import ConfigError
 from realsys.launch.lock import TrialLock, held_by, running_launcher
 from realsys.launch.nodes.orders import outlive_agents
@@ -39,6 +38,7 @@ from realsys.launch.recover import tidy
 from realsys.launch.start import Trial, check_inputs, decide_start, describe, newer_data, read_trial, resume_path
 from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
+from realsys.master.run.trial_start import TrialStart, write_start
 
 Role = TypeVar("Role", bound=RoleConfig)
 

@@ -19,13 +19,13 @@ from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_field, role_settings
 from realsys.config.schema import Config
-from realsys.config.trial_start import Change, TrialStart
 from realsys.errors import CheckpointError, ConfigError, LedgerError
 from realsys.manager.ledger.events import Opened, Snapshot
 from realsys.manager.ledger.journal import read_journal
 from realsys.master.checkpoints import describe_role
 from realsys.master.loop import planned_steps
 from realsys.master.recovery import Start, decide
+from realsys.master.run.trial_start import Change, TrialStart
 from realsys.telemetry.steps import surviving_steps
 from realsys.train.checkpoint.checkpoint_files import (
     STATE,

@@ -62,7 +62,7 @@ class TrialPaths:
 
     @property
     def start(self) -> Path:
-        """Start of the trial as the launcher decided it (realsys.config.trial_start)."""
+        """Start of the trial as the launcher decided it (realsys.master.run.trial_start)."""
         return self.root / "start.json"
 
     @property

@@ -19,11 +19,11 @@ from realsys.cluster.disk import on_disk
 from realsys.cluster.worker import WorkerContext
 from realsys.config.allocation import ACTOR
 from realsys.config.roles import role_settings
-from realsys.config.trial_start import read_start
 from realsys.errors import StreamError
 from realsys.manager.messages import RollBackRequest
 from realsys.master.recovery import Start, evaluated, find_start, has_trained, recovered_record, unanswered
 from realsys.master.run.parts import MasterParts, build_loop, build_warmup, model_dir
+from realsys.master.run.trial_start import read_start
 from realsys.model_calls import InitializeRequest
 from realsys.telemetry.steps import StepRecord, surviving_steps
 

@@ -9,11 +9,11 @@ import pytest
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.trial_start import TrialStart, read_start, write_start
 from realsys.errors import ConfigError
 from realsys.launch.start import Trial, decide_start, describe, newer_data
 from realsys.manager.messages import DataPosition
 from realsys.master.recovery import Start
+from realsys.master.run.trial_start import TrialStart, read_start, write_start
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState
 
 CONFIG = Config(trial="t")
