@@ -11,12 +11,15 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING
 
 import psutil
 
-from realsys.config.schema import Config
-from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, RealsysError
+
+if TYPE_CHECKING:  # every process imports this module first, and pydantic takes its time
+    from realsys.config.schema import Config
+    from realsys.config.schema_cluster import ClusterConfig
 
 HOST = "REALSYS_HOST"
 #: Names of network interfaces, and their IP addresses without link-local ones.

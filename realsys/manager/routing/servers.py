@@ -144,7 +144,12 @@ class ServerRegistry(ServerTable):
         serving = [s for s in self._servers.values() if self.trusts(s)]
         ends = [s.began + self._pace.retry_timeout_s for s in serving if s.began is not None]
         holding = [end for end in ends if end > now]
-        waiting = [s for s in serving if s.began is None and s.verified is not None and s.verified != self.published]
+        # A server that waits for the time after a failed update must not keep the slot from the others.
+        waiting = [
+            s
+            for s in serving
+            if s.began is None and s.retry_at <= now and s.verified is not None and s.verified != self.published
+        ]
         waiting.sort(key=lambda s: (s.verified.version if s.verified else 0, s.name))
         free = self._pace.slots(len(serving)) - len(holding)
         if any(s is server for s in waiting[: max(0, free)]):

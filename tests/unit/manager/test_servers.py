@@ -153,6 +153,16 @@ def test_rolling_waits_for_hanging_server_once() -> None:
     assert hanging is not None and hanging.state == "updating" and state.refusal() is None
 
 
+def test_rolling_goes_on_while_failed_server_waits() -> None:
+    """A server in the delay after a failed update does not keep the slot from the others."""
+    state = ready(servers=3, pace=Pace(0.3))
+    state.servers.publish(version(1))
+    failed = begin(state, 0, 0.0)
+    assert isinstance(failed, UpdateOrder)
+    state.servers.failed(failed, "checksum", 0.0)
+    assert isinstance(begin(state, 0, 0.0), Idle) and isinstance(begin(state, 1, 0.0), UpdateOrder)
+
+
 def test_rolling_gives_no_slot_to_unused_servers() -> None:
     state = ready(4, pace=Pace(0.25, 30.0), eta=1)
     state.servers.publish(version(1))
