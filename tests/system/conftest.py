@@ -39,7 +39,7 @@ def no_progress_bars():
 @pytest.fixture(scope="session")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A finished run with all five kinds of process, for all tests that only read it. No test may change it."""
-    settings = ["checkpoint.every_steps=2", f"train.total_steps={STEPS}"]
+    settings = ["checkpoint.every_steps=2", "checkpoint.at_end=false", f"train.total_steps={STEPS}"]
     return run_arith(tmp_path_factory.mktemp("runs"), "whole", *settings).completed()
 
 
