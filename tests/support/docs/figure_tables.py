@@ -366,6 +366,21 @@ def staleness() -> str:
     return table(("eta", "mean staleness", *names), lines)
 
 
+def slow_prompts() -> str:
+    """Table of the staleness policies in real runs whose long prompts are slow."""
+    columns = {
+        "policy": "`{policy}`",
+        "lost to staleness": "{lost_%:.1f} %",
+        "KS": "{ks:.3f}",
+        "long prompts trained": "{long_%:.1f} %",
+        "mean completion": "{length:.1f} tokens",
+        "mean / largest staleness": "{staleness:.1f} / {staleness_max}",
+        "steps/h": "{steps_per_h:,.0f}",
+        "accuracy after": "{after_%:.1f} %",
+    }
+    return listing(columns, [row | {"after_%": 100 * row["after"]} for row in load("slow_prompts")["rows"]])
+
+
 _EARLY_STEPS = 60
 
 
@@ -400,5 +415,6 @@ TABLES: dict[str, Callable[[], str]] = {
         agreement,
         simulate,
         staleness,
+        slow_prompts,
     )
 }
