@@ -108,9 +108,10 @@ def reporting(running: Running, reports: bool) -> Iterator[None]:
     traffic = running.engine._traffic
     run = traffic.run
     assert run is not None
-    traffic.run = dataclasses.replace(run, reports=reports)
+    traffic.run = replaced = dataclasses.replace(run, reports=reports)
     yield
-    traffic.run = run
+    if traffic.run is replaced:  # else SGLang has been restarted, and this run is over
+        traffic.run = run
 
 
 def fresh(running: Running, versions: Versions) -> ServerUnderTest:
