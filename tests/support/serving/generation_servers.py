@@ -6,6 +6,9 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import logging
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ import torch
 
 from realsys.cluster.http.http_server import HttpServer
 from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig
+from realsys.errors import GenerationError
 from realsys.generation.backend import EngineParts, GenerationEngine, Materialised, make_backend
 from realsys.generation.client import Generated, GenerationClient, SamplingSpec
 from realsys.generation.embedded.build import build_engine
@@ -30,6 +34,8 @@ from realsys.weights.disk.stage import DiskReader
 from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_models import VOCAB, chosen, make_model, reference_logprobs
 from tests.support.serving.sglang_server import sglang_engine
+
+log = logging.getLogger(__name__)
 
 PROMPT = [3, 1, 4, 1, 5]
 EOS = VOCAB - 1
@@ -114,13 +120,23 @@ def reporting(running: Running, reports: bool) -> Iterator[None]:
         traffic.run = run
 
 
+def _reset(engine: SglangEngine, versions: Versions) -> str:
+    try:
+        for call in (engine.abort_all(), engine.resume()):
+            call.result(BOUND_S)
+        back = engine.update(str(versions.paths[0]), 0).result(BOUND_S)
+    except GenerationError as error:
+        return str(error)
+    return "" if back.success else back.message
+
+
 def fresh(running: Running, versions: Versions) -> ServerUnderTest:
-    """SGLang with nothing left of the test before, back at version 0."""
-    engine = running.engine
-    for call in (engine.abort_all(), engine.resume()):
-        call.result(BOUND_S)
-    back = engine.update(str(versions.paths[0]), 0).result(BOUND_S)
-    assert back.success, back.message
+    """SGLang with nothing left of the test before, back at version 0. One that died is started again by its keeper."""
+    end = time.monotonic() + BOUND_S
+    while problem := _reset(running.engine, versions):
+        assert time.monotonic() < end, problem
+        log.warning("%s; waiting for SGLang", problem)
+        threading.Event().wait(0.5)
     return ServerUnderTest(running.url, versions.models, versions.paths, 16, start=0, seeded=False)
 
 
