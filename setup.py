@@ -40,7 +40,7 @@ setup(
         "rich>=13",
         "safetensors>=0.4",
         "tokenizers>=0.20",
-        "torch>=2.11,<2.14",  # its attention kernel differs between versions (realsys.gpu.attention)
+        "torch>=2.11,<2.14",  # its attention kernel differs between versions (realsys.gpu.attention_kernel)
         "transformers>=4.50",
         "uvicorn>=0.30",
         "uvloop>=0.19",

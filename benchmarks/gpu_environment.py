@@ -17,7 +17,7 @@ import torch
 
 from benchmarks._gpu import require_gpu, write_rows
 from realsys.config.rules.machine import Machine
-from realsys.gpu.attention import attention_kernel
+from realsys.gpu.attention_kernel import attention_kernel
 from realsys.gpu.peak import peak_flops
 
 ROOT = Path(__file__).resolve().parents[1]

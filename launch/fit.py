@@ -25,7 +25,7 @@ from realsys.config.devices.device_plan import SERVER, owners
 from realsys.config.devices.needs import gpus_of_torch, nodes_of, seats_of
 from realsys.config.doors import BACKEND
 from realsys.config.fields import replaced
-from realsys.config.memory.devices import GIB
+from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.layouts import smallest_training
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.backend_rules import backend_rules

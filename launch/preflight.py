@@ -12,7 +12,7 @@ from pathlib import Path
 from realsys.cluster.network import bind_tcp, take_address
 from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.devices import GIB
+from realsys.config.memory.device_memory import GIB
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_settings
 from realsys.config.rules.resources import disk_bytes

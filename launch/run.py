@@ -41,9 +41,9 @@ from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.plan import ProcessSpec, on_this_machine, plan
 from realsys.launch.prepare import Ready, examine, prepare, resolve
 from realsys.launch.processes.failures import FirstFailure, first_failure, full_disk
-from realsys.launch.processes.hooks import Bounds, Hooks
 from realsys.launch.processes.own_etcd import etcd_answers
 from realsys.launch.processes.restart_policy import NO_CHECKPOINT, Outcome
+from realsys.launch.processes.run_hooks import Bounds, Hooks
 from realsys.launch.processes.supervisor import Supervisor
 from realsys.launch.recover import remove_half_written
 from realsys.launch.screen.display import make_view

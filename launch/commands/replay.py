@@ -28,7 +28,7 @@ from realsys.launch.nodes.base import LOCAL
 from realsys.launch.nodes.local_executor import open_executor
 from realsys.launch.plan import TRAINING, ProcessSpec, on_this_machine, plan
 from realsys.launch.processes.failures import first_failure
-from realsys.launch.processes.hooks import Bounds, Hooks
+from realsys.launch.processes.run_hooks import Bounds, Hooks
 from realsys.launch.processes.supervisor import Supervisor
 from realsys.launch.start import changes
 from realsys.master.records.replayer import ReplayJob, ReplayResult, replay_job

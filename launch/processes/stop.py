@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from realsys.launch.nodes.base import Node
 from realsys.launch.plan import NAME_STORE
 from realsys.launch.processes.children import Child
-from realsys.launch.processes.hooks import Bounds, Hooks
+from realsys.launch.processes.run_hooks import Bounds, Hooks
 
 _KILL_TIMEOUT_S = 2.0
 _LOOK_S = 0.5  # seconds between two looks at the progress of a stop

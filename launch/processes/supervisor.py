@@ -30,7 +30,6 @@ from realsys.launch.nodes.base import LOCAL, Exit, Listener, Node, Process, Proc
 from realsys.launch.plan import NAME_STORE, ProcessSpec
 from realsys.launch.processes.children import Child
 from realsys.launch.processes.failures import first_cause, last_error, process_of
-from realsys.launch.processes.hooks import Bounds, Hooks
 from realsys.launch.processes.restart_policy import (
     NO_CHECKPOINT,
     Cause,
@@ -43,6 +42,7 @@ from realsys.launch.processes.restart_policy import (
     RestartPolicy,
     is_spare,
 )
+from realsys.launch.processes.run_hooks import Bounds, Hooks
 from realsys.launch.processes.signals import stop_signals
 from realsys.launch.processes.stop import Changes, Stop, pids_of
 from realsys.launch.processes.trainer import Trainer

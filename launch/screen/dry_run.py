@@ -9,7 +9,7 @@ from rich.table import Table
 
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.devices import GIB
+from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.memory_check import Place
 from realsys.config.memory.models import batch_tokens, model_of
 from realsys.config.memory.table import device_lines, host_line

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from realsys.config.schema import Config
-from realsys.gpu.attention import AttentionKernel, attention_kernel, choose_kernel
+from realsys.gpu.attention_kernel import AttentionKernel, attention_kernel, choose_kernel
 from realsys.train.megatron.device import Device
 from tests.gpu.conftest import STAND_IN, ComputeOn
 from tests.support.gpu.reference_attention import recorded, reference

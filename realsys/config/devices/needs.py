@@ -9,7 +9,7 @@ from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.devices.device_plan import RANK, SERVER, Block, Kind, Node, Seat, place
 from realsys.config.doors import BACKEND
-from realsys.config.memory.devices import GIB
+from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.hosts import OnHost
 from realsys.config.rules.backend_rules import BackendRules, backend_rules
 from realsys.config.rules.machine import Machine

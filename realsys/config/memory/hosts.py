@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from realsys.config.allocation import ACTOR, Allocation
 from realsys.config.dataflow import Dataflow
-from realsys.config.memory.devices import rank_uses, server_use
+from realsys.config.memory.device_memory import rank_uses, server_use
 from realsys.config.memory.models import model_of
 from realsys.config.memory.shard import BYTES, FP32, StateSettings, shard_of, states_of
 from realsys.config.roles import role_settings

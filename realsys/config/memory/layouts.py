@@ -9,7 +9,7 @@ from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.fields import replaced
 from realsys.config.memory.changes import MOST_TENSOR, allocation_text, divides, layout_cost
-from realsys.config.memory.devices import rank_uses, server_use, usable_bytes
+from realsys.config.memory.device_memory import rank_uses, server_use, usable_bytes
 from realsys.config.memory.models import model_of
 from realsys.config.schema import Config
 

@@ -11,7 +11,7 @@ from realsys.config.allocation import Allocation, parse_allocation
 from realsys.config.dataflow import Dataflow, dataflow_of
 from realsys.config.devices.needs import gpus_of_torch, nodes_of, servers_use_gpus
 from realsys.config.memory.changes import Change, cheapest_change
-from realsys.config.memory.devices import GIB, DeviceUse, cache_bytes, rank_uses, server_use, usable_bytes
+from realsys.config.memory.device_memory import GIB, DeviceUse, cache_bytes, rank_uses, server_use, usable_bytes
 from realsys.config.memory.hosts import HostUse, OnHost, host_use
 from realsys.config.memory.layouts import ranks_fit, smallest_training
 from realsys.config.memory.models import model_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.devices import GIB, DeviceUse, rank_uses, server_use, usable_bytes
+from realsys.config.memory.device_memory import GIB, DeviceUse, rank_uses, server_use, usable_bytes
 from realsys.config.memory.hosts import host_use
 from realsys.config.memory.memory_check import Place, parts_text
 from realsys.config.schema import Config

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from realsys.config.allocation import Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.devices import GIB, cache_bytes, rank_uses, server_use, usable_bytes
+from realsys.config.memory.device_memory import GIB, cache_bytes, rank_uses, server_use, usable_bytes
 from realsys.config.memory.layouts import smallest_training
 from realsys.config.memory.models import model_of
 from realsys.config.schema import Config

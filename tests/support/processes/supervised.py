@@ -22,8 +22,8 @@ from realsys.launch.nodes.base import LOCAL, Node
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.nodes.node_agent import NodeSignals, serve
 from realsys.launch.plan import TRAINING, Kind, OnDeath, ProcessSpec
-from realsys.launch.processes.hooks import Bounds, Hooks
 from realsys.launch.processes.restart_policy import Outcome
+from realsys.launch.processes.run_hooks import Bounds, Hooks
 from realsys.launch.processes.supervisor import Supervisor
 
 READY = """

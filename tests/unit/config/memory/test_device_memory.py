@@ -9,7 +9,7 @@ import pytest
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.memory.activations import StepSettings, head_bytes, layer_bytes, training_work
-from realsys.config.memory.devices import GIB, LIBRARIES, DeviceUse, rank_uses, server_use
+from realsys.config.memory.device_memory import GIB, LIBRARIES, DeviceUse, rank_uses, server_use
 from realsys.config.memory.shard import shard_of
 from realsys.config.schema import Config
 from realsys.hf.config import read_model

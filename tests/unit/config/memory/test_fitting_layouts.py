@@ -8,7 +8,7 @@ import pytest
 
 from realsys.config.allocation import parse_allocation
 from realsys.config.fields import replaced
-from realsys.config.memory.devices import GIB
+from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.layouts import ranks_fit, smallest_training
 from tests.unit.config.memory.test_device_memory import math_config
 

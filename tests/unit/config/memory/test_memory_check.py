@@ -8,7 +8,7 @@ import pytest
 
 from realsys.config.allocation import parse_allocation
 from realsys.config.memory.changes import Change
-from realsys.config.memory.devices import GIB
+from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.hosts import OnHost
 from realsys.config.memory.layouts import ranks_fit, smallest_training
 from realsys.config.memory.memory_check import Place, check_memory, place_of
