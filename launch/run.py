@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from realsys.cluster.failure import read_errors
-from realsys.cluster.network import HOST, is_loopback
+from realsys.cluster.network import HOST, interfaces, is_loopback, own_host
 from realsys.config.allocation import parse_allocation
 from realsys.config.compose import compose, given_fields, quoted
 from realsys.config.devices.device_plan import as_lines
@@ -209,7 +209,8 @@ async def _supervise(
         join_s=cluster.connect_timeout_s,
         log_bytes=int(cluster.log_mb * 2**20),
     )
-    terms = Terms(cluster.host, cluster.lease_s, cluster.connect_timeout_s)
+    host = own_host(cluster, os.environ.get(HOST, ""), interfaces())
+    terms = Terms(host, cluster.lease_s, cluster.connect_timeout_s)
     outcome, trouble = Outcome("failed", "the display could not be opened"), None
     with _reported("show the run"), view:
         watching = asyncio.create_task(monitor.run())

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LOCAL = "this machine"  # name of the launcher's own node
+CANNOT_START = 127  # return code of a process that could not be started, as of a shell
 
 
 class ProcessId(NamedTuple):

@@ -33,7 +33,7 @@ import msgspec
 from realsys.config.paths import TrialPaths
 from realsys.errors import StreamError, WaitTimeout, WorkerLost
 from realsys.launch.nodes import orders
-from realsys.launch.nodes.base import LOCAL, Exit, Listener, Node, OnExit, Order, Process
+from realsys.launch.nodes.base import CANNOT_START, LOCAL, Exit, Listener, Node, OnExit, Order, Process
 from realsys.launch.nodes.local_executor import open_executor
 from realsys.stream.request_reply import MasterStream
 from realsys.stream.security import ensure_keys
@@ -43,7 +43,6 @@ Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 PINGS_PER_LEASE = 5
 _JOIN_LOOK_S = 3600.0
-_NOT_STARTED = 127
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,7 @@ class RemoteNode(Node):
             self._order(process)
         else:
             problem = self._no_agent(self._terms.join_s)
-            ended = Exit(_NOT_STARTED, time.time(), problem=problem)
+            ended = Exit(CANNOT_START, time.time(), problem=problem)
             loop = asyncio.get_running_loop()
             process.waits = loop.call_later(self._terms.join_s, self._end_of, process.serial, ended)
         return process
@@ -283,6 +282,7 @@ async def _open_remote(names: Sequence[str], paths: TrialPaths, terms: Terms) ->
         address = orders.Address(stream.address, list(names), uuid.uuid4().hex, terms.lease_s)
         orders.write_address(paths.coordinator, address)
         yield dict(zip(names, nodes, strict=True))
+        # Not after an error: then agents may have processes, and the next launcher must wait for their leases.
         paths.coordinator.unlink(missing_ok=True)
     finally:
         for node in nodes:

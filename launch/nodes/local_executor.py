@@ -22,13 +22,11 @@ from pathlib import Path
 from realsys.cluster.child_process import ChildProcess, child_pids, kill_descendants, reap_orphans
 from realsys.cluster.prctl import subreaper
 from realsys.cluster.process import PARENT_PID
-from realsys.launch.nodes.base import Exit, Node, OnExit, Order, Process
+from realsys.launch.nodes.base import CANNOT_START, Exit, Node, OnExit, Order, Process
 from realsys.launch.processes.failures import log_since
 from realsys.launch.processes.logs import keep_bounded, keep_last_words
 
 log = logging.getLogger(__name__)
-
-_CANNOT_START = 127  # return code of a process that could not be started, as of a shell
 
 
 class _Running(Process):
@@ -78,7 +76,7 @@ class Executor(Node):
         try:
             return self._start(order, on_exit)
         except OSError as exc:
-            problem = Exit(_CANNOT_START, time.time(), problem=str(exc))
+            problem = Exit(CANNOT_START, time.time(), problem=str(exc))
             asyncio.get_running_loop().call_soon(on_exit, problem)
             return _NotStarted()
 

@@ -98,7 +98,7 @@ class SequenceBuffer:
     Each sample names the number of rows of its group (``group_rows``); a group with all of them is
     complete. A complete group that ``keep`` refuses leaves with reason ``success_rate``;
     ``filtered_in_a_row`` counts such groups since the last one that stayed. ``too_old`` returns why a complete
-    group leaves at once, or "": with STALE this attempt leaves, and a later one is accepted; with MASKED the
+    group leaves when it arrives, or "": with STALE this attempt leaves, and a later one is accepted; with MASKED the
     ticket ends.
 
     latest-attempt  Until a ticket is in training, its latest attempt counts, because the ledger knows

@@ -225,7 +225,7 @@ def _did_you_mean_field(path: str) -> str:
     if not close:
         matches = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in known], n=1, cutoff=0.8)
         close = [k for k in known if matches and k.rpartition(".")[2] == matches[0]]
-    close.sort(key=lambda k: k.count("."))  # of one name, the one in the outermost section first
+    close.sort(key=lambda k: k.count("."))  # fields of one name: the outermost section first
     return f"; did you mean {' or '.join(close[:3])}?" if close else ""
 
 

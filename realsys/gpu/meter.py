@@ -29,7 +29,8 @@ class NvmlSampler:
         self._sample = sample
         self._interval_s = interval_s
         self._lock = threading.Lock()
-        self._utilisations: list[float] = []
+        self._samples = 0  # since the last reading
+        self._utilisation = 0.0  # their sum
         self._most_bytes = 0.0
         self._stopped = threading.Event()
         # A daemon: a worker that must end does not wait for the driver.
@@ -46,17 +47,18 @@ class NvmlSampler:
         """Take one sample."""
         utilisation, used = self._sample()
         with self._lock:
-            self._utilisations.append(utilisation)
+            self._samples += 1
+            self._utilisation += utilisation
             self._most_bytes = max(self._most_bytes, used)
 
     def read(self) -> dict[str, float]:
         """Return mean utilisation and largest memory since the last reading; {} without a sample since then."""
         with self._lock:
-            if not self._utilisations:
+            if not self._samples:
                 return {}
-            mean = sum(self._utilisations) / len(self._utilisations)
-            found = {"utilisation": mean, "used_bytes": self._most_bytes}
-            self._utilisations, self._most_bytes = [], 0.0
+            found = {"utilisation": self._utilisation / self._samples, "used_bytes": self._most_bytes}
+            self._samples = 0
+            self._utilisation = self._most_bytes = 0.0
         return found
 
     def _run(self) -> None:

@@ -157,7 +157,7 @@ class IntakeState:
         self.departures.dropped.extend(added.dropped)
 
     def _too_old(self, group: Sequence[SampleMeta]) -> str:
-        """Return why a group that is now complete leaves at once, or "" if it stays.
+        """Return why a complete group leaves when it arrives, or "" if it stays.
 
         STALE: its ticket is issued again. MASKED: no token of it can be trained. It is trained after the groups of
         older tickets, on top of a later version if these fill a batch.

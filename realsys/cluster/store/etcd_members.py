@@ -132,11 +132,11 @@ class EtcdMembers:
         """Return what names the user in a call. Raises grpc.RpcError if the member does not accept the user."""
         if not self._access.user:
             return ()
-        with self._lock:
-            if not self._token:
-                request = self._rpc.AuthenticateRequest(name=self._access.user, password=self._access.password)
-                self._token = member.auth.Authenticate(request, timeout=timeout_s).token
-            return (("token", self._token),)
+        token = self._token
+        if not token:  # without the lock: threads that ask at the same time get a valid token each
+            request = self._rpc.AuthenticateRequest(name=self._access.user, password=self._access.password)
+            token = self._token = member.auth.Authenticate(request, timeout=timeout_s).token
+        return (("token", token),)
 
     def interrupt(self) -> None:
         """Let every call end with its present try."""

@@ -35,7 +35,7 @@ def gpus_of_torch(config: Config, machine: Machine) -> int:
 
 
 def servers_use_gpus(config: Config, machine: Machine, backend: BackendRules) -> bool:
-    """Return True if servers get GPUs: those of this torch, or any if the engine has a torch of its own."""
+    """Return True if servers get GPUs: those of this torch, or any if the engine brings another torch."""
     return gpus_of_torch(config, machine) > 0 or (not config.cluster.nodes and backend.own_torch and bool(machine.gpus))
 
 

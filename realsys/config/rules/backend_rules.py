@@ -37,7 +37,7 @@ class BackendRules:
 
     #: field that increases ``capacity``, for error messages; may be empty
     capacity_field: str = ""
-    #: True if the engine has a torch of its own, which may use GPUs that this interpreter's torch cannot
+    #: True if the engine brings another torch, which may use GPUs that this interpreter's torch cannot
     own_torch: bool = False
 
     def __init__(self, config: Config) -> None:

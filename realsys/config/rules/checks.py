@@ -81,7 +81,7 @@ def _check_machine(config: Config, allocation: Allocation, machine: Machine, bac
 
 
 def _check_gpus(config: Config, machine: Machine, backend: BackendRules) -> None:
-    """Refuse what is slow on GPUs unless the user asked for it."""
+    """Refuse settings that are slow on GPUs, unless the user allows them."""
     with BACKEND.guard(config.generation.backend, "check_machine raised"):
         backend.check_machine(machine)
     if machine.trainer_gpus and config.model.dtype == "float32" and not config.model.float32_on_gpu:

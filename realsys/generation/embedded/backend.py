@@ -33,7 +33,7 @@ class EmbeddedBackend(Backend):
             raise ConfigError("generation.embedded.context_length", context, f"must hold {parts} = {longest}")
 
     def check_machine(self, machine: Machine) -> None:
-        """Refuse GPUs unless the user asked for this engine on them: it is many times slower there than SGLang."""
+        """Refuse GPUs unless the user allows this engine on them: it is many times slower there than SGLang."""
         if machine.trainer_gpus and not self.config.generation.embedded.on_gpu:
             problem = "is slow on GPUs and its KV cache is not paged: set generation=sglang"
             remedy = "generation.embedded.on_gpu=true to use it all the same"

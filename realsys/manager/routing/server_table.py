@@ -53,7 +53,7 @@ class Server:
 
 
 class ServerTable:
-    """What can be asked about the servers."""
+    """Queries about the servers."""
 
     def __init__(self, bound: StalenessBound, blame: BlameRules) -> None:
         self._bound = bound
