@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 bad input or an unusable file (one line 
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,8 +36,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     run = commands.add_parser(
         "run",
-        help="run a trial on this machine",
-        description="Run a trial on this machine: make its folder, start its processes, show and report it. "
+        help="run a trial",
+        description="Run a trial, on this machine or over several (cluster.nodes): make its folder, start its "
+        "processes, show and report it. "
         "The same command again continues a trial that was stopped.",
     )
     run.add_argument(
@@ -64,12 +66,17 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 def _add_node_agent(commands: Any) -> None:
     agent = commands.add_parser(
         "node-agent",
-        help="start the processes of a trial on this node, as its launcher says",
+        help="start the processes of a trial on this machine, as its launcher says",
         description="Run on each other machine of a trial: wait for its launcher, start and watch the processes "
         "that it orders, end all of them when the run ends or the launcher is gone.",
     )
     agent.add_argument("--trial-dir", type=Path, metavar="DIR", required=True, help="folder of the trial, shared")
-    agent.add_argument("--node", metavar="NAME", required=True, help="name of this node in the plan of the trial")
+    agent.add_argument(
+        "--node",
+        metavar="NAME",
+        default=socket.gethostname(),
+        help="name of this machine, unique (default: its host name)",
+    )
     agent.add_argument(
         "--wait", type=float, metavar="S", default=600.0, help="seconds to wait for the launcher (default: %(default)g)"
     )

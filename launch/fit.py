@@ -1,6 +1,7 @@
 """Sets what the user left open so that it fits the model, the data and the machine.
 
-    generation.backend                 sglang, if this machine has GPUs
+    cluster.nodes, ...                 as the launcher finds them (Launcher.settings)
+    generation.backend                 sglang, if there are GPUs
     allocation: auto                   a quarter of the GPUs trains, or as many as memory demands, the others generate;
                                        without GPUs, one process each
     cluster.share_gpus                 true, if the allocation is auto and there is one GPU
@@ -33,6 +34,7 @@ from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 from realsys.hf.config import read_model
+from realsys.launch.launchers.build import launcher_settings
 
 AUTO = "auto"
 _BACKEND, _GPU_BACKEND = "generation.backend", "sglang"
@@ -46,11 +48,13 @@ def fit(config: Config, given: Collection[str], machine: Machine) -> tuple[Confi
     ``given``: keys of the command line. Files that do not exist are left to the checks.
     Raises ConfigError, DataError or ModelError.
     """
-    config, lines = _set(config, _backend(config, given, machine))
+    config, nodes = _set(config, _surroundings(config, given))
+    machine = machine.planned(config.cluster)
+    config, backend = _set(config, _backend(config, given, machine))
     config, places = _set(config, _allocation(config, given, machine))
     config, sizes = _set(config, _lengths(config, given) | _evaluations(config, given))
     config, shares = _set(config, _sharing(config, machine))
-    return config, lines + places + sizes + shares
+    return config, nodes + backend + places + sizes + shares
 
 
 def _set(config: Config, chosen: Mapping[str, tuple[Any, str]]) -> tuple[Config, list[str]]:
@@ -66,11 +70,18 @@ def _is_open(config: Config, given: Collection[str], field: str) -> bool:
     return not named and _at(config, parts) == _at(Config(), parts)
 
 
+def _surroundings(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:
+    """Take what the launcher knows, such as the nodes of an allocation."""
+    values = launcher_settings(config).items()
+    return {field: chosen for field, chosen in values if _is_open(config, given, field)}
+
+
 def _backend(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
     """Choose the fast engine, unless the experiment asks for the embedded one on GPUs."""
     if not machine.gpus or config.generation.embedded.on_gpu or not _is_open(config, given, _BACKEND):
         return {}
-    return {_BACKEND: (_GPU_BACKEND, "this machine has GPUs")}
+    owner = "the nodes have" if config.cluster.nodes else "this machine has"
+    return {_BACKEND: (_GPU_BACKEND, f"{owner} GPUs")}
 
 
 def _allocation(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:

@@ -1,6 +1,6 @@
 """Plans the processes of a trial: Config -> list[ProcessSpec]. Pure: nothing is read, written or started here.
 
-    config, nodes ──seats_of──> seats ──plan──> ProcessSpecs ──on_this_machine──> with the ids of its GPUs
+    config, nodes ──seats_of──> seats ──plan──> ProcessSpecs ──> orders to their nodes (realsys.launch.nodes)
 
 name_store x 1 (etcd, with cluster.name_store.start), gserver_manager x 1, generation_server x (data part of inference),
 model_worker x (world size of training), rollout_worker x rollout.workers, master_worker x 1
@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Literal
 
 import realsys
+from realsys.cluster.network import is_loopback
+from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES, STORE_ADDRESS
 from realsys.cluster.topology import ModelShardID, place
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.devices.device_plan import RANK, SERVER, Kind, Seat
+from realsys.config.devices.device_plan import RANK, SERVER, Kind, Needs, Seat
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.machine import VISIBLE, Machine
+from realsys.config.rules.machine import VISIBLE, Machine, visible_to
 from realsys.config.schema import Config
-from realsys.launch.nodes.base import LOCAL
+from realsys.launch.nodes.base import LOCAL, NodePort
 
 OnDeath = Literal["restart", "restart_training", "end"]
 
@@ -47,6 +49,7 @@ class ProcessSpec:
 
     node, gpus, cpus, memory  its seat; ``gpus`` are indexes on the node, memory is that of the host in bytes, before a
                               model is loaded
+    addresses  variables of its environment that hold a node's ``host:port``, known when a machine has joined
     node_rank, nodes, init_address  of a server that spans nodes: one spec per node
     """
 
@@ -64,6 +67,7 @@ class ProcessSpec:
     node_rank: int = 0
     nodes: int = 1
     init_address: str = ""
+    addresses: dict[str, NodePort] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -89,19 +93,24 @@ def plan(
     }
     shards = _shards(config, parse_allocation(config.allocation))
     threads = {SERVER: config.generation.threads, RANK: config.train.threads}
+    store = _own_name_store(config, seats)
 
     def spec(seat: Seat) -> ProcessSpec:
         # -P: a folder named `realsys` in the user's directory must not be imported instead of this one.
-        argv = (sys.executable, "-P", "-m", f"realsys.workers.{seat.kind}", "--trial-dir", str(paths.root))
+        module: str = seat.kind
+        index = seat.index
+        if seat.node_rank:
+            module, index = "generation_part", index * seat.nodes + seat.node_rank
+        argv = (sys.executable, "-P", "-m", f"realsys.workers.{module}", "--trial-dir", str(paths.root))
         part = f".{seat.node_rank}" if seat.node_rank else ""
         return ProcessSpec(
             seat.kind,
             seat.index,
-            (*argv, "--index", str(seat.index)),
+            (*argv, "--index", str(index)),
             paths.logs / f"{seat.kind}-{seat.index}{part}.log",
             _on_death(seat.kind, config),
             ", ".join(shards[seat.index]) if seat.kind == RANK else "",
-            {**common, **_environment(threads.get(seat.kind, 1))},
+            {**common, **_environment(threads.get(seat.kind, 1)), **_part_of_server(seat)},
             seat.node,
             seat.gpus,
             seat.cpus,
@@ -109,20 +118,54 @@ def plan(
             seat.node_rank,
             seat.nodes,
             seat.init_address,
+            {**store, **_meeting(seat)},
         )
 
     return [spec(seat) for seat in seats]
 
 
+def _own_name_store(config: Config, seats: Sequence[Seat]) -> dict[str, NodePort]:
+    """Return where the own etcd of a trial on other machines listens: on the node that has it, at the given port."""
+    store = config.cluster.name_store
+    host, _, port = store.address.rpartition(":")
+    if not (store.start and config.cluster.nodes and is_loopback(host)):
+        return {}
+    [node] = [seat.node for seat in seats if seat.kind == NAME_STORE]
+    return {STORE_ADDRESS: NodePort(node, int(port))}
+
+
+def _meeting(seat: Seat) -> dict[str, NodePort]:
+    if not seat.init_address:
+        return {}
+    node, _, port = seat.init_address.rpartition(":")
+    return {INIT_ADDRESS: NodePort(node, int(port))}
+
+
+def _part_of_server(seat: Seat) -> dict[str, str]:
+    return {NODE_RANK: str(seat.node_rank), NODES: str(seat.nodes)} if seat.nodes > 1 else {}
+
+
+def needs_of(specs: Sequence[ProcessSpec]) -> dict[str, Needs]:
+    """Return node -> what its processes take, in the order of the nodes' names."""
+    names = {spec.node for spec in specs}
+    return {name: Needs.of(spec for spec in specs if spec.node == name) for name in sorted(names, key=_by_number)}
+
+
+def _by_number(name: str) -> tuple[str, int]:
+    stem = name.rstrip("0123456789")
+    return stem, int(name[len(stem) :] or 0)
+
+
+def agent_command(paths: TrialPaths, python_path: str = "") -> list[str]:
+    """Return the command of an agent, without ``--node NAME``, for any machine that sees the files of this realsys."""
+    path = os.pathsep.join(filter(None, [_SOURCE_ROOT, python_path]))
+    argv = [sys.executable, "-P", "-m", "realsys.launch.cli", "node-agent", "--trial-dir", str(paths.root)]
+    return ["env", f"PYTHONPATH={path}", *argv]
+
+
 def on_this_machine(specs: Sequence[ProcessSpec], machine: Machine) -> list[ProcessSpec]:
-    """Return the specs with the GPUs of ``machine`` that each process may see; a process without any sees none."""
-    if not machine.gpus:
-        return list(specs)
-
-    def visible(spec: ProcessSpec) -> dict[str, str]:
-        return {**spec.env, VISIBLE: ",".join(machine.gpus[gpu] for gpu in spec.gpus)}
-
-    return [replace(spec, env=visible(spec)) for spec in specs]
+    """Return the specs as the executor of ``machine`` starts them, to show them."""
+    return [replace(spec, env={**spec.env, **visible_to(spec.gpus, machine.gpus)}) for spec in specs]
 
 
 def _on_death(kind: Kind, config: Config) -> OnDeath:

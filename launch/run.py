@@ -22,7 +22,8 @@ from pathlib import Path
 from rich.console import Console
 
 from realsys.cluster.failure import read_errors
-from realsys.cluster.network import HOST, interfaces, is_loopback, own_host
+from realsys.cluster.network import HOST, interfaces, is_loopback, join_host_port, own_addresses
+from realsys.cluster.process import STORE_ADDRESS
 from realsys.config.allocation import parse_allocation
 from realsys.config.compose import compose, given_fields, quoted
 from realsys.config.devices.device_plan import as_lines
@@ -35,10 +36,11 @@ from realsys.config.rules.checks import check
 from realsys.config.rules.machine import Machine
 from realsys.config.rules.sampling import sampling_warnings
 from realsys.config.schema import Config
-from realsys.errors import ConfigError
 from realsys.launch.fit import fit
+from realsys.launch.launchers.base import Launcher
+from realsys.launch.launchers.build import check_launcher, make_launcher
 from realsys.launch.nodes.coordinator import Terms, open_nodes
-from realsys.launch.plan import ProcessSpec, on_this_machine, plan
+from realsys.launch.plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
 from realsys.launch.prepare import Ready, examine, prepare, resolve
 from realsys.launch.processes.failures import FirstFailure, first_failure, full_disk
 from realsys.launch.processes.own_etcd import etcd_answers
@@ -74,9 +76,7 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
     config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
     config, chosen = fit(config, given_fields(given), machine)
     check(config, machine)
-    if config.cluster.nodes and not options.dry_run:
-        problem = "there is no launcher for other machines: add --dry-run to plan, or set 0 to run on this machine"
-        raise ConfigError("cluster.nodes", config.cluster.nodes, problem)
+    check_launcher(config)
     chosen = [*chosen, *sampling_warnings(config.generation.sampling)]
     _try_own_loss(config)
     paths = TrialPaths.of(config)
@@ -87,14 +87,18 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
         examined = examine(config, paths)
         place = place_of(config, parse_allocation(config.allocation), backend_rules(config), machine)
         examined = replace(examined, lines=[*chosen, *examined.lines])
-        print_dry_run(console, config, paths, specs, placement, examined, place)
+        shown = specs if config.cluster.nodes else on_this_machine(specs, machine)
+        print_dry_run(console, config, paths, shown, placement, examined, place)
         return 0
+    host_of_launcher(config)  # before anything is written
     console.print(f"trial [bold]{config.experiment}/{config.trial}[/] in {paths.root}", highlight=False, soft_wrap=True)
     for line in chosen:
         say(line)
     with prepare(config, say) as ready:
         started = time.time()
         outcome = asyncio.run(_supervise(config, ready, specs, console, plain=options.plain))
+        if outcome.refused:
+            raise outcome.refused
         with _reported("remove half-written files"):
             remove_half_written(paths)
         again = command_again(overrides, config.trial, options)
@@ -104,19 +108,25 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
 
 
 def _planned(config: Config, paths: TrialPaths, machine: Machine) -> tuple[list[ProcessSpec], list[str]]:
-    """Return the processes, and their placement as text if the configuration describes other machines."""
+    """Return the processes, and their placement as text if the trial has agents."""
     nodes = nodes_of(config, machine)
     seats = seats_of(config, machine, nodes)
     run_id = f"{config.experiment}-{config.trial}-{uuid.uuid4().hex[:8]}"
     specs = plan(config, paths, seats, run_id, os.environ.get("PYTHONPATH", ""))
     cluster = config.cluster
     if not cluster.nodes:
-        return on_this_machine(specs, machine), []
+        return specs, []
     lines = as_lines(nodes, seats)
     if cluster.nodes > 1 and not cluster.interface and is_loopback(cluster.host):
         remedy = f"set cluster.interface, or {HOST} on each node"
         lines.append(f"warning: other nodes cannot reach cluster.host={cluster.host}: {remedy}")
     return specs, lines
+
+
+def host_of_launcher(config: Config) -> str:
+    """Return the address on which the launcher hears its agents. Raises ConfigError if they cannot reach it."""
+    cluster = config.cluster
+    return own_addresses(cluster, os.environ, interfaces())[0] if cluster.nodes else cluster.host
 
 
 def _try_own_loss(config: Config) -> None:
@@ -179,6 +189,7 @@ async def _supervise(
     view = make_view(console, config, paths, plain=plain)
     monitor = Monitor(config, paths, progress, view, tail)
     troubles: list[Exception] = []
+    launcher = make_launcher(config, paths)
 
     def say(text: str = "") -> None:
         try:
@@ -194,36 +205,51 @@ async def _supervise(
 
     hooks = Hooks(
         say=say,
+        launch=lambda: launcher.start(agent_command(paths, os.environ.get("PYTHONPATH", "")), say),
         errors=lambda: read_errors(paths.errors),
         checkpoint=lambda: _newest_step(paths),
         finished=finished,
         outside=lambda: full_disk(paths.root),
         stopping=lambda: progress_of_stop(paths),
-        name_store_ready=lambda _: etcd_answers(cluster.name_store.address, cluster.connect_timeout_s),
+        name_store_ready=lambda spec, host: etcd_answers(_own_store(config, spec, host), cluster.connect_timeout_s),
     )
     bounds = Bounds(
         cluster.stop_timeout_s,
         cluster.stop_progress_s,
         cluster.max_restarts,
         min_share=cluster.min_workers_share,
-        join_s=cluster.connect_timeout_s,
+        join_s=launcher.join_timeout_s(),
         log_bytes=int(cluster.log_mb * 2**20),
     )
-    host = own_host(cluster, os.environ.get(HOST, ""), interfaces())
-    terms = Terms(host, cluster.lease_s, cluster.connect_timeout_s)
+    agents = (cluster.host, cluster.interface, cluster.nodes)
+    terms = Terms(host_of_launcher(config), cluster.lease_s, bounds.join_s, agents, launcher.problem)
     outcome, trouble = Outcome("failed", "the display could not be opened"), None
     with _reported("show the run"), view:
         watching = asyncio.create_task(monitor.run())
         try:
-            async with open_nodes({spec.node for spec in specs}, paths, terms, inherit=[ready.lock.fd]) as nodes:
+            async with open_nodes(needs_of(specs), paths, terms, inherit=[ready.lock.fd]) as nodes:
                 outcome = await Supervisor(specs, bounds, hooks, nodes).run()
         finally:
+            await _stop(launcher)
             watching.cancel()
             [trouble] = await asyncio.gather(watching, return_exceptions=True)
             say()
     for exc in [exc for exc in (trouble, *troubles) if isinstance(exc, Exception)][:1]:
         _tell(f"realsys: the display stopped working: {type(exc).__name__}: {exc}")
     return outcome
+
+
+async def _stop(launcher: Launcher) -> None:
+    try:
+        await launcher.stop()
+    except Exception as exc:  # it may be code of the user; the run is over, and must be reported
+        _tell(f"realsys: the launcher did not stop: {type(exc).__name__}: {exc}")
+
+
+def _own_store(config: Config, spec: ProcessSpec, host: str) -> str:
+    """Return the address of the run's own etcd. ``host``: address of its node."""
+    at = spec.addresses.get(STORE_ADDRESS)
+    return join_host_port(host, at.port) if at else config.cluster.name_store.address
 
 
 def _newest_step(paths: TrialPaths) -> int:

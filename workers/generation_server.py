@@ -17,7 +17,7 @@ def serve(ctx: WorkerContext) -> None:
     # Imported here: torch takes seconds, and wrong arguments should not.
     from realsys.cluster.http.http_server import HttpServer
     from realsys.errors import GenerationError
-    from realsys.generation.backend import EngineParts, make_backend
+    from realsys.generation.backend import EngineParts, make_backend, own_span
     from realsys.generation.server import build_app
     from realsys.generation.serving import Changes, Stop, keep_registered, stop_serving
     from realsys.weights.base import ReaderParts
@@ -28,15 +28,18 @@ def serve(ctx: WorkerContext) -> None:
     model_path = ctx.paths.base_model(config)
     ctx.set_state("loading")
     changes = Changes()
-    reader = build(config).reader(ReaderParts(ctx.index, model_path))
+    reader, span = build(config).reader(ReaderParts(ctx.index, model_path)), own_span()
+    # The nodes of a server that spans several load from a folder that they share, not from the first one's memory.
+    writer = FolderWriter(reader, model_path, ctx.paths.root / f"staged-{ctx.index}")
     parts = EngineParts(
         config=config,
         model_path=model_path,
         index=ctx.index,
         load=reader.stage,
-        materialise=FolderWriter(reader, model_path, ctx.paths.root / f"staged-{ctx.index}").write,
+        materialise=writer.write if span.nodes == 1 else lambda source, v, _: writer.write(source, v, writer.overflow),
         on_change=changes.put,
         on_stop=ctx.on_stop,
+        span=span,
     )
     engine = make_backend(config).build(parts)
     ctx.on_stop(lambda: changes.put(Stop()))

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from realsys.cluster.network import free_ports
 from realsys.cluster.process import configure_logging, die_with_parent
+from realsys.cluster.store.connect import store_address
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 
@@ -51,7 +52,7 @@ def main() -> NoReturn:
     configure_logging(f"name_store/{arguments.index}")
     die_with_parent()
     paths = TrialPaths(arguments.trial_dir.resolve())
-    address = read_config(paths.config).cluster.name_store.address
+    address = store_address(read_config(paths.config))
     argv = command(address, f"127.0.0.1:{free_ports(1)[0]}", paths.own_etcd)
     os.execvp(argv[0], argv)
 

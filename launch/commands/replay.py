@@ -26,7 +26,7 @@ from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import CheckpointError, RealsysError, RecordError
 from realsys.launch.nodes.base import LOCAL
 from realsys.launch.nodes.local_executor import open_executor
-from realsys.launch.plan import TRAINING, ProcessSpec, on_this_machine, plan
+from realsys.launch.plan import TRAINING, ProcessSpec, plan
 from realsys.launch.processes.failures import first_failure
 from realsys.launch.processes.run_hooks import Bounds, Hooks
 from realsys.launch.processes.supervisor import Supervisor
@@ -41,7 +41,7 @@ _TRAINED_WITH = ("allocation", "model", "train", "roles", "warmup", "rollout", "
 #: fields of the cluster that describe the machines of the trial
 _OF_THE_MACHINES = (
     *("name_store", "host", "interface"),
-    *("nodes", "gpus_per_node", "cpus_per_node", "memory_gb_per_node"),
+    *("launcher", "nodes", "spare_nodes", "gpus_per_node", "cpus_per_node", "memory_gb_per_node"),
 )
 _HEADS = {
     "plan": "plan",
@@ -129,7 +129,7 @@ async def _run(config: Config, paths: TrialPaths, job: ReplayJob) -> ReplayResul
     run_id = f"replay-{uuid.uuid4().hex[:8]}"
     machine = Machine.here()
     seats = seats_of(config, machine, nodes_of(config, machine), TRAINING)
-    specs = on_this_machine(plan(config, paths, seats, run_id, os.environ.get("PYTHONPATH", "")), machine)
+    specs = plan(config, paths, seats, run_id, os.environ.get("PYTHONPATH", ""))
     specs = [_master(spec) if spec.kind == "master_worker" else spec for spec in specs]
     cluster = config.cluster
     bounds = Bounds(cluster.stop_timeout_s, stop_progress_s=0.0, max_restarts=0)

@@ -1,7 +1,7 @@
 """Contract of a node: a machine that starts processes, signals them and reports their ends.
 
     Node ── local_executor.py this machine: the launcher starts the processes itself
-         └─ coordinator.py    another one: its agent (node_agent.py) has an executor, and takes orders over a socket
+         └─ remote_node.py    another one: its agent (node_agent.py) has an executor, and takes orders over a socket
 
 A node decides nothing. Which process runs where, what a death means and in which order a run stops is up to the
 supervisor, which uses all nodes in the same way.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,9 +27,19 @@ class ProcessId(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class NodePort:
+    """A port of a node whose address is known once a machine has taken its place."""
+
+    node: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """A process to start. ``env`` is laid over the environment of the node.
 
+    gpus              indexes of the node's GPUs that the process may use
+    addresses         further variables of its environment, with a node's ``host:port``
     log               takes the output; the node moves it to ``.log.1`` when it has more than ``log_bytes``
     keep_last_words   keep a copy of the log's end, because an earlier process has died
     """
@@ -39,6 +49,8 @@ class Order:
     log: Path
     log_bytes: int
     keep_last_words: bool = False
+    gpus: tuple[int, ...] = ()
+    addresses: Mapping[str, NodePort] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +98,12 @@ class Listener:
 
     stop  the node got this signal, which asks it to stop
     fail  the node's connection has failed, so that its processes cannot be watched
+    say   takes a line for the user
     """
 
     stop: Callable[[int], None] = lambda signum: None
     fail: Callable[[Exception], None] = lambda exc: None
+    say: Callable[[str], None] = lambda text: None
 
 
 class Node(ABC):
@@ -98,9 +112,14 @@ class Node(ABC):
     def __init__(self) -> None:
         self.listener = Listener()
 
+    @property
+    def address(self) -> str:
+        """Address at which other nodes reach this one; "" on a single machine, and while no machine has its place."""
+        return ""
+
     @abstractmethod
     async def ready(self, timeout_s: float) -> None:
-        """Return when the node can start processes. Raises WaitTimeout, which names the node."""
+        """Return when the node can start processes. Raises WaitTimeout, which names the node, or ConfigError."""
 
     @abstractmethod
     def start(self, order: Order, on_exit: OnExit) -> Process:

@@ -1,19 +1,17 @@
-"""The other nodes of a trial as the launcher sees them: one RemoteNode each, over one bound socket.
+"""The machines of a trial as the launcher sees them: one session with each agent, over one bound socket.
 
-    waiting ──agent connects, answers a Ping──> joined ──no answer for lease_s + margin──> lost = waiting
-                                                   └──── another agent takes its place ──────┘
+    agent ──Joined──> session ──first Pong──> bound to a node, or a spare (binding.py)
+                         ├──no Pong for lease_s + margin──> lost: a spare takes the node, or the node waits
+                         └──another agent of its name─────> lost, and the new one joins
 
-consumes     orders of the supervisor; Exited, StopAsked of the agents
-waits for    an agent of each node; its answer to each Ping
+consumes     orders of the supervisor; Joined, Exited, StopAsked of the agents
+waits for    an agent for each node; its answer to each Ping
 ends with    End to every agent, and the removal of the coordinator's file. If it is killed, the file stays: the next
              coordinator waits for the leases of the agents
 
 `agent-ends-first`: an agent counts its lease from its last Pong that has arrived here, which the next Ping proves. The
 coordinator counts from that arrival, and adds a margin. So the processes of a lost node have ended when the supervisor
 learns of it, unless the agent cannot run: then the leases of its workers fence them.
-
-Every process of a lost node ends with a named cause. A process that is started on the node after that waits for another
-agent, within a bound.
 """
 
 from __future__ import annotations
@@ -21,20 +19,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
+from realsys.config.devices import device_plan
+from realsys.config.devices.device_plan import Needs
 from realsys.config.paths import TrialPaths
-from realsys.errors import StreamError, WaitTimeout, WorkerLost
+from realsys.errors import ConfigError, RealsysError, WaitTimeout, WorkerLost
 from realsys.launch.nodes import orders
-from realsys.launch.nodes.base import CANNOT_START, LOCAL, Exit, Listener, Node, OnExit, Order, Process
+from realsys.launch.nodes.base import LOCAL, Listener, Node
+from realsys.launch.nodes.binding import Binding
 from realsys.launch.nodes.local_executor import open_executor
+from realsys.launch.nodes.remote_node import RemoteNode, Session, end_of_agent
 from realsys.stream.request_reply import MasterStream
 from realsys.stream.security import ensure_keys
 
@@ -42,7 +43,9 @@ log = logging.getLogger(__name__)
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 PINGS_PER_LEASE = 5
-_JOIN_LOOK_S = 3600.0
+_ORDER_S = 3600.0  # bound on the answer to an order: a lost agent is found by its Pings
+_END_S = 2.0
+_LOOK_S = 0.5  # seconds between two questions to the launcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +53,17 @@ class Terms:
     """Settings of the socket and of the leases.
 
     host       address to bind
-    lease_s    time without an answer after which a node is lost
-    join_s     time that a process waits for an agent of its node
+    lease_s    time without an answer after which a machine is lost
+    join_s     time that a process waits for a machine
+    agents     ``cluster.host``, ``.interface`` and ``.nodes``, from which agents find their addresses
+    problem    returns why no more agents can come; "" if they can
     """
 
     host: str
     lease_s: float
     join_s: float
+    agents: tuple[str, str, int] = ("127.0.0.1", "", 0)
+    problem: Callable[[], str] = lambda: ""
 
 
 class AgentStream(MasterStream):
@@ -65,229 +72,201 @@ class AgentStream(MasterStream):
     kind = "node_agent"
 
 
-class _RemoteProcess(Process):
-    def __init__(self, node: RemoteNode, serial: int, order: Order, on_exit: OnExit) -> None:
-        self.order = order
-        self.on_exit = on_exit
-        self.serial = serial
-        self.ordered = False  # True once the order was sent to an agent
-        self.waits: asyncio.TimerHandle | None = None  # end of the wait for an agent
-        self.started = time.monotonic()
-        self._node = node
+class _Agent(Session):
+    """One agent that has joined. ``heard`` is in monotonic seconds, ``heard_at`` in unix seconds."""
 
-    def signal(self, number: int) -> None:
-        self._node.signal(self, number)
+    def __init__(self, joined: orders.Joined, stream: MasterStream) -> None:
+        self.joined = joined
+        self.heard = time.monotonic()
+        self.heard_at = time.time()
+        self.is_known = False  # True once it has answered: it is bound to a node, or a spare
+        self.watch: asyncio.Task[None] | None = None
+        self._stream = stream
 
-    def kill(self) -> None:
-        self._node.signal(self, signal.SIGKILL, group=True)
+    @property
+    def machine(self) -> device_plan.Node:
+        joined = self.joined
+        return device_plan.Node(joined.name, joined.cpus, joined.memory, joined.gpus)
+
+    def ask(self, message: msgspec.Struct, kind: type[Reply], timeout_s: float | None = None) -> asyncio.Future[Reply]:
+        timeout_s = _ORDER_S if timeout_s is None else timeout_s
+        return self._stream.request(self.joined.agent, type(message).__name__, message, kind, timeout_s=timeout_s)
 
 
-class RemoteNode(Node):
-    """One node with an agent. ``index``: of the agent on the stream."""
+class Coordinator:
+    """The agents of a trial, and the nodes of its plan. Make it with ``open_nodes``."""
 
-    def __init__(self, name: str, index: int, stream: MasterStream, terms: Terms) -> None:
-        super().__init__()
-        self.name = name
-        self._index = index
+    def __init__(self, needs: Mapping[str, Needs], stream: MasterStream, terms: Terms) -> None:
+        self.nodes = {name: RemoteNode(name, terms.join_s, self._address_of) for name in needs}
+        self._binding = Binding(needs)
         self._stream = stream
         self._terms = terms
-        self._host = ""
-        self._incarnation = ""  # that of the agent on the stream
-        self._serial = 0
-        self._processes: dict[int, _RemoteProcess] = {}
-        self._joined = asyncio.Event()
+        self._agents: dict[int, _Agent] = {}  # index on the stream -> agent
+        self._had: dict[str, str] = {}  # node -> machine that has it, or had it last
+        self._was_complete = False  # every node has had a machine
+        stream.on_notice("Joined", orders.Joined, self._joined)
+        stream.on_notice("Exited", orders.Exited, self._exited)
+        stream.on_notice("StopAsked", orders.StopAsked, lambda notice: self._listener.stop(notice.signal))
 
-    # ---- the agent
+    @property
+    def _listener(self) -> Listener:
+        """Listener of the supervisor. All nodes have it."""
+        return next(iter(self.nodes.values())).listener
 
-    async def watch(self) -> None:
-        """Wait for an agent and ping it until it is lost; again and again, until cancelled."""
+    def _address_of(self, node: str) -> str:
+        return self.nodes[node].address
+
+    # ---- joins
+
+    def _joined(self, notice: orders.Joined) -> None:
+        if earlier := self._agents.get(notice.agent):
+            self._lose(earlier, "another agent took its place")
+        agent = self._agents[notice.agent] = _Agent(notice, self._stream)
+        agent.watch = asyncio.create_task(self._watch(agent))
+
+    async def _watch(self, agent: _Agent) -> None:
+        """Ping the agent until it is lost."""
         try:
-            while True:
-                with contextlib.suppress(WaitTimeout):
-                    await self._stream.barrier([self._index], _JOIN_LOOK_S)
-                    await self._ping()
-        except Exception as exc:
-            self.listener.fail(exc)
-
-    async def _ping(self) -> None:
-        """Return when the agent is lost."""
-        heard, heard_at = time.monotonic(), time.time()
-        try:
-            while True:
-                left = heard + self._terms.lease_s + orders.KILL_MARGIN_S - time.monotonic()
-                pong = await self._ask(orders.Ping(self._terms.lease_s), orders.Pong, left)
-                if self._joined.is_set() and pong.incarnation != self._incarnation:
-                    self._lose("another agent took its place", heard_at)
-                heard, heard_at = time.monotonic(), time.time()
-                if not self._joined.is_set():
-                    self._join(pong)
-                await asyncio.sleep(self._terms.lease_s / PINGS_PER_LEASE)
+            await self._ping(agent)
         except WaitTimeout:
-            why = f"nothing was heard from its agent for {time.monotonic() - heard:.0f} s"
-            self._stream.lose(self._index, why)  # refused from now on: its processes count as dead
-            self._lose(why, heard_at)
+            why = f"nothing was heard from its agent for {time.monotonic() - agent.heard:.0f} s"
+            self._stream.lose(agent.joined.agent, why)  # refused from now on: its processes count as dead
+            self._lose(agent, why)
         except WorkerLost:
-            self._lose("another agent took its place", heard_at)
+            self._lose(agent, "another agent took its place")
+        except Exception as exc:
+            self._listener.fail(exc)
 
-    def _join(self, agent: orders.Pong) -> None:
-        log.info("node %s joined: host %s", self.name, agent.host)
-        self._host, self._incarnation = agent.host, agent.incarnation
-        self._joined.set()
-        for process in list(self._processes.values()):
-            self._order(process)
+    async def _ping(self, agent: _Agent) -> None:
+        lease_s = self._terms.lease_s
+        while True:
+            left = agent.heard + lease_s + orders.KILL_MARGIN_S - time.monotonic()
+            pong = await agent.ask(orders.Ping(lease_s), orders.Pong, left)
+            if pong.incarnation != agent.joined.incarnation:
+                raise WorkerLost("another agent answers")
+            agent.heard, agent.heard_at = time.monotonic(), time.time()
+            if not agent.is_known:
+                agent.is_known = True
+                self._take(agent)
+            await asyncio.sleep(lease_s / PINGS_PER_LEASE)
 
-    def _lose(self, why: str, heard: float) -> None:
-        """End all processes that the agent had. The next agent gets the orders that follow."""
-        log.info("node %s is lost: %s", self.name, why)
-        if not self._joined.is_set():
+    def _take(self, agent: _Agent) -> None:
+        """Bind an agent that has answered, or keep it as a spare."""
+        if problem := agent.joined.problem or self._binding.misfit(agent.machine):
+            self._misfit(agent, problem)
             return
-        self._joined.clear()
-        lost = f"was lost with its node {self.name}: {why}"
-        for process in [process for process in self._processes.values() if process.ordered]:
-            self._end_of(process.serial, Exit(-signal.SIGKILL, heard, lost=lost))
+        node = self._binding.join(agent.machine)
+        log.info("%s joined: host %s, %s", agent.joined.name, agent.joined.host, node or "a spare")
+        if node:
+            self._bind(node, agent)
 
-    # ---- processes
-
-    async def ready(self, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._joined.wait()
-        except TimeoutError:
-            raise WaitTimeout(self._no_agent(timeout_s)) from None
-
-    def _no_agent(self, timeout_s: float) -> str:
-        return f"no agent of node {self.name} joined within {timeout_s:g} s (cluster.connect_timeout_s): see its output"
-
-    def start(self, order: Order, on_exit: OnExit) -> Process:
-        self._serial += 1
-        process = self._processes[self._serial] = _RemoteProcess(self, self._serial, order, on_exit)
-        if self._joined.is_set():
-            self._order(process)
+    def _misfit(self, agent: _Agent, problem: str) -> None:
+        """Before the run has started a machine that does not suit is an error, later it is only not used."""
+        if not self._was_complete:
+            self.refuse(ConfigError("cluster.nodes", len(self.nodes), problem))
         else:
-            problem = self._no_agent(self._terms.join_s)
-            ended = Exit(CANNOT_START, time.time(), problem=problem)
-            loop = asyncio.get_running_loop()
-            process.waits = loop.call_later(self._terms.join_s, self._end_of, process.serial, ended)
-        return process
+            self._listener.say(f"{problem}: it is not used")
 
-    def _order(self, process: _RemoteProcess) -> None:
-        if process.waits is not None:
-            process.waits.cancel()
-        process.ordered = True
-        process.host = self._host
-        process.started = time.monotonic()
-        order = process.order
-        message = orders.Start(
-            self._incarnation,
-            process.serial,
-            list(order.argv),
-            dict(order.env),
-            str(order.log),
-            order.log_bytes,
-            order.keep_last_words,
-        )
+    def _bind(self, name: str, agent: _Agent) -> None:
+        machine = agent.joined.name
+        if self._was_complete and self._had[name] != machine:
+            self._listener.say(f"{machine} takes the place of {self._had[name]}, as node {name}")
+        self._had[name] = machine
+        self.nodes[name].bind(agent)
+        self._was_complete = self._was_complete or not self._binding.free
+        for node in self.nodes.values():
+            node.order_waiting()
 
-        def started(reply: asyncio.Future[orders.Started]) -> None:
-            if answered := self._answer(reply):
-                process.pid = answered.pid
-
-        self._ask(message, orders.Started).add_done_callback(started)
-
-    def signal(self, process: _RemoteProcess, number: int, *, group: bool = False) -> None:
-        """Send a signal to a process. One that waits for an agent ends here."""
-        if process.serial not in self._processes:
+    def _lose(self, agent: _Agent, why: str) -> None:
+        """Forget the agent. A spare takes its node after the processes have ended."""
+        if self._agents.get(agent.joined.agent) is not agent:
             return
-        if process.ordered:
-            self._ask(orders.Signal(process.serial, number, group), orders.Done).add_done_callback(self._answer)
+        del self._agents[agent.joined.agent]
+        if agent.watch is not asyncio.current_task() and agent.watch is not None:
+            agent.watch.cancel()
+        log.info("%s is lost: %s", agent.joined.name, why)
+        if not self._binding.knows(agent.joined.name):
             return
-        # Not in this call: the caller may go through all processes, and the end of one may start others.
-        ended = Exit(-number, time.time())
-        asyncio.get_running_loop().call_soon(self._end_of, process.serial, ended)
+        node, spare = self._binding.leave(agent.joined.name)
+        if not node:
+            self._listener.say(f"the spare {agent.joined.name} was lost: {why}")
+            return
+        self.nodes[node].lose(why, agent.heard_at)
+        if spare:
+            self._bind(node, next(each for each in self._agents.values() if each.joined.name == spare))
 
-    def exited(self, notice: orders.Exited) -> None:
-        """Handle the agent's notice."""
-        ended = Exit(notice.returncode, notice.time, notice.log_end, problem=notice.problem)
-        self._end_of(notice.serial, ended)
+    def _exited(self, notice: orders.Exited) -> None:
+        agent = self._agents.get(notice.agent)
+        node = self._binding.node_of(agent.joined.name) if agent else ""
+        if node:
+            self.nodes[node].exited(notice)
 
-    def _end_of(self, serial: int, ended: Exit) -> None:
-        process = self._processes.pop(serial, None)
-        if process is not None:
-            if process.waits is not None:
-                process.waits.cancel()
-            process.on_exit(ended)
+    # ---- end
 
-    async def end(self, timeout_s: float) -> list[str]:
-        if not self._joined.is_set():
-            return []
+    def refuse(self, error: RealsysError) -> None:
+        """End every wait for a machine."""
+        for name in self._binding.free:
+            self.nodes[name].refuse(error)
+
+    async def watch_launcher(self) -> None:
+        """End the waits for machines when the launcher has failed. Ends by cancellation."""
         try:
-            reply = await self._ask(orders.End(timeout_s), orders.Ended, 2 * timeout_s + orders.KILL_MARGIN_S)
-        except (WaitTimeout, WorkerLost, StreamError) as exc:  # it ends with its lease
-            log.info("node %s: the agent did not confirm its end: %s", self.name, exc)
-            return []
-        return [f"{name} on {self._host}" for name in reply.killed]
+            while True:
+                if problem := self._terms.problem():
+                    self.refuse(RealsysError(problem))
+                await asyncio.sleep(_LOOK_S)
+        except Exception as exc:  # the launcher may be code of the user
+            self._listener.fail(exc)
 
-    # ---- requests
+    async def end_agents(self) -> None:
+        """End the agents that are left: spares, and those of a run that did not begin."""
+        await asyncio.gather(*(end_of_agent(agent, _END_S) for agent in list(self._agents.values())))
 
-    def _ask(
-        self, message: msgspec.Struct, kind: type[Reply], timeout_s: float = _JOIN_LOOK_S
-    ) -> asyncio.Future[Reply]:
-        return self._stream.request(self._index, type(message).__name__, message, kind, timeout_s=timeout_s)
-
-    def _answer(self, reply: asyncio.Future[Reply]) -> Reply | None:
-        """Return the answer. An agent that is lost gives none, and its processes end with it."""
-        if reply.cancelled():
-            return None
-        match reply.exception():
-            case None:
-                return reply.result()
-            case WorkerLost() | WaitTimeout():
-                return None
-            case error:
-                assert isinstance(error, Exception)
-                self.listener.fail(error)
-                return None
+    async def close(self) -> None:
+        """Stop all sessions."""
+        watches = [agent.watch for agent in self._agents.values() if agent.watch is not None]
+        for node in self.nodes.values():
+            node.listener = Listener()  # requests that are pending now fail
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
 async def open_nodes(
-    names: Collection[str], paths: TrialPaths, terms: Terms, inherit: Sequence[int] = ()
+    needs: Mapping[str, Needs], paths: TrialPaths, terms: Terms, inherit: Sequence[int] = ()
 ) -> AsyncIterator[dict[str, Node]]:
     """Return the nodes of a trial by name. ``inherit``: descriptors that processes of this machine keep open.
 
-    Without names of other nodes no socket is bound.
+    ``needs``: node -> what its processes take. Without nodes on other machines no socket is bound.
     """
-    others = sorted(set(names) - {LOCAL})
+    others = {name: needs[name] for name in needs if name != LOCAL}
     async with contextlib.AsyncExitStack() as stack:
         nodes: dict[str, Node] = {}
         if others:
             nodes |= await stack.enter_async_context(_open_remote(others, paths, terms))
-        if LOCAL in names:
+        if LOCAL in needs:
             nodes[LOCAL] = await stack.enter_async_context(open_executor(inherit))
         yield nodes
 
 
 @contextlib.asynccontextmanager
-async def _open_remote(names: Sequence[str], paths: TrialPaths, terms: Terms) -> AsyncIterator[dict[str, RemoteNode]]:
+async def _open_remote(
+    needs: Mapping[str, Needs], paths: TrialPaths, terms: Terms
+) -> AsyncIterator[Mapping[str, RemoteNode]]:
     # Keys on loopback too: a peer that can speak on this socket can start programs as this user.
     stream = AgentStream(terms.host, keys=ensure_keys(paths.keys))
-    nodes = [RemoteNode(name, index, stream, terms) for index, name in enumerate(names)]
-
-    def asked(notice: orders.StopAsked) -> None:
-        nodes[notice.node].listener.stop(notice.signal)
-
-    stream.on_notice("Exited", orders.Exited, lambda notice: nodes[notice.node].exited(notice))
-    stream.on_notice("StopAsked", orders.StopAsked, asked)
-    watches = [asyncio.create_task(node.watch()) for node in nodes]
+    coordinator = Coordinator(needs, stream, terms)
+    watch = asyncio.create_task(coordinator.watch_launcher())
     try:
-        address = orders.Address(stream.address, list(names), uuid.uuid4().hex, terms.lease_s)
+        address = orders.Address(stream.address, uuid.uuid4().hex, terms.lease_s, *terms.agents)
         orders.write_address(paths.coordinator, address)
-        yield dict(zip(names, nodes, strict=True))
+        yield coordinator.nodes
+        await coordinator.end_agents()
         # Not after an error: then agents may have processes, and the next launcher must wait for their leases.
         paths.coordinator.unlink(missing_ok=True)
     finally:
-        for node in nodes:
-            node.listener = Listener()  # requests that are pending now fail
-        for watch in watches:
-            watch.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await coordinator.close()
         stream.close()

@@ -22,6 +22,7 @@ from pathlib import Path
 from realsys.cluster.child_process import ChildProcess, child_pids, kill_descendants, reap_orphans
 from realsys.cluster.prctl import subreaper
 from realsys.cluster.process import PARENT_PID
+from realsys.config.rules.machine import own_gpus, visible_to
 from realsys.launch.nodes.base import CANNOT_START, Exit, Node, OnExit, Order, Process
 from realsys.launch.processes.failures import log_since
 from realsys.launch.processes.logs import keep_bounded, keep_last_words
@@ -65,6 +66,7 @@ class Executor(Node):
         super().__init__()
         self.log_bytes: dict[Path, int] = {}  # bound of each log
         self._inherit = tuple(inherit)
+        self._gpus = own_gpus()
         self._earlier = child_pids()  # not ours to kill
         self._running: set[_Running] = set()
         self._exited = asyncio.Event()
@@ -81,6 +83,7 @@ class Executor(Node):
             return _NotStarted()
 
     def _start(self, order: Order, on_exit: OnExit) -> Process:
+        env = {**order.env, **visible_to(order.gpus, self._gpus)}
         order.log.parent.mkdir(parents=True, exist_ok=True)
         if order.keep_last_words:
             keep_last_words(order.log)
@@ -89,7 +92,7 @@ class Executor(Node):
             log_start = output.tell()
             exited = functools.partial(self._on_exit, on_exit)
             child = ChildProcess(
-                order.argv, _environment(order.env), output, inherit=self._inherit, on_exit=lambda: exited(process)
+                order.argv, _environment(env), output, inherit=self._inherit, on_exit=lambda: exited(process)
             )
         process = _Running(child, order.log, log_start)
         self._running.add(process)

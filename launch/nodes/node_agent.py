@@ -1,6 +1,6 @@
-"""`realsys node-agent`: the agent of one node. It executes the orders of the coordinator and decides nothing.
+"""`realsys node-agent`: the agent of one machine. It executes the orders of the coordinator and decides nothing.
 
-    looks for the coordinator's file ──> connects ──Ping──> joined ──┬─End──> kills everything, exits 0
+    looks for the coordinator's file ──> Joined ───Ping───> joined ──┬─End──> kills everything, exits 0
                   ^                                                  ├─another agent took its place──> same, exits 1
                   └───────────────────────kills everything───────────┴─no Ping for the lease
 
@@ -19,6 +19,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import signal
 import socket
 import threading
@@ -26,9 +27,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from realsys.cluster.network import interfaces, own_addresses
 from realsys.cluster.process import configure_logging
 from realsys.config.paths import TrialPaths
-from realsys.errors import Fenced, RealsysError, StreamError, WaitTimeout
+from realsys.config.rules.free_memory import free_host_bytes
+from realsys.config.rules.machine import own_gpus
+from realsys.config.schema_cluster import ClusterConfig
+from realsys.errors import ConfigError, Fenced, RealsysError, StreamError, WaitTimeout
 from realsys.launch.nodes import orders
 from realsys.launch.nodes.base import Exit, Order, Process
 from realsys.launch.nodes.coordinator import PINGS_PER_LEASE
@@ -87,11 +92,10 @@ class Lease:
 class Agent:
     """One session with a coordinator. ``run`` returns when it is over, and no process is left then."""
 
-    def __init__(self, node: int, executor: Executor, endpoint: WorkerEndpoint, lease: Lease) -> None:
+    def __init__(self, executor: Executor, endpoint: WorkerEndpoint, lease: Lease) -> None:
         self.ended = False  # the coordinator has sent End
-        self.replaced = False  # the coordinator has heard a newer agent of this node
+        self.replaced = False  # the coordinator has heard a newer agent of this name
         self.asked = 0  # signal that asked this node to stop
-        self._node = node
         self._executor = executor
         self._endpoint = endpoint
         self._lease = lease
@@ -134,7 +138,7 @@ class Agent:
             return
         log.warning("%s: passed on to the coordinator, which ends the run", name)
         with contextlib.suppress(StreamError):  # the session is over
-            self._endpoint.notify("StopAsked", orders.StopAsked(self._node, signum))
+            self._endpoint.notify("StopAsked", orders.StopAsked(self._endpoint.index, signum))
 
     # ---- orders
 
@@ -169,7 +173,7 @@ class Agent:
         match request.handler:
             case "Ping":
                 self._lease.renew(request.decode(orders.Ping).lease_s)
-                self._endpoint.reply(request, orders.Pong(socket.gethostname(), self._endpoint.incarnation))
+                self._endpoint.reply(request, orders.Pong(self._endpoint.incarnation))
             case "Start":
                 self._endpoint.reply(request, orders.Started(self._start(request.decode(orders.Start))))
             case "Signal":
@@ -188,13 +192,12 @@ class Agent:
         def exited(ended: Exit) -> None:
             self._processes.pop(order.serial, None)
             with contextlib.suppress(StreamError):  # the session is over: the coordinator knows that all have ended
-                self._endpoint.notify(
-                    "Exited",
-                    orders.Exited(self._node, order.serial, ended.returncode, ended.time, ended.log_end, ended.problem),
-                )
+                about = (ended.returncode, ended.time, ended.log_end, ended.problem)
+                self._endpoint.notify("Exited", orders.Exited(self._endpoint.index, order.serial, *about))
 
+        log_settings = (Path(order.log), order.log_bytes, order.keep_last_words)
         process = self._executor.start(
-            Order(tuple(order.argv), order.env, Path(order.log), order.log_bytes, order.keep_last_words), exited
+            Order(tuple(order.argv), order.env, *log_settings, gpus=tuple(order.gpus)), exited
         )
         if process.pid:
             self._processes[order.serial] = process
@@ -221,7 +224,7 @@ class Agent:
 
 
 def node_agent(trial_dir: Path, node: str, wait_s: float) -> int:
-    """Run the agent of ``node`` until the run has ended. Returns the exit code. Raises RealsysError."""
+    """Run the agent of machine ``node`` until the run has ended. Returns the exit code. Raises RealsysError."""
     configure_logging(f"node_agent/{node}")
     # The stream's thread ends with the session: refused by the coordinator, or the lease is over.
     threading.excepthook = lambda args: log.error("%s", args.exc_value)
@@ -251,25 +254,27 @@ class NodeSignals:
             self.asked = number
 
 
-async def serve(paths: TrialPaths, node: str, wait_s: float, signals: NodeSignals) -> int:
+async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignals) -> int:
     """Serve one coordinator after another, until one of them ends the run. Returns the exit code.
 
     Each wait for a coordinator is bounded by ``wait_s``. Raises WaitTimeout, and Fenced if another agent has the place.
     """
     deadline = Lease.now() + wait_s
     async with open_executor() as executor:
-        while (address := await _find(paths.coordinator, node, deadline, signals)) is not None:
+        while (address := await _find(paths.coordinator, deadline, signals)) is not None:
             wanted = functools.partial(_is_valid, paths.coordinator, address, deadline)
-            lease, index = Lease(), address.nodes.index(node)
-            endpoint = AgentEndpoint(index, address.address, keys=load_keys(paths.keys), check_alive=lease.check)
-            agent = signals.agent = Agent(index, executor, endpoint, lease)
+            lease = Lease()
+            keys = load_keys(paths.keys)
+            endpoint = AgentEndpoint(orders.index_of(name), address.address, keys=keys, check_alive=lease.check)
+            endpoint.notify("Joined", _introduction(name, endpoint, address))
+            agent = signals.agent = Agent(executor, endpoint, lease)
             await agent.run(wanted)
             signals.agent = None
             if agent.ended:
                 log.info("the coordinator has ended the run")
                 return 0
             if agent.replaced:
-                raise Fenced(f"another agent of node {node} took this one's place")
+                raise Fenced(f"another agent named {name} took this one's place")
             signals.asked = agent.asked
             if agent.joined:
                 log.warning("the coordinator is gone: all processes have ended; waiting %g s for another one", wait_s)
@@ -277,18 +282,28 @@ async def serve(paths: TrialPaths, node: str, wait_s: float, signals: NodeSignal
     return 128 + signals.asked
 
 
-async def _find(path: Path, node: str, deadline: float, signals: NodeSignals) -> orders.Address | None:
+def _introduction(name: str, endpoint: WorkerEndpoint, address: orders.Address) -> orders.Joined:
+    """Describe this machine."""
+    reached, problem = "", ""
+    gpus: tuple[str, ...] = ()
+    try:
+        gpus = own_gpus()
+        cluster = ClusterConfig(host=address.host, interface=address.interface, nodes=address.nodes)
+        _, reached, _ = own_addresses(cluster, os.environ, interfaces())
+    except ConfigError as error:
+        problem = f"{name}: {error}"
+    cpus = len(os.sched_getaffinity(0))
+    machine = (socket.gethostname(), reached, cpus, free_host_bytes(), len(gpus))
+    return orders.Joined(endpoint.index, endpoint.incarnation, name, *machine, problem)
+
+
+async def _find(path: Path, deadline: float, signals: NodeSignals) -> orders.Address | None:
     """Return the address of the coordinator, None after a signal. Raises WaitTimeout after ``deadline``."""
-    listed: list[str] = []
     while not signals.asked:
         if address := orders.read_address(path):
-            if node in address.nodes:
-                return address
-            if listed != address.nodes:  # an earlier start of the trial may have had other nodes
-                listed = address.nodes
-                log.warning("node %s is not one of this trial's: %s; waiting", node, ", ".join(listed))
+            return address
         if Lease.now() > deadline:
-            raise WaitTimeout(f"no coordinator with node {node} in {path}: start the run, or correct --node")
+            raise WaitTimeout(f"no coordinator in {path}: start the run, or correct --trial-dir")
         await asyncio.sleep(_LOOK_S)
     return None
 

@@ -4,7 +4,9 @@
                 ──Start─>             Started  pid; or Exited with the problem
                 ──Signal>             Done
                 ──End───>             Ended    the agent kills everything, and ends
-                <──Exited, StopAsked           notices
+                <──Joined, Exited, StopAsked   notices
+
+An agent says Joined first, with what its machine has. It gets no process before its first Pong has arrived.
 
 They travel on the request-reply stream (``realsys.stream``): a connection that is cut loses and doubles none of them,
 and of each node only the newest agent may speak. The stream has keys on every address, loopback included: a peer that
@@ -13,6 +15,7 @@ can speak here can start programs.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import uuid
@@ -33,14 +36,32 @@ class Ping(msgspec.Struct, frozen=True):
 
 
 class Pong(msgspec.Struct, frozen=True):
-    """Reply to Ping.
+    """Reply to Ping. ``incarnation``: of the agent on the stream; another one has taken the place of this one."""
 
-    host         name of the agent's machine, as its processes write it into their error files
-    incarnation  of the agent on the stream; another one means that an agent has taken the place of another
+    incarnation: str
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """Notice: an agent can take orders.
+
+    agent        its index on the stream
+    name         of its machine, unique in the trial
+    host         as its processes write it into their error files
+    address      at which other machines reach it
+    cpus, memory cores, and free bytes
+    gpus         number of GPUs that it may use
+    problem      why its processes could not work; then the run must not use it
     """
 
-    host: str
+    agent: int
     incarnation: str
+    name: str
+    host: str
+    address: str
+    cpus: int
+    memory: int
+    gpus: int
+    problem: str = ""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -56,6 +77,7 @@ class Start(msgspec.Struct, frozen=True):
     log: str
     log_bytes: int
     keep_last_words: bool
+    gpus: list[int]
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -91,7 +113,7 @@ class Ended(msgspec.Struct, frozen=True):
 class Exited(msgspec.Struct, frozen=True):
     """Notice of an Exit."""
 
-    node: int
+    agent: int
     serial: int
     returncode: int
     time: float
@@ -102,17 +124,27 @@ class Exited(msgspec.Struct, frozen=True):
 class StopAsked(msgspec.Struct, frozen=True):
     """Notice: the agent got a signal that asks it to stop, and waits for the coordinator's End."""
 
-    node: int
+    agent: int
     signal: int
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Content of the coordinator's file. An agent's index on the stream is that of its node in ``nodes``."""
+    """Content of the coordinator's file.
+
+    host, interface, nodes  of the configuration (``cluster``): with them an agent finds its own address
+    """
 
     address: str
-    nodes: list[str]
     coordinator: str  # differs at every start
     lease_s: float
+    host: str = "127.0.0.1"
+    interface: str = ""
+    nodes: int = 0
+
+
+def index_of(name: str) -> int:
+    """Return the index of an agent on the stream: a hash of its name, so that the newest agent of a name speaks."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
 
 
 def write_address(path: Path, address: Address) -> None:

@@ -29,7 +29,7 @@ class Child:
         self.pending = None
         keep = self._starts == 1  # the first restart
         self._starts += 1
-        order = Order(spec.argv, {**spec.env, **env}, spec.log, log_bytes, keep)
+        order = Order(spec.argv, {**spec.env, **env}, spec.log, log_bytes, keep, spec.gpus, spec.addresses)
         self.process = self._node.start(order, functools.partial(self._end, on_exit))
 
     def _end(self, on_exit: OnChildExit, ended: Exit) -> None:

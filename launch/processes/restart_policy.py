@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from realsys.cluster.child_process import HEALTHY_AFTER_S, Backoff, how_it_ended
+from realsys.errors import ConfigError
 from realsys.launch.nodes.base import ProcessId
 
 NO_CHECKPOINT = -1  # step of the newest checkpoint before the first one
@@ -87,6 +88,7 @@ class Outcome:
     recovered: frozenset[ProcessId] = frozenset()  # those whose failure a restart repaired, so no cause of a later one
     given_up: list[str] = field(default_factory=list)  # names of workers without which the run continued
     killed: list[str] = field(default_factory=list)  # names of processes that did not stop in time
+    refused: ConfigError | None = None  # why the run could not begin
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,11 @@ from realsys.launch.plan import ProcessSpec
 from realsys.launch.processes.restart_policy import NO_CHECKPOINT
 
 
-async def _ready(_: ProcessSpec) -> None:
+async def _ready(_: ProcessSpec, __: str) -> None:
+    return None
+
+
+async def _no_launcher() -> None:
     return None
 
 
@@ -38,19 +42,21 @@ class Hooks:
     """Functions of the run that the supervisor calls.
 
     say               takes a line for each restart and kill
+    launch            starts the agents of other nodes
     errors            returns the error files of the trial's processes
     checkpoint        returns the step of the newest complete one, or NO_CHECKPOINT
     finished          returns True if a MasterWorker that exited 0 has finished the run
-    name_store_ready  returns when the run's own name store answers
+    name_store_ready  returns when the run's own name store answers; takes its process, and the address of its node
     outside           returns a cause outside of the processes, such as a full disk, or ""
     stopping          returns the progress of a stop: what the MasterWorker does (the user reads its first line), and
                       the bytes that were written
     """
 
     say: Callable[[str], None]
+    launch: Callable[[], Awaitable[None]] = _no_launcher
     errors: Callable[[], Sequence[ErrorRecord]] = lambda: ()
     checkpoint: Callable[[], int] = lambda: NO_CHECKPOINT
     finished: Callable[[], bool] = lambda: True
-    name_store_ready: Callable[[ProcessSpec], Awaitable[None]] = _ready
+    name_store_ready: Callable[[ProcessSpec, str], Awaitable[None]] = _ready
     outside: Callable[[], str] = lambda: ""
     stopping: Callable[[], tuple[str, int]] = lambda: ("", 0)

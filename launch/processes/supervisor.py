@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Concatenate, ParamSpec
 
 from realsys.cluster.process import TRAINING_START
-from realsys.errors import RealsysError
+from realsys.errors import ConfigError, RealsysError
 from realsys.launch.nodes.base import LOCAL, Exit, Listener, Node, Process, ProcessId
 from realsys.launch.plan import NAME_STORE, ProcessSpec
 from realsys.launch.processes.children import Child
@@ -84,11 +84,12 @@ class Supervisor:
         self._outcome: Outcome | None = None
         self._deaths: list[Death] = []
         self._restarted: list[Death] = []
+        self._first_deaths: dict[str, tuple[Death, float]] = {}  # server whose parts are being killed -> cause, ran_s
         self._given_up: list[str] = []
         self._changes = Changes()
         self._stop = Stop(self._children, bounds, hooks, self._changes, list(nodes.values()))
         for node in nodes.values():
-            node.listener = Listener(stop=self._stop_asked, fail=self.fail)
+            node.listener = Listener(stop=self._stop_asked, fail=self.fail, say=hooks.say)
 
     @property
     def restarts(self) -> int:
@@ -148,12 +149,14 @@ class Supervisor:
         others = [name for name in self._nodes if name != LOCAL]
         if others:
             self._hooks.say(f"waiting for the agents of {', '.join(others)} (realsys node-agent)")
+            await self._wait_for("the start", self._hooks.launch())
             joined = asyncio.gather(*(self._nodes[name].ready(self._bounds.join_s) for name in others))
             await self._wait_for("the start", joined)
         for child in self._children:
             self._start(child)
             if child.spec.kind == NAME_STORE:
-                await self._wait_for(child.spec.name, self._hooks.name_store_ready(child.spec))
+                address = self._nodes[child.spec.node].address
+                await self._wait_for(child.spec.name, self._hooks.name_store_ready(child.spec, address))
             else:
                 await asyncio.sleep(0)  # a process that cannot be started ends the run before the next one starts
         self._trainer.mark_complete()
@@ -166,6 +169,8 @@ class Supervisor:
             await self._changes.until(lambda: ready.done() or self._outcome is not None)
             if self._outcome is None:
                 ready.result()
+        except ConfigError as error:
+            self._end(Outcome("failed", str(error), refused=error))
         except RealsysError as error:
             self._end(Outcome("failed", f"{name}: {error}"))
         finally:
@@ -205,19 +210,32 @@ class Supervisor:
         spec = child.spec
         if spec.kind == "master_worker" and death.returncode == 0 and self._hooks.finished():
             self._end(Outcome("done", "the MasterWorker finished"))
-        elif spec.on_death == "end":
+        elif spec.on_death == "end" or (spec.kind == NAME_STORE and death.lost):
+            # The address of another machine's etcd would be a new one, which no running process knows.
             self._deaths.append(death)
             self._end(Outcome("failed", f"{spec.name} {death.how}"))
         elif spec.on_death == "restart":
-            spare = self._is_spare(child, ran_s)
-            if decided := self._decide(death.name, [death], frozenset({death.process}), ran_s, spare=spare):
-                restart, cause = decided
-                child.pending = asyncio.get_running_loop().call_later(restart.delay_s, self._start, child)
-                self._say_restart(cause, restart)
+            self._restart_alone(child, death, ran_s)
         else:
             self._trainer.add_death(death)
             if not self._trainer.running:
                 self._restart_trainer()
+
+    def _restart_alone(self, child: Child, death: Death, ran_s: float) -> None:
+        """Restart a process, with all parts of its server if that spans nodes: they end and start together."""
+        parts = [each for each in self._of_kind(child.spec.kind) if each.spec.index == child.spec.index]
+        first, ran_s = self._first_deaths.setdefault(parts[0].spec.name, (death, ran_s))
+        for part in parts:
+            part.kill()
+        if any(part.process is not None for part in parts):
+            return
+        del self._first_deaths[parts[0].spec.name]
+        spare = self._is_spare(child, ran_s)
+        if decided := self._decide(parts[0].spec.name, [first], frozenset({first.process}), ran_s, spare=spare):
+            restart, cause = decided
+            for part in parts:
+                part.pending = asyncio.get_running_loop().call_later(restart.delay_s, self._start, part)
+            self._say_restart(cause, restart)
 
     def _restart_trainer(self) -> None:
         trainer = self._trainer
@@ -267,14 +285,14 @@ class Supervisor:
 
     def _is_spare(self, child: Child, ran_s: float) -> bool:
         """Return True if the run can do without this worker, which has just ended."""
-        alike, now = self._of_kind(child.spec.kind), time.monotonic()
+        alike, now = _whole(self._of_kind(child.spec.kind)), time.monotonic()
         others_s = [now - other.process.started for other in alike if other.process is not None]
         return child.spec.kind in _REPLACEABLE and is_spare(ran_s, others_s, len(alike), self._bounds.min_share)
 
     def _give_up(self, name: str, cause: Cause, decision: GiveUp) -> None:
         self._given_up.append(name)
         kind = name.partition("/")[0]
-        alike = [child.spec.name for child in self._of_kind(kind)]
+        alike = [child.spec.name for child in _whole(self._of_kind(kind))]
         left = len(alike) - len(set(alike) & set(self._given_up))
         goes_on = f"the run continues with {left} of {len(alike)} {_REPLACEABLE[kind]}"
         self._hooks.say(f"{cause}; given up {decision.why}: {goes_on} ({cause.log})")
@@ -287,3 +305,8 @@ class Supervisor:
         if self._outcome is None:
             self._outcome = outcome
         self._changes.note()
+
+
+def _whole(children: Sequence[Child]) -> list[Child]:
+    """Return one child for each worker: of a server that spans nodes, its first part."""
+    return [child for child in children if not child.spec.node_rank]

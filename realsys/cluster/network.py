@@ -93,16 +93,21 @@ def take_address(config: Config, environment: MutableMapping[str, str] = os.envi
     Raises ConfigError for an address that this machine does not have, and for loopback in a plan of several nodes.
     """
     cluster, there = config.cluster, interfaces()
+    host, _, name = own_addresses(cluster, environment, there)
+    environment.setdefault("GLOO_SOCKET_IFNAME", name)
+    environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without "=", NCCL takes eth10 for eth1 too
+    return config.model_copy(update={"cluster": cluster.model_copy(update={"host": host})})
+
+
+def own_addresses(cluster: ClusterConfig, environment: Mapping[str, str], there: Interfaces) -> tuple[str, str, str]:
+    """Return the address to bind, the one to advertise and its interface. Raises ConfigError as ``take_address``."""
     host = own_host(cluster, environment.get(HOST, ""), there)
     reached = advertised_host(host)
     if cluster.nodes > 1 and is_loopback(reached):
         problem = f"other hosts cannot reach {reached}, which this process of {cluster.nodes} nodes would advertise"
         remedy = f"name an interface or a subnet, or set {HOST}"
         raise ConfigError("cluster.interface", cluster.interface, f"{problem}: {remedy}")
-    name = _interface_of(reached, there)
-    environment.setdefault("GLOO_SOCKET_IFNAME", name)
-    environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without "=", NCCL takes eth10 for eth1 too
-    return config.model_copy(update={"cluster": cluster.model_copy(update={"host": host})})
+    return host, reached, _interface_of(reached, there)
 
 
 def own_host(cluster: ClusterConfig, given: str, there: Interfaces) -> str:

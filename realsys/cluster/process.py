@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 PARENT_PID = "REALSYS_PARENT_PID"  # set by a launcher that is the direct parent
 RUN_ID = "REALSYS_RUN_ID"
 TRAINING_START = "REALSYS_TRAINING_START"  # number of the trainer's start, for its processes
+STORE_ADDRESS = "REALSYS_NAME_STORE"  # host:port of the trial's own etcd on another machine
+NODE_RANK = "REALSYS_NODE_RANK"  # of a part of a server that spans nodes, and the number of its parts
+NODES = "REALSYS_NODES"
+INIT_ADDRESS = "REALSYS_INIT_ADDRESS"  # host:port at which the parts find each other
 _PARENT_LOOK_S = 0.2  # seconds between two checks of the parent
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

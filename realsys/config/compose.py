@@ -1,6 +1,6 @@
 """Composition: shipped YAML + overrides -> one validated Config, done once per trial.
 
-    configs/config.yaml <- generation/, name_store/ <- experiment/NAME.yaml <- key=value overrides
+    configs/config.yaml <- generation/, name_store/, cluster/ <- experiment/NAME.yaml <- key=value overrides
                                     | hydra (merging only)
                                     v
                        realsys.config.schema.Config (types, bounds, unknown keys)
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 CONFIG_MODULE = "realsys.configs"
 _ROOT = "config"
 _EXPERIMENT = "experiment"
+#: group with the name of a section -> the field that its option stands for
+_CHOSEN_BY = {"generation": "generation.backend", "cluster": "cluster.launcher"}
 
 
 def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Config:
@@ -179,7 +181,8 @@ def quoted(value: str) -> str:
 
 def given_fields(overrides: Sequence[str]) -> set[str]:
     """Return the keys that the command line sets. A section includes all of its fields. Raises ConfigError."""
-    return {_parse(text).key_or_group for text in overrides}
+    keys = {_parse(text).key_or_group for text in overrides}
+    return {_CHOSEN_BY.get(key, key) for key in keys}
 
 
 def _first_line(exc: BaseException) -> str:

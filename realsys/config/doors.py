@@ -282,3 +282,11 @@ BACKEND = Door(
     },
     derives("realsys.generation.backend:Backend"),
 )
+
+#: starts a node agent on every machine of a trial with ``cluster.nodes``
+LAUNCHER = Door(
+    "cluster.launcher",
+    "launcher",
+    {"local": "realsys.launch.launchers.local:LocalLauncher"},
+    derives("realsys.launch.launchers.base:Launcher"),
+)

@@ -23,7 +23,16 @@ class NameStoreConfig(Section):
     password_file: str = Field(
         "", description="file that holds its password; empty: the environment variable `REALSYS_ETCD_PASSWORD`"
     )
-    start: bool = Field(False, description="start an etcd for this run at `address`, and restart it if it dies")
+    start: bool = Field(
+        False,
+        description="start an etcd for this run at `address`, and restart it if it dies; with nodes, a loopback address"
+        " stands for that of the first node",
+    )
+    file_between_hosts: bool = Field(
+        False,
+        description="allow the file backend with several nodes: only if all of them see a change of the directory"
+        " at once, which NFS does not do",
+    )
     root: str = Field("", description="directory of the file backend; empty: {trial folder}/name_store")
 
 
@@ -31,9 +40,15 @@ class ClusterConfig(Section):
     """Hosts, time limits and restarts of all processes."""
 
     name_store: NameStoreConfig = NameStoreConfig()
-    nodes: NonNegative = Field(
-        0, description="machines to plan for (docs/allocation.md); 0: this machine, with what it has"
+    launcher: str = Field(
+        "local",
+        description="with nodes: who starts an agent on each machine (docs/launching.md), or the import string"
+        " `package.module:class` of your own",
     )
+    nodes: NonNegative = Field(
+        0, description="machines of the trial (docs/allocation.md); 0: this machine, with what it has"
+    )
+    spare_nodes: NonNegative = Field(0, description="with nodes: further machines, which take the place of lost ones")
     gpus_per_node: NonNegative = Field(0, description="with nodes: GPUs of each")
     cpus_per_node: NonNegative = Field(0, description="with nodes: CPU cores of each; 0: not known, not checked")
     memory_gb_per_node: Annotated[float, Field(ge=0)] = Field(

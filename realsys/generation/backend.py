@@ -11,6 +11,7 @@ The class is called as ``Class(config, **generation.backend_args)``, by launcher
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES
 from realsys.config.rules.backend_rules import BackendRules, backend_rules
 from realsys.config.schema import Config
+from realsys.errors import GenerationError
 from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
 from realsys.types import F32, I32, FinishReason
 
@@ -160,6 +163,35 @@ class GenerationEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Nodes of one server: the rank of this one, their number, and the ``host:port`` at which its parts meet."""
+
+    rank: int = 0
+    nodes: int = 1
+    init_address: str = ""
+
+
+ONE_NODE = Span()
+
+
+def own_span(environment: Mapping[str, str] = os.environ) -> Span:
+    """Return the span that the launcher has given to this process."""
+    rank, nodes = (int(environment.get(name, default)) for name, default in ((NODE_RANK, "0"), (NODES, "1")))
+    return Span(rank, nodes, environment.get(INIT_ADDRESS, ""))
+
+
+@dataclass(frozen=True, slots=True)
+class PartParts:
+    """Collaborators of a part of a server, on any node but the server's first. ``on_stop``: as in EngineParts."""
+
+    config: Config
+    model_path: Path
+    index: int
+    span: Span
+    on_stop: Callable[[Callable[[], None]], None]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineParts:
     """Collaborators of an engine in its GenerationServer.
 
@@ -169,6 +201,7 @@ class EngineParts:
     materialise  verifies a version and writes it as a plain HF directory, for engines that load from disk
     on_change    receives the changes of the engine; the server is registered after the first Change(serial)
     on_stop      registers a function that another thread calls when the process must stop
+    span         nodes of this server, of which this is the first. A folder that ``materialise`` writes is seen by all
     """
 
     config: Config
@@ -178,6 +211,7 @@ class EngineParts:
     materialise: Materialise
     on_change: Callable[[Change], None]
     on_stop: Callable[[Callable[[], None]], None]
+    span: Span = ONE_NODE
 
 
 class Backend(BackendRules, ABC):
@@ -186,6 +220,14 @@ class Backend(BackendRules, ABC):
     @abstractmethod
     def build(self, parts: EngineParts) -> GenerationEngine:
         """Create the engine of one server; the server starts it. Raises ModelError or ConfigError."""
+
+    def run_part(self, parts: PartParts) -> None:
+        """Run what a server has on a node other than its first, until asked to stop.
+
+        Only for engines whose pipeline stages may span nodes. If one part ends, the launcher starts all parts again.
+        Raises GenerationError when the part has ended.
+        """
+        raise GenerationError(f"generation.backend={self.config.generation.backend} does not span nodes")
 
 
 def make_backend(config: Config) -> Backend:

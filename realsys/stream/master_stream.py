@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 #: one Ack covers all replies and notices of this time; the worker only keeps them a little longer
 ACK_DELAY_S = 0.02
+#: workers that may ever say hello; bounded, because the master remembers each of them
+MAX_PEERS = 1 << 16
 #: notices that wait for their callback; bounded, because a misspelt handler would collect them for ever
 MAX_UNCLAIMED = 4096
 Reply = TypeVar("Reply", bound=msgspec.Struct)
@@ -291,6 +293,9 @@ class MasterStream:
         if hello.incarnation <= self._retired.get(hello.index, "") or (peer and hello.incarnation < peer.incarnation):
             current = peer.incarnation if peer else "none"
             self._refuse(route, f"it was retired; current incarnation: {current}")
+            return
+        if peer is None and len(self._peers.keys() | self._retired.keys() | {hello.index}) > MAX_PEERS:
+            self._refuse(route, f"{MAX_PEERS} workers have connected")
             return
         if peer is not None and peer.incarnation != hello.incarnation:
             # The new process has none of the old one's state, so the old one's calls are not resent.

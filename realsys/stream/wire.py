@@ -28,8 +28,8 @@ from typing import Annotated
 import msgspec
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
-#: worker index; bounded, because the master remembers every index that says hello
-Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+#: worker index; wide enough for the hash of a name (master_stream.MAX_PEERS bounds their number)
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 

@@ -6,6 +6,7 @@ import os
 import pwd
 from pathlib import Path
 
+from realsys.cluster.process import STORE_ADDRESS
 from realsys.cluster.store.base import NameStore
 from realsys.cluster.store.file_store import FileNameStore
 from realsys.cluster.store.names import Names
@@ -30,7 +31,12 @@ def make_name_store(config: Config, paths: TrialPaths, call_timeout_s: float = C
 
     lease_s = config.cluster.lease_s
     access = EtcdAccess(settings.ca, settings.cert, settings.key, settings.user, etcd_password(settings))
-    return EtcdNameStore(settings.address, min(call_timeout_s, lease_s / 3), lease_s, access)
+    return EtcdNameStore(store_address(config), min(call_timeout_s, lease_s / 3), lease_s, access)
+
+
+def store_address(config: Config) -> str:
+    """Return the address of etcd. The launcher knows that of an own etcd once its machine has joined."""
+    return os.environ.get(STORE_ADDRESS) or config.cluster.name_store.address
 
 
 def etcd_password(settings: NameStoreConfig) -> str:

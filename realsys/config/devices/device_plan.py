@@ -14,9 +14,9 @@ servers get the rest. A block without GPUs goes to the node with the least work 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from realsys.errors import ConfigError
 
@@ -127,7 +127,8 @@ def place(nodes: Sequence[Node], blocks: Sequence[Block], allocation: str, *, sh
         _check_sum(used, blocks, share)
         seats = [seat for block in blocks for seat in _place_block(block, used, share)]
         for each in used:
-            _check_node(each)
+            if problem := Needs.of(each.seats).problem(each.node):
+                raise _Refused(f"{problem} on {each.node.name}")
     except _Refused as refused:
         raise ConfigError("allocation", allocation, str(refused)) from None
     return seats
@@ -192,16 +193,41 @@ def _find(name: str, width: int, count: int, used: Sequence[_Used], *, share: bo
     raise _Refused(f"{problem} of {widest}: choose parallel sizes that divide {widest}")
 
 
-def _check_node(used: _Used) -> None:
-    """Refuse a node with too many processes, or with too little memory for them."""
-    node, count = used.node, len(used.seats)
-    most = max(_FEWEST_PROCESSES, _PROCESSES_PER_CORE * node.cpus)
-    if node.cpus and count > most:
-        raise _Refused(f"{count} processes are too many for {node.cpus} CPU cores; at most {most} on {node.name}")
-    need = sum(seat.memory for seat in used.seats)
-    if node.memory and need > node.memory:
-        sizes = f"its processes need about {need / _GIB:.1f} GiB, {node.memory / _GIB:.1f} GiB are free"
-        raise _Refused(f"{sizes} on {node.name}")
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the processes of a node take: number of processes, GPUs of the node, bytes of host memory."""
+
+    processes: int
+    gpus: int
+    memory: int
+
+    @classmethod
+    def of(cls, seats: Iterable[NeedsRoom]) -> Needs:
+        """Return the needs of the processes on one node."""
+        there = list(seats)
+        gpus = 1 + max((gpu for seat in there for gpu in seat.gpus), default=-1)
+        return cls(len(there), gpus, sum(seat.memory for seat in there))
+
+    def problem(self, node: Node) -> str:
+        """Return why ``node`` cannot hold the processes; "" if it can."""
+        most = max(_FEWEST_PROCESSES, _PROCESSES_PER_CORE * node.cpus)
+        if self.gpus > node.gpus:
+            return f"its processes need {self.gpus} GPUs, {node.gpus} are there"
+        if node.cpus and self.processes > most:
+            return f"{self.processes} processes are too many for {node.cpus} CPU cores; at most {most}"
+        if node.memory and self.memory > node.memory:
+            return f"its processes need about {self.memory / _GIB:.1f} GiB, {node.memory / _GIB:.1f} GiB are free"
+        return ""
+
+
+class NeedsRoom(Protocol):
+    """A process with its place on a node: a Seat, or the process that has it."""
+
+    @property
+    def gpus(self) -> tuple[int, ...]: ...
+
+    @property
+    def memory(self) -> int: ...
 
 
 # ---- as text

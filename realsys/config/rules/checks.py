@@ -34,6 +34,7 @@ def check(config: Config, machine: Machine) -> Allocation:
 
     Raises ConfigError or ModelError.
     """
+    machine = machine.planned(config.cluster)
     allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
     check_calls(flow)
     allocation.check_roles(flow.roles, config.allocation)
@@ -102,6 +103,12 @@ def _check_cluster(config: Config, allocation: Allocation) -> None:
         problem = (
             f"{processes} processes are too many for a name store of files, which carries {MOST_WITH_FILES}: "
             "use name_store=etcd"
+        )
+        raise ConfigError("cluster.name_store.backend", "file", problem)
+    if cluster.nodes > 1 and cluster.name_store.backend == "file" and not cluster.name_store.file_between_hosts:
+        problem = (
+            f"{cluster.nodes} nodes may see its files late, and take live workers for dead: add name_store=etcd "
+            "cluster.name_store.start=true, or allow it with cluster.name_store.file_between_hosts=true"
         )
         raise ConfigError("cluster.name_store.backend", "file", problem)
     if cluster.lease_s < 2 * cluster.heartbeat_s:

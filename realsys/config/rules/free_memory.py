@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 _GIB = 1 << 30
@@ -11,13 +12,21 @@ _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noh
 _QUERY_TIMEOUT_S = 10.0  # a driver without persistence mode starts in some seconds
 
 
-def free_host_bytes(root: Path = Path("/")) -> int:
+def free_host_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:
     """Return the memory that this process may still take: that of the node, or what a cgroup leaves of its limit.
 
     SLURM's ``--mem`` and a container's limit are cgroups, of version 1 or 2. A limit of any cgroup above counts, too.
-    ``root`` has ``proc`` and ``sys``.
+    A SLURM without cgroups kills the job beyond the limit in the environment. ``root`` has ``proc`` and ``sys``.
     """
-    return max(0, min([_available(root), *_left_in_cgroups(root)]))
+    return max(0, min([_available(root), *_left_in_cgroups(root), *_limit_of_slurm(environment)]))
+
+
+def _limit_of_slurm(environment: Mapping[str, str]) -> Iterator[int]:
+    per_node, per_core = (environment.get(f"SLURM_MEM_PER_{part}", "") for part in ("NODE", "CPU"))
+    if per_node.isdigit() and int(per_node):  # 0: all that the node has
+        yield int(per_node) << 20
+    elif per_core.isdigit() and environment.get("SLURM_CPUS_ON_NODE", "").isdigit():
+        yield (int(per_core) << 20) * int(environment["SLURM_CPUS_ON_NODE"])
 
 
 def _available(root: Path) -> int:

@@ -7,14 +7,16 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from realsys.config.devices.device_plan import Node
 from realsys.config.rules.free_memory import free_host_bytes, gpu_bytes
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError
 
+_GIB = 1 << 30
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -34,6 +36,17 @@ class Machine:
         free = shutil.disk_usage(shm).free if shm.is_dir() else 0
         return Node("this machine", self.cpus, self.memory_bytes, len(self.gpus), free)
 
+    def planned(self, cluster: ClusterConfig) -> Machine:
+        """Return the machine for which a trial is planned: a node as ``cluster`` describes it, else this machine.
+
+        The torch of another machine is taken to be a CUDA build.
+        """
+        if not cluster.nodes:
+            return self
+        gpus = tuple(map(str, range(cluster.gpus_per_node)))
+        memory = int(cluster.memory_gb_per_node * _GIB)
+        return Machine(cluster.cpus_per_node, memory, gpus, True, int(cluster.gpu_memory_gb * _GIB))
+
     @property
     def trainer_gpus(self) -> tuple[str, ...]:
         """GPUs that the torch of this interpreter can use. SGLang may run in another interpreter."""
@@ -42,7 +55,7 @@ class Machine:
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Machine:
         """Return the resources of the machine that runs this process."""
-        gpus = visible_gpus(environment.get(VISIBLE), _present_gpus())
+        gpus = own_gpus(environment)
         return cls(
             cpus=len(os.sched_getaffinity(0)),
             memory_bytes=free_host_bytes(),
@@ -50,6 +63,16 @@ class Machine:
             torch_has_cuda=_torch_has_cuda(),
             gpu_bytes=gpu_bytes(gpus),
         )
+
+
+def own_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the ids of the GPUs that this process may use. Raises ConfigError."""
+    return visible_gpus(environment.get(VISIBLE), _present_gpus())
+
+
+def visible_to(gpus: Sequence[int], ids: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a process that may use ``gpus``, indexes into ``ids``; without indexes it sees none."""
+    return {VISIBLE: ",".join(ids[gpu] for gpu in gpus)} if ids else {}
 
 
 def _present_gpus() -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from realsys.config.rules.sglang import flags
 from realsys.config.schema import SamplingConfig
+from realsys.generation.backend import ONE_NODE, Span
 
 CPU_SUPPORT = Path(__file__).with_name("cpu_support")
 LOOPBACK = "127.0.0.1"
@@ -35,7 +36,7 @@ def needs_tokenizer(sampling: SamplingConfig, options: Mapping[str, Any]) -> boo
 class Launch:
     """Settings of one start. ``context``: tokens of a sequence; ``options``: of the user, by name without dashes.
 
-    ``tokenizer``: SGLang loads the model's tokenizer and turns every token into text.
+    ``tokenizer``: SGLang loads the model's tokenizer and turns every token into text. ``span``: of the server.
     """
 
     python: str
@@ -49,12 +50,16 @@ class Launch:
     gpus: bool
     options: Mapping[str, Any]
     tokenizer: bool = False
+    span: Span = ONE_NODE
 
     def command(self, port: int) -> list[str]:
         """Return argv. The user's options replace ours, except the address and the model (checked before)."""
         module = "sglang.launch_server" if self.gpus else "realsys_sglang_cpu.server"
         options = {**self._own_options(), **self.options}
-        fixed = {"model-path": str(self.model_path), "host": LOOPBACK, "port": port}
+        fixed: dict[str, Any] = {"model-path": str(self.model_path), "host": LOOPBACK, "port": port}
+        if self.span.nodes > 1:
+            meeting = {"node-rank": self.span.rank, "dist-init-addr": self.span.init_address}
+            fixed |= {"nnodes": self.span.nodes, **meeting}
         return [self.python, "-m", module, *flags({**options, **fixed})]
 
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from realsys.config.allocation import Allocation, parse_allocation
 from realsys.config.devices.device_plan import Node
@@ -21,11 +24,12 @@ from realsys.config.rules.sglang import (
     static_share,
 )
 from realsys.config.schema import Config
-from realsys.generation.backend import Backend, Change, EngineParts, Materialise
+from realsys.generation.backend import ONE_NODE, Backend, Change, EngineParts, Materialise, PartParts, Span
 from realsys.generation.limits import Limits
 from realsys.generation.sglang.arguments import Launch, needs_tokenizer
 from realsys.generation.sglang.engine import Model, SglangEngine
 from realsys.generation.sglang.keeper import Settings
+from realsys.generation.sglang.part import run_part
 from realsys.generation.stop_strings import read_tokenizer
 from realsys.hf.config import read_model
 
@@ -64,10 +68,15 @@ class SglangBackend(Backend):
 
     def build(self, parts: EngineParts) -> SglangEngine:
         engine = build_sglang_engine(
-            parts.model_path, self.config, parts.materialise, parts.on_change, index=parts.index
+            parts.model_path, self.config, parts.materialise, parts.on_change, index=parts.index, span=parts.span
         )
         parts.on_stop(engine.abandon_start)
         return engine
+
+    def run_part(self, parts: PartParts) -> None:
+        tokenizer = _tokenizer(parts.model_path, self.config)
+        launch = _launch(parts.model_path, self.config, parts.index, parts.span, tokenizer)
+        asyncio.run(run_part(launch, parts.on_stop))
 
 
 def build_sglang_engine(
@@ -77,16 +86,46 @@ def build_sglang_engine(
     on_change: Callable[[Change], None],
     *,
     index: int = 0,
+    span: Span = ONE_NODE,
 ) -> SglangEngine:
     """Make an engine that is not started yet. ``index`` is the server's: each draws other random numbers.
 
     Raises ModelError for a model that realsys cannot train.
     """
     generation, arch = config.generation, read_model(model_path)
-    given = options(generation.sglang)
-    tokenizer = read_tokenizer(model_path) if needs_tokenizer(generation.sampling, given) else None
+    tokenizer = _tokenizer(model_path, config)
+    launch = _launch(model_path, config, index, span, tokenizer)
+    limits = Limits(
+        vocabulary=arch.vocab,
+        eos=arch.eos,
+        context=launch.context,
+        capacity=generation.sglang.max_answers,
+        tokenizer=tokenizer is not None,
+        model_path=str(model_path),
+    )
+    settings = Settings(
+        start_timeout_s=generation.sglang.start_timeout_s,
+        # A server that spans nodes starts again on all of them, which only the launcher can do.
+        max_restarts=generation.sglang.max_restarts if span.nodes == 1 else 0,
+        load_timeout_s=config.manager.update_timeout_s,
+        silence_timeout_s=generation.sglang.silence_timeout_s,
+        drain=not config.asynchronous.interruptible,
+    )
+    model = Model(limits, arch.tensor_shapes(), tokenizer)
+    return SglangEngine(launch, model, materialise, settings, on_change)
+
+
+def _tokenizer(model_path: Path, config: Config) -> Tokenizer | None:
+    """Return the model's tokenizer if SGLang must load it."""
+    generation = config.generation
+    needed = needs_tokenizer(generation.sampling, options(generation.sglang))
+    return read_tokenizer(model_path) if needed else None
+
+
+def _launch(model_path: Path, config: Config, index: int, span: Span, tokenizer: Tokenizer | None) -> Launch:
+    generation, given = config.generation, options(config.generation.sglang)
     context = int(given.pop("context-length", 0)) or longest_sequence(config)
-    launch = Launch(
+    return Launch(
         python=interpreter(generation.sglang),
         model_path=model_path,
         dtype=config.model.dtype,
@@ -98,21 +137,5 @@ def build_sglang_engine(
         gpus=bool(Machine.here().gpus),
         options=given,
         tokenizer=tokenizer is not None,
+        span=span,
     )
-    limits = Limits(
-        vocabulary=arch.vocab,
-        eos=arch.eos,
-        context=context,
-        capacity=generation.sglang.max_answers,
-        tokenizer=tokenizer is not None,
-        model_path=str(model_path),
-    )
-    settings = Settings(
-        start_timeout_s=generation.sglang.start_timeout_s,
-        max_restarts=generation.sglang.max_restarts,
-        load_timeout_s=config.manager.update_timeout_s,
-        silence_timeout_s=generation.sglang.silence_timeout_s,
-        drain=not config.asynchronous.interruptible,
-    )
-    model = Model(limits, arch.tensor_shapes(), tokenizer)
-    return SglangEngine(launch, model, materialise, settings, on_change)

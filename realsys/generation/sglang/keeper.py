@@ -105,7 +105,7 @@ class Keeper:
         """Run the server from start to end. Returns how it ended."""
         [port] = free_ports(1)
         url = f"http://{join_host_port(LOOPBACK, port)}"
-        scratch = _scratch()
+        scratch = scratch_folder()
         child = SglangProcess(self._launch.command(port), self._launch.environment(), url, scratch)
         try:
             await child.wait_healthy(http, self._settings.start_timeout_s)
@@ -145,7 +145,7 @@ class Keeper:
         return f"has sampled nothing for {limit:g} s (generation.sglang.silence_timeout_s) and is killed"
 
 
-def _scratch() -> Path:
+def scratch_folder() -> Path:
     """Make a folder, in memory-backed storage if the machine has it."""
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     return Path(tempfile.mkdtemp(prefix="realsys-sglang-", dir=base))

@@ -82,6 +82,28 @@ def test_older_incarnation_does_not_take_over() -> None:
     asyncio.run(run())
 
 
+def test_number_of_workers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master remembers each of them. One that it knows may still come back."""
+    monkeypatch.setattr("realsys.stream.master_stream.MAX_PEERS", 1)
+
+    async def run() -> None:
+        with thread_errors() as errors:
+            stream = MasterStream()
+            first = Answering(1 << 40, stream.address, incarnation="1")
+            await stream.barrier([1 << 40], BOUND_S)
+            other = Answering(7, stream.address, incarnation="1")
+            await asyncio.to_thread(other.wait_ended)
+            again = Answering(1 << 40, stream.address, incarnation="2")
+            await asyncio.to_thread(first.wait_ended)
+            assert (await stream.request(1 << 40, "echo", Number(5), Number)).value == 5
+            for worker in (first, other, again):
+                await asyncio.to_thread(worker.close)
+            stream.close()
+        assert "model_worker/7: the master refused incarnation 1: 1 workers have connected" in str(errors[0])
+
+    asyncio.run(run())
+
+
 def test_a_worker_declared_lost_fails_its_calls() -> None:
     async def body(stream: MasterStream, workers: list[Answering]) -> None:
         pending = stream.request(0, "hold", Number(1), Number)

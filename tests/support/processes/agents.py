@@ -13,7 +13,7 @@ from pathlib import Path
 from realsys.config.paths import TrialPaths
 from realsys.launch.nodes.base import Node
 from realsys.launch.nodes.coordinator import Terms, open_nodes
-from realsys.launch.plan import ProcessSpec
+from realsys.launch.plan import ProcessSpec, needs_of
 from tests.support.processes.supervised import FOREVER, READY, Trial
 
 BOUND_S = 60.0
@@ -56,7 +56,7 @@ class AgentTrial(Trial):
 
     @contextlib.asynccontextmanager
     async def _open(self, specs: Sequence[ProcessSpec]) -> AsyncIterator[dict[str, Node]]:
-        names = {spec.node for spec in specs}
+        names = needs_of(specs)
         try:
             async with open_nodes(names, TrialPaths(self.root), self._terms) as nodes:
                 for name in names:

@@ -17,11 +17,12 @@ from typing import Any
 
 import psutil
 
+from realsys.config.devices.device_plan import Kind
 from realsys.config.paths import TrialPaths
 from realsys.launch.nodes.base import LOCAL, Node
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.nodes.node_agent import NodeSignals, serve
-from realsys.launch.plan import TRAINING, Kind, OnDeath, ProcessSpec
+from realsys.launch.plan import TRAINING, OnDeath, ProcessSpec, needs_of
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.processes.run_hooks import Bounds, Hooks
 from realsys.launch.processes.supervisor import Supervisor
@@ -117,9 +118,9 @@ class Trial:
 async def in_process_agents(specs: Sequence[ProcessSpec]) -> AsyncIterator[dict[str, Node]]:
     """Open the nodes of the specs. Agents of other nodes run in this process, until the supervisor ends them."""
     with tempfile.TemporaryDirectory() as folder:
-        paths, names = TrialPaths(Path(folder)), {spec.node for spec in specs}
+        paths, names = TrialPaths(Path(folder)), needs_of(specs)
         async with open_nodes(names, paths, Terms("127.0.0.1", lease_s=60.0, join_s=60.0)) as nodes:
-            agents = [asyncio.create_task(serve(paths, name, 60.0, NodeSignals())) for name in names - {LOCAL}]
+            agents = [asyncio.create_task(serve(paths, name, 60.0, NodeSignals())) for name in names if name != LOCAL]
             yield nodes
             assert await asyncio.gather(*agents) == [0] * len(agents)
 

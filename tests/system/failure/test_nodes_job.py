@@ -1,48 +1,69 @@
-"""A whole job whose processes are started by two agents: the launcher only coordinates."""
+"""A whole job over two nodes. Its launcher coordinates agents; a spare takes the place of one that is killed."""
 
 from __future__ import annotations
 
-import sys
+import subprocess
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.jobs.jobs import BOUND_S, arith, processes_of, running
-from tests.support.jobs.ledgers import check_ledger
+from realsys.cluster.network import free_ports
+from realsys.launch.commands.audit import audit_trial
+from tests.support.jobs.jobs import BOUND_S, arith, processes_of, run, running
 from tests.support.processes.agents import start_agent
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.needs("etcd")]
 
-#: the command, with ModelWorkers and RolloutWorkers on node b, and all others on node a
-DRIVER = """
-import sys
-from dataclasses import replace
-import realsys.launch.run
-from realsys.launch.cli import main
-from realsys.launch.plan import plan
-
-def on_two_nodes(*given):
-    on_b = ("model_worker", "rollout_worker")
-    return [replace(spec, node="b" if spec.kind in on_b else "a") for spec in plan(*given)]
-
-realsys.launch.run.plan = on_two_nodes
-sys.exit(main(sys.argv[1:]))
-"""
+LEASE_S = 4.0
+NEXT_STEP_S = 60.0
+SETTINGS = [
+    *("train.total_steps=40", "evaluation.problems=0", "checkpoint.every_steps=2", "allocation=serve.d1+d2"),
+    *("cluster.nodes=2", "cluster.spare_nodes=1", "cluster.host=0.0.0.0"),
+    *("name_store=etcd", "cluster.name_store.start=true"),
+    *(f"cluster.lease_s={LEASE_S}", "cluster.heartbeat_s=1.0"),
+]
 
 
-def test_job_on_two_agents_is_done_and_audited(tmp_path: Path) -> None:
-    root, argv = arith(tmp_path, "nodes", "train.total_steps=2", "evaluation.problems=0")
-    argv = [sys.executable, "-c", DRIVER, *argv[argv.index("run") :]]
-    outputs = {node: tmp_path / f"{node}.txt" for node in "ab"}
-    agents = [start_agent(root, node, output) for node, output in outputs.items()]
+def test_machine_without_gpus_ends_the_run_at_once(tmp_path: Path) -> None:
+    """One line and exit code 2 before any process starts; the agent ends with the run."""
+    gpus = ("cluster.nodes=1", "cluster.gpus_per_node=2", "allocation=serve.d1+d1")
+    root, argv = arith(tmp_path, "gpus", *gpus)
+    agent = start_agent(root, "hosta", tmp_path / "a.txt")
+    try:
+        job = run(root, argv)
+        assert agent.wait(BOUND_S) == 0
+    finally:
+        agent.kill()
+        agent.wait(BOUND_S)
+    problem = "config: cluster.nodes=1: hosta cannot be node0: its processes need 2 GPUs, 0 are there"
+    assert (job.returncode, job.stderr) == (2, f"realsys: {problem}\n")
+    assert not list(job.paths.logs.glob("*"))
+
+
+def kinds_of(agent: subprocess.Popen[bytes]) -> set[str]:
+    """Kinds of the workers that the agent runs."""
+    children = psutil.Process(agent.pid).children()
+    return {part.rpartition(".")[2] for child in children for part in child.cmdline()[3:4]}
+
+
+def test_spare_takes_the_place_of_a_killed_node(tmp_path: Path) -> None:
+    [port] = free_ports(1)
+    root, argv = arith(tmp_path, "nodes", *SETTINGS, f"cluster.name_store.address=127.0.0.1:{port}")
+    agents = [start_agent(root, f"host{letter}", tmp_path / f"{letter}.txt") for letter in "abc"]
     try:
         with running(root, argv) as live:
-            live.until_step(1)
-            kinds = [
-                {argument for child in psutil.Process(agent.pid).children() for argument in child.cmdline()[3:4]}
-                for agent in agents
-            ]
+            live.until_step(3)
+            [spare] = [agent for agent in agents if not kinds_of(agent)]
+            [second] = [agent for agent in agents if kinds_of(agent) and "master_worker" not in kinds_of(agent)]
+            assert "model_worker" in kinds_of(second)
+            second.kill()
+            killed = time.monotonic()
+            live.until(lambda: "training continues after step" in live.job.stdout, "the restart of the trainer")
+            live.until_step(live.steps_done() + 1)
+            took_s = time.monotonic() - killed
+            assert "model_worker" in kinds_of(spare)
             live.wait(BOUND_S)
         job = live.job.completed()
         codes = [agent.wait(BOUND_S) for agent in agents]
@@ -50,10 +71,9 @@ def test_job_on_two_agents_is_done_and_audited(tmp_path: Path) -> None:
         for agent in agents:
             agent.kill()
             agent.wait(BOUND_S)
-    assert kinds[0] == {f"realsys.workers.{kind}" for kind in ("gserver_manager", "generation_server", "master_worker")}
-    assert kinds[1] == {f"realsys.workers.{kind}" for kind in ("model_worker", "rollout_worker")}
-    assert codes == [0, 0], [output.read_text() for output in outputs.values()]
-    assert "waiting for the agents of a, b (realsys node-agent)" in job.stdout
-    ledger = check_ledger(job, batch_groups=8, eta=4, prompts=400)
-    assert ledger.counts.trained == 16 and not ledger.open
-    assert not list(job.paths.errors.glob("*")) and not processes_of(root)
+    assert sorted(codes) == [-9, 0, 0]
+    assert took_s < NEXT_STEP_S, f"the next step came after {took_s:.0f} s"
+    assert " takes the place of " in job.stdout and "as node node1" in job.stdout
+    audit = audit_trial(job.paths)
+    assert audit.ok and audit.states["trained"] == 40 * 8, audit
+    assert not processes_of(root)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.system
 
 SETTINGS = [
     *("allocation=serve.d1+d2", "warmup.steps=2", "train.total_steps=2", "evaluation.problems=4"),
-    *("cluster.nodes=2", "cluster.interface=10.77.5.0/24"),
+    *("cluster.nodes=2", "cluster.interface=10.77.5.0/24", "cluster.name_store.file_between_hosts=true"),
 ]
 
 

@@ -211,6 +211,23 @@ def test_plan_for_other_machines_ignores_this_one() -> None:
         check(changed(*settings, "cluster.cpus_per_node=1", "rollout.workers=134"), CPU)
 
 
+@pytest.mark.parametrize("machine", [CPU, GPU1])
+def test_slow_settings_on_described_nodes_must_be_asked_for(machine: Machine) -> None:
+    """The GPUs of the nodes count, not those of the machine that plans."""
+    nodes = ["cluster.nodes=1", "allocation=serve.d1+d1", "generation.embedded.on_gpu=false"]
+    check(changed(*nodes), machine)
+    with pytest.raises(ConfigError, match="backend='embedded': is slow on GPUs"):
+        check(changed(*nodes, "cluster.gpus_per_node=2"), machine)
+
+
+def test_files_between_hosts_must_be_allowed() -> None:
+    nodes = ["cluster.nodes=2", "allocation=serve.d1+d1"]
+    with pytest.raises(ConfigError, match="backend='file': 2 nodes may see its files late.*add name_store=etcd"):
+        check(changed(*nodes), CPU)
+    check(changed(*nodes, "cluster.name_store.file_between_hosts=true"), CPU)
+    check(changed("cluster.nodes=1", "allocation=serve.d1+d1"), CPU)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -40,6 +40,19 @@ def test_limit_of_version_2_counts_without_page_cache(tmp_path: Path) -> None:
     assert free_host_bytes(root) == 15 * GIB
 
 
+@pytest.mark.parametrize(
+    ("environment", "gib"),
+    [
+        ({"SLURM_MEM_PER_NODE": "20480"}, 20),
+        ({"SLURM_MEM_PER_NODE": "0"}, 100),
+        ({"SLURM_MEM_PER_CPU": "2048", "SLURM_CPUS_ON_NODE": "8"}, 16),
+        ({"SLURM_MEM_PER_CPU": "2048"}, 100),
+    ],
+)
+def test_limit_of_slurm_counts_without_cgroups(tmp_path: Path, environment: dict[str, str], gib: int) -> None:
+    assert free_host_bytes(machine(tmp_path), environment) == gib * GIB
+
+
 def test_limit_of_version_1_counts(tmp_path: Path) -> None:
     root = machine(tmp_path, "9:cpu,cpuacct:/x\n8:memory:/slurm/uid_1/job_7\n")
     limit(root / "sys/fs/cgroup/memory/slurm/uid_1/job_7", V1, 1 << 62, GIB)

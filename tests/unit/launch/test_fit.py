@@ -27,8 +27,19 @@ def test_automatic_allocation_divides_the_gpus(gpus: int, allocation: str) -> No
 
 def test_automatic_allocation_divides_the_gpus_of_all_nodes() -> None:
     cluster = ClusterConfig(nodes=4, gpus_per_node=8)
-    _, lines = fit(Config(allocation="auto", cluster=cluster), set(), machine(0))
+    _, lines = fit(Config(allocation="auto", cluster=cluster), {"generation.backend"}, machine(0))
     assert lines == ["set allocation=serve.d24+d8: the 4 nodes have 32 GPUs"]
+
+
+@pytest.mark.parametrize("gpus_here", [0, 1, 8])
+def test_settings_fit_the_described_nodes(gpus_here: int) -> None:
+    """A login node has other GPUs than the nodes, or none."""
+    config, lines = fit(
+        Config(allocation="auto", cluster=ClusterConfig(nodes=2, gpus_per_node=8)), set(), machine(gpus_here)
+    )
+    assert lines[0] == "set generation.backend=sglang: the nodes have GPUs" and config.allocation == "serve.d12+d4"
+    config, _ = fit(Config(allocation="auto", cluster=ClusterConfig(nodes=2)), set(), machine(gpus_here))
+    assert config.generation.backend == "embedded" and not config.cluster.share_gpus
 
 
 @pytest.mark.parametrize(

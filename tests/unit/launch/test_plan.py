@@ -276,10 +276,10 @@ def test_dry_run_for_other_machines_prints_the_placement(tmp_path: Path, capsys:
 
 
 @pytest.mark.needs("etcd")
-def test_start_on_other_machines_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launcher_on_loopback_cannot_have_agents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "experiment=arith", *LARGE, f"fileroot={tmp_path / 'runs'}"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "cluster.nodes=4: there is no launcher for other machines: add --dry-run" in line
+    assert "cluster.interface='': other hosts cannot reach 127.0.0.1, which this process of 4 nodes" in line
     assert not (tmp_path / "runs").exists()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from realsys.config.devices.device_plan import Needs
 from realsys.config.paths import TrialPaths
 from realsys.errors import Fenced, RealsysError, WaitTimeout
 from realsys.launch.nodes import orders
@@ -58,7 +59,7 @@ def test_lease_is_quiet_when_two_pings_are_missing(now: list[float]) -> None:
 def test_malformed_coordinator_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "coordinator.json"
     assert orders.read_address(path) is None
-    address = orders.Address("tcp://127.0.0.1:1", ["a", "b"], "x", 20.0)
+    address = orders.Address("tcp://127.0.0.1:1", "x", 20.0)
     orders.write_address(path, address)
     assert orders.read_address(path) == address and [file.name for file in tmp_path.iterdir()] == [path.name]
     path.write_text('{"address": 1}')
@@ -72,7 +73,7 @@ def test_launcher_outlives_agents_of_a_killed_one(tmp_path: Path, monkeypatch: p
     path, said = tmp_path / "coordinator.json", list[str]()
     orders.outlive_agents(path, said.append)
     assert not said
-    orders.write_address(path, orders.Address("tcp://127.0.0.1:1", ["a"], "x", 0.25))
+    orders.write_address(path, orders.Address("tcp://127.0.0.1:1", "x", 0.25))
     began = time.monotonic()
     orders.outlive_agents(path, said.append)
     assert time.monotonic() - began >= 0.75 and not path.exists()
@@ -84,7 +85,7 @@ def test_agent_with_other_keys_cannot_join(tmp_path: Path) -> None:
     paths = TrialPaths(tmp_path)
 
     async def body() -> None:
-        async with open_nodes({"a"}, paths, Terms("127.0.0.1", 60.0, 60.0)) as nodes:
+        async with open_nodes({"a": Needs.of([])}, paths, Terms("127.0.0.1", 60.0, 60.0)) as nodes:
             address = orders.read_address(paths.coordinator)
             assert address is not None
             server = ensure_keys(paths.keys).server_public
@@ -95,7 +96,7 @@ def test_agent_with_other_keys_cannot_join(tmp_path: Path) -> None:
                 with pytest.raises(WaitTimeout):
                     await asyncio.to_thread(endpoint.wait_connected, 0.5)
                 await asyncio.to_thread(endpoint.close, 0.0)
-            with pytest.raises(WaitTimeout, match="no agent of node a joined within 0 s"):
+            with pytest.raises(WaitTimeout, match="no agent for node a joined within 0 s"):
                 await nodes["a"].ready(0.0)
         assert not paths.coordinator.exists()
 
@@ -104,7 +105,9 @@ def test_agent_with_other_keys_cannot_join(tmp_path: Path) -> None:
 
 def test_local_node_needs_no_socket(tmp_path: Path) -> None:
     async def body() -> None:
-        async with open_nodes({"this machine"}, TrialPaths(tmp_path), Terms("127.0.0.1", 60.0, 60.0)) as nodes:
+        async with open_nodes(
+            {"this machine": Needs.of([])}, TrialPaths(tmp_path), Terms("127.0.0.1", 60.0, 60.0)
+        ) as nodes:
             await nodes["this machine"].ready(0.0)
 
     asyncio.run(body())

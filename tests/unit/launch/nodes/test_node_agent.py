@@ -75,7 +75,7 @@ def test_lost_node_without_another_agent_ends_run(tmp_path: Path) -> None:
     outcome = trial.run(*two_nodes(trial), until=NAMES, then=lambda _: trial.agents["b"].kill())
     assert outcome.status == "failed"
     assert trial.notes[0].startswith("model_worker/0 was lost with its node b: nothing was heard from its agent for ")
-    assert outcome.reason.startswith("model_worker/0 cannot be started: no agent of node b joined within 15 s ")
+    assert outcome.reason.startswith("model_worker/0 cannot be started: no agent for node b joined within 15 s ")
 
 
 def test_agent_suspended_beyond_its_lease_starts_afresh(trial: AgentTrial) -> None:
@@ -113,7 +113,7 @@ def test_replaced_agent_ends_its_processes(trial: AgentTrial) -> None:
     outcome = trial.run(*two_nodes(trial), until=NAMES, then=start_another)
     assert outcome.status == "interrupted" and len(outcome.restarted) == 1
     assert old[0].returncode == 1 and trial.agents["b"].returncode == 0
-    assert "another agent of node b took this one's place" in trial.output("b").read_text()
+    assert "another agent named b took this one's place" in trial.output("b").read_text()
     assert ended(pids_of_rank(trial)[0])
 
 
@@ -157,6 +157,7 @@ RANK = ("model_worker", 0)
 COORDINATOR = """
 import asyncio, os, sys
 from pathlib import Path
+from realsys.config.devices.device_plan import Needs
 from realsys.config.paths import TrialPaths
 from realsys.launch.nodes.base import Order
 from realsys.launch.nodes.coordinator import Terms, open_nodes
@@ -164,7 +165,7 @@ from realsys.launch.nodes.coordinator import Terms, open_nodes
 root, log, script, lease_s = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], float(sys.argv[4])
 
 async def body():
-    async with open_nodes({"b"}, TrialPaths(root), Terms("127.0.0.1", lease_s, 60.0)) as nodes:
+    async with open_nodes({"b": Needs.of([])}, TrialPaths(root), Terms("127.0.0.1", lease_s, 60.0)) as nodes:
         await nodes["b"].ready(60.0)
         process = nodes["b"].start(Order((sys.executable, "-c", script), {}, log, 1 << 20), lambda ended: None)
         await asyncio.sleep(3600)
@@ -210,4 +211,4 @@ def test_agent_without_a_run_names_what_it_waits_for(tmp_path: Path) -> None:
     agent = start_agent(tmp_path, "b", output, wait_s=0.1)
     assert agent.wait(BOUND_S) == 1
     path = tmp_path / "coordinator.json"
-    assert output.read_text() == f"realsys: no coordinator with node b in {path}: start the run, or correct --node\n"
+    assert output.read_text() == f"realsys: no coordinator in {path}: start the run, or correct --trial-dir\n"

@@ -71,7 +71,7 @@ def test_name_store_starts_first_and_stops_last(trial: Trial) -> None:
         "signal.signal(signal.SIGTERM, ended); out.write('start ' + sys.argv[2] + chr(10)); ready(); signal.pause()"
     )
 
-    async def answers(spec: ProcessSpec) -> None:
+    async def answers(spec: ProcessSpec, host: str) -> None:
         assert spec.name == "name_store/0" and not (trial.folder / "gserver_manager-0.log").exists()
         while not order.exists() or "start name_store/0" not in order.read_text():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -92,7 +92,7 @@ def test_name_store_starts_first_and_stops_last(trial: Trial) -> None:
 
 
 def test_silent_name_store_ends_the_run(trial: Trial) -> None:
-    async def silent(spec: ProcessSpec) -> None:
+    async def silent(spec: ProcessSpec, host: str) -> None:
         raise WaitTimeout("etcd at 127.0.0.1:1 did not answer within 1 s")
 
     specs = [trial.spec("name_store", 0, FOREVER), trial.spec("master_worker", 0, FOREVER)]
@@ -104,7 +104,7 @@ def test_silent_name_store_ends_the_run(trial: Trial) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_wait_for_name_store(trial: Trial, signum: signal.Signals) -> None:
-    async def interrupted(spec: ProcessSpec) -> None:
+    async def interrupted(spec: ProcessSpec, host: str) -> None:
         os.kill(os.getpid(), signum)
         await asyncio.Event().wait()
 
@@ -117,7 +117,7 @@ def test_signal_ends_the_wait_for_name_store(trial: Trial, signum: signal.Signal
 def test_second_signal_ends_the_wait_for_name_store(trial: Trial) -> None:
     waiting = asyncio.Event()
 
-    async def silent(spec: ProcessSpec) -> None:
+    async def silent(spec: ProcessSpec, host: str) -> None:
         waiting.set()
         await asyncio.Event().wait()
 

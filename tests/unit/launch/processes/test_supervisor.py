@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -48,6 +49,27 @@ def test_death_of_trainer_ends_run_without_recovery(trial: Trial, kind: Kind, sc
     assert outcome.status == "failed"
     assert how in outcome.reason and f"{kind}/0" in outcome.reason
     assert [death.name for death in outcome.deaths] == [f"{kind}/0"]
+
+
+def test_parts_of_a_server_restart_together(trial: Trial) -> None:
+    """The death of the second part ends the first one: neither can go on alone."""
+    first = replace(trial.spec("generation_server", 0, FOREVER), nodes=2)
+    crash = READY + f"import pathlib; mark = pathlib.Path({str(trial.folder / 'mark')!r})\n"
+    crash += "if mark.exists(): ready(); signal.pause()\nmark.touch(); ready(); raise SystemExit(4)"
+    second = replace(trial.spec("generation_server", 0, crash), nodes=2, node_rank=1, log=trial.folder / "part.log")
+    pids: list[int] = []
+
+    async def restarted(supervisor: Supervisor) -> None:
+        pids.append(supervisor.running()["generation_server/0"])
+        for _ in range(3):  # the other part, and both parts again
+            await trial.ready("generation_server/0")
+        pids.append(supervisor.running()["generation_server/0"])
+        stop(supervisor)
+
+    master = trial.spec("master_worker", 0, FOREVER)
+    outcome = trial.run(first, second, master, until=["generation_server/0"], then=restarted)
+    assert pids[0] != pids[1] and [death.name for death in outcome.restarted] == ["generation_server/0.1"]
+    assert "generation_server/0.1 exited with code 4; restart 1/2" in trial.notes[0]
 
 
 def test_stateless_worker_is_restarted_within_its_budget(trial: Trial) -> None:
@@ -292,7 +314,7 @@ def test_unreadable_checkpoints_end_the_run(trial: Trial) -> None:
 
 
 def test_exception_at_the_start_ends_the_run(trial: Trial) -> None:
-    async def broken(spec: ProcessSpec) -> None:
+    async def broken(spec: ProcessSpec, host: str) -> None:
         raise ValueError("no such thing")
 
     outcome = trial.run(trial.spec("name_store", 0, FOREVER), name_store_ready=broken)
