@@ -10,6 +10,7 @@ setup(
     description="Asynchronous reinforcement learning for language models",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="The realsys authors",
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     # realsys/configs, realsys/launch and realsys/workers are links to the folders at the top of the repository.

@@ -1,8 +1,10 @@
 """Cost of the workers' heartbeats for the manager: ``python -m benchmarks.heartbeats``.
 
-The real manager process watches the name store while other processes beat for 125 to 1,000 workers, as often as the
-workers of a trial do (``cluster.heartbeat_s``). 10,240 tickets run. Measured: CPU time of the manager, in percent of a
-core, and the slowest beat. The exponent is the slope of log CPU over log workers.
+The real manager process watches the name store while other processes beat for 16 to 1,152 workers, as often as the
+workers of a trial do (``cluster.heartbeat_s``). 10,240 tickets run. Measured: CPU time of the manager and of etcd, in
+percent of a core, the CPU time of a beat in its worker, and the slowest beat. On a machine that cannot carry all beats
+the columns of etcd are scaled to the full rate; ``beats/s`` is the rate that was reached. An exponent is the slope of
+log CPU over log workers; that of etcd is taken beyond its CPU time without workers.
 
 The name store is a real etcd, and for comparison the file store with the numbers of workers that it can carry.
 """
@@ -20,9 +22,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import uvloop
 
@@ -95,7 +98,7 @@ def serve_manager(place: str, folder: Path, workers: int, port: Connection) -> N
 
 
 def beat_for(place: str, indices: Sequence[int], period_s: float, pipe: Connection) -> None:
-    """Beat for the workers ``indices`` until a message comes; then send (beats, slowest beat in seconds)."""
+    """Beat for the workers ``indices``. To each message, reply with (beats, CPU seconds, slowest beat) so far."""
     store = open_store(place)
     terms = LeaseTerms(60.0, period_s)
 
@@ -106,27 +109,25 @@ def beat_for(place: str, indices: Sequence[int], period_s: float, pipe: Connecti
     with ThreadPoolExecutor(THREADS) as pool:
         hearts = list(pool.map(start, indices))
         pipe.send(len(hearts))
-        slowest, beats = 0.0, 0
+        measured: list[float] = []
+        free = threading.Semaphore(THREADS)
 
-        def beat(heart: Heartbeat) -> float:
+        def beat(heart: Heartbeat) -> None:
             began = time.perf_counter()
             heart._beat()
-            return time.perf_counter() - began
+            measured.append(time.perf_counter() - began)
+            free.release()
 
-        while not pipe.poll():
-            began = time.perf_counter()
-            for number, heart in enumerate(hearts):
-                due = began + period_s * number / len(hearts)
-                time.sleep(max(0.0, due - time.perf_counter()))
-                done = pool.submit(beat, heart)
-                done.add_done_callback(lambda future: measured.append(future.result()))
-            time.sleep(max(0.0, began + period_s - time.perf_counter()))
-            beats, slowest = len(measured), max(measured, default=0.0)
-    pipe.send((beats, slowest))
-    store.close()
-
-
-measured: list[float] = []
+        due = time.perf_counter()
+        while True:
+            for heart in hearts:
+                due = max(due + period_s / len(hearts), time.perf_counter() - period_s)  # never catch up more than that
+                free.acquire()
+                if pipe.poll(max(0.0, due - time.perf_counter())):
+                    pipe.recv()
+                    pipe.send((len(measured), time.process_time(), max(measured, default=0.0)))
+                    measured.clear()
+                pool.submit(beat, heart)
 
 
 @contextlib.contextmanager
@@ -157,7 +158,32 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(place: str, workers: int, seconds: float, period_s: float) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Totals so far."""
+
+    time: float
+    manager: float
+    etcd: float
+    beats: int
+    beaters: float
+    slowest: float
+
+    @classmethod
+    def now(cls, manager: int, etcd: int | None, pipes: Sequence[Connection]) -> Self:
+        for pipe in pipes:
+            pipe.send("report")
+        counts = []
+        for pipe in pipes:
+            assert pipe.poll(BOUND_S)
+            counts.append(pipe.recv())
+        beats, beaters = sum(count[0] for count in counts), sum(count[1] for count in counts)
+        slowest = max((count[2] for count in counts), default=0.0)
+        own = cpu_s(etcd) if etcd else 0.0
+        return cls(time.perf_counter(), cpu_s(manager), own, beats, beaters, slowest)
+
+
+def measure(place: str, workers: int, seconds: float, period_s: float, etcd: int | None = None) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         store = open_store(place)
@@ -166,36 +192,35 @@ def measure(place: str, workers: int, seconds: float, period_s: float) -> dict[s
         pipes = stack.enter_context(beating(place, workers, period_s)) if workers else []
         pid = stack.enter_context(running(serve_manager, place, folder, workers))
         threading.Event().wait(SETTLE_S)
-        began, before = time.perf_counter(), cpu_s(pid)
+        began = Usage.now(pid, etcd, pipes)
         threading.Event().wait(seconds)
-        share = (cpu_s(pid) - before) / (time.perf_counter() - began)
-        counts = []
-        for pipe in pipes:
-            pipe.send("stop")
-            assert pipe.poll(BOUND_S)
-            counts.append(pipe.recv())
-    return {
-        "workers": workers,
-        "manager core %": 100 * share,
-        "slowest beat s": max((slowest for _, slowest in counts), default=0.0),
-    }
+        ended = Usage.now(pid, etcd, pipes)
+    took_s = ended.time - began.time
+    rate = ended.beats / took_s
+    missed = workers / period_s / rate if workers else 1.0  # 1.0: every beat came in time
+    row = {"workers": workers, "beats/s": rate, "manager core %": 100 * (ended.manager - began.manager) / took_s}
+    if etcd:
+        row["etcd core %"] = 100 * (ended.etcd - began.etcd) / took_s * missed
+    beat_ms = 1e3 * (ended.beaters - began.beaters) / ended.beats if workers else 0.0
+    return {**row, "beat CPU ms": beat_ms, "slowest beat ms": 1e3 * ended.slowest}
 
 
-def exponent(rows: Sequence[dict[str, Any]]) -> float:
-    """Slope of log(CPU) over log(workers), by least squares."""
-    points = [(math.log(row["workers"]), math.log(max(1e-3, row["manager core %"]))) for row in rows if row["workers"]]
+def exponent(rows: Sequence[dict[str, Any]], column: str, idle: float = 0.0) -> float:
+    """Slope of log(CPU beyond ``idle``) over log(workers), by least squares."""
+    points = [(math.log(row["workers"]), math.log(max(1e-3, row[column] - idle))) for row in rows if row["workers"]]
     x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
 
 
 @contextlib.contextmanager
-def own_etcd(folder: Path) -> Iterator[str]:
+def own_etcd(folder: Path) -> Iterator[tuple[str, int]]:
+    """Start an etcd; yield its address and process id."""
     client, peer = free_ports(2)
     with (folder / "etcd.log").open("wb") as log:
         argv = command(f"127.0.0.1:{client}", f"127.0.0.1:{peer}", folder / "data")
         process = subprocess.Popen(argv, stdout=log, stderr=log)
         try:
-            yield f"127.0.0.1:{client}"
+            yield f"127.0.0.1:{client}", process.pid
         finally:
             process.terminate()
             process.wait(BOUND_S)
@@ -203,7 +228,7 @@ def own_etcd(folder: Path) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.heartbeats", description="Heartbeats of many workers.")
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 125, 250, 500, 1000])
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 16, 64, 256, 512, 1152])
     parser.add_argument("--file-workers", type=int, nargs="*", default=[32, 64, 128, 256])
     parser.add_argument("--seconds", type=float, default=20.0, help="of one measurement")
     parser.add_argument("--period-s", type=float, default=2.0, help="cluster.heartbeat_s")
@@ -211,13 +236,18 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        with own_etcd(Path(folder)) as address:
-            etcd = [measure(address, n, arguments.seconds, arguments.period_s) for n in arguments.workers]
+        with own_etcd(Path(folder)) as (address, pid):
+            etcd = [measure(address, n, arguments.seconds, arguments.period_s, pid) for n in arguments.workers]
         rows += [{"name store": "etcd", **row} for row in etcd]
         for workers in arguments.file_workers:
             row = measure(f"{folder}/files", workers, arguments.seconds, arguments.period_s)
             rows.append({"name store": "file", **row})
-    report(arguments.name, rows, {**vars(arguments), "tickets": TICKETS, "exponent": round(exponent(etcd), 2)})
+    idle = min(row["etcd core %"] for row in etcd)
+    exponents = {
+        "exponent": round(exponent(etcd, "manager core %"), 2),
+        "etcd_exponent": round(exponent(etcd, "etcd core %", idle), 2),
+    }
+    report(arguments.name, rows, {**vars(arguments), "tickets": TICKETS, **exponents})
 
 
 if __name__ == "__main__":

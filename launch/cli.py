@@ -59,6 +59,16 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     status.add_argument(
         "trial_dir", nargs="?", type=Path, metavar="TRIAL_DIR", help="default: the newest trial under runs/"
     )
+    garbage = commands.add_parser(
+        "gc",
+        help="list what ended trials left, and remove it",
+        description="List what ended trials left: keys in the name store, half-written files, old weight versions, "
+        "copies in shared memory. A trial that runs is left alone.",
+    )
+    garbage.add_argument(
+        "folder", nargs="?", type=Path, metavar="DIR", default=Path("runs"), help="a trial, or all trials of a fileroot"
+    )
+    garbage.add_argument("--yes", action="store_true", help="remove what is listed")
     _add_node_agent(commands)
     return parser, commands.choices
 
@@ -145,6 +155,10 @@ def _dispatch(args: argparse.Namespace) -> int:
             from realsys.launch.commands.audit import show_audit
 
             return show_audit(args.trial_dir, as_json=args.json)
+        if args.command == "gc":
+            from realsys.launch.commands.gc import collect_garbage
+
+            return collect_garbage(args.folder, yes=args.yes)
         if args.command == "simulate":
             from realsys.launch.commands.simulate import simulate
 

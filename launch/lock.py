@@ -148,6 +148,23 @@ def running_launcher(path: Path) -> int | None:
     return None
 
 
+def is_locked(path: Path) -> bool:
+    """Return True if a process holds a lock on the file, or if that cannot be found out. Changes nothing."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:  # a file of another user
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def _live_holder(path: Path) -> int | None:
     """Return the pid of the launcher that signed, None if that process has ended."""
     signature = _Signature.read(path)

@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from realsys.cluster.network import bind_tcp, take_address
+from realsys.cluster.network import bind_tcp, is_loopback, take_address
 from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.config.dataflow import dataflow_of
 from realsys.config.memory.device_memory import GIB
@@ -70,8 +70,12 @@ def check_etcd(config: Config, paths: TrialPaths) -> None:
     cluster, settings = config.cluster, config.cluster.name_store
     if settings.backend != "etcd" or settings.start:
         return
-    hosts = (address.rpartition(":")[0] for address in settings.address.split(","))
-    elsewhere = next((host for host in hosts if _bind_problem(host, 0)), "")
+    hosts = [address.rpartition(":")[0] for address in settings.address.split(",")]
+    if cluster.nodes > 1 and (loopback := next(filter(is_loopback, hosts), "")):
+        problem = f"each of the {cluster.nodes} nodes would look for etcd on itself ({loopback})"
+        raise ConfigError("cluster.name_store.address", settings.address, f"{problem}: name the host that has it")
+    # Of several nodes most are on another host than etcd, wherever it is.
+    elsewhere = hosts[0] if cluster.nodes > 1 else next((host for host in hosts if _bind_problem(host, 0)), "")
     if elsewhere and cluster.lease_s < ELECTION_LEASE_S:
         problem = f"must be at least {ELECTION_LEASE_S:g} with etcd on another host ({elsewhere})"
         reason = "while its members elect a leader no lease is renewed, and the leases of all workers lapse together"

@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,13 +35,13 @@ from realsys.launch.nodes.orders import outlive_agents
 from realsys.launch.preflight import check_here
 from realsys.launch.recover import tidy
 from realsys.launch.start import Trial, check_inputs, decide_start, describe, newer_data, read_trial, resume_path
+from realsys.launch.trial_keys import claim_keys, remove_keys
 from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
 from realsys.master.run.trial_start import TrialStart, write_start
 
 Role = TypeVar("Role", bound=RoleConfig)
 
-_POLL_S = 0.1
 _KILLED_WITHIN_S = 4.0  # beyond their own time to stop: how long workers of a killed launcher need to end
 DEFAULT_TRIAL = str(Config.model_fields["trial"].default)
 
@@ -171,16 +170,23 @@ def _examine(config: Config, paths: TrialPaths, trial: Trial) -> Examined:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A trial whose workers can start. No other launcher can run it until this context is left, after their end."""
+    """A trial whose workers can start. No other launcher can run it until this context is left, after their end.
+
+    ``at_end`` is called then, still with the lock.
+    """
 
     paths: TrialPaths
     lock: TrialLock
+    at_end: Callable[[], None]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.lock.close()
+        try:
+            self.at_end()
+        finally:
+            self.lock.close()
 
 
 def prepare(config: Config, say: Callable[[str], None]) -> Ready:
@@ -212,7 +218,7 @@ def prepare(config: Config, say: Callable[[str], None]) -> Ready:
     except BaseException:
         lock.close()
         raise
-    return Ready(paths, lock)
+    return Ready(paths, lock, lambda: remove_keys(config, paths, say))
 
 
 def _make_folder(config: Config, paths: TrialPaths) -> None:
@@ -250,7 +256,7 @@ def _make(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[str], 
             _start_ledger(config, paths, trial)
         for line in examined.lines:
             say(line)
-        _clear_names(config, paths, say)
+        claim_keys(config, paths, say)
         write_start(examined.start, paths.start)
         write_config(config, paths.config)  # last: with it the folder is a trial
     except BaseException:
@@ -278,7 +284,7 @@ def _empty(paths: TrialPaths) -> None:
 
 def _continue(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[str], None]) -> None:
     examined = _examine(config, paths, trial)
-    _clear_names(config, paths, say)
+    claim_keys(config, paths, say)
     for folder in (paths.logs, paths.errors):
         folder.mkdir(exist_ok=True)
     tidy(paths)
@@ -325,9 +331,9 @@ def _read_inputs(config: Config, paths: TrialPaths) -> tuple[dict[str, int], lis
         check_made_model(model, config, parse_allocation(config.allocation), dataflow_of(config))
     tokenizer = TextTokenizer(model)
     agents.check(config, tokenizer)
-    sizes = check_data(config, paths, tokenizer)
+    sizes, warnings = check_data(config, paths, tokenizer)
     _check_sizes(config, sizes)
-    return sizes, [f"warning: {tokenizer.eos_warning}"] if tokenizer.eos_warning else []
+    return sizes, [f"warning: {text}" for text in (tokenizer.eos_warning, *warnings) if text]
 
 
 def _data_line(sizes: Mapping[str, int]) -> str:
@@ -350,31 +356,3 @@ def _check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
         raise ConfigError(
             "warmup.batch", config.warmup.batch, f"there are only {sizes['demos']} demonstrations: lower it"
         )
-
-
-def _clear_names(config: Config, paths: TrialPaths, say: Callable[[str], None]) -> None:
-    """Remove the names of an earlier run from a name store outside the trial folder, which outlives trials.
-
-    Raises ConfigError if a trial of this name runs in another folder: without its names its workers would stop.
-    """
-    settings = config.cluster.name_store
-    if settings.start or (settings.backend == "file" and not settings.root):
-        return  # it is in the trial folder, and `tidy` removes it
-    from realsys.cluster.store.connect import make_name_store, trial_names
-
-    names, lease_s = trial_names(config), config.cluster.lease_s
-    deadline, said = time.monotonic() + 2 * lease_s, False
-    store = make_name_store(config, paths)
-    try:
-        while alive := store.get_subtree(names.heartbeats):
-            key, value = next(iter(alive.items()))
-            if time.monotonic() >= deadline:
-                problem = f"runs in another folder, with the same name store ({key}: {value:.200})"
-                raise ConfigError("trial", config.trial, f"{problem}: stop that first, or choose another name")
-            if not said:  # workers of this folder have ended, but those that were killed left their lease
-                say(f"waiting up to {2 * lease_s:g} s for {len(alive)} leases of its last run to lapse")
-            said = True
-            threading.Event().wait(_POLL_S)
-        store.clear_subtree(names.root)
-    finally:
-        store.close()

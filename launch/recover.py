@@ -16,10 +16,8 @@ def tidy(paths: TrialPaths) -> None:
 
     Raises OSError.
     """
-    for folder in (paths.name_store, paths.own_etcd):
-        if folder.exists():
-            shutil.rmtree(folder)
-    remove_half_written(paths)
+    for left in (*own_stores(paths), *half_written(paths)):
+        remove_path(left)
     paths.summary.unlink(missing_ok=True)  # `realsys status` would show it as the end of this run
     old = paths.errors / "old"
     for error in sorted(paths.errors.glob("*.json")):  # the next run must not take one for its first failure
@@ -31,11 +29,26 @@ def tidy(paths: TrialPaths) -> None:
 
 def remove_half_written(paths: TrialPaths) -> None:
     """Remove the files that dead processes were writing. Raises OSError."""
-    for half_written in (f for pattern in _HALF_WRITTEN for f in paths.root.glob(pattern)):
-        if half_written.is_dir():
-            shutil.rmtree(half_written)
-        else:
-            half_written.unlink(missing_ok=True)
+    for path in half_written(paths):
+        remove_path(path)
+
+
+def half_written(paths: TrialPaths) -> list[Path]:
+    """Return the files and folders that processes write, or were writing when they died."""
+    return [path for pattern in _HALF_WRITTEN for path in sorted(paths.root.glob(pattern))]
+
+
+def own_stores(paths: TrialPaths) -> list[Path]:
+    """Return the name stores in the trial folder. They are of use only while the trial runs."""
+    return [folder for folder in (paths.name_store, paths.own_etcd) if folder.exists()]
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file, or a folder with all it has. Raises OSError."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _free(path: Path) -> Path:

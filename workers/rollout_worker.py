@@ -5,7 +5,7 @@ from __future__ import annotations
 import uvloop
 
 from realsys.cluster.aio import stop_event
-from realsys.cluster.topology import group_contiguously
+from realsys.cluster.topology import receivers_of
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.config.allocation import parse_allocation
 from realsys.config.rules.backend_rules import backend_rules
@@ -40,7 +40,7 @@ async def serve(ctx: WorkerContext) -> None:
     heads = parse_allocation(config.allocation).actor.data
     pusher = Pusher(
         lambda dp: ctx.store.wait(names.pull(dp), cluster.connect_timeout_s, f"the push-pull address of DP head {dp}"),
-        group_contiguously(config.rollout.workers, heads)[ctx.index],
+        receivers_of(ctx.index, config.rollout.workers, heads),
         ctx.name,
         keys=keys_for(cluster.host, ctx.paths.keys),
         # A head is away while the trainer restarts. A group that waits costs nothing; one that is given up costs an

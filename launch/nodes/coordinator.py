@@ -30,7 +30,7 @@ import msgspec
 from realsys.config.devices import device_plan
 from realsys.config.devices.device_plan import Needs
 from realsys.config.paths import TrialPaths
-from realsys.errors import ConfigError, RealsysError, WaitTimeout, WorkerLost
+from realsys.errors import ConfigError, DecodeError, RealsysError, WaitTimeout, WorkerLost
 from realsys.launch.nodes import orders
 from realsys.launch.nodes.base import LOCAL, Listener, Node
 from realsys.launch.nodes.binding import Binding
@@ -70,6 +70,11 @@ class AgentStream(MasterStream):
     """The coordinator's end of the stream."""
 
     kind = "node_agent"
+
+    def unreadable(self, worker: int, error: DecodeError) -> None:
+        """Lose the agent alone: its processes count as dead, and it joins again."""
+        log.error("%s/%d sent a notice that cannot be read: %s", self.kind, worker, error)
+        self.lose(worker, str(error))
 
 
 class _Agent(Session):
@@ -128,6 +133,9 @@ class Coordinator:
         """Ping the agent until it is lost."""
         try:
             await self._ping(agent)
+        except DecodeError as error:
+            self._stream.lose(agent.joined.agent, str(error))
+            self._lose(agent, f"its answer cannot be read: {error}")
         except WaitTimeout:
             why = f"nothing was heard from its agent for {time.monotonic() - agent.heard:.0f} s"
             self._stream.lose(agent.joined.agent, why)  # refused from now on: its processes count as dead

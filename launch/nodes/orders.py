@@ -21,10 +21,18 @@ import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from realsys.errors import RealsysError
+
+#: Bounds of what the receiver passes on to the kernel, or shows: another value is refused when it is decoded.
+Serial = Annotated[int, msgspec.Meta(ge=0)]
+Pid = Annotated[int, msgspec.Meta(ge=0, le=1 << 22)]
+SignalNumber = Annotated[int, msgspec.Meta(ge=1, le=64)]
+ReturnCode = Annotated[int, msgspec.Meta(ge=-64, le=255)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 KILL_MARGIN_S = 2.0  # time in which an agent kills its processes after its lease
 
@@ -32,7 +40,7 @@ KILL_MARGIN_S = 2.0  # time in which an agent kills its processes after its leas
 class Ping(msgspec.Struct, frozen=True):
     """Sign of life of the coordinator. It is sent after the reply to the one before has arrived."""
 
-    lease_s: float
+    lease_s: Seconds
 
 
 class Pong(msgspec.Struct, frozen=True):
@@ -53,14 +61,14 @@ class Joined(msgspec.Struct, frozen=True):
     problem      why its processes could not work; then the run must not use it
     """
 
-    agent: int
+    agent: Serial
     incarnation: str
     name: str
     host: str
     address: str
-    cpus: int
-    memory: int
-    gpus: int
+    cpus: Serial
+    memory: Serial
+    gpus: Serial
     problem: str = ""
 
 
@@ -71,26 +79,26 @@ class Start(msgspec.Struct, frozen=True):
     """
 
     incarnation: str
-    serial: int
+    serial: Serial
     argv: list[str]
     env: dict[str, str]
     log: str
-    log_bytes: int
+    log_bytes: Serial
     keep_last_words: bool
-    gpus: list[int]
+    gpus: list[Serial]
 
 
 class Started(msgspec.Struct, frozen=True):
     """Reply to Start. ``pid`` is 0 if the process could not be started."""
 
-    pid: int
+    pid: Pid
 
 
 class Signal(msgspec.Struct, frozen=True):
     """Signal to a process; ``group``: SIGKILL to the process and its group instead."""
 
-    serial: int
-    number: int
+    serial: Serial
+    number: SignalNumber
     group: bool = False
 
 
@@ -101,7 +109,7 @@ class Done(msgspec.Struct, frozen=True):
 class End(msgspec.Struct, frozen=True):
     """The last request: kill everything."""
 
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -113,10 +121,10 @@ class Ended(msgspec.Struct, frozen=True):
 class Exited(msgspec.Struct, frozen=True):
     """Notice of an Exit."""
 
-    agent: int
-    serial: int
-    returncode: int
-    time: float
+    agent: Serial
+    serial: Serial
+    returncode: ReturnCode
+    time: Seconds
     log_end: str
     problem: str
 
@@ -124,8 +132,8 @@ class Exited(msgspec.Struct, frozen=True):
 class StopAsked(msgspec.Struct, frozen=True):
     """Notice: the agent got a signal that asks it to stop, and waits for the coordinator's End."""
 
-    agent: int
-    signal: int
+    agent: Serial
+    signal: SignalNumber
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -136,10 +144,10 @@ class Address(msgspec.Struct, frozen=True):
 
     address: str
     coordinator: str  # differs at every start
-    lease_s: float
+    lease_s: Seconds
     host: str = "127.0.0.1"
     interface: str = ""
-    nodes: int = 0
+    nodes: Serial = 0
 
 
 def index_of(name: str) -> int:

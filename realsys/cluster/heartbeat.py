@@ -1,6 +1,7 @@
 """A worker's leased heartbeat key, and the threads that notice its loss.
 
-    beat thread      every heartbeat_s: renew the lease, check that the key is still ours, write its value if it changed
+    beat thread      every heartbeat_s: renew the lease, which a successor would have ended; every fifth of the lease,
+                     and before it writes a changed value: check that the key is still ours
     deadline thread  waits until the lease must have lapsed by our own clock; a good beat moves that moment
 
     check()          any thread, before an act that others see: raises once that moment has passed
@@ -25,20 +26,27 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from realsys.cluster.store.base import NameStore
 from realsys.errors import Fenced, KeyMissing, NameStoreError
 
+if TYPE_CHECKING:  # every process imports this module first, and pydantic takes its time
+    from realsys.config.schema_cluster import ClusterConfig
+
 log = logging.getLogger(__name__)
 
+LOOKS_PER_LEASE = 5  # a look at the key costs the store as much as a renewal
 
-def lease_clock(backend: str) -> Callable[[], float]:
-    """Return the clock by which a lease of that name store lapses, in seconds.
 
-    A name store of files is on this machine and is suspended with it, so its clock stops. Another one may be on another
-    machine, so the time of a suspension counts.
+def lease_clock(cluster: ClusterConfig) -> Callable[[], float]:
+    """Return the clock by which this process's lease lapses, in seconds.
+
+    If all processes are on this machine and their name store is a folder, they are suspended with it, so the clock
+    stops. Else others count the time of a suspension, too.
     """
-    return time.monotonic if backend == "file" else lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
+    alone = cluster.name_store.backend == "file" and cluster.nodes <= 1
+    return time.monotonic if alone else lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,7 @@ class Heartbeat:
         terms: LeaseTerms,
         on_lost: Callable[[Fenced], None],
     ) -> None:
-        """Take the lease and write the key, over one of a predecessor. Raises NameStoreError."""
+        """Take the lease and write the key, over one of a predecessor, whose lease ends. Raises NameStoreError."""
         self._store = store
         self._key = key
         self._identity = {"kind": kind, "index": index, "host": socket.gethostname(), "pid": os.getpid()}
@@ -82,10 +90,13 @@ class Heartbeat:
         self._condition = threading.Condition()
         self._stopping = False
         self._lost = False
+        # A predecessor that still runs is fenced by its next renewal.
+        store.end_lease_of(key)
         began = self._clock()
         self.lease = store.lease(terms.lease_s)
         # Counted from before the call: the store's own lease can only end later than this.
         self._deadline = began + self.lease.ttl_s
+        self._look_at = began
         self._write(self._value())
         self._threads = [
             threading.Thread(target=self._beat_loop, name="heartbeat", daemon=True),
@@ -182,18 +193,30 @@ class Heartbeat:
 
     def _beat(self) -> None:
         began = self._clock()
-        self.lease.keep_alive()
-        holder = self._holder()
-        if holder is None:
-            raise Fenced(f"{self._key} was removed: this worker was declared dead; it must stop")
-        if holder > self._incarnation:
-            raise Fenced(f"{self._key} was taken over by incarnation {holder}; this one ({self.incarnation}) must stop")
-        # An older incarnation that was in the middle of a beat may have overwritten the value.
-        if (value := self._value()) != self._written or holder < self._incarnation:
-            self._write(value)
+        try:
+            self.lease.keep_alive()
+        except Fenced:
+            self._refuse_successor(self._holder())
+            raise
+        if (value := self._value()) != self._written or began >= self._look_at:
+            self._look(value)
+            self._look_at = began + self.lease.ttl_s / LOOKS_PER_LEASE
         with self._condition:
             self._deadline = began + self.lease.ttl_s
             self._condition.notify_all()
+
+    def _refuse_successor(self, holder: int | None) -> None:
+        if holder is not None and holder > self._incarnation:
+            raise Fenced(f"{self._key} was taken over by incarnation {holder}; this one ({self.incarnation}) must stop")
+
+    def _look(self, value: str) -> None:
+        """Read the key and write ``value`` if it has changed. Raises Fenced if the key is no longer ours."""
+        holder = self._holder()
+        if holder is None:
+            raise Fenced(f"{self._key} was removed: this worker was declared dead; it must stop")
+        self._refuse_successor(holder)
+        if value != self._written:
+            self._write(value)
 
     def _deadline_loop(self) -> None:
         """Wait for the deadline, which a good beat moves; end with ``stop`` or a loss."""

@@ -115,6 +115,11 @@ def group_contiguously(n_senders: int, n_receivers: int) -> list[list[int]]:
     return [[receiver] for receiver, senders in enumerate(groups) for _ in senders]
 
 
+def receivers_of(sender: int, n_senders: int, n_receivers: int) -> list[int]:
+    """Return the receivers of one sender. A sender beyond ``n_senders``, started later, shares those of another."""
+    return group_contiguously(n_senders, n_receivers)[sender % n_senders]
+
+
 def _split(items: Sequence[int], parts: int) -> list[list[int]]:
     """Split ``items`` into contiguous parts whose sizes differ by at most one, the larger ones first."""
     size, extra = divmod(len(items), parts)

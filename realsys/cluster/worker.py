@@ -216,7 +216,7 @@ def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSign
     terms = LeaseTerms(
         config.cluster.lease_s,
         config.cluster.heartbeat_s,
-        clock=lease_clock(config.cluster.name_store.backend),
+        clock=lease_clock(config.cluster),
         last=paths.incarnation(kind, index),
     )
     heartbeat = Heartbeat(store, names.heartbeat(f"{kind}/{index}"), kind, index, terms, on_lost=reporter.fence)

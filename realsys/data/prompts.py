@@ -59,8 +59,12 @@ class PromptDataset:
         self._check_length(lines, index, ids)
         return Prompt(plain_text(problem.prompt), problem.answer, ids, extra)
 
-    def check(self) -> None:
-        """Tokenise every prompt of every split once. Raises DataError for the first that cannot be used."""
+    def check(self) -> list[str]:
+        """Tokenise every prompt of every split once. Raises DataError for the first that cannot be used.
+
+        Returns the characters that the tokenizer does not know.
+        """
+        characters: set[str] = set()
         for lines in self._splits.values():
             for indices, problems in lines.chunks():
                 try:
@@ -70,6 +74,8 @@ class PromptDataset:
                     encoded = [self._encode(lines, i, p) for i, p in zip(indices, problems, strict=True)]
                 for i, ids in zip(indices, encoded, strict=True):
                     self._check_length(lines, i, ids)
+                characters.update(*(plain_text(problem.prompt) for problem in problems))
+        return self._tokenizer.unknown(characters)
 
     def _encode(self, lines: Lines[Problem], index: int, problem: Problem) -> list[int]:
         try:

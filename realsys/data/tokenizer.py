@@ -6,7 +6,7 @@ The ids of a completion are never computed from its text: ``completion_text`` is
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,16 @@ class TextTokenizer:
         if len(ids) and int(ids[-1]) in self.eos_token_ids:
             ids = ids[:-1]
         return self.decode([int(token) for token in ids])
+
+    def unknown(self, characters: Iterable[str]) -> list[str]:
+        """Return the characters that the tokenizer drops, or replaces by its token for unknown ones; sorted."""
+        unk = getattr(self._tokenizer.model, "unk_token", None)
+
+        def is_lost(character: str) -> bool:
+            tokens = self._tokenizer.encode(character, add_special_tokens=False).tokens
+            return not tokens or unk in tokens
+
+        return [character for character in sorted(characters) if not character.isspace() and is_lost(character)]
 
     def _prepare(self, prompt: PromptText, chat: bool) -> tuple[str, bool]:
         """Return the text, and True if the tokenizer must add its special tokens: a chat template includes them."""

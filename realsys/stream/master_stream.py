@@ -81,10 +81,11 @@ class _Barrier:
 class _Notices:
     """Callbacks of the notices, and the notices that arrived before their callback."""
 
-    def __init__(self, fail: Callable[[BaseException], None]) -> None:
-        self.unclaimed: dict[str, list[tuple[str, bytes]]] = {}  # handler -> (sender, payload)
+    def __init__(self, fail: Callable[[BaseException], None], unreadable: Callable[[int, DecodeError], None]) -> None:
+        self.unclaimed: dict[str, list[tuple[int, bytes]]] = {}  # handler -> (sender, payload)
         self._callbacks: dict[str, tuple[type[msgspec.Struct], Callable[[Any], object]]] = {}
         self._fail = fail
+        self._unreadable = unreadable
 
     def register(self, handler: str, kind: type[Notice], callback: Callable[[Notice], object]) -> None:
         """Call ``callback`` with each notice ``handler``, also with those that arrived before."""
@@ -92,7 +93,7 @@ class _Notices:
         for sender, payload in self.unclaimed.pop(handler, []):
             self._call(sender, handler, payload)
 
-    def receive(self, sender: str, handler: str, payload: zmq.Frame) -> None:
+    def receive(self, sender: int, handler: str, payload: zmq.Frame) -> None:
         """Hand the notice to its callback, or keep it until one is registered."""
         if handler in self._callbacks:
             self._call(sender, handler, payload.bytes)
@@ -100,20 +101,19 @@ class _Notices:
             self.unclaimed.setdefault(handler, []).append((sender, payload.bytes))
         else:
             waiting = f"{MAX_UNCLAIMED} notices wait, and {handler} has no callback"
-            self._fail(StreamError(f"{sender}: {waiting}: register one with on_notice"))
+            self._fail(StreamError(f"worker {sender}: {waiting}: register one with on_notice"))
 
-    def _call(self, sender: str, handler: str, payload: bytes) -> None:
+    def _call(self, sender: int, handler: str, payload: bytes) -> None:
         kind, callback = self._callbacks[handler]
         try:
             notice = decode_message(payload, kind)
         except DecodeError as err:
-            # No worker sends it again, so the stream fails: the master would wait for its content.
-            self._fail(DecodeError(f"{sender}: notice {handler}: {err}"))
+            self._unreadable(sender, DecodeError(f"notice {handler}: {err}"))
             return
         try:
             callback(notice)
         except Exception as exc:  # a boundary: the event loop would only log it, request() must raise it
-            exc.add_note(f"while handling notice {handler} of {sender}")
+            exc.add_note(f"while handling notice {handler} of worker {sender}")
             self._fail(exc)
 
 
@@ -141,7 +141,7 @@ class MasterStream:
         self._index_of: dict[bytes, int] = {}  # route -> worker; only the current route of each peer
         self._retired: dict[int, str] = {}  # worker -> its newest incarnation that may not return
         self._barriers: set[_Barrier] = set()
-        self._notices = _Notices(self._fail)
+        self._notices = _Notices(self._fail, self.unreadable)
         self._failure: BaseException | None = None
         self._closed = False
         self._reader = sockets.LoopReader(self._server.socket, self._on_frames, self._fail)
@@ -280,8 +280,8 @@ class MasterStream:
             if isinstance(header, ReplyHeader):
                 _on_reply(peer, header, frames[2])
             else:
-                self._notices.receive(peer.name, header.handler, frames[2])
-            if self._failure is not None:
+                self._notices.receive(index, header.handler, frames[2])
+            if self._failure is not None or self._peers.get(index) is not peer:
                 return  # no acknowledgement, because the message was not handled
             peer.last_message = header.number
         if peer.ack is None:
@@ -322,6 +322,13 @@ class MasterStream:
         return f"{self.kind}/{worker}"
 
     # failing
+
+    def unreadable(self, worker: int, error: DecodeError) -> None:
+        """Handle a notice that was acknowledged and cannot be decoded. The default ends the stream.
+
+        No worker sends it again, and the master would wait for its content.
+        """
+        self._fail(DecodeError(f"{self._name(worker)}: {error}"))
 
     def _drop(self, frames: list[zmq.Frame], err: DecodeError) -> None:
         self.bad_messages += 1

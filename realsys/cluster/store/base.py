@@ -137,6 +137,13 @@ class NameStore(ABC):
         """Grant a lease. A backend may grant more than ``ttl_s``: see ``Lease.ttl_s``."""
 
     @abstractmethod
+    def end_lease_of(self, key: str) -> None:
+        """Revoke the lease with which ``key`` was added: all keys of its owner go, and its next renewal is refused.
+
+        Does nothing if there is no such key, or if it has no lease.
+        """
+
+    @abstractmethod
     def renew_lease(self, lease: Lease) -> None:
         """Implement ``Lease.keep_alive``."""
 

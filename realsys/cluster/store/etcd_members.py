@@ -11,6 +11,7 @@ watches move with it: a member that hangs, or is cut off from the others, does n
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -33,8 +34,10 @@ CHANNEL_OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # etcd is inside the cluster, so ignore proxies of the environment
     ("grpc.use_local_subchannel_pool", 1),  # each client of a process fails and reconnects independently
 ]
-#: UNKNOWN is the code of a member whose wait for a leader has timed out: "context deadline exceeded".
-_UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNKNOWN)
+#: UNKNOWN is the code of a member whose wait for a leader has timed out: "context deadline exceeded". CANCELLED is that
+#: of a renewal without an answer.
+_SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+_UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, *_SILENT)
 _REFUSED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 
 
@@ -59,6 +62,47 @@ class EtcdAccess:
         return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=CHANNEL_OPTIONS)
 
 
+class Renewals:
+    """Renewals of leases at one member, over one stream: a stream for each of them costs etcd three times as much."""
+
+    def __init__(self, stub: Any) -> None:
+        self._stub = stub
+        self._lock = threading.Lock()
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._stream: Any = None
+
+    def renew(self, request: Any, timeout: float, metadata: tuple[tuple[str, str], ...]) -> int:
+        """Renew one lease. Returns its time to live in seconds, 0 or less if it has lapsed. Raises grpc.RpcError."""
+        with self._lock:
+            if self._stream is None:
+                self._requests = queue.SimpleQueue()
+                self._stream = self._stub.LeaseKeepAlive(iter(self._requests.get, None), metadata=metadata)
+            # A stream has no time limit for one answer.
+            silence = threading.Timer(timeout, self._stream.cancel)
+            silence.start()
+            try:
+                self._requests.put(request)
+                for reply in self._stream:
+                    return int(reply.TTL)
+                raise NameStoreError("name store: etcd ended its renewals of leases")
+            except BaseException:
+                self._end()  # the next renewal opens another stream
+                raise
+            finally:
+                silence.cancel()
+
+    def close(self) -> None:
+        """End the stream."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._stream is not None:
+            self._requests.put(None)  # ends grpc's thread that reads the requests
+            self._stream.cancel()
+            self._stream = None
+
+
 class Member:
     """Channel and stubs of one member."""
 
@@ -68,6 +112,7 @@ class Member:
         self.channel = access.channel(address)
         self.kv = rpc.KVStub(self.channel)
         self.lease = rpc.LeaseStub(self.channel)
+        self.renewals = Renewals(self.lease)
         self.watch = rpc.WatchStub(self.channel)
         self.auth = rpc.AuthStub(self.channel)
 
@@ -145,6 +190,7 @@ class EtcdMembers:
     def close(self) -> None:
         self.interrupt()
         for member in self._members:
+            member.renewals.close()
             member.channel.close()
 
     def _may_try_again(self, exc: Any, member: Member) -> bool:
@@ -173,7 +219,7 @@ class EtcdMembers:
         if code is grpc.StatusCode.NOT_FOUND and "lease" in details:
             return Fenced(f"name store: cannot {action}: its lease in {where} lapsed; its owner must stop")
         if code in _UNREACHABLE:
-            cause = "" if code is grpc.StatusCode.DEADLINE_EXCEEDED else f" ({' '.join(details.split())})"
+            cause = "" if code in _SILENT else f" ({' '.join(details.split())})"
             return NameStoreError(
                 f"name store: cannot {action}: {where} did not answer within {limit_s:g} s{cause}; "
                 "check that it runs and that cluster.name_store.address is right"

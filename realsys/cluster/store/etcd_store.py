@@ -121,10 +121,10 @@ class EtcdNameStore(NameStore):
     def renew_lease(self, lease: Lease) -> None:
         request = self._rpc.LeaseKeepAliveRequest(ID=int(lease.lease_id, 16))
 
-        def keep_alive(member: Member, **options: Any) -> int:
-            return max((r.TTL for r in member.lease.LeaseKeepAlive(iter([request]), **options)), default=0)
+        def renew(member: Member, **options: Any) -> int:
+            return member.renewals.renew(request, **options)
 
-        if self._call(keep_alive, "renew a lease", limit_s=self._timeout_s) <= 0:
+        if self._call(renew, "renew a lease", limit_s=self._timeout_s) <= 0:
             raise Fenced(f"name store: lease {lease.lease_id} in etcd at {self.address} lapsed; its owner must stop")
 
     def revoke_lease(self, lease: Lease) -> None:
@@ -133,6 +133,12 @@ class EtcdNameStore(NameStore):
             self._call(lambda member, **options: member.lease.LeaseRevoke(request, **options), "revoke a lease")
         except Fenced:
             log.debug("lease %s had lapsed before it was revoked", lease.lease_id)
+
+    def end_lease_of(self, key: str) -> None:
+        check_key(key)
+        for found in self._call(_kv("Range", self._rpc.RangeRequest(key=_bytes(key))), f"read {key}").kvs:
+            if found.lease:
+                self.revoke_lease(Lease(self, f"{found.lease:x}", 0.0))
 
     # ---- watches, connection
 

@@ -172,6 +172,13 @@ class FileNameStore(NameStore):
             (self._leases / lease.lease_id).unlink(missing_ok=True)
             self._sweep()
 
+    def end_lease_of(self, key: str) -> None:
+        with self._reported(f"read {key}"):
+            content = _read(self._path(key))
+        lease_id = _decode(content, self._path(key))[0] if content is not None else ""
+        if lease_id:
+            self.revoke_lease(Lease(self, lease_id, 0.0))
+
     def _sweep(self) -> None:
         """Remove lapsed leases and the files of their keys. The caller must hold the lock."""
         for path in list(self._leases.iterdir()):

@@ -107,6 +107,12 @@ class MemoryNameStore(NameStore):
             self._deadlines.pop(lease.lease_id, None)
             self._touched()
 
+    def end_lease_of(self, key: str) -> None:
+        with self._changed:
+            entry = self._live(check_key(key))
+        if entry is not None and entry.lease_id:
+            self.revoke_lease(Lease(self, entry.lease_id, 0.0))
+
     def _alive(self, lease_id: str) -> bool:
         """Return True if the lease has not lapsed, or if ``lease_id`` is empty."""
         return not lease_id or time.monotonic() < self._deadlines.get(lease_id, 0.0)

@@ -19,6 +19,11 @@ class Names:
     def root(self) -> str:
         return f"{ROOT}/{self.user}/{self.experiment}/{self.trial}"
 
+    @property
+    def folder(self) -> str:
+        """Key of the trial's folder, in a name store that outlives trials. Value: JSON TrialFolder."""
+        return f"{self.root}/folder"
+
     def heartbeat(self, worker: str) -> str:
         """Key of a worker's heartbeat, leased. Value: JSON {kind, index, host, pid, incarnation, state}."""
         return f"{self.root}/heartbeat/{worker}"

@@ -15,8 +15,9 @@ from realsys.config.rules.backend_rules import ServerSizes
 from realsys.config.schema import SamplingConfig, SglangConfig
 from realsys.errors import ConfigError
 
+_ROOT = Path(realsys.__file__).resolve().parents[1]
 #: `make sglang-cpu` makes it in the root of a checkout
-DEFAULT_VENV = Path(realsys.__file__).resolve().parents[1] / ".venv-sglang"
+DEFAULT_VENV = _ROOT / ".venv-sglang"
 #: options of address, model and device, which realsys sets
 _OURS = frozenset(
     {"host", "port", "model-path", "model", "nnodes", "node-rank", "dist-init-addr", "base-gpu-id", "gpu-id-step"}
@@ -54,7 +55,9 @@ def check_sglang(settings: SglangConfig, default_venv: Path = DEFAULT_VENV) -> N
     if settings.python and not os.access(python, os.X_OK):
         raise ConfigError("generation.sglang.python", python, "is not an executable file")
     if python == sys.executable and importlib.util.find_spec("sglang") is None:
-        problem = "this interpreter has no sglang: set one that has it, or make one for CPU with `make sglang-cpu`"
+        problem = "this interpreter has no sglang: set one that has it"
+        if (_ROOT / "Makefile").exists():  # not in an installation
+            problem += ", or make one for CPU with `make sglang-cpu`"
         raise ConfigError("generation.sglang.python", settings.python, problem)
     seen: dict[str, str] = {}
     for name, value in settings.args.items():

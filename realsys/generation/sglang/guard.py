@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # this realsys, al
 
 from realsys.cluster.child_process import kill_descendants
 from realsys.cluster.prctl import become_subreaper, die_with_parent
+from realsys.cluster.scratch import occupy
 
 _TRACKER_GRACE_S = 2.0
 _KILL_S = 5.0
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     become_subreaper()
+    if arguments.remove is not None:
+        occupy(arguments.remove)
     try:
         return _run(arguments.command)
     finally:

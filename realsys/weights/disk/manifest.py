@@ -203,7 +203,13 @@ def complete_versions(root: Path) -> list[tuple[int, str, Path]]:
 
 
 def prune(root: Path, *, keep: int, in_use: Iterable[Path] = ()) -> Removed:
-    """Delete all but the newest ``keep`` versions, those ``in_use``, and the versions that these refer to.
+    """Delete the ``superfluous`` versions."""
+    versions, problems = superfluous(root, keep=keep, in_use=in_use)
+    return Removed(problems=problems) + VERSION.remove(versions)
+
+
+def superfluous(root: Path, *, keep: int, in_use: Iterable[Path] = ()) -> tuple[list[Path], dict[str, str]]:
+    """Return all versions but the newest ``keep``, those ``in_use`` and those to which these refer; and problems.
 
     If the manifest of a kept version is damaged, its references are unknown: all versions before it
     stay as long as it does.
@@ -219,7 +225,7 @@ def prune(root: Path, *, keep: int, in_use: Iterable[Path] = ()) -> Removed:
             except WeightsError as error:
                 kept |= set(versions[:number])
                 problems[str(path)] = f"{error}; the versions before it stay as long as it does"
-    return Removed(problems=problems) + VERSION.remove(path for path in versions if path not in kept)
+    return [path for path in versions if path not in kept], problems
 
 
 def check_reference(directory: Path) -> None:

@@ -250,6 +250,20 @@ def test_lease_that_is_kept_alive_outlives_its_ttl(store, root, short_ttl):
         short_ttl *= 4
 
 
+def test_successor_ends_the_lease_of_a_key(connect, root):
+    """The owner's next renewal is refused, and all of its keys are gone."""
+    old, new = connect(), connect()
+    lease = old.lease(30)
+    for name in ("heartbeat", "address"):
+        old.add(f"{root}/{name}", "old", lease=lease)
+    old.add(f"{root}/unleased", "stays")
+    for name in ("heartbeat", "heartbeat", "unleased", "missing"):
+        new.end_lease_of(f"{root}/{name}")
+    assert new.get_subtree(root) == {f"{root}/unleased": "stays"}
+    with pytest.raises(Fenced):
+        lease.keep_alive()
+
+
 def test_taken_key_survives_its_old_lease(connect, root):
     """A successor took the key over; the end of the predecessor's lease does not remove it."""
     old, new = connect(), connect()

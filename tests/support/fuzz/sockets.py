@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from random import Random
 from typing import Any
 
+import msgspec
 import zmq
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -17,7 +18,9 @@ from starlette.routing import Route
 
 from realsys.cluster.http.http_guard import Guard
 from realsys.cluster.http.http_server import HttpServer
-from realsys.errors import DecodeError
+from realsys.errors import DecodeError, WorkerLost
+from realsys.launch.nodes import orders
+from realsys.launch.nodes.coordinator import AgentStream
 from realsys.stream import wire as protocol
 from realsys.stream.codec import encode_message
 from realsys.stream.push_pull import Puller
@@ -142,6 +145,84 @@ def master() -> Iterator[Target]:
 
 
 @contextmanager
+def coordinator() -> Iterator[Target]:
+    """Spoilt notices and pongs of an agent that was welcomed; the coordinator still has its other agents."""
+    loop = asyncio.new_event_loop()
+
+    async def start() -> AgentStream:
+        return AgentStream()
+
+    stream = loop.run_until_complete(start())
+    notices = {"Joined": orders.Joined, "Exited": orders.Exited, "StopAsked": orders.StopAsked}
+    for name, kind in notices.items():
+        stream.on_notice(name, kind, lambda notice: None)
+    good, bad = Dealer(stream.address), Dealer(stream.address)
+    numbers = {good: 0, bad: 0}  # of the messages of a dealer
+    incarnations = iter(range(1, 1 << 60))
+
+    async def welcome(dealer: Dealer, index: int) -> None:
+        dealer.say([encode_message(protocol.Hello(index, f"{next(incarnations):019d}", 0))])
+        numbers[dealer] = 0
+        while not isinstance((await heard(dealer))[0], protocol.Welcome):
+            pass
+
+    async def heard(dealer: Dealer) -> tuple[Any, list[bytes]]:
+        assert await asyncio.to_thread(dealer.socket.poll, int(BOUND_S * 1e3)), "the coordinator says nothing"
+        frames = dealer.socket.recv_multipart()
+        return protocol.TO_WORKER.decode(frames[0]), frames
+
+    async def pong(dealer: Dealer, index: int, payload: bytes) -> None:
+        """Reply to a Ping. Raises the error of the coordinator's call."""
+        call = stream.request(index, "Ping", orders.Ping(1.0), orders.Pong, timeout_s=BOUND_S)
+        while not isinstance(header := (await heard(dealer))[0], protocol.RequestHeader):
+            pass
+        numbers[dealer] += 1
+        dealer.say([encode_message(protocol.ReplyHeader(numbers[dealer], header.number, None)), payload])
+        await call
+
+    def make(spoiler: Spoiler) -> tuple[str, bytes]:
+        name = spoiler.rng.choice(("Pong", *notices))
+        return name, spoiler.spoil(spoiler.encode(example(notices.get(name, orders.Pong), spoiler.rng)))
+
+    async def exchange(name: str, payload: bytes) -> None:
+        if 1 not in stream.connected:
+            await welcome(bad, 1)
+        if name == "Pong":
+            await pong(bad, 1, payload)
+            return
+        numbers[bad] += 1
+        bad.say([encode_message(protocol.NoticeHeader(numbers[bad], name)), payload])
+        await pong(bad, 1, right)  # lost, if the notice could not be read
+
+    right = encode_message(example_pong())
+
+    def decode(chosen: tuple[str, bytes]) -> None:
+        try:
+            loop.run_until_complete(exchange(*chosen))
+        finally:
+            assert stream._failure is None, stream._failure
+            loop.run_until_complete(pong(good, 0, right))
+
+    loop.run_until_complete(welcome(good, 0))
+    try:
+        yield Target("socket: coordinator", make, decode, (DecodeError, WorkerLost), "msgpack", weight=0.5)
+    finally:
+
+        async def stop() -> None:
+            stream.close()
+
+        loop.run_until_complete(stop())
+        good.close()
+        bad.close()
+        loop.close()
+
+
+def example_pong() -> orders.Pong:
+    """A Pong with any valid content."""
+    return msgspec.convert(example(orders.Pong, Random(0)), orders.Pong)
+
+
+@contextmanager
 def http() -> Iterator[Target]:
     """Raw bytes to a service: a request line, headers and a body, each spoilt."""
 
@@ -185,4 +266,4 @@ def http() -> Iterator[Target]:
         server.close()
 
 
-PARTS: tuple[Callable[[], Any], ...] = (puller, master, http)
+PARTS: tuple[Callable[[], Any], ...] = (puller, master, coordinator, http)

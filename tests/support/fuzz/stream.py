@@ -18,6 +18,7 @@ from realsys.errors import DecodeError, GenerationError, StreamError
 from realsys.generation import client as generation_client
 from realsys.generation import protocol as p
 from realsys.generation.sglang import api as sglang_api
+from realsys.launch.nodes import orders
 from realsys.manager import messages as m
 from realsys.manager.http import ManagerApp
 from realsys.manager.ledger.journal import Journal
@@ -38,6 +39,10 @@ from tests.support.training.records import group_of, single_turn
 
 KNOBS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 EXTREMES = (0.0, 1e-320, 1e-38, 1e-7, 1e-6, 1e-3, 1.0, 2.0, -2.0, 1e30, 1e308)
+
+
+#: messages between the coordinator and the agents of other nodes
+ORDERS = [kind for kind in vars(orders).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
 
 
 class HttpRefused(Exception):
@@ -106,6 +111,7 @@ def messages() -> Iterator[Target]:
     sources = (types, model_calls, record_messages, checkpoint_messages, weight_messages)
     declared = {name: kind for source in sources for name, kind in vars(source).items()}
     others = [kind for name, kind in declared.items() if names.fullmatch(name) and kind not in large]
+    others += ORDERS
     makers = [(kind, examples(kind, "msgpack")) for kind in others]
 
     def any_payload(spoiler: Spoiler) -> tuple[Any, bytes]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from realsys.cluster.heartbeat import Heartbeat, LeaseTerms
+from realsys.cluster.heartbeat import Heartbeat, LeaseTerms, lease_clock
 from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.config.schema_cluster import ClusterConfig, NameStoreConfig
 from realsys.errors import Fenced, NameStoreError
 
 BOUND_S = 60.0
@@ -83,7 +84,8 @@ def test_newer_incarnation_wins_and_the_older_stops(store, losses):
     old = heartbeat(store, losses)
     new = heartbeat(store, newer_losses)
     assert new.incarnation > old.incarnation
-    old._write(old._value())  # the older one was in the middle of a beat
+    with pytest.raises(Fenced):
+        old._write(old._value())  # the older one was in the middle of a beat
     new.start()
     old.start()
     assert f"incarnation {int(new.incarnation)}" in str(losses.get(timeout=BOUND_S))
@@ -207,3 +209,30 @@ def test_counters_are_in_the_next_beat(store, losses):
     beating.count(lambda: {"malformed": 3})
     beating._beat()
     assert json.loads(store.get(KEY))["counters"] == {"malformed": 3}
+
+
+def test_beats_read_the_key_once_per_fifth_of_lease(store, losses, monkeypatch):
+    now, read = 100.0, []
+    beating = heartbeat(store, losses, lease_s=60.0, clock=lambda: now)
+    get = store.get
+    monkeypatch.setattr(store, "get", lambda key: (read.append(now), get(key))[1])
+    for seconds in (2.0, 4.0, 13.9, 14.0, 16.0):
+        now = 100.0 + seconds
+        beating._beat()
+    assert read == [102.0, 114.0]
+    beating.set_state("serving")
+    beating._beat()
+    assert read[2:] == [116.0]  # a value is never written over that of a successor
+
+
+def test_suspension_counts_unless_all_is_on_one_machine(monkeypatch):
+    """CLOCK_BOOTTIME counts it, and the monotonic clock does not."""
+    monkeypatch.setattr("realsys.cluster.heartbeat.time.monotonic", lambda: 1.0)
+    monkeypatch.setattr("realsys.cluster.heartbeat.time.clock_gettime", lambda clock: 1000.0)
+
+    def now(nodes: int, backend: str) -> float:
+        store = NameStoreConfig.model_validate({"backend": backend})
+        return lease_clock(ClusterConfig(nodes=nodes, name_store=store))()
+
+    assert now(0, "file") == now(1, "file") == 1.0
+    assert now(2, "file") == now(0, "etcd") == 1000.0

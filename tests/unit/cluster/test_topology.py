@@ -13,6 +13,7 @@ from realsys.cluster.topology import (
     Mesh,
     group_contiguously,
     place,
+    receivers_of,
     routing_table,
     whole_mesh,
 )
@@ -161,3 +162,7 @@ def test_cluster_package_is_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_sender_beyond_the_configured_number_has_receivers() -> None:
+    assert [receivers_of(sender, 2, 4) for sender in range(4)] == [[0, 1], [2, 3], [0, 1], [2, 3]]

@@ -199,7 +199,7 @@ def test_check_data_reads_what_the_trial_will_read(tmp_path):
     demos = jsonl(tmp_path / "d", [{"prompt": "a1=", "response": "#1"}, {"prompt": "a1=", "response": ""}])
     data = DataConfig(train=str(train), demos=str(demos), eval_fraction=0.0)
     config = Config(data=data, evaluation=EvalConfig(problems=0))
-    assert check_data(config, trial(tmp_path), tokenizer) == {"train": 20, "eval": 0}
+    assert check_data(config, trial(tmp_path), tokenizer)[0] == {"train": 20, "eval": 0}
     with pytest.raises(DataError, match=f"{demos}:2: response is empty"):
         check_data(config.model_copy(update={"warmup": WarmupConfig(steps=1)}), trial(tmp_path), tokenizer)
 
@@ -212,3 +212,14 @@ def test_file_changed_during_trial_is_an_error(tmp_path):
     train.write_text("x" + json.dumps(problems(1)[0]) + "\n")
     with pytest.raises(DataError, match=":4: "):
         dataset.prompt("train", 3)
+
+
+def test_unknown_characters_and_few_prompts_are_warned_of(tmp_path):
+    """The tokenizer drops them silently, so the model is asked something else than the file says."""
+    tokenizer = char_tokenizer(tmp_path / "model")
+    train = jsonl(tmp_path / "t", [{"prompt": "price in € =", "answer": "1"}, {"prompt": "漢 =", "answer": "2"}])
+    data = DataConfig(train=str(train), eval_fraction=0.0)
+    config = Config(data=data, evaluation=EvalConfig(problems=0))
+    unknown, few = check_data(config, trial(tmp_path), tokenizer)[1]
+    assert unknown == "the tokenizer does not know 2 characters of the prompts, and loses them: € 漢"
+    assert few.startswith(f"there are fewer train prompts (2) than train.batch_groups ({config.train.batch_groups})")

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config, TinyModelConfig
 from realsys.data.char_model import make_tiny_model, write_char_tokenizer
 from realsys.errors import ConfigError
 from realsys.launch.cli import main
-from realsys.launch.preflight import check_disk
+from realsys.launch.preflight import check_disk, check_etcd
 from tests.support.training.data_models import jsonl
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -188,6 +189,22 @@ def test_short_lease_with_etcd_elsewhere_is_refused(refused: Refused) -> None:
     """192.0.2.1 is an address for documentation, which no machine has."""
     line = refused("name_store=etcd", "cluster.name_store.address=127.0.0.1:2379,192.0.2.1:2379")
     assert "cluster.lease_s=20.0: must be at least 60 with etcd on another host (192.0.2.1)" in line
+
+
+def test_etcd_of_several_nodes_counts_as_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is elsewhere for all nodes but one, also if that is the launcher's."""
+    monkeypatch.setattr("realsys.launch.preflight._bind_problem", lambda host, port: "")
+
+    def problem(address: str, **cluster: object) -> str:
+        store = {"backend": "etcd", "address": address}
+        config = Config.model_validate({"cluster": {"nodes": 2, "name_store": store, **cluster}})
+        with pytest.raises(ConfigError) as error:
+            check_etcd(config, TrialPaths(tmp_path))
+        return str(error.value)
+
+    assert "must be at least 60 with etcd on another host (10.0.0.1)" in problem("10.0.0.1:2379")
+    loopback = problem("10.0.0.1:2379,127.0.0.1:2379", lease_s=60.0)
+    assert "each of the 2 nodes would look for etcd on itself (127.0.0.1)" in loopback
 
 
 def test_wrong_files_of_etcd_are_refused(refused: Refused, tmp_path: Path) -> None:
