@@ -25,7 +25,8 @@ from realsys.model_calls import MfcRequest
 from realsys.train.calls import Role
 from realsys.train.data_manager import Array, DataManager
 from realsys.train.megatron.device import Device
-from realsys.train.megatron.mesh import form_meshes, process_groups
+from realsys.train.megatron.mesh import form_meshes
+from realsys.train.megatron.rendezvous import process_groups
 from realsys.train.role_parts import make_role
 from realsys.types import SequenceRef
 from tests.support.training.lengths import PROMPT

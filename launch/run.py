@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from realsys.cluster.failure import read_errors
-from realsys.cluster.network import HOST, interfaces, is_loopback, join_host_port, own_addresses
+from realsys.cluster.network import HOST, PORTS, interfaces, is_loopback, join_host_port, own_addresses
 from realsys.cluster.process import STORE_ADDRESS
 from realsys.config.allocation import parse_allocation
 from realsys.config.compose import compose, given_fields, quoted
@@ -76,6 +76,7 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
     config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
     config, chosen = fit(config, given_fields(given), machine)
     check(config, machine)
+    os.environ[PORTS] = config.cluster.ports  # for the socket to which the agents connect
     check_launcher(config)
     chosen = [*chosen, *sampling_warnings(config.generation.sampling)]
     _try_own_loss(config)

@@ -235,6 +235,16 @@ class ServerAddress(msgspec.Struct, frozen=True):
     incarnation: str  # new for each start of the process
 
 
+class TrainerAddress(msgspec.Struct, frozen=True):
+    """The entry of a MasterWorker, and of the TCPStore of its ranks, in the name store.
+
+    ``incarnation`` is that of the MasterWorker in both, so that no rank uses a store of an earlier start.
+    """
+
+    incarnation: str
+    address: str
+
+
 #: Extent of an array: the whole row, its tokens with loss_mask, or those and the state after the
 #: last one.
 Span = Literal["sequence", "loss", "loss_and_end"]

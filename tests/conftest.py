@@ -1,12 +1,14 @@
 """Fixtures for the whole suite: a real etcd, and the check that no test leaves anything running.
 
-``@pytest.mark.needs("etcd")`` skips a test on a machine without the program. With REALSYS_NO_SKIPS=1 (a machine that
+``@pytest.mark.needs("etcd")`` skips a test on a machine without the program, ``needs("netns")`` on one that cannot make
+network namespaces. With REALSYS_NO_SKIPS=1 (a machine that
 should have everything) the test fails instead. Every test is checked for child processes and threads that it started
 and did not end; the end of the session also checks for orphans, which a mark in their environment identifies.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -21,6 +23,7 @@ from typing import Any
 import pytest
 
 from realsys.errors import NameStoreError
+from tests.support.processes import netns
 from tests.support.processes.ports import lasting_ports
 
 SETTLE_S = 10.0  # a process or thread that ends within this time is no leftover
@@ -34,13 +37,22 @@ STANDING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forks
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    missing = [m.args[0] for m in item.iter_markers("needs") if shutil.which(m.args[0]) is None]
+    missing = [problem for mark in item.iter_markers("needs") if (problem := _missing(mark.args[0]))]
     if not missing:
         return
-    reason = f"needs {', '.join(missing)}, which is not installed"
+    reason = f"needs {', '.join(missing)}"
     if os.environ.get("REALSYS_NO_SKIPS") == "1":
         pytest.fail(f"{reason} (REALSYS_NO_SKIPS=1)", pytrace=False)
     pytest.skip(reason)
+
+
+@functools.cache
+def _missing(name: str) -> str:
+    """Return why this machine lacks the program, or cannot have several hosts; "" if it has it."""
+    if name == "netns":
+        problem = netns.missing()
+        return f"network namespaces: {problem}" if problem else ""
+    return "" if shutil.which(name) else f"{name}, which is not installed"
 
 
 # ---- several processes

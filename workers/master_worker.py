@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import sys
 
+import msgspec
 import uvloop
 
 from realsys.cluster.aio import run_until_stopped, stop_event
-from realsys.cluster.process import training_start
 from realsys.cluster.worker import EXIT_STOPPED, WorkerContext, worker_main
 from realsys.master.run.parts import Connections, build_parts
 from realsys.master.run.phases import MasterRun
@@ -17,6 +17,7 @@ from realsys.master.step_log import StepLog
 from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.request_reply import MasterStream
 from realsys.stream.security import keys_for
+from realsys.types import TrainerAddress
 
 #: Share of ``cluster.stop_progress_s`` that a stopped run may stand still; the rest is for closing.
 _GRACE = 0.9
@@ -31,7 +32,8 @@ async def serve(ctx: WorkerContext) -> None:
     keys = keys_for(cluster.host, ctx.paths.keys)
     stream = MasterStream(cluster.host, keys=keys, check_alive=ctx.check_alive)
     ctx.count(lambda: {"bad_messages": stream.bad_messages, "rejected_peers": stream.rejected})
-    ctx.register(names.request_reply(training_start()), stream.address)
+    address = TrainerAddress(ctx.incarnation, stream.address)
+    ctx.register(names.request_reply, msgspec.json.encode(address).decode())
     step_log = StepLog(ctx.paths.steps, ctx.check_alive)
     manager = ManagerClient(
         lambda: ctx.store.wait(names.gserver_manager, cluster.connect_timeout_s, "the gserver_manager"),

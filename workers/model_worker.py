@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from realsys.cluster.process import training_start
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.gpu.environment import prepare_environment
 
@@ -19,10 +18,12 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.stream.push_pull import Puller
     from realsys.stream.request_reply import GroupIntake, WorkerEndpoint
     from realsys.stream.security import keys_for
+    from realsys.stream.sockets import answers
     from realsys.train.call_service import ModelWorkerService, WorkerParts, load_calls
     from realsys.train.data_manager import DataManager
     from realsys.train.megatron.device import prepare_device
-    from realsys.train.megatron.mesh import form_meshes, rendezvous
+    from realsys.train.megatron.mesh import form_meshes
+    from realsys.train.megatron.rendezvous import Seat, rendezvous
     from realsys.train.step_gate import PauseRequest, SettleRequest, StepGate
     from realsys.weights.base import WriterParts
     from realsys.weights.build import build
@@ -38,11 +39,18 @@ def serve(ctx: WorkerContext) -> None:
     device = prepare_device(worker, config.train.threads)
     data = DataManager(worker)
     ctx.set_state("connecting")
-    start = training_start()
-    with rendezvous(ctx.store, ctx.names.torch_store(start), worker, allocation.workers, cluster, device):
+    seat = Seat(
+        worker,
+        allocation.workers,
+        cluster,
+        ctx.store,
+        ctx.names,
+        ctx.register,
+        answers=lambda address, timeout_s: answers(address, keys, timeout_s),
+        on_stop=ctx.on_stop,
+    )
+    with rendezvous(seat, device) as master:
         groups = form_meshes(meshes, worker, cluster, device)
-        key = ctx.names.request_reply(start)
-        master = ctx.store.wait(key, cluster.connect_timeout_s, "the address of the MasterWorker")
         puller = Puller(cluster.host, keys=keys, check_alive=ctx.check_alive) if worker in heads else None
         endpoint = WorkerEndpoint(
             worker,

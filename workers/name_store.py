@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
-from realsys.cluster.network import free_ports
+from realsys.cluster.network import PORTS, free_ports
 from realsys.cluster.process import configure_logging, die_with_parent
 from realsys.cluster.store.connect import store_address
 from realsys.config.dump import read_config
@@ -52,8 +52,9 @@ def main() -> NoReturn:
     configure_logging(f"name_store/{arguments.index}")
     die_with_parent()
     paths = TrialPaths(arguments.trial_dir.resolve())
-    address = store_address(read_config(paths.config))
-    argv = command(address, f"127.0.0.1:{free_ports(1)[0]}", paths.own_etcd)
+    config = read_config(paths.config)
+    os.environ[PORTS] = config.cluster.ports
+    argv = command(store_address(config), f"127.0.0.1:{free_ports(1)[0]}", paths.own_etcd)
     os.execvp(argv[0], argv)
 
 

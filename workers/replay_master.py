@@ -7,18 +7,20 @@ It exits with 0 when the replay has run, whether its results are equal or not
 
 from __future__ import annotations
 
+import msgspec
 import uvloop
 
 from realsys.cluster.aio import run_until_stopped
-from realsys.cluster.process import training_start
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.master.run.replay_run import replay
 from realsys.stream.request_reply import MasterStream
+from realsys.types import TrainerAddress
 
 
 async def serve(ctx: WorkerContext) -> None:
     stream = MasterStream(ctx.config.cluster.host)
-    ctx.register(ctx.names.request_reply(training_start()), stream.address)
+    address = TrainerAddress(ctx.incarnation, stream.address)
+    ctx.register(ctx.names.request_reply, msgspec.json.encode(address).decode())
     try:
         await run_until_stopped(ctx, replay(ctx, stream))
     finally:

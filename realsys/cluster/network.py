@@ -7,21 +7,27 @@ Every process has one address, which it binds and advertises, and which gloo and
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
+import random
 import socket
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
+from realsys.config.rules.ports import port_range
 from realsys.errors import ConfigError, RealsysError
 
 if TYPE_CHECKING:  # every process imports this module first, and pydantic takes its time
     from realsys.config.schema import Config
     from realsys.config.schema_cluster import ClusterConfig
 
+T = TypeVar("T")
+
 HOST = "REALSYS_HOST"
+PORTS = "REALSYS_PORTS"  # cluster.ports, for this process and those that it starts
 #: Names of network interfaces, and their IP addresses without link-local ones.
 Interfaces = Mapping[str, Sequence[str]]
 
@@ -41,22 +47,48 @@ def is_loopback(host: str) -> bool:
 
 
 def bind_tcp(host: str, port: int = 0) -> socket.socket:
-    """Return a TCP socket bound to ``host``. Port 0 means any free port. The server that uses it calls ``listen``.
+    """Return a TCP socket bound to ``host``. Port 0 means any free port (``own_ports``).
 
-    Raises RealsysError if the address cannot be bound.
+    The server that uses it calls ``listen``. Raises RealsysError if the address cannot be bound.
     """
+    return bind_first([port] if port else own_ports(), lambda each: _bind(host, each), host)
+
+
+def own_ports() -> list[int]:
+    """Return the ports on which this process may listen, in the order to try; 0 is any free one."""
+    ports = list(port_range(os.environ.get(PORTS, "")))
+    random.shuffle(ports)  # processes that start together would all try the same ones
+    return ports or [0]
+
+
+def bind_first(ports: Sequence[int], bind: Callable[[int], T], host: str) -> T:
+    """Return ``bind(port)`` for the first port that is not taken. Raises RealsysError."""
+    for port in ports:
+        try:
+            return bind(port)
+        except OSError as exc:
+            if exc.errno == errno.EADDRINUSE and port != ports[-1]:
+                continue
+            where, reason = join_host_port(host, port), exc.strerror or exc
+            remedy = "check that the port is free and that the host is an address of this machine"
+            if len(ports) > 1 and exc.errno == errno.EADDRINUSE:
+                where, remedy = host, f"all {len(ports)} ports of cluster.ports are taken, so name a larger range"
+            raise RealsysError(f"cannot bind {where}: {reason}; {remedy}") from exc
+    raise AssertionError("there is a port to try")
+
+
+def _bind(host: str, port: int) -> socket.socket:
     bare = host.strip("[]")
     family = socket.AF_INET6 if ":" in bare else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((bare, port))
-    except OSError as exc:
+        if os.environ.get(PORTS):
+            bound.listen()  # else another process could bind the same port, and only its ``listen`` would fail
+    except OSError:
         bound.close()
-        raise RealsysError(
-            f"cannot bind {join_host_port(host, port)}: {exc.strerror or exc}; "
-            "check that the port is free and that the host is an address of this machine"
-        ) from exc
+        raise
     return bound
 
 
@@ -71,6 +103,12 @@ def join_host_port(host: str, port: int) -> str:
     """Return ``host:port``, with brackets around an IPv6 address."""
     bare = host.strip("[]")
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """Return the host, without brackets, and the port of ``host:port``. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def advertised_host(host: str) -> str:
@@ -89,10 +127,13 @@ def advertised_host(host: str) -> str:
 def take_address(config: Config, environment: MutableMapping[str, str] = os.environ) -> Config:
     """Return the configuration with this process's address as ``cluster.host``; let gloo and NCCL use its interface.
 
+    Sockets that are bound from now on listen in ``cluster.ports``.
+
     An interface that the environment gives them already stays. Call it before anything is bound or registered.
     Raises ConfigError for an address that this machine does not have, and for loopback in a plan of several nodes.
     """
     cluster, there = config.cluster, interfaces()
+    environment[PORTS] = cluster.ports
     host, _, name = own_addresses(cluster, environment, there)
     environment.setdefault("GLOO_SOCKET_IFNAME", name)
     environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without "=", NCCL takes eth10 for eth1 too
@@ -113,7 +154,7 @@ def own_addresses(cluster: ClusterConfig, environment: Mapping[str, str], there:
 def own_host(cluster: ClusterConfig, given: str, there: Interfaces) -> str:
     """Return the address to bind. ``given``: that of REALSYS_HOST, or "". Raises ConfigError."""
     if given:
-        if not any(given in addresses for addresses in there.values()):
+        if not any(given.strip("[]") in addresses for addresses in there.values()):
             raise ConfigError(
                 HOST, given, f"is no address of this machine, which has {_listed(there)}: set one of them"
             )
@@ -160,8 +201,12 @@ def _interface_of(host: str, there: Interfaces) -> str:
 
 
 def _reachable(host: str, there: Interfaces, default: str) -> str:
-    """Return the address of the default route, else the only one beyond loopback, else loopback."""
-    beyond = [each for addresses in there.values() for each in addresses if not is_loopback(each) and ":" not in each]
+    """Return the address of the default route, else the only one beyond loopback, else loopback.
+
+    For "::" on a machine without IPv4, the same with IPv6.
+    """
+    every = [each for addresses in there.values() for each in addresses if not is_loopback(each)]
+    beyond = [each for each in every if ":" not in each] or (every if ":" in host else [])
     if default in beyond:
         return default
     if len(beyond) > 1:

@@ -12,15 +12,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import NoReturn
+from concurrent.futures import Future
+from typing import NoReturn, TypeVar
 
 from realsys.cluster import prctl
-from realsys.errors import RealsysError
+from realsys.errors import RealsysError, WaitTimeout
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 PARENT_PID = "REALSYS_PARENT_PID"  # set by a launcher that is the direct parent
-RUN_ID = "REALSYS_RUN_ID"
 TRAINING_START = "REALSYS_TRAINING_START"  # number of the trainer's start, for its processes
 STORE_ADDRESS = "REALSYS_NAME_STORE"  # host:port of the trial's own etcd on another machine
 NODE_RANK = "REALSYS_NODE_RANK"  # of a part of a server that spans nodes, and the number of its parts
@@ -68,14 +70,6 @@ def die_with_parent() -> None:
         raise RealsysError(f"the launcher (pid {expected}) has ended already; nothing to work for")
 
 
-def training_start() -> str:
-    """Return the id of the trainer's present start, equal for all its processes.
-
-    It is part of their keys in the name store, so that no process finds a key that an earlier start left behind.
-    """
-    return "-".join(os.environ.get(name, "0") for name in (RUN_ID, TRAINING_START))
-
-
 def flush() -> None:
     """Flush stdout and stderr as far as possible. Call it before ``os._exit``, which does not."""
     with contextlib.suppress(OSError, ValueError):
@@ -117,6 +111,34 @@ def bounded(action: Callable[[], None], timeout_s: float, what: str) -> None:
     thread.join(timeout_s)
     if thread.is_alive():
         log.error("%s did not finish within %.1f s; continuing without it", what, timeout_s)
+
+
+def on_thread(
+    action: Callable[[], T],
+    on_stop: Callable[[Callable[[], None]], None],
+    timeout_s: float,
+    waits_for: Callable[[], str],
+) -> T:
+    """Return ``action()``, run on a thread, so that the caller can stop while a library waits in C++.
+
+    Raises WaitTimeout, which names ``waits_for()``, after ``timeout_s``, and when ``on_stop`` calls back because the
+    process stops. The thread goes on then, for as long as the library waits.
+    """
+    ended, result = threading.Event(), Future[T]()
+
+    def run() -> None:
+        try:
+            result.set_result(action())
+        except BaseException as exc:
+            result.set_exception(exc)
+        ended.set()
+
+    on_stop(ended.set)
+    threading.Thread(target=run, name="on_thread", daemon=True).start()
+    in_time = ended.wait(timeout_s)
+    if result.done():
+        return result.result()
+    raise WaitTimeout(f"{'stopped while waiting' if in_time else f'waited {timeout_s:g} s'} for {waits_for()}")
 
 
 class StopSignals:

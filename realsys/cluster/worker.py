@@ -210,7 +210,7 @@ def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSign
     config = take_address(read_config(paths.config))
     signals.orphan_grace_s = config.cluster.stop_timeout_s
     names = trial_names(config)
-    store = make_name_store(config, paths)
+    store = make_name_store(config, paths, known=True)
     os.environ.pop(PASSWORD_VARIABLE, None)  # not for the verifiers, agents and engines that this process starts
     signals.on_stop(store.interrupt)
     terms = LeaseTerms(

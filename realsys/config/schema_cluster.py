@@ -67,6 +67,11 @@ class ClusterConfig(Section):
         description="network interface (`ib0`) or subnet (`10.1.0.0/16`) in which each process finds its own address;"
         " empty: host. The variable REALSYS_HOST overrides both",
     )
+    ports: str = Field(
+        "",
+        description="ports on which the processes listen, such as `20000-20999`, for a firewall; empty: any free port."
+        " gloo and NCCL choose theirs from the kernel's `ip_local_port_range`",
+    )
     heartbeat_s: PositiveFloat = Field(2.0, description="seconds between two heartbeats of a worker")
     lease_s: PositiveFloat = Field(
         20.0, description="seconds without a heartbeat after which a worker counts as dead; at least 2 * heartbeat_s"

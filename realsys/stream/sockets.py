@@ -13,8 +13,8 @@ import zmq
 import zmq.auth.thread
 from zmq.utils.monitor import parse_monitor_message
 
-from realsys.cluster.network import advertised_host, is_loopback, join_host_port
-from realsys.errors import StreamError
+from realsys.cluster.network import advertised_host, bind_first, is_loopback, join_host_port, own_ports
+from realsys.errors import RealsysError, StreamError
 from realsys.stream.codec import COPY_LIMIT
 from realsys.stream.security import CurveKeys
 
@@ -80,7 +80,7 @@ class Server:
 
 
 def bind_server(host: str, keys: CurveKeys | None, *, receive_limit: int = 0) -> Server:
-    """Bind a ROUTER on ``host`` at a port that the system chooses.
+    """Bind a ROUTER on ``host`` at a free port.
 
     At most ``receive_limit`` messages of a peer wait in memory (0: no limit). Raises StreamError if
     the address cannot be bound, or if ``host`` is not loopback and there are no keys.
@@ -103,21 +103,25 @@ def bind_server(host: str, keys: CurveKeys | None, *, receive_limit: int = 0) ->
     rejections = REJECTED_EVENTS.keys()
     monitor = router.get_monitor_socket(int(functools.reduce(operator.or_, rejections)))
     try:
-        # Port 0: two processes of a host can never choose the same port.
-        router.bind(f"tcp://{join_host_port(host, 0)}")
-    except zmq.ZMQError as err:
+        bind_first(own_ports(), lambda port: _bind(router, host, port), host)
+    except RealsysError as err:
         router.disable_monitor()
         monitor.close(linger=0)
         router.close(linger=0)
         if authenticator is not None:
             authenticator.stop()
         context.term()
-        raise StreamError(
-            f"socket on host={host}: cannot bind ({err.strerror}): check that it is an address of this host"
-        ) from err
+        raise StreamError(f"socket on host={host}: {err}") from err
     endpoint = bytes(router.getsockopt(zmq.LAST_ENDPOINT))  # type: ignore[arg-type]
     port = int(endpoint.rstrip(b"\0").decode().rsplit(":", 1)[1])
     return Server(context, router, monitor, f"tcp://{join_host_port(advertised_host(host), port)}", authenticator)
+
+
+def _bind(router: ZSocket, host: str, port: int) -> None:
+    try:
+        router.bind(f"tcp://{join_host_port(host, port)}")
+    except zmq.ZMQError as err:
+        raise OSError(err.errno, err.strerror) from err
 
 
 def connect_client(context: ZContext, address: str, keys: CurveKeys | None) -> tuple[ZSocket, ZSocket]:
@@ -138,6 +142,19 @@ def connect_client(context: ZContext, address: str, keys: CurveKeys | None) -> t
         close_client(dealer, monitor)
         raise StreamError(f"cannot connect to address={address!r}: {err.strerror}") from err
     return dealer, monitor
+
+
+def answers(address: str, keys: CurveKeys | None, timeout_s: float) -> bool:
+    """Return True if a server with these keys completes a handshake at ``address`` within ``timeout_s``."""
+    context: ZContext = zmq.Context()
+    dealer, monitor = connect_client(context, address, keys)
+    try:
+        if not monitor.poll(int(timeout_s * 1000)):
+            return False
+        return monitor_event(monitor.recv_multipart(copy=False)) == zmq.Event.HANDSHAKE_SUCCEEDED
+    finally:
+        close_client(dealer, monitor)
+        context.term()
 
 
 def close_client(dealer: ZSocket, monitor: ZSocket) -> None:

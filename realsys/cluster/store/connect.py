@@ -20,8 +20,13 @@ CALL_TIMEOUT_S = 5.0
 PASSWORD_VARIABLE = "REALSYS_ETCD_PASSWORD"
 
 
-def make_name_store(config: Config, paths: TrialPaths, call_timeout_s: float = CALL_TIMEOUT_S) -> NameStore:
-    """Connect to the backend that ``config.cluster.name_store`` names. Raises NameStoreError and ConfigError."""
+def make_name_store(
+    config: Config, paths: TrialPaths, call_timeout_s: float = CALL_TIMEOUT_S, *, known: bool = False
+) -> NameStore:
+    """Connect to the backend that ``config.cluster.name_store`` names. Raises NameStoreError and ConfigError.
+
+    ``known``: the launcher has reached it, so an etcd that does not answer is away, and is waited for.
+    """
     settings = config.cluster.name_store
     if settings.backend == "file":
         return FileNameStore(Path(settings.root).resolve() if settings.root else paths.name_store)
@@ -31,7 +36,7 @@ def make_name_store(config: Config, paths: TrialPaths, call_timeout_s: float = C
 
     lease_s = config.cluster.lease_s
     access = EtcdAccess(settings.ca, settings.cert, settings.key, settings.user, etcd_password(settings))
-    return EtcdNameStore(store_address(config), min(call_timeout_s, lease_s / 3), lease_s, access)
+    return EtcdNameStore(store_address(config), min(call_timeout_s, lease_s / 3), lease_s, access, known=known)
 
 
 def store_address(config: Config) -> str:

@@ -10,6 +10,8 @@ watches move with it: a member that hangs, or is cut off from the others, does n
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import queue
 import threading
@@ -23,6 +25,8 @@ import grpc
 
 from realsys.cluster.store.etcd3_compat import import_etcd3
 from realsys.errors import Fenced, NameStoreError
+
+log = logging.getLogger(__name__)
 
 RETRY_S = 0.1
 CHANNEL_OPTIONS = [
@@ -120,7 +124,7 @@ class Member:
 class EtcdMembers:
     """All members at ``address``: host:port, separated by commas. ``moved`` is called after a change of the member.
 
-    call_timeout_s   limit of one try at all members, and of a call before any member has answered
+    call_timeout_s   limit of one try at all members, and of a call before any member has answered, unless ``known``
     retry_timeout_s  limit of a call while no member is reachable; at least ``call_timeout_s``
     """
 
@@ -131,7 +135,10 @@ class EtcdMembers:
         moved: Callable[[], None],
         call_timeout_s: float,
         retry_timeout_s: float,
+        *,
+        known: bool = False,
     ) -> None:
+        """``known``: another process has reached etcd at this address."""
         self.address = address
         self._access = access
         self._moved = moved
@@ -141,7 +148,7 @@ class EtcdMembers:
         self._members = [Member(each, access) for each in address.split(",")]
         self._at = os.getpid() % len(self._members)  # processes spread over the members
         self._try_s = call_timeout_s / len(self._members)
-        self._reached = False  # an etcd that never answered means a wrong address, which is reported early
+        self._reached = known  # an etcd that never answered means a wrong address, which is reported early
         self._token = ""
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -158,7 +165,7 @@ class EtcdMembers:
         """
         limit_s = limit_s or (self._retry_timeout_s if repeatable and self._reached else self._timeout_s)
         deadline = time.monotonic() + limit_s
-        while True:
+        for tries in itertools.count():
             member = self.present
             left_s = max(0.001, min(deadline - time.monotonic(), self._try_s))
             try:
@@ -171,7 +178,10 @@ class EtcdMembers:
                     raise self._translated(exc, action, limit_s) from exc
             except ValueError as exc:  # grpc raises this if another thread has closed the channel
                 raise NameStoreError(f"name store: cannot {action}: used after close()") from exc
+            if tries == 0:
+                log.info("cannot %s: etcd at %s does not answer; trying for %g s", action, member.address, limit_s)
             self._closing.wait(RETRY_S)
+        raise AssertionError("count() ended")
 
     def metadata(self, member: Member, timeout_s: float) -> tuple[tuple[str, str], ...]:
         """Return what names the user in a call. Raises grpc.RpcError if the member does not accept the user."""

@@ -45,6 +45,7 @@ class EtcdNameStore(NameStore):
     call_timeout_s   limit of a try at all members, and of renewing a lease
     retry_timeout_s  limit of a repeatable call while members that answered before are unreachable; at least
                      ``call_timeout_s``
+    known            they answered another process before: wait for them from the first call on
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class EtcdNameStore(NameStore):
         call_timeout_s: float = 5.0,
         retry_timeout_s: float = 0.0,
         access: EtcdAccess = _OPEN,
+        *,
+        known: bool = False,
     ) -> None:
         super().__init__()
         self.address = address
         self._timeout_s = call_timeout_s
         self._rpc = import_etcd3().etcdrpc
-        self._members = EtcdMembers(address, access, self._moved, call_timeout_s, retry_timeout_s)
+        self._members = EtcdMembers(address, access, self._moved, call_timeout_s, retry_timeout_s, known=known)
 
     # ---- keys
 

@@ -32,9 +32,20 @@ class Names:
     def heartbeats(self) -> str:
         return f"{self.root}/heartbeat"
 
-    def request_reply(self, start: str) -> str:
-        """Key of the tcp address of the MasterWorker's request-reply socket. ``start``: the trainer incarnation."""
-        return f"{self.root}/request_reply/{start}"
+    @property
+    def trainer(self) -> str:
+        """Root of the keys of a start of the trainer, which hold its incarnation. All are leased."""
+        return f"{self.root}/trainer"
+
+    @property
+    def request_reply(self) -> str:
+        """Key of the tcp address of the MasterWorker's request-reply socket. Value: JSON TrainerAddress."""
+        return f"{self.trainer}/request_reply"
+
+    @property
+    def torch_store(self) -> str:
+        """Key of host:port of torch's TCPStore for the process groups. Value: JSON TrainerAddress."""
+        return f"{self.trainer}/torch_store"
 
     def pull(self, dp: int) -> str:
         """Key of the tcp address of the push-pull socket of DP head ``dp``."""
@@ -56,10 +67,6 @@ class Names:
     def model_version(self, role: str = "actor") -> str:
         """Key of the newest complete weights. Value: JSON PublishedVersion."""
         return f"{self.root}/model_version/{role}"
-
-    def torch_store(self, start: str) -> str:
-        """Key of host:port of torch's TCPStore for the process groups. ``start``: the trainer incarnation."""
-        return f"{self.root}/torch_store/{start}"
 
     @property
     def status(self) -> str:

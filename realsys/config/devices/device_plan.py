@@ -27,8 +27,7 @@ SERVER: Kind = "generation_server"
 
 _GIB = 1 << 30
 _FEWEST_PROCESSES, _PROCESSES_PER_CORE = 32, 8  # bound on the processes of a node
-#: port of the first server that spans nodes, at which its nodes find each other; the next server has the next port
-_FIRST_INIT_PORT = 25000
+FIRST_INIT_PORT = 25000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,7 @@ class Block:
     memory   bytes of host memory of each process, before it loads a model
     parts    equal parts of a server that may sit on different nodes: its pipeline stages
     on_first the block belongs on the first node
+    init     port at which the nodes of server 0 find each other, if it spans nodes; the next server has the next port
     """
 
     kind: Kind
@@ -61,6 +61,7 @@ class Block:
     memory: int
     parts: int = 1
     on_first: bool = False
+    init: int = FIRST_INIT_PORT
 
     @property
     def name(self) -> str:
@@ -169,7 +170,7 @@ def _place_server(block: Block, used: Sequence[_Used], share: bool) -> list[Seat
     count = next((count for count in counts if block.gpus // count <= widest), counts[-1])
     width = block.gpus // count
     found = _find(block.name, width, count, used, share=share)
-    address = f"{found[0][0].node.name}:{_FIRST_INIT_PORT + index}" if count > 1 else ""
+    address = f"{found[0][0].node.name}:{block.init + index}" if count > 1 else ""
     return [
         target.sit(block, index, tuple(range(first, first + width)), (rank, count, address))
         for rank, (target, first) in enumerate(found)

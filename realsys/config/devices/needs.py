@@ -7,12 +7,13 @@ from collections.abc import Collection, Sequence
 
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.devices.device_plan import RANK, SERVER, Block, Kind, Node, Seat, place
+from realsys.config.devices.device_plan import FIRST_INIT_PORT, RANK, SERVER, Block, Kind, Node, Seat, place
 from realsys.config.doors import BACKEND
 from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.hosts import OnHost
 from realsys.config.rules.backend_rules import BackendRules, backend_rules
 from realsys.config.rules.machine import Machine
+from realsys.config.rules.ports import port_range
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
@@ -66,7 +67,9 @@ def _blocks(config: Config, machine: Machine, node: Node) -> list[Block]:
     ]
     backend = backend_rules(config)
     server = _server(config, allocation, backend, node, servers_use_gpus(config, machine, backend))
-    blocks += [Block(SERVER, range(n, n + 1), *server) for n in range(allocation.inference.data)]
+    servers, ports = allocation.inference.data, port_range(config.cluster.ports)
+    init = max(ports[0], ports[-1] + 1 - servers) if ports else FIRST_INIT_PORT
+    blocks += [Block(SERVER, range(n, n + 1), *server, init=init) for n in range(servers)]
     workers, threads = config.rollout.workers, 1 + config.rollout.reward.processes
     return blocks + [Block("rollout_worker", range(n, n + 1), 0, threads, light) for n in range(workers)]
 

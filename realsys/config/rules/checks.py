@@ -20,6 +20,7 @@ from realsys.config.rules.backend_rules import BackendRules, backend_rules
 from realsys.config.rules.etcd_rules import check_etcd
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
+from realsys.config.rules.ports import port_range
 from realsys.config.rules.sampling import evaluation_sampling
 from realsys.config.rules.training_rules import check_training
 from realsys.config.rules.vocabulary_rules import check_vocabulary
@@ -116,6 +117,7 @@ def _check_cluster(config: Config, allocation: Allocation) -> None:
             f"must be at least twice cluster.heartbeat_s ({cluster.heartbeat_s}), or one late heartbeat kills a worker"
         )
         raise ConfigError("cluster.lease_s", cluster.lease_s, problem)
+    port_range(cluster.ports)
     if cluster.name_store.backend == "etcd":
         check_etcd(cluster.name_store)
     elif cluster.name_store.start:

@@ -1,6 +1,4 @@
-"""Connects the ModelWorkers, and forms the process groups of every mesh among them.
-
-worker 0: binds a TCPStore on port 0 -> registers its address      others: wait for the address -> connect
+"""Forms the process groups of every mesh among the ModelWorkers, which ``rendezvous`` has connected.
 
 All workers are ranks of one world, and a worker's index is its rank there. A mesh is some of them;
 meshes may overlap:
@@ -23,10 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of
-from realsys.cluster.store.base import NameStore
 from realsys.cluster.topology import Mesh
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.train.megatron.device import Device
@@ -35,67 +30,6 @@ from realsys.train.megatron.megatron_core import parallel_state
 #: Megatron's globals before any group is formed. A mesh starts from these: a global that it does
 #: not set must not keep another mesh's group.
 _UNFORMED = {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
-
-
-def rendezvous(
-    store: NameStore, key: str, rank: int, world: int, cluster: ClusterConfig, device: Device
-) -> contextlib.AbstractContextManager[None]:
-    """Join torch.distributed through the name store. ``key`` must be new for every start of the
-    workers.
-
-    Raises WaitTimeout naming worker 0 if its address does not arrive within
-    ``cluster.connect_timeout_s``.
-    """
-    timeout = timedelta(seconds=cluster.connect_timeout_s)
-    if rank == 0:
-        # TCPStore's own socket would listen on every interface. This one is bound to the cluster's
-        # host only. Every worker connects at about the same time; a short backlog would refuse
-        # some.
-        listener = bind_tcp(cluster.host)
-        listener.listen(max(128, world))
-        port = port_of(listener)
-        tcp = TCPStore(
-            cluster.host.strip("[]"),
-            port,
-            world,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,  # they learn the address only from the next statement
-            master_listen_fd=listener.detach(),
-        )
-        # Registered after the socket listens, so a worker that reads the address can connect.
-        store.add(key, join_host_port(advertised_host(cluster.host), port), replace=True)
-    else:
-        address = store.wait(key, cluster.connect_timeout_s, "the torch store of model_worker/0")
-        host, _, port_text = address.rpartition(":")
-        tcp = TCPStore(
-            host.strip("[]"), int(port_text), world, is_master=False, timeout=timeout, wait_for_workers=False
-        )
-    return process_groups(tcp, rank, world, cluster, device)
-
-
-@contextlib.contextmanager
-def process_groups(tcp: Store, rank: int, world: int, cluster: ClusterConfig, device: Device) -> Iterator[None]:
-    """Keep torch.distributed initialised inside the block.
-
-    After an error the groups stay as they are: destroying them may wait for ranks that wait for
-    this one.
-    """
-    dist.init_process_group(
-        device.backend,
-        store=tcp,
-        rank=rank,
-        world_size=world,
-        # A collective waits for the slowest rank, which may be in a whole call: as long as the
-        # master waits.
-        timeout=timedelta(seconds=cluster.request_timeout_s),
-        # No ``device_id``: with one, NCCL would split every group off the world, an operation of all
-        # ranks. Without, a communicator is made by its members when they first use it; a group of one
-        # member that Megatron never uses costs nothing.
-    )
-    # No try/finally: see the docstring. The process ends after an error, and with it the groups.
-    yield
-    dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +103,7 @@ def form_meshes(
     meshes: Mapping[str, Mesh], worker: int, cluster: ClusterConfig, device: Device
 ) -> dict[str, MeshGroups]:
     """Return role -> its groups, for the roles whose mesh includes ``worker``. Needs
-    ``process_groups``.
+    ``rendezvous``.
 
     Every worker of the world calls it with the same ``meshes``, including one that is on no mesh.
     If workers are together in several groups, these share one communicator: it costs memory on a

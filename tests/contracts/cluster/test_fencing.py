@@ -93,14 +93,14 @@ def test_rollout_worker_pushes_only_with_its_lease(trial: Trial, suspended: bool
 def test_head_stores_and_acknowledges_only_with_its_lease(trial: Trial, suspended: bool) -> None:
     async def run() -> None:
         stream = MasterStream()
-        trial.store.add(trial.names.request_reply("0"), stream.address)
+        trial.store.add(trial.names.request_reply, stream.address)
         process = start(trial, "receives")
         await stream.barrier([0], BOUND_S)
         address = await asyncio.to_thread(trial.ready)
         pusher = Pusher(lambda dp: address, [0], "rollout_worker/0")
         await pusher.push(make_group("before"))
         if suspended:
-            trial.store.delete(trial.names.request_reply("0"))
+            trial.store.delete(trial.names.request_reply)
             await asyncio.to_thread(trial.suspend, process)
         push = asyncio.create_task(pusher.push(make_group("after")))
         if suspended:

@@ -43,6 +43,21 @@ def test_etcd_away_for_a_lease_fences_its_workers(tmp_path: Path, own_etcd):
         trial.close()
 
 
+@pytest.mark.needs("etcd")
+def test_worker_starts_when_etcd_is_back(tmp_path: Path, own_etcd):
+    trial = Trial(tmp_path, lease_s=LONG_S, backend="etcd", address=own_etcd.address)
+    try:
+        own_etcd.kill()
+        process = trial.start("quick(); ctx.stop.wait()")
+        trial.logged(process, "does not answer; trying for 120 s")
+        own_etcd.start()
+        trial.ready()
+        process.terminate()
+        trial.ends(process, 0)
+    finally:
+        trial.close()
+
+
 def test_directory_back_within_the_lease_costs_nothing(tmp_path: Path):
     trial = Trial(tmp_path / "trial", lease_s=LONG_S, backend="file", root=str(tmp_path / "store"))
     try:

@@ -10,10 +10,15 @@ import pytest
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from tests.support.processes.netns import TwoHosts, missing, outputs
+from realsys.stream.security import ensure_keys
+from tests.support.processes.netns import Hosts, outputs
 
-#: argv: config.json, rank. Prints the host, the advertised address of the torch store, the sum of both ranks, a reply.
+pytestmark = pytest.mark.needs("netns")
+
+#: argv: config.json, rank. Rank 0 plays the MasterWorker, too. Prints the host, the advertised address of the torch
+#: store, the sum of both ranks, a reply.
 RANK = """
+import contextlib
 import sys
 from pathlib import Path
 import torch
@@ -23,12 +28,14 @@ from starlette.routing import Route
 import asyncio
 from realsys.cluster.http.http_client import HttpClient
 from realsys.cluster.http.http_server import HttpServer
-from realsys.cluster.network import take_address
+from realsys.cluster.network import split_host_port, take_address
 from realsys.cluster.store.connect import make_name_store
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.train.megatron.device import prepare_device
-from realsys.train.megatron.mesh import rendezvous
+from realsys.stream.security import keys_for
+from realsys.train.megatron.rendezvous import rendezvous
+from tests.support.processes.seats import NAMES, announced, make_seat, master_of
 
 rank, path = int(sys.argv[2]), Path(sys.argv[1])
 config = take_address(read_config(path))
@@ -42,7 +49,9 @@ async def answers(url):
     async with HttpClient() as http:
         return await http.answers(url, 10.0)
 
-with rendezvous(store, "t/torch", rank, 2, config.cluster, prepare_device(rank, 1)):
+keys = keys_for(config.cluster.host, paths.keys)
+master = master_of(store, "1", config.cluster.host, keys) if rank == 0 else contextlib.nullcontext()
+with master, rendezvous(make_seat(config, store, rank, 2, keys), prepare_device(rank, 1)):
     total = torch.tensor([rank + 1])
     torch.distributed.all_reduce(total)
     if rank == 0:
@@ -53,7 +62,7 @@ with rendezvous(store, "t/torch", rank, 2, config.cluster, prepare_device(rank, 
     torch.distributed.barrier()
     if rank == 0:
         server.close()
-    print(config.cluster.host, store.get("t/torch").rpartition(":")[0], total.item(), reached)
+    print(config.cluster.host, split_host_port(announced(store, NAMES.torch_store).address)[0], total.item(), reached)
 store.close()
 """
 #: argv: config.json. Prints why the process may not register an address.
@@ -70,11 +79,9 @@ except ConfigError as error:
 """
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[TwoHosts]:
-    if problem := missing():
-        pytest.skip(problem)
-    with TwoHosts() as made:
+@pytest.fixture(scope="module", params=["ipv4", "ipv6"])
+def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    with Hosts(2, ipv6=request.param == "ipv6") as made:
         yield made
 
 
@@ -85,19 +92,21 @@ def written(folder: Path, **cluster: object) -> Path:
     paths = TrialPaths.of(config)
     paths.root.mkdir(parents=True)
     write_config(config, paths.config)
+    ensure_keys(paths.keys)
     return paths.config
 
 
-@pytest.mark.parametrize("cluster", [{"interface": "10.77.5.0/24"}, {"host": "0.0.0.0"}], ids=["subnet", "wildcard"])
-def test_ranks_and_http_meet_across_hosts(hosts: TwoHosts, tmp_path: Path, cluster: dict[str, str]) -> None:
+@pytest.mark.parametrize("wildcard", [False, True], ids=["subnet", "wildcard"])
+def test_ranks_and_http_meet_across_hosts(hosts: Hosts, tmp_path: Path, wildcard: bool) -> None:
     """The own name of each host resolves to 127.0.1.1, which gloo would take without an interface."""
-    config = str(written(tmp_path, **cluster))
+    every = "::" if ":" in hosts.subnet else "0.0.0.0"
+    config = str(written(tmp_path, **({"host": every} if wildcard else {"interface": hosts.subnet})))
     ranks = [hosts.start(rank, RANK, config, str(rank)) for rank in range(2)]
     lines = [printed.splitlines()[-1] for printed in outputs(ranks, 90.0)]
-    own = hosts.addresses if "interface" in cluster else ["0.0.0.0"] * 2
+    own = [every] * 2 if wildcard else hosts.addresses
     assert lines == [f"{host} {hosts.addresses[0]} 3 True" for host in own]
 
 
-def test_loopback_is_refused_on_two_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_loopback_is_refused_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     [printed] = outputs([hosts.start(1, REFUSED, str(written(tmp_path)))], 60.0)
     assert "cluster.interface='': other hosts cannot reach 127.0.0.1" in printed

@@ -19,6 +19,7 @@ from realsys.model_calls import Empty
 from realsys.stream.push_pull import Puller, Pusher, PushLimits
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.stream.security import KEY_FILE, CurveKeys, ensure_keys, keys_for, load_keys
+from realsys.stream.sockets import answers
 from tests.support.streams.stream_parts import BOUND_S, PullerThread, make_group, pulling
 
 
@@ -72,7 +73,7 @@ def test_a_socket_beyond_loopback_opens_with_keys(keys: CurveKeys) -> None:
 
 
 def test_an_address_of_another_host_is_an_error(keys: CurveKeys) -> None:
-    with pytest.raises(StreamError, match=r"host=192.0.2.1: cannot bind \(.*\): check that it is an address"):
+    with pytest.raises(StreamError, match=r"host=192.0.2.1: cannot bind .*; check .* an address of this machine"):
         Puller("192.0.2.1", keys=keys)
 
 
@@ -98,6 +99,17 @@ def test_members_push_and_call_under_encryption(keys: CurveKeys) -> None:
     finally:
         puller.close()
     assert puller.tickets == ["t0"]
+
+
+def test_server_answers_its_members_only(keys: CurveKeys) -> None:
+    """The puller takes no part: a handshake says that it is there, with the keys of the trial."""
+    puller = PullerThread(keys=keys)
+    try:
+        assert answers(puller.address, keys, BOUND_S)
+        assert not answers(puller.address, CurveKeys.generate(), BOUND_S)
+    finally:
+        puller.close()
+    assert not answers(puller.address, keys, BOUND_S), "nobody listens there"
 
 
 def strangers(keys: CurveKeys) -> dict[str, CurveKeys | None]:

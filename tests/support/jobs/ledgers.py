@@ -52,6 +52,15 @@ def check_ledger(job: Job, *, batch_groups: int, eta: int, prompts: int, max_att
     return ledger
 
 
+def check_recovered(job: Job, *, steps: int, at_least: int) -> None:
+    """Check a finished run whose trainer continued once, from step ``at_least`` or later: a clean audit, all steps."""
+    report = audit_trial(job.paths)
+    assert report.ok, [check for check in report.checks if not check.ok]
+    [recovered] = job.records("recovered")
+    assert recovered["step"] >= at_least, recovered
+    assert [record["step"] for record in job.records("train")] == list(range(1, steps + 1))
+
+
 def check_staleness(job: Job, eta: int) -> None:
     """Every sequence of every step was within the bound when it was trained."""
     for step in job.records("train"):

@@ -105,7 +105,7 @@ def receives(ctx: WorkerContext) -> None:
         (ctx.paths.root / f"stored {group.ticket.ticket_id}").touch()
 
     puller = Puller(check_alive=ctx.check_alive)
-    master = ctx.store.get(ctx.names.request_reply("0"))
+    master = ctx.store.get(ctx.names.request_reply)
     endpoint = WorkerEndpoint(0, master, GroupIntake(puller, store), check_alive=ctx.check_alive)
     endpoint.wait_connected(60)
     ready(ctx, puller.address)

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces that a pair of virtual interfaces joins.
+"""Several hosts on one machine: network namespaces that a bridge joins.
 
 As Debian does it, each host resolves its own name to 127.0.1.1.
 """
@@ -21,7 +21,7 @@ COMMAND_TIMEOUT_S = 20.0
 
 def missing() -> str:
     """Return why this machine cannot make network namespaces; "" if it can."""
-    for program in ("ip", "unshare"):
+    for program in ("ip", "bridge", "unshare"):
         if shutil.which(program) is None:
             return f"there is no program named {program}"
     if os.geteuid():
@@ -39,17 +39,27 @@ def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
     return subprocess.run(argv, check=check, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
 
 
-class TwoHosts:
-    """Context with the hosts 0 and 1: names, addresses and interfaces. Removed when it is left."""
+class Hosts:
+    """Context with numbered hosts: names, addresses and interfaces. Removed when it is left.
 
-    def __init__(self) -> None:
+    A bridge for each rack, and one between them, join the hosts. ``cut`` and ``part`` break connections there, so no
+    host sees its interface go down, as with a switch that fails.
+    """
+
+    def __init__(self, count: int = 2, *, racks: Sequence[int] = (), ipv6: bool = False) -> None:
+        """``racks``: that of each host; default: each host has its own."""
+        self._racks = racks or range(count)
         tag = uuid.uuid4().hex[:6]
-        self.spaces = [f"rs{tag}{letter}" for letter in "ab"]
-        self.names = [f"node{letter}" for letter in "ab"]
-        self.interfaces = ["fab0", "ib7"]  # hosts of a cluster need not name them alike
-        self.addresses = ["10.77.5.1", "10.77.5.2"]
+        self.switch = f"rs{tag}switch"
+        self.spaces = [f"rs{tag}{chr(ord('a') + number)}" for number in range(count)]
+        self.names = [f"node{chr(ord('a') + number)}" for number in range(count)]
+        # Hosts of a cluster need not name them alike.
+        self.interfaces = ["fab0", "ib7", "net1", "eth5", "ens3"][:count]
+        self.subnet = "fd77:5::/64" if ipv6 else "10.77.5.0/24"
+        prefix = self.subnet.partition("/")[0].removesuffix("0")
+        self.addresses = [f"{prefix}{number + 1}" for number in range(count)]
 
-    def __enter__(self) -> TwoHosts:
+    def __enter__(self) -> Hosts:
         try:
             self._make()
         except BaseException:
@@ -58,23 +68,49 @@ class TwoHosts:
         return self
 
     def _make(self) -> None:
+        _ip("netns", "add", self.switch)
+        self._bridge("spine")
+        for rack in set(self._racks):
+            self._bridge(f"rack{rack}")
+            _ip("-n", self.switch, "link", "add", f"up{rack}", "type", "veth", "peer", "name", f"down{rack}")
+            _ip("-n", self.switch, "link", "set", f"up{rack}", "master", "spine", "up")
+            _ip("-n", self.switch, "link", "set", f"down{rack}", "master", f"rack{rack}", "up")
         for number, space in enumerate(self.spaces):
             _ip("netns", "add", space)
             _ip("-n", space, "link", "set", "lo", "up")
             folder = NETNS_FILES / space
             folder.mkdir(parents=True)
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {self.names[number]}\n")
-        here, there = self.spaces
-        ends = ("link", "add", self.interfaces[0], "netns", here, "type", "veth")
-        _ip(*ends, "peer", "name", self.interfaces[1], "netns", there)
-        for space, interface, address in zip(self.spaces, self.interfaces, self.addresses, strict=True):
-            _ip("-n", space, "addr", "add", f"{address}/24", "dev", interface)
+            interface, port = self.interfaces[number], f"port{number}"
+            ends = ("link", "add", interface, "netns", space, "type", "veth")
+            _ip(*ends, "peer", "name", port, "netns", self.switch)
+            _ip("-n", self.switch, "link", "set", port, "master", f"rack{self._racks[number]}", "up")
+            address = f"{self.addresses[number]}/{self.subnet.partition('/')[2]}"
+            # Without duplicate address detection, during which an IPv6 address cannot be bound.
+            _ip("-n", space, "addr", "add", address, "dev", interface, *(["nodad"] if ":" in address else []))
             _ip("-n", space, "link", "set", interface, "up")
 
+    def _bridge(self, name: str) -> None:
+        _ip("-n", self.switch, "link", "add", name, "type", "bridge")
+        _ip("-n", self.switch, "link", "set", name, "up")
+
     def __exit__(self, *_: object) -> None:
-        for space in self.spaces:
+        for space in (*self.spaces, self.switch):
             _ip("netns", "del", space, check=False)
             shutil.rmtree(NETNS_FILES / space, ignore_errors=True)
+
+    def cut(self, host: int, *, heal: bool = False) -> None:
+        """Cut a host off from all others, or connect it again."""
+        self._port(f"port{host}", "state", "3" if heal else "0")
+
+    def part(self, *racks: int, heal: bool = False) -> None:
+        """Cut these racks off from each other, but not from the rest; or connect them again."""
+        for rack in racks:
+            self._port(f"up{rack}", "isolated", "off" if heal else "on")
+
+    def _port(self, port: str, *setting: str) -> None:
+        argv = ["bridge", "-n", self.switch, "link", "set", "dev", port, *setting]
+        subprocess.run(argv, check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
         """Return the command that runs ``argv`` on a host, under the host's own name. All of it is one process."""

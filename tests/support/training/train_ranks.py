@@ -24,7 +24,8 @@ from realsys.config.schema import Config
 from realsys.train.calls import Role
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device, prepare_device
-from realsys.train.megatron.mesh import MeshGroups, form_meshes, process_groups
+from realsys.train.megatron.mesh import MeshGroups, form_meshes
+from realsys.train.megatron.rendezvous import process_groups
 from realsys.train.role_parts import make_role
 
 Body = Callable[[int, Device], Any]

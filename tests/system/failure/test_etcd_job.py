@@ -1,12 +1,17 @@
-"""A whole job whose processes find each other through etcd."""
+"""Whole jobs whose processes find each other through etcd."""
+
+import re
 
 import pytest
 
 from realsys.cluster.store.connect import trial_names
 from realsys.cluster.store.etcd_store import EtcdNameStore
 from realsys.config.dump import read_config
-from tests.support.jobs.jobs import processes_of, run_arith
+from realsys.config.paths import TrialPaths
+from tests.support.jobs.jobs import arith, processes_of, run_arith, running
 from tests.support.jobs.ledgers import check_ledger, check_staleness
+from tests.support.processes.etcd_cluster import EtcdCluster
+from tests.support.processes.ports import lasting_ports
 
 pytestmark = [pytest.mark.system, pytest.mark.needs("etcd")]
 
@@ -33,3 +38,55 @@ def test_job_on_etcd_leaves_no_key(tmp_path, etcd_server):
         assert store.get_subtree(names.root) == {}
     finally:
         store.close()
+
+
+def test_job_on_ipv6_keeps_to_its_ports(tmp_path):
+    """Every address of the job is [::1], with a port of the range; so is that of its own etcd."""
+    own, low = lasting_ports(2)
+    settings = [
+        *("name_store=etcd", "cluster.name_store.start=true", f"cluster.name_store.address='[::1]:{own}'"),
+        *("cluster.host=::1", f"cluster.ports={low}-{low + 199}", "allocation=serve.d1+d2"),
+        *("warmup.steps=2", "train.total_steps=2", "evaluation.problems=4"),
+    ]
+    root, argv = arith(tmp_path, "ipv6", *settings)
+    with running(root, argv) as live:
+        live.until_step(1)
+        names = trial_names(read_config(TrialPaths(root).config))
+        store = EtcdNameStore(f"[::1]:{own}", call_timeout_s=60.0)
+        advertised = {key.removeprefix(f"{names.root}/"): text for key, text in store.get_subtree(names.root).items()}
+        store.close()
+        job = live.wait().completed()
+    listening = {key: set(re.findall(r"([^/\"]+):(\d+)\b", text)) for key, text in advertised.items() if "::1" in text}
+    assert set(listening) == {
+        *("generation_server/0", "gserver_manager", "pull/0", "pull/1", "trainer/request_reply", "trainer/torch_store")
+    }
+    for key, addresses in listening.items():
+        assert [host for host, _ in addresses] == ["[::1]"], key
+        assert all(low <= int(port) < low + 200 for _, port in addresses), key
+    check_ledger(job, batch_groups=8, eta=4, prompts=400)
+
+
+def test_job_outlives_the_leader_in_every_phase(tmp_path):
+    """Three members: the leader is killed, and started again, while the job starts, trains and ends."""
+    cluster = EtcdCluster(tmp_path)
+    cluster.start()
+    settings = ["name_store=etcd", f"cluster.name_store.address='{cluster.address}'", "train.total_steps=6"]
+    root, argv = arith(tmp_path, "leaders", *settings, "warmup.steps=2", "evaluation.problems=0")
+
+    def lose_leader():
+        leader = cluster.leader()
+        cluster.kill(leader)
+        cluster.start_member(leader)
+
+    try:
+        with running(root, argv) as live:
+            live.until(lambda: live.job.records("phase"), "the phase connect")
+            for step in (1, 3, 6):
+                lose_leader()
+                live.until_step(step)
+            lose_leader()
+            job = live.wait().completed()
+    finally:
+        cluster.close()
+    check_ledger(job, batch_groups=8, eta=4, prompts=400)
+    assert not list(job.paths.errors.glob("*")) and "restart" not in job.stdout

@@ -19,7 +19,7 @@ from realsys.launch.plan import ProcessSpec, plan
 from realsys.launch.prepare import prepare, resolve
 from tests.support.jobs.jobs import BOUND_S, SMALL, Job
 from tests.support.jobs.ledgers import check_ledger, check_staleness
-from tests.support.processes.netns import TwoHosts, environment, missing
+from tests.support.processes.netns import Hosts, environment, missing
 
 pytestmark = pytest.mark.system
 
@@ -30,7 +30,7 @@ SETTINGS = [
 
 
 @contextlib.contextmanager
-def started(hosts: TwoHosts, specs: Sequence[ProcessSpec]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def started(hosts: Hosts, specs: Sequence[ProcessSpec]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """Start each process on its node; end all of them when the block is left."""
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
@@ -56,7 +56,7 @@ def test_planned_job_runs_over_two_hosts(tmp_path: Path) -> None:
     machine, paths = Machine(cpus=2, memory_bytes=64 << 30), TrialPaths.of(config)
     specs = plan(config, paths, seats_of(config, machine, nodes_of(config, machine)), "two-hosts")
     assert {spec.node for spec in specs if spec.kind == "model_worker"} == {"node0", "node1"}
-    with TwoHosts() as hosts, prepare(config, print), started(hosts, specs) as running:
+    with Hosts() as hosts, prepare(config, print), started(hosts, specs) as running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             running["master_worker/0"].wait(BOUND_S)
         job = Job(paths.root, running["master_worker/0"].returncode, "", "")

@@ -56,6 +56,19 @@ def test_next_member_is_asked_until_one_answers() -> None:
     asked.members.close()
 
 
+@pytest.mark.parametrize(("known", "limit"), [(False, "0.01 s"), (True, "0.3 s")])
+def test_known_etcd_is_waited_for(known: bool, limit: str) -> None:
+    """A worker that starts while etcd is away; the launcher has found etcd at this address."""
+    members = EtcdMembers("a:1", EtcdAccess(), lambda: None, 0.01, 0.3, known=known)
+
+    def fail(*_: object, **__: object) -> None:
+        raise NO_LEADER
+
+    with pytest.raises(NameStoreError, match=f"did not answer within {limit}"):
+        members.call(fail, "read k")
+    members.close()
+
+
 def test_calls_end_when_the_store_closes() -> None:
     asked = Asked(*[NO_LEADER] * 1000)
     asked.members.interrupt()

@@ -7,10 +7,19 @@ import socket
 import pytest
 
 from realsys.cluster import network
-from realsys.cluster.network import advertised_host, bind_tcp, free_ports, is_loopback, join_host_port, port_of
+from realsys.cluster.network import (
+    advertised_host,
+    bind_tcp,
+    free_ports,
+    is_loopback,
+    join_host_port,
+    port_of,
+    split_host_port,
+)
 from realsys.config.schema import Config
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, RealsysError
+from realsys.stream.sockets import bind_server
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost", "::1", "[::1]"])
@@ -49,9 +58,41 @@ def test_free_ports_are_distinct_and_can_be_bound():
         assert port_of(bound) == ports[0]
 
 
+@pytest.fixture
+def two_ports(monkeypatch):
+    """Let this process listen on two ports, which were free a moment ago."""
+    low = next(port for port in free_ports(20) if port < 65535 and not taken_port(port + 1))
+    monkeypatch.setenv(network.PORTS, f"{low}-{low + 1}")
+    return {low, low + 1}
+
+
+def taken_port(port):
+    try:
+        bind_tcp("127.0.0.1", port).close()
+    except RealsysError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("bind", [bind_tcp, lambda host: bind_server(host, None)], ids=["http", "stream"])
+def test_ports_are_chosen_from_the_range(two_ports, bind):
+    """And each only once, although the first user of a socket may not listen yet."""
+    first, second = bind("127.0.0.1"), bind_tcp("127.0.0.1")
+    try:
+        own = port_of(first) if isinstance(first, socket.socket) else split_host_port(first.address)[1]
+        assert {own, port_of(second)} == two_ports
+        for again in (bind_tcp, lambda host: bind_server(host, None)):
+            with pytest.raises(RealsysError, match=r"cannot bind .* all 2 ports of cluster.ports are taken"):
+                again("127.0.0.1")
+    finally:
+        first.close()
+        second.close()
+
+
 def test_addresses_as_text():
     assert join_host_port("10.0.0.1", 80) == "10.0.0.1:80"
     assert join_host_port("::1", 80) == join_host_port("[::1]", 80) == "[::1]:80"
+    assert split_host_port("[::1]:80") == ("::1", 80) and split_host_port("node7:80") == ("node7", 80)
     assert advertised_host("10.0.0.1") == "10.0.0.1"
 
 
@@ -85,6 +126,7 @@ def taken(environment=None, **cluster):
         ({"interface": "10.1.0.0/16"}, "", "10.1.0.7", "ib0"),
         ({"interface": "fd00::/8"}, "", "fd00::7", "eth0"),
         ({"interface": "eth0"}, "10.1.0.7", "10.1.0.7", "ib0"),
+        ({}, "[fd00::7]", "[fd00::7]", "eth0"),
     ],
 )
 def test_process_takes_its_own_address(cluster, given, address, interface):
@@ -128,7 +170,13 @@ def test_wildcard_without_network_advertises_loopback(monkeypatch):
 def test_given_interfaces_of_gloo_and_nccl_stay():
     env = {"GLOO_SOCKET_IFNAME": "a", "NCCL_SOCKET_IFNAME": "b"}
     network.take_address(Config(), env)
-    assert env == {"GLOO_SOCKET_IFNAME": "a", "NCCL_SOCKET_IFNAME": "b"}
+    assert env == {"GLOO_SOCKET_IFNAME": "a", "NCCL_SOCKET_IFNAME": "b", network.PORTS: ""}
     env.clear()
     network.take_address(Config(), env)
-    assert env == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert env == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", network.PORTS: ""}
+
+
+def test_wildcard_without_ipv4_advertises_ipv6(monkeypatch):
+    monkeypatch.setattr(network, "interfaces", lambda: {"lo": ["127.0.0.1", "::1"], "eth0": ["fd00::7"]})
+    assert taken(host="::", nodes=2) == ("::", "eth0")
+    assert advertised_host("::") == "fd00::7"

@@ -58,6 +58,9 @@ WRONG = [
     (["data.arith.demo_size=10"], "data.arith.demo_size", "warmup.batch needs 64"),
     (["train.total_epochs=1", "data.arith.train_size=10"], "data.arith.train_size", "less than one batch"),
     (["cluster.lease_s=3"], "cluster.lease_s", "twice cluster.heartbeat_s"),
+    (["cluster.ports=20000-"], "cluster.ports", "must be low-high"),
+    (["cluster.ports=20000-19999"], "cluster.ports", "the lower one first"),
+    (["cluster.ports=0-99999"], "cluster.ports", "between 1 and 65535"),
     (["cluster.name_store.backend=etcd", "cluster.name_store.address=here"], "cluster.name_store.address", "host:port"),
     (
         ["cluster.name_store.backend=etcd", "cluster.name_store.address='a:1, b:2'"],

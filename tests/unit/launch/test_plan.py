@@ -132,20 +132,21 @@ def test_spec_has_what_its_process_needs() -> None:
     assert by_name["model_worker/0"].memory > by_name["master_worker/0"].memory > 0
 
 
-def test_server_over_two_nodes_is_two_processes() -> None:
+@pytest.mark.parametrize(("ports", "meeting"), [("", 25000), ("20000-20099", 20099)])
+def test_server_over_two_nodes_is_two_processes(ports: str, meeting: int) -> None:
     """Each has its own log, its node rank and the address at which both meet."""
     config = Config.model_validate(
         {
             "allocation": "serve.d1m8+d8",
             "generation": {"backend": "sglang", "sglang": {"args": {"pp-size": 2}}},
-            "cluster": {"nodes": 3, "gpus_per_node": 8},
+            "cluster": {"nodes": 3, "gpus_per_node": 8, "ports": ports},
         }
     )
     seats = seats_of(config, CPU, nodes_of(config, CPU), {"generation_server"})
     first, second = plan(config, TrialPaths(Path("/runs/x/t")), seats, "run-1")
     assert (first.name, first.node, first.node_rank) == ("generation_server/0", "node0", 0)
     assert (second.name, second.node, second.node_rank) == ("generation_server/0.1", "node1", 1)
-    assert first.init_address == second.init_address == "node0:25000"
+    assert first.init_address == second.init_address == f"node0:{meeting}"
     assert first.nodes == second.nodes == 2 and first.gpus == second.gpus == tuple(range(8))
     assert first.log != second.log and "CUDA_VISIBLE_DEVICES" not in first.env
 

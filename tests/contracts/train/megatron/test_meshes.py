@@ -10,17 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realsys.cluster.network import advertised_host
-from realsys.cluster.store.connect import make_name_store
 from realsys.cluster.topology import Mesh, place
 from realsys.config.allocation import ParallelLayout, parse_allocation
-from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.model_calls import MfcRequest
 from realsys.train.calls import Role, find_handler
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.megatron_core import parallel_state
-from realsys.train.megatron.mesh import form_meshes, rendezvous
 from tests.support.training.ppo_batch import make_batch
 from tests.support.training.train_ranks import FORMED, build_role, run_ranks
 
@@ -225,31 +221,6 @@ def test_megatron_gathers_over_the_mesh_only() -> None:
 
     both = ["worker 1", "worker 2"]
     assert run_ranks(3, body, Config(), meshes=meshes) == [3, (both, 3), (both, 3)]
-
-
-@pytest.mark.parametrize(("host", "advertised"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "")])
-def test_workers_meet_through_the_name_store(tmp_path: Path, host: str, advertised: str) -> None:
-    config = Config.model_validate({"fileroot": str(tmp_path), "cluster": {"host": host}})
-    paths = TrialPaths.of(config)
-
-    def body(rank: int, device: Device) -> tuple[int, int]:
-        store = make_name_store(config, paths)
-        try:
-            with rendezvous(store, "trial/torch_store/run-1", rank, 2, config.cluster, device):
-                mesh = Mesh(ParallelLayout(data=2), (0, 1))
-                groups = form_meshes({"actor": mesh}, rank, config.cluster, device)["actor"]
-                value = torch.tensor([rank + 1])
-                torch.distributed.all_reduce(value, group=groups.data)
-                address = store.get("trial/torch_store/run-1")
-                torch.distributed.barrier()
-        finally:
-            store.close()
-        assert address.rpartition(":")[0] == (
-            advertised or advertised_host(host)
-        )  # not 0.0.0.0, which no peer can reach
-        return int(value.item()), groups.data_rank
-
-    assert run_ranks(2, body, config, joined=False) == [(3, 0), (3, 1)]
 
 
 REFS, ARRAYS = make_batch()

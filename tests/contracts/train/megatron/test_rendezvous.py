@@ -1,0 +1,136 @@
+"""Ranks that meet: in the right start, past keys of earlier starts, within their time, and not after SIGTERM."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from realsys.cluster.network import advertised_host, join_host_port, split_host_port
+from realsys.cluster.store.connect import make_name_store
+from realsys.cluster.topology import Mesh
+from realsys.config.allocation import ParallelLayout
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import WaitTimeout
+from realsys.train.megatron.device import Device
+from realsys.train.megatron.mesh import form_meshes
+from realsys.train.megatron.rendezvous import rendezvous
+from tests.support.processes.seats import NAMES, announce, announced, make_seat, master_of
+from tests.support.processes.tester_trial import Trial
+from tests.support.training.train_ranks import run_ranks
+
+BOUND_S = 60.0
+#: far below the time limit of the rendezvous, with room for a busy machine
+STOP_BOUND_S = 2.0
+
+
+def config_in(folder: Path, **cluster: object) -> Config:
+    return Config.model_validate({"fileroot": str(folder), "cluster": cluster})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1"])
+def test_ranks_meet_through_the_name_store(tmp_path: Path, host: str) -> None:
+    config = config_in(tmp_path, host=host)
+
+    def body(rank: int, device: Device) -> tuple[int, int]:
+        store = make_name_store(config, TrialPaths.of(config))
+        with rendezvous(make_seat(config, store, rank, 2), device) as master:
+            assert master == given
+            mesh = Mesh(ParallelLayout(data=2), (0, 1))
+            groups = form_meshes({"actor": mesh}, rank, config.cluster, device)["actor"]
+            value = torch.tensor([rank + 1])
+            torch.distributed.all_reduce(value, group=groups.data)
+            there, _ = split_host_port(announced(store, NAMES.torch_store).address)
+            torch.distributed.barrier()
+        store.close()
+        assert there == advertised_host(host)  # not 0.0.0.0, which no peer can reach
+        return int(value.item()), groups.data_rank
+
+    store = make_name_store(config, TrialPaths.of(config))
+    with master_of(store, "1") as given:
+        assert run_ranks(2, body, config, joined=False) == [(3, 0), (3, 1)]
+    store.close()
+
+
+def test_leftover_keys_lead_no_rank_astray(tmp_path: Path) -> None:
+    """A start was killed, and its leases still run. At the address of its store a socket accepts, and says nothing."""
+    config = config_in(tmp_path)
+
+    def body(rank: int, device: Device) -> str:
+        store = make_name_store(config, TrialPaths.of(config))
+        if rank == 2:  # the MasterWorker of the new start, which comes late
+            leftover.accept()  # rank 1 has tried
+            with master_of(store, "2") as address:
+                store.wait("met", BOUND_S, "the ranks")
+            return address
+        with rendezvous(make_seat(config, store, rank, 2), device) as master:
+            torch.distributed.barrier()
+            if rank == 0:
+                store.add("met", "")
+        store.close()
+        return master
+
+    store = make_name_store(config, TrialPaths.of(config))
+    with socket.create_server(("127.0.0.1", 0)) as dead:
+        gone = join_host_port(*dead.getsockname())
+    with socket.create_server(("127.0.0.1", 0)) as leftover:
+        announce(store, NAMES.request_reply, "1", f"tcp://{gone}")
+        announce(store, NAMES.torch_store, "1", join_host_port(*leftover.getsockname()))
+        first, second, address = run_ranks(3, body, config, joined=False)
+    assert first == second == address
+    assert announced(store, NAMES.torch_store).incarnation == "2"
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "missing"), [(0, "model_worker/1; see their logs"), (1, "model_worker/0 to join start 1 of the trainer")]
+)
+def test_missing_rank_is_named_in_time(tmp_path: Path, rank: int, missing: str) -> None:
+    config = config_in(tmp_path, connect_timeout_s=1.5)
+
+    def body(_: int, device: Device) -> tuple[str, float]:
+        store = make_name_store(config, TrialPaths.of(config))
+        began = time.monotonic()
+        with (
+            pytest.raises(WaitTimeout) as raised,
+            master_of(store, "1"),
+            rendezvous(make_seat(config, store, rank, 2), device),
+        ):
+            pass
+        return str(raised.value), time.monotonic() - began
+
+    [(message, took_s)] = run_ranks(1, body, config, joined=False)
+    assert message.startswith(f"waited 1.5 s for {missing}")
+    assert took_s < 1.5 + STOP_BOUND_S
+
+
+CONNECTING = """
+    from realsys.train.megatron.device import prepare_device
+    from realsys.train.megatron.rendezvous import Seat, rendezvous
+    seat = Seat(1, 2, ctx.config.cluster, ctx.store, ctx.names, ctx.register, None, ctx.on_stop)
+    with rendezvous(seat, prepare_device(1, 1)):
+        pass
+""".strip()
+
+
+def test_sigterm_ends_a_rank_that_connects(tmp_path: Path) -> None:
+    """Rank 0 is a socket that accepts and says nothing, as a host does that has just frozen. TCPStore waits in C++."""
+    trial = Trial(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(BOUND_S)
+        announce(trial.store, trial.names.request_reply, "1", "tcp://127.0.0.1:1")
+        announce(trial.store, trial.names.torch_store, "1", join_host_port(*silent.getsockname()))
+        try:
+            process = trial.start(CONNECTING)
+            connections = [silent.accept()[0] for _ in range(2)]  # a plain one, and that of TCPStore
+            process.terminate()
+            process.wait(STOP_BOUND_S)
+            trial.ends(process, 143)
+        finally:
+            trial.close()
+    for connection in connections:
+        connection.close()
