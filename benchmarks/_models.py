@@ -13,7 +13,13 @@ from realsys.hf.architecture import ModelSizes
 
 
 def random_qwen2(
-    sizes: ModelSizes, directory: Path, *, positions: int, end_of_text: int | None = None, dtype: str = "float32"
+    sizes: ModelSizes,
+    directory: Path,
+    *,
+    positions: int,
+    end_of_text: int | None = None,
+    dtype: str = "float32",
+    tied: bool = False,
 ) -> Qwen2ForCausalLM:
     """Save a random model as an HF directory. Without ``end_of_text`` every completion has its full length."""
     torch.manual_seed(1)
@@ -27,7 +33,7 @@ def random_qwen2(
         num_key_value_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
         max_position_embeddings=positions,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=end_of_text,
         pad_token_id=0,

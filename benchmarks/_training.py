@@ -36,6 +36,7 @@ PRESETS = {
     "arith": ModelSizes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=256, outputs=44),
     "1m": ModelSizes(hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, ffn=512, outputs=512),
     "10m": ModelSizes(hidden=384, layers=6, heads=6, kv_heads=2, head_dim=64, ffn=1024, outputs=1024),
+    "135m": ModelSizes(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, ffn=1536, outputs=49_152),
     "0.5b": ModelSizes(hidden=896, layers=24, heads=14, kv_heads=2, head_dim=64, ffn=4864, outputs=151_936),
     "1.5b": ModelSizes(hidden=1536, layers=28, heads=12, kv_heads=2, head_dim=128, ffn=8960, outputs=151_936),
 }
@@ -57,9 +58,11 @@ def chosen_sizes(preset: str, options: argparse.Namespace) -> ModelSizes:
     return ModelSizes(**shape | {name: value for name, value in given.items() if value is not None})
 
 
-def make_model(sizes: ModelSizes, directory: Path, *, positions: int, dtype: str = "float32") -> int:
+def make_model(
+    sizes: ModelSizes, directory: Path, *, positions: int, dtype: str = "float32", tied: bool = False
+) -> int:
     """A random Qwen2 as an HF directory; returns its number of parameters."""
-    model = random_qwen2(sizes, directory, positions=positions, end_of_text=1, dtype=dtype)
+    model = random_qwen2(sizes, directory, positions=positions, end_of_text=1, dtype=dtype, tied=tied)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -4,7 +4,8 @@
 
 A step is actor_inf (log-probs) and actor_train (loss, backward pass, clipping, AdamW) of random bfloat16 models over
 two full micro-batches. 7b runs actor_inf only: its optimizer state does not fit on one GPU. ``mfu_%`` is model FLOPs
-over the peak of the device's name (realsys.gpu.peak). A setting that runs out of memory is a row, too.
+over the peak of the device's name (realsys.gpu.peak). ``predicted_GiB`` is what realsys.config.memory expects of the
+peak, without libraries. A setting that runs out of memory is a row, too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks._gpu import SIZES, random_model, require_gpu, write_rows
 from benchmarks._training import RAW_ADVANTAGES, make_batch, request, single_rank, timed
 from realsys.buffer.balance import model_flops
+from realsys.config.allocation import parse_allocation
+from realsys.config.dataflow import dataflow_of
+from realsys.config.memory.device_memory import rank_uses
 from realsys.config.schema import Config
 from realsys.gpu.peak import peak_flops
 from realsys.train.calls import Role, find_handler
@@ -67,7 +71,7 @@ def step(role: Role, refs: list[SequenceRef], case: Case) -> None:
 def measure(model: str, folder: Path, case: Case, options: argparse.Namespace, device: Device) -> dict[str, Any]:
     sizes = SIZES[model]
     train = {"microbatch_tokens": options.tokens, "ppo": {"advantage": RAW_ADVANTAGES, "minibatches": 1}, **case.train}
-    config = Config.model_validate({"model": {"dtype": "bfloat16"}, "train": train})
+    config = Config.model_validate({"model": {"dtype": "bfloat16", "path": str(folder)}, "train": train})
     refs, samples = make_batch([SEQUENCE] * (2 * options.tokens // SEQUENCE), sizes.outputs, 1)
     with single_rank(config, folder, device, trainable=not case.inference_only) as role:
         for name, arrays in samples.items():
@@ -91,8 +95,16 @@ def measure(model: str, folder: Path, case: Case, options: argparse.Namespace, d
         "s/step": round(seconds, 3),
         "mfu_%": round(100 * flops / seconds / peak, 1) if peak else "",
         "peak_GiB": round(peak_bytes / 2**30, 1),
+        "predicted_GiB": "" if case.inference_only else round(predicted_bytes(config) / 2**30, 1),
         "syncs/microbatch": round(synchronisations / 2, 1),
     }
+
+
+def predicted_bytes(config: Config) -> int:
+    """Return the predicted peak of the rank. The libraries are not in what torch counts."""
+    one = config.model_copy(update={"allocation": "serve.d1+d1"})
+    [(use, _)] = rank_uses(one, parse_allocation(one.allocation), dataflow_of(one), on_gpu=True)
+    return use.total - use.libraries
 
 
 def unfuse(role: Role) -> None:

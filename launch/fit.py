@@ -5,7 +5,8 @@
     allocation: auto                   a quarter of the GPUs trains, or as many as memory demands, the others generate;
                                        without GPUs, one process each
     cluster.share_gpus                 true, if the allocation is auto and there is one GPU
-    backend's share of a shared GPU    split evenly between the processes of the GPU (BackendRules.sharing)
+    backend's share of a shared GPU    what the predicted memory of a rank leaves, or an even split if that is unknown
+                                       (BackendRules.sharing)
     data.max_prompt_tokens,            the model's positions, if the defaults do not fit: a quarter for the prompt
     generation.sampling.max_new_tokens
     evaluation.problems,               the held-out problems, if there are fewer
@@ -28,6 +29,7 @@ from realsys.config.doors import BACKEND
 from realsys.config.fields import replaced
 from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.layouts import smallest_training
+from realsys.config.memory.sharing import largest_rank, server_share
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
@@ -91,8 +93,7 @@ def _allocation(config: Config, given: Collection[str], machine: Machine) -> dic
     owner = "this machine has" if not nodes else f"the {nodes} nodes have" if nodes > 1 else "the node has"
     reason = f"{owner} {gpus or 'no'} GPU{'s' * (gpus != 1)}{' for torch' * (gpus < 2)}"
     if gpus >= 2:
-        gpu_bytes = int(config.cluster.gpu_memory_gb * GIB) or (0 if nodes else machine.gpu_bytes)
-        if gpu_bytes and (Path(config.model.path) / "config.json").is_file():
+        if gpu_bytes := _gpu_bytes(config, machine):
             found = smallest_training(config, gpus, gpu_bytes)
             if found is not None:
                 return {"allocation": (found, f"{reason} of {gpu_bytes / GIB:.0f} GiB")}
@@ -104,18 +105,30 @@ def _allocation(config: Config, given: Collection[str], machine: Machine) -> dic
     return chosen
 
 
+def _gpu_bytes(config: Config, machine: Machine) -> int:
+    """Return the memory of one GPU, if the model's need can be predicted; else 0."""
+    if not (Path(config.model.path) / "config.json").is_file():
+        return 0
+    return int(config.cluster.gpu_memory_gb * GIB) or (0 if config.cluster.nodes else machine.gpu_bytes)
+
+
 def _sharing(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:
     """Bound what the backend takes of a GPU that its server shares."""
     if not config.cluster.share_gpus:
         return {}
     seats = seats_of(config, machine, nodes_of(config, machine))
-    count = owners(seats)
-    most = max((count[seat.node, gpu] for seat in seats if seat.kind == SERVER for gpu in seat.gpus), default=1)
+    count, served = owners(seats), owners([seat for seat in seats if seat.kind == SERVER])
+    most = max((count[gpu] for gpu in served), default=1)
     if most < 2:
         return {}
+    reason, rank_share = f"up to {most} processes share a GPU", None
+    if (gpu_bytes := _gpu_bytes(config, machine)) and gpus_of_torch(config, machine):
+        rank_share = (rank := largest_rank(config)) / gpu_bytes
+        reason += f"; a rank needs about {rank / GIB:.1f} of {gpu_bytes / GIB:.0f} GiB"
+    share = server_share([(count[gpu] - number, number) for gpu, number in served.items()], rank_share)
     with BACKEND.guard(config.generation.backend, "sharing raised"):
-        values = backend_rules(config).sharing(most)
-    return {field: (value, f"up to {most} processes share a GPU") for field, value in values.items()}
+        values = backend_rules(config).sharing(share)
+    return {field: (value, reason) for field, value in values.items()}
 
 
 def _lengths(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 
 from realsys.cluster.worker import WorkerContext, worker_main
+from realsys.gpu.affinity import bind_to_gpus
 
 log = logging.getLogger(__name__)
 
 
 def serve(ctx: WorkerContext) -> None:
     """Build the engine, serve until asked to stop, close."""
+    if ctx.config.cluster.bind_cpus == "all":
+        bind_to_gpus()
     # Imported here: torch takes seconds, and wrong arguments should not.
     from realsys.cluster.http.http_server import HttpServer
     from realsys.errors import GenerationError

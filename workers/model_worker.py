@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 
 from realsys.cluster.worker import WorkerContext, worker_main
+from realsys.gpu.affinity import bind_to_gpus
 from realsys.gpu.environment import prepare_environment
 
 
 def serve(ctx: WorkerContext) -> None:
-    prepare_environment(os.environ)
+    prepare_environment(os.environ, deterministic=ctx.config.train.deterministic)
+    if ctx.config.cluster.bind_cpus != "none":
+        bind_to_gpus()
     # Imported here: torch and Megatron take seconds, and wrong arguments should not.
     from realsys.cluster.topology import place
     from realsys.config.allocation import ACTOR, parse_allocation
@@ -36,7 +39,7 @@ def serve(ctx: WorkerContext) -> None:
     meshes = place(allocation, [ACTOR, *flow.roles])
     heads = meshes[ACTOR].dp_heads()
     keys = keys_for(cluster.host, ctx.paths.keys)
-    device = prepare_device(worker, config.train.threads)
+    device = prepare_device(worker, config.train.threads, deterministic=config.train.deterministic)
     data = DataManager(worker)
     ctx.set_state("connecting")
     seat = Seat(

@@ -1,5 +1,8 @@
 """`realsys replay`: repeats a recorded step from the checkpoint before it, and compares the results bit for bit.
 
+GPUs add in another order in each run, unless ``train.deterministic`` is set. Without it their results are compared
+within a tolerance.
+
 The ModelWorkers of the trial and a master for them run in a scratch folder: the trial is only read.
 """
 
@@ -36,6 +39,8 @@ from realsys.train.checkpoint.checkpoint_files import STATE, verify
 from realsys.train.records import record_files as files
 
 _NOT_EQUAL = 1  # exit code
+#: relative or absolute: a few units in the last place of bf16, which reach log-probs and statistics
+_GPU_TOLERANCE = 0.05
 #: sections of the configuration that a train step depends on
 _TRAINED_WITH = ("allocation", "model", "train", "roles", "warmup", "rollout", "generation")
 #: fields of the cluster that describe the machines of the trial
@@ -56,21 +61,27 @@ _HEADS = {
 def replay(trial_dir: Path, step: int | None) -> int:
     """Repeat ``step`` (the last recorded one by default), and those between it and the checkpoint before it.
 
-    Returns 0 if all is bit-equal, else 1. Raises RealsysError for bad input, a damaged file, or a replay that fails.
+    Returns 0 if all is equal, else 1. Raises RealsysError for bad input, a damaged file, or a replay that fails.
     """
     paths = TrialPaths(trial_dir.resolve())
     read_config(paths.config)  # refuses a folder that is not a trial
     step = last_recorded(paths) if step is None else step
     config = _recorded_config(paths, step)
     job = _checked_job(config, paths, step)
+    job = msgspec.structs.replace(job, tolerance=tolerance_of(config, Machine.here()))
     console = Console()
     origin = job.checkpoint or "the models as the trial was given them"
     steps = f"step {step}" if len(job.steps) == 1 else f"steps {files.ranges(job.steps)}"
     console.print(f"{config.experiment}/{config.trial}: {steps} again, from {origin}", highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="realsys-replay-") as scratch:
         result = asyncio.run(_run(scratch_config(config, paths, job), TrialPaths(Path(scratch)), job))
-    _print(console, result)
+    _print(console, result, job.tolerance)
     return 0 if result.equal else _NOT_EQUAL
+
+
+def tolerance_of(config: Config, machine: Machine) -> float:
+    """Return by how much the numbers of a replay on ``machine`` may differ."""
+    return 0.0 if config.train.deterministic or not machine.trainer_gpus else _GPU_TOLERANCE
 
 
 def last_recorded(paths: TrialPaths) -> int:
@@ -158,12 +169,13 @@ def _master(spec: ProcessSpec) -> ProcessSpec:
     return replace(spec, argv=argv, log=spec.log.with_name("replay_master-0.log"))
 
 
-def _print(console: Console, result: ReplayResult) -> None:
+def _print(console: Console, result: ReplayResult, tolerance: float) -> None:
+    equal = f"equal within {tolerance:g}" if tolerance else "bit-equal"
     kinds = list(dict.fromkeys(kind for step in result.steps for kind in step.compared))
     table = Table("step", "answers", *(_HEADS[kind] for kind in kinds), "seconds", "", box=None)
     for step in result.steps:
         cells = [_cell(step.compared.get(kind, 0), step.unequal.get(kind, 0)) for kind in kinds]
-        verdict = "[green]bit-equal[/]" if step.equal else "[red]NOT EQUAL[/]"
+        verdict = f"[green]{equal}[/]" if step.equal else "[red]NOT EQUAL[/]"
         table.add_row(str(step.step), str(step.sequences), *cells, f"{step.seconds:.2f}", verdict)
     console.print(table)
     for step in result.steps:

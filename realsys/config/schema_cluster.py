@@ -54,6 +54,10 @@ class ClusterConfig(Section):
     memory_gb_per_node: Annotated[float, Field(ge=0)] = Field(
         0.0, description="with nodes: host memory of each in GiB; 0: not known, not checked"
     )
+    bind_cpus: Literal["none", "ranks", "all"] = Field(
+        "ranks",
+        description="bind processes with a GPU to the cores of its NUMA node: none, training ranks, or also servers",
+    )
     share_gpus: bool = Field(
         False, description="let servers use GPUs that training ranks or other servers have, if there are too few"
     )

@@ -262,6 +262,10 @@ class TrainConfig(Section):
         False,
         description="reduce gradients over the data ranks during the last backward pass, not after it (Megatron)",
     )
+    deterministic: bool = Field(
+        False,
+        description="on GPUs: deterministic algorithms of torch, cuBLAS and NCCL: bit-equal replays, slower steps",
+    )
     peak_tflops: NonNegativeFloat = Field(
         0.0, description="peak TFLOP/s of one GPU in bfloat16, for the MFU in the step log; 0: from the GPU's name"
     )

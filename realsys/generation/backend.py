@@ -91,22 +91,37 @@ class Staged(Protocol):
         """True if all tensors are those of the version that was loaded before."""
 
 
-#: (locator of a version, expected version) -> weights in host memory. Raises WeightsError if they are another
-#: version or incomplete. The next call may overwrite the tensors of this one.
-Load = Callable[[str, int], Staged]
+class Load(Protocol):
+    """Reader of a version into host memory."""
+
+    def __call__(self, locator: str, version: int, *, loaded: bool = False) -> Staged:
+        """Return the weights of ``version``. The next call may overwrite the tensors of this one.
+
+        ``loaded``: the engine has the version of the call before. If this one has the same weights, it needs no
+        tensors. Raises WeightsError if it is another version or incomplete.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Materialised:
-    """A verified version as a plain HF directory; the engine removes it after loading. ``timings`` in seconds."""
+    """A verified version as a plain HF directory; the engine removes it after loading. ``timings`` in seconds.
 
-    directory: Path
+    ``directory`` is None if the weights are those that the engine has.
+    """
+
+    directory: Path | None
     timings: Mapping[str, float]
 
 
-#: (locator of a version, expected version, folder to create if memory-backed storage has room) -> HF directory.
-#: Raises WeightsError if the version is incomplete.
-Materialise = Callable[[str, int, Path], Materialised]
+class Materialise(Protocol):
+    """Writer of a version as an HF directory."""
+
+    def __call__(self, locator: str, version: int, target: Path, *, loaded: bool = False) -> Materialised:
+        """Write ``version``. ``target``: folder to create if memory-backed storage has room.
+
+        ``loaded``: the engine has the version of the call before; if this one has the same weights, nothing is
+        written. Raises WeightsError if the version is incomplete.
+        """
 
 
 class GenerationEngine(Protocol):

@@ -68,8 +68,11 @@ def attention_kernel() -> AttentionKernel:
 def activate_flash_attention_3(trial: Callable[[], None]) -> bool:
     """Let torch's kernel run FlashAttention 3 if this GPU and the installation have it. Return True if it does.
 
-    ``trial`` computes something with it. If it raises, torch's own implementation is put back.
+    ``trial`` computes something with it. If it raises, torch's own implementation is put back. With deterministic
+    algorithms that one stays, because its backward pass has them.
     """
+    if torch.are_deterministic_algorithms_enabled():
+        return False
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _HOPPER:
         return False
     attention = importlib.import_module("torch.nn.attention")

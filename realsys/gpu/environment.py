@@ -8,6 +8,8 @@ from collections.abc import Mapping, MutableMapping
 from realsys.config.rules.machine import VISIBLE, visible_gpus
 
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"
+#: variables without which sums depend on the order in which threads or GPUs arrive; torch demands the first one
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 _OLDER_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch still reads it
 
 
@@ -16,11 +18,16 @@ def names_gpu(environment: Mapping[str, str]) -> bool:
     return bool(visible_gpus(environment.get(VISIBLE, ""), present=sys.maxsize))
 
 
-def prepare_environment(environment: MutableMapping[str, str]) -> None:
-    """Set the allocator of a training rank, unless the user has set it.
+def prepare_environment(environment: MutableMapping[str, str], *, deterministic: bool = False) -> None:
+    """Set the allocator of a training rank, and what ``train.deterministic`` needs, unless the user has set it.
 
     Micro-batches are of ever different sizes. Without expandable segments the free memory ends up in pieces, and a run
     goes out of memory after hours.
     """
-    if names_gpu(environment) and _OLDER_ALLOCATOR not in environment:
+    if not names_gpu(environment):
+        return
+    if _OLDER_ALLOCATOR not in environment:
         environment.setdefault(_ALLOCATOR, "expandable_segments:True")
+    if deterministic:
+        for name, value in _DETERMINISTIC.items():
+            environment.setdefault(name, value)

@@ -67,6 +67,7 @@ from realsys.train.data_manager import DataManager
 from realsys.train.demonstrations import DemoSource
 from realsys.train.hooks import find_hook
 from realsys.train.megatron.device import Device
+from realsys.train.megatron.host_heap import trim_heap
 from realsys.train.megatron.mesh import MeshGroups
 from realsys.train.records.record_messages import HoldRequest, LoadRecordRequest, RecordRequest
 from realsys.train.records.recording import SampleRecorder
@@ -270,6 +271,8 @@ class ModelWorkerService:
             return MfcReply(self._worker, not_finite=(error.role, error.skipped, error.sample_ids))
         for hook in after:
             hook(role, request)
+        if not self._device.is_cuda:
+            trim_heap()
         reply = MfcReply(self._worker)
         # The other ranks hold partial statistics, which must not reach the step log.
         if self._worker in role.groups.mesh.dp_heads():

@@ -134,7 +134,12 @@ class Packer:
         return self._tensor(np.repeat(np.asarray(values, np.float32), counts))
 
     def _tensor(self, array: Array) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return on_device(torch.from_numpy(array), self._device)
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host tensor on ``device``. The host does not wait for the copy, so it packs while the GPU computes."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def loss_and_end_rows(batch: MicroBatch) -> torch.Tensor:
@@ -152,13 +157,13 @@ def loss_and_end_rows(batch: MicroBatch) -> torch.Tensor:
         ends = np.where(counts > 0, batch.positions[stops - 1], ends)
     # Inserted behind each sequence's own rows: ``split_rows(end=True)`` relies on this order.
     rows = np.insert(batch.positions - 1, stops, ends)
-    return torch.from_numpy(rows).to(batch.rows.device, non_blocking=True)
+    return on_device(torch.from_numpy(rows), batch.rows.device)
 
 
 def last_rows(batch: MicroBatch) -> torch.Tensor:
     """Return the row of each sequence's last token, int64 [n]."""
     stops = np.cumsum([ref.length for ref in batch.refs], dtype=np.int64)
-    return torch.from_numpy(stops - 1).to(batch.rows.device, non_blocking=True)
+    return on_device(torch.from_numpy(stops - 1), batch.rows.device)
 
 
 def split_rows(batch: MicroBatch, flat: torch.Tensor, *, end: bool = False) -> dict[str, Array]:

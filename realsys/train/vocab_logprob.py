@@ -189,7 +189,9 @@ def _logit_gradient(
         curved = torch.special.entr(p).mul_(scale_entropy[:, None])  # entr: -p log p, 0 at 0
         gradient = p.mul_(-(scale + scale_entropy * entropy)[:, None]).add_(curved)
     at_target = scale if elsewhere is None else scale.masked_fill(elsewhere, 0.0)
-    return gradient.scatter_add_(1, local, at_target[:, None])
+    # index_put_ has a deterministic kernel on CUDA (``train.deterministic``), scatter_add_ has none.
+    rows = torch.arange(len(local), device=local.device)
+    return gradient.index_put_((rows, local[:, 0]), at_target, accumulate=True)
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:

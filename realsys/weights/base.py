@@ -185,8 +185,11 @@ class WeightPublisher(Protocol):
 class WeightReader(Protocol):
     """Reader of one server. Its calls run one at a time, on another thread than the engine's."""
 
-    def stage(self, locator: str, version: int) -> StagedWeights:
+    def stage(self, locator: str, version: int, *, loaded: bool = False) -> StagedWeights:
         """Return all tensors of a version, verified.
+
+        ``loaded``: the engine has the version that was staged before. If this one is ``unchanged``, its tensors are
+        not needed, and may be left out.
 
         Raises WeightsError if the version is damaged, incomplete, older than one that was staged
         before, or not the version ``version``.

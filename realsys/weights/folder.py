@@ -27,17 +27,20 @@ class FolderWriter:
     model_dir: Path
     overflow: Path
 
-    def write(self, locator: str, version: int, target: Path) -> Materialised:
+    def write(self, locator: str, version: int, target: Path, *, loaded: bool = False) -> Materialised:
         """Write a version to ``target``, or to ``overflow`` when there is no room.
 
-        It writes the verified bytes from memory. Raises WeightsError if the version is damaged,
+        ``loaded``: the engine has the version of the last call. If this one has the same weights, nothing is
+        written. It writes the verified bytes from memory. Raises WeightsError if the version is damaged,
         OSError if it cannot be written.
         """
         from safetensors.torch import save_file
 
         from realsys.weights.disk.dtypes import dtype_name
 
-        staged = self.reader.stage(locator, version)
+        staged = self.reader.stage(locator, version, loaded=loaded)
+        if loaded and staged.unchanged:
+            return Materialised(None, staged.timings)
         begin = time.perf_counter()
         size = sum(tensor.nbytes for tensor in staged.tensors.values())
         # A memory-backed disk (/dev/shm) reports more room than there is: all processes share the memory.

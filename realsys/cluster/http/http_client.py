@@ -49,16 +49,16 @@ class HttpClient:
         *,
         check_alive: CheckAlive = unleased,
         faults: Callable[[bool], str] = lambda replied: "",
-        keepalive_timeout: float = 15.0,
+        reuse: bool = True,
     ) -> None:
         """``faults`` names the fault of a test, "" for none; called with False before a request, True after a reply.
 
-        ``keepalive_timeout``: seconds after which an idle connection is not used again.
+        ``reuse``: idle connections are used again. If the server closes one at that moment, the request is lost.
         """
         self._headers = _HEADERS if token is None else {**_HEADERS, "Authorization": f"Bearer {token}"}
         self._check_alive = check_alive
         self._faults = faults
-        self._keepalive_timeout = keepalive_timeout
+        self._reuse = reuse
         self._session: aiohttp.ClientSession | None = None
 
     async def call(
@@ -128,7 +128,7 @@ class HttpClient:
     ) -> tuple[int, bytes]:
         """Return status and body. ``bounds_s``: of the call (or of its silence), and of the connection."""
         if self._session is None:
-            self._session = _open_session(self._headers, keepalive_timeout=self._keepalive_timeout)
+            self._session = _open_session(self._headers, force_close=not self._reuse)
         limit_s, connect_s = bounds_s
         total_s, silence_s = (limit_s, None) if on_line is None else (None, limit_s)
         timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=connect_s, sock_read=silence_s)
@@ -137,7 +137,7 @@ class HttpClient:
             return response.status, await _read_reply(response, on_line if response.status == 200 else None)
 
 
-def _open_session(headers: Mapping[str, str], **connector: float) -> aiohttp.ClientSession:
+def _open_session(headers: Mapping[str, str], **connector: bool) -> aiohttp.ClientSession:
     """Return a session. No limit on connections: hundreds of calls wait on one service, which has its own limit."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, **connector),  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from realsys.config.memory.device_memory import GIB, DeviceUse, cache_bytes, ran
 from realsys.config.memory.hosts import HostUse, OnHost, host_use
 from realsys.config.memory.layouts import ranks_fit, smallest_training
 from realsys.config.memory.models import model_of
+from realsys.config.memory.sharing import largest_rank
 from realsys.config.rules.backend_rules import BackendRules
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.rules.machine import Machine
@@ -87,7 +88,7 @@ def _check_ranks(config: Config, allocation: Allocation, flow: Dataflow, place: 
     if change is None:
         remedy = _other_allocation(config, allocation, place)
         raise ConfigError("allocation", config.allocation, f"{problem}: {remedy}")
-    raise _refusal(config, problem, change, _largest_rank(change.apply(config)))
+    raise _refusal(config, problem, change, largest_rank(change.apply(config)))
 
 
 def _other_allocation(config: Config, allocation: Allocation, place: Place) -> str:
@@ -99,17 +100,12 @@ def _other_allocation(config: Config, allocation: Allocation, place: Place) -> s
     return f"no setting is enough for this number of training ranks: set allocation={text}"
 
 
-def _largest_rank(config: Config) -> int:
-    uses = rank_uses(config, parse_allocation(config.allocation), dataflow_of(config), on_gpu=True)
-    return max(use.total for use, _ in uses)
-
-
 def _check_servers(config: Config, allocation: Allocation, flow: Dataflow, place: Place) -> None:
     """Check a server's device, and the rank on it if there are too few GPUs for both."""
     use, usable = server_use(config, allocation, on_gpu=True), usable_bytes(config, place.gpu_bytes, server=True)
     shared = 0
     if place.here.ranks_on_gpu and 0 < place.gpus < allocation.workers + allocation.inference.world_size:
-        shared = _largest_rank(config)
+        shared = largest_rank(config)
         usable = min(usable, usable_bytes(config, place.gpu_bytes, server=False) - shared)
     if use.total <= usable:
         return

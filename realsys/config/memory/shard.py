@@ -128,9 +128,8 @@ def states_of(
     distributed     w N + 4 N + (master weights and moments) / d
     LoRA            w (N + bases + A) + the rest of ``trained`` for the A parameters of the adapters only
 
-    The step of AdamW on a GPU computes all parameters in one call (``foreach``), which holds one more fp32 number
-    per parameter that it steps: the root of the second moment. ``fused`` holds none. On a CPU it goes parameter by
-    parameter and holds two numbers for the largest.
+    The step of AdamW is ``fused``: one kernel reads and writes the states, and holds nothing else. SGD adds the weight
+    decay to a copy of the gradients: on a GPU of all that it steps (``foreach``), on a CPU of one after the other.
     """
     count, weight = shard.parameters, BYTES[how.dtype]
     if not how.trained:
@@ -146,8 +145,13 @@ def states_of(
         weights=(frozen + trained) * weight,
         gradients=trained * FP32,
         optimizer=stepped * per_parameter,
-        temporary=FP32 * (stepped if how.on_gpu else 2 * min(stepped, largest)),
+        temporary=_step_temporary(settings, stepped if how.on_gpu else min(stepped, largest)),
     )
+
+
+def _step_temporary(settings: RoleSettings, decayed: int) -> int:
+    """Return the bytes that the step of the optimizer holds. ``decayed``: parameters that it decays at a time."""
+    return FP32 * decayed if settings.optimizer.name == "sgd" and settings.optimizer.weight_decay else 0
 
 
 @dataclass(frozen=True, slots=True)

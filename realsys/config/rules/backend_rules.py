@@ -69,8 +69,8 @@ class BackendRules:
         """Return the host memory of one server in bytes, beyond that of a process that has imported torch."""
         return 0
 
-    def sharing(self, owners: int) -> dict[str, Any]:
-        """Return the fields to set, and their values, if up to ``owners`` processes share the GPU of a server."""
+    def sharing(self, share: float) -> dict[str, Any]:
+        """Return the fields to set, and their values, if a server may take ``share`` of the memory of its GPUs."""
         return {}
 
 

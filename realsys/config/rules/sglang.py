@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -23,8 +22,6 @@ _OURS = frozenset(
     {"host", "port", "model-path", "model", "nnodes", "node-rank", "dist-init-addr", "base-gpu-id", "gpu-id-step"}
 )
 STATIC_SHARE = "mem-fraction-static"
-#: share of a GPU that is left to kernels and buffers of its processes
-_UNPLANNED_SHARE = 0.1
 #: axis -> SGLang's names of its size
 _SIZES = {
     "tensor": ("tp-size", "tensor-parallel-size"),
@@ -86,14 +83,6 @@ def server_sizes(settings: SglangConfig, tensor: int) -> ServerSizes:
     if given.get("enable-dp-attention"):  # its data ranks share the GPUs of the tensor ranks
         sizes["data"] = 1
     return ServerSizes(**sizes)
-
-
-def static_share(owners: int) -> float:
-    """Return the share of a GPU's memory for weights and KV cache if ``owners`` processes split the GPU evenly.
-
-    SGLang takes its share of what is free at its start, so the shares fit in whatever order the processes start.
-    """
-    return math.floor(100 * (1 - _UNPLANNED_SHARE) / owners) / 100
 
 
 def check_sglang_sampling(sampling: SamplingConfig) -> None:

@@ -72,7 +72,7 @@ class Stager:
         while (update := self._todo.get()) is not None:
             start = time.perf_counter()
             try:
-                staged = self._load(update.path, update.version)
+                staged = self._load(update.path, update.version, loaded=in_engine)
                 loaded = time.perf_counter()
                 # Without the condition on the engine, a version would count as unchanged that equals a refused one.
                 if not (staged.unchanged and in_engine):

@@ -79,6 +79,12 @@ class Piece:
     sampling_params: dict[str, Any]
 
 
+def is_lost(error: GenerationError) -> bool:
+    """Return True if the connection of the call broke before a reply."""
+    cause = error.__cause__
+    return isinstance(cause, CallFailed) and not cause.status and not cause.timed_out
+
+
 class SglangApi:
     """Calls one server. Every failure is a retryable GenerationError, except status 400: the request is wrong."""
 
@@ -120,6 +126,11 @@ class SglangApi:
         reply = decode_reply(f"SGLang{path}", await self._send(path, body, timeout_s), _Updated)
         if not reply.success:
             raise GenerationError(f"SGLang did not load version {version}: {reply.message}", retryable=True)
+
+    async def renumber(self, version: int) -> None:
+        """Call the weights that SGLang has ``version``. Running requests go on, and keep their earlier versions."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._send("/update_weight_version", body)
 
     async def loads(self, timeout_s: float) -> list[Load]:
         """Return the load of every data-parallel rank. Raises GenerationError if this SGLang does not report it."""

@@ -21,7 +21,6 @@ from realsys.config.rules.sglang import (
     interpreter,
     options,
     server_sizes,
-    static_share,
 )
 from realsys.config.schema import Config
 from realsys.generation.backend import ONE_NODE, Backend, Change, EngineParts, Materialise, PartParts, Span
@@ -59,12 +58,15 @@ class SglangBackend(Backend):
     def memory_bytes(self, node: Node) -> int:
         return 0 if node.gpus else _CPU_BYTES
 
-    def sharing(self, owners: int) -> dict[str, Any]:
-        """Split the GPU evenly, unless the user gives a share. SGLang would otherwise take nearly all of it."""
+    def sharing(self, share: float) -> dict[str, Any]:
+        """Bound weights and cache, unless the user does. SGLang would otherwise take nearly all of the GPU.
+
+        It takes its share of what is free at its start: less than planned if the rank has started first.
+        """
         args = self.config.generation.sglang.args
         if STATIC_SHARE in options(self.config.generation.sglang):
             return {}
-        return {"generation.sglang.args": {**args, STATIC_SHARE: static_share(owners)}}
+        return {"generation.sglang.args": {**args, STATIC_SHARE: share}}
 
     def build(self, parts: EngineParts) -> SglangEngine:
         engine = build_sglang_engine(

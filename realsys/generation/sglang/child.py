@@ -31,6 +31,7 @@ _HEALTH_INTERVAL_S = 0.2  # the only way to learn that SGLang is ready
 _HEALTH_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 2.0
+_DEATH_S = 10.0  # the guard needs up to 7 s to end the other processes
 
 
 class SglangProcess:
@@ -86,6 +87,15 @@ class SglangProcess:
     def tail(self) -> str:
         """Return the last lines of the output, joined."""
         return " | ".join(line for line in self._tail if line.strip()) or "none"
+
+    async def last_words(self) -> str:
+        """Return how the process ended, or that it runs, with its last lines. Call it before ``kill``.
+
+        A process that has just died is given some seconds, in which the guard ends the others.
+        """
+        done, _ = await asyncio.wait({self.ended}, timeout=_DEATH_S)
+        how = self.ended.result() if done else "still runs"
+        return f"SGLang {how}; its last lines: {self.tail()}"
 
     def kill(self) -> None:
         """Kill the process tree; ``ended`` resolves when it is gone."""

@@ -30,7 +30,6 @@ from realsys.generation.sglang.child import SglangProcess
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-_REUSE_WITHIN_S = 2.0  # SGLang closes a connection that was idle for 5 s, and a request on it would be lost
 _PROBE_TIMEOUT_S = 120.0  # a first forward pass may compile
 _CHECK_INTERVAL_S = 10.0
 _CHECK_TIMEOUT_S = 30.0  # SGLang's own limit is 20 s
@@ -88,7 +87,9 @@ class Keeper:
     async def keep(self) -> NoReturn:
         """Keep the server running. Raises GenerationError if that is impossible; cancel to stop."""
         backoff = Backoff(self._settings.max_restarts, self._settings.first_backoff_s)
-        async with HttpClient(keepalive_timeout=_REUSE_WITHIN_S) as http:
+        # SGLang closes a connection that was idle for 5 s by its own clock. On a loaded machine our clock may say less,
+        # and a weight update that is lost costs a restart of SGLang. A connection on loopback costs 0.1 ms.
+        async with HttpClient(reuse=False) as http:
             for serial in itertools.count():
                 begin = time.monotonic()
                 reason = await self._run(serial, http)

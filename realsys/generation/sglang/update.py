@@ -7,6 +7,9 @@
 
 If completions were open, one token is requested behind them: once it arrives, SGLang samples with the new weights.
 After a load that failed the weights are unknown: SGLang is killed, and starts again unsynced.
+
+A version with the weights of the one before is not written and not loaded: only its number is new. No request is
+interrupted, and the cache stays.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from realsys.errors import GenerationError, RealsysError, WeightsError
 from realsys.generation.backend import Materialise, Materialised
 from realsys.generation.protocol import PauseMode, UpdateResult
-from realsys.generation.sglang.api import Piece, Reply
+from realsys.generation.sglang.api import Piece, Reply, is_lost
 from realsys.generation.sglang.keeper import Run
 from realsys.generation.sglang.traffic import Traffic
 
@@ -49,6 +52,7 @@ class Updater:
         self._order = asyncio.Lock()
         self._control = asyncio.Lock()
         self._stopped: Run | None = None  # the run that was paused
+        self._newest: Run | None = None  # the run that has the version that was staged last
         self._probe: asyncio.Future[list[Reply]] | None = None  # request for one token of the new version
         self.done = 0  # updates that succeeded
 
@@ -71,38 +75,64 @@ class Updater:
         async with self._order:
             run, begin = self._traffic.serving(), time.perf_counter()
             target = run.scratch / f"v{version:08d}"
+            # Unknown until the update succeeds: a version may equal one that was staged and never loaded.
+            loaded, self._newest = self._newest is run, None
             try:
-                staged = await asyncio.to_thread(self._stage, path, version, target)
+                staged = await asyncio.to_thread(self._stage, path, version, target, loaded)
             except (RealsysError, OSError) as error:
                 log.warning("update to version %d failed: %s", version, error)
                 return UpdateResult(False, str(error), {"stage_s": time.perf_counter() - begin})
             timings = {**staged.timings, "stage_s": time.perf_counter() - begin}
-            try:
-                result = await self._swap(run, staged.directory, version, abort_all, timings)
-                if result.success:
-                    self._traffic.path = path
-                return result
-            finally:
-                await asyncio.to_thread(shutil.rmtree, staged.directory, ignore_errors=True)
+            if staged.directory is None:
+                result = await self._renumber(run, version, abort_all, timings)
+            else:
+                try:
+                    result = await self._swap(run, staged.directory, version, abort_all, timings)
+                finally:
+                    await asyncio.to_thread(shutil.rmtree, staged.directory, ignore_errors=True)
+            if result.success:
+                self._traffic.path = path
+                self._newest = run
+                self.done += 1
+            return result
 
-    def _stage(self, source: str, version: int, target: Path) -> Materialised:
+    def _stage(self, source: str, version: int, target: Path, loaded: bool) -> Materialised:
         directory = target
         try:
-            staged = self._materialise(source, version, target)
-            directory = staged.directory
-            check_shapes(directory, self._shapes)
+            staged = self._materialise(source, version, target, loaded=loaded)
+            if staged.directory is not None:
+                directory = staged.directory
+                check_shapes(directory, self._shapes)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
         return staged
+
+    async def _renumber(self, run: Run, version: int, abort_all: bool, timings: dict[str, float]) -> UpdateResult:
+        """Serve the same weights as ``version``."""
+        traffic, begin = self._traffic, time.perf_counter()
+        async with self._control:
+            self._check_serves(run)
+            if abort_all:
+                await traffic.recall(traffic.abort())
+            if run.reports:
+                try:
+                    await run.api.renumber(version)
+                except GenerationError as error:  # the weights are known; the next update loads them whole
+                    return UpdateResult(False, str(error), timings)
+            traffic.version = version
+        return UpdateResult(True, f"serving version {version}", {**timings, "load_s": time.perf_counter() - begin})
+
+    def _check_serves(self, run: Run) -> None:
+        if self._traffic.serving() is not run:
+            raise GenerationError("SGLang was restarted while the weights were staged", retryable=True)
 
     async def _swap(
         self, run: Run, directory: Path, version: int, abort_all: bool, timings: dict[str, float]
     ) -> UpdateResult:
         traffic, ready = self._traffic, time.perf_counter()
         async with self._control:
-            if traffic.serving() is not run:
-                raise GenerationError("SGLang was restarted while the weights were staged", retryable=True)
+            self._check_serves(run)
             traffic.hold(LOAD)
             try:
                 if self._drain and PAUSE not in traffic.holds:
@@ -116,7 +146,6 @@ class Updater:
         if isinstance(loaded, str):
             return UpdateResult(False, loaded, timings)
         begin, end = loaded
-        self.done += 1
         timings |= {"drain_s": drained - ready, "pause_s": time.perf_counter() - drained, "load_s": end - begin}
         if any(traffic.open_completions()) and await self._samples(run, version):
             timings["first_token_s"] = time.perf_counter() - end
@@ -147,10 +176,13 @@ class Updater:
             if PAUSE not in traffic.holds:
                 await self._resume_sglang(run)
         except GenerationError as error:
-            log.error("update to version %d failed, SGLang is restarted: %s", version, error)
-            traffic.down(f"SGLang is killed, because its weights are unknown: {error}")
+            # A lost connection is most often a death, whose cause is in the exit status and in the last lines.
+            problem = f"{error}; {await run.child.last_words()}" if is_lost(error) else str(error)
+            log.error("update to version %d failed, SGLang is restarted: %s", version, problem)
+            if traffic.run is run:  # it is not, if SGLang has died
+                traffic.down(f"SGLang is killed, because its weights are unknown: {problem}")
             run.child.kill()
-            return str(error)
+            return problem
         return begin, loaded
 
     async def _interrupt(self, run: Run, mode: PauseMode) -> None:

@@ -1,4 +1,4 @@
-"""Comparison of a recorded step with its replay, bit by bit. Pure.
+"""Comparison of a recorded step with its replay, bit by bit or within a tolerance. Pure.
 
 plan, calls ──> scores, statistics, arrays that the calls made ──> parameters after the step
 """
@@ -49,8 +49,13 @@ class Comparison(msgspec.Struct, frozen=True):
         return not self.first
 
 
-def compare(recorded: StepRecord, replayed: StepRecord, arrays: Arrays, replayed_arrays: Arrays) -> Comparison:
+def compare(
+    recorded: StepRecord, replayed: StepRecord, arrays: Arrays, replayed_arrays: Arrays, tolerance: float = 0.0
+) -> Comparison:
     """Compare everything of a step.
+
+    With a ``tolerance`` numbers may differ by that much, relative or absolute, whichever allows more. Parameters
+    are then left out, because their checksums do not say how far apart they are.
 
     The kinds are in the order in which each produces the next, so the first difference is nearest to the
     cause.
@@ -61,14 +66,15 @@ def compare(recorded: StepRecord, replayed: StepRecord, arrays: Arrays, replayed
         "score": (recorded.scores, replayed.scores),
         "array": (_named(arrays), _named(replayed_arrays)),
         "statistic": (dict(_statistics(recorded)), dict(_statistics(replayed))),
-        "parameter": (dict(_parameters(recorded)), dict(_parameters(replayed))),
     }
+    if not tolerance:
+        kinds["parameter"] = (dict(_parameters(recorded)), dict(_parameters(replayed)))
     compared: dict[str, int] = {}
     unequal: dict[str, int] = {}
     first: list[Difference] = []
     for what, (ours, theirs) in kinds.items():
         names = list(dict.fromkeys([*ours, *theirs]))
-        different = [name for name in names if not _same(ours.get(name), theirs.get(name))]
+        different = [name for name in names if not _same(ours.get(name), theirs.get(name), tolerance)]
         if names:
             compared[what], unequal[what] = len(names), len(different)
         if different:
@@ -98,11 +104,20 @@ def _parameters(record: StepRecord) -> Iterator[tuple[str, str]]:
                 yield f"{role} on model_worker/{worker}: {name}", value
 
 
-def _same(ours: Any, theirs: Any) -> bool:
+def _same(ours: Any, theirs: Any, tolerance: float) -> bool:
+    if tolerance and _are_numbers(ours, theirs):
+        return bool(np.allclose(theirs, ours, rtol=tolerance, atol=tolerance, equal_nan=True))
     if isinstance(ours, np.ndarray) and isinstance(theirs, np.ndarray):
         return ours.dtype == theirs.dtype and ours.shape == theirs.shape and checksum(ours) == checksum(theirs)
     # repr distinguishes -0.0 from 0.0, which == does not
     return type(ours) is type(theirs) and repr(ours) == repr(theirs)
+
+
+def _are_numbers(ours: Any, theirs: Any) -> bool:
+    """Return True for two floats, and for two arrays of them of the same shape."""
+    if isinstance(ours, np.ndarray) and isinstance(theirs, np.ndarray):
+        return bool(ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.dtype.kind == "f")
+    return isinstance(ours, float) and isinstance(theirs, float)
 
 
 def _shown(ours: Any, theirs: Any) -> tuple[str, str]:

@@ -45,12 +45,14 @@ class ReplayJob(msgspec.Struct, frozen=True):
     trial       folder of the trial
     checkpoint  folder of the checkpoint of step ``start``; empty: the models that the trial began with
     step        the last step to repeat
+    tolerance   by which numbers may differ; 0: they must be bit-equal
     """
 
     trial: str
     checkpoint: str
     start: int
     step: int
+    tolerance: float = 0.0
 
     @property
     def steps(self) -> range:
@@ -141,7 +143,7 @@ class Replay:
         again = files.record_of_step(self._paths.records, step)
         replayed = await asyncio.to_thread(files.read_record, again)
         replayed_arrays, _ = await asyncio.to_thread(files.read_arrays, again, replayed)
-        comparison = compare(recorded, replayed, arrays, replayed_arrays)
+        comparison = compare(recorded, replayed, arrays, replayed_arrays, self._job.tolerance)
         for difference in comparison.first:
             log.error("step %d is not equal: %s", step, difference)
         return msgspec.structs.replace(comparison, seconds=time.perf_counter() - began)

@@ -19,9 +19,19 @@ def reduce_stats(stats: Stats, role: Role) -> dict[str, float]:
     sums = sorted(name for name in stats if not is_maximum(name))
     maxima = sorted(name for name in stats if is_maximum(name))
     group = role.groups.data
-    return dict(zip(sums, all_reduce([stats[name].item() for name in sums], group, role), strict=True)) | dict(
-        zip(maxima, all_reduce([stats[name].item() for name in maxima], group, role, maximum=True), strict=True)
+    values = _on_host([stats[name] for name in (*sums, *maxima)], role)
+    return dict(zip(sums, all_reduce(values[: len(sums)], group, role), strict=True)) | dict(
+        zip(maxima, all_reduce(values[len(sums) :], group, role, maximum=True), strict=True)
     )
+
+
+def _on_host(values: Sequence[torch.Tensor], role: Role) -> list[float]:
+    """Return scalars of either device. The host waits for the device once, not once per value."""
+    if not values:
+        return []
+    device = role.device.device
+    found: list[float] = torch.stack([value.to(device, torch.float64) for value in values]).tolist()
+    return found
 
 
 def token_means(stats: Stats, role: Role) -> dict[str, float]:

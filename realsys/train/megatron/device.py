@@ -68,9 +68,10 @@ class Device:
         return contextlib.nullcontext() if self.is_cuda else _CudaLiteralsOnCpu()
 
 
-def prepare_device(rank: int, threads: int) -> Device:
+def prepare_device(rank: int, threads: int, *, deterministic: bool = False) -> Device:
     """Choose this rank's device, set the thread count, and prepare torch for Megatron.
 
+    ``deterministic``: a GPU adds in the same order in every run. An operation that cannot raises RuntimeError.
     Call it once, before Megatron is imported. Raises DeviceError if the rank was given a GPU and cannot use it, or if
     this torch has no attention kernel for it.
     """
@@ -80,6 +81,9 @@ def prepare_device(rank: int, threads: int) -> Device:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = choose_device(rank)
     if device.type == "cuda":
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # fills tensors with NaN
         attention_kernel()  # a torch without one is found here, not in the first forward pass
         return Device(device, "nccl")
     _stand_in_for_cuda()

@@ -83,6 +83,7 @@ def _megatron_config(
         pipeline_model_parallel_layout=_stage_contents(model.layers, layout.pipeline),
         # With one tensor rank sequence parallelism has nothing to split.
         sequence_parallel=train.sequence_parallel and layout.tensor > 1,
+        deterministic_mode=train.deterministic,
         # The checkpoint fills every parameter, so random initial values would be wasted work.
         # Megatron's own switch for that also drops the attributes that make the gradient norm right
         # under tensor parallelism.

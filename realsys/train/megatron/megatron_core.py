@@ -51,8 +51,7 @@ with _importing():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-    from megatron.core.optimizer import get_megatron_optimizer
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer import clip_grads, get_megatron_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -69,6 +68,19 @@ with _importing():
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+
+def _l2_norm(
+    chunk: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool
+) -> tuple[torch.Tensor, None]:
+    """Return the norm of all tensors together, fp32 [1]. It stays on the device."""
+    [tensors] = lists
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))[None], None
+
+
+if clip_grads.l2_norm_impl.__module__ == "megatron.core.utils":
+    # Without Transformer Engine and Apex, Megatron's function waits for the device once per parameter.
+    clip_grads.l2_norm_impl = _l2_norm
+
 __all__ = [
     "MLP",
     "DistributedDataParallel",
@@ -80,7 +92,6 @@ __all__ = [
     "PackedSeqParams",
     "TransformerBlockSubmodules",
     "TransformerConfig",
-    "clip_grad_by_total_norm_fp32",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",

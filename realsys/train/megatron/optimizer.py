@@ -16,7 +16,6 @@ from realsys.train.megatron.megatron_core import (
     DistributedDataParallelConfig,
     MegatronOptimizerConfig,
     TransformerConfig,
-    clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
 )
 
@@ -87,20 +86,16 @@ def make_optimizer(model: Any, settings: OptimizerConfig, dtype: torch.dtype) ->
 
 
 def _fuse(optimizer: Any) -> None:
-    """Let torch's Adam step a parameter in one kernel where it is on a GPU.
+    """Let torch's Adam step a parameter in one kernel.
 
-    Megatron makes torch's Adam without this. Its default there makes temporaries of about the size of the fp32
-    parameters, and passes over the memory several times.
+    Megatron makes torch's Adam without this. Its default on a GPU makes temporaries of about the size of the fp32
+    parameters. On either device it passes over the memory several times.
     """
     for part in optimizer.chained_optimizers:
         # Transformer Engine's and Apex's Adam are fused already, and have no such flag.
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
-                group["fused"] = all(_runs_fused(parameter) for parameter in group["params"])
-
-
-def _runs_fused(parameter: torch.Tensor) -> bool:
-    return parameter.is_cuda
+                group["fused"] = True
 
 
 def take_step(optimizer: Any, lr: float, clip_grad: float, *, skip: bool) -> StepOutcome:
@@ -123,7 +118,8 @@ def take_step(optimizer: Any, lr: float, clip_grad: float, *, skip: bool) -> Ste
         for part in optimizer.chained_optimizers:
             parameters = part.get_parameters()
             if parameters:
-                clip_grad_by_total_norm_fp32(parameters, clip_grad, norm, False)
+                # In place: Megatron's function allocates a second gradient of each tensor.
+                torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad, torch.tensor(norm))
     optimizer.step_with_ready_grads()
     return StepOutcome(norm, applied=True)
 

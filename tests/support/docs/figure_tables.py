@@ -90,6 +90,17 @@ def arith() -> str:
     return listing(columns, [row | {"minutes": row["seconds"] // 60, "rest": row["seconds"] % 60} for row in rows])
 
 
+def step_parts() -> str:
+    parts = ("inference", "gradient", "optimizer", "copy")
+
+    def cells(row: dict[str, float]) -> Sequence[str]:
+        seconds = [f"{row[part]:.2f}" for part in parts]
+        return f"{row['tokens']:,}", str(row["label"]), *seconds, f"{row['rss_mib']:,}", f"{row['peak_mib']:,}"
+
+    head = ("tokens", "", *parts, "MiB between steps", "MiB at the peak")
+    return table(head, [cells(row) for row in load("step_parts")["rows"]])
+
+
 def train_step() -> str:
     def cells(row: dict[str, float]) -> Sequence[str]:
         ours = row["step"] == "realsys"
@@ -397,6 +408,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         readme_results,
         arith,
+        step_parts,
         train_step,
         train_throughput,
         dp_balance,

@@ -163,7 +163,7 @@ def example_server(versions: Versions) -> Iterator[ServerUnderTest]:
 def engine_parts(config: Config, model_path: Path) -> EngineParts:
     """Parts of an engine outside of a GenerationServer process; versions are verified as in one."""
 
-    def materialise(source: str, version: int, target: Path) -> Materialised:
+    def materialise(source: str, version: int, target: Path, *, loaded: bool = False) -> Materialised:
         raise AssertionError("this engine loads from memory")
 
     load = DiskReader(everything=True).stage

@@ -43,9 +43,11 @@ class StandIn:
         return dict(os.environ)
 
 
-def materialise(source: str, version: int, target: Path) -> Materialised:
-    """Stage as the worker does, without manifests: the folder's name selects the defect."""
+def materialise(source: str, version: int, target: Path, *, loaded: bool = False) -> Materialised:
+    """Stage as the worker does, without manifests: the folder's name selects the defect, or ``same`` weights."""
     name = Path(source).name
+    if name == "same" and loaded:
+        return Materialised(None, {})
     if name == "corrupt":
         raise WeightsError(f"{source} is corrupt")
     target.mkdir(parents=True)
@@ -53,8 +55,8 @@ def materialise(source: str, version: int, target: Path) -> Materialised:
     if name == "partial":
         del tensors["b"]
     save_file(tensors, target / "model.safetensors")
-    if name == "broken":
-        (target / "broken").touch()
+    if name in ("broken", "deadly"):
+        (target / name).touch()
     return Materialised(target, {"verify_s": 0.25})
 
 

@@ -35,7 +35,7 @@ def sglang_config(*overrides: str) -> Config:
 def sglang_engine(model: Path, overflow: Path, *overrides: str, on_change: Callable = print) -> SglangEngine:
     """Not started. Weights are verified and staged as in a run."""
 
-    def write(locator: str, version: int, target: Path) -> Materialised:
+    def write(locator: str, version: int, target: Path, *, loaded: bool = False) -> Materialised:
         """Drop staged versions: tests share a server, and each begins with version 0."""
         return FolderWriter(DiskReader(), model, overflow).write(locator, version, target)
 

@@ -3,7 +3,8 @@
 Not a model: it counts. The token after t is (t + 1) % 90, with log-prob -1 - version / 100. A request with temperature
 0.5 stalls half-way with the initial weights: it returns its tokens when it is aborted. Token 89 as the
 last of a prompt ends the process, 88 makes it hang while it still listens. Version 13 never answers the prompt [0].
-Usage: sglang_stand_in.py [--fail | --silent | --reports] [--loads] --port PORT
+With --idle a connection is closed when it is used a second time.
+Usage: sglang_stand_in.py [--fail | --silent | --reports] [--loads] [--idle] --port PORT
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,15 @@ class State:
 class Handler(BaseHTTPRequestHandler):
     state: State
     loads: mmap.mmap
+    used = False
+
+    def handle_one_request(self) -> None:
+        if self.protocol_version == "HTTP/1.0" or not self.used:
+            super().handle_one_request()
+            self.used = True
+        else:  # as if the connection had just been idle for too long
+            self.rfile.readline()
+            self.close_connection = True
 
     def do_GET(self) -> None:
         samples = self.path == "/health_generate" and not self.state.hangs
@@ -48,9 +59,16 @@ class Handler(BaseHTTPRequestHandler):
                 state.changed.notify_all()
                 self._reply({})
             elif self.path == "/update_weights_from_disk":
+                if (Path(body["model_path"]) / "deadly").exists():
+                    print("loading, and killed", flush=True)
+                    os.kill(os.getpid(), signal.SIGKILL)
                 good = not (Path(body["model_path"]) / "broken").exists()
                 state.version = body["weight_version"] if good else state.version
+                print(f"load {state.version}", flush=True)
                 self._reply({"success": good, "message": "as asked" if good else "cannot load"}, 200 if good else 400)
+            elif self.path == "/update_weight_version":
+                state.version = body["new_version"]
+                self._reply({}, 400 if body["abort_all_requests"] else 200)
             else:
                 self._reply({})
 
@@ -95,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
-    for mode in ("fail", "silent", "reports", "loads"):
+    for mode in ("fail", "silent", "reports", "loads", "idle"):
         parser.add_argument(f"--{mode}", action="store_true")
     arguments = parser.parse_args()
     print(f"serving on {arguments.port}", flush=True)
@@ -112,6 +130,8 @@ def main() -> None:
     print(f"helper {sleeper.pid}", flush=True)
     if arguments.silent:
         threading.Event().wait(600)
+    if arguments.idle:
+        Handler.protocol_version = "HTTP/1.1"
     Handler.state = State(arguments.reports)
     ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler).serve_forever()
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from realsys.config.memory.sharing import largest_rank
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config, GenerationConfig, SglangConfig
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.launch.fit import fit
+from tests.support.serving.qwen_models import write_qwen
 
 
 def machine(gpus: int) -> Machine:
@@ -56,6 +61,24 @@ def test_shared_gpu_is_split_evenly(allocation: str, args: dict[str, float], sha
     config = Config(allocation=allocation, generation=generation, cluster=ClusterConfig(share_gpus=True))
     config, _ = fit(config, set(), machine(2 if "m2" in allocation else 1))
     assert config.generation.sglang.args == (args if share is None else {"mem-fraction-static": share})
+
+
+def test_server_gets_what_the_rank_leaves(tmp_path: Path) -> None:
+    """An even split would leave much of a large GPU unused, and be too much of a small one."""
+    generation, cluster = GenerationConfig(backend="sglang"), ClusterConfig(share_gpus=True)
+    model = {"path": str(write_qwen(tmp_path, "1.5B")), "dtype": "bfloat16"}
+    train = {"head_chunk_tokens": 2048, "recompute": True, "microbatch_tokens": 32768}
+    values = {"allocation": "serve.d1+d1", "generation": generation, "cluster": cluster, "model": model, "train": train}
+    shares = []
+    for gib in (120, 56):
+        gpu = replace(machine(1), gpu_bytes=gib << 30)
+        config, lines = fit(Config.model_validate(values), {"generation", "data"}, gpu)
+        share = config.generation.sglang.args["mem-fraction-static"]
+        rank = largest_rank(config) / gpu.gpu_bytes
+        assert 0.88 < share + rank <= 0.9
+        assert f"a rank needs about {rank * gib:.1f} of {gib} GiB" in lines[-1]
+        shares.append(share)
+    assert shares[0] > 0.45 > shares[1]
 
 
 def test_gpu_with_one_owner_is_not_split() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.layers.spec import make_buckets, pack_segments
-from realsys.train.packing import Packer, last_rows, loss_and_end_rows, split_rows
+from realsys.train.packing import Packer, last_rows, loss_and_end_rows, on_device, split_rows
 from realsys.types import SequenceRef
 from tests.support.training.records import make_mask, make_ref
 
@@ -128,3 +128,16 @@ def test_positions_restart_with_every_segment() -> None:
     positions = torch.tensor([0.0, 1, 2, 0, 1, 0, 1, 2])
     torch.testing.assert_close(packed.sin[:, 0], (positions[:, None] * frequencies).sin())
     torch.testing.assert_close(packed.cos[:, 0], (positions[:, None] * frequencies).cos())
+
+
+def test_copies_to_a_gpu_are_pinned_and_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def copy(tensor: torch.Tensor, device: torch.device, **how: object) -> torch.Tensor:
+        calls.append(how)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: calls.append("pinned") or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    on_device(torch.zeros(2), torch.device("cuda"))
+    assert calls == ["pinned", {"non_blocking": True}]

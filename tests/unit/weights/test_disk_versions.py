@@ -88,6 +88,15 @@ def test_version_with_the_same_bytes_is_unchanged(tmp_path, model_dir):
     assert not stage(folders[3], 3, held).unchanged
 
 
+def test_unchanged_version_of_the_engine_is_not_read(tmp_path, model_dir):
+    held, folders = HeldWeights(), [committed(tmp_path / "w", version, model_dir) for version in range(2)]
+    first = stage(folders[0], 0, held)
+    staged = stage(folders[1], 1, held, loaded=True)
+    assert staged.unchanged and not staged.tensors
+    assert staged.counts["bytes_read"] == 0 and staged.counts["kept"] == len(first.tensors)
+    assert held.newest[1] == 1
+
+
 def test_manifest_and_index_describe_the_files(tmp_path, model_dir):
     """An independent reader: json, xxhash and the offsets of the manifest, against safetensors' reading of the file."""
     final = committed(tmp_path / "w", 3, model_dir)

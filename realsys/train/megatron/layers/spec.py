@@ -27,6 +27,7 @@ from realsys.train.megatron.megatron_core import (
     TransformerConfig,
     get_gpt_layer_local_spec,
 )
+from realsys.train.packing import on_device
 
 #: Token pairs whose attention costs about as much as one more kernel launch: the padding that is
 #: worth saving one.
@@ -145,7 +146,7 @@ def pack_segments(
     """
     device = inverse_frequencies.device
     # Positions restart with every segment, as if it were alone.
-    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    positions = on_device(torch.cat([torch.arange(n) for n in lengths]), device)
     # In float32: bf16 has 8 bits, so positions above 256 would share angles.
     angles = positions[:, None].float() * inverse_frequencies
     packed = PackedSegments(
@@ -156,7 +157,7 @@ def pack_segments(
         sin=angles.sin()[:, None] * magnitude,
     )
     if kernel:
-        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+        ends = on_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
         packed.cu_seqlens_q = packed.cu_seqlens_kv = ends
     else:
         packed.buckets = make_buckets(lengths, device, dtype)

@@ -42,7 +42,7 @@ def refusal(config: Config, place: Place) -> ConfigError:
     return caught.value
 
 
-@pytest.mark.parametrize(("name", "allocation"), [("1.5B", "serve.d6+d2"), ("7B", "serve.d4+d2m2")])
+@pytest.mark.parametrize(("name", "allocation"), [("1.5B", "serve.d6+d2"), ("7B", "serve.d6+d1m2")])
 def test_shipped_experiment_fits_eight_gpus(name: str, allocation: str, tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text("".join(f'{{"prompt": "{n}+1", "answer": "2"}}\n' for n in range(100)))
@@ -62,7 +62,11 @@ def test_defaults_without_the_settings_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "change"),
     [
-        ("7B", ["serve.d4+d2m2", "train.distributed_optimizer=false"], "distributed_optimizer=true"),
+        (
+            "7B",
+            ["serve.d4+d2m2", "train.distributed_optimizer=false", "train.microbatch_tokens=49152"],
+            "distributed_optimizer=true",
+        ),
         (
             "1.5B",
             ["serve.d6+d2", "train.head_chunk_tokens=0", "train.microbatch_tokens=49152"],
@@ -96,7 +100,7 @@ def _tree(config: Config, values: dict[str, str]) -> dict[str, str]:
 def test_other_allocation_is_named_if_settings_fail(tmp_path: Path) -> None:
     config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d7+d1")
     error = refusal(config, gpus(config))
-    assert error.field == "allocation" and "set allocation=serve.d4+d2m2" in str(error)
+    assert error.field == "allocation" and "set allocation=serve.d6+d1m2" in str(error)
 
 
 def test_too_large_a_model_says_so(tmp_path: Path) -> None:

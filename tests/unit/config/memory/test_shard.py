@@ -40,15 +40,25 @@ def test_vocabulary_is_padded(tmp_path: Path) -> None:
 
 
 def test_states_of_full_training(tmp_path: Path) -> None:
-    """18 bytes per parameter in bf16, and 4 of the step's; two data ranks share 12 of the 18."""
+    """18 bytes per parameter in bf16; two data ranks share 12 of them. The fused step holds nothing more."""
     model = read_model(write_qwen(tmp_path, "7B"))
     count = model.parameters
     layout = ParallelLayout(2)
     whole = states_of(model, shard_of(model, layout, 0), layout, ACTOR_SETTINGS, BF16)
-    assert whole == States(2 * count, 4 * count, 12 * count, 4 * count)
+    assert whole == States(2 * count, 4 * count, 12 * count)
     shared = replace(BF16, distributed_optimizer=True)
     part = states_of(model, shard_of(model, layout, 0), layout, ACTOR_SETTINGS, shared)
-    assert part == States(2 * count, 4 * count, count // 2 * 12, count // 2 * 4)
+    assert part == States(2 * count, 4 * count, count // 2 * 12)
+
+
+@pytest.mark.parametrize(("on_gpu", "decay"), [(True, 0.1), (False, 0.1), (True, 0.0)])
+def test_decay_of_sgd_copies_gradients(on_gpu: bool, decay: float, tmp_path: Path) -> None:
+    model, layout = read_model(write_qwen(tmp_path, "7B")), ParallelLayout()
+    settings = replace(ACTOR_SETTINGS, optimizer=OptimizerConfig(name="sgd", weight_decay=decay))
+    shard = shard_of(model, layout, 0)
+    found = states_of(model, shard, layout, settings, replace(BF16, on_gpu=on_gpu))
+    assert found.optimizer == 8 * model.parameters
+    assert found.temporary == (4 * (model.parameters if on_gpu else shard.largest) if decay else 0)
 
 
 def test_frozen_role_has_weights_only(tmp_path: Path) -> None:
@@ -65,7 +75,7 @@ def test_adapters_keep_their_bases_twice(tmp_path: Path) -> None:
     settings = replace(ACTOR_SETTINGS, lora=LoraConfig(rank=16, targets=["down"]))
     found = states_of(model, shard_of(model, ParallelLayout(), 0), ParallelLayout(), settings, BF16)
     adapters, bases = 28 * 16 * (18944 + 3584), 28 * 3584 * 18944
-    assert found == States(2 * (model.parameters + bases + adapters), 4 * adapters, 12 * adapters, 4 * adapters)
+    assert found == States(2 * (model.parameters + bases + adapters), 4 * adapters, 12 * adapters)
 
 
 def test_offload_moves_states_and_drops_gradients() -> None:

@@ -60,7 +60,7 @@ def start(models, steps):
     engines = []
 
     def start(load=None, prefill_tokens=2048, **options):
-        def load_new(path, version):
+        def load_new(path, version, *, loaded=False):
             return Weights(read_tensors(models / "new"), {"verify_s": 0.25})
 
         core = make_core(models / "old", max_running=4, max_queued=8, prefill_tokens=prefill_tokens)
@@ -99,7 +99,7 @@ def staged(engine):
 def test_update_stages_during_decoding_swaps_between_steps(start, steps, models):
     gate = threading.Event()
 
-    def load(path, version):
+    def load(path, version, *, loaded=False):
         assert (path, version) == ("v2", 2)
         assert gate.wait(BOUND)
         return Weights(read_tensors(models / "new"), {"verify_s": 0.25})
@@ -126,7 +126,7 @@ def test_update_stages_during_decoding_swaps_between_steps(start, steps, models)
 
 
 def test_unchanged_version_keeps_weights_and_cache(start, steps, models):
-    def load(path, version):
+    def load(path, version, *, loaded=False):
         return Weights(read_tensors(models / "new"), unchanged=version == 3)
 
     engine = start(load)
@@ -146,7 +146,7 @@ def test_unchanged_version_keeps_weights_and_cache(start, steps, models):
 
 
 def test_version_that_equals_a_refused_one_is_loaded(start, models):
-    def load(path, version):
+    def load(path, version, *, loaded=False):
         if version == 2:
             raise WeightsError("damaged")
         return Weights(read_tensors(models / "new"), unchanged=True)
@@ -235,7 +235,7 @@ def test_without_interruption_running_finish_and_new_wait(start, steps):
     [(WeightsError("v2 is truncated"), "v2 is truncated"), (RuntimeError("bad alloc"), "RuntimeError: bad alloc")],
 )
 def test_failed_update_keeps_the_old_weights_serving(start, steps, error, reason):
-    def load(path, version):
+    def load(path, version, *, loaded=False):
         raise error
 
     engine = start(load)
@@ -250,7 +250,7 @@ def test_failed_update_keeps_the_old_weights_serving(start, steps, error, reason
 def test_update_to_another_architecture_is_refused(start, models):
     tensors = read_tensors(models / "new")
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    engine = start(lambda path, version: Weights(tensors))
+    engine = start(lambda path, version, loaded: Weights(tensors))
     result = engine.update("v2", 2).result(BOUND)
     assert not result.success
     assert "model.layers.1.mlp.up_proj.weight is missing" in result.message

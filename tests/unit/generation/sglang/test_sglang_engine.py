@@ -82,6 +82,29 @@ def test_reported_versions_are_used(make):
     assert answer.segments == [(7, 4)]
 
 
+@pytest.mark.parametrize("flags", [(), ("--reports",)])
+def test_same_weights_are_renumbered_not_loaded(make, caplog, flags):
+    """The second update is only a number. The first one of a new SGLang is loaded."""
+    with caplog.at_level(logging.INFO, logger="sglang"):
+        engine, _ = make(*flags)
+        assert engine.update("/weights/same", 7).result(WAIT_S).success
+        running = generate(engine, [5])
+        same = engine.update("/weights/same", 8).result(WAIT_S)
+        assert same.success and "pause_s" not in same.timings
+        running.result(WAIT_S)
+        [after] = generate(engine, [5]).result(WAIT_S)
+    assert (engine.version, engine.model_path, after.segments) == (8, "/weights/same", [(8, 4)])
+    assert engine.info().result(WAIT_S).updates == 2
+    assert caplog.text.count("load ") == 1
+
+
+def test_same_weights_after_a_refusal_are_loaded(make):
+    engine, _ = make()
+    assert engine.update("/weights/v7", 7).result(WAIT_S).success
+    assert not engine.update("/weights/partial", 8).result(WAIT_S).success
+    assert "pause_s" in engine.update("/weights/same", 9).result(WAIT_S).timings
+
+
 def test_drain_waits_for_running_answers(make):
     engine, _ = make(drain=True)
     running = engine.generate("a", [5], STALLING)

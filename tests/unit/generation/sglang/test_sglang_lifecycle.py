@@ -125,6 +125,23 @@ def test_restarted_sglang_serves_unsynced(make):
     assert answer.segments == [(-1, 4)]
 
 
+def test_death_in_an_update_is_reported_with_its_status(make):
+    engine, changes = make()
+    result = engine.update("/weights/deadly", 7).result(WAIT_S)
+    assert not result.success
+    assert "Server disconnected; SGLang was killed by SIGKILL; its last lines: " in result.message
+    assert result.message.endswith("loading, and killed")
+    assert "was killed by SIGKILL" in changes.get(timeout=WAIT_S).reason
+    assert changes.get(timeout=WAIT_S) == Change(1)
+
+
+def test_connection_that_is_closed_when_idle_loses_no_update(make):
+    engine, _ = make("--idle")
+    for version in (7, 8):
+        result = engine.update(f"/weights/v{version}", version).result(WAIT_S)
+        assert result.success, result.message
+
+
 def test_held_requests_fail_with_the_death(make):
     engine, changes = make()
     engine.pause("in_place").result(WAIT_S)

@@ -1,0 +1,70 @@
+"""Host and device: how often the host reads a value of the device. On a GPU it waits for all queued work then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.serving.hf_models import make_model
+from tests.support.training.engine_ranks import NLL, Rank, make_config, make_settings, on_ranks
+
+_READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
+)
+
+
+class Reads(TorchDispatchMode):
+    """Counts operations whose result the host needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in _READS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("actor")
+    make_model().save_pretrained(folder)
+    return folder
+
+
+def test_host_waits_twice_per_microbatch_at_most(path: Path) -> None:
+    def body(rank: Rank) -> list[int]:
+        counts = []
+        for number in (1, 4):
+            with Reads() as reads:
+                rank.engine.accumulate(rank.micro_batches(number), NLL)
+            counts.append(reads.count)
+        return counts
+
+    [(one, four)] = on_ranks("d1", path, body, make_config(), make_settings())
+    assert (four - one) / 3 <= 2, (one, four)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_waits_of_a_step_do_not_grow(path: Path, dtype: str) -> None:
+    """The norm of all parameters is one value, not one value for each of them."""
+
+    def body(rank: Rank) -> int:
+        settings = make_settings().optimizer.model_copy(update={"clip_grad": 1e-6})
+        rank.engine.use_optimizer("train", settings)
+        rank.engine.accumulate(rank.micro_batches(1), NLL)
+        rank.engine.step(1e-3)  # makes the state of the optimizer
+        rank.engine.accumulate(rank.micro_batches(1), NLL)
+        with Reads() as reads:
+            assert rank.engine.step(1e-3).applied
+        return reads.count
+
+    [count] = on_ranks("d1", path, body, make_config(dtype), make_settings())
+    assert count <= 4
