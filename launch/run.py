@@ -57,6 +57,7 @@ from realsys.launch.screen.saved_steps import saved_line
 from realsys.master.run.stopping import progress as progress_of_stop
 from realsys.telemetry.steps import StepTail, surviving_steps
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
+from realsys.weights.host.places import sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
             raise outcome.refused
         with _reported("remove half-written files"):
             remove_half_written(paths)
+        sweep()  # a server that was killed leaves its copy of the weights in /dev/shm
         again = command_again(overrides, config.trial, options)
         code, summary = _conclude(config, paths, outcome, started, again)
     _draw(summary, paths)

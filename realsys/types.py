@@ -233,6 +233,7 @@ class ServerAddress(msgspec.Struct, frozen=True):
     pid: int
     host: str
     incarnation: str  # new for each start of the process
+    copies: str = ""  # http://host:port of its host's copies of weights; empty: they are not served
 
 
 class TrainerAddress(msgspec.Struct, frozen=True):

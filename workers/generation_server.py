@@ -26,20 +26,21 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.weights.base import ReaderParts
     from realsys.weights.build import build
     from realsys.weights.folder import FolderWriter
+    from realsys.weights.host.copy_service import CopyService
 
     config = ctx.config
     model_path = ctx.paths.base_model(config)
     ctx.set_state("loading")
     changes = Changes()
-    reader, span = build(config).reader(ReaderParts(ctx.index, model_path)), own_span()
+    reader, span = build(config).reader(ReaderParts(ctx.index, model_path, ctx.paths.root)), own_span()
     # The nodes of a server that spans several load from a folder that they share, not from the first one's memory.
-    writer = FolderWriter(reader, model_path, ctx.paths.root / f"staged-{ctx.index}")
+    shared = ctx.paths.root / f"staged-{ctx.index}" if span.nodes > 1 else None
     parts = EngineParts(
         config=config,
         model_path=model_path,
         index=ctx.index,
         load=reader.stage,
-        materialise=writer.write if span.nodes == 1 else lambda source, v, _: writer.write(source, v, writer.overflow),
+        materialise=FolderWriter(reader, model_path, shared).write,
         on_change=changes.put,
         on_stop=ctx.on_stop,
         span=span,
@@ -52,15 +53,18 @@ def serve(ctx: WorkerContext) -> None:
         if ctx.stop.is_set():
             return
         raise
-    app = build_app(engine, token=ctx.token, check_alive=ctx.check_alive)
+    copies = CopyService(reader, config, ctx.token, ctx.check_alive)
+    app = build_app(engine, token=ctx.token, check_alive=ctx.check_alive, offer=copies.offer)
     ctx.count(lambda: app.refused)
     http = HttpServer(app, config.cluster.host)
     http.start(config.cluster.connect_timeout_s)
     log.info("serving %s at %s", model_path, http.url)
     try:
-        keep_registered(ctx, http.url, changes)
+        keep_registered(ctx, http.url, changes, copies.url)
     finally:
         stop_serving(engine, http)
+        copies.close()
+        reader.close()
 
 
 def main() -> None:

@@ -41,6 +41,7 @@ from realsys.launch.nodes.local_executor import Executor, open_executor
 from realsys.launch.processes.signals import stop_signals
 from realsys.stream.request_reply import Request, WorkerEndpoint
 from realsys.stream.security import load_keys
+from realsys.weights.host.places import sweep
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ class Agent:
             self._over.set()
             if not self.ended:
                 await self._executor.end(_KILL_TIMEOUT_S)
+            sweep()  # a server that was killed leaves its copy of the weights in /dev/shm
             await asyncio.to_thread(self._endpoint.close)
             await asyncio.to_thread(self._reader.join)
 

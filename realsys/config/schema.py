@@ -287,9 +287,14 @@ class WeightsConfig(Section):
     delta: Literal["off", "auto"] = Field(
         "off",
         description="auto: store only the changed elements of a tensor if that is smaller;"
-        " trainer and servers then each hold a copy of the weights in host memory",
+        " trainer ranks then hold a copy of their share in host memory",
     )
     full_every: Positive = Field(8, description="with delta: versions after which a changing tensor is stored whole")
+    storage_readers: NonNegative = Field(
+        0,
+        description="hosts that read a version from the shared storage at a time; the others read it over HTTP"
+        " from hosts that have it; 0: all read the storage",
+    )
 
 
 class WarmupConfig(Section):

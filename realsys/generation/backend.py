@@ -90,6 +90,10 @@ class Staged(Protocol):
     def unchanged(self) -> bool:
         """True if all tensors are those of the version that was loaded before."""
 
+    @property
+    def release(self) -> Callable[[], None]:
+        """Ends the use of the tensors, which other servers share. Without a call it ends with the next load."""
+
 
 class Load(Protocol):
     """Reader of a version into host memory."""
@@ -104,13 +108,14 @@ class Load(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Materialised:
-    """A verified version as a plain HF directory; the engine removes it after loading. ``timings`` in seconds.
+    """A verified version as a plain HF directory, until the engine calls ``release``. ``timings`` in seconds.
 
     ``directory`` is None if the weights are those that the engine has.
     """
 
     directory: Path | None
     timings: Mapping[str, float]
+    release: Callable[[], None]
 
 
 class Materialise(Protocol):

@@ -137,9 +137,16 @@ class GenerationClient:
             )
         return [_generated(url, completion) for completion in completions]
 
-    async def update_weights(self, url: str, path: str, version: int, timeout_s: float) -> UpdateResult:
-        """Make the server load ``version`` from ``path``. A refusal is a result with ``success`` False."""
-        body = {"model_path": path, "weight_version": str(version)}
+    async def update_weights(
+        self, url: str, path: str, version: int, timeout_s: float, sources: Sequence[str] = ()
+    ) -> UpdateResult:
+        """Make the server load ``version`` from ``path``. A refusal is a result with ``success`` False.
+
+        ``sources``: services of other hosts that have a copy of it.
+        """
+        body: dict[str, Any] = {"model_path": path, "weight_version": str(version)}
+        if sources:  # a server that is not ours knows no such field
+            body["sources"] = list(sources)
         return await self._call(url, "/update_weights_from_disk", body, UpdateResult, timeout_s)
 
     async def pause(self, url: str, mode: PauseMode) -> None:

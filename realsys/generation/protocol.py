@@ -172,6 +172,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_path: str
     weight_version: str
     abort_all_requests: bool = False
+    sources: list[str] = []  # services of other hosts that have a copy of the version
 
 
 class UpdateResult(msgspec.Struct):

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -33,12 +33,19 @@ MAX_MESSAGE = 2000  # characters of an error, which may quote a refused value
 T = TypeVar("T")
 
 
-def build_app(engine: GenerationEngine, *, token: str | None = None, check_alive: CheckAlive = unleased) -> Guard:
+def build_app(
+    engine: GenerationEngine,
+    *,
+    token: str | None = None,
+    check_alive: CheckAlive = unleased,
+    offer: Callable[[str, Sequence[str]], None] = lambda locator, sources: None,
+) -> Guard:
     """Return the routes over one engine, behind the guard.
 
+    ``offer`` gets locator and sources of a version before the engine stages it.
     ``token`` is what every POST must carry; None only for a server on loopback without a trial.
     """
-    calls = _Calls(engine)
+    calls = _Calls(engine, offer)
     routes: list[BaseRoute] = [
         _post("/generate", p.GenerateRequest, calls.generate),
         _post("/update_weights_from_disk", p.UpdateRequest, calls.update_weights),
@@ -77,8 +84,9 @@ def _post(path: str, kind: type[T], handle: Callable[[T, Request], Awaitable[Any
 class _Calls:
     """Handlers of the routes."""
 
-    def __init__(self, engine: GenerationEngine) -> None:
+    def __init__(self, engine: GenerationEngine, offer: Callable[[str, Sequence[str]], None]) -> None:
         self._engine = engine
+        self._offer = offer
 
     async def generate(self, body: p.GenerateRequest, request: Request) -> Any:
         rid = body.rid or secrets.token_hex(16)
@@ -123,6 +131,7 @@ class _Calls:
 
     async def update_weights(self, body: p.UpdateRequest, _: Request) -> p.UpdateResult:
         version = p.parse_version(body.weight_version)
+        self._offer(body.model_path, body.sources)
         future = self._engine.update(body.model_path, version, abort_all=body.abort_all_requests)
         return await asyncio.wrap_future(future)
 

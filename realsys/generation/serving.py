@@ -37,7 +37,7 @@ class Stop:
 Changes = queue.SimpleQueue[Change | Stop]
 
 
-def keep_registered(ctx: WorkerContext, url: str, changes: Changes) -> None:
+def keep_registered(ctx: WorkerContext, url: str, changes: Changes, copies: str = "") -> None:
     """Keep the registration true until Stop. Raises GenerationError if the engine will not serve again."""
     key = ctx.names.generation_server(ctx.index)
     while not isinstance(change := changes.get(), Stop):
@@ -50,7 +50,7 @@ def keep_registered(ctx: WorkerContext, url: str, changes: Changes) -> None:
             ctx.set_state("restarting")
             continue
         incarnation = f"{ctx.incarnation}.{change.serial}" if change.serial else ctx.incarnation
-        address = ServerAddress(ctx.name, url, os.getpid(), socket.gethostname(), incarnation)
+        address = ServerAddress(ctx.name, url, os.getpid(), socket.gethostname(), incarnation, copies)
         ctx.register(key, msgspec.json.encode(address).decode())
         ctx.set_state("serving")
 

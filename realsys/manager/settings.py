@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from realsys.config.schema import Config
+from realsys.manager.routing.fan_out import FanOut
 from realsys.manager.routing.health import BlameRules
 from realsys.manager.routing.servers import Pace
 
@@ -26,6 +27,7 @@ class ManagerSettings:
     interruptible: bool = True
     pace: Pace = field(default_factory=Pace)
     blame: BlameRules = field(default_factory=BlameRules)
+    fan_out: FanOut = field(default_factory=FanOut)
     stale_policy: str = "train"
     max_reissues: int = 2  # reissues that a ticket may have because its group was too old
 
@@ -50,4 +52,5 @@ class ManagerSettings:
             interruptible=config.asynchronous.interruptible,
             pace=Pace(manager.rolling_fraction, manager.rolling_retry_timeout_s) if rolling else Pace(),
             blame=BlameRules(manager.blame_window_s, manager.blame_reporters, manager.blame_wrong_reports),
+            fan_out=FanOut(config.weights.storage_readers),
         )

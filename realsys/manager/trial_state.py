@@ -43,7 +43,7 @@ class TrialState:
         order = PromptOrder(settings.seed, settings.split_sizes["train"], settings.total_epochs)
         self.ledger = Ledger(order, settings.max_attempts)
         self.evaluations = Evaluations(settings.max_attempts)
-        self.servers = ServerRegistry(self.bound, settings.pace, settings.blame)
+        self.servers = ServerRegistry(self.bound, settings.pace, settings.blame, settings.fan_out)
         self.reservations = Reservations()
         self.router = Router(self.servers, self.reservations, make_strategy(settings.routing))
         self.workers: dict[str, Heartbeat] = {}

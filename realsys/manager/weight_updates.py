@@ -98,6 +98,7 @@ class WeightUpdates:
             elif not state.begin_update(order, clock()):
                 await wait_for(changed, None)  # draining: the end of every call fires the signal
             else:
+                self._service.settle(None)  # another server may have to decide now
                 await self._update(order)
                 self._service.settle(None)
 
@@ -156,7 +157,9 @@ class WeightUpdates:
 
     async def _load(self, order: UpdateOrder) -> dict[str, float]:
         target = order.target
-        result = await self._client.update_weights(order.url, target.locator, target.version, self._timeout_s)
+        result = await self._client.update_weights(
+            order.url, target.locator, target.version, self._timeout_s, order.sources
+        )
         if not result.success:
             raise GenerationError(f"{order.url}: did not load version {target.version}: {result.message}")
         return {**result.timings, **result.counts}

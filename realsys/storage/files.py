@@ -75,7 +75,7 @@ def write_safetensors(
     size = 0
     starts: list[int] = []
     with durable_file(path) as file:
-        for content in itertools.chain([memoryview(_header(entries))], contents):
+        for content in itertools.chain([memoryview(safetensors_header(entries))], contents):
             starts.append(size)
             for at in range(0, len(content), _CHUNK):
                 chunk = content[at : at + _CHUNK]
@@ -85,7 +85,8 @@ def write_safetensors(
     return FileInfo(size, digest.hexdigest()), starts[1:]
 
 
-def _header(entries: Sequence[TensorEntry]) -> bytes:
+def safetensors_header(entries: Sequence[TensorEntry]) -> bytes:
+    """Return the bytes of a safetensors file before its tensors, which follow in the order of ``entries``."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape, size in entries:

@@ -31,7 +31,7 @@ the configuration, the plan, the reports and the locator.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -75,10 +75,11 @@ class PublisherParts:
 
 @dataclass(frozen=True, slots=True)
 class ReaderParts:
-    """Parts of a GenerationServer for its reader: its index, and the HF folder of the model."""
+    """Parts of a GenerationServer for its reader: its index, the HF folder of the model, and the trial folder."""
 
     server: int = 0
     model_dir: Path = Path()
+    trial: Path = Path()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +120,16 @@ class StagedWeights:
     timings    seconds by name, for the status page: read_s, verify_s, ...
     counts     numbers by name: bytes, bytes_read, ...
     unchanged  True if all tensors are those of the version that this reader staged before
+    folder     plain HF folder with these tensors, if the reader has one
+    release    ends the use of tensors and folder; without a call they stay until the next ``stage``
     """
 
     tensors: dict[str, Tensor]
     timings: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     unchanged: bool = False
+    folder: Path | None = None
+    release: Callable[[], None] = lambda: None
 
 
 class WeightWriter(Protocol):
@@ -197,6 +202,9 @@ class WeightReader(Protocol):
         The engine is done with the tensors of one call before the next, which may reuse their
         memory.
         """
+
+    def close(self) -> None:
+        """Free what the reader holds. Called once, when the server ends."""
 
 
 class Transport(abc.ABC):

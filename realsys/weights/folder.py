@@ -1,51 +1,56 @@
-"""Writer of verified tensors as a plain HF folder, for an engine that reads its weights from files.
-Works with any transport."""
+"""Verified tensors as a plain HF folder, for an engine that reads its weights from files. Works with any transport."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from realsys.config.rules.free_memory import free_host_bytes
 from realsys.generation.backend import Materialised
-from realsys.weights.base import WeightReader
+from realsys.weights.base import StagedWeights, WeightReader
 from realsys.weights.disk.manifest import auxiliary_files
+from realsys.weights.host.places import choose
 
 
 @dataclass(frozen=True, slots=True)
 class FolderWriter:
-    """Stages versions with ``reader`` and writes them as folders.
+    """Stages versions with ``reader``, and gives them as folders.
 
     model_dir  HF folder of the model: its config and tokenizer files are copied
-    overflow   folder to write to when there is no room at the target
+    shared     folder to write every version to, for a server whose machines do not share the reader's memory
     """
 
     reader: WeightReader
     model_dir: Path
-    overflow: Path
+    shared: Path | None = None
 
     def write(self, locator: str, version: int, target: Path, *, loaded: bool = False) -> Materialised:
-        """Write a version to ``target``, or to ``overflow`` when there is no room.
+        """Return the folder of the reader; if it has none, write the verified bytes to ``target``.
 
         ``loaded``: the engine has the version of the last call. If this one has the same weights, nothing is
-        written. It writes the verified bytes from memory. Raises WeightsError if the version is damaged,
-        OSError if it cannot be written.
+        written. Raises WeightsError if the version is damaged or does not fit, OSError if it cannot be written.
         """
+        staged = self.reader.stage(locator, version, loaded=loaded)
+        if loaded and staged.unchanged:
+            return Materialised(None, staged.timings, staged.release)
+        begin = time.perf_counter()
+        folder, release = staged.folder, staged.release
+        if folder is None or self.shared is not None:
+            folder = self.shared or target
+            choose([folder.parent], sum(tensor.nbytes for tensor in staged.tensors.values()), version)
+            self._write(staged, folder)
+            release()
+            release = functools.partial(shutil.rmtree, folder, ignore_errors=True)
+        return Materialised(folder, {**staged.timings, "write_s": time.perf_counter() - begin}, release)
+
+    def _write(self, staged: StagedWeights, folder: Path) -> None:
         from safetensors.torch import save_file
 
         from realsys.weights.disk.dtypes import dtype_name
 
-        staged = self.reader.stage(locator, version, loaded=loaded)
-        if loaded and staged.unchanged:
-            return Materialised(None, staged.timings)
-        begin = time.perf_counter()
-        size = sum(tensor.nbytes for tensor in staged.tensors.values())
-        # A memory-backed disk (/dev/shm) reports more room than there is: all processes share the memory.
-        room = min(shutil.disk_usage(target.parent).free, free_host_bytes())
-        folder = target if size * 1.1 < room else self.overflow
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         try:
@@ -58,4 +63,3 @@ class FolderWriter:
         except BaseException:  # half a version must not stay on a disk that is full
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return Materialised(folder, {**staged.timings, "write_s": time.perf_counter() - begin})

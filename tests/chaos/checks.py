@@ -22,7 +22,9 @@ from realsys.launch.commands.audit import audit_trial
 from realsys.manager.ledger.events import RolledBack, Trained
 from realsys.manager.ledger.journal import read_journal
 from realsys.reward.verifiers.base import Item, verdict_of
+from realsys.storage.file_lock import FileLock
 from realsys.train.records.record_files import read_arrays, read_record, recorded_steps
+from realsys.weights.host.places import MEMBERS, folder_name
 from tests.chaos.live import ChaosRun
 from tests.support.jobs.jobs import Job, processes_of
 from tests.support.training.records import prompt_len
@@ -124,7 +126,13 @@ def shared_memory() -> set[str]:
 
 
 def _used(path: str) -> bool:
-    """Return True if a live process has ``path`` mapped or on its command line."""
+    """Return True if a live process has ``path`` mapped or on its command line, or is a member of the folder."""
+    members = Path(path) / MEMBERS
+    if members.exists():
+        lock = FileLock.take(members)
+        if lock is None:
+            return True
+        lock.release()
     for process in Path("/proc").glob("[0-9]*"):
         for kind in ("maps", "cmdline"):
             with contextlib.suppress(OSError):
@@ -148,9 +156,10 @@ def leftovers(run: ChaosRun, tmp: Path, before: set[str] | None) -> list[str]:
     left += [f"locked: {path}" for path in (root / "ledger.jsonl", root / "lock") if path.exists() and _locked(path)]
     # torch makes a cache per user wherever TMPDIR points; it is meant to stay.
     others = [path for path in tmp.iterdir() if not path.name.startswith("torchinductor_")]
-    temporary = [*root.rglob("*.tmp"), *root.glob("staged-*"), *root.glob("errors/.*"), *others]
+    temporary = [*root.rglob("*.tmp"), *root.glob("errors/.*"), *others]
     left += [f"temp file left: {path}" for path in temporary]
-    named = {str(path) for path in Path("/dev/shm").glob(f"*{root.name}*")}
+    copies = folder_name(root)
+    named = {str(path) for text in (root.name, copies) for path in Path("/dev/shm").glob(f"*{text}*")}
     new = shared_memory() - before if before is not None else set[str]()
     left += [f"shared memory left: {path}" for path in sorted(named | new) if not _used(path)]
     return left

@@ -13,14 +13,12 @@ from realsys.config.memory.device_memory import rank_uses, server_use
 from realsys.config.memory.models import model_of
 from realsys.config.memory.shard import BYTES, FP32, StateSettings, shard_of, states_of
 from realsys.config.roles import role_settings
+from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.schema import Config
 
 _TORCH_PROCESS = 600 << 20  # resident memory of a process that has imported torch and Megatron
 _CUDA_PROCESS = 3 << 30  # the same with a CUDA context, which maps its libraries into host memory
 _LIGHT_PROCESS = 120 << 20
-#: copies of the model in a server that stages a version: the verified tensors, and the fused ones of the embedded
-#: engine or the folder in /dev/shm that SGLang reads
-_STAGED = 2
 #: pinned buffers are rounded up to powers of two: 1 / ln 2 on average
 _PINNED = 1.44
 
@@ -33,7 +31,7 @@ class HostUse:
     snapshot    weights of an earlier version, to compare log-probs (agreement.sample_tokens)
     offload     what roles move to the host between their calls
     published   the rank's share of a version that it writes
-    staged      what servers hold while they update
+    staged      the copy of the weights that the servers share, and what each makes of it
     ranks       models of the training ranks, if these have no GPU
     servers     models and caches of the servers, if these have no GPU
     """
@@ -76,13 +74,12 @@ class OnHost:
 def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHost) -> HostUse:
     """Return the use of a host that has ``here`` of the trial's processes. Raises ModelError.
 
-    A share of the ranks counts as that share of the trainer. All servers of a host may stage at the same time.
+    A share of the ranks counts as that share of the trainer. All servers of a host share one copy of a version.
     """
     model = model_of(config)
     weights = model.parameters * BYTES[config.model.dtype]
     trainer = here.ranks / allocation.workers
-    copies = _STAGED + (config.weights.delta == "auto")
-    largest = FP32 * model.vocab * model.hidden
+    fused = backend_rules(config).fused_copies * (weights + FP32 * model.vocab * model.hidden)
     ranks = servers = 0
     if not here.ranks_on_gpu:
         ranks = sum(use.total * count for use, count in rank_uses(config, allocation, flow, on_gpu=False))
@@ -93,7 +90,7 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
         snapshot=int(_snapshot_bytes(config, allocation) * min(1.0, trainer * allocation.actor.data)),
         offload=int(_offloaded_bytes(config, allocation, flow, on_gpu=here.ranks_on_gpu) * trainer),
         published=int(weights * (1 + (config.weights.delta == "auto")) * trainer),
-        staged=here.servers * (copies * weights + largest),
+        staged=min(1, here.servers) * weights + here.servers * fused,
         ranks=int(ranks * trainer),
         servers=here.servers * servers,
     )

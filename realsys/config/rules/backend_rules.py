@@ -39,6 +39,8 @@ class BackendRules:
     capacity_field: str = ""
     #: True if the engine brings another torch, which may use GPUs that this interpreter's torch cannot
     own_torch: bool = False
+    #: copies of the weights in host memory that a server makes of a version before it swaps
+    fused_copies: int = 1
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -83,6 +83,7 @@ class Stager:
                 in_engine = False
                 self._refuse(update, error, time.perf_counter() - start)
                 continue
+            staged.release()  # fused weights are copies
             in_engine = True
             update.staged_at = time.perf_counter()
             update.timings = {

@@ -40,6 +40,7 @@ class SglangBackend(Backend):
 
     capacity_field = "generation.sglang.max_answers"
     own_torch = True
+    fused_copies = 0  # it loads the files
 
     def check(self, allocation: Allocation) -> None:
         """Refuse an interpreter that cannot run, options that realsys sets, and sampling that changes the log-probs."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,13 +82,13 @@ class Updater:
                 log.warning("update to version %d failed: %s", version, error)
                 return UpdateResult(False, str(error), {"stage_s": time.perf_counter() - begin})
             timings = {**staged.timings, "stage_s": time.perf_counter() - begin}
-            if staged.directory is None:
-                result = await self._renumber(run, version, abort_all, timings)
-            else:
-                try:
+            try:
+                if staged.directory is None:
+                    result = await self._renumber(run, version, abort_all, timings)
+                else:
                     result = await self._swap(run, staged.directory, version, abort_all, timings)
-                finally:
-                    await asyncio.to_thread(shutil.rmtree, staged.directory, ignore_errors=True)
+            finally:
+                await asyncio.to_thread(staged.release)
             if result.success:
                 self._traffic.path = path
                 self._newest = run
@@ -97,14 +96,12 @@ class Updater:
             return result
 
     def _stage(self, source: str, version: int, target: Path, loaded: bool) -> Materialised:
-        directory = target
+        staged = self._materialise(source, version, target, loaded=loaded)
         try:
-            staged = self._materialise(source, version, target, loaded=loaded)
             if staged.directory is not None:
-                directory = staged.directory
-                check_shapes(directory, self._shapes)
+                check_shapes(staged.directory, self._shapes)
         except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
+            staged.release()
             raise
         return staged
 

@@ -19,6 +19,8 @@ class Server:
     address: ServerAddress
     verified: PublishedVersion | None = None
     target: PublishedVersion | None = None  # version of the update under way
+    source: str = ""  # service of another host from which it reads that version; empty: storage
+    waits_since: float | None = None  # time from which it waits for a host to read from
     began: float | None = None  # start of that update, or of draining for it
     draining: bool = False  # takes no new rollout until it has been updated
     failures: int = 0  # failed updates in a row

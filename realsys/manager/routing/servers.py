@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from realsys.manager.ledger.staleness import StalenessBound
+from realsys.manager.routing.fan_out import STORAGE, FanOut
 from realsys.manager.routing.health import BlameRules, backoff_s
 from realsys.manager.routing.server_table import Server, ServerTable
 from realsys.manager.routing.update_times import UpdateLog
@@ -49,13 +50,17 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class UpdateOrder:
-    """An update to run. ``probe``: ask the server first, because it may have the version."""
+    """An update to run.
+
+    ``probe``: ask the server first, because it may have the version. ``sources``: see ``FanOut``.
+    """
 
     server: str
     incarnation: str
     url: str
     target: PublishedVersion
     probe: bool = False
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +84,12 @@ class Idle:
 class ServerRegistry(ServerTable):
     """All registered servers. Reports about a lost or restarted server are ignored."""
 
-    def __init__(self, bound: StalenessBound, pace: Pace, blame: BlameRules | None = None) -> None:
+    def __init__(
+        self, bound: StalenessBound, pace: Pace, blame: BlameRules | None = None, fan_out: FanOut | None = None
+    ) -> None:
         super().__init__(bound, blame or BlameRules())
         self._pace = pace
+        self._fan_out = fan_out or FanOut()
         self.trainer_incarnation = ""  # publications of older incarnations are refused
         self.updates = UpdateLog()
         self.due: set[str] = set()  # servers with something to decide; the shell empties it
@@ -135,7 +143,13 @@ class ServerRegistry(ServerTable):
             return Idle(server.retry_at)
         if (until := self._turn(server, now)) > now:
             return Idle(until)
-        return UpdateOrder(name, incarnation, server.address.url, self.published, probe=server.verified is None)
+        sources = self._fan_out.sources(server, self._servers.values(), self.published)
+        if sources is None:
+            server.waits_since = now if server.waits_since is None else server.waits_since
+            if (until := server.waits_since + self._fan_out.patience_s) > now:
+                return Idle(until)
+        probe = server.verified is None
+        return UpdateOrder(name, incarnation, server.address.url, self.published, probe, sources or STORAGE)
 
     def _turn(self, server: Server, now: float) -> float:
         """Return when to ask again for a slot if nothing changes; ``now`` if the server has one."""
@@ -160,6 +174,9 @@ class ServerRegistry(ServerTable):
     def started(self, order: UpdateOrder, now: float) -> None:
         if server := self.incarnation(order.server, order.incarnation):
             server.target = order.target
+            server.source = next(iter(order.sources), "")
+            server.waits_since = None
+            self._wake()  # a server that begins wakes the next, until one must wait
             server.began = now if server.began is None else server.began
 
     def drain(self, order: UpdateOrder, now: float) -> None:
@@ -285,6 +302,13 @@ class ServerRegistry(ServerTable):
         self.due.add(server.name)
         if self._pace.fraction < 1:
             self._all_due()  # it may have freed a slot
+        self._wake()  # its host may send the version now, or another may read the storage
+
+    def _wake(self) -> None:
+        """Let the first server decide again that waits for a host to read from. All would be too many."""
+        waiting = (s.name for s in self._servers.values() if s.waits_since is not None and not s.quarantined)
+        if name := next(waiting, ""):
+            self.due.add(name)
 
     def _all_due(self) -> None:
         self.revision += 1

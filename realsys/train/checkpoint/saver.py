@@ -4,10 +4,10 @@
     a thread  writes the tensors, syncs, then writes the index of them     training continues
     finish()  waits for the thread, and raises its error
 
-Saving and loading communicate with no other rank: every rank writes its own two files, and reads the
-parts that it needs from all files. So the thread can never meet a collective of training. A parameter
-is written as its fp32 master copy if the optimizer has one; the model's own copy is rounded from it,
-as the optimizer does after each step.
+Saving communicates with no other rank: every rank writes its own two files, so the thread can never meet
+a collective of training. A rank loads the parts that it needs from all files; what all data ranks need
+is read by one of them (``replicas``). A parameter is written as its fp32 master copy if the optimizer has
+one; the model's own copy is rounded from it, as the optimizer does after each step.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from realsys.storage.files import FileInfo, write_durably
 from realsys.train.calls.role import Role
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState, Piece, RankIndex
+from realsys.train.checkpoint.replicas import Part, ReplicaReader, agreed
 from realsys.train.checkpoint.slots import Slot, slots_of
 from realsys.train.checkpoint.tensors import PieceReader, Snapshot, snapshot, whole_shard, write_tensors
 from realsys.train.hooks import onloaded
@@ -129,18 +130,18 @@ class CheckpointWriter:
 def load_checkpoint(role: Role, directory: Path) -> None:
     """Replace the training state of ``role`` by the one in ``directory``, written by any layout.
 
-    Raises CheckpointError for a checkpoint that is incomplete, belongs to another model, or is damaged in
-    a part that this rank reads; the role must then not be used.
+    Every rank of the mesh calls it. Raises CheckpointError for a checkpoint that is incomplete, belongs to
+    another model, or is damaged in a part that this rank or a data rank beside it reads; the role must then
+    not be used.
     """
-    state = files.read_state(directory)
-    indexes = [files.read_index(directory, state, stem) for stem in files.role_stems(state, role.name)]
-    if not indexes:
-        raise CheckpointError(f"checkpoint {directory} has no role {role.name!r}: it has {', '.join(state.roles)}")
-    _check_sizes(directory, state, role, indexes[0])
+    indexes = agreed(role.groups.whole, lambda: _read_indexes(role, directory))
     with onloaded(role), PieceReader(directory, indexes) as reader:
         _start_phase(role, indexes[0].phase)
-        for slot in slots_of(role):
-            _load_slot(directory, reader, slot)
+        slots = slots_of(role)
+        wanted = agreed(role.groups.whole, lambda: [_parts(role, directory, reader, slot) for slot in slots])
+        replicas = ReplicaReader(reader, role.groups.data, role.device)
+        for slot, parts, values in zip(slots, wanted, replicas.read(wanted), strict=True):
+            _load_slot(slot, {part.kind: value for part, value in zip(parts, values, strict=True)})
         assert role.engine.module is not None
         lora.merge(role.engine.module)
         own = _own_index(role, indexes)
@@ -201,27 +202,50 @@ def _generators(role: Role) -> dict[str, torch.Tensor]:
 # ---- load
 
 
-def _load_slot(directory: Path, reader: PieceReader, slot: Slot) -> None:
-    """Load one parameter: the model's copy, the master copy, the optimizer's state."""
-    shard = slot.shard
-    held = slot.held
+def _read_indexes(role: Role, directory: Path) -> list[RankIndex]:
+    """Read and check the indexes of all ranks. Raises CheckpointError."""
+    state = files.read_state(directory)
+    indexes = [files.read_index(directory, state, stem) for stem in files.role_stems(state, role.name)]
+    if not indexes:
+        raise CheckpointError(f"checkpoint {directory} has no role {role.name!r}: it has {', '.join(state.roles)}")
+    _check_sizes(directory, state, role, indexes[0])
+    return indexes
+
+
+def _parts(role: Role, directory: Path, reader: PieceReader, slot: Slot) -> list[Part]:
+    """Return the parts of the checkpoint that make up one parameter: its values, and the optimizer's state."""
+    shard, held = slot.shard, slot.held
     kinds = reader.kinds(shard.name)
     if kinds.get(PARAMETER) != shard.whole:
         problem = f"has shape {list(kinds[PARAMETER])}" if kinds else "is not there"
         raise CheckpointError(f"checkpoint {directory}: {shard.name} {problem}, this model's has {list(shard.whole)}")
-    value = reader.read(PARAMETER, shard, 0, slot.parameter.numel())
-    slot.parameter.copy_(value.view(slot.parameter.shape))
+    parts = [Part(PARAMETER, shard, 0, slot.parameter.numel(), shared=True)]
+    if held is None:
+        return parts
+    # Each data rank of the distributed optimizer owns another range, and reads its own.
+    shared = not role.config.train.distributed_optimizer
+    for kind in sorted(kinds.keys() - {PARAMETER}):
+        if kind.startswith(NUMBER):
+            parts.append(Part(kind, whole_shard(shard.name, (1,)), 0, 1, shared))
+        else:
+            parts.append(Part(kind, shard, held.start, held.start + held.key.numel(), shared))
+    return parts
+
+
+def _load_slot(slot: Slot, values: dict[str, torch.Tensor]) -> None:
+    """Load one parameter: the model's copy, the master copy, the optimizer's state. ``values``: flat, by kind."""
+    held = slot.held
+    parameter = values.pop(PARAMETER)
+    slot.parameter.copy_(parameter.view(slot.parameter.shape))
     if held is None:
         return
-    stop = held.start + held.key.numel()
-    slot.master().copy_(value[held.start : stop])
+    slot.master().copy_(parameter[held.start : held.start + held.key.numel()])
     state = {}
-    for kind in kinds.keys() - {PARAMETER}:
+    for kind, value in values.items():
         if kind.startswith(NUMBER):
-            state[kind.removeprefix(NUMBER)] = reader.read(kind, whole_shard(shard.name, (1,))).reshape(())
+            state[kind.removeprefix(NUMBER)] = value.cpu().reshape(())
         else:
-            flat = reader.read(kind, shard, held.start, stop)
-            state[kind] = flat.to(held.key.device).view(held.key.shape)
+            state[kind] = value.to(held.key.device).view(held.key.shape)
     held.restore(state)
 
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import torch
 
@@ -225,6 +225,11 @@ class PieceReader:
     def kinds(self, name: str) -> dict[str, Shape]:
         """Return the kinds that were written of a parameter (it, its optimizer states) -> shape of the whole tensor."""
         return self._kinds.get(name, {})
+
+    def dtype(self, kind: str, name: str) -> torch.dtype:
+        """Return the type in which a kind of a parameter was written."""
+        _, piece = next(iter(self._boxes[kind, name].values()))[0]
+        return cast(torch.dtype, getattr(torch, piece.dtype))
 
     def read(self, kind: str, shard: Shard, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return ``[start, stop)`` of the flattened shard on the CPU, in the type in which it was written.

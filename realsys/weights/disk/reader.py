@@ -9,8 +9,10 @@ reader may have skipped versions, and the run may have been resumed from an olde
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +25,8 @@ from realsys.weights.disk import delta
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.manifest import ITEM_BYTES, Manifest, tensor_bytes
 from realsys.weights.disk.records import Piece, TensorInfo
+
+log = logging.getLogger(__name__)
 
 #: bytes read and hashed at a time: large enough to keep the number of calls low, small enough to stay in the cache
 _CHUNK = 1 << 20
@@ -42,7 +46,8 @@ class HeldTensor:
 class ReadReport:
     """Seconds and amounts of a read.
 
-    ``bytes``: size of all tensors; ``bytes_read``: size of the pieces that were read for them. A tensor
+    ``bytes``: size of all tensors; ``bytes_read``: size of the pieces that were read for them;
+    ``bytes_fetched``: size of the tensors that came from elsewhere. A tensor
     counts as ``whole`` (read in full), ``changed`` (by a delta) or ``kept`` (the held one is still right).
     """
 
@@ -51,6 +56,7 @@ class ReadReport:
     apply_s: float = 0.0
     bytes: int = 0
     bytes_read: int = 0
+    bytes_fetched: int = 0
     whole: int = 0
     changed: int = 0
     kept: int = 0
@@ -61,15 +67,23 @@ class ReadReport:
 
     def counts(self) -> dict[str, int]:
         """Return the amounts by name, for the status page."""
-        return {name: getattr(self, name) for name in ("bytes", "bytes_read", "whole", "changed", "kept")}
+        return {
+            name: getattr(self, name) for name in ("bytes", "bytes_read", "bytes_fetched", "whole", "changed", "kept")
+        }
 
 
 @dataclass(slots=True)
 class VersionReader:
-    """Reads tensors of the version in ``directory``. A context manager: it keeps files open."""
+    """Reads tensors of the version in ``directory``. A context manager: it keeps files open.
+
+    ``on_chunk`` is called after each chunk, as a sign of life. ``elsewhere`` may fill the memory of a tensor that
+    must be read whole, from another place than the files; the bytes are verified all the same.
+    """
 
     directory: Path
     manifest: Manifest
+    on_chunk: Callable[[], None] = lambda: None
+    elsewhere: Callable[[str, Bytes], bool] = lambda name, into: False
     report: ReadReport = field(default_factory=ReadReport)
     _files: dict[Path, int] = field(default_factory=dict)
 
@@ -91,10 +105,11 @@ class VersionReader:
 
         return sorted(self.manifest.tensors, key=place)
 
-    def read(self, name: str, held: HeldTensor | None = None) -> HeldTensor:
+    def read(self, name: str, held: HeldTensor | None = None, into: Bytes | None = None) -> HeldTensor:
         """Read and verify the tensor ``name``. ``held`` is used up: its memory is changed, or freed.
 
-        Raises WeightsError, which names the file and the damage.
+        ``into``: memory of the tensor's size for it if nothing is held; otherwise it is allocated. Raises
+        WeightsError, which names the file and the damage.
         """
         info = self.manifest.tensors[name]
         report = self.report
@@ -107,7 +122,7 @@ class VersionReader:
             data = held.data
         else:
             self._check_length(missing[0], name)
-            data = np.empty(size, np.uint8)
+            data = np.empty(size, np.uint8) if into is None else into
         if not missing:
             report.kept += 1
         elif len(missing) == 1 and not missing[0].base:
@@ -117,7 +132,7 @@ class VersionReader:
         for piece in missing:
             if piece.base:
                 self._change(data, name, info, piece)
-            else:
+            elif not self._found_elsewhere(piece, name, data):
                 self._fetch(piece, name, data)
         if missing and missing[-1].base:
             start = time.perf_counter()
@@ -131,6 +146,21 @@ class VersionReader:
                 f"the manifest says {info.checksum}: corrupt"
             )
         return HeldTensor(checksum, data)
+
+    def _found_elsewhere(self, piece: Piece, name: str, data: Bytes) -> bool:
+        start = time.perf_counter()
+        if not self.elsewhere(name, data):
+            return False
+        middle = time.perf_counter()
+        checksum = xxhash.xxh3_64_hexdigest(data.data)
+        self.report.read_s += middle - start
+        self.report.verify_s += time.perf_counter() - middle
+        self.on_chunk()
+        if checksum != piece.checksum:
+            log.warning("tensor %s arrived with checksum %s, not %s: it is read again", name, checksum, piece.checksum)
+            return False
+        self.report.bytes_fetched += piece.size
+        return True
 
     def _change(self, data: Bytes, name: str, info: TensorInfo, piece: Piece) -> None:
         self._check_length(piece, name)
@@ -182,6 +212,7 @@ class VersionReader:
                 if not count:
                     raise self._truncated(path, piece, name, piece.start + done)
                 done += count
+                self.on_chunk()
         except OSError as error:
             raise self._unreadable(path, piece, error) from error
         self.report.read_s += read
@@ -216,3 +247,8 @@ def _missing(info: TensorInfo, held: HeldTensor | None) -> list[Piece]:
             if info.pieces[at].base == held.checksum:
                 return info.pieces[at:]
     return info.pieces
+
+
+def leads_to(info: TensorInfo, checksum: str) -> bool:
+    """Return True if less than all pieces must be read by a server that holds the tensor with ``checksum``."""
+    return checksum == info.checksum or any(piece.base == checksum for piece in info.pieces[1:])

@@ -63,7 +63,7 @@ def stage(
     unchanged = held is not None and checksums == held.checksums
     if held is not None and unchanged and loaded:
         held.newest = age
-        return StagedWeights({}, counts=_all_kept(manifest).counts(), unchanged=True)
+        return StagedWeights({}, counts=all_kept(manifest).counts(), unchanged=True)
     if held is not None:
         held.checksums = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -83,13 +83,14 @@ def stage(
     return StagedWeights(tensors, reader.report.timings(), reader.report.counts(), unchanged)
 
 
-def _all_kept(manifest: Manifest) -> ReadReport:
+def all_kept(manifest: Manifest) -> ReadReport:
+    """Return the report of a version whose tensors the server has."""
     size = sum(tensor_bytes(info) for info in manifest.tensors.values())
     return ReadReport(bytes=size, kept=len(manifest.tensors))
 
 
 class DiskReader:
-    """Stages one version after the other for one server, and reads only the changes of each."""
+    """Stages one version after the other in memory of this server alone, and reads only the changes of each."""
 
     def __init__(self, *, everything: bool = False) -> None:
         self._held = HeldWeights(everything)
@@ -97,3 +98,6 @@ class DiskReader:
     def stage(self, locator: str, version: int, *, loaded: bool = False) -> StagedWeights:
         """Read and verify the version in the folder ``locator``. Raises WeightsError."""
         return stage(Path(locator), version, self._held, loaded=loaded)
+
+    def close(self) -> None:
+        self._held = HeldWeights(self._held.everything)

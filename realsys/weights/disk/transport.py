@@ -22,7 +22,7 @@ class DiskTransport(Transport):
         return DiskPublisher(parts, self.config.weights.keep_versions)
 
     def reader(self, parts: ReaderParts) -> WeightReader:
-        from realsys.weights.disk.stage import DiskReader
+        from realsys.weights.host.copies import HostCopies
+        from realsys.weights.host.host_reader import HostReader
 
-        # A delta is applied to the previous tensor, so with deltas a server holds all tensors.
-        return DiskReader(everything=self.config.weights.delta == "auto")
+        return HostReader(HostCopies(parts.trial, parts.model_dir))

@@ -19,12 +19,12 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
 
 
 @pytest.fixture(scope="session")
-def sglang(versions: Versions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def sglang(versions: Versions) -> Iterator[Running]:
     from tests.support.serving.generation_servers import sglang_server
     from tests.support.serving.sglang_server import needs_sglang
 
     needs_sglang()
-    with sglang_server(versions, tmp_path_factory.mktemp("staged") / "overflow") as running:
+    with sglang_server(versions) as running:
         yield running
 
 

@@ -91,9 +91,9 @@ def make_versions(root: Path) -> Versions:
 
 
 @contextmanager
-def sglang_server(versions: Versions, overflow: Path) -> Iterator[Running]:
+def sglang_server(versions: Versions) -> Iterator[Running]:
     settings = ["generation.sglang.max_answers=16", "rollout.max_concurrent=1"]
-    engine = sglang_engine(versions.paths[-1], overflow, *settings)
+    engine = sglang_engine(versions.paths[-1], *settings)
     engine.start()
     try:
         # Its staging thread is there from now on.

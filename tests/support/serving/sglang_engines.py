@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import select
+import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -47,7 +49,7 @@ def materialise(source: str, version: int, target: Path, *, loaded: bool = False
     """Stage as the worker does, without manifests: the folder's name selects the defect, or ``same`` weights."""
     name = Path(source).name
     if name == "same" and loaded:
-        return Materialised(None, {})
+        return Materialised(None, {}, lambda: None)
     if name == "corrupt":
         raise WeightsError(f"{source} is corrupt")
     target.mkdir(parents=True)
@@ -57,7 +59,7 @@ def materialise(source: str, version: int, target: Path, *, loaded: bool = False
     save_file(tensors, target / "model.safetensors")
     if name in ("broken", "deadly"):
         (target / name).touch()
-    return Materialised(target, {"verify_s": 0.25})
+    return Materialised(target, {"verify_s": 0.25}, functools.partial(shutil.rmtree, target, ignore_errors=True))
 
 
 class Engines:

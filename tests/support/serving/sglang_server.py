@@ -32,12 +32,12 @@ def sglang_config(*overrides: str) -> Config:
     return changed("generation.backend=sglang", "generation.sglang.args={'context-length': 512}", *overrides)
 
 
-def sglang_engine(model: Path, overflow: Path, *overrides: str, on_change: Callable = print) -> SglangEngine:
+def sglang_engine(model: Path, *overrides: str, on_change: Callable = print) -> SglangEngine:
     """Not started. Weights are verified and staged as in a run."""
 
     def write(locator: str, version: int, target: Path, *, loaded: bool = False) -> Materialised:
         """Drop staged versions: tests share a server, and each begins with version 0."""
-        return FolderWriter(DiskReader(), model, overflow).write(locator, version, target)
+        return FolderWriter(DiskReader(), model).write(locator, version, target)
 
     config = sglang_config(*overrides)
     assert Path(interpreter(config.generation.sglang)).exists()

@@ -90,6 +90,27 @@ def test_later_training_does_not_change_the_copy() -> None:
     assert saver.digest(DigestWeightsRequest("actor", 1)).checksums == checksums
 
 
+def test_tensor_is_hashed_once_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest, a repair and the record of the step have the checksum from one pass over the tensor's bytes."""
+    hashed, digest = list[int](), xxhash.xxh3_64_hexdigest
+
+    def counted(data: Any) -> str:
+        hashed.append(memoryview(data).nbytes)
+        return str(digest(data))
+
+    monkeypatch.setattr(xxhash, "xxh3_64_hexdigest", counted)
+    saver, actor = WeightSaver(0, DiskWriter(ShardWriter()), BOUND_S), Actor()
+    for version in range(2):
+        plan = {"directory": str(tmp_path / f"v{version:08d}.t.tmp")}
+        Path(plan["directory"]).mkdir()
+        copy(saver, actor, version)
+        replies = [saver.save(SaveWeightsRequest("actor", version, plan)) for _ in range(2)]
+        saver.digest(DigestWeightsRequest("actor", version))
+        [shard] = replies[0].report
+        assert shard.tensors["w"].checksum == replies[0].checksums["w"]
+    assert hashed == [24] * 2
+
+
 def test_memory_of_copy_is_used_again() -> None:
     saver, actor = WeightSaver(0, Writer(), BOUND_S), Actor()
     copy(saver, actor, 1)

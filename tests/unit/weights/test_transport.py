@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from realsys.types import PublishedVersion
 from realsys.weights.base import Committed, PublisherParts, ReaderParts, Share, Transport, WriterParts
 from realsys.weights.build import build
 from realsys.weights.disk.publisher import DiskPublisher
+from realsys.weights.disk.stage import DiskReader
 from realsys.weights.folder import FolderWriter
 from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
 from tests.support.processes.config_trees import changed
@@ -46,6 +47,7 @@ class Trial:
         self.root, self.model, self.transport = tmp_path / "weights", tmp_path / "model", transport
         make_model("qwen2", self.model)
         self.base = read_tensors(self.model)
+        self.parts = ReaderParts(0, self.model, tmp_path)
         self.store = MemoryNameStore()
         self._writers = [transport.writer(WriterParts(worker)) for worker in (0, 1)]
         weights = transport.publisher(PublisherParts(self.root, self.model, "0001"))
@@ -73,13 +75,14 @@ class Trial:
     @contextmanager
     def engine(self) -> Iterator[Engine]:
         config = GenerationConfig(embedded=EmbeddedConfig(max_running=2, max_queued=2, context_length=32))
-        reader = self.transport.reader(ReaderParts(0, self.model))
+        reader = self.transport.reader(self.parts)
         engine = build_engine(self.model, config, reader.stage)
         engine.start()
         try:
             yield engine
         finally:
             engine.close()
+            reader.close()
 
 
 def _sent(message: Any) -> Any:
@@ -141,14 +144,15 @@ def test_old_copies_go_with_their_versions(trial: Trial, tmp_path: Path) -> None
         locator = trial.publish(version).locator
     needed = names(trial.root)
     assert names(tmp_path / "copies") == needed and "v00000001.0001" not in needed
-    staged = trial.transport.reader(ReaderParts()).stage(locator, 3)
-    assert all(torch.equal(staged.tensors[name], tensor) for name, tensor in trial.tensors(3).items())
+    with closing(trial.transport.reader(trial.parts)) as reader:
+        staged = reader.stage(locator, 3)
+        assert all(torch.equal(staged.tensors[name], tensor) for name, tensor in trial.tensors(3).items())
 
 
 def test_copy_is_written_as_folder(trial: Trial, tmp_path: Path) -> None:
     """SGLang loads such a folder. A damaged version leaves none."""
     locator, target = trial.publish(0).locator, tmp_path / "served"
-    folders = FolderWriter(trial.transport.reader(ReaderParts()), trial.model, tmp_path / "overflow")
+    folders = FolderWriter(DiskReader(), trial.model)
     made = folders.write(locator, 0, target)
     assert made.directory == target and {"read_s", "verify_s", "write_s"} <= made.timings.keys()
     assert names(target) == ["config.json", "generation_config.json", "model.safetensors"]
@@ -158,7 +162,7 @@ def test_copy_is_written_as_folder(trial: Trial, tmp_path: Path) -> None:
     flip(locator)
     with pytest.raises(WeightsError, match="corrupt"):
         folders.write(locator, 1, tmp_path / "second")
-    assert not (tmp_path / "second").exists() and not (tmp_path / "overflow").exists()
+    assert not (tmp_path / "second").exists()
 
 
 def test_writer_without_lease_writes_nothing(tmp_path: Path) -> None:

@@ -21,21 +21,23 @@ def use(config: Config, here: OnHost = EIGHT_GPUS) -> HostUse:
     return host_use(config, parse_allocation(config.allocation), dataflow_of(config), here)
 
 
-def test_servers_stage_two_copies_each(tmp_path: Path) -> None:
-    """7B on four servers: 4 x 2 x 15.2 GB, and one tensor in fp32 each."""
+def test_servers_share_the_staged_copy(tmp_path: Path) -> None:
+    """7B on four servers: 15.2 GB; each embedded engine has one copy more, and one tensor in fp32."""
     found = use(math_config(tmp_path, "7B", "allocation=serve.d4+d2m2", "generation.backend=sglang"))
     model = read_model(tmp_path / "7B")
-    assert found.staged == 4 * (2 * 2 * model.parameters + 4 * model.vocab * model.hidden)
+    assert found.staged == 2 * model.parameters
+    embedded = use(math_config(tmp_path, "7B", "allocation=serve.d4+d2m2", "generation.backend=embedded"))
+    assert embedded.staged == found.staged + 4 * (2 * model.parameters + 4 * model.vocab * model.hidden)
     assert found.published == 2 * model.parameters
     assert found.ranks == found.servers == 0
     assert found.snapshot == pytest.approx(2 * 2 * model.parameters, rel=0.001)
 
 
-def test_deltas_add_a_copy_on_both_sides(tmp_path: Path) -> None:
+def test_deltas_add_a_copy_on_the_ranks(tmp_path: Path) -> None:
     plain = use(math_config(tmp_path, "7B", "allocation=serve.d4+d2m2"))
     delta = use(math_config(tmp_path, "7B", "allocation=serve.d4+d2m2", "weights.delta=auto"))
     size = 2 * read_model(tmp_path / "7B").parameters
-    assert (delta.staged - plain.staged, delta.published - plain.published) == (4 * size, size)
+    assert (delta.staged - plain.staged, delta.published - plain.published) == (0, size)
 
 
 def test_half_of_the_ranks_move_half_to_host(tmp_path: Path) -> None:

@@ -1,0 +1,322 @@
+"""Copies of versions on this host, shared by the servers of a trial. No torch.
+
+    stage ──> turn ──> a copy is there? ──yes──────────────────────────────────────────> lease
+                          └──no──> remove copies without a lease, reuse the newest ──> read, verify ──> COPY.json
+
+Rules, on which every reader relies:
+
+- ``fenced-weights``: a copy has its COPY.json once every tensor has been verified against the manifest of the version,
+  in the memory from which servers load it. It loses COPY.json before a byte of it changes.
+- A copy with a lease is neither changed nor removed. The kernel ends the leases of a dead server.
+- Servers stage one after the other. If the one whose turn it is shows no sign of life for ``SILENT_S``, the next
+  server stages at the same time (``no-wait-for-the-dead``).
+- A host keeps the newest copy, from which the next version is made in place: it costs the memory of one model. While
+  a server still loads the one before, it costs that of two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from realsys.cluster.store.file_store import boot_id
+from realsys.errors import MALFORMED, WeightsError
+from realsys.storage.file_lock import FileLock
+from realsys.weights.disk import manifest as manifests
+from realsys.weights.disk.delta import Bytes
+from realsys.weights.disk.manifest import Manifest, auxiliary_files
+from realsys.weights.disk.reader import HeldTensor, ReadReport, VersionReader, leads_to
+from realsys.weights.disk.records import TensorInfo
+from realsys.weights.host.copy_records import COPY, READERS, WEIGHTS, CopyInfo, CopyTensor, Layout
+from realsys.weights.host.places import POLL_S, Membership, choose, folder_name, places, sweep
+
+log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Copy on another host."""
+
+    def fetch(self, start: int, into: Bytes, on_chunk: Callable[[], None]) -> bool:
+        """Fill ``into`` with the bytes of the copy from ``start`` on. False if that is not possible."""
+
+    def close(self) -> None: ...
+
+
+#: (folder of a version, version, incarnation) -> source
+Peers = Callable[[Path, int, str], Source]
+
+SILENT_S = 10.0  # time without a sign of life after which a server does not wait for the one that stages
+
+
+@dataclass(slots=True)
+class LeasedCopy:
+    """A copy that no server changes or removes until ``close``. ``report``: of the read that made it, or of none."""
+
+    folder: Path
+    info: CopyInfo
+    lease: FileLock
+    report: ReadReport = field(default_factory=ReadReport)
+
+    @classmethod
+    def of(cls, folder: Path) -> LeasedCopy | None:
+        """Return the copy in ``folder`` with a lease; None if it is not complete, or being changed."""
+        with contextlib.suppress(OSError):  # it was removed
+            lease = FileLock.take(folder / READERS, shared=True)
+            if lease is not None and (info := _info(folder)) is not None:
+                return cls(folder, info, lease)
+            if lease is not None:
+                lease.release()
+        return None
+
+    def close(self) -> None:
+        """End the lease."""
+        self.lease.release()
+
+    def tensors(self) -> dict[str, Bytes]:
+        """Return the bytes of all tensors by name, from the shared memory. They are of this version until ``close``."""
+        # Copy on write: torch wants writable memory, and a write must not reach the other servers.
+        return _views(self.folder, self.info.tensors, mmap.ACCESS_COPY)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A copy that is being made.
+
+    checksums  of the tensors that are in its memory, if it is made from an older copy
+    source     an older copy that a server uses; None without one
+    """
+
+    folder: Path
+    layout: Layout
+    checksums: dict[str, str] = field(default_factory=dict)
+    source: LeasedCopy | None = None
+
+    def fill(self, reader: VersionReader) -> None:
+        """Read and verify all tensors. Raises WeightsError."""
+        views = _views(self.folder, self.layout.tensors, mmap.ACCESS_WRITE)
+        older = self.source.tensors() if self.source is not None else {}
+        for name in reader.order():
+            reader.read(name, self._held(name, reader.manifest.tensors[name], views[name], older), views[name])
+
+    def _held(self, name: str, info: TensorInfo, view: Bytes, older: Mapping[str, Bytes]) -> HeldTensor | None:
+        """Return what the memory of a tensor holds, if it is of use for the new version."""
+        if name in self.checksums:
+            return HeldTensor(self.checksums[name], view)
+        if self.source is None or not leads_to(info, self.source.info.tensors[name].checksum):
+            return None
+        view[:] = older[name]
+        return HeldTensor(self.source.info.tensors[name].checksum, view)
+
+
+class HostCopies:
+    """This server's access to the copies of its trial. ``model_dir``: HF folder with config and tokenizer."""
+
+    def __init__(self, trial: Path, model_dir: Path, where: Sequence[Path] = (), silent_s: float = SILENT_S) -> None:
+        self._name = folder_name(trial)
+        self._model_dir = model_dir
+        self._places = list(where) or places()
+        self._silent_s = silent_s
+        self._members: dict[Path, Membership] = {}  # place -> membership
+
+    def stage(self, directory: Path, version: int, peers: Peers | None = None) -> LeasedCopy:
+        """Return a verified copy of the version in ``directory``; read it if no server of this host has.
+
+        ``peers``: makes the source of its whole tensors on other hosts. Raises WeightsError if the version is
+        damaged, older than a copy of this host, or does not fit.
+        """
+        home = self._enter(self._places[0])
+        turn = self._turn(home)
+        try:
+            manifest = manifests.load_manifest(directory, version)
+            return self._find(manifest, directory) or self._make(directory, manifest, turn, peers)
+        finally:
+            turn.release()
+
+    def find(self, version: int, incarnation: str) -> LeasedCopy | None:
+        """Return the copy of a version; None if there is no complete one."""
+        # Looked up by name: a lease on another copy, however short, would keep it from being changed in place.
+        name = manifests.directory_name(version, incarnation)
+        named = [folder for folder in self._folders() if folder.stem == name]
+        return next(filter(None, map(LeasedCopy.of, named)), None)
+
+    def close(self) -> None:
+        """End the membership; the last server of the host removes the copies."""
+        while self._members:
+            self._members.popitem()[1].leave()
+
+    def _enter(self, place: Path) -> Path:
+        if place not in self._members:
+            sweep(self._places)
+            self._members[place] = Membership.enter(place / self._name)
+        return self._members[place].folder
+
+    def _turn(self, home: Path) -> FileLock:
+        """Wait for the turn to stage. A holder without a sign of life for ``silent_s`` is passed."""
+        for number in itertools.count():
+            path, begin = home / f"staging-{number}", time.monotonic()
+            while (lock := FileLock.take(path)) is None:
+                if time.monotonic() - begin > self._silent_s < time.time() - path.stat().st_mtime:
+                    log.warning("the server that stages has done nothing for %g s: not waiting for it", self._silent_s)
+                    break
+                time.sleep(POLL_S)
+            else:
+                return lock
+        raise AssertionError("count() ended")
+
+    def _folders(self) -> list[Path]:
+        return [path for place in self._places for path in sorted((place / self._name).glob("v*"))]
+
+    def _find(self, manifest: Manifest, directory: Path) -> LeasedCopy | None:
+        """Return a copy of this version. Raises WeightsError if there is a copy of a newer one (``monotonic``)."""
+        wanted = (manifest.incarnation, manifest.version)
+        for folder in self._folders():
+            copy = LeasedCopy.of(folder)
+            if copy is None:
+                continue
+            if copy.info.holds(manifest):
+                size = sum(one.size for one in copy.info.tensors.values())
+                copy.report = ReadReport(bytes=size, kept=len(copy.info.tensors))
+                return copy
+            copy.close()
+            if copy.info.age > wanted:
+                incarnation, version = copy.info.age
+                newer = f"version {version} of trainer {incarnation}, which this host has"
+                raise WeightsError(f"{directory} is older than {newer}: not staged")
+        return None
+
+    def _make(self, directory: Path, manifest: Manifest, turn: FileLock, peers: Peers | None) -> LeasedCopy:
+        with contextlib.ExitStack() as stack:
+            draft = self._draft(manifest, Layout.of(manifest), stack)
+            info = CopyInfo(boot_id(), manifest.version, manifest.incarnation, draft.layout.tensors)
+            try:
+                report = self._fill(draft, directory, manifest, turn, peers)
+                self._finish(draft.folder, info)
+            except BaseException as error:
+                shutil.rmtree(draft.folder, ignore_errors=True)
+                if isinstance(error, OSError):
+                    raise WeightsError(f"{draft.folder} cannot be written: {error.strerror}") from error
+                raise
+        copy = LeasedCopy.of(draft.folder)
+        if copy is None:
+            raise WeightsError(f"{draft.folder} was removed as it was staged: trying again may help")
+        copy.report = report
+        return copy
+
+    def _fill(
+        self, draft: _Draft, directory: Path, manifest: Manifest, turn: FileLock, peers: Peers | None
+    ) -> ReadReport:
+        with VersionReader(directory, manifest, on_chunk=turn.touch) as reader:
+            if peers is None:
+                draft.fill(reader)
+                return reader.report
+            tensors = draft.layout.tensors
+            with contextlib.closing(peers(directory, manifest.version, manifest.incarnation)) as source:
+                reader.elsewhere = lambda name, into: source.fetch(tensors[name].start, into, turn.touch)
+                draft.fill(reader)
+            return reader.report
+
+    def _draft(self, manifest: Manifest, layout: Layout, stack: contextlib.ExitStack) -> _Draft:
+        """Return the memory to stage into: the newest copy if no server has a lease on it. All others without one go.
+
+        ``stack`` releases the draft's lock.
+        """
+        draft: _Draft | None = None
+        name = f"{manifests.directory_name(manifest.version, manifest.incarnation)}.{secrets.token_hex(4)}"
+        for folder in sorted(self._folders(), key=_age, reverse=True):
+            lock = _exclusive(folder)
+            if lock is None:
+                continue
+            stack.callback(lock.release)
+            info = _info(folder)
+            if draft is None and info is not None and layout.fits(info.tensors):
+                (folder / COPY).unlink()
+                checksums = {key: one.checksum for key, one in info.tensors.items()}
+                draft = _Draft(folder.rename(folder.with_name(name)), layout, checksums)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+        return draft or self._new_draft(manifest.version, name, layout, stack)
+
+    def _new_draft(self, version: int, name: str, layout: Layout, stack: contextlib.ExitStack) -> _Draft:
+        """Allocate a file for the copy. Raises WeightsError if it does not fit."""
+        place = choose(self._places, layout.size, version)
+        if place != self._places[0]:
+            size = f"{layout.size / 1e9:.2f} GB"
+            log.warning("%s has no room for %s: version %d is staged in %s", self._places[0], size, version, place)
+        folder = self._enter(place) / name
+        try:
+            folder.mkdir(mode=0o700)
+            if lock := FileLock.take(folder / READERS):  # else a server removes it, and writing fails
+                stack.callback(lock.release)
+            with (folder / WEIGHTS).open("wb") as file:
+                file.write(layout.header)
+                file.flush()
+                # Allocated now: a write to mapped memory for which there is no room kills the process.
+                os.posix_fallocate(file.fileno(), 0, layout.size)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise WeightsError(f"{folder} cannot be made ({layout.size} bytes): {error.strerror}") from error
+        return _Draft(folder, layout, source=stack.enter_context(self._base(layout)))
+
+    @contextlib.contextmanager
+    def _base(self, layout: Layout) -> Iterator[LeasedCopy | None]:
+        """Give the newest complete copy of this layout, which a server uses now, or None."""
+        for folder in sorted(self._folders(), key=_age, reverse=True):
+            copy = LeasedCopy.of(folder)
+            if copy is not None:
+                with contextlib.closing(copy):
+                    yield copy if layout.fits(copy.info.tensors) else None
+                return
+        yield None
+
+    def _finish(self, folder: Path, info: CopyInfo) -> None:
+        """Make the folder an HF directory, and complete."""
+        sizes: dict[str, int] = {}
+        for one in info.tensors.values():
+            sizes[one.dtype] = sizes.get(one.dtype, 0) + one.size
+        for name, content in auxiliary_files(self._model_dir, max(sizes, key=lambda name: sizes[name])).items():
+            (folder / name).write_bytes(content)
+        unfinished = folder / f"{COPY}.tmp"
+        unfinished.write_bytes(msgspec.json.encode(info))
+        unfinished.rename(folder / COPY)
+
+
+def _views(folder: Path, tensors: Mapping[str, CopyTensor], access: int) -> dict[str, Bytes]:
+    """Map the file of a copy. Returns the bytes of the tensors; the map is closed with the last of them."""
+    with (folder / WEIGHTS).open("rb+") as file:
+        whole = np.frombuffer(mmap.mmap(file.fileno(), 0, access=access), np.uint8)
+    return {name: whole[one.start : one.start + one.size] for name, one in tensors.items()}
+
+
+def _exclusive(folder: Path) -> FileLock | None:
+    """Lock a copy to change or remove it; None if a server uses it."""
+    with contextlib.suppress(OSError):
+        return FileLock.take(folder / READERS)
+    return None
+
+
+def _info(folder: Path) -> CopyInfo | None:
+    """Read COPY.json; None if the copy is not complete, or not of this boot of the host."""
+    try:
+        info = msgspec.json.decode((folder / COPY).read_bytes(), type=CopyInfo)
+    except (OSError, *MALFORMED):
+        return None
+    return info if info.boot == boot_id() else None
+
+
+def _age(folder: Path) -> tuple[str, str]:
+    """Return (incarnation, version) from the name of a copy's folder."""
+    version, _, rest = folder.name.partition(".")
+    return rest.rpartition(".")[0], version
