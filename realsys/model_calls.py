@@ -26,7 +26,7 @@ class SnapshotPlan(msgspec.Struct):
     take: bool = False
 
 
-class Transfer(msgspec.Struct):
+class Transfer(msgspec.Struct, array_like=True, gc=False):
     """Move of the arrays ``keys`` of ``sample_ids`` from worker ``src`` to worker ``dst`` (worker
     indices).
     """
@@ -40,9 +40,9 @@ class Transfer(msgspec.Struct):
 class MfcRequest(msgspec.Struct):
     """One model function call, the same for every rank of the role's mesh.
 
-    ``minibatches[m][d]`` lists the sequences of DP rank d in minibatch m. All ranks see all of it,
-    so each rank computes the micro-batch counts of the others without communication. Hooks run
-    before and after, in order.
+    ``minibatches[m][d]`` lists the sequences of DP rank d in minibatch m. Handlers see all of it, so each
+    rank computes the micro-batch counts of the others without communication. Each rank is sent its
+    ``MfcShare``. Hooks run before and after, in order.
     """
 
     mfc: str
@@ -54,6 +54,22 @@ class MfcRequest(msgspec.Struct):
     args: dict[str, Any] = {}
     pre_hooks: list[str] = []
     post_hooks: list[str] = []
+
+    def share(self, data_rank: int) -> MfcShare:
+        """Return the part that the ranks of ``data_rank`` are sent."""
+        own = [minibatch[data_rank] for minibatch in self.minibatches]
+        return MfcShare(msgspec.structs.replace(self, minibatches=[]), own)
+
+
+class MfcShare(msgspec.Struct):
+    """The part of an MfcRequest that the master sends to one data rank.
+
+    ``request`` has no sequences; ``own[m]`` are those of the data rank in minibatch m. The data ranks exchange
+    their shares (``realsys.train.exchange``): the master sends each sequence to the ranks that compute it only.
+    """
+
+    request: MfcRequest
+    own: list[list[SequenceRef]]
 
 
 class MfcReply(msgspec.Struct):
@@ -76,9 +92,9 @@ class MfcReply(msgspec.Struct):
 
 
 class TransferRequest(msgspec.Struct):
-    """Moves of arrays between workers. All sources and destinations receive it; each does its part.
+    """Moves of arrays from or to one worker.
 
-    ``sequences``: every sample of the plan, for its lengths.
+    ``sequences``: the samples of these transfers, for their lengths.
     """
 
     transfers: list[Transfer]

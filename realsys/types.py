@@ -159,7 +159,7 @@ class GroupOrigin(msgspec.Struct, frozen=True):
     errors: list[str] = []
 
 
-class SampleMeta(msgspec.Struct, omit_defaults=True):
+class SampleMeta(msgspec.Struct, omit_defaults=True, gc=False):
     """Metadata of a row for the master: everything but its tokens.
 
     ``reward``, ``correct``, ``truncated``, ``metrics`` and ``episode_tokens`` belong to the
@@ -191,7 +191,7 @@ class SampleMeta(msgspec.Struct, omit_defaults=True):
     reissues: int = 0  # copied from the ticket
 
 
-class SequenceRef(msgspec.Struct, omit_defaults=True):
+class SequenceRef(msgspec.Struct, array_like=True, gc=False):
     """A row as a model function call sees it.
 
     ``group`` numbers the prompts of one batch from 0, ``episode`` its episodes. ``episode_tokens``

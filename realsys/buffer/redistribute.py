@@ -2,51 +2,102 @@
 
 Samples are on the worker that received them, and outputs on the worker that computed them. The next call needs both on
 the ranks of its own mesh, split by its own plan. The master plans, and the workers transfer.
+
+The plan treats samples of one data rank with the same holders alike (``cells``). So its cost grows with the samples and
+with the pairs of workers that must exchange something, not with the product of workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from realsys.buffer.balance import largest_first
 from realsys.cluster.topology import Mesh
 from realsys.errors import StuckError
-from realsys.model_calls import Transfer
+from realsys.model_calls import Transfer, TransferRequest
 from realsys.types import ARRAY_KEYS, METADATA_KEYS, SequenceRef
 
 Minibatches = Sequence[Sequence[Sequence[SequenceRef]]]  # [minibatch][data rank] -> sequences
+Holders = frozenset[int]  # workers
+Column = Mapping[str, Holders]  # sample id -> workers that hold one array of it
 
 
-def plan_call(
-    mesh: Mesh, minibatches: Minibatches, keys: Iterable[str], owners: Mapping[str, Mapping[str, Collection[int]]]
-) -> list[Transfer]:
+@dataclass(slots=True)
+class TransferPlan:
+    """Transfers, and the holders after them: (keys, sample ids, workers that then hold these keys)."""
+
+    transfers: list[Transfer] = field(default_factory=list)
+    holders: list[tuple[list[str], list[str], Holders]] = field(default_factory=list)
+
+    @property
+    def workers(self) -> set[int]:
+        """Return the sources and destinations."""
+        return {worker for transfer in self.transfers for worker in (transfer.src, transfer.dst)}
+
+    def by_worker(self, minibatches: Minibatches) -> dict[int, TransferRequest]:
+        """Return the request of each worker: its transfers, sent and received, and the lengths of their samples."""
+        refs = {ref.sample_id: ref for minibatch in minibatches for part in minibatch for ref in part}
+        own: defaultdict[int, list[Transfer]] = defaultdict(list)
+        # Both ends of a pair see its transfers in the order of the plan, so they agree about the message.
+        for transfer in self.transfers:
+            own[transfer.src].append(transfer)
+            own[transfer.dst].append(transfer)
+        return {
+            worker: TransferRequest(
+                transfers, [refs[name] for name in dict.fromkeys(n for t in transfers for n in t.sample_ids)]
+            )
+            for worker, transfers in sorted(own.items())
+        }
+
+
+def cells(columns: Sequence[Column], sample_ids: Sequence[str]) -> dict[tuple[Holders | None, ...], list[str]]:
+    """Group samples by their holders in each column (None: no worker holds it). All keep their order."""
+    grouped: dict[tuple[Holders | None, ...], list[str]] = {}
+    rows = zip(*(map(column.get, sample_ids) for column in columns), strict=True)
+    for holders, sample_id in zip(rows, sample_ids, strict=True):
+        grouped.setdefault(holders, []).append(sample_id)
+    return grouped
+
+
+def plan_call(mesh: Mesh, minibatches: Minibatches, keys: Iterable[str], owners: Mapping[str, Column]) -> TransferPlan:
     """Plan the transfers after which every rank of ``mesh`` holds the arrays that a call on ``minibatches`` reads.
 
     ``owners``: key -> sample id -> workers that hold the array now. Arrays of whole sequences go to every
     stage and tensor rank of their data rank, loss masks and arrays of loss tokens to its last stage only.
-    ``METADATA_KEYS`` are not arrays, so they are ignored. Keys with the same source, destination and
-    samples share a ``Transfer``.
+    ``METADATA_KEYS`` are not arrays, so they are ignored.
 
+    A worker receives an array at most once, and none that it holds already. Sources send arrays that they hold
+    before the plan. If several workers hold a sample, the one that sends fewer tokens sends it.
     StuckError names a sample that no worker holds.
     """
-    lengths = {ref.sample_id: ref.length for minibatch in minibatches for part in minibatch for ref in part}
-    merged: dict[tuple[int, int, tuple[str, ...]], list[str]] = {}
-    for key in sorted(set(keys) - METADATA_KEYS):
-        # The mask says which logits are scored, and those are on the last stage.
-        everywhere = ARRAY_KEYS[key][1] == "sequence" and key != "loss_mask"
-        needs = _needs(mesh, minibatches, everywhere=everywhere)
-        for transfer in plan_transfers(needs, [key], owners.get(key, {}), lengths):
-            merged.setdefault((transfer.src, transfer.dst, tuple(transfer.sample_ids)), []).append(key)
-    return [Transfer(src, dst, list(ids), with_keys) for (src, dst, ids), with_keys in merged.items()]
+    arrays = sorted(set(keys) - METADATA_KEYS)
+    if not arrays:
+        return TransferPlan()
+    columns = [owners.get(key, {}) for key in arrays]
+    planner = _Planner({ref.sample_id: ref.length for m in minibatches for part in m for ref in part})
+    for dp in range(mesh.layout.data):
+        last = last_stage(mesh, dp)
+        earlier = [worker for worker in mesh.dp_members(dp) if worker not in last]
+        ids = list(dict.fromkeys(ref.sample_id for minibatch in minibatches for ref in minibatch[dp]))
+        for holders_of_arrays, samples in cells(columns, ids).items():
+            alike: dict[Holders, list[str]] = {}
+            for key, holders in zip(arrays, holders_of_arrays, strict=True):
+                if not holders:
+                    raise StuckError(f"worker {last[0]} needs {key} of sample {samples[0]}, but no worker holds it")
+                alike.setdefault(holders, []).append(key)
+            for holders, with_keys in alike.items():
+                planner.move(samples, with_keys, holders, last)
+                if earlier and (everywhere := [key for key in with_keys if _everywhere(key)]):
+                    planner.move(samples, everywhere, holders, earlier)
+    return planner.finish()
 
 
-def holders_of_outputs(mesh: Mesh, minibatches: Minibatches) -> dict[str, list[int]]:
+def holders_of_outputs(mesh: Mesh, minibatches: Minibatches) -> dict[str, Holders]:
     """Return sample id -> workers that hold the outputs of a call on ``minibatches``: its last stage."""
-    return {
-        ref.sample_id: last_stage(mesh, dp)
-        for minibatch in minibatches
-        for dp, part in enumerate(minibatch)
-        for ref in part
-    }
+    holders = [frozenset(last_stage(mesh, dp)) for dp in range(mesh.layout.data)]
+    return {ref.sample_id: holders[dp] for m in minibatches for dp, part in enumerate(m) for ref in part}
 
 
 def last_stage(mesh: Mesh, dp: int) -> list[int]:
@@ -55,57 +106,49 @@ def last_stage(mesh: Mesh, dp: int) -> list[int]:
     return [mesh.workers[mesh.rank(dp, tp, stage)] for tp in range(mesh.layout.tensor)]
 
 
-def _needs(mesh: Mesh, minibatches: Minibatches, *, everywhere: bool) -> dict[int, list[str]]:
-    """Return worker -> ids of the samples that it needs."""
-    needs: dict[int, list[str]] = {}
-    for dp in range(mesh.layout.data):
-        ids = [ref.sample_id for minibatch in minibatches for ref in minibatch[dp]]
-        needs.update(dict.fromkeys(mesh.dp_members(dp) if everywhere else last_stage(mesh, dp), ids))
-    return needs
+def _everywhere(key: str) -> bool:
+    """Return True if all stages read the array: the mask says which logits are scored, on the last stage."""
+    return ARRAY_KEYS[key][1] == "sequence" and key != "loss_mask"
 
 
-def plan_transfers(
-    needs: Mapping[int, Sequence[str]],
-    keys: Sequence[str],
-    owners: Mapping[str, Collection[int]],
-    sizes: Mapping[str, int] | None = None,
-) -> list[Transfer]:
-    """Plan the transfers after which each worker holds the arrays ``keys`` of all samples that it needs.
+@dataclass(slots=True)
+class _Planner:
+    """A plan in the making. ``lengths``: sample id -> tokens; ``sent``: worker -> tokens that it sends."""
 
-    needs   worker -> sample ids; repeats are allowed
-    owners  sample id -> workers that hold its ``keys`` now; each of them may send
-    sizes   sample id -> tokens, to balance the load of the owners; without it each sample counts 1
+    lengths: Mapping[str, int]
+    plan: TransferPlan = field(default_factory=TransferPlan)
+    sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    shared: list[tuple[list[str], list[str], Holders, list[int]]] = field(default_factory=list)
 
-    A worker receives a sample at most once, and none that it holds already. There is at most one transfer
-    per (source, destination). Transfers are ordered by source, then destination; ids are in the order of
-    ``needs``. StuckError names a sample that no worker holds.
-    """
-    missing = _missing(needs, owners)
-    sent: dict[int, int] = {}
-    source: dict[tuple[int, str], int] = {}
-    # Samples with the fewest owners first, then the largest: the others can still level the load afterwards.
-    for dst, sample in sorted(missing, key=lambda move: (len(owners[move[1]]), -_size(move[1], sizes), move)):
-        src = min(owners[sample], key=lambda worker: (sent.get(worker, 0), worker))
-        sent[src] = sent.get(src, 0) + _size(sample, sizes)
-        source[dst, sample] = src
-    merged: dict[tuple[int, int], list[str]] = {}
-    for dst, sample in missing:
-        merged.setdefault((source[dst, sample], dst), []).append(sample)
-    return [Transfer(src=src, dst=dst, sample_ids=ids, keys=list(keys)) for (src, dst), ids in sorted(merged.items())]
+    def move(self, samples: list[str], keys: list[str], holders: Holders, to: Sequence[int]) -> None:
+        """Plan that the workers ``to`` get ``keys`` of ``samples``, as far as they are not holders."""
+        missing = [worker for worker in to if worker not in holders]
+        if not missing:
+            return
+        self.plan.holders.append((keys, samples, holders.union(missing)))
+        if len(holders) > 1:
+            self.shared.append((samples, keys, holders, missing))
+            return
+        (source,) = holders
+        self.sent[source] += len(missing) * sum(map(self.lengths.__getitem__, samples))
+        self.plan.transfers += [Transfer(source, worker, samples, keys) for worker in missing]
 
+    def finish(self) -> TransferPlan:
+        """Choose the sources of the samples with several holders, and return the plan."""
+        # The fewest holders first: the others can still level the load afterwards.
+        for samples, keys, holders, missing in sorted(self.shared, key=lambda move: len(move[2])):
+            pieces = self._pieces(samples, -(-len(holders) // len(missing)))
+            for worker in missing:
+                for piece in pieces:
+                    source = min(holders, key=lambda holder: (self.sent[holder], holder))
+                    self.sent[source] += sum(map(self.lengths.__getitem__, piece))
+                    self.plan.transfers.append(Transfer(source, worker, piece, keys))
+        return self.plan
 
-def _missing(needs: Mapping[int, Sequence[str]], owners: Mapping[str, Collection[int]]) -> list[tuple[int, str]]:
-    """Return (worker, sample) once for each sample that a worker needs and does not hold."""
-    moves: dict[tuple[int, str], None] = {}  # an ordered set
-    for worker in sorted(needs):
-        for sample in needs[worker]:
-            holders = owners.get(sample, ())
-            if not holders:
-                raise StuckError(f"worker {worker} needs sample {sample}, but no worker holds it")
-            if worker not in holders:
-                moves[worker, sample] = None
-    return list(moves)
-
-
-def _size(sample: str, sizes: Mapping[str, int] | None) -> int:
-    return 1 if sizes is None else sizes[sample]
+    def _pieces(self, samples: list[str], count: int) -> list[list[str]]:
+        """Split samples into at most ``count`` pieces of about equal length, the largest first."""
+        if count == 1 or len(samples) == 1:
+            return [samples]
+        parts = [part for part in largest_first([self.lengths[name] for name in samples], count) if part]
+        pieces = [[samples[i] for i in part] for part in parts]
+        return sorted(pieces, key=lambda piece: -sum(self.lengths[name] for name in piece))

@@ -304,6 +304,7 @@ class SequenceBuffer:
             self._ended.popitem(last=False)
 
 
-def owners_of(groups: Sequence[Sequence[SampleMeta]]) -> dict[str, set[int]]:
-    """Return sample id -> the worker that received it, for ``plan_transfers``."""
-    return {sample.sample_id: {sample.owner} for group in groups for sample in group}
+def owners_of(groups: Sequence[Sequence[SampleMeta]]) -> dict[str, frozenset[int]]:
+    """Return sample id -> the worker that received it, for ``plan_call``; one object for each worker."""
+    owners = {sample.owner: frozenset([sample.owner]) for group in groups for sample in group}
+    return {sample.sample_id: owners[sample.owner] for group in groups for sample in group}

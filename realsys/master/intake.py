@@ -111,8 +111,8 @@ class Intake:
         if departures.dropped or departures.stale:
             await self._manager.trained(self._request(dropped=departures.dropped, stale=departures.stale))
             self.state.reported(departures)
-        for owner, ids in _by_owner(departures.free):
-            await self._workers.clear([owner], ids)
+        if departures.free:
+            await self._workers.clear(dict(_by_owner(departures.free)))
 
     async def _mask(self, batch: TrainBatch) -> None:
         """Let the workers take the tokens of a batch that are too old out of its loss, before its first transfer."""

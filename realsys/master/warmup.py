@@ -98,7 +98,7 @@ class Warmup:
         )
         await check_finite(results)
         ids = [sample.sample_id for sample in samples]
-        await self._parts.workers.clear(sorted(ownership.discard_samples(ids)), ids)
+        await self._parts.workers.clear(ownership.discard_samples(ids))
         self._parts.step_log.append(
             {
                 "kind": "warmup",

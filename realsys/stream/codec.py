@@ -15,6 +15,7 @@ raises DecodeError. The arrays it returns are read-only views of one frame, whic
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar
@@ -394,6 +395,12 @@ def _payload(frame: Buffer, size: int, what: str) -> I32:
     return array
 
 
+_MAKING_DECODER = threading.Lock()
+
+
 @lru_cache(maxsize=256)
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind)
+    # msgspec 0.22 describes each Struct once, and lets a second thread use the description while the first
+    # still fills it in: the process ends with a segmentation fault.
+    with _MAKING_DECODER:
+        return msgspec.msgpack.Decoder(kind)

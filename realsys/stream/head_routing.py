@@ -57,9 +57,17 @@ class RoutedStream:
         broadcasts reach every worker in the order in which they were made. The future fails with the
         first failure, because the other ranks may wait in a collective for the rank that failed.
         """
-        workers = list(dict.fromkeys(self.worker(handle) for handle in handles))
-        data = encode_message(payload)
-        replies = [self._stream.request_encoded(w, handler, data, reply_type, timeout_s=timeout_s) for w in workers]
+        workers = [self.worker(handle) for handle in handles]
+        return self.scatter(dict.fromkeys(workers, encode_message(payload)), handler, reply_type, timeout_s=timeout_s)
+
+    def scatter(
+        self, payloads: Mapping[int, bytes], handler: str, reply_type: type[Reply], *, timeout_s: float | None = None
+    ) -> asyncio.Future[list[Reply]]:
+        """Send each worker its own encoded payload of one call; otherwise as ``broadcast``."""
+        replies = [
+            self._stream.request_encoded(worker, handler, data, reply_type, timeout_s=timeout_s)
+            for worker, data in payloads.items()
+        ]
         return gather_or_first_failure(replies)
 
 

@@ -51,7 +51,7 @@ from realsys.model_calls import (
     LoadDemosRequest,
     MaskRequest,
     MfcReply,
-    MfcRequest,
+    MfcShare,
     SamplesArrived,
     TransferReply,
     TransferRequest,
@@ -65,6 +65,7 @@ from realsys.train.checkpoint.checkpoint_messages import (
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
 from realsys.train.data_manager import DataManager
 from realsys.train.demonstrations import DemoSource
+from realsys.train.exchange import whole_request
 from realsys.train.hooks import find_hook
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.host_heap import trim_heap
@@ -170,7 +171,7 @@ class ModelWorkerService:
             "initialize": (InitializeRequest, self._initialize),
             "load_demos": (LoadDemosRequest, self._load_demos),
             "transfer": (TransferRequest, self._transfer),
-            "mfc": (MfcRequest, self._mfc),
+            "mfc": (MfcShare, self._mfc),
             "copy_weights": (CopyWeightsRequest, self._copy_weights),
             "save_weights": (SaveWeightsRequest, self._saver.save),
             "digest_weights": (DigestWeightsRequest, self._saver.digest),
@@ -251,9 +252,10 @@ class ModelWorkerService:
         received = execute(request, self._data, self._worker, self._device)
         return TransferReply(received, time.perf_counter() - start)
 
-    def _mfc(self, request: MfcRequest) -> MfcReply:
+    def _mfc(self, share: MfcShare) -> MfcReply:
         start = time.perf_counter()
-        role, handler = self._role(request.role), find_handler(request.handler)
+        role, handler = self._role(share.request.role), find_handler(share.request.handler)
+        request = whole_request(share, role.groups.data)
         counted = role.flops
         before = [find_hook(name) for name in request.pre_hooks]
         after = [find_hook(name) for name in request.post_hooks]

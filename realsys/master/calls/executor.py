@@ -17,6 +17,9 @@ recipient reaches it, and its collectives have all their participants. This hold
 (disjoint, nested, overlapping) and any durations. Calls on disjoint meshes share no queue, so they
 run at the same time; calls that share a worker queue on it. The queues also explain why a transfer
 counts as done once it is sent: every request that is sent later finds its arrays in place.
+
+**Off the loop.** Transfers of a large batch are planned in a thread. In that time other coroutines may
+send requests; these move no arrays and change no holders, so the plan still holds when it is sent.
 """
 
 from __future__ import annotations
@@ -30,18 +33,21 @@ from typing import Any, Protocol
 
 import msgspec
 
-from realsys.buffer.redistribute import holders_of_outputs, plan_call
+from realsys.buffer.redistribute import TransferPlan, holders_of_outputs, plan_call
 from realsys.cluster.aio import first_completed
 from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.errors import RewardError
 from realsys.master.calls.gpu_use import gpu_use
 from realsys.master.calls.ownership import Ownership
-from realsys.model_calls import Empty, MfcReply, MfcRequest, Transfer, TransferReply, TransferRequest
+from realsys.model_calls import Empty, MfcReply, MfcRequest, TransferReply, TransferRequest
 from realsys.train.step_gate import StepAbandoned
 from realsys.types import METADATA_KEYS, SequenceRef
 
 SCORES = "scores"  # the only key that replies carry; all others stay on the workers
+
+#: rows of a batch from which its transfers are planned in a thread; a smaller plan takes about a millisecond
+_OFF_LOOP = 256
 
 Minibatches = list[list[list[SequenceRef]]]  # [minibatch][dp rank] -> sequences
 
@@ -49,14 +55,12 @@ Minibatches = list[list[list[SequenceRef]]]  # [minibatch][dp rank] -> sequences
 class Workers(Protocol):
     """The requests that the executor sends.
 
-    Each is sent to all ``workers`` before the method returns.
+    Each is sent to all its workers before the method returns, and each worker gets its own part.
     """
 
-    def transfer(self, workers: Iterable[int], payload: TransferRequest) -> asyncio.Future[list[TransferReply]]: ...
-    def run_mfc(self, workers: Sequence[int], payload: MfcRequest) -> asyncio.Future[list[MfcReply]]: ...
-    def clear(
-        self, workers: Iterable[int], sample_ids: list[str], keys: Sequence[str] = ()
-    ) -> asyncio.Future[list[Empty]]: ...
+    def transfer(self, requests: Mapping[int, TransferRequest]) -> asyncio.Future[list[TransferReply]]: ...
+    def run_mfc(self, mesh: Mesh, payload: MfcRequest) -> asyncio.Future[list[MfcReply]]: ...
+    def clear(self, samples: Mapping[int, list[str]], keys: Sequence[str] = ()) -> asyncio.Future[list[Empty]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,15 @@ class GraphExecutor:
         return await graph_run.finish()
 
 
+@dataclass(frozen=True, slots=True)
+class _Wave:
+    """Calls that are ready, and their transfers: call -> worker -> its part. Those in ``first`` go before all calls."""
+
+    calls: list[FunctionCall]
+    first: dict[str, dict[int, TransferRequest]]
+    others: dict[str, dict[int, TransferRequest]]
+
+
 @dataclass(slots=True)
 class _GraphRun:
     """One execution of the graph: the calls that are sent, the calls that have replied."""
@@ -145,14 +158,14 @@ class _GraphRun:
     async def finish(self) -> dict[str, CallResult]:
         """Send calls as they become ready, until all have replied; return their results."""
         try:
-            self._send_ready()
+            await self._send_ready()
             while self.running:
                 finished = self._collect(await first_completed(self.running))
                 # Clear requests are sent first. Behind the next calls in a worker's queue they
                 # would free no memory until those calls have run, and the peak would be that of two
                 # waves.
                 self._clear_unread(finished)
-                self._send_ready()
+                await self._send_ready()
         finally:
             # Only the waiting is cancelled: a request that was sent runs on its workers all the
             # same.
@@ -182,46 +195,60 @@ class _GraphRun:
         made = {key for call in self.flow.calls if call.name in self.results for key in call.outputs}
         return made | self.flow.source_keys
 
-    def _send_ready(self) -> None:
+    async def _send_ready(self) -> None:
         """Send what is ready: transfers among idle workers, then the calls in the order of their
         declaration.
+        """
+        ready = self.flow.ready(self._available, self.started)
+        if not ready:
+            return
+        busy = {w for call in self.running.values() if call is not None for w in self.meshes[call.role].workers}
+        began = time.perf_counter()
+        rows = sum(len(part) for minibatch in self.plans[ready[0].role] for part in minibatch)
+        large = rows >= _OFF_LOOP
+        wave = await asyncio.to_thread(self._plan_wave, ready, busy) if large else self._plan_wave(ready, busy)
+        # No await until all is sent: a request in between could reach a worker before a transfer and
+        # its source after it.
+        moving = {name: self.workers.transfer(requests) for name, requests in wave.first.items()}
+        for call in wave.calls:
+            if call.name in wave.others:
+                moving[call.name] = self.workers.transfer(wave.others[call.name])
+            self.running[self._send_call(call, moving.get(call.name), began)] = call
+
+    def _plan_wave(self, ready: list[FunctionCall], busy: set[int]) -> _Wave:
+        """Plan the transfers of the calls that are ready, and count their destinations as holders.
 
         A source that has a call in its queue first would make the destination wait for the whole
         call, so transfers go before calls. A busy destination would make an idle source wait
         instead: such a transfer goes right before its call.
         """
-        ready = self.flow.ready(self._available, self.started)
-        busy = {w for call in self.running.values() if call is not None for w in self.meshes[call.role].workers}
-        # No await until all is sent. In between, another coroutine could send a request, and the
-        # global order would no longer be the one that the transfers were planned in.
-        moving: dict[str, asyncio.Future[list[TransferReply]]] = {}
-        began = time.perf_counter()
+        wave = _Wave(ready, {}, {})
+        later: dict[str, TransferPlan] = {}
         for call in ready:
-            transfers = self._plan(call)
-            if transfers and busy.isdisjoint(_workers_of(transfers)):
-                moving[call.name] = self._send_transfers(call, transfers)
+            plan = self._plan(call)
+            if plan.transfers and busy.isdisjoint(plan.workers):
+                wave.first[call.name] = self._take(call, plan)
+            elif plan.transfers:
+                later[call.name] = plan
         for call in ready:
+            if call.name not in later:
+                continue
             # Planned again: an earlier call's transfer may have brought the same arrays to these
             # workers.
-            if call.name not in moving and (transfers := self._plan(call)):
-                moving[call.name] = self._send_transfers(call, transfers)
-            self.running[self._send_call(call, moving.get(call.name), began)] = call
+            again = len(wave.first) + len(wave.others) > 0
+            plan = self._plan(call) if again else later[call.name]
+            if plan.transfers:
+                wave.others[call.name] = self._take(call, plan)
+        return wave
 
-    def _plan(self, call: FunctionCall) -> list[Transfer]:
+    def _plan(self, call: FunctionCall) -> TransferPlan:
         return plan_call(self.meshes[call.role], self.plans[call.role], call.inputs, self.ownership.owners)
 
-    def _send_transfers(self, call: FunctionCall, transfers: Sequence[Transfer]) -> asyncio.Future[list[TransferReply]]:
+    def _take(self, call: FunctionCall, plan: TransferPlan) -> dict[int, TransferRequest]:
         # The destinations own the arrays from now on: their queues hold the transfer before
         # anything sent later.
-        moved: set[str] = set()
-        for transfer in transfers:
-            owners = {sample_id: [transfer.dst] for sample_id in transfer.sample_ids}
-            self.ownership.add_owners(transfer.keys, owners)
-            moved |= owners.keys()
-        plan = self.plans[call.role]
-        # Lengths of the moved samples only: every worker of the transfer receives this list.
-        refs = [ref for minibatch in plan for part in minibatch for ref in part if ref.sample_id in moved]
-        return self.workers.transfer(_workers_of(transfers), TransferRequest(list(transfers), refs))
+        self.ownership.add_transfers(plan)
+        return plan.by_worker(self.plans[call.role])
 
     def _send_call(
         self, call: FunctionCall, moving: asyncio.Future[list[TransferReply]] | None, began: float
@@ -240,7 +267,7 @@ class _GraphRun:
             pre_hooks=list(call.pre_hooks),
             post_hooks=list(call.post_hooks),
         )
-        computing = self.workers.run_mfc(mesh.workers, request)
+        computing = self.workers.run_mfc(mesh, request)
         return asyncio.create_task(_result(mesh, moving, computing, began), name=f"mfc {call.name} step {self.step}")
 
     def _minibatches(self, call: FunctionCall) -> Minibatches:
@@ -287,11 +314,10 @@ class _GraphRun:
         unread = {key for key in self.ownership.owners if not self._readers(key) - self.results.keys()}
         if not any(call.inputs & unread for call in finished):
             return
-        samples = sorted({sample_id for key in unread for sample_id in self.ownership.owners[key]})
-        if holders := self.ownership.discard_keys(unread):
+        if held := self.ownership.discard_keys(sorted(unread)):
             # Awaited with the calls, so that an error of a worker that only clears ends the run as
             # well.
-            self.running[self.workers.clear(sorted(holders), samples, sorted(unread))] = None
+            self.running[self.workers.clear(held, sorted(unread))] = None
 
     def _readers(self, key: str) -> set[str]:
         return self.flow.last_consumers().get(key, set())
@@ -307,11 +333,6 @@ def add_scores(refs: Sequence[SequenceRef], scores: Mapping[str, float], weight:
 
 def _flat(plan: Minibatches) -> list[SequenceRef]:
     return [ref for minibatch in plan for part in minibatch for ref in part]
-
-
-def _workers_of(transfers: Sequence[Transfer]) -> list[int]:
-    """Return the sources and destinations, sorted."""
-    return sorted({worker for transfer in transfers for worker in (transfer.src, transfer.dst)})
 
 
 async def _result(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -21,6 +21,7 @@ from realsys.model_calls import (
     TransferReply,
     TransferRequest,
 )
+from realsys.stream.codec import encode_message
 from realsys.stream.head_routing import RoutedStream
 from realsys.train.checkpoint.checkpoint_messages import (
     FinishCheckpointRequest,
@@ -50,15 +51,22 @@ class ModelWorkers:
         self._stream = stream
         self._meshes = meshes
         self._timeout_s = timeout_s
+        self._all = sorted({worker for mesh in meshes.values() for worker in mesh.workers})
 
     def initialize(self, payload: InitializeRequest) -> asyncio.Future[list[Empty]]:
         return self._to_role(payload.role, "initialize", payload, Empty)
 
-    def transfer(self, workers: Iterable[int], payload: TransferRequest) -> asyncio.Future[list[TransferReply]]:
-        return self._stream.broadcast(workers, "transfer", payload, TransferReply, timeout_s=self._timeout_s)
+    def transfer(self, requests: Mapping[int, TransferRequest]) -> asyncio.Future[list[TransferReply]]:
+        """Send each worker its own part of a plan of transfers."""
+        payloads = {worker: encode_message(request) for worker, request in requests.items()}
+        return self._stream.scatter(payloads, "transfer", TransferReply, timeout_s=self._timeout_s)
 
-    def run_mfc(self, workers: Sequence[int], payload: MfcRequest) -> asyncio.Future[list[MfcReply]]:
-        return self._stream.broadcast(workers, "mfc", payload, MfcReply, timeout_s=self._timeout_s)
+    def run_mfc(self, mesh: Mesh, payload: MfcRequest) -> asyncio.Future[list[MfcReply]]:
+        """Send a call to every rank of ``mesh``, with the sequences of its data rank."""
+        payloads: dict[int, bytes] = {}
+        for dp in range(mesh.layout.data):
+            payloads |= dict.fromkeys(mesh.dp_members(dp), encode_message(payload.share(dp)))
+        return self._stream.scatter(payloads, "mfc", MfcReply, timeout_s=self._timeout_s)
 
     def copy_weights(self, payload: CopyWeightsRequest) -> asyncio.Future[list[Empty]]:
         return self._to_role(payload.role, "copy_weights", payload, Empty)
@@ -78,8 +86,10 @@ class ModelWorkers:
     def load_checkpoint(self, payload: LoadCheckpointRequest) -> asyncio.Future[list[Empty]]:
         return self._to_role(payload.role, "load_checkpoint", payload, Empty)
 
-    def hold(self, payload: HoldRequest) -> asyncio.Future[list[Empty]]:
-        return self._to_all("hold", payload, Empty)
+    def hold(self, step: int, arrays: Mapping[int, dict[str, list[str]]]) -> asyncio.Future[list[Empty]]:
+        """Have every worker keep its arrays of a step. ``arrays``: worker -> key -> sample ids."""
+        payloads = {worker: encode_message(HoldRequest(step, arrays.get(worker, {}))) for worker in self._all}
+        return self._stream.scatter(payloads, "hold", Empty, timeout_s=self._timeout_s)
 
     def record(self, payload: RecordRequest) -> asyncio.Future[list[RecordReply]]:
         return self._to_all("record", payload, RecordReply)
@@ -98,23 +108,20 @@ class ModelWorkers:
     def settle_step(self, payload: SettleRequest) -> asyncio.Future[list[GateState]]:
         return self._to_all("settle_step", payload, GateState)
 
-    def clear(
-        self, workers: Iterable[int], sample_ids: list[str], keys: Sequence[str] = ()
-    ) -> asyncio.Future[list[Empty]]:
-        """Discard samples; with ``keys`` only these arrays of them.
+    def clear(self, samples: Mapping[int, list[str]], keys: Sequence[str] = ()) -> asyncio.Future[list[Empty]]:
+        """Discard samples (worker -> sample ids); with ``keys`` only these arrays of them.
 
         A sample that a worker does not hold is not an error.
         """
-        request = ClearRequest(sample_ids, list(keys))
-        return self._stream.broadcast(workers, "clear", request, Empty, timeout_s=self._timeout_s)
+        payloads = {worker: encode_message(ClearRequest(ids, list(keys))) for worker, ids in samples.items()}
+        return self._stream.scatter(payloads, "clear", Empty, timeout_s=self._timeout_s)
 
     def mask(self, worker: int, payload: MaskRequest) -> asyncio.Future[Empty]:
         return self._stream.request(worker, "mask", payload, Empty, timeout_s=self._timeout_s)
 
     def _to_all(self, handler: str, payload: msgspec.Struct, reply_type: type[Reply]) -> asyncio.Future[list[Reply]]:
         """Send a request to every worker."""
-        workers = sorted({worker for mesh in self._meshes.values() for worker in mesh.workers})
-        return self._stream.broadcast(workers, handler, payload, reply_type, timeout_s=self._timeout_s)
+        return self._stream.broadcast(self._all, handler, payload, reply_type, timeout_s=self._timeout_s)
 
     def _to_role(
         self, role: str, handler: str, payload: msgspec.Struct, reply_type: type[Reply]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from realsys.buffer.redistribute import Holders, TransferPlan, cells
 
 
 @dataclass(slots=True)
@@ -14,26 +16,42 @@ class Ownership:
     that is sent.
     """
 
-    owners: dict[str, dict[str, set[int]]] = field(default_factory=dict)
+    owners: dict[str, dict[str, Holders]] = field(default_factory=dict)
 
-    def add(self, key: str, sample_id: str, worker: int) -> None:
-        self.owners.setdefault(key, {}).setdefault(sample_id, set()).add(worker)
-
-    def add_owners(self, keys: Iterable[str], owners: Mapping[str, Iterable[int]]) -> None:
+    def add_owners(self, keys: Iterable[str], owners: Mapping[str, Holders]) -> None:
         """Add holders. ``owners``: sample id -> workers that hold all of ``keys``."""
         for key in keys:
-            for sample_id, workers in owners.items():
-                self.owners.setdefault(key, {}).setdefault(sample_id, set()).update(workers)
+            column = self.owners.setdefault(key, {})
+            # Equal sets stay one object, by which the next plan groups samples.
+            column |= {name: column[name] | new if name in column else new for name, new in owners.items()}
 
-    def discard_keys(self, keys: Iterable[str]) -> set[int]:
-        """Discard these arrays of all samples; return the workers that held any of them."""
-        return {worker for key in keys for workers in self.owners.pop(key, {}).values() for worker in workers}
+    def add_transfers(self, plan: TransferPlan) -> None:
+        """Count the destinations as holders from now on."""
+        for keys, samples, new in plan.holders:
+            for key in keys:
+                column = self.owners[key]
+                # An array may go to the last stage and to the others by two entries.
+                column |= {name: new if column[name] <= new else column[name] | new for name in samples}
 
-    def discard_samples(self, sample_ids: Iterable[str]) -> set[int]:
-        """Discard these samples; return the workers that held any array of them."""
-        holders: set[int] = set()
-        discarded = list(sample_ids)
-        for samples in self.owners.values():
-            for sample_id in discarded:
-                holders |= samples.pop(sample_id, set())
-        return holders
+    def discard_keys(self, keys: Iterable[str]) -> dict[int, list[str]]:
+        """Discard these arrays of all samples; return worker -> samples of which it held any of them."""
+        columns = [self.owners.pop(key, {}) for key in keys]
+        return _held(columns, list(dict.fromkeys(name for column in columns for name in column)))
+
+    def discard_samples(self, sample_ids: Sequence[str]) -> dict[int, list[str]]:
+        """Discard these samples; return worker -> those of which it held any array."""
+        held = _held(list(self.owners.values()), sample_ids)
+        for column in self.owners.values():
+            for name in sample_ids:
+                column.pop(name, None)
+        return held
+
+
+def _held(columns: Sequence[Mapping[str, Holders]], sample_ids: Sequence[str]) -> dict[int, list[str]]:
+    held: dict[int, list[str]] = {}
+    if not columns:
+        return held
+    for holders_of_arrays, samples in cells(columns, sample_ids).items():
+        for worker in frozenset[int]().union(*(holders for holders in holders_of_arrays if holders)):
+            held.setdefault(worker, []).extend(samples)
+    return dict(sorted(held.items()))

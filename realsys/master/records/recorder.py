@@ -40,7 +40,7 @@ from realsys.storage.files import FileInfo
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints, directory_name
 from realsys.train.records import record_files as files
 from realsys.train.records.record_files import RECORD, StepRecord, number
-from realsys.train.records.record_messages import HoldRequest, Recorded, RecordReply, RecordRequest
+from realsys.train.records.record_messages import Recorded, RecordReply, RecordRequest
 from realsys.types import METADATA_KEYS, SampleMeta
 from realsys.weights.weight_messages import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsReply
 
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 class RecordCalls(Protocol):
     """Calls of ``ModelWorkers`` that are used here: each goes to every worker, and is sent before it returns."""
 
-    def hold(self, payload: HoldRequest) -> asyncio.Future[list[Empty]]: ...
+    def hold(self, step: int, arrays: Mapping[int, dict[str, list[str]]]) -> asyncio.Future[list[Empty]]: ...
     def record(self, payload: RecordRequest) -> asyncio.Future[list[RecordReply]]: ...
     def copy_weights(self, payload: CopyWeightsRequest) -> asyncio.Future[list[Empty]]: ...
     def digest_weights(self, payload: DigestWeightsRequest) -> asyncio.Future[list[SaveWeightsReply]]: ...
@@ -117,7 +117,7 @@ class Recorder:
             time=time.time(),
             config=self._config,
         )
-        held = self._workers.hold(HoldRequest(step, arrays))
+        held = self._workers.hold(step, arrays)
         # If this request fails the calls of the step fail as well, and report it: no second report here.
         held.add_done_callback(lambda done: done.cancelled() or done.exception())
         digests = self._digests(flow)
@@ -325,9 +325,12 @@ def array_holders(
     def add(worker: int, key: str, sample_ids: Iterable[str]) -> None:
         holders.setdefault(worker, {}).setdefault(key, []).extend(sample_ids)
 
+    received: dict[int, list[str]] = {}
     for sample in (sample for group in groups for sample in group):
+        received.setdefault(sample.owner, []).append(sample.sample_id)
+    for owner, sample_ids in received.items():
         for key in sorted(flow.source_keys):
-            add(sample.owner, key, [sample.sample_id])
+            add(owner, key, sample_ids)
     for call in flow.calls:
         parts = [(dp, refs) for minibatch in plans[call.role] for dp, refs in enumerate(minibatch)]
         for key in sorted(call.outputs - METADATA_KEYS):

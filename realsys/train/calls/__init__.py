@@ -11,8 +11,8 @@
     critic_train    tokens, values, returns                   one optimizer step per minibatch        critic.py
     sft             tokens                                    one optimizer step per minibatch        sft.py
 
-Every rank of the role's mesh runs the same call. The request lists the sequences of all ranks, so
-each rank computes from it what it must know about the others.
+Every rank of the role's mesh runs the same call. The request lists the sequences of all ranks, which
+these have exchanged (``realsys.train.exchange``), so each rank computes what it must know about the others.
 """
 
 from realsys.train.calls.actor import ActorTrain

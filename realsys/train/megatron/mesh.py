@@ -14,7 +14,7 @@ runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -107,31 +107,69 @@ def form_meshes(
 
     Every worker of the world calls it with the same ``meshes``, including one that is on no mesh.
     If workers are together in several groups, these share one communicator: it costs memory on a
-    GPU, and calls run one at a time.
+    GPU, and calls run one at a time. All groups of one member share that worker's group of itself.
     """
-    member_sets = {
-        workers
-        for mesh in meshes.values()
-        for rank in range(mesh.layout.world_size)
-        for workers in _workers_by_group(mesh, rank).values()
-    }
-    # torch names a group by the number of groups made before. So all workers go through the groups in
-    # the same order, member or not. Only a group of one member is made by that member alone.
-    made = {
-        workers: dist.new_group(
-            workers,
-            # Explicit: torch's default is 10 minutes on NCCL, whatever the world's timeout is.
-            timeout=timedelta(seconds=cluster.request_timeout_s),
-            backend=device.backend,
-            use_local_synchronization=len(workers) == 1,
-        )
-        for workers in sorted(member_sets)
-        if len(workers) > 1 or worker in workers
-    }
+    # Explicit: torch's default is 10 minutes on NCCL, whatever the world's timeout is.
+    timeout = timedelta(seconds=cluster.request_timeout_s)
+    world = dist.get_world_size()
+    made: dict[tuple[int, ...], Any] = {tuple(range(world)): dist.group.WORLD}
+    # All workers make the splits in the same order, because the members of a group wait for each other.
+    for split in splits(meshes.values(), world):
+        (own,) = (workers for workers in split if worker in workers)
+        made.setdefault(own, _split_off(split, own, timeout, device))
     # The buffer of sequence parallelism. Calls run one at a time, so all meshes share it.
     scratch = parallel_state.GlobalMemoryBuffer()
     formed = {mesh: _groups(mesh, worker, made, scratch) for mesh in set(meshes.values()) if worker in mesh.workers}
     return {role: formed[mesh] for role, mesh in meshes.items() if mesh in formed}
+
+
+def splits(meshes: Iterable[Mesh], world: int) -> list[list[tuple[int, ...]]]:
+    """Return the splits of a world of ``world`` workers that make all groups of ``meshes``: at most 8 for one mesh.
+
+    A split is a partition of all workers: first each alone, then the groups along one axis. Meshes on separate
+    workers share splits. A group of all workers is the world, and needs none. Workers without a group on an axis
+    are alone in its split, because torch names a group by the number of groups that the process has made before:
+    all members must have made as many.
+    """
+    made: list[set[tuple[int, ...]]] = []
+    for mesh in dict.fromkeys(meshes):
+        around = [_workers_by_group(mesh, rank) for rank in range(mesh.layout.world_size)]
+        for axis in around[0]:
+            groups = {groups[axis] for groups in around if 1 < len(groups[axis]) < world}.difference(*made)
+            if not groups:
+                continue
+            home = next((split for split in made if _members(split).isdisjoint(_members(groups))), None)
+            if home is None:
+                made.append(groups)
+            else:
+                home |= groups
+    alone: list[tuple[int, ...]] = [(worker,) for worker in range(world)]
+    return [split for split in (alone, *(_padded(split, alone) for split in made)) if len(split) > 1]
+
+
+def _members(groups: Iterable[tuple[int, ...]]) -> set[int]:
+    return {worker for group in groups for worker in group}
+
+
+def _padded(split: set[tuple[int, ...]], alone: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the groups of a split with all other workers alone, sorted."""
+    members = _members(split)
+    return sorted([*split, *(group for group in alone if group[0] not in members)])
+
+
+def _split_off(
+    split: list[tuple[int, ...]], own: tuple[int, ...], timeout: timedelta, device: Device
+) -> dist.ProcessGroup:
+    """Return the group ``own`` of a split. Every worker of the world must call it."""
+    group: dist.ProcessGroup | None
+    if device.is_cuda:
+        # One operation of NCCL for all groups of the split; ``new_group`` would need one for each.
+        group = dist.split_group(split_ranks=[list(workers) for workers in split], timeout=timeout)
+    else:
+        # gloo cannot split. Only the members connect.
+        group = dist.new_group(own, timeout=timeout, backend=device.backend, use_local_synchronization=True)
+    assert group is not None, f"torch made no group {own}"
+    return group
 
 
 def _groups(mesh: Mesh, worker: int, made: Mapping[tuple[int, ...], dist.ProcessGroup], scratch: object) -> MeshGroups:

@@ -103,9 +103,9 @@ def _initialise(tcp: Store, rank: int, world: int, cluster: ClusterConfig, devic
         # A collective waits for the slowest rank, which may be in a whole call: as long as the
         # master waits.
         timeout=timedelta(seconds=cluster.request_timeout_s),
-        # No ``device_id``: with one, NCCL would split every group off the world, an operation of all
-        # ranks. Without, a communicator is made by its members when they first use it; a group of one
-        # member that Megatron never uses costs nothing.
+        # With a device, NCCL connects the world now. A transfer between some of the workers needs that: if it
+        # were the first operation of the world, it would wait for all others. The groups are split off the world.
+        device_id=device.device if device.is_cuda else None,
     )
 
 

@@ -11,11 +11,11 @@ class HoldRequest(msgspec.Struct):
     """Keep these arrays of the next step until its ``RecordRequest``, even if a request clears them
     before.
 
-    ``arrays``: worker -> key -> sample ids; each array is on one worker only.
+    ``arrays``: key -> sample ids, those of the worker; each array of a step is kept on one worker only.
     """
 
     step: int
-    arrays: dict[int, dict[str, list[str]]]
+    arrays: dict[str, list[str]]
 
 
 class RecordRequest(msgspec.Struct):

@@ -69,9 +69,8 @@ class SampleRecorder:
 
     def hold(self, request: HoldRequest) -> Empty:
         """Keep references to this worker's arrays of the step that begins."""
-        own = request.arrays.get(self._worker, {})
-        self._holds_any = bool(own)
-        self._origins = self._data.hold(own)
+        self._holds_any = bool(request.arrays)
+        self._origins = self._data.hold(request.arrays)
         return Empty()
 
     def record(self, request: RecordRequest) -> RecordReply:

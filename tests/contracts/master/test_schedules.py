@@ -28,11 +28,13 @@ from realsys.config.dataflow import SOURCE_KEYS, Dataflow, FunctionCall
 from realsys.master.calls.executor import CallResult, GraphExecutor
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.calls.ownership import Ownership
-from realsys.model_calls import ClearRequest, Empty, MfcReply, MfcRequest, TransferReply, TransferRequest
+from realsys.model_calls import ClearRequest, Empty, MfcReply, MfcRequest, MfcShare, TransferReply, TransferRequest
 from realsys.stream.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.train.data_manager import DataManager, array_size
+from realsys.train.exchange import whole_request
 from realsys.train.megatron.device import Device
+from realsys.train.megatron.mesh import MeshGroups, form_meshes
 from realsys.train.transfer import execute
 from realsys.types import ARRAY_KEYS, METADATA_KEYS, SequenceRef
 from tests.support.processes.config_trees import changed
@@ -101,7 +103,7 @@ def random_case(seed: int) -> Case:
 
 def owned(arrived: Mapping[str, list[int]]) -> Ownership:
     ownership = Ownership()
-    ownership.add_owners(SOURCE_KEYS, arrived)
+    ownership.add_owners(SOURCE_KEYS, {name: frozenset(workers) for name, workers in arrived.items()})
     return ownership
 
 
@@ -115,7 +117,7 @@ async def run_case(case: Case, workers: SimulatedWorkers) -> dict[str, CallResul
     async with workers.serving():
         executor = GraphExecutor(case.flow, case.meshes, workers)
         results = await executor.run(plans, ownership, step=1, version=0, args={})
-        await workers.clear(sorted(ownership.discard_samples(case.arrived)), list(case.arrived))
+        await workers.clear(ownership.discard_samples(list(case.arrived)))
     return results
 
 
@@ -241,12 +243,12 @@ class Stop(msgspec.Struct):
 MESHES = {  # actor and critic share worker 1; the reward model sits apart
     "actor": Mesh(ParallelLayout(pipeline=2), (0, 1)),
     "critic": Mesh(ParallelLayout(tensor=2), (1, 2)),
-    "reward": Mesh(ParallelLayout(), (3,)),
+    "reward": Mesh(ParallelLayout(data=2), (3, 4)),
 }
-STEPS, REAL_WORKERS = 8, 4
+STEPS, REAL_WORKERS = 8, 5
 
 
-def serve(rank: int, address: str, groups: Mapping[str, dist.ProcessGroup], device: Device) -> tuple[int, int]:
+def serve(rank: int, address: str, groups: Mapping[str, MeshGroups], device: Device) -> tuple[int, int]:
     """A ModelWorker in small: requests in order, transfers over torch.distributed, calls that all-reduce on a mesh."""
     data, endpoint, calls = DataManager(rank), WorkerEndpoint(rank, address), 0
     try:
@@ -267,8 +269,10 @@ def serve(rank: int, address: str, groups: Mapping[str, dist.ProcessGroup], devi
                 fill(request.decode(TransferRequest).sequences, data)
                 endpoint.reply(request, Empty())
             else:
-                mfc = request.decode(MfcRequest)
-                endpoint.reply(request, compute(mfc, rank, MESHES[mfc.role], groups[mfc.role], data))
+                share = request.decode(MfcShare)
+                role = share.request.role
+                mfc = whole_request(share, groups[role].data)
+                endpoint.reply(request, compute(mfc, rank, MESHES[role], groups[role].whole, data))
                 calls += 1
     finally:
         endpoint.close()
@@ -336,7 +340,7 @@ async def drive(stream: MasterStream) -> tuple[int, int]:
         }
         plans = {role: plan_minibatches(refs, 2, mesh.layout.data) for role, mesh in MESHES.items()}
         results = await GraphExecutor(flow, MESHES, workers).run(plans, ownership, step=step, version=0, args=args)
-        await workers.clear(sorted(ownership.discard_samples(arrived)), list(arrived))
+        await workers.clear(ownership.discard_samples(list(arrived)))
         calls += len(results)
         beside += sum(a.began < b.ended and b.began < a.ended for a, b in itertools.combinations(results.values(), 2))
     await routed.broadcast(range(REAL_WORKERS), "stop", Stop(), Empty)
@@ -346,7 +350,7 @@ async def drive(stream: MasterStream) -> tuple[int, int]:
 @pytest.mark.timeout(120)
 def test_random_calls_on_overlapping_meshes_with_real_collectives() -> None:
     def body(rank: int, device: Device) -> tuple[int, int, tuple[int, int] | None]:
-        groups = {role: dist.new_group(list(mesh.workers)) for role, mesh in MESHES.items()}
+        groups = form_meshes(MESHES, rank, changed().cluster, device)
         addresses: queue.Queue[str] = queue.Queue()
         driven: list[tuple[int, int]] = []
 

@@ -55,10 +55,10 @@ def test_close_returns_although_io_thread_hangs(
 
 def test_impossible_worker_number_is_refused() -> None:
     """A worker number that no trial has is refused and not stored."""
-    last = Hello((1 << 16) - 1, "1", 0)
+    last = Hello((1 << 48) - 1, "1", 0)
     assert decode_with(TO_MASTER, encode_message(last), "message") == last
-    for index in (1 << 16, 1 << 40):
-        with pytest.raises(DecodeError, match="Expected `int` <= 65535"):
+    for index in (1 << 48, 1 << 60):
+        with pytest.raises(DecodeError, match="Expected `int` <= 281474976710655"):
             decode_with(TO_MASTER, encode_message(Hello(index, "1", 0)), "message")
 
 

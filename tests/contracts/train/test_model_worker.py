@@ -31,6 +31,7 @@ from realsys.model_calls import (
     MaskRequest,
     MfcReply,
     MfcRequest,
+    MfcShare,
     Transfer,
     TransferReply,
     TransferRequest,
@@ -65,12 +66,18 @@ class FlopsMeter(GpuMeter):
         return {"flops": flops}
 
 
+def own_share(request: MfcRequest) -> MfcShare:
+    """Return what the master sends to this rank."""
+    return request.share(FORMED[request.role].data_rank if request.role in FORMED else 0)
+
+
 class Played:
     """A ModelWorker that is to serve ``script``, and has the batch if it is one of ``holders``."""
 
     def __init__(self, script: Script, rank: int, device: Device, config: Config, holders: Sequence[int] = ()) -> None:
         self.stop = threading.Event()
-        self.endpoint, self.data = PlayedMaster(script, self.stop), DataManager(rank)
+        own = [(name, own_share(payload) if name == "mfc" else payload) for name, payload in script]
+        self.endpoint, self.data = PlayedMaster(own, self.stop), DataManager(rank)
         if rank in holders:
             for name, arrays in ARRAYS.items():
                 self.data.put(name, arrays)

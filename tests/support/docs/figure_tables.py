@@ -252,6 +252,31 @@ def streams() -> str:
     return listing(columns, load("streams")["rows"])
 
 
+def control_plane() -> str:
+    """Table of a train step of the control plane, before and after each worker got its own part."""
+    columns = {
+        "workers": "workers",
+        "transfer, KB": "transfer KB each",
+        "call, KB": "mfc KB each",
+        "transfer, ms": "transfer ms",
+        "call, ms": "mfc ms",
+        "empty, ms": "empty ms",
+        "transfer, loop ms": "transfer loop ms",
+        "call, loop ms": "mfc loop ms",
+        "planning, ms": "moves ms",
+    }
+    before = {row["workers"]: row for row in load("control_plane_before")["rows"]}
+    rows = []
+    for row in load("control_plane")["rows"]:
+        pairs = [(before[row["workers"]][column], row[column]) for column in list(columns.values())[1:]]
+        rows.append([f"{row['workers']}", *(f"{_rounded(old)} -> {_rounded(new)}" for old, new in pairs)])
+    return table(list(columns), rows)
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}"
+
+
 def microbatch() -> str:
     names = {
         "fixed": "fixed count, safe for the longest",
@@ -419,6 +444,7 @@ TABLES: dict[str, Callable[[], str]] = {
         weights,
         router,
         streams,
+        control_plane,
         microbatch,
         memory,
         ledger_cost,

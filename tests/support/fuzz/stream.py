@@ -94,7 +94,7 @@ def messages() -> Iterator[Target]:
     calls = model_calls
     large = (
         calls.SamplesArrived,
-        calls.MfcRequest,
+        calls.MfcShare,
         calls.MfcReply,
         calls.TransferRequest,
         weight_messages.SaveWeightsReply,

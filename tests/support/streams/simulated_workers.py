@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,13 +35,21 @@ class Event:
 
 @dataclass(slots=True)
 class Sent:
-    """One request on its way."""
+    """One request on its way. ``payloads``: worker -> its own; a call's is the same for all."""
 
     name: str
-    workers: list[int]
-    payload: Any
+    payloads: Mapping[int, Any]
     replies: dict[int, asyncio.Future[Any]]
     met: list[int] = field(default_factory=lambda: [0, 0])  # who reached its first and its last collective
+
+    @property
+    def workers(self) -> list[int]:
+        return list(self.payloads)
+
+    @property
+    def payload(self) -> Any:
+        """That of the first worker."""
+        return next(iter(self.payloads.values()))
 
     @property
     def has_collectives(self) -> bool:
@@ -83,23 +91,22 @@ class SimulatedWorkers:
 
     # -- what the executor sees --------------------------------------------------------------------------------------
 
-    def transfer(self, workers: Iterable[int], payload: TransferRequest) -> asyncio.Future[list[TransferReply]]:
-        return self._send(f"transfer {len(self.sent)}", workers, payload)
+    def transfer(self, requests: Mapping[int, TransferRequest]) -> asyncio.Future[list[TransferReply]]:
+        return self._send(f"transfer {len(self.sent)}", requests)
 
-    def run_mfc(self, workers: Sequence[int], payload: MfcRequest) -> asyncio.Future[list[MfcReply]]:
-        return self._send(payload.mfc, workers, payload)
+    def run_mfc(self, mesh: Mesh, payload: MfcRequest) -> asyncio.Future[list[MfcReply]]:
+        return self._send(payload.mfc, dict.fromkeys(mesh.workers, payload))
 
-    def clear(
-        self, workers: Iterable[int], sample_ids: list[str], keys: Sequence[str] = ()
-    ) -> asyncio.Future[list[Empty]]:
-        return self._send(f"clear {len(self.sent)}", workers, ClearRequest(sample_ids, list(keys)))
+    def clear(self, samples: Mapping[int, list[str]], keys: Sequence[str] = ()) -> asyncio.Future[list[Empty]]:
+        requests = {worker: ClearRequest(ids, list(keys)) for worker, ids in samples.items()}
+        return self._send(f"clear {len(self.sent)}", requests)
 
     def mask(self, worker: int, payload: MaskRequest) -> asyncio.Future[list[Empty]]:
-        return self._send(f"mask {len(self.sent)}", [worker], payload)
+        return self._send(f"mask {len(self.sent)}", {worker: payload})
 
-    def _send(self, name: str, workers: Iterable[int], payload: Any) -> asyncio.Future[list[Any]]:
-        loop, recipients = asyncio.get_running_loop(), list(workers)
-        sent = Sent(name, recipients, payload, {worker: loop.create_future() for worker in recipients})
+    def _send(self, name: str, payloads: Mapping[int, Any]) -> asyncio.Future[list[Any]]:
+        loop = asyncio.get_running_loop()
+        sent = Sent(name, payloads, {worker: loop.create_future() for worker in payloads})
         self.sent.append(sent)
         self.deliver(sent)
         return asyncio.gather(*sent.replies.values())
@@ -133,14 +140,15 @@ class SimulatedWorkers:
         turns = self._turns()
         for _ in range(turns):
             await asyncio.sleep(0)
-        match sent.payload:
+        match payload := sent.payloads[worker]:
             case TransferRequest():
-                reply: Any = TransferReply(self._move(worker, sent.payload))
+                reply: Any = TransferReply(self._move(worker, payload))
             case MfcRequest():
-                reply = self._compute(worker, sent.payload)
+                reply = self._compute(worker, payload)
                 reply.seconds = float(turns)
             case ClearRequest(sample_ids, keys):
                 gone = {(key, s) for key, s in self.held[worker] if s in sample_ids and (not keys or key in keys)}
+                assert {s for _, s in gone} == set(sample_ids), f"worker {worker} is to clear samples that it lacks"
                 self.held[worker] -= gone
                 reply = Empty()
             case MaskRequest(sample_ids):
@@ -164,7 +172,9 @@ class SimulatedWorkers:
     def _move(self, worker: int, request: TransferRequest) -> int:
         received = 0
         known = {ref.sample_id for ref in request.sequences}
+        assert known == {name for t in request.transfers for name in t.sample_ids}, "lengths of samples of others"
         for transfer in request.transfers:
+            assert worker in (transfer.src, transfer.dst), f"worker {worker} gets a transfer of others"
             for item in ((key, sample) for sample in transfer.sample_ids for key in transfer.keys):
                 assert item[1] in known, f"nobody can know the length of {item[1]}"
                 if transfer.src == worker:

@@ -16,6 +16,7 @@ import torch
 
 from realsys.buffer.minibatches import plan_minibatches, sequence_refs
 from realsys.buffer.redistribute import plan_call
+from realsys.buffer.sequence_buffer import owners_of
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.paths import TrialPaths
@@ -90,15 +91,18 @@ def groups_of(step: int) -> list[Group]:
     return groups
 
 
-def requests_of(step: int, samples: list[list[SampleMeta]], mesh: Mesh) -> Iterator[Message]:
-    """Yield the requests of the master for one train step."""
+def requests_of(step: int, rank: int, samples: list[list[SampleMeta]], mesh: Mesh) -> Iterator[Message]:
+    """Yield the requests of the master to ``rank`` for one train step."""
     refs = sequence_refs(samples)
     plan = plan_minibatches(refs, MINIBATCHES, mesh.layout.data)
     keys = ["tokens", "loss_mask", "behav_logprobs"]
-    owners = {key: {meta.sample_id: [meta.owner] for group in samples for meta in group} for key in keys}
-    yield Message("transfer", TransferRequest(plan_call(mesh, plan, keys, owners), refs))
-    yield Message("mfc", MfcRequest("actor_inf", ACTOR, "actor_inf", step, step, plan))
-    yield Message("mfc", MfcRequest("actor_train", ACTOR, "actor_train", step, step, plan, args={"lr": 1e-4}))
+    owners = dict.fromkeys(keys, owners_of(samples))
+    transfers = plan_call(mesh, plan, keys, owners).by_worker(plan)
+    yield Message("transfer", transfers.get(rank, TransferRequest([], [])))
+    inference = MfcRequest("actor_inf", ACTOR, "actor_inf", step, step, plan)
+    training = MfcRequest("actor_train", ACTOR, "actor_train", step, step, plan, args={"lr": 1e-4})
+    for request in (inference, training):
+        yield Message("mfc", request.share(mesh.coordinates(rank)[0]))
     yield Message("clear", ClearRequest([ref.sample_id for ref in refs]))
 
 
@@ -122,7 +126,7 @@ def serve(rank: int, device: Device, config: Config, model: Path, steps: int, ev
     service.handle(Message("initialize", InitializeRequest(ACTOR, str(model))))
     found = []
     for step in range(steps):
-        for message in requests_of(step, arrive(step, rank, data), mesh):
+        for message in requests_of(step, rank, arrive(step, rank, data), mesh):
             service.handle(message)
         if step % every == 0 or step == steps - 1:
             gc.collect()

@@ -1,4 +1,4 @@
-"""Balance, minibatches and transfers: pure plans, checked by executing them on simulated state."""
+"""Balance and minibatches: pure plans."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ from realsys.buffer.balance import (
     split_balanced,
 )
 from realsys.buffer.minibatches import plan_minibatches, row_units, sequence_refs
-from realsys.buffer.redistribute import holders_of_outputs, plan_call, plan_transfers
-from realsys.cluster.topology import Mesh, whole_mesh
-from realsys.config.allocation import ParallelLayout
-from realsys.errors import StuckError
 from realsys.types import SampleMeta, SequenceRef
 from tests.support.training.records import make_ref
 
@@ -188,125 +184,6 @@ def test_rows_of_an_episode_share_minibatch_and_rank(rows: list[list[int]], n: i
     assert all(len(found) == 1 for found in minibatches.values())
     whole = [k for k, lengths in enumerate(rows) if sum(lengths) <= capacity]
     assert all(len(ranks_of[k]) == 1 for k in whole)
-
-
-# ---- transfers
-
-sample_ids = [f"s{i}" for i in range(8)]
-ownership = st.fixed_dictionaries({s: st.sets(st.integers(0, 4), min_size=1) for s in sample_ids})
-need_lists = st.dictionaries(st.integers(0, 5), st.lists(st.sampled_from(sample_ids), max_size=12), max_size=6)
-
-
-@settings(max_examples=150, deadline=None)
-@given(need_lists, ownership)
-def test_plan_meets_every_need_and_moves_nothing_twice(
-    needs: dict[int, list[str]], owners: dict[str, set[int]]
-) -> None:
-    plan = plan_transfers(needs, ["tokens"], owners)
-    held = {worker: {s for s in sample_ids if worker in owners[s]} for worker in range(6)}
-    before = {worker: set(samples) for worker, samples in held.items()}
-    for transfer in plan:
-        assert transfer.src != transfer.dst
-        for sample in transfer.sample_ids:
-            assert sample in before[transfer.src], "sources send only what they held at the start: no order needed"
-            assert sample not in held[transfer.dst], "moved twice, or to where it was"
-            held[transfer.dst].add(sample)
-    for worker, wanted in needs.items():
-        assert set(wanted) <= held[worker]
-    moved = sum(len(t.sample_ids) for t in plan)
-    assert moved == sum(len(set(wanted) - before[worker]) for worker, wanted in needs.items()), "nothing superfluous"
-    pairs = [(t.src, t.dst) for t in plan]
-    assert pairs == sorted(set(pairs)), "merged and ordered"
-
-
-@settings(max_examples=40, deadline=None)
-@given(need_lists, ownership, st.randoms(use_true_random=False))
-def test_plan_does_not_depend_on_mapping_order(
-    needs: dict[int, list[str]], owners: dict[str, set[int]], random: object
-) -> None:
-    workers, samples = list(needs), list(owners)
-    random.shuffle(workers)  # type: ignore[attr-defined]
-    random.shuffle(samples)  # type: ignore[attr-defined]
-    shuffled = plan_transfers({w: needs[w] for w in workers}, ["tokens"], {s: owners[s] for s in samples})
-    assert shuffled == plan_transfers(needs, ["tokens"], owners)
-
-
-def test_sources_share_the_load_by_size() -> None:
-    owners = {f"s{i}": {0, 1, 2} for i in range(9)}
-    sizes = {f"s{i}": size for i, size in enumerate([80, 10, 10, 10, 10, 10, 40, 40, 30])}
-    sent: Counter[int] = Counter()
-    for transfer in plan_transfers({3: list(owners)}, ["tokens"], owners, sizes):
-        sent[transfer.src] += sum(sizes[s] for s in transfer.sample_ids)
-    assert dict(sent) == {0: 80, 1: 80, 2: 80}
-
-
-def test_sole_owner_is_counted_before_free_choices() -> None:
-    owners = {"a-free": {0, 1}, "b-bound": {0}}  # by name alone the free one would come first, and take worker 0
-    plan = plan_transfers({2: ["a-free", "b-bound"]}, ["tokens"], owners)
-    assert [(t.src, t.sample_ids) for t in plan] == [(0, ["b-bound"]), (1, ["a-free"])]
-
-
-def test_sample_that_nobody_holds_is_named() -> None:
-    with pytest.raises(StuckError, match="worker 3 needs sample s9, but no worker holds it"):
-        plan_transfers({3: ["s9"]}, ["tokens"], {"s9": set()})
-
-
-# ---- what a call reads
-
-
-def moves(
-    mesh: Mesh, plan: list[list[list[SequenceRef]]], keys: str, owners: dict[str, dict[str, set[int]]]
-) -> set[str]:
-    """Transfers as `source>destination: keys: samples`."""
-    return {
-        f"{t.src}>{t.dst}: {' '.join(t.keys)}: {' '.join(t.sample_ids)}"
-        for t in plan_call(mesh, plan, keys.split(), owners)
-    }
-
-
-A, B, C = (make_ref(name, 10, 4, 1.0, False, 0) for name in "abc")
-
-
-def test_every_stage_gets_sequences_last_one_completions() -> None:
-    mesh = whole_mesh(ParallelLayout(data=2, pipeline=2))  # workers 0, 1: first stage of data rank 0, 1; 2, 3: last
-    owners = {
-        "tokens": {"a": {2}, "b": {3}, "c": {3}},
-        "values": {"a": {2}, "b": {3}, "c": {3}},
-    }
-    plan = [[[A], [B]], [[C], []]]
-    assert moves(mesh, plan, "tokens values", owners) == {
-        "2>0: tokens: a",
-        "3>0: tokens: c",
-        "3>1: tokens: b",
-        "3>2: tokens values: c",
-    }
-    assert holders_of_outputs(mesh, plan) == {"a": [2], "b": [3], "c": [2]}
-
-
-def test_role_on_other_workers_gathers_scatters_and_broadcasts() -> None:
-    tensor = Mesh(ParallelLayout(tensor=2), (4, 5))  # one data rank: all samples on both of its workers
-    owners = {"tokens": {"a": {0}, "b": {1}, "c": {1, 4}}}
-    assert moves(tensor, [[[A, B, C]]], "tokens", owners) == {
-        "0>4: tokens: a",
-        "0>5: tokens: a",
-        "1>4: tokens: b",
-        "1>5: tokens: b",
-        "4>5: tokens: c",  # both workers have it; the one that sends less does
-    }
-    assert holders_of_outputs(tensor, [[[A, B, C]]]) == {"a": [4, 5], "b": [4, 5], "c": [4, 5]}
-    data = Mesh(ParallelLayout(data=3), (1, 2, 3))
-    assert moves(data, [[[A], [B], [C]]], "values", {"values": {"a": {5}, "b": {5}, "c": {5}}}) == {
-        "5>1: values: a",
-        "5>2: values: b",
-        "5>3: values: c",
-    }
-
-
-def test_scores_and_arrays_in_place_are_not_moved() -> None:
-    mesh = whole_mesh(ParallelLayout())
-    assert moves(mesh, [[[A]]], "tokens scores", {"tokens": {"a": {0}}}) == set()
-    with pytest.raises(StuckError, match="worker 0 needs sample a, but no worker holds it"):
-        plan_call(mesh, [[[A]]], ["values"], {})
 
 
 @pytest.mark.parametrize("ranks", [8, 64])

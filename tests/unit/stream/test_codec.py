@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import msgspec
@@ -306,3 +308,26 @@ def test_single_turn_header_is_not_larger_than_before(episodes: int, before: int
     group = Group(ticket, made, "rollout_worker/0", 1.7e9, 1.7e9, {"generate_s": 0.5, "reward_s": 0.1})
     size = len(encode_group(group)[0])
     assert size <= before, f"{size} bytes"
+
+
+RACE = """
+import sys, threading, msgspec
+from realsys.stream.codec import decode_message
+sys.setswitchinterval(1e-6)
+for i in range(60):
+    inner = msgspec.defstruct(f"Inner{i}", [(f"f{k}", int) for k in range(8)], array_like=True)
+    outer = msgspec.defstruct(f"Outer{i}", [("many", list[inner]), ("one", inner)])
+    data = msgspec.msgpack.encode(outer([inner(*range(8))] * 3, inner(*range(8))))
+    begin = threading.Barrier(16)
+    def decode():
+        begin.wait()
+        decode_message(data, outer)
+    threads = [threading.Thread(target=decode) for _ in range(16)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+"""
+
+
+def test_threads_may_decode_a_type_first_together() -> None:
+    """msgspec ends the process if two threads make decoders of one Struct at the same time."""
+    assert subprocess.run([sys.executable, "-c", RACE], timeout=120, check=False).returncode == 0

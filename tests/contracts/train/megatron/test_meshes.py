@@ -55,15 +55,17 @@ def test_groups_wait_as_long_as_the_master() -> None:
     assert run_ranks(2, body, config, layout) == [{7200.0}] * 2
 
 
-def test_group_of_one_member_involves_no_other() -> None:
-    """A large mesh has as many of them as workers, and a common group is an operation of the whole world."""
+def test_worker_makes_one_group_for_each_split() -> None:
+    """Not one for each group of the mesh, most of which have other members."""
     meshes = place(parse_allocation("sglang.d1+actor.d2m2"), ["actor"])
 
-    def body(rank: int, device: Device) -> int:
-        return dist.distributed_c10d._world.group_count  # groups that were made by all workers together
+    def body(rank: int, device: Device) -> list[Workers]:
+        return sorted(members(group) for group in dist.distributed_c10d._world.pg_map)
 
-    world, whole, data, tensor = 1, 1, 2, 2
-    assert run_ranks(4, body, Config(), meshes=meshes) == [world + whole + data + tensor] * 4
+    world, data, tensor = [0, 1, 2, 3], [[0, 2], [1, 3]], [[0, 1], [2, 3]]
+    assert run_ranks(4, body, Config(), meshes=meshes) == [
+        sorted([world, data[rank % 2], tensor[rank // 2], [rank]]) for rank in range(4)
+    ]
 
 
 def test_mesh_on_shared_workers_has_separate_groups() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -39,8 +40,8 @@ class Workers:
     def __init__(self) -> None:
         self.asked: list[msgspec.Struct] = []
 
-    def hold(self, payload: HoldRequest) -> asyncio.Future[list[Empty]]:
-        return self._answer(payload, [Empty()] * 2)
+    def hold(self, step: int, arrays: Mapping[int, dict[str, list[str]]]) -> asyncio.Future[list[Empty]]:
+        return self._answer(HoldRequest(step, arrays[0]), [Empty()] * 2)
 
     def record(self, payload: RecordRequest) -> asyncio.Future[list[RecordReply]]:
         return self._answer(payload, [RecordReply(w, 0.001) for w in range(2)])

@@ -1,0 +1,325 @@
+"""Cost of the trainer's control plane from 16 to 512 ModelWorkers: ``python -m benchmarks.control_plane``.
+
+The master is the real one: plan of the minibatches, executor, streams with CURVE. A few processes hold the real
+endpoints of all workers, whose handlers decode the request, do nothing and reply. A step has two calls on one actor
+with tensor parallelism 4: ``actor_inf``, whose arrays come from the data rank that received each group, and
+``actor_train``, which finds them in place. Numbers are medians of the steps.
+
+    join           from the start of the endpoints to the barrier
+    empty          a request without content to every worker, until the last reply
+    plan           minibatches and data ranks, CPU time
+    moves          plan of the transfers, CPU time
+    blocked        longest time of a step for which the event loop ran no other task
+    transfer, mfc  the requests of the step, sent again alone, until the last reply; MB and KB are their payloads
+    cpu            CPU time of the master process, threads of ZeroMQ and encryption included
+    loop           CPU time of the event loop: about the time of a call where workers have cores of their own
+
+The endpoints share the cores with the master: a time until the last reply contains their work, which the column
+``empty`` shows alone. CPU times are the master's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import math
+import multiprocessing
+import random
+import statistics
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import uvloop
+
+import realsys.master.calls.executor as executor_module
+from benchmarks._table import report
+from realsys.buffer.minibatches import plan_minibatches, sequence_refs
+from realsys.buffer.sequence_buffer import owners_of
+from realsys.cluster.topology import Mesh, routing_table, whole_mesh
+from realsys.config.allocation import ACTOR, ParallelLayout
+from realsys.config.dataflow import Dataflow, FunctionCall
+from realsys.master.calls.executor import GraphExecutor
+from realsys.master.calls.model_workers import ModelWorkers
+from realsys.master.calls.ownership import Ownership
+from realsys.model_calls import (
+    ClearRequest,
+    Empty,
+    InitializeRequest,
+    MfcReply,
+    MfcShare,
+    TransferReply,
+    TransferRequest,
+)
+from realsys.stream.head_routing import RoutedStream
+from realsys.stream.master_stream import MasterStream
+from realsys.stream.request_reply import WorkerEndpoint
+from realsys.stream.security import CurveKeys
+from realsys.types import SampleMeta
+
+TENSOR, MINIBATCHES = 4, 4
+PROCESSES = 4  # that hold the endpoints
+BOUND_S = 300.0
+STATS = {f"statistic_{number}": float(number) for number in range(20)}  # as many as a call of an actor reports
+FLOW = Dataflow(
+    [
+        FunctionCall(
+            "actor_inf",
+            ACTOR,
+            "actor_inf",
+            frozenset({"tokens", "behav_logprobs", "versions"}),
+            frozenset({"prox_logprobs"}),
+        ),
+        FunctionCall(
+            "actor_train", ACTOR, "actor_train", frozenset({"tokens", "behav_logprobs", "prox_logprobs"}), trains=True
+        ),
+    ]
+)
+#: requests whose times are measured
+CALLS = ("empty", "transfer", "mfc")
+COLUMNS = (
+    *(f"{name} {unit}" for name in CALLS for unit in ("ms", "cpu ms", "loop ms")),
+    "plan ms",
+    "moves ms",
+    "blocked ms",
+    "step cpu ms",
+    *(f"{name} {unit}" for name in ("transfer", "mfc", "clear") for unit in ("MB", "KB each")),
+)
+#: columns of which the exponent is reported
+FITTED = [column for column in COLUMNS if column.endswith(("ms", "MB"))]
+
+
+class Measured(dict[str, list[float]]):
+    """Name -> numbers, one per step."""
+
+    def __missing__(self, name: str) -> list[float]:
+        self[name] = []
+        return self[name]
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(values) for name, values in self.items()}
+
+
+class CountingStream(MasterStream):
+    """A MasterStream that counts the bytes of its payloads by handler."""
+
+    sent: defaultdict[str, int]
+
+    def request_encoded(self, worker: int, handler: str, payload: bytes, *args: Any, **kwargs: Any) -> Any:
+        self.sent[handler] += len(payload)
+        return super().request_encoded(worker, handler, payload, *args, **kwargs)
+
+
+class TimedWorkers(ModelWorkers):
+    """ModelWorkers that keep the transfers and the call that they sent last, to send them again alone."""
+
+    def __init__(self, stream: RoutedStream, mesh: Mesh) -> None:
+        super().__init__(stream, {ACTOR: mesh}, BOUND_S)
+        self._last: dict[str, Callable[[], asyncio.Future[Any]]] = {
+            "empty": lambda: self.initialize(InitializeRequest(ACTOR, "/model"))
+        }
+
+    def transfer(self, *args: Any) -> Any:
+        self._last["transfer"] = partial(super().transfer, *args)
+        return super().transfer(*args)
+
+    def run_mfc(self, *args: Any) -> Any:
+        self._last["mfc"] = partial(super().run_mfc, *args)
+        return super().run_mfc(*args)
+
+    async def measure(self, name: str, measured: Measured) -> None:
+        """Send a request while nothing else runs; measure the time until the last reply."""
+        clocks = {"ms": time.perf_counter, "cpu ms": time.process_time, "loop ms": time.thread_time}
+        began = {unit: clock() for unit, clock in clocks.items()}
+        await self._last[name]()
+        for unit, clock in clocks.items():
+            measured[f"{name} {unit}"].append(1000 * (clock() - began[unit]))
+
+
+def serve(address: str, keys: CurveKeys, workers: Sequence[int], heads: set[int], pipe: Connection) -> None:
+    """Serve the endpoints of ``workers``: start them when told, end when told."""
+    logging.disable()  # each would report that the master has gone
+    pipe.send("imported")
+    pipe.recv()
+    for worker in workers:
+        endpoint = WorkerEndpoint(worker, address, keys=keys)
+        stats = STATS if worker in heads else {}
+        threading.Thread(target=answer, args=(endpoint, MfcReply(worker, stats)), daemon=True).start()
+    pipe.recv()
+
+
+def answer(endpoint: WorkerEndpoint, reply: MfcReply) -> None:
+    replies: dict[str, tuple[Any, Any]] = {
+        "initialize": (InitializeRequest, Empty()),
+        "transfer": (TransferRequest, TransferReply(0)),
+        "mfc": (MfcShare, reply),
+        "clear": (ClearRequest, Empty()),
+    }
+    while True:
+        request = endpoint.next_request(60.0)
+        if request is not None:
+            kind, content = replies[request.handler]
+            request.decode(kind)
+            endpoint.reply(request, content)
+
+
+@contextlib.contextmanager
+def endpoints(address: str, keys: CurveKeys, mesh: Mesh) -> Iterator[list[Connection]]:
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for share in range(PROCESSES):
+        mine, other = context.Pipe()
+        indices = mesh.workers[share::PROCESSES]
+        process = context.Process(target=serve, args=(address, keys, indices, set(mesh.dp_heads()), other), daemon=True)
+        process.start()
+        pipes.append(mine)
+        processes.append(process)
+    try:
+        for pipe in pipes:
+            assert pipe.poll(BOUND_S), "the endpoints did not start"
+            pipe.recv()
+        yield pipes
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join(BOUND_S)
+
+
+def make_groups(mesh: Mesh, groups: int, size: int) -> list[list[SampleMeta]]:
+    """Return a batch whose groups arrived at the data ranks in turn."""
+    rng, heads = random.Random(7), mesh.dp_heads()
+    return [
+        [
+            SampleMeta(
+                f"{group:010d}.0/{episode}.0",
+                f"{group:010d}",
+                0,
+                length := rng.randint(500, 8000),
+                length - 200,
+                float(rng.random() < 0.5),
+                False,
+                0,
+                0,
+                heads[group % len(heads)],
+                episode=episode,
+            )
+            for episode in range(size)
+        ]
+        for group in range(groups)
+    ]
+
+
+async def longest_block(blocks: list[float]) -> None:
+    """Append how much later than asked this task runs, in milliseconds."""
+    while True:
+        began = time.perf_counter()
+        await asyncio.sleep(0.002)
+        blocks.append(1000 * (time.perf_counter() - began) - 2)
+
+
+@contextlib.contextmanager
+def planning_timed(measured: Measured) -> Iterator[None]:
+    """Measure the CPU time of all plans of transfers inside the block."""
+    plan, spent = executor_module.plan_call, []
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return plan(*args, **kwargs)
+        finally:
+            spent.append(1000 * (time.thread_time() - began))
+
+    executor_module.plan_call = timed
+    try:
+        yield
+    finally:
+        executor_module.plan_call = plan
+        measured["moves ms"].append(sum(spent))
+
+
+async def step(
+    stream: CountingStream, workers: TimedWorkers, mesh: Mesh, groups: list[list[SampleMeta]], measured: Measured
+) -> None:
+    """Run one step, and measure it."""
+    stream.sent = defaultdict(int)
+    began = time.thread_time()
+    plan = plan_minibatches(sequence_refs(groups), MINIBATCHES, mesh.layout.data)
+    measured["plan ms"].append(1000 * (time.thread_time() - began))
+    ownership = Ownership()
+    ownership.add_owners(FLOW.source_keys, owners_of(groups))
+    blocks: list[float] = []
+    watching = asyncio.create_task(longest_block(blocks))
+    began = time.process_time()
+    with planning_timed(measured):
+        await GraphExecutor(FLOW, {ACTOR: mesh}, workers).run(
+            {ACTOR: plan}, ownership, step=1, version=0, args={"actor_train": {"lr": 1e-6}}
+        )
+    ids = [sample.sample_id for group in groups for sample in group]
+    await workers.clear(ownership.discard_samples(ids))
+    measured["step cpu ms"].append(1000 * (time.process_time() - began))
+    watching.cancel()
+    measured["blocked ms"].append(max(blocks))
+    for name, calls in (("transfer", 1), ("mfc", 2), ("clear", 2)):
+        measured[f"{name} MB"].append(stream.sent[name] / calls / 1e6)
+    for name in CALLS:
+        await workers.measure(name, measured)
+
+
+async def measure(workers: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    mesh = whole_mesh(ParallelLayout(data=workers // TENSOR, tensor=TENSOR))
+    keys, measured = CurveKeys.generate(), Measured()
+    stream = CountingStream(keys=keys, request_timeout_s=BOUND_S)
+    stream.sent = defaultdict(int)
+    calls = TimedWorkers(RoutedStream(stream, routing_table({ACTOR: mesh})), mesh)
+    groups = make_groups(mesh, arguments.groups, arguments.size)
+    with endpoints(stream.address, keys, mesh) as pipes:
+        began = time.perf_counter()
+        for pipe in pipes:
+            pipe.send("start")
+        await stream.barrier(mesh.workers, BOUND_S)
+        join = time.perf_counter() - began
+        await calls.initialize(InitializeRequest(ACTOR, "/model"))
+        for _ in range(arguments.steps):
+            gc.collect()
+            await step(stream, calls, mesh, groups, measured)
+        stream.close()
+    numbers = measured.medians()
+    for name in ("transfer", "mfc", "clear"):
+        numbers[f"{name} KB each"] = 1000 * numbers[f"{name} MB"] / workers
+    return {"workers": workers, "join s": join, **{column: numbers[column] for column in COLUMNS}}
+
+
+def exponent(rows: Sequence[dict[str, Any]], column: str) -> float:
+    """Slope of log(column) over log(workers), by least squares."""
+    points = [(math.log(row["workers"]), math.log(max(1e-6, row[column]))) for row in rows]
+    x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.control_plane", description="Calls to many ranks.")
+    parser.add_argument("--workers", type=int, nargs="+", default=[16, 64, 128, 256, 512])
+    parser.add_argument("--groups", type=int, default=512)
+    parser.add_argument("--size", type=int, default=16, help="rows of a group")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--name", default="control_plane", help="of the result")
+    arguments = parser.parse_args()
+    rows = []
+    for workers in arguments.workers:
+        rows.append(uvloop.run(measure(workers, arguments)))
+        print(rows[-1], file=sys.stderr, flush=True)
+    large = [row for row in rows if row["workers"] >= 64]
+    exponents = {column: round(exponent(large, column), 2) for column in FITTED} if len(large) > 1 else {}
+    report(arguments.name, rows, {**vars(arguments), "tensor": TENSOR, "exponents from 64": exponents})
+
+
+if __name__ == "__main__":
+    main()
