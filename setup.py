@@ -61,6 +61,7 @@ setup(
             "types-psutil",
         ],
         "gpu": ["nvidia-ml-py>=12"],  # utilisation and memory of GPUs in the step log
+        "ray": ["ray>=2.40,<3"],  # cluster=ray
     },
     entry_points={"console_scripts": ["realsys=realsys.launch.cli:main"]},
 )

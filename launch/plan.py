@@ -88,7 +88,7 @@ def plan(
     the user's PYTHONPATH, for the modules that import strings name; the root of this realsys is put in front of it.
     """
     common = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [_SOURCE_ROOT, python_path])),
+        "PYTHONPATH": with_source_root(python_path),
         "REALSYS_RUN_ID": run_id,
     }
     shards = _shards(config, parse_allocation(config.allocation))
@@ -156,11 +156,15 @@ def _by_number(name: str) -> tuple[str, int]:
     return stem, int(name[len(stem) :] or 0)
 
 
+def with_source_root(python_path: str) -> str:
+    """Return a PYTHONPATH with which every process finds this realsys, and after it the user's modules."""
+    return os.pathsep.join(filter(None, [_SOURCE_ROOT, python_path]))
+
+
 def agent_command(paths: TrialPaths, python_path: str = "") -> list[str]:
     """Return the command of an agent, without ``--node NAME``, for any machine that sees the files of this realsys."""
-    path = os.pathsep.join(filter(None, [_SOURCE_ROOT, python_path]))
     argv = [sys.executable, "-P", "-m", "realsys.launch.cli", "node-agent", "--trial-dir", str(paths.root)]
-    return ["env", f"PYTHONPATH={path}", *argv]
+    return ["env", f"PYTHONPATH={with_source_root(python_path)}", *argv]
 
 
 def on_this_machine(specs: Sequence[ProcessSpec], machine: Machine) -> list[ProcessSpec]:

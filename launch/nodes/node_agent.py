@@ -28,7 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from realsys.cluster.network import interfaces, own_addresses
-from realsys.cluster.process import configure_logging
+from realsys.cluster.prctl import die_with_parent
+from realsys.cluster.process import PARENT_PID, configure_logging
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.free_memory import free_host_bytes
 from realsys.config.rules.machine import own_gpus
@@ -228,6 +229,7 @@ class Agent:
 def node_agent(trial_dir: Path, node: str, wait_s: float) -> int:
     """Run the agent of machine ``node`` until the run has ended. Returns the exit code. Raises RealsysError."""
     configure_logging(f"node_agent/{node}")
+    _die_with_launcher()
     # The stream's thread ends with the session: refused by the coordinator, or the lease is over.
     threading.excepthook = lambda args: log.error("%s", args.exc_value)
 
@@ -239,6 +241,17 @@ def node_agent(trial_dir: Path, node: str, wait_s: float) -> int:
             return await serve(paths, node, wait_s, signals)
 
     return asyncio.run(body())
+
+
+def _die_with_launcher() -> None:
+    """Have the kernel kill this agent when the process ends that has started it and has asked for that.
+
+    Its own processes then get SIGTERM. The signal for the agent is SIGKILL, because at SIGTERM it would ask the
+    coordinator to end the run.
+    """
+    parent = os.environ.get(PARENT_PID)
+    if parent is not None and not die_with_parent(signal.SIGKILL, int(parent)):
+        raise Fenced(f"the process that started this agent (pid {parent}) has ended already")
 
 
 class NodeSignals:

@@ -287,6 +287,9 @@ BACKEND = Door(
 LAUNCHER = Door(
     "cluster.launcher",
     "launcher",
-    {"local": "realsys.launch.launchers.local:LocalLauncher"},
+    {
+        "local": "realsys.launch.launchers.local:LocalLauncher",
+        "ray": "realsys.launch.launchers.ray_launcher:RayLauncher",
+    },
     derives("realsys.launch.launchers.base:Launcher"),
 )

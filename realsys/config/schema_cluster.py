@@ -36,6 +36,25 @@ class NameStoreConfig(Section):
     root: str = Field("", description="directory of the file backend; empty: {trial folder}/name_store")
 
 
+class RayConfig(Section):
+    """A Ray cluster on which the trial runs, with ``cluster.launcher: ray``."""
+
+    address: str = Field(
+        "auto", description="host:port of its head node; auto: `RAY_ADDRESS`, or the cluster of this host"
+    )
+    namespace: str = Field("", description="Ray namespace of the actors; empty: one of their own")
+    resources: dict[str, PositiveFloat] = Field(
+        {}, description="custom resources of each node, beyond the CPUs, GPUs and memory of cluster.*_per_node"
+    )
+    timeout_s: PositiveFloat = Field(
+        300.0, description="seconds that Ray may take to find a free node, at the start and for a lost node"
+    )
+    autoscaler: bool = Field(
+        False,
+        description="the cluster grows when nodes are asked for: wait for them, do not refuse what does not fit yet",
+    )
+
+
 class ClusterConfig(Section):
     """Hosts, time limits and restarts of all processes."""
 
@@ -48,6 +67,7 @@ class ClusterConfig(Section):
     nodes: NonNegative = Field(
         0, description="machines of the trial (docs/allocation.md); 0: this machine, with what it has"
     )
+    ray: RayConfig = RayConfig()
     spare_nodes: NonNegative = Field(0, description="with nodes: further machines, which take the place of lost ones")
     gpus_per_node: NonNegative = Field(0, description="with nodes: GPUs of each")
     cpus_per_node: NonNegative = Field(0, description="with nodes: CPU cores of each; 0: not known, not checked")
