@@ -13,11 +13,12 @@ setup(
     author="The realsys authors",
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
-    # realsys/configs, realsys/launch and realsys/workers are links to the folders at the top of the repository.
+    # realsys/configs, realsys/launch, realsys/slurm and realsys/workers are links to folders at the top.
     packages=find_packages(include=["realsys", "realsys.*"]),
     package_data={
         "realsys.configs": ["**/*.yaml", "*.yaml"],
         "realsys.manager": ["*.html"],
+        "realsys.slurm": ["*.sh", "cluster/*.yaml", "*.md"],
         # a separate package for the interpreter that runs SGLang
         "realsys.generation.sglang": ["cpu_support/*", "cpu_support/realsys_sglang_cpu/*.py"],
     },

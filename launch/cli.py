@@ -41,15 +41,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         "processes, show and report it. "
         "The same command again continues a trial that was stopped.",
     )
-    run.add_argument(
-        "overrides", nargs="*", metavar="OVERRIDE", help="experiment=NAME, group=OPTION or field.path=value"
-    )
-    run.add_argument("--trial", metavar="NAME", help="name of the trial (default: date and time)")
-    run.add_argument("--config-dir", type=Path, metavar="DIR", help="your configuration files (DIR/experiment/*.yaml)")
-    run.add_argument(
-        "--dry-run", action="store_true", help="check settings, data, model and machine, print the plan, start nothing"
-    )
+    _add_run_options(run)
     run.add_argument("--plain", action="store_true", help="one line per step instead of the live display")
+    _add_submit(commands)
     _add_record_commands(commands)
     _add_simulate(commands)
     audit = commands.add_parser("audit", help="check that no ticket of a trial was lost or used twice")
@@ -59,6 +53,37 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     status.add_argument(
         "trial_dir", nargs="?", type=Path, metavar="TRIAL_DIR", help="default: the newest trial under runs/"
     )
+    _add_gc(commands)
+    _add_trial_commands(commands)
+    _add_node_agent(commands)
+    return parser, commands.choices
+
+
+def _add_submit(commands: Any) -> None:
+    submit = commands.add_parser(
+        "submit",
+        help="run a trial as a SLURM job",
+        description="Check and plan a trial as run --dry-run does, submit it to SLURM, and follow it. The same command "
+        "again continues a trial that was stopped.",
+    )
+    _add_run_options(submit)
+    submit.add_argument("--detach", action="store_true", help="submit the job and return")
+
+
+def _add_run_options(command: Any) -> None:
+    command.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="experiment=NAME, group=OPTION or field.path=value"
+    )
+    command.add_argument("--trial", metavar="NAME", help="name of the trial (default: date and time)")
+    command.add_argument(
+        "--config-dir", type=Path, metavar="DIR", help="your configuration files (DIR/experiment/*.yaml)"
+    )
+    command.add_argument(
+        "--dry-run", action="store_true", help="check settings, data, model and machine, print the plan, start nothing"
+    )
+
+
+def _add_gc(commands: Any) -> None:
     garbage = commands.add_parser(
         "gc",
         help="list what ended trials left, and remove it",
@@ -69,8 +94,24 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         "folder", nargs="?", type=Path, metavar="DIR", default=Path("runs"), help="a trial, or all trials of a fileroot"
     )
     garbage.add_argument("--yes", action="store_true", help="remove what is listed")
-    _add_node_agent(commands)
-    return parser, commands.choices
+
+
+def _add_trial_commands(commands: Any) -> None:
+    """Add the commands that find a trial by its folder, from any node that sees it."""
+    listing = commands.add_parser("list", help="show the trials of a folder")
+    listing.add_argument(
+        "fileroot", nargs="?", type=Path, default=Path("runs"), metavar="FILEROOT", help="default: runs"
+    )
+    stop = commands.add_parser("stop", help="stop a trial with a checkpoint")
+    stop.add_argument("trial_dir", nargs="?", type=Path, metavar="TRIAL_DIR", help="default: the newest under runs/")
+    stop.add_argument(
+        "--wait", type=float, default=600.0, metavar="S", help="seconds to wait for the end (default: %(default)g)"
+    )
+    logs = commands.add_parser("logs", help="show the log of a process, or list the logs of a trial")
+    logs.add_argument("process", nargs="?", metavar="PROCESS", help="model_worker/0, ..., or job: the screen of a job")
+    logs.add_argument("--trial-dir", type=Path, metavar="DIR", help="default: the newest trial under runs/")
+    logs.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="last lines (default: %(default)s)")
+    logs.add_argument("-f", "--follow", action="store_true", help="show new lines until the run ends")
 
 
 def _add_node_agent(commands: Any) -> None:
@@ -128,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         # argparse takes positional arguments in one piece only, and users write overrides on both sides of an option.
         unknown = [text for text in rest if text.startswith("-")]
-        if unknown or args.command not in ("run", "simulate"):
+        if unknown or args.command not in ("run", "submit", "simulate"):
             commands.get(args.command, parser).error(f"unknown argument: {' '.join(unknown or rest)}")
         args.overrides += rest
     if args.version:
@@ -147,40 +188,7 @@ def _dispatch(args: argparse.Namespace) -> int:
     from realsys.errors import RealsysError
 
     try:
-        if args.command == "status":
-            from realsys.launch.commands.status import show_status
-
-            return show_status(args.trial_dir)
-        if args.command == "audit":
-            from realsys.launch.commands.audit import show_audit
-
-            return show_audit(args.trial_dir, as_json=args.json)
-        if args.command == "gc":
-            from realsys.launch.commands.gc import collect_garbage
-
-            return collect_garbage(args.folder, yes=args.yes)
-        if args.command == "simulate":
-            from realsys.launch.commands.simulate import simulate
-
-            hours = [] if args.hours is None else ["sim.steps=0", f"sim.hours={args.hours}"]
-            seed = [] if args.seed is None else [f"seed={args.seed}"]
-            return simulate(args.scenario, [*args.overrides, *hours, *seed], args.out, as_json=args.json)
-        if args.command == "node-agent":
-            from realsys.launch.nodes.node_agent import node_agent
-
-            return node_agent(args.trial_dir, args.node, args.wait)
-        if args.command == "replay":
-            from realsys.launch.commands.replay import replay
-
-            return replay(args.trial_dir, args.step)
-        if args.command == "samples":
-            from realsys.launch.commands.samples import show_samples
-
-            return show_samples(args.trial_dir, args.step, args.ticket, args.limit, args.json)
-        from realsys.launch.run import RunOptions, run
-
-        options = RunOptions(args.trial, args.config_dir, args.dry_run, args.plain)
-        return run(args.overrides, options)
+        return _run_command(args)
     except RealsysError as exc:
         print(f"realsys: {exc}", file=sys.stderr)
         return exc.exit_code
@@ -190,6 +198,60 @@ def _dispatch(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("realsys: stopped", file=sys.stderr)
         return EXIT_CTRL_C
+
+
+def _run_command(args: argparse.Namespace) -> int:
+    """Import what the command needs, and run it. Returns the exit code. Raises RealsysError or OSError."""
+    if args.command == "status":
+        from realsys.launch.commands.status import show_status
+
+        return show_status(args.trial_dir)
+    if args.command == "list":
+        from realsys.launch.commands.trials import list_trials
+
+        return list_trials(args.fileroot)
+    if args.command == "stop":
+        from realsys.launch.commands.stop import stop_trial
+
+        return stop_trial(args.trial_dir, args.wait)
+    if args.command == "logs":
+        from realsys.launch.commands.logs import show_logs
+
+        return show_logs(args.trial_dir, args.process, args.lines, follow=args.follow)
+    if args.command == "audit":
+        from realsys.launch.commands.audit import show_audit
+
+        return show_audit(args.trial_dir, as_json=args.json)
+    if args.command == "gc":
+        from realsys.launch.commands.gc import collect_garbage
+
+        return collect_garbage(args.folder, yes=args.yes)
+    if args.command == "simulate":
+        from realsys.launch.commands.simulate import simulate
+
+        hours = [] if args.hours is None else ["sim.steps=0", f"sim.hours={args.hours}"]
+        seed = [] if args.seed is None else [f"seed={args.seed}"]
+        return simulate(args.scenario, [*args.overrides, *hours, *seed], args.out, as_json=args.json)
+    if args.command == "node-agent":
+        from realsys.launch.nodes.node_agent import node_agent
+
+        return node_agent(args.trial_dir, args.node, args.wait)
+    if args.command == "replay":
+        from realsys.launch.commands.replay import replay
+
+        return replay(args.trial_dir, args.step)
+    if args.command == "samples":
+        from realsys.launch.commands.samples import show_samples
+
+        return show_samples(args.trial_dir, args.step, args.ticket, args.limit, args.json)
+    from realsys.launch.run import RunOptions, run
+
+    options = RunOptions(args.trial, args.config_dir, args.dry_run, plain=args.command == "submit" or args.plain)
+    if args.command == "submit":
+        from realsys.launch.commands.submit import SubmitOptions, submit_trial
+
+        return submit_trial(args.overrides, SubmitOptions(options, args.detach))
+    return run(args.overrides, options)
 
 
 if __name__ == "__main__":

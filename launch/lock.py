@@ -133,33 +133,26 @@ def held_by(pid: int, trial: str) -> ConfigError:
 
 def running_launcher(path: Path) -> int | None:
     """Return the pid of the live launcher that holds the lock, None if no such process is visible. Writes nothing."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # TrialLock reports it
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _live_holder(path)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-    return None
+    return _live_holder(path) if is_held(path) else None
 
 
-def is_locked(path: Path) -> bool:
-    """Return True if a process holds a lock on the file, or if that cannot be found out. Changes nothing."""
+def is_held(path: Path, *, if_unknown: bool = False) -> bool:
+    """Return True if a process holds a lock on the file, on any host whose locks this one sees. Changes nothing.
+
+    ``if_unknown``: the answer if that cannot be found out, as for a file of another user.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
-    except OSError:  # a file of another user
-        return True
+    except OSError:
+        return if_unknown
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:
+        return if_unknown
     finally:
         os.close(fd)
     return False

@@ -88,7 +88,7 @@ def plan(
     the user's PYTHONPATH, for the modules that import strings name; the root of this realsys is put in front of it.
     """
     common = {
-        "PYTHONPATH": with_source_root(python_path),
+        "PYTHONPATH": own_python_path(python_path),
         "REALSYS_RUN_ID": run_id,
     }
     shards = _shards(config, parse_allocation(config.allocation))
@@ -124,6 +124,11 @@ def plan(
     return [spec(seat) for seat in seats]
 
 
+def own_python_path(python_path: str) -> str:
+    """Return a PYTHONPATH with this realsys in front of the user's."""
+    return os.pathsep.join(filter(None, [_SOURCE_ROOT, python_path]))
+
+
 def _own_name_store(config: Config, seats: Sequence[Seat]) -> dict[str, NodePort]:
     """Return where the own etcd of a trial on other machines listens: on the node that has it, at the given port."""
     store = config.cluster.name_store
@@ -156,15 +161,11 @@ def _by_number(name: str) -> tuple[str, int]:
     return stem, int(name[len(stem) :] or 0)
 
 
-def with_source_root(python_path: str) -> str:
-    """Return a PYTHONPATH with which every process finds this realsys, and after it the user's modules."""
-    return os.pathsep.join(filter(None, [_SOURCE_ROOT, python_path]))
-
-
 def agent_command(paths: TrialPaths, python_path: str = "") -> list[str]:
     """Return the command of an agent, without ``--node NAME``, for any machine that sees the files of this realsys."""
+    path = own_python_path(python_path)
     argv = [sys.executable, "-P", "-m", "realsys.launch.cli", "node-agent", "--trial-dir", str(paths.root)]
-    return ["env", f"PYTHONPATH={with_source_root(python_path)}", *argv]
+    return ["env", f"PYTHONPATH={path}", *argv]
 
 
 def on_this_machine(specs: Sequence[ProcessSpec], machine: Machine) -> list[ProcessSpec]:

@@ -260,8 +260,17 @@ def _make(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[str], 
         write_start(examined.start, paths.start)
         write_config(config, paths.config)  # last: with it the folder is a trial
     except BaseException:
-        shutil.rmtree(paths.root, ignore_errors=True)
+        _discard(paths)
         raise
+
+
+def _discard(paths: TrialPaths) -> None:
+    """Remove a folder that did not become a trial. The output of a job stays: it has the error."""
+    if paths.job.parent.exists():
+        with contextlib.suppress(OSError):
+            _empty(paths)
+    else:
+        shutil.rmtree(paths.root, ignore_errors=True)
 
 
 def _start_ledger(config: Config, paths: TrialPaths, trial: Trial) -> None:
@@ -276,6 +285,8 @@ def _start_ledger(config: Config, paths: TrialPaths, trial: Trial) -> None:
 
 def _empty(paths: TrialPaths) -> None:
     for path in paths.root.iterdir():
+        if path == paths.job.parent:  # the output of this run, if it is a job
+            continue
         if path.is_dir():
             shutil.rmtree(path)
         elif path != paths.lock:

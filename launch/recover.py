@@ -8,7 +8,16 @@ from pathlib import Path
 from realsys.config.paths import TrialPaths
 
 _KEPT_ERRORS = 50  # files of earlier starts
-_HALF_WRITTEN = ("*.tmp", "weights/*/*.tmp", "checkpoints/*.tmp", "hf/*.tmp", "record/*.tmp", "errors/.*", "stopping")
+_HALF_WRITTEN = (
+    "*.tmp",
+    "weights/*/*.tmp",
+    "checkpoints/*.tmp",
+    "hf/*.tmp",
+    "record/*.tmp",
+    "errors/.*",
+    "stopping",
+    "stop",
+)
 
 
 def tidy(paths: TrialPaths) -> None:

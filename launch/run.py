@@ -11,16 +11,18 @@ import functools
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 
+from realsys.cluster.aio import run_beside
 from realsys.cluster.failure import read_errors
 from realsys.cluster.network import HOST, PORTS, interfaces, is_loopback, join_host_port, own_addresses
 from realsys.cluster.process import STORE_ADDRESS
@@ -38,7 +40,7 @@ from realsys.config.rules.sampling import sampling_warnings
 from realsys.config.schema import Config
 from realsys.launch.fit import fit
 from realsys.launch.launchers.base import Launcher
-from realsys.launch.launchers.build import check_launcher, make_launcher
+from realsys.launch.launchers.build import check_launcher, check_start, make_launcher
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
 from realsys.launch.prepare import Ready, examine, prepare, resolve
@@ -46,6 +48,7 @@ from realsys.launch.processes.failures import FirstFailure, first_failure, full_
 from realsys.launch.processes.own_etcd import etcd_answers
 from realsys.launch.processes.restart_policy import NO_CHECKPOINT, Outcome
 from realsys.launch.processes.run_hooks import Bounds, Hooks
+from realsys.launch.processes.stop_request import watch_requests
 from realsys.launch.processes.supervisor import Supervisor
 from realsys.launch.recover import remove_half_written
 from realsys.launch.screen.display import make_view
@@ -70,8 +73,20 @@ class RunOptions:
     plain: bool = False
 
 
-def run(overrides: Sequence[str], options: RunOptions) -> int:
-    """Run one trial on this machine and return the exit code. Raises RealsysError for bad input."""
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A checked run. ``chosen``: lines about settings that were left open; ``placement``: on other machines."""
+
+    config: Config
+    paths: TrialPaths
+    machine: Machine
+    specs: list[ProcessSpec]
+    placement: list[str]
+    chosen: list[str]
+
+
+def plan_run(overrides: Sequence[str], options: RunOptions) -> Planned:
+    """Compose, fit, check and plan a run. Writes nothing. Raises RealsysError for bad input."""
     given = [*overrides, *([] if options.trial is None else [f"trial={quoted(options.trial)}"])]
     machine = Machine.here()
     config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
@@ -82,19 +97,32 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
     chosen = [*chosen, *sampling_warnings(config.generation.sampling)]
     _try_own_loss(config)
     paths = TrialPaths.of(config)
-    specs, placement = _planned(config, paths, machine)
+    return Planned(config, paths, machine, *_planned(config, paths, machine), chosen)
+
+
+def show_plan(planned: Planned) -> None:
+    """Make every check of a start and print the plan: a dry run. Raises RealsysError."""
+    config = planned.config
+    examined = examine(config, planned.paths)
+    place = place_of(config, parse_allocation(config.allocation), backend_rules(config), planned.machine)
+    examined = replace(examined, lines=[*planned.chosen, *examined.lines])
+    specs = planned.specs if config.cluster.nodes else on_this_machine(planned.specs, planned.machine)
+    print_dry_run(_Terminal(), config, planned.paths, specs, planned.placement, examined, place)
+
+
+def run(overrides: Sequence[str], options: RunOptions) -> int:
+    """Run one trial and return the exit code. Raises RealsysError for bad input."""
+    planned = plan_run(overrides, options)
+    config, paths, specs = planned.config, planned.paths, planned.specs
+    if options.dry_run:
+        show_plan(planned)
+        return 0
+    check_start(config)
     console = _Terminal()
     say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    if options.dry_run:
-        examined = examine(config, paths)
-        place = place_of(config, parse_allocation(config.allocation), backend_rules(config), machine)
-        examined = replace(examined, lines=[*chosen, *examined.lines])
-        shown = specs if config.cluster.nodes else on_this_machine(specs, machine)
-        print_dry_run(console, config, paths, shown, placement, examined, place)
-        return 0
     host_of_launcher(config)  # before anything is written
     console.print(f"trial [bold]{config.experiment}/{config.trial}[/] in {paths.root}", highlight=False, soft_wrap=True)
-    for line in chosen:
+    for line in planned.chosen:
         say(line)
     with prepare(config, say) as ready:
         started = time.time()
@@ -165,12 +193,22 @@ def _reported(action: str) -> Iterator[None]:
 
 def command_again(overrides: Sequence[str], trial: str, options: RunOptions) -> str:
     """Return the command that continues the trial, to be copied to a shell."""
-    words = [*own_command(), "run"]
+    return shlex.join([*own_command(), *words_again(overrides, trial, options)])
+
+
+def words_again(overrides: Sequence[str], trial: str, options: RunOptions) -> list[str]:
+    """Return the words after ``realsys`` in the command that begins or continues the trial."""
+    words = ["run"]
     words += [text for text in overrides if text.partition("=")[0] not in ("trial", "recover")]
     words += ["--trial", trial]
     words += ["--config-dir", str(options.config_dir)] if options.config_dir else []
     words += ["--plain"] if options.plain else []
-    return shlex.join(words)
+    return words
+
+
+def own_words() -> list[str]:
+    """Return the words that start this realsys in any folder and with any PATH."""
+    return [sys.executable, "-P", "-m", "realsys.launch.cli"]
 
 
 def own_command() -> list[str]:
@@ -231,7 +269,9 @@ async def _supervise(
         watching = asyncio.create_task(monitor.run())
         try:
             async with open_nodes(needs_of(specs), paths, terms, inherit=[ready.lock.fd]) as nodes:
-                outcome = await Supervisor(specs, bounds, hooks, nodes).run()
+                supervisor = Supervisor(specs, bounds, hooks, nodes)
+                asked = functools.partial(_stop_asked, supervisor, say)
+                outcome = await run_beside(supervisor.run(), watch_requests(paths.stop_request, asked))
         finally:
             await _stop(launcher)
             watching.cancel()
@@ -240,6 +280,11 @@ async def _supervise(
     for exc in [exc for exc in (trouble, *troubles) if isinstance(exc, Exception)][:1]:
         _tell(f"realsys: the display stopped working: {type(exc).__name__}: {exc}")
     return outcome
+
+
+def _stop_asked(supervisor: Supervisor, say: Callable[[str], None], user: str) -> None:
+    say(f"{user} asks for a stop (realsys stop)")
+    supervisor.interrupt(signal.SIGTERM)
 
 
 async def _stop(launcher: Launcher) -> None:

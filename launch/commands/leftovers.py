@@ -26,7 +26,7 @@ from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import RealsysError
-from realsys.launch.lock import TrialLock, is_locked
+from realsys.launch.lock import TrialLock, is_held
 from realsys.launch.recover import half_written, own_stores, remove_path
 from realsys.launch.trial_keys import folder_in, outlives_trials
 from realsys.weights.disk.manifest import superfluous
@@ -103,7 +103,7 @@ class Finder:
         """Return a trial with its configuration and name store."""
         trial = Trial(str(paths.root), paths)
         try:
-            if is_locked(paths.lock):
+            if is_held(paths.lock, if_unknown=True):
                 trial.alone = "its lock is held: it runs, or its processes have not ended yet"
             if paths.config.exists():
                 trial.config = read_config(paths.config)
@@ -201,7 +201,7 @@ def _of_keys(root: str, tree: Tree, store: NameStore) -> Trial:
         trial.alone = f"its folder is not on this machine ({tree[names.folder]:.200}): run this command where it is"
     elif folder.is_dir() and folder != Path():
         trial.paths = TrialPaths(folder)
-        trial.alone = f"the lock in {folder} is held" if is_locked(trial.paths.lock) else ""
+        trial.alone = f"the lock in {folder} is held" if is_held(trial.paths.lock, if_unknown=True) else ""
     return trial
 
 
@@ -229,7 +229,11 @@ def _copies(places: Sequence[Path]) -> list[Leftover]:
     """Return the folders of this user in shared memory whose servers have all ended."""
     folders = [folder for place in dict.fromkeys(places) for folder in sorted(place.glob(f"{PREFIX}*"))]
     own = [folder for folder in folders if folder.is_dir() and folder.stat().st_uid == os.getuid()]
-    return [_path(folder) for folder in own if (folder / MEMBERS).exists() and not is_locked(folder / MEMBERS)]
+    return [
+        _path(folder)
+        for folder in own
+        if (folder / MEMBERS).exists() and not is_held(folder / MEMBERS, if_unknown=True)
+    ]
 
 
 def _path(path: Path, kind: str = "") -> Leftover:

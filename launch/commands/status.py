@@ -9,12 +9,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from realsys.config.dump import newest_dump, read_config
+from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
 from realsys.launch.screen.display import PlainView
 from realsys.launch.screen.progress import Progress
 from realsys.launch.screen.report import print_summary
+from realsys.launch.slurm.slurm_client import SlurmError, job_state
+from realsys.launch.trial_job import TrialJob, describe_job, trials_in
 from realsys.telemetry.steps import StepTail
 
 _DEFAULT_ROOT = "runs"
@@ -22,9 +24,13 @@ _DEFAULT_ROOT = "runs"
 
 def show_status(trial_dir: Path | None) -> int:
     """Print the state of a trial; without a folder, of the newest one under runs/. Raises ConfigError."""
-    paths = TrialPaths((trial_dir or newest_trial(Path(_DEFAULT_ROOT))).resolve())
-    config = read_config(paths.config)
+    paths = find_trial(trial_dir)
     console = Console()
+    if (record := TrialJob.read(paths)) is not None:
+        console.print(_job_line(record.job), highlight=False, soft_wrap=True)
+        if not paths.config.exists():
+            return 0
+    config = read_config(paths.config)
     if paths.summary.is_file():
         try:
             print_summary(console, json.loads(paths.summary.read_text("utf-8")))
@@ -46,9 +52,18 @@ def show_status(trial_dir: Path | None) -> int:
     return 0
 
 
-def newest_trial(root: Path) -> Path:
-    """Return the folder of the trial that was started last. Raises ConfigError if ``root`` has no trial."""
-    newest = newest_dump(root)
-    if newest is None:
-        raise ConfigError("TRIAL_DIR", str(root), "has no trial: name the folder of a trial")
-    return newest.parent
+def _job_line(job: str) -> str:
+    try:
+        return describe_job(job, job_state(job))
+    except SlurmError as error:
+        return f"job {job}: {error}"
+
+
+def find_trial(trial_dir: Path | None) -> TrialPaths:
+    """Return the paths of a trial; without a folder, of the newest one under runs/. Raises ConfigError without any."""
+    if trial_dir is not None:
+        return TrialPaths(trial_dir.resolve())
+    trials = trials_in(Path(_DEFAULT_ROOT).resolve())
+    if not trials:
+        raise ConfigError("TRIAL_DIR", _DEFAULT_ROOT, "has no trial: name the folder of a trial")
+    return trials[0]

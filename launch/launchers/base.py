@@ -38,6 +38,11 @@ class Launcher(ABC):
         return
 
     @classmethod
+    def check_start(cls, config: Config) -> None:
+        """Check that this process can start agents; a dry run does not ask. Raises ConfigError."""
+        return
+
+    @classmethod
     def settings(cls, config: Config) -> Mapping[str, tuple[Any, str]]:
         """Return settings that follow from where this process runs, such as the nodes of an allocation.
 

@@ -36,6 +36,13 @@ def check_launcher(config: Config) -> None:
         LAUNCHER.load(cluster.launcher).check(config)
 
 
+def check_start(config: Config) -> None:
+    """Check that the launcher of a trial can start agents from here. Raises ConfigError."""
+    if config.cluster.nodes:
+        with LAUNCHER.guard(config.cluster.launcher, "check_start raised"):
+            LAUNCHER.load(config.cluster.launcher).check_start(config)
+
+
 def make_launcher(config: Config, paths: TrialPaths) -> Launcher:
     """Return the launcher of a trial. Raises ConfigError."""
     made: Launcher = LAUNCHER.make(config.cluster.launcher, config, {"paths": paths})

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from realsys.cluster.child_process import ChildProcess, child_pids, kill_descendants, reap_orphans
 from realsys.cluster.prctl import subreaper
-from realsys.cluster.process import PARENT_PID
+from realsys.cluster.process import PARENT_PID, SHIELDED
 from realsys.config.rules.machine import own_gpus, visible_to
 from realsys.launch.nodes.base import CANNOT_START, Exit, Node, OnExit, Order, Process
 from realsys.launch.processes.failures import log_since
@@ -42,7 +43,8 @@ class _Running(Process):
         self.log_start = log_start  # size of the log at the start, in bytes
 
     def signal(self, number: int) -> None:
-        self.child.signal(number)
+        shielded = number == signal.SIGTERM and SHIELDED in os.environ
+        self.child.signal(signal.SIGINT if shielded else number)
 
     def kill(self) -> None:
         self.child.kill()

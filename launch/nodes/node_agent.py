@@ -56,6 +56,12 @@ class AgentEndpoint(WorkerEndpoint):
     kind = "node_agent"
 
 
+class NoCoordinator(WaitTimeout):
+    """No coordinator was found in time. The exit code tells a batch system that the job has none."""
+
+    exit_code = 3
+
+
 class Lease:
     """The time until which the agent may have processes."""
 
@@ -200,7 +206,7 @@ class Agent:
 
         log_settings = (Path(order.log), order.log_bytes, order.keep_last_words)
         process = self._executor.start(
-            Order(tuple(order.argv), order.env, *log_settings, gpus=tuple(order.gpus)), exited
+            Order(tuple(orders.with_python(order.argv)), order.env, *log_settings, gpus=tuple(order.gpus)), exited
         )
         if process.pid:
             self._processes[order.serial] = process
@@ -315,10 +321,10 @@ def _introduction(name: str, endpoint: WorkerEndpoint, address: orders.Address) 
 async def _find(path: Path, deadline: float, signals: NodeSignals) -> orders.Address | None:
     """Return the address of the coordinator, None after a signal. Raises WaitTimeout after ``deadline``."""
     while not signals.asked:
+        if Lease.now() > deadline:  # also if there is a file: a coordinator that was killed leaves it
+            raise NoCoordinator(f"no coordinator in {path}: start the run, or correct --trial-dir")
         if address := orders.read_address(path):
             return address
-        if Lease.now() > deadline:
-            raise WaitTimeout(f"no coordinator in {path}: start the run, or correct --trial-dir")
         await asyncio.sleep(_LOOK_S)
     return None
 

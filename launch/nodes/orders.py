@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +35,18 @@ SignalNumber = Annotated[int, msgspec.Meta(ge=1, le=64)]
 ReturnCode = Annotated[int, msgspec.Meta(ge=-64, le=255)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
+PYTHON = "{python}"  # first word of a command: the Python of the agent, which may be in a container
 KILL_MARGIN_S = 2.0  # time in which an agent kills its processes after its lease
+
+
+def without_python(argv: Sequence[str]) -> list[str]:
+    """Return a command for another machine: PYTHON stands for the interpreter of this process."""
+    return [PYTHON if argv[0] == sys.executable else argv[0], *argv[1:]]
+
+
+def with_python(argv: Sequence[str]) -> list[str]:
+    """Return a command with the interpreter of this process in the place of PYTHON."""
+    return [sys.executable if argv[0] == PYTHON else argv[0], *argv[1:]]
 
 
 class Ping(msgspec.Struct, frozen=True):

@@ -143,7 +143,7 @@ class RemoteNode(Node):
         message = orders.Start(
             self._session.joined.incarnation,
             process.serial,
-            list(order.argv),
+            orders.without_python(order.argv),
             {**order.env, **{name: join_host_port(*address) for name, address in addresses.items()}},
             str(order.log),
             order.log_bytes,

@@ -7,7 +7,8 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: SIGUSR1 comes from a batch system shortly before its time limit
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @contextlib.contextmanager

@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 _REPLACEABLE = {"generation_server": "generation servers", "rollout_worker": "RolloutWorkers"}
+_SAME_SIGNAL_S = 2.0
 _BAD_INPUT = 2  # RealsysError.exit_code of ConfigError, DataError, ModelError
 
 
@@ -87,6 +88,7 @@ class Supervisor:
         self._first_deaths: dict[str, tuple[Death, float]] = {}  # server whose parts are being killed -> cause, ran_s
         self._given_up: list[str] = []
         self._changes = Changes()
+        self._interrupted = 0.0  # monotonic seconds
         self._stop = Stop(self._children, bounds, hooks, self._changes, list(nodes.values()))
         for node in nodes.values():
             node.listener = Listener(stop=self._stop_asked, fail=self.fail, say=hooks.say)
@@ -119,11 +121,18 @@ class Supervisor:
         return outcome
 
     def interrupt(self, signum: int) -> None:
-        """End the run as a signal does; the second call kills what still runs."""
+        """End the run as a signal does; the second call kills what still runs.
+
+        SIGTERM never hurries a stop that has just begun: a batch system may send it to a process more than once.
+        """
+        now = time.monotonic()
         if self._outcome is not None:
+            if signum == signal.SIGTERM and now < self._interrupted + _SAME_SIGNAL_S:
+                return
             self._stop.hurry = True
             self._changes.note()
             return
+        self._interrupted = now
         self._end(Outcome("interrupted", f"stopped by {signal.Signals(signum).name}", signal=signum))
 
     def _stop_asked(self, signum: int) -> None:

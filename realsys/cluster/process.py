@@ -28,8 +28,11 @@ STORE_ADDRESS = "REALSYS_NAME_STORE"  # host:port of the trial's own etcd on ano
 NODE_RANK = "REALSYS_NODE_RANK"  # of a part of a server that spans nodes, and the number of its parts
 NODES = "REALSYS_NODES"
 INIT_ADDRESS = "REALSYS_INIT_ADDRESS"  # host:port at which the parts find each other
+#: set where a batch system sends SIGTERM to every process of a job: a worker is stopped by the SIGINT of its agent only
+SHIELDED = "REALSYS_SHIELDED"
 _PARENT_LOOK_S = 0.2  # seconds between two checks of the parent
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SHIELDED_LOOKS = 25  # while the parent may be ending
 
 
 def configure_logging(worker: str) -> None:
@@ -182,7 +185,19 @@ class StopSignals:
         """Consume signal numbers; wait in the pipe for the life of the process."""
         while numbers := os.read(self._reader, 64):
             for number in set(numbers) & {int(n) for n in _STOP_SIGNALS}:
-                self._request_stop(signal.Signals(number))
+                if number == signal.SIGTERM and SHIELDED in os.environ:
+                    threading.Thread(target=self._stop_if_orphan, name="shielded", daemon=True).start()
+                else:
+                    self._request_stop(signal.Signals(number))
+
+    def _stop_if_orphan(self) -> None:
+        """Stop if a SIGTERM means that the parent ends: the kernel sends it a little before that."""
+        log.info("SIGTERM: left to the node agent, which stops this process when it is its turn")
+        for _ in range(_SHIELDED_LOOKS):
+            if self._is_orphan():
+                self._request_stop(signal.SIGTERM)
+                return
+            threading.Event().wait(_PARENT_LOOK_S)
 
     def _request_stop(self, number: signal.Signals) -> None:
         with self._lock:

@@ -290,6 +290,7 @@ LAUNCHER = Door(
     {
         "local": "realsys.launch.launchers.local:LocalLauncher",
         "ray": "realsys.launch.launchers.ray_launcher:RayLauncher",
+        "slurm": "realsys.launch.launchers.slurm:SlurmLauncher",
     },
     derives("realsys.launch.launchers.base:Launcher"),
 )

@@ -51,6 +51,16 @@ class TrialPaths:
         return self.root / "coordinator.json"
 
     @property
+    def stop_request(self) -> Path:
+        """Request of `realsys stop`; there only until the launcher takes it."""
+        return self.root / "stop"
+
+    @property
+    def job(self) -> Path:
+        """Number of the SLURM job of this trial. Its script and its output are in the same folder."""
+        return self.root / "job" / "job.json"
+
+    @property
     def keys(self) -> Path:
         """Folder of the keys of the streams; mode 0700."""
         return self.root / "keys"

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from realsys.config.fields import NonNegative, NonNegativeFloat, PositiveFloat, Probability, Section
+from realsys.config.schema_slurm import SlurmConfig
 
 
 class NameStoreConfig(Section):
@@ -125,3 +126,4 @@ class ClusterConfig(Section):
     log_mb: PositiveFloat = Field(
         16.0, description="size in MiB above which the log of a process is moved to .log.1, replacing the older part"
     )
+    slurm: SlurmConfig = SlurmConfig()

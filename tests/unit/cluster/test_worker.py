@@ -242,6 +242,16 @@ def test_second_sigterm_changes_nothing(trial):
     trial.ends(process, 0)
 
 
+def test_shielded_worker_leaves_sigterm_to_its_agent(trial):
+    """SLURM sends SIGTERM to every process of a job; the agent sends SIGINT when it is the turn of this one."""
+    process = trial.start("quick(); assert ctx.stop.wait(600)", REALSYS_SHIELDED="1")
+    trial.ready()
+    process.terminate()
+    process.send_signal(signal.SIGINT)
+    text = trial.ends(process, 0)
+    assert "left to the node agent" in text and "SIGINT: stopping" in text
+
+
 def test_signal_inside_wait_does_not_deadlock(trial):
     """Event.set() in a handler deadlocks when the signal hits inside Event.wait()."""
     body = """

@@ -13,8 +13,11 @@ import psutil
 import pytest
 
 from realsys.cluster.failure import ErrorRecord
+from realsys.config.paths import TrialPaths
+from realsys.launch.nodes.orders import Address, write_address
 from realsys.launch.plan import ProcessSpec
 from realsys.launch.processes.supervisor import Supervisor
+from realsys.stream.security import ensure_keys
 from tests.support.processes.agents import BOUND_S, SHOWN, WORKER, AgentTrial, start_agent
 from tests.support.processes.supervised import log, stop, waits_for
 
@@ -209,6 +212,18 @@ def test_processes_end_with_their_coordinator(tmp_path: Path) -> None:
 def test_agent_without_a_run_names_what_it_waits_for(tmp_path: Path) -> None:
     output = tmp_path / "agent.txt"
     agent = start_agent(tmp_path, "b", output, wait_s=0.1)
-    assert agent.wait(BOUND_S) == 1
+    assert agent.wait(BOUND_S) == 3  # a batch system can tell that its job has no coordinator
     path = tmp_path / "coordinator.json"
     assert output.read_text() == f"realsys: no coordinator in {path}: start the run, or correct --trial-dir\n"
+
+
+def test_agent_does_not_wait_for_a_dead_coordinator_for_ever(tmp_path: Path) -> None:
+    """A coordinator that was killed leaves its file."""
+    ensure_keys(TrialPaths(tmp_path).keys)
+    write_address(tmp_path / "coordinator.json", Address("tcp://127.0.0.1:1", "c", LEASE_S, "127.0.0.1", "", 1))
+    agent = start_agent(tmp_path, "b", tmp_path / "agent.txt", wait_s=0.5)
+    try:
+        assert agent.wait(BOUND_S) == 3
+    finally:
+        agent.kill()
+        agent.wait(BOUND_S)

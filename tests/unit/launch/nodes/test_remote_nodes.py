@@ -16,6 +16,7 @@ from realsys.config.devices.device_plan import Needs
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import VISIBLE
 from realsys.errors import ConfigError, RealsysError
+from realsys.launch.nodes import orders
 from realsys.launch.nodes.base import Exit, Listener, Node, NodePort, Order
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.nodes.node_agent import Lease, NodeSignals, serve
@@ -132,3 +133,11 @@ def test_signal_to_a_spare_stops_the_run(tmp_path: Path, monkeypatch: pytest.Mon
         assert await asyncio.gather(*agents) == [0, 0]
 
     asyncio.run(body())
+
+
+def test_command_runs_with_the_python_of_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent may be in a container, whose Python has another path."""
+    sent = orders.without_python([sys.executable, "-m", "x"])
+    monkeypatch.setattr(sys, "executable", "/image/python")
+    assert orders.with_python(sent) == ["/image/python", "-m", "x"]
+    assert orders.with_python(["etcd", "--x"]) == ["etcd", "--x"]

@@ -223,6 +223,19 @@ def test_real_signal_reaches_the_supervisor(trial: Trial) -> None:
     assert outcome.status == "interrupted" and outcome.signal == signal.SIGTERM
 
 
+def test_second_sigterm_does_not_hurry_the_stop(trial: Trial) -> None:
+    """A batch system may send it to the same process more than once."""
+    slow = READY + "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), os._exit(7)))\n"
+    slow = "import time\n" + slow + "ready()\nwhile True: signal.pause()"
+
+    def twice(supervisor: Supervisor) -> None:
+        for _ in range(2):
+            supervisor.interrupt(signal.SIGTERM)
+
+    outcome = trial.run(trial.spec("master_worker", 0, slow), until=["master_worker/0"], then=twice)
+    assert outcome.status == "interrupted" and outcome.killed == []
+
+
 def test_ctrl_c_stops_a_background_run(trial: Trial) -> None:
     """Such a shell has its commands ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -20,7 +20,7 @@ from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.commands.status import newest_trial, show_status
+from realsys.launch.commands.status import find_trial, show_status
 from realsys.launch.nodes.base import ProcessId
 from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Death, Outcome
@@ -421,7 +421,7 @@ def test_status_of_finished_and_unfinished_trial(
     paths.root.mkdir(parents=True)
     write_config(Config(trial="t"), paths.config)
     write_log(paths, run_records()[:6])
-    assert newest_trial(tmp_path / "runs") == paths.root
+    assert find_trial(None) == paths
     assert show_status(None) == 0
     text = capsys.readouterr().out
     assert "phase train" in text and "step 1/4" in text and "no manager answers" in text

@@ -1,0 +1,141 @@
+"""`realsys submit`: checks and plans a trial as a dry run does, and runs it as a SLURM job.
+
+plan ──> batch script ──sbatch──> {trial}/job/job.json ──follow──> state while it waits, screen of the run, end
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+from realsys.launch.plan import own_python_path
+from realsys.launch.prepare import examine
+from realsys.launch.run import RunOptions, own_words, plan_run, show_plan, words_again
+from realsys.launch.screen.log_tail import LogTail
+from realsys.launch.slurm.job_script import Job, render
+from realsys.launch.slurm.job_watch import LIVES, JobWatch
+from realsys.launch.slurm.slurm_client import SlurmError, job_state, submit
+from realsys.launch.trial_job import TrialJob, describe_job, job_log
+
+_LOOK_S = 1.0
+_SILENT_S = 600.0  # slurmctld may be down for a while: the job continues, and realsys follows it
+_EXIT_CTRL_C = 130
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitOptions:
+    """Options besides those of a run. ``detach``: do not follow the job."""
+
+    run: RunOptions
+    detach: bool = False
+
+
+def submit_trial(overrides: Sequence[str], options: SubmitOptions) -> int:
+    """Submit one trial. Returns the exit code of the run, 0 with ``detach``. Raises RealsysError."""
+    planned = plan_run(overrides, options.run)
+    config, paths = planned.config, planned.paths
+    if config.cluster.launcher != "slurm":
+        raise ConfigError("cluster.launcher", config.cluster.launcher, "realsys submit needs SLURM: add cluster=slurm")
+    _refuse_running(paths, config)
+    script = render(config, _job(overrides, config, paths, options.run))
+    if options.run.dry_run:
+        show_plan(planned)
+        print(f"batch script:\n{script}", end="")
+        return 0
+    examined = examine(config, paths)
+    for line in (*planned.chosen, *examined.lines, *planned.placement):
+        print(line)
+    job = _submit(config, paths, script)
+    print(f"job {job} runs trial {config.experiment}/{config.trial} in {paths.root}")
+    if options.detach:
+        print(_hints(paths))
+        return 0
+    return follow(paths, job)
+
+
+def _refuse_running(paths: TrialPaths, config: Config) -> None:
+    """Refuse a second job of one trial. Raises ConfigError."""
+    record = TrialJob.read(paths)
+    if record is None:
+        return
+    state = job_state(record.job)
+    if state is not None and state.state in LIVES:
+        problem = (
+            f"{describe_job(record.job, state)}: stop it first (realsys stop {paths.root}), or choose another name"
+        )
+        raise ConfigError("trial", config.trial, problem)
+
+
+def _job(overrides: Sequence[str], config: Config, paths: TrialPaths, options: RunOptions) -> Job:
+    config_dir = options.config_dir.resolve() if options.config_dir else None
+    # The plan that was checked here: the nodes of the job may show further GPUs.
+    cluster = config.cluster
+    planned = [f"cluster.nodes={cluster.nodes}", f"cluster.gpus_per_node={cluster.gpus_per_node}"]
+    again = words_again([*overrides, *planned], config.trial, replace(options, config_dir=config_dir, plain=True))
+    env = {"PYTHONPATH": own_python_path(os.environ.get("PYTHONPATH", ""))}
+    return Job([*own_words(), *again], Path.cwd(), job_log(paths, "%j"), env)
+
+
+def _submit(config: Config, paths: TrialPaths, script: str) -> str:
+    """Write the script into the trial folder and submit it. A new folder that sbatch refuses does not stay."""
+    is_new = not paths.root.exists()
+    folder = paths.job.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        paths.lock.touch()  # marks the folder as a trial that its run may fill
+        path = folder / "job.sh"
+        path.write_text(script, encoding="utf-8")
+        job = submit(config, path)
+    except BaseException:
+        if is_new:
+            shutil.rmtree(paths.root, ignore_errors=True)
+        raise
+    TrialJob.write(paths, job)
+    return job
+
+
+def _hints(paths: TrialPaths) -> str:
+    folder = paths.root
+    return (
+        f"follow: realsys logs job -f --trial-dir {folder}\nstate: realsys status {folder}\nstop: realsys stop {folder}"
+    )
+
+
+def follow(paths: TrialPaths, job: str) -> int:
+    """Print the states of a job and the output of its run until it has ended. Returns the exit code of the run."""
+    watch, tail = JobWatch(job), LogTail(job_log(paths, job))
+    answered = time.monotonic()
+    try:
+        while not watch.ended:
+            try:
+                line = watch.observe(job_state(job))
+                answered = time.monotonic()
+            except SlurmError as error:
+                if time.monotonic() > answered + _SILENT_S:
+                    raise
+                line = watch.silent(str(error))
+            _show(tail)  # before the line of its end
+            if line:
+                print(line, flush=True)
+            if not watch.ended:
+                threading.Event().wait(_LOOK_S)  # SLURM sends no event
+    except KeyboardInterrupt:
+        print(f"\njob {job} goes on\n{_hints(paths)}")
+        return _EXIT_CTRL_C
+    _show(tail)
+    return watch.exit_code if watch.exit_code is not None else 1
+
+
+def _show(tail: LogTail) -> None:
+    while text := tail.read():
+        sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,153 @@
+"""The launcher ``slurm``: inside an allocation, srun starts one agent per node.
+
+    batch script (slurm/job.sh) ── realsys run ── srun ──┬─ agent.sh ── realsys node-agent   on node 1
+                                                         └─ agent.sh ── realsys node-agent   on node 2, ...
+
+The agents end when the coordinator orders it. When the batch script of a job has ended, SLURM ends everything else
+of the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from realsys.cluster.child_process import ChildProcess, how_it_ended
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ConfigError, RealsysError
+from realsys.launch.launchers.base import Launcher
+from realsys.launch.slurm.hosts import JOB, Allocation
+from realsys.launch.slurm.job_script import escaped
+from realsys.launch.slurm.slurm_client import SlurmError, signal_steps
+from realsys.launch.slurm.slurm_options import check_slurm
+
+_STEP = "agents"  # name of the step
+_STOP_S = 5.0  # time that srun has to end, before and after a signal
+#: seconds that an agent looks for another coordinator: then the job has none, and is queued again
+_AGENT_WAIT_S = 20
+
+
+class SlurmLauncher(Launcher):
+    """Runs srun as a child process of the coordinator."""
+
+    def __init__(self, config: Config, paths: TrialPaths) -> None:
+        super().__init__(config, paths)
+        self._log = paths.logs / "srun.log"
+        self._srun: ChildProcess | None = None
+        self._ended = ""
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        check_slurm(config)
+
+    @classmethod
+    def check_start(cls, config: Config) -> None:
+        allocation, cluster = _allocation(), config.cluster
+        wanted = cluster.nodes + cluster.spare_nodes
+        if allocation is None:
+            problem = (
+                "starts agents in an allocation, and this is none: use realsys submit with the same words, or salloc"
+            )
+            raise ConfigError("cluster.launcher", "slurm", problem)
+        if len(allocation.hosts) < wanted:
+            problem = f"and {cluster.spare_nodes} spare nodes do not fit job {allocation.job}"
+            raise ConfigError("cluster.nodes", cluster.nodes, f"{problem}: it has {len(allocation.hosts)} nodes")
+
+    @classmethod
+    def settings(cls, config: Config) -> Mapping[str, tuple[Any, str]]:
+        allocation = _allocation()
+        if allocation is None:
+            return {}
+        nodes = len(allocation.hosts) - config.cluster.spare_nodes
+        reason = f"job {allocation.job} has {len(allocation.hosts)} nodes"
+        values: dict[str, tuple[Any, str]] = {"cluster.nodes": (nodes, reason)} if nodes > 0 else {}
+        if allocation.gpus:
+            values["cluster.gpus_per_node"] = (
+                allocation.gpus,
+                f"job {allocation.job} has {allocation.gpus} on each node",
+            )
+        return values
+
+    async def start(self, agent: Sequence[str], say: Callable[[str], None]) -> None:
+        allocation = _allocation()
+        if allocation is None:
+            raise RealsysError("cluster.launcher=slurm: this process is not in an allocation")
+        command = srun_command(self.config, allocation, agent, self.paths.logs)
+        self._log.parent.mkdir(exist_ok=True)
+        with self._log.open("ab") as output:
+            try:
+                self._srun = ChildProcess(command, os.environ, output, on_exit=self._on_exit)
+            except OSError as exc:
+                raise RealsysError(f"srun cannot be started: {exc.strerror}: it must be on the PATH") from None
+        say(f"job {allocation.job}: agents on {', '.join(allocation.hosts)}")
+
+    def problem(self) -> str:
+        return self._ended
+
+    async def stop(self) -> None:
+        if self._srun is None or self._srun.returncode is not None:
+            return
+        if not await self._srun.exits_within(_STOP_S):
+            # Not by a signal to srun, which would kill the agents: they would have no time to end their processes.
+            with contextlib.suppress(SlurmError):
+                await asyncio.to_thread(signal_steps, os.environ[JOB], _STEP, "TERM")
+            await self._srun.exits_within(_STOP_S)
+        if self._srun.returncode is None:
+            self._srun.kill()
+            self._srun.reap()
+
+    def _on_exit(self) -> None:
+        assert self._srun is not None
+        code = self._srun.reap()
+        self._ended = f"srun {how_it_ended(code)}: {_last_line(self._log)}"
+
+
+def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], logs: Path) -> list[str]:
+    """Return the command that runs ``agent`` once per node, each with a log of its own in ``logs``. Pure."""
+    cluster, slurm = config.cluster, config.cluster.slurm
+    nodes = cluster.nodes + cluster.spare_nodes
+    command = ["srun", f"--job-name={_STEP}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    # An agent on a lost node, or one that fails, is no reason to end the others; other steps may share the nodes.
+    command += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--overlap"]
+    # Written on each node: the agents outlive the srun of a lost first node.
+    command += [f"--output={escaped(logs)}/agent-%n.log", "--open-mode=append"]
+    if allocation.cpus:
+        command += [f"--cpus-per-task={allocation.cpus}", "--cpu-bind=none"]
+    command += slurm.srun
+    words = [*agent, "--wait", str(_AGENT_WAIT_S)]
+    container = slurm.container
+    if container.image:
+        words = [container.python if word == sys.executable else word for word in words]
+        mounts = ",".join(container.mounts)
+        if container.runtime == "pyxis":
+            command += [f"--container-image={container.image}", *container.args]
+            command += [f"--container-mounts={mounts}"] if mounts else []
+        else:
+            bind = ["--bind", mounts] if mounts else []
+            words = ["apptainer", "exec", *container.args, *bind, container.image, *words]
+    script = resources.files("realsys.slurm").joinpath("agent.sh").read_text("utf-8")
+    return [*command, "bash", "-c", script, "agent", *words]
+
+
+def _allocation() -> Allocation | None:
+    try:
+        return Allocation.read(os.environ)
+    except ValueError as exc:
+        names = ("SLURM_JOB_NODELIST", "SLURM_JOB_CPUS_PER_NODE")
+        value = {name: os.environ.get(name) for name in names}
+        raise ConfigError("environment", value, f"cannot be read: {exc}") from None
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    except OSError as exc:
+        return f"{log}: {exc.strerror}"
+    return lines[-1][:300] if lines else f"see {log}"

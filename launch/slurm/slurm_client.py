@@ -1,0 +1,117 @@
+"""Calls of SLURM's programs: sbatch, squeue, scontrol, scancel. Each call has a time limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from realsys.config.schema import Config
+from realsys.errors import ConfigError, RealsysError
+
+_CALL_S = 60.0  # slurmctld may be busy
+
+
+class SlurmError(RealsysError):
+    """SLURM refused something, or does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """State of a job as squeue shows it. ``exit_code`` is that of the batch script, once it has ended."""
+
+    state: str
+    reason: str = ""
+    host: str = ""
+    start: str = ""
+    exit_code: int | None = None
+
+
+def submit(config: Config, script: Path) -> str:
+    """Submit a batch script; returns the number of the job. Raises ConfigError with the message of sbatch."""
+    slurm = config.cluster.slurm
+    try:
+        job = _call(["sbatch", "--parsable", str(script)])
+    except SlurmError as error:
+        text = str(error)
+        if slurm.partition and "partition" in text:
+            raise ConfigError("cluster.slurm.partition", slurm.partition, f"{text}{_partitions()}") from None
+        raise ConfigError("cluster.launcher", "slurm", text) from None
+    return job.strip().partition(";")[0]
+
+
+def _partitions() -> str:
+    try:
+        names = sorted(set(_call(["sinfo", "--noheader", "--format=%R"]).split()))
+    except SlurmError:
+        return ""
+    return f" (partitions: {', '.join(names)})"
+
+
+def job_states(jobs: Iterable[str]) -> dict[str, JobState]:
+    """Return the states of those jobs that SLURM still knows. Raises SlurmError."""
+    wanted = list(jobs)
+    if not wanted:
+        return {}
+    fields = "%i|%T|%r|%B|%S"
+    command = ["squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--format={fields}"]
+    states = {}
+    for line in _call(command).splitlines():
+        job, state, reason, host, start = line.split("|", 4)
+        if job in wanted:
+            states[job] = JobState(state, reason, host if host != "n/a" else "", start if start != "N/A" else "")
+    return states
+
+
+def job_state(job: str) -> JobState | None:
+    """Return the state of one job, with its exit code; None if SLURM no longer knows it. Raises SlurmError."""
+    try:
+        shown = _call(["scontrol", "--oneliner", "show", "job", job])
+    except SlurmError as error:
+        if "nvalid job id" in str(error):
+            return None
+        raise
+    found = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+    code, _, signum = found.get("ExitCode", "").partition(":")
+    start = found.get("StartTime", "")
+    return JobState(
+        found.get("JobState", "?"),
+        found.get("Reason", "").replace("None", ""),
+        found.get("BatchHost", ""),
+        "" if start == "Unknown" else start,
+        (128 + int(signum) if signum.strip("0") else int(code)) if code.isdigit() else None,
+    )
+
+
+def cancel(job: str) -> None:
+    """End a job, also one that is pending. Raises SlurmError."""
+    _call(["scancel", job])
+
+
+def signal_steps(job: str, name: str, signal: str) -> None:
+    """Send a signal to all tasks of the steps of a job that have this name. Raises SlurmError."""
+    listed = _call(["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i %j"])
+    for line in listed.splitlines():
+        step, _, called = line.strip().partition(" ")
+        if called == name:
+            _call(["scancel", f"--signal={signal}", step])
+
+
+def _call(command: Sequence[str]) -> str:
+    """Run a program of SLURM and return its output. Raises SlurmError with its message in one line."""
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=_CALL_S, stdin=subprocess.DEVNULL, check=False
+        )
+    except FileNotFoundError:
+        problem = f"there is no program named {command[0]}: run this command where SLURM's programs are on the PATH"
+        raise SlurmError(problem) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{command[0]} did not answer within {_CALL_S:g} s: see sinfo") from None
+    if ended.returncode:
+        lines = [line.removeprefix(f"{command[0]}: ").removeprefix("error: ") for line in ended.stderr.splitlines()]
+        problem = "; ".join(filter(None, map(str.strip, lines))) or f"exit code {ended.returncode}"
+        raise SlurmError(f"{command[0]}: {problem}")
+    return ended.stdout

@@ -1,0 +1,61 @@
+"""Checks the section ``cluster.slurm`` before anything is written. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+
+SECTION = "cluster.slurm"
+#: exit code of a run that SLURM stopped shortly before the time limit
+REQUEUE_CODE = 128 + signal.SIGUSR1
+_WORDS = ("partition", "account", "qos", "reservation", "constraint", "gpu_type")
+_TIMES = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+
+
+def check_slurm(config: Config) -> None:
+    """Check the settings of a job. Raises ConfigError."""
+    slurm = config.cluster.slurm
+    if not config.cluster.nodes:
+        raise ConfigError("cluster.nodes", 0, "must be the number of nodes of the job: set cluster.nodes=N")
+    for name in _WORDS:
+        value = getattr(slurm, name)
+        if re.search(r"\s", value):
+            raise ConfigError(f"{SECTION}.{name}", value, "must be one word")
+    for name, text in _lines(config):
+        if not text.isprintable():
+            raise ConfigError(f"{SECTION}.{name}", text, "must be one line: write one entry per line")
+    for option in (*slurm.options, *slurm.srun):
+        if not option.startswith("-"):
+            raise ConfigError(f"{SECTION}.options", option, "must begin with -: write --name=value")
+    if slurm.time and seconds_of(slurm.time) <= slurm.signal_s:
+        problem = f"leaves no time to train: the run stops {slurm.signal_s} s before it (cluster.slurm.signal_s)"
+        raise ConfigError(f"{SECTION}.time", slurm.time, f"{problem}: raise it, or lower signal_s")
+    if slurm.signal_s > 65535:
+        raise ConfigError(f"{SECTION}.signal_s", slurm.signal_s, "must be at most 65535, the limit of sbatch --signal")
+
+
+def _lines(config: Config) -> Iterator[tuple[str, str]]:
+    slurm = config.cluster.slurm
+    for name in ("options", "setup", "srun"):
+        yield from ((name, text) for text in getattr(slurm, name))
+    for name in ("image", "python"):
+        yield f"container.{name}", getattr(slurm.container, name)
+    for name in ("mounts", "args"):
+        yield from ((f"container.{name}", text) for text in getattr(slurm.container, name))
+
+
+def seconds_of(text: str) -> int:
+    """Return the seconds of a time limit as sbatch reads it. Raises ConfigError.
+
+    ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``.
+    """
+    match = _TIMES.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{SECTION}.time", text, "cannot be read: write D-HH:MM:SS, HH:MM:SS or minutes")
+    parts = [int(part) for part in (match["first"], match["second"], match["third"]) if part is not None]
+    units = (3600, 60, 1) if match["days"] is not None or len(parts) == 3 else (60, 1, 1)
+    return int(match["days"] or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))

@@ -1,0 +1,68 @@
+"""`realsys submit` and `stop` of jobs without a run: refused, waiting, on nodes without the requested GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.slurm.cluster import NODES, VirtualSlurm
+from tests.support.slurm.trials import SlurmTrial, realsys
+
+pytestmark = [pytest.mark.needs(program) for program in ("slurmctld", "slurmd", "etcd")]
+
+
+def test_unknown_partition_is_one_line(slurm: VirtualSlurm, tmp_path: Path) -> None:
+    trial = SlurmTrial(slurm, tmp_path, "refused", "cluster.nodes=1", "cluster.slurm.partition=nope")
+    done = realsys("submit", *trial.words)
+    assert done.returncode == 2 and not trial.root.exists()
+    [line] = done.stderr.splitlines()
+    assert "cluster.slurm.partition='nope'" in line and "(partitions: main)" in line
+
+
+def test_waiting_job_shows_its_reason_and_stops(slurm: VirtualSlurm, tmp_path: Path) -> None:
+    slurm.call("sbatch", f"--nodes={NODES}", "--exclusive", "--output=/dev/null", "--wrap=sleep 300")
+    trial = SlurmTrial(slurm, tmp_path, "waiting", "cluster.nodes=2")
+    trial.submit()
+    slurm.until(lambda: "Resources" in realsys("status", str(trial.root)).stdout, "the reason")
+    again = realsys("submit", *trial.words)
+    assert again.returncode == 2 and f"job {trial.job} is pending" in again.stderr
+    assert "pending" in realsys("list", str(tmp_path)).stdout
+    assert "is cancelled" in realsys("stop", str(trial.root)).stdout
+    trial.until_state("CANCELLED")
+
+
+SITECUSTOMIZE = """
+import os, sys
+words = " ".join(sys.orig_argv)
+if "realsys.workers" in words or "realsys.launch.cli" in words:
+    import realsys.config.rules.machine as machine
+    machine._present_gpus = lambda: 2
+if "realsys.workers" in words:
+    name = words.split("realsys.workers.")[1].split()[0] + "/" + words.split("--index ")[1].split()[0]
+    with open(os.environ["SHOWN"], "a") as file:
+        file.write(f"{name} {os.environ['SLURMD_NODENAME']} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
+"""
+
+
+def test_ranks_see_the_gpus_of_the_plan(slurm: VirtualSlurm, tmp_path: Path) -> None:
+    """The devices are /dev/null for SLURM, and counted by a stand-in. No rank can use one, so the run ends."""
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    shown = tmp_path / "shown.txt"
+    gpus = ("cluster.nodes=2", "cluster.gpus_per_node=2", "allocation=serve.d2+d2", "generation.embedded.on_gpu=true")
+    trial = SlurmTrial(slurm, tmp_path, "gpus", *gpus)
+    trial.submit(env={"PYTHONPATH": f"{Path.cwd()}:{tmp_path}", "SHOWN": str(shown)})
+    trial.until_state("FAILED")
+    seen = {line.split()[0]: line.split()[1:] for line in shown.read_text().splitlines()}
+    ranks = [tuple(seen[f"model_worker/{index}"]) for index in range(2)]
+    servers = [tuple(seen[f"generation_server/{index}"]) for index in range(2)]
+    assert len({*ranks, *servers}) == 4 and {gpu for _, gpu in (*ranks, *servers)} == {"0", "1"}, trial.report()
+    assert len(seen["rollout_worker/0"]) == 1, "a process without a GPU sees none"
+
+
+def test_node_without_requested_gpus_is_refused(slurm: VirtualSlurm, tmp_path: Path) -> None:
+    trial = SlurmTrial(slurm, tmp_path, "none", "cluster.nodes=1", "cluster.gpus_per_node=2")
+    followed = realsys("submit", *trial.words)
+    assert followed.returncode == 2, "the exit code of the run"
+    for text in ("runs on vn", "its processes need 2 GPUs, 0 are there", "has ended: failed, exit code 2"):
+        assert text in followed.stdout

@@ -1,0 +1,113 @@
+"""The batch script is compared with files: a change of them is a change of every job."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from realsys.config.schema import Config
+from realsys.config.schema_cluster import ClusterConfig
+from realsys.config.schema_slurm import ContainerConfig, SlurmConfig
+from realsys.launch.launchers.slurm import srun_command
+from realsys.launch.slurm.hosts import Allocation
+from realsys.launch.slurm.job_script import Job, render
+
+GOLDEN = Path(__file__).parent / "golden"
+JOB = Job(
+    ["/shared/venv/bin/python", "-m", "realsys.launch.cli", "run", "experiment=math", "data.train=a b.jsonl"],
+    Path("/home/me/my work"),
+    Path("/shared/runs/math/50% off/job/job-%j.log"),
+    {"PYTHONPATH": "/shared/realsys:/home/me/own code"},
+)
+#: the kinds of clusters
+CLUSTERS = {
+    "plain": ClusterConfig(
+        nodes=4,
+        spare_nodes=1,
+        gpus_per_node=8,
+        slurm=SlurmConfig(partition="gpu", account="a1", qos="high", time="1-00:00:00", gpu_type="h100"),
+    ),
+    "modules": ClusterConfig(
+        nodes=2,
+        cpus_per_node=32,
+        memory_gb_per_node=120.5,
+        slurm=SlurmConfig(
+            reservation="r",
+            constraint="ib&a100",
+            exclusive=False,
+            requeue=False,
+            signal_s=120,
+            options=["--mail-type=END"],
+            setup=["module load cuda/12.8", "source ~/env/bin/activate"],
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_script_is_that_of_the_file(name: str, tmp_path: Path) -> None:
+    text = render(Config(experiment="math", trial="t", cluster=CLUSTERS[name]), JOB)
+    assert text == (GOLDEN / f"{name}.sh").read_text("utf-8")
+    (tmp_path / "job.sh").write_text(text)
+    subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=True, timeout=60)
+
+
+def run_script(tmp_path: Path, program: str, nodes: str = "1") -> tuple[int, str]:
+    """Run a batch script whose run is ``program``, with stand-ins for SLURM; returns its exit code and its requeues."""
+    (tmp_path / "job.sh").write_text(
+        render(Config(cluster=CLUSTERS["plain"]), Job(["bash", "-c", program], tmp_path, tmp_path / "o"))
+    )
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho {nodes}\n")
+    for name in ("scontrol", "squeue"):
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
+    done = subprocess.run(["bash", str(tmp_path / "job.sh")], env=env, timeout=60, check=False)
+    calls = tmp_path / "calls"
+    return done.returncode, calls.read_text() if calls.exists() else ""
+
+
+def test_signal_of_the_time_limit_requeues(tmp_path: Path) -> None:
+    """The script passes the signal on, waits for the end of the run, and keeps its code."""
+    program = 'trap "sleep 0.1; exit 138" USR1; kill -USR1 $PPID; while :; do sleep 0.01; done'
+    assert run_script(tmp_path, program) == (138, "requeue 7\n")
+
+
+def test_sigterm_reaches_the_run_once(tmp_path: Path) -> None:
+    program = 'trap "exit 143" TERM; kill -TERM $PPID; sleep 0.3; exit 5'
+    assert run_script(tmp_path, program) == (5, "")
+
+
+@pytest.mark.parametrize(("code", "nodes", "requeued"), [(0, 1, False), (1, 2, False), (1, 1, True), (2, 1, False)])
+def test_failure_requeues_only_after_a_lost_node(code: int, nodes: int, requeued: bool, tmp_path: Path) -> None:
+    ended, calls = run_script(tmp_path, f"exit {code}", str(nodes))
+    assert (ended, calls) == ((138, "requeue 7\n") if requeued else (code, ""))
+
+
+def srun(container: ContainerConfig) -> list[str]:
+    config = Config(cluster=ClusterConfig(nodes=2, spare_nodes=1, slurm=SlurmConfig(srun=["--x"], container=container)))
+    command = srun_command(
+        config, Allocation("7", ["a", "b", "c"], cpus=16), ["env", "A=b", "python", "agent"], Path("/t%")
+    )
+    return [word for word in command if not word.startswith("#")]  # without the script
+
+
+def test_srun_starts_one_agent_per_node() -> None:
+    command = srun(ContainerConfig())
+    assert {"--nodes=3", "--ntasks=3", "--no-kill", "--kill-on-bad-exit=0", "--cpus-per-task=16", "--x"} < set(command)
+    assert "--output=/t%%/agent-%n.log" in command
+    assert command[-7:] == ["agent", "env", "A=b", "python", "agent", "--wait", "20"]
+
+
+def test_apptainer_wraps_the_agent() -> None:
+    command = srun(ContainerConfig(image="i.sif", mounts=["/shared", "/a:/b"]))
+    wrapped = ["apptainer", "exec", "--nv", "--bind", "/shared,/a:/b", "i.sif"]
+    assert command[-12:-6] == wrapped
+
+
+def test_pyxis_takes_options_of_srun() -> None:
+    command = srun(ContainerConfig(image="r#i:1", runtime="pyxis", mounts=["/shared"], args=["--container-remap-root"]))
+    assert {"--container-image=r#i:1", "--container-mounts=/shared", "--container-remap-root"} < set(command)
+    assert "apptainer" not in command

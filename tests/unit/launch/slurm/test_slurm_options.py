@@ -1,0 +1,50 @@
+"""Settings of a job that SLURM, or the batch script, could not take."""
+
+from __future__ import annotations
+
+import pytest
+
+from realsys.config.schema import Config
+from realsys.config.schema_cluster import ClusterConfig
+from realsys.config.schema_slurm import ContainerConfig, SlurmConfig
+from realsys.errors import ConfigError
+from realsys.launch.slurm.slurm_options import check_slurm, seconds_of
+
+
+def checked(slurm: SlurmConfig, nodes: int = 1) -> None:
+    check_slurm(Config(cluster=ClusterConfig(nodes=nodes, slurm=slurm)))
+
+
+def test_defaults_are_accepted() -> None:
+    checked(SlurmConfig())
+
+
+@pytest.mark.parametrize(
+    ("slurm", "text"),
+    [
+        (SlurmConfig(partition="a b"), "cluster.slurm.partition='a b': must be one word"),
+        (SlurmConfig(setup=["a\nb"]), "cluster.slurm.setup='a\\nb': must be one line"),
+        (SlurmConfig(container=ContainerConfig(mounts=["a\nb"])), "cluster.slurm.container.mounts"),
+        (SlurmConfig(options=["mail=END"]), "must begin with -"),
+        (SlurmConfig(time="soon"), "cluster.slurm.time='soon': cannot be read"),
+        (SlurmConfig(time="4"), "leaves no time to train: the run stops 300 s before it"),
+        (SlurmConfig(signal_s=70_000), "must be at most 65535"),
+    ],
+)
+def test_wrong_setting_is_one_line(slurm: SlurmConfig, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked(slurm)
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_job_needs_a_number_of_nodes() -> None:
+    with pytest.raises(ConfigError, match="cluster.nodes=0"):
+        checked(SlurmConfig(), nodes=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 1800), ("30:15", 1815), ("1:00:00", 3600), ("2-0", 172_800), ("1-12:30", 131_400), ("1-00:00:10", 86_410)],
+)
+def test_time_limit_is_read_as_sbatch_does(text: str, seconds: int) -> None:
+    assert seconds_of(text) == seconds
