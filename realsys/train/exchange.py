@@ -13,6 +13,7 @@ import msgspec
 import torch.distributed as dist
 
 from realsys.model_calls import MfcRequest, MfcShare
+from realsys.train.megatron.gather import gather_bytes
 from realsys.types import SequenceRef
 
 _DECODER = msgspec.msgpack.Decoder(list[list[SequenceRef]])
@@ -23,10 +24,6 @@ def whole_request(share: MfcShare, data: dist.ProcessGroup) -> MfcRequest:
 
     ``data``: the group of this rank along the data axis.
     """
-    parts = [share.own]
-    if data.size() > 1:
-        encoded: list[bytes] = [b""] * data.size()
-        dist.all_gather_object(encoded, msgspec.msgpack.encode(share.own), group=data)
-        parts = [_DECODER.decode(part) for part in encoded]
+    parts = [_DECODER.decode(part) for part in gather_bytes(msgspec.msgpack.encode(share.own), data)]
     minibatches = [list(minibatch) for minibatch in zip(*parts, strict=True)]
     return msgspec.structs.replace(share.request, minibatches=minibatches)

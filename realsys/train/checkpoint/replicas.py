@@ -18,6 +18,7 @@ import torch.distributed as dist
 from realsys.errors import CheckpointError
 from realsys.train.checkpoint.tensors import PieceReader, Shard
 from realsys.train.megatron.device import Device
+from realsys.train.megatron.gather import gather_bytes
 
 T = TypeVar("T")
 
@@ -43,11 +44,7 @@ def agreed(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
         result = work()
     except CheckpointError as error:
         problem = str(error)
-    problems: list[str] = [""] * group.size()
-    if len(problems) > 1:
-        dist.distributed_c10d.all_gather_object(problems, problem, group)
-    else:
-        problems = [problem]
+    problems = [each.decode() for each in gather_bytes(problem.encode(), group)]
     if first := next(filter(None, problems), ""):
         raise CheckpointError(problem or first)
     return result  # type: ignore[return-value]

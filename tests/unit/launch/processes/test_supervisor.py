@@ -53,9 +53,12 @@ def test_death_of_trainer_ends_run_without_recovery(trial: Trial, kind: Kind, sc
 
 def test_parts_of_a_server_restart_together(trial: Trial) -> None:
     """The death of the second part ends the first one: neither can go on alone."""
-    first = replace(trial.spec("generation_server", 0, FOREVER), nodes=2)
-    crash = READY + f"import pathlib; mark = pathlib.Path({str(trial.folder / 'mark')!r})\n"
-    crash += "if mark.exists(): ready(); signal.pause()\nmark.touch(); ready(); raise SystemExit(4)"
+    paths = READY + f"import pathlib, time; folder = pathlib.Path({str(trial.folder)!r})\n"
+    stays = paths + "ready(); (folder / 'first').touch(); signal.pause()"
+    first = replace(trial.spec("generation_server", 0, stays), nodes=2)
+    crash = paths + "if (folder / 'mark').exists(): ready(); signal.pause()\n"
+    crash += "while not (folder / 'first').exists(): time.sleep(0.01)\n"
+    crash += "(folder / 'mark').touch(); ready(); raise SystemExit(4)"
     second = replace(trial.spec("generation_server", 0, crash), nodes=2, node_rank=1, log=trial.folder / "part.log")
     pids: list[int] = []
 
