@@ -6,6 +6,8 @@ error.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from realsys.generation.protocol import PauseMode
 from realsys.types import FinishReason
 
 CALL_TIMEOUT_S = 30.0  # bound on calls that do not generate
+_LOOK_S = 0.01  # between two questions whether a request is at work
 
 
 class Span(msgspec.Struct):
@@ -118,6 +121,22 @@ class SglangApi:
 
     async def resume(self) -> None:
         await self._send("/continue_generation", {})
+
+    async def idle(self) -> None:
+        """Return when no request is at work: SGLang sends the last answer a moment before that.
+
+        A load that meets a request ends SGLang, because it cannot drop the cache. Raises GenerationError after
+        ``CALL_TIMEOUT_S``.
+        """
+        end = time.monotonic() + CALL_TIMEOUT_S
+        while True:
+            try:
+                await self._http.call(self._url + "/flush_cache", {}, CALL_TIMEOUT_S)
+                return
+            except CallFailed as error:
+                if error.status != 400 or time.monotonic() > end:
+                    raise GenerationError(f"SGLang/flush_cache: {error}", retryable=True) from error
+            await asyncio.sleep(_LOOK_S)
 
     async def load(self, directory: Path, version: int, timeout_s: float) -> None:
         """Load weights and drop the cache. After a GenerationError the weights that SGLang serves are unknown."""

@@ -166,6 +166,8 @@ class Updater:
         traffic = self._traffic
         try:
             await self._interrupt(run, mode)
+            if not run.reports:  # else it is paused
+                await run.api.idle()
             begin = time.perf_counter()
             await run.api.load(directory, version, self._timeout_s)
             loaded = time.perf_counter()

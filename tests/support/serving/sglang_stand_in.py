@@ -3,8 +3,9 @@
 Not a model: it counts. The token after t is (t + 1) % 90, with log-prob -1 - version / 100. A request with temperature
 0.5 stalls half-way with the initial weights: it returns its tokens when it is aborted. Token 89 as the
 last of a prompt ends the process, 88 makes it hang while it still listens. Version 13 never answers the prompt [0].
-With --idle a connection is closed when it is used a second time.
-Usage: sglang_stand_in.py [--fail | --silent | --reports] [--loads] [--idle] --port PORT
+With --idle a connection is closed when it is used a second time. With --lingers a request is at work for a while after
+its answer, and a load at that time ends the process, as it does SGLang.
+Usage: sglang_stand_in.py [--fail | --silent | --reports] [--loads] [--idle] [--lingers] --port PORT
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 class State:
     def __init__(self, reports: bool) -> None:
         self.reports, self.version = reports, "default"
+        self.lingers = 0  # refusals of /flush_cache until no request is at work
         self.aborted: set[str] = set()
         self.hangs = False
         self.changed = threading.Condition()
@@ -34,6 +36,7 @@ class Handler(BaseHTTPRequestHandler):
     state: State
     loads: mmap.mmap
     used = False
+    lingers = False
 
     def handle_one_request(self) -> None:
         if self.protocol_version == "HTTP/1.0" or not self.used:
@@ -53,12 +56,20 @@ class Handler(BaseHTTPRequestHandler):
         with state.changed:
             if self.path == "/generate":
                 jobs = zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True)
-                self._reply([self._generate(*job) for job in jobs])
+                answers = [self._generate(*job) for job in jobs]
+                state.lingers = 2 if self.lingers else 0
+                self._reply(answers)
             elif self.path == "/abort_request":
                 state.aborted |= {"all"} if body.get("abort_all") else {body["rid"]}
                 state.changed.notify_all()
                 self._reply({})
+            elif self.path == "/flush_cache":
+                self._reply({}, 400 if state.lingers else 200)
+                state.lingers = max(0, state.lingers - 1)
             elif self.path == "/update_weights_from_disk":
+                if state.lingers:
+                    print("AssertionError: Cache flush failed after updating weights", flush=True)
+                    os._exit(1)
                 if (Path(body["model_path"]) / "deadly").exists():
                     print("loading, and killed", flush=True)
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -113,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
-    for mode in ("fail", "silent", "reports", "loads", "idle"):
+    for mode in ("fail", "silent", "reports", "loads", "idle", "lingers"):
         parser.add_argument(f"--{mode}", action="store_true")
     arguments = parser.parse_args()
     print(f"serving on {arguments.port}", flush=True)
@@ -132,7 +143,7 @@ def main() -> None:
         threading.Event().wait(600)
     if arguments.idle:
         Handler.protocol_version = "HTTP/1.1"
-    Handler.state = State(arguments.reports)
+    Handler.state, Handler.lingers = State(arguments.reports), arguments.lingers
     ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler).serve_forever()
 
 

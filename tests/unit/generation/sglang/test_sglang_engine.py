@@ -105,6 +105,14 @@ def test_same_weights_after_a_refusal_are_loaded(make):
     assert "pause_s" in engine.update("/weights/same", 9).result(WAIT_S).timings
 
 
+def test_load_waits_until_no_request_is_at_work(make):
+    """SGLang sends the last answer a moment before its batch is over, and dies if weights are loaded in that moment."""
+    engine, _ = make("--lingers")
+    generate(engine, [5]).result(WAIT_S)
+    result = engine.update("/weights/v7", 7).result(WAIT_S)
+    assert result.success, result.message
+
+
 def test_drain_waits_for_running_answers(make):
     engine, _ = make(drain=True)
     running = engine.generate("a", [5], STALLING)
