@@ -59,8 +59,8 @@ from realsys.model_calls import (
     TransferReply,
     TransferRequest,
 )
-from realsys.stream.head_routing import RoutedStream
-from realsys.stream.master_stream import MasterStream
+from realsys.stream.master.head_routing import RoutedStream
+from realsys.stream.master.master_stream import MasterStream
 from realsys.stream.request_reply import WorkerEndpoint
 from realsys.stream.security import CurveKeys
 from realsys.types import SampleMeta

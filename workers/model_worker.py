@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.gpu.affinity import bind_to_gpus
 from realsys.gpu.environment import prepare_environment
+
+if TYPE_CHECKING:
+    from realsys.stream.security import CurveKeys
+    from realsys.train.megatron.rendezvous import Seat
 
 
 def serve(ctx: WorkerContext) -> None:
@@ -21,12 +26,11 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.stream.push_pull import Puller
     from realsys.stream.request_reply import GroupIntake, WorkerEndpoint
     from realsys.stream.security import keys_for
-    from realsys.stream.sockets import answers
     from realsys.train.call_service import ModelWorkerService, WorkerParts, load_calls
     from realsys.train.data_manager import DataManager
     from realsys.train.megatron.device import prepare_device
     from realsys.train.megatron.mesh import form_meshes
-    from realsys.train.megatron.rendezvous import Seat, rendezvous
+    from realsys.train.megatron.rendezvous import rendezvous
     from realsys.train.step_gate import PauseRequest, SettleRequest, StepGate
     from realsys.weights.base import WriterParts
     from realsys.weights.build import build
@@ -42,17 +46,7 @@ def serve(ctx: WorkerContext) -> None:
     device = prepare_device(worker, config.train.threads, deterministic=config.train.deterministic)
     data = DataManager(worker)
     ctx.set_state("connecting")
-    seat = Seat(
-        worker,
-        allocation.workers,
-        cluster,
-        ctx.store,
-        ctx.names,
-        ctx.register,
-        answers=lambda address, timeout_s: answers(address, keys, timeout_s),
-        on_stop=ctx.on_stop,
-    )
-    with rendezvous(seat, device) as master:
+    with rendezvous(_seat(ctx, allocation.workers, keys), device) as master:
         groups = form_meshes(meshes, worker, cluster, device)
         puller = Puller(cluster.host, keys=keys, check_alive=ctx.check_alive) if worker in heads else None
         endpoint = WorkerEndpoint(
@@ -78,6 +72,22 @@ def serve(ctx: WorkerContext) -> None:
             service.run(ctx.stop)
         finally:
             endpoint.close()
+
+
+def _seat(ctx: WorkerContext, world: int, keys: CurveKeys | None) -> Seat:
+    from realsys.stream.sockets import answers
+    from realsys.train.megatron.rendezvous import Seat
+
+    return Seat(
+        ctx.index,
+        world,
+        ctx.config.cluster,
+        ctx.store,
+        ctx.names,
+        ctx.register,
+        answers=lambda address, timeout_s: answers(address, keys, timeout_s),
+        on_stop=ctx.on_stop,
+    )
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from realsys.cluster.scratch import MEMBERS, PREFIX
 from realsys.cluster.store.base import NameStore, Tree
 from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.cluster.store.names import ROOT, Names
@@ -29,6 +28,7 @@ from realsys.errors import RealsysError
 from realsys.launch.lock import TrialLock, is_held
 from realsys.launch.recover import half_written, own_stores, remove_path
 from realsys.launch.trial_keys import folder_in, outlives_trials
+from realsys.storage.scratch import MEMBERS, PREFIX
 from realsys.weights.disk.manifest import superfluous
 
 _POLL_S = 0.1

@@ -15,9 +15,7 @@ raises DecodeError. The arrays it returns are read-only views of one frame, whic
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -25,6 +23,7 @@ import numpy as np
 import zmq
 
 from realsys.errors import DecodeError, StreamError
+from realsys.stream.decoders import decoder_of
 from realsys.types import F32, I32, Episode, FinishReason, Group, Mask, Row, Ticket, constant
 
 Buffer = bytes | bytearray | memoryview | zmq.Frame
@@ -111,7 +110,7 @@ def encode_message(message: msgspec.Struct) -> bytes:
 def decode_message(data: Buffer, kind: type[T]) -> T:
     """Decode ``data`` as a Struct of type ``kind``; raise DecodeError if it is something else."""
     key: Any = kind
-    decoder: msgspec.msgpack.Decoder[T] = _decoder(key)
+    decoder: msgspec.msgpack.Decoder[T] = decoder_of(key)
     return decode_with(decoder, data, kind.__name__)
 
 
@@ -393,14 +392,3 @@ def _payload(frame: Buffer, size: int, what: str) -> I32:
         array = array.copy()
     array.flags.writeable = False
     return array
-
-
-_MAKING_DECODER = threading.Lock()
-
-
-@lru_cache(maxsize=256)
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    # msgspec 0.22 describes each Struct once, and lets a second thread use the description while the first
-    # still fills it in: the process ends with a segmentation fault.
-    with _MAKING_DECODER:
-        return msgspec.msgpack.Decoder(kind)

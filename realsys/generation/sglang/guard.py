@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # this realsys, al
 
 from realsys.cluster.child_process import kill_descendants
 from realsys.cluster.prctl import become_subreaper, die_with_parent
-from realsys.cluster.scratch import occupy
+from realsys.storage.scratch import occupy
 
 _TRACKER_GRACE_S = 2.0
 _KILL_S = 5.0

@@ -22,7 +22,7 @@ from realsys.model_calls import (
     TransferRequest,
 )
 from realsys.stream.codec import encode_message
-from realsys.stream.head_routing import RoutedStream
+from realsys.stream.master.head_routing import RoutedStream
 from realsys.train.checkpoint.checkpoint_messages import (
     FinishCheckpointRequest,
     LoadCheckpointRequest,

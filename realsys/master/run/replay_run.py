@@ -11,7 +11,7 @@ from realsys.cluster.worker import WorkerContext
 from realsys.config.allocation import parse_allocation
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.records.replayer import Replay, ReplayJob, meshes_of
-from realsys.stream.head_routing import RoutedStream
+from realsys.stream.master.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream
 from realsys.train.records.record_messages import Recorded
 

@@ -29,7 +29,7 @@ from realsys.master.calls.executor import CallResult, GraphExecutor
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.calls.ownership import Ownership
 from realsys.model_calls import ClearRequest, Empty, MfcReply, MfcRequest, MfcShare, TransferReply, TransferRequest
-from realsys.stream.head_routing import RoutedStream
+from realsys.stream.master.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.train.data_manager import DataManager, array_size
 from realsys.train.exchange import whole_request

@@ -98,7 +98,7 @@ def test_timeout_names_worker_and_handler() -> None:
 
 
 def test_notices_that_nobody_asks_for_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realsys.stream.master_stream.MAX_UNCLAIMED", 3)
+    monkeypatch.setattr("realsys.stream.master.notices.MAX_UNCLAIMED", 3)
 
     async def body(stream: MasterStream, workers: list[Answering]) -> None:
         for number in range(4):

@@ -11,7 +11,7 @@ from realsys.cluster.topology import routing_table, whole_mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import RemoteError, StreamError
 from realsys.model_calls import Empty
-from realsys.stream.head_routing import RoutedStream
+from realsys.stream.master.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from tests.support.streams.stream_parts import BOUND_S
 

@@ -84,7 +84,7 @@ def test_older_incarnation_does_not_take_over() -> None:
 
 def test_number_of_workers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The master remembers each of them. One that it knows may still come back."""
-    monkeypatch.setattr("realsys.stream.master_stream.MAX_PEERS", 1)
+    monkeypatch.setattr("realsys.stream.master.master_stream.MAX_PEERS", 1)
 
     async def run() -> None:
         with thread_errors() as errors:

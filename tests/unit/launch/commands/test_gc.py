@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from realsys.cluster.heartbeat import Heartbeat, LeaseTerms
-from realsys.cluster.scratch import occupy
 from realsys.cluster.store.connect import trial_names
 from realsys.cluster.store.etcd_store import EtcdNameStore
 from realsys.cluster.store.file_store import FileNameStore
@@ -25,6 +24,7 @@ from realsys.launch.cli import main
 from realsys.launch.commands import leftovers
 from realsys.launch.commands.leftovers import Finder, Leftover, Trial, remove
 from realsys.launch.trial_keys import claim_keys, remove_keys
+from realsys.storage.scratch import occupy
 
 LEASE_S = 0.4  # etcd rounds it up to 2 s
 

@@ -31,6 +31,8 @@ from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout, W
 from realsys.stream import sockets
 from realsys.stream import wire as protocol
 from realsys.stream.codec import decode_message, decode_with, encode_message
+from realsys.stream.master.barriers import Barriers
+from realsys.stream.master.notices import Notice, Notices
 from realsys.stream.security import CurveKeys
 from realsys.stream.wire import Ack, Failure, Hello, Refused, ReplyHeader, RequestHeader, Welcome
 
@@ -40,10 +42,7 @@ log = logging.getLogger(__name__)
 ACK_DELAY_S = 0.02
 #: workers that may ever say hello; bounded, because the master remembers each of them
 MAX_PEERS = 1 << 16
-#: notices that wait for their callback; bounded, because a misspelt handler would collect them for ever
-MAX_UNCLAIMED = 4096
 Reply = TypeVar("Reply", bound=msgspec.Struct)
-Notice = TypeVar("Notice", bound=msgspec.Struct)
 
 
 @dataclass(slots=True)
@@ -70,53 +69,6 @@ class _Peer:
     ack: asyncio.TimerHandle | None = None  # timer of the next Ack; None: nothing new to acknowledge
 
 
-@dataclass(frozen=True, slots=True)
-class _Barrier:
-    """A wait for workers to connect."""
-
-    workers: frozenset[int]
-    complete: asyncio.Future[None]
-
-
-class _Notices:
-    """Callbacks of the notices, and the notices that arrived before their callback."""
-
-    def __init__(self, fail: Callable[[BaseException], None], unreadable: Callable[[int, DecodeError], None]) -> None:
-        self.unclaimed: dict[str, list[tuple[int, bytes]]] = {}  # handler -> (sender, payload)
-        self._callbacks: dict[str, tuple[type[msgspec.Struct], Callable[[Any], object]]] = {}
-        self._fail = fail
-        self._unreadable = unreadable
-
-    def register(self, handler: str, kind: type[Notice], callback: Callable[[Notice], object]) -> None:
-        """Call ``callback`` with each notice ``handler``, also with those that arrived before."""
-        self._callbacks[handler] = (kind, callback)
-        for sender, payload in self.unclaimed.pop(handler, []):
-            self._call(sender, handler, payload)
-
-    def receive(self, sender: int, handler: str, payload: zmq.Frame) -> None:
-        """Hand the notice to its callback, or keep it until one is registered."""
-        if handler in self._callbacks:
-            self._call(sender, handler, payload.bytes)
-        elif sum(map(len, self.unclaimed.values())) < MAX_UNCLAIMED:
-            self.unclaimed.setdefault(handler, []).append((sender, payload.bytes))
-        else:
-            waiting = f"{MAX_UNCLAIMED} notices wait, and {handler} has no callback"
-            self._fail(StreamError(f"worker {sender}: {waiting}: register one with on_notice"))
-
-    def _call(self, sender: int, handler: str, payload: bytes) -> None:
-        kind, callback = self._callbacks[handler]
-        try:
-            notice = decode_message(payload, kind)
-        except DecodeError as err:
-            self._unreadable(sender, DecodeError(f"notice {handler}: {err}"))
-            return
-        try:
-            callback(notice)
-        except Exception as exc:  # a boundary: the event loop would only log it, request() must raise it
-            exc.add_note(f"while handling notice {handler} of worker {sender}")
-            self._fail(exc)
-
-
 class MasterStream:
     """Typed calls to ModelWorkers. Create it inside the event loop; its ``address`` is bound."""
 
@@ -140,8 +92,8 @@ class MasterStream:
         self._peers: dict[int, _Peer] = {}
         self._index_of: dict[bytes, int] = {}  # route -> worker; only the current route of each peer
         self._retired: dict[int, str] = {}  # worker -> its newest incarnation that may not return
-        self._barriers: set[_Barrier] = set()
-        self._notices = _Notices(self._fail, self.unreadable)
+        self._barriers = Barriers(self._peers.keys())
+        self._notices = Notices(self._fail, self.unreadable)
         self._failure: BaseException | None = None
         self._closed = False
         self._reader = sockets.LoopReader(self._server.socket, self._on_frames, self._fail)
@@ -159,18 +111,12 @@ class MasterStream:
 
     async def barrier(self, workers: Collection[int], timeout_s: float) -> None:
         """Wait until all ``workers`` have connected; WaitTimeout names those that have not."""
-        barrier = _Barrier(frozenset(workers), self._loop.create_future())
-        self._barriers.add(barrier)
-        self._check_barriers()
         try:
-            async with asyncio.timeout(timeout_s):
-                await barrier.complete
+            await self._barriers.wait(workers, timeout_s)
         except TimeoutError:
-            missing = ", ".join(self._name(w) for w in sorted(barrier.workers - self._peers.keys()))
+            missing = ", ".join(self._name(worker) for worker in sorted(set(workers) - self._peers.keys()))
             problem = f"did not connect in {timeout_s:g} s ({len(self._peers)} connected): read their logs"
             raise WaitTimeout(f"master at {self.address}: {missing} {problem}") from None
-        finally:
-            self._barriers.discard(barrier)
 
     def request(
         self,
@@ -246,9 +192,7 @@ class MasterStream:
             if peer.ack is not None:
                 peer.ack.cancel()
                 self._acknowledge(peer)
-        for barrier in self._barriers:
-            if not barrier.complete.done():
-                barrier.complete.set_exception(self._ended("barrier"))
+        self._barriers.end(self._ended("barrier"))
         # The readers first: they watch the descriptors of the sockets.
         self._reader.close()
         self._rejections.close()
@@ -316,7 +260,7 @@ class MasterStream:
         for number, call in peer.calls.items():
             if number > hello.last_request:
                 self._send(route, call.frames)
-        self._check_barriers()
+        self._barriers.check()
 
     def _name(self, worker: int) -> str:
         return f"{self.kind}/{worker}"
@@ -372,11 +316,6 @@ class MasterStream:
         peer.ack = None
         if not self._server.socket.closed:
             self._send(peer.route, [encode_message(Ack(peer.last_message))])
-
-    def _check_barriers(self) -> None:
-        for barrier in self._barriers:
-            if not barrier.complete.done() and barrier.workers <= self._peers.keys():
-                barrier.complete.set_result(None)
 
 
 def _on_reply(peer: _Peer, header: ReplyHeader, payload: zmq.Frame) -> None:

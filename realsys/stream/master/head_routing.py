@@ -10,7 +10,7 @@ import msgspec
 
 from realsys.errors import StreamError
 from realsys.stream.codec import encode_message
-from realsys.stream.master_stream import MasterStream
+from realsys.stream.master.master_stream import MasterStream
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 Handle = str | int
