@@ -1,22 +1,49 @@
 """The name store of a run that starts its own: becomes etcd at the configured address, with its data in the trial.
 
 The process is replaced by etcd, so that signals reach etcd itself. The kernel's order to die with the parent stays.
+
+Where a batch system sends SIGTERM to every process of a job, etcd ends with it, and the last checkpoint of the run
+needs etcd. There this process stays, and starts etcd again until its agent stops it. The keys are in etcd's data.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import NoReturn
 
+from realsys.cluster import prctl
 from realsys.cluster.network import PORTS, free_ports
-from realsys.cluster.process import configure_logging, die_with_parent
+from realsys.cluster.process import SHIELDED, StopSignals, configure_logging, die_with_parent
 from realsys.cluster.store.connect import store_address
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 
+log = logging.getLogger(__name__)
+
 _MEMBER = "realsys"
+
+
+def keep(argv: list[str]) -> int:
+    """Run etcd until this process is asked to stop, or etcd fails. Returns the exit code."""
+    signals = StopSignals(threading.Event())
+    signals.install()
+    while True:
+        # etcd dies with this process, also if that is killed.
+        etcd = subprocess.Popen(argv, preexec_fn=lambda: prctl.die_with_parent(signal.SIGKILL, None))
+        signals.on_stop(etcd.terminate)
+        code = etcd.wait()
+        if signals.stop.is_set():
+            return 0
+        if code not in (0, -signal.SIGTERM):
+            return code
+        log.info("etcd was ended by a signal to all processes of the job; it is started again")
 
 
 def command(address: str, peer: str, data: Path) -> list[str]:
@@ -55,6 +82,8 @@ def main() -> NoReturn:
     config = read_config(paths.config)
     os.environ[PORTS] = config.cluster.ports
     argv = command(store_address(config), f"127.0.0.1:{free_ports(1)[0]}", paths.own_etcd)
+    if SHIELDED in os.environ:
+        sys.exit(keep(argv))
     os.execvp(argv[0], argv)
 
 

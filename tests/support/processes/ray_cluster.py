@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -60,11 +61,13 @@ class RayCluster:
 def ray_cluster(nodes: int) -> Iterator[RayCluster]:
     """Run a cluster with a head and ``nodes`` further nodes. No process of it is left after the block."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a short path: Ray has sockets in it
+    (Path(folder) / "ray").mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, str(nodes), folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "RAY_raylet_start_wait_time_s": "120"},
+        # Ray writes the address of the newest cluster to {RAY_TMPDIR}/ray, and does not make that folder.
+        env={**os.environ, "RAY_raylet_start_wait_time_s": "120", "RAY_TMPDIR": folder},
         text=True,
         start_new_session=True,
     )
