@@ -31,6 +31,7 @@ from realsys.launch.trial_keys import folder_in, outlives_trials
 from realsys.storage.scratch import MEMBERS, PREFIX
 from realsys.weights.disk.manifest import superfluous
 
+_MARGIN_S = 4.0  # etcd grants at least two whole seconds, and ends a lease late when it has much to do
 _POLL_S = 0.1
 _ANSWER_S = 3.0
 
@@ -152,7 +153,7 @@ class Finder:
         if not suspects:
             return
         # Of trials without a configuration here the time is not known; the longest default is that of an etcd cluster.
-        bound_s = 1.0 + max(60.0 if trial.config is None else trial.config.cluster.lease_s for trial in suspects)
+        bound_s = _MARGIN_S + max(60.0 if trial.config is None else trial.config.cluster.lease_s for trial in suspects)
         self._say(f"waiting up to {bound_s:g} s for the leases of {', '.join(trial.name for trial in suspects)}")
         deadline = time.monotonic() + bound_s
         while suspects and time.monotonic() < deadline:
