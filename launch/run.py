@@ -151,6 +151,8 @@ def _planned(config: Config, paths: TrialPaths, machine: Machine) -> tuple[list[
     if cluster.nodes > 1 and not cluster.interface and is_loopback(cluster.host):
         remedy = f"set cluster.interface, or {HOST} on each node"
         lines.append(f"warning: other nodes cannot reach cluster.host={cluster.host}: {remedy}")
+    if cluster.gpus_per_node and not cluster.gpu_memory_gb:
+        lines.append("warning: the memory of the GPUs is not checked: set cluster.gpu_memory_gb")
     return specs, lines
 
 

@@ -5,11 +5,14 @@ One mechanism for both: without GPUs the "devices" are parts of the host's memor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from realsys.config.allocation import Allocation, parse_allocation
 from realsys.config.dataflow import Dataflow, dataflow_of
-from realsys.config.devices.needs import gpus_of_torch, nodes_of, servers_use_gpus
+from realsys.config.devices.device_plan import RANK, SERVER
+from realsys.config.devices.needs import gpus_of_torch, nodes_of, seats_of, servers_use_gpus
 from realsys.config.memory.changes import Change, cheapest_change
 from realsys.config.memory.device_memory import GIB, DeviceUse, cache_bytes, rank_uses, server_use, usable_bytes
 from realsys.config.memory.hosts import HostUse, OnHost, host_use
@@ -36,14 +39,25 @@ class Place:
     """Resources for the trial.
 
     gpu_bytes   memory of one GPU, 0 if unknown
-    host_bytes  free host memory, 0 if unknown
-    here        processes of the host
+    host_bytes  free memory of a host, 0 if unknown
+    here        all processes of the trial
+    nodes       the processes of each node, if there are several; else ``here`` are on one host
     """
 
     gpus: int
     gpu_bytes: int
     host_bytes: int
     here: OnHost
+    nodes: Mapping[str, OnHost] = field(default_factory=dict)
+
+    def fullest_host(self, config: Config) -> tuple[str, HostUse]:
+        """Return the node with the greatest use of host memory, "" without nodes, and its use. Raises ModelError."""
+        allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
+        uses = {
+            name: host_use(config, allocation, flow, here) for name, here in (self.nodes or {"": self.here}).items()
+        }
+        name = max(uses, key=lambda name: uses[name].total)
+        return name, uses[name]
 
 
 def place_of(config: Config, allocation: Allocation, backend: BackendRules, machine: Machine) -> Place:
@@ -64,7 +78,16 @@ def place_of(config: Config, allocation: Allocation, backend: BackendRules, mach
         ranks_on_gpu=on_gpus or gpus_of_torch(config, machine) > 0,
         servers_on_gpu=on_gpus or servers_use_gpus(config, machine, backend),
     )
-    return Place(sum(node.gpus for node in nodes), gpu_bytes, 0 if is_other_host else machine.memory_bytes, here)
+    host_bytes = 0 if is_other_host else machine.memory_bytes
+    on_nodes: dict[str, OnHost] = {}
+    if cluster.nodes:
+        host_bytes = int(cluster.memory_gb_per_node * GIB)
+        kinds = Counter((seat.node, seat.kind) for seat in seats_of(config, machine, nodes))
+        for node in nodes:
+            ranks, servers = kinds.pop((node.name, RANK), 0), kinds.pop((node.name, SERVER), 0)
+            others = sum(count for (name, _), count in kinds.items() if name == node.name)
+            on_nodes[node.name] = replace(here, ranks=ranks, servers=servers, others=others)
+    return Place(sum(node.gpus for node in nodes), gpu_bytes, host_bytes, here, on_nodes)
 
 
 def check_memory(config: Config, place: Place) -> None:
@@ -75,7 +98,7 @@ def check_memory(config: Config, place: Place) -> None:
     if place.here.servers_on_gpu and place.gpu_bytes:
         _check_servers(config, allocation, flow, place)
     if place.host_bytes:
-        _check_host(config, allocation, flow, place)
+        _check_host(config, place)
 
 
 def _check_ranks(config: Config, allocation: Allocation, flow: Dataflow, place: Place) -> None:
@@ -129,20 +152,20 @@ def _running_that_fit(config: Config, missing: int) -> int:
     return embedded.max_running + missing // row
 
 
-def _check_host(config: Config, allocation: Allocation, flow: Dataflow, place: Place) -> None:
-    use = host_use(config, allocation, flow, place.here)
+def _check_host(config: Config, place: Place) -> None:
+    name, use = place.fullest_host(config)
     if use.total <= place.host_bytes:
         return
-    problem = f"the run needs about {_gib(use.total)} of host memory, {_gib(place.host_bytes)} are free"
+    problem = f"{name or 'the run'} needs about {_gib(use.total)} of host memory, {_gib(place.host_bytes)} are free"
     problem += f" ({parts_text(use)})"
 
     def needs(changed: Config) -> int:
-        return host_use(changed, parse_allocation(changed.allocation), flow, place.here).total
+        return place.fullest_host(changed)[1].total
 
     change = None if place.here.ranks_on_gpu else cheapest_change(config, lambda c: needs(c) <= place.host_bytes)
     if change is not None:
         raise _refusal(config, problem, change, needs(change.apply(config)))
-    remedy = "use a smaller model or fewer ranks and servers"
+    remedy = "use more nodes" if place.nodes else "use a smaller model or fewer ranks and servers"
     raise ConfigError("allocation", config.allocation, f"{problem}: {remedy}")
 
 

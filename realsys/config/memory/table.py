@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.memory.device_memory import GIB, DeviceUse, rank_uses, server_use, usable_bytes
-from realsys.config.memory.hosts import host_use
 from realsys.config.memory.memory_check import Place, parts_text
 from realsys.config.schema import Config
 
@@ -32,9 +31,10 @@ def device_lines(config: Config, place: Place) -> list[str]:
 
 def host_line(config: Config, place: Place) -> str:
     """Return the predicted host memory with its parts, in GiB. Raises ModelError."""
-    use = host_use(config, parse_allocation(config.allocation), dataflow_of(config), place.here)
+    name, use = place.fullest_host(config)
     free = f", {place.host_bytes / GIB:.1f} are free" if place.host_bytes else ""
-    return f"about {use.total / GIB:.1f} GiB{free} ({parts_text(use)})"
+    where = f" on {name}, the fullest node" if name else ""
+    return f"about {use.total / GIB:.1f} GiB{where}{free} ({parts_text(use)})"
 
 
 def _usable(config: Config, place: Place, unit: int, *, on_gpu: bool, server: bool) -> str:

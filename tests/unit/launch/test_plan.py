@@ -273,6 +273,7 @@ def test_dry_run_for_other_machines_prints_the_placement(tmp_path: Path, capsys:
     assert "node3: generation_server 16-23 on gpu 0-7" in out
     assert "CUDA_VISIBLE_DEVICES" not in out and sys.executable not in out
     assert "warning: other nodes cannot reach cluster.host=127.0.0.1: set cluster.interface" in out
+    assert "warning: the memory of the GPUs is not checked: set cluster.gpu_memory_gb" in out
     assert not (tmp_path / "runs").exists()
 
 

@@ -160,6 +160,21 @@ def test_plan_for_another_machine_needs_its_gpu_memory(tmp_path: Path) -> None:
     assert "37.8 GiB are usable" in str(refusal(smaller, place_of(smaller, allocation, backend_rules(smaller), login)))
 
 
+NODES = ["cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.gpu_memory_gb=79", "allocation=serve.d8+d8m2"]
+
+
+def test_each_node_is_checked_with_its_own_processes(tmp_path: Path) -> None:
+    """Two nodes of ranks, one of servers, one without: not the sum of the trial, and not the login node."""
+    config = math_config(tmp_path, "7B", *SGLANG, *NODES, "cluster.memory_gb_per_node=900")
+    place = place_of(config, parse_allocation(config.allocation), backend_rules(config), Machine(4, 8 * GIB))
+    assert [(here.ranks, here.servers) for here in place.nodes.values()] == [(8, 0), (8, 0), (0, 8), (0, 0)]
+    check_memory(config, place)
+    assert "node0, the fullest node, 900.0 are free" in host_line(config, place)
+    small = math_config(tmp_path, "7B", *SGLANG, *NODES, "cluster.memory_gb_per_node=40")
+    place = place_of(small, parse_allocation(small.allocation), backend_rules(small), Machine(4, 8 * GIB))
+    assert "node0 needs about" in str(error := refusal(small, place)) and "40.0 GiB are free" in str(error)
+
+
 def test_table_has_a_line_per_kind_of_device(tmp_path: Path) -> None:
     config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d4+d2m2")
     head, rank, server = device_lines(config, gpus(config))
