@@ -125,9 +125,10 @@ class ChaosRun:
         """Remember where the run's processes listen now."""
         store, names = self.name_store()
         try:
-            for key in ("gserver_manager", "generation_server", "pull", "request_reply"):
+            for key in ("gserver_manager", "generation_server", "pull", "trainer/request_reply"):
                 for value in store.get_subtree(f"{names.root}/{key}").values():
-                    self.addresses.add(json.loads(value)["url"] if value.startswith("{") else value)
+                    found = json.loads(value) if value.startswith("{") else {"url": value}
+                    self.addresses.add(found.get("url") or found["address"])
         finally:
             store.close()
 

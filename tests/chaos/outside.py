@@ -32,7 +32,7 @@ def garbage_to_puller(run: ChaosRun) -> None:
 
 
 def garbage_to_master(run: ChaosRun) -> None:
-    _garbage_to_zmq(_address(run, "request_reply"))
+    _garbage_to_zmq(json.loads(_address(run, "trainer/request_reply"))["address"])
 
 
 def garbage_to_manager(run: ChaosRun) -> None:
