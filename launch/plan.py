@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 import realsys
-from realsys.cluster.network import is_loopback
 from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES, STORE_ADDRESS
+from realsys.cluster.store.connect import is_elsewhere
 from realsys.cluster.topology import ModelShardID, place
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
@@ -131,10 +131,9 @@ def own_python_path(python_path: str) -> str:
 
 def _own_name_store(config: Config, seats: Sequence[Seat]) -> dict[str, NodePort]:
     """Return where the own etcd of a trial on other machines listens: on the node that has it, at the given port."""
-    store = config.cluster.name_store
-    host, _, port = store.address.rpartition(":")
-    if not (store.start and config.cluster.nodes and is_loopback(host)):
+    if not is_elsewhere(config):
         return {}
+    _, _, port = config.cluster.name_store.address.rpartition(":")
     [node] = [seat.node for seat in seats if seat.kind == NAME_STORE]
     return {STORE_ADDRESS: NodePort(node, int(port))}
 

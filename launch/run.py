@@ -227,6 +227,7 @@ async def _supervise(
 ) -> Outcome:
     """Start the processes of the plan, show them, and return the outcome when the supervisor has ended."""
     paths, cluster = ready.paths, config.cluster
+    paths.store_address.unlink(missing_ok=True)  # that of an earlier start
     progress, tail = Progress(), StepTail(paths.steps)
     progress.add(tail.records())  # earlier runs of this trial count, and are not shown again
     view = make_view(console, config, paths, plain=plain)
@@ -254,7 +255,7 @@ async def _supervise(
         finished=finished,
         outside=lambda: full_disk(paths.root),
         stopping=lambda: progress_of_stop(paths),
-        name_store_ready=lambda spec, host: etcd_answers(_own_store(config, spec, host), cluster.connect_timeout_s),
+        name_store_ready=lambda spec, host: _own_store_answers(config, paths, spec, host),
     )
     bounds = Bounds(
         cluster.stop_timeout_s,
@@ -296,10 +297,14 @@ async def _stop(launcher: Launcher) -> None:
         _tell(f"realsys: the launcher did not stop: {type(exc).__name__}: {exc}")
 
 
-def _own_store(config: Config, spec: ProcessSpec, host: str) -> str:
-    """Return the address of the run's own etcd. ``host``: address of its node."""
-    at = spec.addresses.get(STORE_ADDRESS)
-    return join_host_port(host, at.port) if at else config.cluster.name_store.address
+async def _own_store_answers(config: Config, paths: TrialPaths, spec: ProcessSpec, host: str) -> None:
+    """Wait for the run's own etcd, and tell where it is. ``host``: address of its node. Raises WaitTimeout."""
+    address = config.cluster.name_store.address
+    if at := spec.addresses.get(STORE_ADDRESS):
+        address = join_host_port(host, at.port)
+    await etcd_answers(address, config.cluster.connect_timeout_s)
+    if at:
+        paths.store_address.write_text(address, "utf-8")
 
 
 def _newest_step(paths: TrialPaths) -> int:

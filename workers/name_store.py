@@ -81,7 +81,7 @@ def main() -> NoReturn:
     paths = TrialPaths(arguments.trial_dir.resolve())
     config = read_config(paths.config)
     os.environ[PORTS] = config.cluster.ports
-    argv = command(store_address(config), f"127.0.0.1:{free_ports(1)[0]}", paths.own_etcd)
+    argv = command(store_address(config, paths), f"127.0.0.1:{free_ports(1)[0]}", paths.own_etcd)
     if SHIELDED in os.environ:
         sys.exit(keep(argv))
     os.execvp(argv[0], argv)

@@ -63,7 +63,7 @@ class Launcher(ABC):
         """
 
     def problem(self) -> str:
-        """Return why no more agents can come (``srun ended with code 1: ...``); "" if all is well."""
+        """Return why no more agents can come (``srun exited with code 1: ...``); "" if all is well."""
         return ""
 
     async def stop(self) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from realsys.cluster.child_process import ChildProcess, how_it_ended
+from realsys.cluster.network import HOST
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
@@ -26,7 +27,7 @@ from realsys.launch.launchers.base import Launcher
 from realsys.launch.slurm.hosts import JOB, Allocation
 from realsys.launch.slurm.job_script import escaped
 from realsys.launch.slurm.slurm_client import SlurmError, signal_steps
-from realsys.launch.slurm.slurm_options import check_slurm
+from realsys.launch.slurm.slurm_options import check_network, check_slurm
 
 _STEP = "agents"  # name of the step
 _STOP_S = 5.0  # time that srun has to end, before and after a signal
@@ -46,6 +47,8 @@ class SlurmLauncher(Launcher):
     @classmethod
     def check(cls, config: Config) -> None:
         check_slurm(config)
+        if HOST not in os.environ:  # sbatch hands it to the nodes
+            check_network(config)
 
     @classmethod
     def check_start(cls, config: Config) -> None:

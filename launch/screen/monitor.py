@@ -9,7 +9,7 @@ from typing import Protocol
 import aiohttp
 
 from realsys.cluster.store.base import NameStore
-from realsys.cluster.store.connect import make_name_store, trial_names
+from realsys.cluster.store.connect import is_known, make_name_store, trial_names
 from realsys.cluster.store.names import Names
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -64,17 +64,21 @@ class Monitor:
             self._screen.note(problem)
 
     async def run(self) -> None:
-        store = await asyncio.to_thread(make_name_store, self._config, self._paths)
+        store = None
         try:
             timeout = aiohttp.ClientTimeout(total=_STATUS_TIMEOUT_S)
             async with aiohttp.ClientSession(timeout=timeout) as session:
                 while True:
-                    await self.ask_manager(session, store)
+                    if store is None and is_known(self._config, self._paths):
+                        store = await asyncio.to_thread(make_name_store, self._config, self._paths)
+                    if store is not None:
+                        await self.ask_manager(session, store)
                     self.read_steps()
                     self.check_disk()
                     await asyncio.sleep(_REFRESH_S)
         finally:
-            store.close()
+            if store is not None:
+                store.close()
 
     async def ask_manager(self, session: aiohttp.ClientSession, store: NameStore) -> None:
         """Read the manager's status; without an answer the last one stays."""
@@ -99,6 +103,8 @@ async def look_once(config: Config, paths: TrialPaths, progress: Progress) -> No
     tail = StepTail(paths.steps)
     progress.add(tail.records())
     monitor = Monitor(config, paths, progress, _NoScreen(), tail)
+    if not is_known(config, paths):
+        return
     try:
         store = await asyncio.to_thread(make_name_store, config, paths)
     except NameStoreError:  # a folder without write permission

@@ -36,7 +36,7 @@ def submit(config: Config, script: Path) -> str:
         job = _call(["sbatch", "--parsable", str(script)])
     except SlurmError as error:
         text = str(error)
-        if slurm.partition and "partition" in text:
+        if slurm.partition and "invalid partition" in text:
             raise ConfigError("cluster.slurm.partition", slurm.partition, f"{text}{_partitions()}") from None
         raise ConfigError("cluster.launcher", "slurm", text) from None
     return job.strip().partition(";")[0]

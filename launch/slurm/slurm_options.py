@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Iterator
 
+from realsys.cluster.network import HOST, is_loopback
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
@@ -36,6 +37,15 @@ def check_slurm(config: Config) -> None:
         raise ConfigError(f"{SECTION}.time", slurm.time, f"{problem}: raise it, or lower signal_s")
     if slurm.signal_s > 65535:
         raise ConfigError(f"{SECTION}.signal_s", slurm.signal_s, "must be at most 65535, the limit of sbatch --signal")
+
+
+def check_network(config: Config) -> None:
+    """Refuse a job of several nodes that would meet on loopback. Raises ConfigError."""
+    cluster = config.cluster
+    has_own = cluster.interface or any(HOST in line for line in cluster.slurm.setup)
+    if cluster.nodes + cluster.spare_nodes > 1 and is_loopback(cluster.host) and not has_own:
+        problem = "the nodes cannot reach each other on loopback: name the network that they share (ib0, 10.1.0.0/16)"
+        raise ConfigError("cluster.interface", cluster.interface, problem)
 
 
 def _lines(config: Config) -> Iterator[tuple[str, str]]:

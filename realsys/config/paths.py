@@ -41,6 +41,11 @@ class TrialPaths:
         return self.root / "etcd"
 
     @property
+    def store_address(self) -> Path:
+        """host:port of the run's own etcd on another machine, once that machine has joined."""
+        return self.root / "name_store.address"
+
+    @property
     def lock(self) -> Path:
         """File that launcher and workers lock while they live. It names the last launcher."""
         return self.root / "lock"

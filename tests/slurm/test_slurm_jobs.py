@@ -26,6 +26,8 @@ def test_two_trials_side_by_side_are_done(slurm: VirtualSlurm, tmp_path: Path) -
     wide.until_steps(1)
     listed = realsys("list", str(tmp_path)).stdout
     assert "arith/wide" in listed and "running" in listed and wide.job in listed
+    live = realsys("status", str(wide.root)).stdout
+    assert "phase" in live and "no manager answers" not in live
     for trial in (wide, small):
         trial.check_done(4)
     assert len(list(wide.paths.logs.glob("agent-*.log"))) == 3

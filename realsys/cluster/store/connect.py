@@ -6,6 +6,7 @@ import os
 import pwd
 from pathlib import Path
 
+from realsys.cluster.network import is_loopback
 from realsys.cluster.process import STORE_ADDRESS
 from realsys.cluster.store.base import NameStore
 from realsys.cluster.store.file_store import FileNameStore
@@ -36,12 +37,27 @@ def make_name_store(
 
     lease_s = config.cluster.lease_s
     access = EtcdAccess(settings.ca, settings.cert, settings.key, settings.user, etcd_password(settings))
-    return EtcdNameStore(store_address(config), min(call_timeout_s, lease_s / 3), lease_s, access, known=known)
+    return EtcdNameStore(store_address(config, paths), min(call_timeout_s, lease_s / 3), lease_s, access, known=known)
 
 
-def store_address(config: Config) -> str:
-    """Return the address of etcd. The launcher knows that of an own etcd once its machine has joined."""
-    return os.environ.get(STORE_ADDRESS) or config.cluster.name_store.address
+def store_address(config: Config, paths: TrialPaths) -> str:
+    """Return the address of etcd. Of an own etcd on another machine, a worker has it in its environment."""
+    if address := os.environ.get(STORE_ADDRESS):
+        return address
+    if is_elsewhere(config) and paths.store_address.exists():
+        return paths.store_address.read_text("utf-8")
+    return config.cluster.name_store.address
+
+
+def is_elsewhere(config: Config) -> bool:
+    """Return True if the run starts its etcd on its first node, whose address is not in the configuration."""
+    settings = config.cluster.name_store
+    return bool(settings.start and config.cluster.nodes and is_loopback(settings.address.rpartition(":")[0]))
+
+
+def is_known(config: Config, paths: TrialPaths) -> bool:
+    """Return True if the name store can be asked: its address is known."""
+    return not is_elsewhere(config) or paths.store_address.exists()
 
 
 def etcd_password(settings: NameStoreConfig) -> str:

@@ -8,7 +8,7 @@ from realsys.config.schema import Config
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.config.schema_slurm import ContainerConfig, SlurmConfig
 from realsys.errors import ConfigError
-from realsys.launch.slurm.slurm_options import check_slurm, seconds_of
+from realsys.launch.slurm.slurm_options import check_network, check_slurm, seconds_of
 
 
 def checked(slurm: SlurmConfig, nodes: int = 1) -> None:
@@ -48,3 +48,12 @@ def test_job_needs_a_number_of_nodes() -> None:
 )
 def test_time_limit_is_read_as_sbatch_does(text: str, seconds: int) -> None:
     assert seconds_of(text) == seconds
+
+
+def test_nodes_of_a_job_need_a_common_network() -> None:
+    with pytest.raises(ConfigError, match="cluster.interface=''.* cannot reach each other on loopback"):
+        check_network(Config(cluster=ClusterConfig(nodes=1, spare_nodes=1)))
+    check_network(Config(cluster=ClusterConfig(nodes=1)))
+    check_network(Config(cluster=ClusterConfig(nodes=2, interface="ib0")))
+    setup = SlurmConfig(setup=["export REALSYS_HOST=$(hostname -i)"])
+    check_network(Config(cluster=ClusterConfig(nodes=2, slurm=setup)))

@@ -1,0 +1,37 @@
+"""Where the own etcd of a run over several machines is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from realsys.cluster.process import STORE_ADDRESS
+from realsys.cluster.store.connect import is_known, store_address
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+
+OWN = {"backend": "etcd", "start": True, "address": "127.0.0.1:2379"}
+
+
+def config(nodes: int, address: str = "127.0.0.1:2379") -> Config:
+    return Config.model_validate({"cluster": {"nodes": nodes, "name_store": {**OWN, "address": address}}})
+
+
+def test_address_is_in_the_folder_once_its_machine_joined(tmp_path: Path) -> None:
+    """`realsys status` and the display have no environment of a worker."""
+    paths = TrialPaths(tmp_path)
+    assert not is_known(config(2), paths)
+    paths.store_address.write_text("10.1.0.7:2379")
+    assert is_known(config(2), paths) and store_address(config(2), paths) == "10.1.0.7:2379"
+
+
+def test_address_of_one_machine_or_of_a_site_is_configured(tmp_path: Path) -> None:
+    paths = TrialPaths(tmp_path)
+    for each, expected in ((config(0), "127.0.0.1:2379"), (config(2, "10.1.0.9:2379"), "10.1.0.9:2379")):
+        assert is_known(each, paths) and store_address(each, paths) == expected
+
+
+def test_worker_has_the_address_in_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STORE_ADDRESS, "10.1.0.8:2379")
+    assert store_address(config(2), TrialPaths(tmp_path)) == "10.1.0.8:2379"
