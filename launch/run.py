@@ -41,6 +41,7 @@ from realsys.config.schema import Config
 from realsys.launch.fit import fit
 from realsys.launch.launchers.base import Launcher
 from realsys.launch.launchers.build import check_launcher, check_start, make_launcher
+from realsys.launch.nodes.base import EXIT_NO_MACHINE
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
 from realsys.launch.prepare import Ready, examine, prepare, resolve
@@ -322,7 +323,8 @@ def _conclude(config: Config, paths: TrialPaths, outcome: Outcome, started: floa
         write_summary(summary, paths)
     if outcome.status == "failed":
         _print_failure(outcome, failure, paths, again)
-        return failure.exit_code if failure else 1, summary
+        code = EXIT_NO_MACHINE if outcome.no_machine else failure.exit_code if failure else 1
+        return code, summary
     print_summary(_Terminal(), summary)
     if outcome.status == "interrupted":
         steps = (record["step"] for record in surviving_steps(paths.steps) if record["kind"] == "train")

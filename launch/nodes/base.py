@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 LOCAL = "this machine"  # name of the launcher's own node
 CANNOT_START = 127  # return code of a process that could not be started, as of a shell
+EXIT_NO_MACHINE = 4  # of a launcher that lost a machine for which no other one came
 
 
 class ProcessId(NamedTuple):
@@ -60,6 +61,7 @@ class Exit:
     log_end  output since the start, up to a bound, if it failed
     lost     why the node counts as dead, if the process ended with its node
     problem  why the process could not be started
+    no_machine  a machine was lost, and no other one took its place in time
     """
 
     returncode: int
@@ -67,6 +69,7 @@ class Exit:
     log_end: str = ""
     lost: str = ""
     problem: str = ""
+    no_machine: bool = False
 
 
 OnExit = Callable[[Exit], None]

@@ -124,7 +124,7 @@ class RemoteNode(Node):
         self._order(process)
         if not process.ordered:
             problem = str(self._refused or self._no_agent(self._join_s))
-            ended = Exit(CANNOT_START, time.time(), problem=problem)
+            ended = Exit(CANNOT_START, time.time(), problem=problem, no_machine=self._refused is None)
             wait_s = 0.0 if self._refused else self._join_s
             process.waits = asyncio.get_running_loop().call_later(wait_s, self._end_of, process.serial, ended)
         return process

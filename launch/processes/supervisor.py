@@ -200,7 +200,8 @@ class Supervisor:
     def _on_exit(self, child: Child, process: Process, ended: Exit) -> None:
         spec = child.spec
         if ended.problem:
-            self._end(Outcome("failed", f"{spec.name} cannot be started: {ended.problem}"))
+            reason = f"{spec.name} cannot be started: {ended.problem}"
+            self._end(Outcome("failed", reason, no_machine=ended.no_machine))
             return
         failed = self._outcome is None and ended.returncode > 0
         error, defect = last_error(ended.log_end) if failed else ("", ())
@@ -222,7 +223,7 @@ class Supervisor:
         elif spec.on_death == "end" or (spec.kind == NAME_STORE and death.lost):
             # The address of another machine's etcd would be a new one, which no running process knows.
             self._deaths.append(death)
-            self._end(Outcome("failed", f"{spec.name} {death.how}"))
+            self._end(Outcome("failed", f"{spec.name} {death.how}", no_machine=bool(death.lost)))
         elif spec.on_death == "restart":
             self._restart_alone(child, death, ran_s)
         else:

@@ -14,11 +14,11 @@ from importlib import resources
 from pathlib import Path
 
 from realsys.config.schema import Config
+from realsys.launch.nodes.base import EXIT_NO_MACHINE
 from realsys.launch.slurm.slurm_options import REQUEUE_CODE
 
 _REQUEUE = f"""\
-nodes=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%D)
-if [ "$code" -eq 1 ] && [ "${{nodes:-$SLURM_NNODES}}" -lt "$SLURM_NNODES" ]; then
+if [ "$code" -eq {EXIT_NO_MACHINE} ]; then
   code={REQUEUE_CODE}  # the job has lost a node, and no spare could take its place
 fi
 if [ "$code" -eq {REQUEUE_CODE} ]; then scontrol requeue "$SLURM_JOB_ID"; fi"""

@@ -79,6 +79,7 @@ def test_lost_node_without_another_agent_ends_run(tmp_path: Path) -> None:
     assert outcome.status == "failed"
     assert trial.notes[0].startswith("model_worker/0 was lost with its node b: nothing was heard from its agent for ")
     assert outcome.reason.startswith("model_worker/0 cannot be started: no agent for node b joined within 15 s ")
+    assert outcome.no_machine
 
 
 def test_agent_suspended_beyond_its_lease_starts_afresh(trial: AgentTrial) -> None:

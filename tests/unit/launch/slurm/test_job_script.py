@@ -11,6 +11,7 @@ from realsys.config.schema import Config
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.config.schema_slurm import ContainerConfig, SlurmConfig
 from realsys.launch.launchers.slurm import srun_command
+from realsys.launch.nodes.base import EXIT_NO_MACHINE
 from realsys.launch.slurm.hosts import Allocation
 from realsys.launch.slurm.job_script import Job, render
 
@@ -54,15 +55,13 @@ def test_script_is_that_of_the_file(name: str, tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=True, timeout=60)
 
 
-def run_script(tmp_path: Path, program: str, nodes: str = "1") -> tuple[int, str]:
+def run_script(tmp_path: Path, program: str) -> tuple[int, str]:
     """Run a batch script whose run is ``program``, with stand-ins for SLURM; returns its exit code and its requeues."""
     (tmp_path / "job.sh").write_text(
         render(Config(cluster=CLUSTERS["plain"]), Job(["bash", "-c", program], tmp_path, tmp_path / "o"))
     )
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
-    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho {nodes}\n")
-    for name in ("scontrol", "squeue"):
-        (tmp_path / name).chmod(0o755)
+    (tmp_path / "scontrol").chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
     done = subprocess.run(["bash", str(tmp_path / "job.sh")], env=env, timeout=60, check=False)
     calls = tmp_path / "calls"
@@ -80,9 +79,9 @@ def test_sigterm_reaches_the_run_once(tmp_path: Path) -> None:
     assert run_script(tmp_path, program) == (5, "")
 
 
-@pytest.mark.parametrize(("code", "nodes", "requeued"), [(0, 1, False), (1, 2, False), (1, 1, True), (2, 1, False)])
-def test_failure_requeues_only_after_a_lost_node(code: int, nodes: int, requeued: bool, tmp_path: Path) -> None:
-    ended, calls = run_script(tmp_path, f"exit {code}", str(nodes))
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (2, False), (EXIT_NO_MACHINE, True)])
+def test_failure_requeues_only_after_a_lost_node(code: int, requeued: bool, tmp_path: Path) -> None:
+    ended, calls = run_script(tmp_path, f"exit {code}")
     assert (ended, calls) == ((138, "requeue 7\n") if requeued else (code, ""))
 
 

@@ -27,8 +27,7 @@ run=$!
 while kill -0 "$run" 2>/dev/null; do wait "$run"; done  # a trap ends `wait` early
 wait "$run"
 code=$?
-nodes=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%D)
-if [ "$code" -eq 1 ] && [ "${nodes:-$SLURM_NNODES}" -lt "$SLURM_NNODES" ]; then
+if [ "$code" -eq 4 ]; then
   code=138  # the job has lost a node, and no spare could take its place
 fi
 if [ "$code" -eq 138 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
