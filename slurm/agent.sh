@@ -2,7 +2,8 @@
 # At scancel SLURM sends SIGTERM to every process of a job. The workers must live until the last checkpoint is taken.
 export REALSYS_SHIELDED=1
 # The agent, which is signalled as well, decides when it ends.
-trap : TERM INT HUP USR1
+trap : TERM INT USR1
+trap '' HUP  # a job has no terminal: a SIGHUP is the kernel's, for processes whose parent has ended
 "$@" --node "$SLURMD_NODENAME" &
 agent=$!
 while kill -0 "$agent" 2>/dev/null; do wait "$agent"; done  # a trap ends `wait` early

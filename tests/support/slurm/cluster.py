@@ -157,7 +157,9 @@ class VirtualSlurm:
         """SIGKILL to everything on a node, as when its power fails: no process sees another one end."""
         tasks = self.tasks(node)
         steps = {step.pid for task in tasks for step in task.parents() if "slurmstepd" in step.name()}
-        pids = [self._daemons[node].pid, *steps, *(task.pid for task in tasks)]
+        # Children first: the kernel wakes a stopped process, with SIGHUP, when its parent has ended.
+        tasks.sort(key=lambda task: len(task.parents()), reverse=True)
+        pids = [*(task.pid for task in tasks), *steps, self._daemons[node].pid]
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
