@@ -26,7 +26,6 @@ import contextlib
 import gc
 import logging
 import math
-import multiprocessing
 import random
 import statistics
 import sys
@@ -41,6 +40,7 @@ from typing import Any
 import uvloop
 
 import realsys.master.calls.executor as executor_module
+from benchmarks._processes import helper_processes
 from benchmarks._table import report
 from realsys.buffer.minibatches import plan_minibatches, sequence_refs
 from realsys.buffer.sequence_buffer import owners_of
@@ -171,26 +171,11 @@ def answer(endpoint: WorkerEndpoint, reply: MfcReply) -> None:
             endpoint.reply(request, content)
 
 
-@contextlib.contextmanager
-def endpoints(address: str, keys: CurveKeys, mesh: Mesh) -> Iterator[list[Connection]]:
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for share in range(PROCESSES):
-        mine, other = context.Pipe()
-        indices = mesh.workers[share::PROCESSES]
-        process = context.Process(target=serve, args=(address, keys, indices, set(mesh.dp_heads()), other), daemon=True)
-        process.start()
-        pipes.append(mine)
-        processes.append(process)
-    try:
-        for pipe in pipes:
-            assert pipe.poll(BOUND_S), "the endpoints did not start"
-            pipe.recv()
-        yield pipes
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join(BOUND_S)
+def endpoints(address: str, keys: CurveKeys, mesh: Mesh) -> contextlib.AbstractContextManager[list[Connection]]:
+    """Processes that hold the endpoints of the workers."""
+    heads = set(mesh.dp_heads())
+    shares = [(address, keys, mesh.workers[share::PROCESSES], heads) for share in range(PROCESSES)]
+    return helper_processes(serve, shares, BOUND_S)
 
 
 def make_groups(mesh: Mesh, groups: int, size: int) -> list[list[SampleMeta]]:

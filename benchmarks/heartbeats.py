@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import multiprocessing
 import os
 import subprocess
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any, Self
 
 import uvloop
 
+from benchmarks._processes import helper_processes
 from benchmarks._router import BOUND_S, NAMES, TOKEN, running
 from benchmarks._table import report
 from realsys.cluster.heartbeat import Heartbeat, LeaseTerms
@@ -130,26 +130,10 @@ def beat_for(place: str, indices: Sequence[int], period_s: float, pipe: Connecti
                 pool.submit(beat, heart)
 
 
-@contextlib.contextmanager
-def beating(place: str, workers: int, period_s: float) -> Iterator[list[Connection]]:
-    context = multiprocessing.get_context("spawn")
-    shares = [range(first, workers, BEATERS) for first in range(BEATERS)]
-    pipes, processes = [], []
-    for share in shares:
-        mine, other = context.Pipe()
-        process = context.Process(target=beat_for, args=(place, share, period_s, other), daemon=True)
-        process.start()
-        pipes.append(mine)
-        processes.append(process)
-    try:
-        for pipe in pipes:
-            assert pipe.poll(BOUND_S), "the heartbeats did not start"
-            pipe.recv()
-        yield pipes
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join(BOUND_S)
+def beating(place: str, workers: int, period_s: float) -> contextlib.AbstractContextManager[list[Connection]]:
+    """Processes that beat for ``workers`` workers."""
+    shares = [(place, range(first, workers, BEATERS), period_s) for first in range(BEATERS)]
+    return helper_processes(beat_for, shares, BOUND_S)
 
 
 def cpu_s(pid: int) -> float:

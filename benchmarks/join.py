@@ -18,10 +18,9 @@ import argparse
 import asyncio
 import contextlib
 import math
-import multiprocessing
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Any
 import msgspec
 import uvloop
 
+from benchmarks._processes import helper_processes
 from benchmarks._router import BOUND_S, NAMES, TOKEN, SimulatedServers, running
 from benchmarks._table import report
 from benchmarks.heartbeats import cpu_s, open_store, own_etcd
@@ -121,26 +121,11 @@ def join(place: str, port: int, indices: Sequence[int], pipe: Connection) -> Non
         store.close()
 
 
-@contextlib.contextmanager
-def workers(place: str, port: int, count: int) -> Iterator[list[Connection]]:
+def workers(place: str, port: int, count: int) -> contextlib.AbstractContextManager[list[Connection]]:
     """Processes of the workers, ready to join."""
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for first in range(PROCESSES):
-        # Pairs, so that each process has as many servers as RolloutWorkers.
-        share = [index for index in range(count) if index // 2 % PROCESSES == first]
-        mine, other = context.Pipe()
-        processes.append(context.Process(target=join, args=(place, port, share, other), daemon=True))
-        processes[-1].start()
-        pipes.append(mine)
-    try:
-        for pipe in pipes:
-            _receive(pipe)
-        yield pipes
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(BOUND_S)
+    # Pairs, so that each process has as many servers as RolloutWorkers.
+    shares = [[index for index in range(count) if index // 2 % PROCESSES == first] for first in range(PROCESSES)]
+    return helper_processes(join, [(place, port, share) for share in shares], JOIN_S)
 
 
 def _receive(pipe: Connection) -> Any:

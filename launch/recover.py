@@ -48,8 +48,8 @@ def half_written(paths: TrialPaths) -> list[Path]:
 
 
 def own_stores(paths: TrialPaths) -> list[Path]:
-    """Return the name stores in the trial folder. They are of use only while the trial runs."""
-    return [folder for folder in (paths.name_store, paths.own_etcd) if folder.exists()]
+    """Return what the name stores of a run have in its folder. It is of use only while the trial runs."""
+    return [path for path in (paths.name_store, paths.own_etcd, paths.store_address) if path.exists()]
 
 
 def remove_path(path: Path) -> None:

@@ -228,7 +228,6 @@ async def _supervise(
 ) -> Outcome:
     """Start the processes of the plan, show them, and return the outcome when the supervisor has ended."""
     paths, cluster = ready.paths, config.cluster
-    paths.store_address.unlink(missing_ok=True)  # that of an earlier start
     progress, tail = Progress(), StepTail(paths.steps)
     progress.add(tail.records())  # earlier runs of this trial count, and are not shown again
     view = make_view(console, config, paths, plain=plain)

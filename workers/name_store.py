@@ -31,7 +31,7 @@ _MEMBER = "realsys"
 
 
 def keep(argv: list[str]) -> int:
-    """Run etcd until this process is asked to stop, or etcd fails. Returns the exit code."""
+    """Run etcd until this process gets a signal to stop, or etcd fails. Returns the exit code."""
     signals = StopSignals(threading.Event())
     signals.install()
     while True:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # every process imports this module first, and pydantic takes
 
 log = logging.getLogger(__name__)
 
-LOOKS_PER_LEASE = 5  # a look at the key costs the store as much as a renewal
+LOOKS_PER_LEASE = 5  # reading the key costs the store as much as a renewal
 
 
 def lease_clock(cluster: ClusterConfig) -> Callable[[], float]:

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 PARENT_PID = "REALSYS_PARENT_PID"  # set by a launcher that is the direct parent
 TRAINING_START = "REALSYS_TRAINING_START"  # number of the trainer's start, for its processes
 STORE_ADDRESS = "REALSYS_NAME_STORE"  # host:port of the trial's own etcd on another machine
-NODE_RANK = "REALSYS_NODE_RANK"  # of a part of a server that spans nodes, and the number of its parts
-NODES = "REALSYS_NODES"
+NODE_RANK = "REALSYS_NODE_RANK"  # number of this part of a server that spans nodes
+NODES = "REALSYS_NODES"  # number of its parts
 INIT_ADDRESS = "REALSYS_INIT_ADDRESS"  # host:port at which the parts find each other
 #: set where a batch system sends SIGTERM to every process of a job: a worker is stopped by the SIGINT of its agent only
 SHIELDED = "REALSYS_SHIELDED"
@@ -125,7 +125,7 @@ def on_thread(
     """Return ``action()``, run on a thread, so that the caller can stop while a library waits in C++.
 
     Raises WaitTimeout, which names ``waits_for()``, after ``timeout_s``, and when ``on_stop`` calls back because the
-    process stops. The thread goes on then, for as long as the library waits.
+    process stops. The thread then continues for as long as the library waits.
     """
     ended, result = threading.Event(), Future[T]()
 

@@ -196,7 +196,7 @@ def _find(name: str, width: int, count: int, used: Sequence[_Used], *, share: bo
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What the processes of a node take: number of processes, GPUs of the node, bytes of host memory."""
+    """Needs of the processes of a node: their number, GPUs, bytes of host memory."""
 
     processes: int
     gpus: int

@@ -147,7 +147,7 @@ class SglangApi:
             raise GenerationError(f"SGLang did not load version {version}: {reply.message}", retryable=True)
 
     async def renumber(self, version: int) -> None:
-        """Call the weights that SGLang has ``version``. Running requests go on, and keep their earlier versions."""
+        """Call the weights that SGLang has ``version``. Running requests continue, with their earlier versions."""
         body = {"new_version": str(version), "abort_all_requests": False}
         await self._send("/update_weight_version", body)
 

@@ -13,7 +13,7 @@ from realsys.generation.sglang.keeper import scratch_folder
 
 
 async def run_part(launch: Launch, on_stop: Callable[[Callable[[], None]], None]) -> None:
-    """Run SGLang until it ends, which raises GenerationError, or until the process is asked to stop."""
+    """Run SGLang until it ends, which raises GenerationError, or until the process gets a signal to stop."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
 
