@@ -227,6 +227,27 @@ VERIFIER = Door(
     takes("item"),
 )
 
+#: reads one row of a data set; ``auto`` (realsys.data.layouts.detect) finds the layout by the keys of the first row
+LAYOUT = Door(
+    "data.layout",
+    "layout",
+    {
+        "realsys": "realsys.data.layouts.chat_rows:realsys",
+        "verl": "realsys.data.layouts.chat_rows:verl",
+        "dapo": "realsys.data.layouts.chat_rows:verl",
+        "slime": "realsys.data.layouts.chat_rows:slime",
+        "messages": "realsys.data.layouts.chat_rows:messages",
+        "gsm8k": "realsys.data.layouts.math_rows:gsm8k",
+        "math": "realsys.data.layouts.math_rows:math",
+        "deepscaler": "realsys.data.layouts.math_rows:problem_answer",
+        "humaneval": "realsys.data.layouts.code_rows:humaneval",
+        "mbpp": "realsys.data.layouts.code_rows:mbpp",
+        "code_contests": "realsys.data.layouts.code_rows:code_contests",
+        "livecodebench": "realsys.data.layouts.code_rows:livecodebench",
+    },
+    accepts("row"),
+)
+
 LOSS = Door(
     "train.ppo.loss",
     "loss",

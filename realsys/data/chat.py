@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -50,12 +51,12 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelError(f"{origin}: chat template cannot be read: {error}") from None
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
         """Render the text before the model's completion. DataError if the template refuses the messages."""
-        dicts = [{"role": message.role, "content": message.content} for message in messages]
+        dicts = [msgspec.to_builtins(message) for message in messages]
         try:
             return self._template.render(
-                messages=dicts, add_generation_prompt=True, tools=None, documents=None, **self._special
+                messages=dicts, add_generation_prompt=True, tools=list(tools) or None, documents=None, **self._special
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(f"chat template of {self._origin}: {error}") from None

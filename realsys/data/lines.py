@@ -14,29 +14,48 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from realsys.data.layouts.code_tests import CodeTests
 from realsys.errors import MALFORMED, DataError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-class Message(msgspec.Struct, frozen=True):
-    """One message of a chat."""
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One message of a chat, in the form of OpenAI's API.
 
-    role: Literal["system", "user", "assistant"]
-    content: str
+    content       None only for an assistant that calls tools
+    tool_calls    calls of an assistant; ``function.arguments`` is an object
+    tool_call_id  the call that a message of role tool answers
+    name          the tool, or the speaker
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | None
+    tool_calls: list[dict[str, Any]] = []
+    tool_call_id: str = ""
+    name: str = ""
 
 
 PromptText = str | list[Message]
 
 
-class Problem(msgspec.Struct, frozen=True):
+#: keys of a row that the reader checks, and agent and verifier get, too
+_SHARED = ("tools", "code_tests")
+
+
+class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     """A prompt with the reference answer, which a verifier compares with the completion.
+
+    tools       descriptions of the tools for the chat template, as JSON objects in the form of OpenAI's API
+    code_tests  tests of a program; then ``answer`` may be empty
 
     The line may have other keys. ``Lines.read_whole`` returns them; opening a file skips them, which is faster.
     """
 
     prompt: str | list[Message]
     answer: str
+    tools: list[dict[str, Any]] = []
+    code_tests: CodeTests | None = None
 
     EXAMPLE = '{"prompt": "text, or a list of {role, content}", "answer": "text"}'
 
@@ -70,18 +89,18 @@ class RecordReader(Generic[Record]):
             record = self._decoder.decode(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
         except MALFORMED as error:
             raise self._error(path, number, str(error)) from None
-        problem = _problem_of(record)
+        problem = problem_of(record)
         if problem:
             raise self._error(path, number, problem)
         return record
 
     def decode_extra(self, path: Path, number: int, line: bytes) -> dict[str, Any]:
-        """Decode the keys of a line that are not fields of the record. Raises DataError."""
+        """Decode the keys of a line other than prompt, answer and response. Raises DataError."""
         try:
             keys = _OBJECT.decode(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
         except MALFORMED as error:
             raise self._error(path, number, str(error)) from None
-        for name in self.kind.__struct_fields__:
+        for name in set(self.kind.__struct_fields__).difference(_SHARED):
             del keys[name]
         return keys
 
@@ -94,20 +113,30 @@ class RecordReader(Generic[Record]):
         return DataError(f"{path}:{number}: {problem}; a line must be {self.kind.EXAMPLE}")
 
 
-def _problem_of(record: Problem | Demonstration) -> str | None:
+def problem_of(record: Problem | Demonstration) -> str | None:
     """Return the problem that the types cannot express, or None."""
     prompt = record.prompt
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            return "prompt is empty"
-    elif not prompt:
+    if problem := _problem_of_text(prompt) if isinstance(prompt, str) else _problem_of_messages(prompt):
+        return problem
+    if isinstance(record, Demonstration):
+        return None if record.response else "response is empty: the warm-up needs it"
+    if record.code_tests is not None:
+        return record.code_tests.problem()
+    return None if record.answer.strip() else "answer is empty: a verifier needs it"
+
+
+def _problem_of_text(prompt: str) -> str | None:
+    return None if prompt.strip() else "prompt is empty"
+
+
+def _problem_of_messages(prompt: list[Message]) -> str | None:
+    if not prompt:
         return "prompt has no messages"
-    elif prompt[-1].role != "user":
-        return f"the last message of prompt has role {prompt[-1].role!r}, but it must be 'user'"
-    if isinstance(record, Problem) and not record.answer.strip():
-        return "answer is empty: a verifier needs it"
-    if isinstance(record, Demonstration) and not record.response:
-        return "response is empty: the warm-up needs it"
+    for number, message in enumerate(prompt, 1):
+        if message.content is None and not (message.role == "assistant" and message.tool_calls):
+            return f"message {number} of prompt has no content: only an assistant with tool_calls may have none"
+    if (role := prompt[-1].role) not in ("user", "tool"):
+        return f"the last message of prompt has role {role!r}, but it must be 'user' or 'tool'"
     return None
 
 

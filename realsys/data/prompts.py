@@ -68,7 +68,9 @@ class PromptDataset:
         for lines in self._splits.values():
             for indices, problems in lines.chunks():
                 try:
-                    encoded = self._tokenizer.encode_prompts([p.prompt for p in problems], chat=self._chat)
+                    encoded = self._tokenizer.encode_prompts(
+                        [p.prompt for p in problems], chat=self._chat, tools=[p.tools for p in problems]
+                    )
                 except DataError:
                     # The batch does not tell which prompt failed; one by one, the error names the line.
                     encoded = [self._encode(lines, i, p) for i, p in zip(indices, problems, strict=True)]
@@ -79,7 +81,7 @@ class PromptDataset:
 
     def _encode(self, lines: Lines[Problem], index: int, problem: Problem) -> list[int]:
         try:
-            return self._tokenizer.encode_prompt(problem.prompt, chat=self._chat)
+            return self._tokenizer.encode_prompt(problem.prompt, chat=self._chat, tools=problem.tools)
         except DataError as error:
             raise DataError(f"{lines.where(index)}: {error}") from None
 
@@ -142,4 +144,4 @@ def _check_sizes(splits: Splits, files: DatasetFiles, config: Config) -> None:
 
 def plain_text(prompt: PromptText) -> str:
     """Return the text of a prompt, for a verifier."""
-    return prompt if isinstance(prompt, str) else "\n".join(message.content for message in prompt)
+    return prompt if isinstance(prompt, str) else "\n".join(message.content or "" for message in prompt)

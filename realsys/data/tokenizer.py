@@ -5,6 +5,7 @@ The ids of a completion are never computed from its text: ``completion_text`` is
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from realsys.data.chat import find_chat_template
 from realsys.data.lines import Message, PromptText
 from realsys.errors import DataError, ModelError
 from realsys.hf.config import read_end_of_text
+
+Tools = Sequence[dict[str, Any]]
 
 
 class TextTokenizer:
@@ -58,18 +61,30 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 
-    def encode_prompt(self, prompt: PromptText, *, chat: bool = True) -> list[int]:
+    def render(self, prompt: PromptText, *, chat: bool = True, tools: Tools = ()) -> str:
+        """Return the text that is tokenised, without BOS if the tokenizer adds it. Raises DataError."""
+        return self._prepare(prompt, chat, tools)[0]
+
+    def encode_prompt(self, prompt: PromptText, *, chat: bool = True, tools: Tools = ()) -> list[int]:
         """Tokenise a prompt. Raises DataError.
 
         With ``chat`` and a model that has a chat template, the template wraps the prompt. Otherwise the
         tokenizer adds its special tokens (BOS).
         """
-        text, special = self._prepare(prompt, chat)
+        text, special = self._prepare(prompt, chat, tools)
         return self._encode(text, special)
 
-    def encode_prompts(self, prompts: Sequence[PromptText], *, chat: bool = True) -> list[list[int]]:
-        """Tokenise many, on all cores. The DataError does not name the one that failed."""
-        prepared = [self._prepare(prompt, chat) for prompt in prompts]
+    def encode_prompts(
+        self, prompts: Sequence[PromptText], *, chat: bool = True, tools: Sequence[Tools] = ()
+    ) -> list[list[int]]:
+        """Tokenise many, on all cores. ``tools``: one entry per prompt, or none for all.
+
+        The DataError does not name the one that failed.
+        """
+        prepared = [
+            self._prepare(prompt, chat, own)
+            for prompt, own in zip(prompts, tools or itertools.repeat(()), strict=bool(tools))
+        ]
         # Equal for all of them: either every prompt went through the template or none did.
         return self._encode_many([text for text, _ in prepared], any(special for _, special in prepared))
 
@@ -112,14 +127,16 @@ class TextTokenizer:
 
         return [character for character in sorted(characters) if not character.isspace() and is_lost(character)]
 
-    def _prepare(self, prompt: PromptText, chat: bool) -> tuple[str, bool]:
+    def _prepare(self, prompt: PromptText, chat: bool, tools: Tools) -> tuple[str, bool]:
         """Return the text, and True if the tokenizer must add its special tokens: a chat template includes them."""
         if chat and self._chat is not None:
             messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
-            return self._chat.render(messages), False
+            return self._chat.render(messages, tools), False
+        reason = "the model has no chat template" if chat else "data.chat_template is false"
+        if tools:
+            raise DataError(f"the row has tools, but {reason}: only a chat template can describe them to the model")
         if isinstance(prompt, str):
             return prompt, True
-        reason = "the model has no chat template" if chat else "data.chat_template is false"
         raise DataError(f"the prompt is a list of messages, but {reason}: write it as one text")
 
     def _encode(self, text: str, special: bool) -> list[int]:

@@ -1,0 +1,162 @@
+"""The contract of a layout: a function ``(row, **args) -> Row``, pure, that reads one row of a published data set.
+
+    source ──{key: value}──> layout ──Row──> line of the trial's own file      raises RowError: field and problem
+
+``data.layout`` names the layout; ``auto`` finds it by the keys of the first row. A layout takes the keys that it reads
+out of the row and leaves the others in ``Row.extra``, which reaches agent, environment and verifier unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from realsys.data.layouts.code_tests import CodeTests
+from realsys.data.lines import Message, Problem, PromptText, problem_of
+from realsys.errors import MALFORMED, DataError
+
+Values = Mapping[str, Any]
+
+
+class RowError(DataError):
+    """A field of a row is wrong. The reader of the source adds file and row."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field = field
+        self.problem = problem
+        super().__init__(f"field {field!r}: {problem}")
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One problem with the other keys of its row."""
+
+    prompt: PromptText
+    answer: str
+    extra: dict[str, Any] = {}
+    tools: list[dict[str, Any]] = []
+    code_tests: CodeTests | None = None
+
+    def problem(self) -> Problem:
+        """Return the checked problem. Raises RowError."""
+        problem = Problem(self.prompt, self.answer, self.tools, self.code_tests)
+        if text := problem_of(problem):
+            raise RowError(next(name for name in Problem.__struct_fields__ if name in text), text)
+        return problem
+
+    def line(self) -> dict[str, Any]:
+        """Return the keys of the line of the trial's own file."""
+        checked: dict[str, Any] = msgspec.to_builtins(self.problem())
+        return {**self.extra, **checked}
+
+
+def take(row: Values, field: str) -> Any:
+    """Return the value of a field that must be there. Raises RowError."""
+    if row.get(field) is None:
+        raise RowError(field, "is missing")
+    return row[field]
+
+
+def text(row: Values, field: str) -> str:
+    """Return a text that must not be empty. Raises RowError."""
+    value = take(row, field)
+    if not isinstance(value, str):
+        raise RowError(field, f"must be a text, not {type(value).__name__}")
+    if not value.strip():
+        raise RowError(field, "is empty")
+    return value
+
+
+def texts(row: Values, field: str) -> list[str]:
+    """Return a list of texts, which may be empty. Raises RowError."""
+    value = row.get(field)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise RowError(field, "must be a list of texts")
+    return value
+
+
+def answer_text(value: Any, field: str) -> str:
+    """Return a reference answer as text: numbers as they are written, lists and objects as JSON. Raises RowError."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise RowError(field, "is empty")
+        return value
+    if isinstance(value, bool) or value is None:
+        raise RowError(field, f"must be a text or a number, not {json.dumps(value)}")
+    return str(value) if isinstance(value, int | float) else msgspec.json.encode(value).decode()
+
+
+def parsed(value: str, field: str) -> Any:
+    """Parse JSON text. Raises RowError."""
+    try:
+        return msgspec.json.decode(value)
+    except MALFORMED as error:
+        raise RowError(field, f"is not JSON: {error}") from None
+
+
+def others(row: Values, *taken: str) -> dict[str, Any]:
+    """Return the keys that no layout has taken, without those that are empty in a table's row."""
+    return {key: value for key, value in row.items() if key not in taken and value is not None}
+
+
+def chat(value: Any, field: str) -> list[Message]:
+    """Read messages in the form of OpenAI's API. Parts of text are joined. Raises RowError."""
+    if not isinstance(value, list) or not value:
+        raise RowError(field, "must be a list of messages that is not empty")
+    return [_message(message, f"{field}[{number}]") for number, message in enumerate(value)]
+
+
+def prompt_of(value: Any, field: str) -> PromptText:
+    """Read a prompt, which is a text or a list of messages. Raises RowError."""
+    return text({field: value}, field) if isinstance(value, str) else chat(value, field)
+
+
+def tools_of(value: Any, field: str) -> list[dict[str, Any]]:
+    """Read descriptions of tools: a list of objects, or JSON text of one. Raises RowError."""
+    if isinstance(value, str):
+        value = parsed(value, field) if value.strip() else None
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise RowError(field, "must be a list of objects, one per tool")
+    return [_filled(tool) for tool in value]
+
+
+def _message(value: Any, field: str) -> Message:
+    if not isinstance(value, dict):
+        raise RowError(field, f"must be an object with role and content, not {type(value).__name__}")
+    message = {key: entry for key, entry in value.items() if entry is not None}
+    message["content"] = _content(value.get("content"), f"{field}.content")
+    calls = [_filled(call) if isinstance(call, dict) else call for call in message.get("tool_calls") or ()]
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            # Templates write the arguments as JSON; a text would be written as JSON twice.
+            function["arguments"] = parsed(function["arguments"], f"{field}.tool_calls.function.arguments")
+    try:
+        return msgspec.convert({**message, "tool_calls": calls}, Message)
+    except MALFORMED as error:
+        raise RowError(field, str(error)) from None
+
+
+def _content(value: Any, field: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
+        return "".join(part["text"] for part in value)
+    raise RowError(field, "must be a text, or a list of parts of type text: images and sound are not supported")
+
+
+def _filled(value: Any) -> Any:
+    """Copy a value without the null entries that a table adds to give every object the same keys."""
+    if isinstance(value, dict):
+        return {key: _filled(entry) for key, entry in value.items() if entry is not None}
+    return [_filled(entry) for entry in value] if isinstance(value, list) else value
+
+
+def has_keys(row: Values, keys: Iterable[str]) -> bool:
+    return all(row.get(key) is not None for key in keys)

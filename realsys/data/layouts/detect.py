@@ -1,0 +1,47 @@
+"""Finding the layout of a source by the keys of its first row, and loading the one that a setting names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from realsys.config.doors import LAYOUT
+from realsys.data.layouts.base import Row, Values, has_keys
+from realsys.errors import DataError
+
+AUTO, OWN = "auto", "realsys"
+Layout = Callable[[Values], Row]
+
+#: Keys of a row -> layout. The first line that fits is taken, so the more particular ones come first.
+_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("livecodebench", ("question_content", "private_test_cases")),
+    ("humaneval", ("prompt", "entry_point", "test")),
+    ("mbpp", ("test_list",)),
+    ("code_contests", ("description", "private_tests")),
+    ("code_contests", ("description", "public_tests")),
+    ("verl", ("prompt", "reward_model")),
+    ("realsys", ("prompt", "answer")),
+    ("slime", ("prompt", "label")),
+    ("messages", ("messages",)),
+    ("deepscaler", ("problem", "answer")),
+    ("math", ("problem", "solution")),
+    ("gsm8k", ("question", "answer")),
+)
+
+
+def detect(row: Values) -> str | None:
+    """Return the name of the layout that has the keys of ``row``, None if there is none."""
+    return next((name for name, keys in _KEYS if has_keys(row, keys)), None)
+
+
+def layout_of(name: str, arguments: Mapping[str, Any], first: Values, where: str) -> Layout:
+    """Return the layout ``name`` with its arguments; ``auto`` finds it by ``first``. Raises ConfigError or DataError."""
+    if name == AUTO:
+        found = detect(first)
+        if found is None:
+            keys, known = ", ".join(map(str, first)) or "none", ", ".join(sorted(LAYOUT.builtin))
+            raise DataError(f"{where}: no known layout has the keys {keys}: set data.layout to one of {known}")
+        name = found
+    LAYOUT.check(name, arguments)
+    return functools.partial(LAYOUT.load(name), **arguments)

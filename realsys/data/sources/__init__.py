@@ -1,0 +1,1 @@
+"""Sources of rows: JSON, parquet and Arrow files, folders of data sets, generated tasks."""

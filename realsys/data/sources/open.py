@@ -1,0 +1,47 @@
+"""Opening a source by its name in the configuration.
+
+    FILE.jsonl  FILE.json  FILE.parquet  FILE.arrow  FOLDER  FOLDER@SPLIT  reasoning_gym:NAME
+
+A file with another name is read as lines of JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from realsys.config.sources import RG, split_suffix
+from realsys.data.sources.base import Rows
+from realsys.data.sources.folders import files_of
+from realsys.data.sources.lines_of_json import json_rows
+from realsys.data.sources.reasoning_gym import generated_rows
+from realsys.data.sources.tables import arrow_rows, parquet_rows
+from realsys.errors import DataError
+
+#: splits of a folder that are read for each split of realsys, the first that it has
+FOLDER_SPLITS = {"train": ("train",), "eval": ("test", "validation")}
+_READERS: dict[str, Callable[[Path], Rows]] = {".parquet": parquet_rows, ".arrow": arrow_rows}
+
+
+def source_files(source: str, split: str) -> list[Path]:
+    """Return the files of a source; none for a generated one. Raises DataError."""
+    if source.startswith(RG):
+        return []
+    name, own = split_suffix(source)
+    path = Path(name)
+    splits: Sequence[str] = (own,) if own else FOLDER_SPLITS[split]
+    if path.is_dir():
+        return files_of(path, splits)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file or folder")
+    return [path]
+
+
+def source_rows(source: str, split: str, arguments: Mapping[str, Any]) -> Rows:
+    """Yield the rows of a source. ``arguments``: those of a generated source. Raises DataError."""
+    if source.startswith(RG):
+        yield from generated_rows(source.removeprefix(RG), split, arguments)
+        return
+    for path in source_files(source, split):
+        yield from _READERS.get(path.suffix.lower(), json_rows)(path)
