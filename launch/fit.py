@@ -35,6 +35,7 @@ from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
+from realsys.config.schema_data import source_problem
 from realsys.hf.config import read_model
 from realsys.launch.launchers.build import launcher_settings
 
@@ -156,12 +157,13 @@ def _lengths(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str
 def _evaluations(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:
     used = _EVALUATIONS if config.evaluation.every_steps else _EVALUATIONS[:1]
     is_open = [field for field in used if _is_open(config, given, field)]
-    files = [path for path in (config.data.train, config.data.eval) if path]
-    if config.data.kind != "jsonl" or not is_open or not files or not all(Path(path).is_file() for path in files):
+    sources = [config.data.train, config.data.eval, *(source.path for source in config.data.mixture)]
+    named = [source for source in sources if source]
+    if config.data.kind != "jsonl" or not is_open or not named or any(map(source_problem, named)):
         return {}
-    from realsys.data.prompts import split_sizes
+    from realsys.data.conversion.held_out import count_held_out
 
-    held_out = split_sizes(config, TrialPaths.of(config))["eval"]
+    held_out = count_held_out(config, TrialPaths.of(config), max(_at(config, field.split(".")) for field in is_open))
     reason = f"{held_out} problems are held out"
     return {field: (held_out, reason) for field in is_open if 0 < held_out < _at(config, field.split("."))}
 

@@ -28,7 +28,10 @@ from realsys.config.dump import newest_dump, read_config, write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.checks import check_made_model
 from realsys.config.schema import Config
+from realsys.config.schema_data import absolute_source
 from realsys.config.schema_train import RoleConfig, RolesConfig
+from realsys.data.check import DataCheck
+from realsys.data.conversion.identity import check_copy, check_prompts, write_digest
 from realsys.errors import ConfigError
 from realsys.launch.lock import TrialLock, held_by, running_launcher
 from realsys.launch.nodes.orders import outlive_agents
@@ -58,8 +61,9 @@ def resolve(config: Config, *, now: datetime) -> Config:
     update["model"] = config.model.model_copy(update={"path": _absolute(config.model.path)})
     update["roles"] = _absolute_roles(config.roles)
     data, sglang, store = config.data, config.generation.sglang, config.cluster.name_store
-    files = {"train": _absolute(data.train), "eval": _absolute(data.eval), "demos": _absolute(data.demos)}
-    update["data"] = data.model_copy(update=files)
+    mixture = [source.model_copy(update={"path": absolute_source(source.path)}) for source in data.mixture]
+    files = {"train": absolute_source(data.train), "eval": absolute_source(data.eval), "demos": _absolute(data.demos)}
+    update["data"] = data.model_copy(update={**files, "mixture": mixture})
     # Not made absolute: the python of a virtual environment is a link, and must be called by its own name.
     sglang = sglang.model_copy(update={"python": os.path.expanduser(sglang.python)})
     update["generation"] = config.generation.model_copy(update={"sglang": sglang})
@@ -133,11 +137,12 @@ def check_folder(config: Config, paths: TrialPaths) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """Result of a dry run. ``sizes``: number of prompts per split, and of demonstrations."""
+    """Result of a dry run. ``sizes``: prompts per split, and demonstrations. ``digest``: of the train prompts."""
 
     start: TrialStart
     sizes: Mapping[str, int]
     lines: list[str]
+    digest: str
 
 
 def examine(config: Config, paths: TrialPaths) -> Examined:
@@ -162,10 +167,13 @@ def _examine(config: Config, paths: TrialPaths, trial: Trial) -> Examined:
     start = decide_start(config, trial)
     if trial.config is not None:
         check_here(config, paths)
-    sizes, warnings = _read_inputs(config, paths)
+    if trial.config is not None:
+        check_copy(config, trial.config, paths)
+    sizes, warnings, digest = _read_inputs(config, paths)
     check_inputs(config, paths, trial, sizes)
+    check_prompts(config, paths, digest)
     newer = newer_data(config, paths) if trial.config is not None else ()
-    return Examined(start, sizes, [_data_line(sizes), *warnings, *newer, *describe(start)])
+    return Examined(start, sizes, [_data_line(sizes), *warnings, *newer, *describe(start)], digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +260,7 @@ def _make(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[str], 
         _write_token(paths.token)
         _make_inputs(config, paths)
         examined = _examine(config, paths, trial)
+        write_digest(paths, examined.digest)
         if trial.state is not None:
             _start_ledger(config, paths, trial)
         for line in examined.lines:
@@ -299,6 +308,7 @@ def _continue(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[st
     for folder in (paths.logs, paths.errors):
         folder.mkdir(exist_ok=True)
     tidy(paths)
+    write_digest(paths, examined.digest)
     if not paths.token.exists():
         _write_token(paths.token)
     write_start(examined.start, paths.start)
@@ -317,22 +327,21 @@ def _write_token(path: Path) -> None:
 
 
 def _make_inputs(config: Config, paths: TrialPaths) -> None:
-    """Make the tiny model and the generated data, if the trial uses them."""
+    """Make the tiny model, and generated or converted data, if the trial uses them."""
     from realsys.data.arith import write_dataset
     from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+    from realsys.data.conversion.convert import convert
 
     if config.data.kind == "arith":
         write_dataset(config.data.arith, paths.data, seed=config.seed)
     if not config.model.path:
         write_char_tokenizer(paths.start_model)
         make_tiny_model(config.model.tiny, paths.start_model, seed=config.seed)
+    convert(config, paths)
 
 
-def _read_inputs(config: Config, paths: TrialPaths) -> tuple[dict[str, int], list[str]]:
-    """Check the made model and every line of the datasets.
-
-    Returns the number of prompts per split, and of demos; and warnings.
-    """
+def _read_inputs(config: Config, paths: TrialPaths) -> DataCheck:
+    """Check the made model and every line of the datasets."""
     from realsys.data.check import check_data
     from realsys.data.tokenizer import TextTokenizer
     from realsys.rollout import agents
@@ -342,9 +351,10 @@ def _read_inputs(config: Config, paths: TrialPaths) -> tuple[dict[str, int], lis
         check_made_model(model, config, parse_allocation(config.allocation), dataflow_of(config))
     tokenizer = TextTokenizer(model)
     agents.check(config, tokenizer)
-    sizes, warnings = check_data(config, paths, tokenizer)
-    _check_sizes(config, sizes)
-    return sizes, [f"warning: {text}" for text in (tokenizer.eos_warning, *warnings) if text]
+    checked = check_data(config, paths, tokenizer)
+    _check_sizes(config, checked.sizes)
+    warnings = [f"warning: {text}" for text in (tokenizer.eos_warning, *checked.warnings) if text]
+    return checked._replace(warnings=warnings)
 
 
 def _data_line(sizes: Mapping[str, int]) -> str:

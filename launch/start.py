@@ -19,6 +19,7 @@ from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_field, role_settings
 from realsys.config.schema import Config
+from realsys.data.dataset_files import is_converted
 from realsys.errors import CheckpointError, ConfigError, LedgerError
 from realsys.manager.ledger.events import Opened, Snapshot
 from realsys.manager.ledger.journal import read_journal
@@ -290,7 +291,8 @@ def describe(start: TrialStart) -> Iterator[str]:
 def newer_data(config: Config, paths: TrialPaths) -> Iterator[str]:
     """Name data files that were written after the trial's last start: the ledger knows prompts by number alone."""
     began = paths.config.stat().st_mtime
-    for split in ("train", "eval") if config.data.kind != "arith" else ():
+    is_own = config.data.kind == "arith" or is_converted(paths)
+    for split in () if is_own else ("train", "eval"):
         file = Path(getattr(config.data, split))
         if file.is_file() and file.stat().st_mtime > began:
             yield f"data.{split} was written after the last start: {file} must hold the same prompts in the same order"

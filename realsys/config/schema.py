@@ -21,6 +21,8 @@ from realsys.config.fields import (
     Section,
 )
 from realsys.config.schema_cluster import ClusterConfig
+from realsys.config.schema_data import ArithConfig as ArithConfig
+from realsys.config.schema_data import DataConfig as DataConfig
 from realsys.config.schema_train import (
     CheckpointConfig,
     OptimizerConfig,
@@ -58,39 +60,6 @@ class ModelConfig(Section):
         "model",
         description="dtype of the logits, in training and on the servers: model.dtype, or float32 (docs/models.md)",
     )
-
-
-class ArithConfig(Section):
-    """Running sums written out step by step; completion lengths have a heavy tail (P(n) ~ n^-alpha)."""
-
-    min_operands: Annotated[int, Field(ge=2, le=26)] = Field(2, description="fewest numbers in one sum")
-    max_operands: Annotated[int, Field(ge=2, le=26)] = Field(20, description="most numbers in one sum")
-    alpha: float = Field(1.5, description="exponent of the number of operands: larger means fewer long sums")
-    max_operand: Positive = Field(9, description="largest number in a sum; the smallest is 0")
-    train_size: Positive = Field(20000, description="problems to train on")
-    eval_size: Positive = Field(1024, description="held-out problems")
-    demo_size: NonNegative = Field(27000, description="demonstrations for the supervised warm-up")
-    demo_noise: Probability = Field(0.15, description="probability that one step of a demonstration has a wrong sum")
-    second_tries: Probability = Field(
-        0.0, description="share of demonstrations that show a wrong first try, feedback, and a second try"
-    )
-    feedback: str = Field(
-        "", description="text between the two tries, as the agent multi_turn writes it; {prompt} is the problem"
-    )
-
-
-class DataConfig(Section):
-    """Prompts, held-out problems and the verifier that judges completions."""
-
-    kind: Literal["arith", "jsonl"] = Field("jsonl", description="generate the arith task, or read JSONL files")
-    train: str = Field("", description="JSONL file with the keys prompt and answer")
-    eval: str = Field("", description="JSONL file of held-out problems; empty: hold out eval_fraction of train")
-    eval_fraction: Probability = Field(0.05, description="share of the lines of train that is held out")
-    demos: str = Field("", description="JSONL file with the keys prompt and response, for the supervised warm-up")
-    max_prompt_tokens: Positive = Field(1024, description="longest prompt in tokens; a longer one is an error")
-    chat_template: bool = Field(True, description="wrap prompts in the tokenizer's chat template if it has one")
-    verifier: str = Field("math", description="built-in name (docs/data.md) or package.module:function")
-    arith: ArithConfig = ArithConfig()
 
 
 class SamplingConfig(Section):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.schema import Config
-from realsys.data.dataset_files import dataset_files
+from realsys.data.conversion.sources_file import dropped_lines
+from realsys.data.dataset_files import dataset_files, is_converted
 from realsys.data.demos import DemoDataset
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
@@ -13,14 +16,30 @@ from realsys.data.tokenizer import TextTokenizer
 _SHOWN = 10
 
 
-def check_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> tuple[dict[str, int], list[str]]:
+class DataCheck(NamedTuple):
+    """What a trial would read.
+
+    sizes     number of prompts per split, and of demonstrations
+    warnings  one line each
+    digest    of the prompts to train on, in order
+    """
+
+    sizes: dict[str, int]
+    warnings: list[str]
+    digest: str
+
+
+def check_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> DataCheck:
     """Read and tokenise every line that the trial will use.
 
-    Returns the number of prompts per split and of demos, and warnings.
     Raises DataError naming file and line. Takes about 50 microseconds for a short line.
     """
     prompts = PromptDataset(config, paths, tokenizer)
     warnings = _warnings(prompts.check(), prompts.size("train"), config)
+    if prompts.leaked:
+        warnings.append(f"left out {prompts.leaked} rows of data.train: their prompts are in data.eval")
+    if is_converted(paths):
+        warnings += dropped_lines(paths.data)
     sizes = {split: prompts.size(split) for split in ("train", "eval")}
     demos = dataset_files(config, paths).demos
     if config.warmup.steps and demos is not None:
@@ -28,7 +47,7 @@ def check_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> t
         completion = config.generation.sampling.max_new_tokens
         dataset.check(longest_sequence(config) - completion, completion)
         sizes["demos"] = len(dataset)
-    return sizes, warnings
+    return DataCheck(sizes, warnings, prompts.digest())
 
 
 def _warnings(unknown: list[str], prompts: int, config: Config) -> list[str]:

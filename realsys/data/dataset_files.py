@@ -11,6 +11,8 @@ from pathlib import Path
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 
+SOURCES = "sources.json"  # in the trial's data folder, if the data was converted (realsys.data.conversion)
+
 
 @dataclass(frozen=True, slots=True)
 class DatasetFiles:
@@ -22,13 +24,23 @@ class DatasetFiles:
 
 
 def dataset_files(config: Config, paths: TrialPaths) -> DatasetFiles:
-    """Return the files of this trial: the user's, or those that the arith generator wrote into the trial folder."""
+    """Return the files of this trial: the user's, or those that the launcher made in the trial folder.
+
+    Made are the arith task, and copies of sources that cannot be read in their place.
+    """
     data = config.data
+    own = {name: paths.data / f"{name}.jsonl" for name in ("train", "eval", "demos")}
     if data.kind == "arith":
-        return DatasetFiles(paths.data / "train.jsonl", paths.data / "eval.jsonl", paths.data / "demos.jsonl")
-    return DatasetFiles(
-        Path(data.train), Path(data.eval) if data.eval else None, Path(data.demos) if data.demos else None
-    )
+        return DatasetFiles(**own)
+    demos = Path(data.demos) if data.demos else None
+    if is_converted(paths):
+        return DatasetFiles(own["train"], own["eval"] if data.eval else None, demos)
+    return DatasetFiles(Path(data.train), Path(data.eval) if data.eval else None, demos)
+
+
+def is_converted(paths: TrialPaths) -> bool:
+    """Return True if the trial has its own copy of the data."""
+    return (paths.data / SOURCES).is_file()
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:

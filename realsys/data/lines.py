@@ -18,6 +18,7 @@ from realsys.data.layouts.code_tests import CodeTests
 from realsys.errors import MALFORMED, DataError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+ORIGIN = "data_origin"  # key of a converted row: file and row that it was read from
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -159,11 +160,17 @@ def _all_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 class Lines(Generic[Record]):
     """Random access to some lines of a file, by their byte offsets; it takes 16 bytes of memory per line."""
 
-    def __init__(self, path: Path, reader: RecordReader[Record], offsets: array[int], numbers: array[int]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        reader: RecordReader[Record],
+        offsets: npt.NDArray[np.int64],
+        numbers: npt.NDArray[np.int64],
+    ) -> None:
         self.path = path
         self._reader = reader
-        self._offsets: npt.NDArray[np.int64] = np.frombuffer(offsets, np.int64) if offsets else np.empty(0, np.int64)
-        self._numbers: npt.NDArray[np.int64] = np.frombuffer(numbers, np.int64) if numbers else np.empty(0, np.int64)
+        self._offsets = offsets
+        self._numbers = numbers
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -173,7 +180,25 @@ class Lines(Generic[Record]):
         return int(self._numbers[index])
 
     def where(self, index: int) -> str:
-        return f"{self.path}:{self.number(index)}"
+        """Return file and line of a record; for a converted one, those of the source."""
+        place = f"{self.path}:{self.number(index)}"
+        try:
+            ((number, line),) = self._raw(range(index, index + 1))
+            return str(self._reader.decode_extra(self.path, number, line).get(ORIGIN, place))
+        except DataError:
+            return place
+
+    def chosen(self, indices: npt.NDArray[np.int64]) -> Lines[Record]:
+        """Return the records at ``indices``, in their order; a record may be there several times."""
+        return Lines(self.path, self._reader, self._offsets[indices], self._numbers[indices])
+
+    def once(self) -> Lines[Record]:
+        """Return every record once, in the order of the file."""
+        return self.chosen(np.unique(self._numbers, return_index=True)[1])
+
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Return the line numbers of all records, int64 [n]."""
+        return self._numbers
 
     def __getitem__(self, index: int) -> Record:
         self._check(index)
@@ -224,7 +249,11 @@ class LinesBuilder(Generic[Record]):
         self._numbers.append(number)
 
     def build(self) -> Lines[Record]:
-        return Lines(self._path, self._reader, self._offsets, self._numbers)
+        return Lines(self._path, self._reader, _as_numpy(self._offsets), _as_numpy(self._numbers))
+
+
+def _as_numpy(values: array[int]) -> npt.NDArray[np.int64]:
+    return np.frombuffer(values, np.int64) if values else np.empty(0, np.int64)
 
 
 def index_file(path: Path, reader: RecordReader[Record]) -> Lines[Record]:

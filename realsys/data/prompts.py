@@ -1,26 +1,45 @@
 """The prompts of a trial, by split and index; every process that opens them gets the same ones.
 
-``data.eval`` names the held-out problems. Without it they are a part of ``data.train``, chosen by a hash of the prompt.
-The choice depends on nothing else: a repeated prompt is never in both splits, and a new line moves no other line.
+``data.eval`` names the held-out problems; rows of ``data.train`` with the same prompt are left out of training. Without
+``data.eval`` they are a part of ``data.train``, chosen by a hash of the prompt. The choice depends on nothing else: a
+repeated prompt is never in both splits, and a new line moves no other line. Prompts are the same if they differ in
+case and spaces only.
+
+The number of a prompt in "train" is what ledger and checkpoints keep. It depends on the files, the weights of a mixture
+and the seed alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.data.dataset_files import DatasetFiles, dataset_files
-from realsys.data.lines import Lines, LinesBuilder, Problem, PromptText, RecordReader, index_file
+from realsys.data.conversion.mixture import epoch
+from realsys.data.conversion.sources_file import Converted, read_sources
+from realsys.data.dataset_files import DatasetFiles, dataset_files, is_converted
+from realsys.data.lines import Lines, LinesBuilder, Problem, PromptText, RecordReader
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
 
-Splits = dict[str, Lines[Problem]]
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Records of both splits, in the order of their numbers. ``leaked``: rows of train that are held-out problems."""
+
+    train: Lines[Problem]
+    eval: Lines[Problem]
+    leaked: int = 0
+
+    def sizes(self) -> dict[str, int]:
+        return {"train": len(self.train), "eval": len(self.eval)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +67,11 @@ class PromptDataset:
         self._max_tokens = config.data.max_prompt_tokens
         self._splits = open_splits(config, paths)
 
+    @property
+    def leaked(self) -> int:
+        """Number of rows of ``data.train`` that are left out, because they are held-out problems."""
+        return self._splits.leaked
+
     def size(self, split: str) -> int:
         return len(self._lines(split))
 
@@ -65,7 +89,7 @@ class PromptDataset:
         Returns the characters that the tokenizer does not know.
         """
         characters: set[str] = set()
-        for lines in self._splits.values():
+        for lines in (self._splits.train.once(), self._splits.eval):
             for indices, problems in lines.chunks():
                 try:
                     encoded = self._tokenizer.encode_prompts(
@@ -78,6 +102,15 @@ class PromptDataset:
                     self._check_length(lines, i, ids)
                 characters.update(*(plain_text(problem.prompt) for problem in problems))
         return self._tokenizer.unknown(characters)
+
+    def digest(self) -> str:
+        """Return a digest of the prompts to train on, in the order of their numbers. Equal on any machine."""
+        digest = hashlib.blake2b(digest_size=16)
+        ranks = np.unique(self._splits.train.numbers(), return_inverse=True)[1]  # blank lines change no prompt
+        digest.update(ranks.astype("<i8").tobytes())
+        for _, problems in self._splits.train.once().chunks():
+            digest.update(msgspec.json.encode([problem.prompt for problem in problems]))
+        return digest.hexdigest()
 
     def _encode(self, lines: Lines[Problem], index: int, problem: Problem) -> list[int]:
         try:
@@ -93,15 +126,14 @@ class PromptDataset:
             raise DataError(f"{lines.where(index)}: the prompt has no tokens: remove the line")
 
     def _lines(self, split: str) -> Lines[Problem]:
-        try:
-            return self._splits[split]
-        except KeyError:
-            raise DataError(f"split {split!r} not found: use one of {', '.join(self._splits)}") from None
+        if split not in ("train", "eval"):
+            raise DataError(f"split {split!r} not found: use one of train, eval")
+        return self._splits.train if split == "train" else self._splits.eval
 
 
 def split_sizes(config: Config, paths: TrialPaths) -> dict[str, int]:
     """Count the prompts per split, without a tokenizer. Raises DataError."""
-    return {split: len(lines) for split, lines in open_splits(config, paths).items()}
+    return open_splits(config, paths).sizes()
 
 
 def open_splits(config: Config, paths: TrialPaths) -> Splits:
@@ -109,35 +141,68 @@ def open_splits(config: Config, paths: TrialPaths) -> Splits:
     files = dataset_files(config, paths)
     reader = RecordReader(Problem)
     if files.eval is not None:
-        splits = {"train": index_file(files.train, reader), "eval": index_file(files.eval, reader)}
+        splits = _keep_out(files.train, files.eval, reader)
     else:
         splits = _hold_out(files.train, reader, config.data.eval_fraction)
     _check_sizes(splits, files, config)
+    if is_converted(paths):
+        splits = replace(splits, train=_mixed(splits.train, read_sources(paths.data), config.seed))
     return splits
+
+
+def _keep_out(train: Path, held_out: Path, reader: RecordReader[Problem]) -> Splits:
+    """Leave rows of ``train`` out whose prompt is in ``held_out``."""
+    kept, problems = LinesBuilder(train, reader), LinesBuilder(held_out, reader)
+    keys: set[int] = set()
+    for offset, number, problem in reader.scan(held_out):
+        problems.add(offset, number)
+        keys.add(prompt_key(problem.prompt))
+    rows = 0
+    for offset, number, problem in reader.scan(train):
+        rows += 1
+        if prompt_key(problem.prompt) not in keys:
+            kept.add(offset, number)
+    lines = kept.build()
+    return Splits(lines, problems.build(), rows - len(lines))
 
 
 def _hold_out(path: Path, reader: RecordReader[Problem], fraction: float) -> Splits:
     builders = {"train": LinesBuilder(path, reader), "eval": LinesBuilder(path, reader)}
     for offset, number, problem in reader.scan(path):
-        split = "eval" if _hash(problem.prompt) < fraction else "train"
-        builders[split].add(offset, number)
-    return {split: builder.build() for split, builder in builders.items()}
+        builders[side_of(problem.prompt, fraction)].add(offset, number)
+    return Splits(builders["train"].build(), builders["eval"].build())
 
 
-def _hash(prompt: PromptText) -> float:
-    """Hash a prompt to [0, 1), equal for the same prompt on any machine."""
-    digest = hashlib.blake2b(msgspec.json.encode(prompt), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+def _mixed(train: Lines[Problem], sources: Sequence[Converted], seed: int) -> Lines[Problem]:
+    """Return the rows of one epoch of the mixture, which is ``train`` itself for one source."""
+    if len(sources) == 1:
+        return train
+    ends = np.cumsum([source.rows for source in sources])
+    owners = np.searchsorted(ends, train.numbers())  # line 1 is in the first source, whose end is its number of rows
+    parts = [np.flatnonzero(owners == number) for number in range(len(sources))]
+    return train.chosen(epoch(parts, [source.weight for source in sources], seed))
+
+
+def side_of(prompt: PromptText, fraction: float) -> Literal["train", "eval"]:
+    """Return the side of a prompt if ``fraction`` of the prompts is held out."""
+    return "eval" if prompt_key(prompt) / 2**64 < fraction else "train"
+
+
+def prompt_key(prompt: PromptText) -> int:
+    """Hash a prompt to 64 bits, equal on any machine, and for prompts that differ in case and spaces only."""
+    text = " ".join(plain_text(prompt).casefold().split())
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 def _check_sizes(splits: Splits, files: DatasetFiles, config: Config) -> None:
-    if not len(splits["train"]):
-        raise DataError(f"{files.train}: no prompts to train on: add lines")
-    if len(splits["eval"]) or not config.evaluation.problems:
+    if not len(splits.train):
+        problem = "every prompt is in data.eval, too" if splits.leaked else "no prompts to train on"
+        raise DataError(f"{files.train}: {problem}: add lines")
+    if len(splits.eval) or not config.evaluation.problems:
         return
     if files.eval is not None:
         raise DataError(f"{files.eval}: no problems to evaluate on: add lines, or set evaluation.problems=0")
-    total, fraction = len(splits["train"]), config.data.eval_fraction
+    total, fraction = len(splits.train), config.data.eval_fraction
     remedy = "increase data.eval_fraction, set data.eval, or set evaluation.problems=0"
     raise DataError(f"{files.train}: data.eval_fraction={fraction} holds out none of {total} prompts: {remedy}")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
 from realsys.config.devices.needs import nodes_of, seats_of
-from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, TRANSPORT, VERIFIER
+from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, LAYOUT, TRANSPORT, VERIFIER
 from realsys.config.memory.memory_check import Place, check_memory, place_of
 from realsys.config.roles import role_field, role_settings
 from realsys.config.rules.backend_rules import BackendRules, backend_rules
@@ -25,6 +25,7 @@ from realsys.config.rules.sampling import evaluation_sampling
 from realsys.config.rules.training_rules import check_training
 from realsys.config.rules.vocabulary_rules import check_vocabulary
 from realsys.config.schema import Config
+from realsys.config.schema_data import AUTO_LAYOUT, DataConfig, source_problem
 from realsys.errors import ConfigError, ModelError
 from realsys.hf.architecture import Head, splits_over
 from realsys.hf.config import read_model
@@ -192,15 +193,29 @@ def _check_data(config: Config) -> None:
         if config.train.total_epochs * arith.train_size < config.train.batch_groups and config.train.total_epochs:
             raise ConfigError("data.arith.train_size", arith.train_size, "is less than one batch (train.batch_groups)")
         return
-    if not data.train:
-        raise ConfigError("data.train", "", "name a JSONL file with prompt and answer on every line")
-    for field, path in (("data.train", data.train), ("data.eval", data.eval), ("data.demos", data.demos)):
-        if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
-            raise ConfigError(field, path, "is not a readable file")
+    _check_sources(data)
     if config.warmup.steps and not data.demos:
         raise ConfigError("data.demos", "", "the supervised warm-up (warmup.steps) needs demonstrations")
     if evaluation.problems and not data.eval and not data.eval_fraction:
         raise ConfigError("data.eval_fraction", 0.0, "nothing is held out; name data.eval or set evaluation.problems=0")
+
+
+def _check_sources(data: DataConfig) -> None:
+    if data.mixture and data.train:
+        raise ConfigError("data.train", data.train, "must be empty, because data.mixture names the sources")
+    if not data.mixture and not data.train:
+        raise ConfigError("data.train", "", "name a JSONL file with prompt and answer on every line, or docs/data.md")
+    named = [("data.train", data.train, data.layout, data.layout_args), ("data.eval", data.eval, data.layout, {})]
+    named += [(f"data.mixture[{i}].path", s.path, s.layout, s.layout_args) for i, s in enumerate(data.mixture)]
+    for field, source, layout, arguments in named:
+        if source and (problem := source_problem(source)):
+            raise ConfigError(field, source, problem)
+        if layout != AUTO_LAYOUT:
+            LAYOUT.check(layout, arguments)
+        elif arguments:
+            raise ConfigError(f"{field.rpartition('.')[0]}.layout", layout, "name the layout that takes layout_args")
+    if data.demos and not (Path(data.demos).is_file() and os.access(data.demos, os.R_OK)):
+        raise ConfigError("data.demos", data.demos, "is not a readable file")
 
 
 def _check_doors(config: Config) -> None:

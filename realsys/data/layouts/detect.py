@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from realsys.config.doors import LAYOUT
+from realsys.config.schema_data import AUTO_LAYOUT
 from realsys.data.layouts.base import Row, Values, has_keys
 from realsys.errors import DataError
 
-AUTO, OWN = "auto", "realsys"
+OWN = "realsys"
 Layout = Callable[[Values], Row]
 
 #: Keys of a row -> layout. The first line that fits is taken, so the more particular ones come first.
@@ -36,8 +37,11 @@ def detect(row: Values) -> str | None:
 
 
 def layout_of(name: str, arguments: Mapping[str, Any], first: Values, where: str) -> Layout:
-    """Return the layout ``name`` with its arguments; ``auto`` finds it by ``first``. Raises ConfigError or DataError."""
-    if name == AUTO:
+    """Return the layout ``name`` with its arguments; ``auto`` finds it by ``first``.
+
+    Raises ConfigError, or DataError if no layout fits.
+    """
+    if name == AUTO_LAYOUT:
         found = detect(first)
         if found is None:
             keys, known = ", ".join(map(str, first)) or "none", ", ".join(sorted(LAYOUT.builtin))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realsys.config.sources import RG, split_suffix
+from realsys.config.schema_data import RG, split_suffix
 from realsys.data.sources.base import Rows
 from realsys.data.sources.folders import files_of
 from realsys.data.sources.lines_of_json import json_rows

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.config.sources import RG
+from realsys.config.schema_data import RG
 from realsys.data.sources.base import Rows, SourceRow, need
 from realsys.errors import DataError
 
