@@ -46,6 +46,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     _add_submit(commands)
     _add_record_commands(commands)
     _add_simulate(commands)
+    _add_data(commands)
     audit = commands.add_parser("audit", help="check that no ticket of a trial was lost or used twice")
     audit.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR")
     audit.add_argument("--json", action="store_true", help="print the whole report as JSON")
@@ -133,6 +134,21 @@ def _add_node_agent(commands: Any) -> None:
     )
 
 
+def _add_data(commands: Any) -> None:
+    data = commands.add_parser("data", help="check a data set", description="Commands for data sets.")
+    actions = data.add_subparsers(dest="action", metavar="ACTION", required=True)
+    check = actions.add_parser(
+        "check",
+        help="read a data set as a run would, and report what is in it",
+        description="Read a data set as a run would. Print counts, lengths, duplicates, train prompts that are like "
+        "held-out ones, and the first prompt as the model gets it. Exit code 2 if a row is bad; each is one line.",
+    )
+    check.add_argument("source", metavar="SOURCE", help="file, folder or reasoning_gym:NAME, as in data.train")
+    check.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="model.path=DIR, data.eval=FILE, data.layout=NAME, ..."
+    )
+
+
 def _add_simulate(commands: Any) -> None:
     simulate = commands.add_parser(
         "simulate",
@@ -169,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         # argparse takes positional arguments in one piece only, and users write overrides on both sides of an option.
         unknown = [text for text in rest if text.startswith("-")]
-        if unknown or args.command not in ("run", "submit", "simulate"):
+        if unknown or args.command not in ("run", "submit", "simulate", "data"):
             commands.get(args.command, parser).error(f"unknown argument: {' '.join(unknown or rest)}")
         args.overrides += rest
     if args.version:
@@ -232,6 +248,10 @@ def _run_command(args: argparse.Namespace) -> int:
         hours = [] if args.hours is None else ["sim.steps=0", f"sim.hours={args.hours}"]
         seed = [] if args.seed is None else [f"seed={args.seed}"]
         return simulate(args.scenario, [*args.overrides, *hours, *seed], args.out, as_json=args.json)
+    if args.command == "data":
+        from realsys.launch.commands.data import check_data_set
+
+        return check_data_set(args.source, args.overrides)
     if args.command == "node-agent":
         from realsys.launch.nodes.node_agent import node_agent
 

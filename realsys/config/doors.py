@@ -223,7 +223,11 @@ ENVIRONMENT = Door(
 VERIFIER = Door(
     "data.verifier",
     "verifier",
-    {"exact": "realsys.reward.verifiers.exact:exact", "math": "realsys.reward.verifiers.math:math"},
+    {
+        "exact": "realsys.reward.verifiers.exact:exact",
+        "math": "realsys.reward.verifiers.math:math",
+        "reasoning_gym": "realsys.reward.verifiers.reasoning_gym:reasoning_gym",
+    },
     takes("item"),
 )
 

@@ -38,6 +38,10 @@ class Splits:
     eval: Lines[Problem]
     leaked: int = 0
 
+    def values(self) -> tuple[Lines[Problem], Lines[Problem]]:
+        """Return the records of train and eval, each record once."""
+        return self.train.once(), self.eval
+
     def sizes(self) -> dict[str, int]:
         return {"train": len(self.train), "eval": len(self.eval)}
 
@@ -89,7 +93,7 @@ class PromptDataset:
         Returns the characters that the tokenizer does not know.
         """
         characters: set[str] = set()
-        for lines in (self._splits.train.once(), self._splits.eval):
+        for lines in self._splits.values():
             for indices, problems in lines.chunks():
                 try:
                     encoded = self._tokenizer.encode_prompts(
@@ -108,7 +112,7 @@ class PromptDataset:
         digest = hashlib.blake2b(digest_size=16)
         ranks = np.unique(self._splits.train.numbers(), return_inverse=True)[1]  # blank lines change no prompt
         digest.update(ranks.astype("<i8").tobytes())
-        for _, problems in self._splits.train.once().chunks():
+        for _, problems in self._splits.values()[0].chunks():
             digest.update(msgspec.json.encode([problem.prompt for problem in problems]))
         return digest.hexdigest()
 

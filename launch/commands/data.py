@@ -1,0 +1,106 @@
+"""`realsys data check`: reads a data set as a trial would, and reports what is in it and what is wrong with it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from realsys.config.compose import compose, quoted
+from realsys.config.doors import VERIFIER
+from realsys.config.schema import Config
+from realsys.config.schema_data import absolute_source, source_problem
+from realsys.data.layouts.base import Row
+from realsys.data.prompts import plain_text
+from realsys.data.report.examine import Examiner, Report
+from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import ConfigError
+from realsys.reward.verifiers.base import Item
+
+EXIT_OK, EXIT_BAD_DATA = 0, 2
+_SHOWN = 20  # bad rows
+_PAIRS = 3  # examples of near-duplicates
+_PROMPT_CHARACTERS = 2000
+
+
+def check_data_set(source: str, overrides: Sequence[str]) -> int:
+    """Print a report on ``source``, which is any value of data.train. Returns 2 if it has bad rows.
+
+    Raises ConfigError for wrong settings, DataError for a source that cannot be read, ModelError.
+    """
+    named = any(text.startswith("experiment=") for text in overrides)
+    config = compose([*([] if named else ["experiment=math"]), *overrides, f"data.train={quoted(source)}"])
+    data = config.data.model_copy(
+        update={"train": absolute_source(config.data.train), "eval": absolute_source(config.data.eval), "kind": "jsonl"}
+    )
+    for field, name in (("data.train", data.train), ("data.eval", data.eval)):
+        if name and (problem := source_problem(name)):
+            raise ConfigError(field, name, problem)
+    tokenizer = TextTokenizer(Path(config.model.path).expanduser()) if config.model.path else None
+    verifier = VERIFIER.load(data.verifier)
+    report = Examiner(data, tokenizer, lambda row: check_answer(verifier, row)).examine()
+    for line in describe(report, config, has_tokens=tokenizer is not None):
+        print(line)
+    sys.stdout.flush()
+    for line in bad_rows(report):
+        print(line, file=sys.stderr)
+    return EXIT_BAD_DATA if report.bad_count else EXIT_OK
+
+
+def check_answer(verifier: Callable[..., object], row: Row) -> str:
+    """Return why the verifier cannot use the reference of a row; "" if it can, or if it does not check references."""
+    check = getattr(verifier, "check_answer", None)
+    if check is None:
+        return ""
+    return check(Item(plain_text(row.prompt), "", row.answer, row.extra)) or ""
+
+
+def describe(report: Report, config: Config, *, has_tokens: bool) -> Iterator[str]:
+    """Yield the lines of the report, without the bad rows."""
+    data = config.data
+    for source, layout in report.layouts.items():
+        yield f"{source}: layout {layout}"
+    held = "data.eval" if data.eval else f"data.eval_fraction={data.eval_fraction:g}"
+    train, held_out = report.rows["train"], report.rows["eval"]
+    yield f"rows        {train:,} train, {held_out:,} held out ({held}), {report.bad_count:,} bad"
+    if report.code_tasks:
+        yield f"code tests  {report.code_tasks:,} rows"
+    if len(report.lengths):
+        yield f"{'tokens' if has_tokens else 'characters':11} {_distribution(report)}"
+    if not has_tokens:
+        yield "            set model.path=DIR to count tokens with its chat template"
+    elif data.long_prompts == "drop":
+        yield f"long        {report.long_count:,} rows have more than {data.max_prompt_tokens} tokens and are left out"
+    yield f"duplicates  {_counted(report.repeated_count, report.repeated, 'rows repeat the prompt of an earlier row')}"
+    if report.leaked_count:
+        text = "train rows have a held-out prompt and are left out of training"
+        yield f"leaks       {_counted(report.leaked_count, report.leaked, text)}"
+    if report.held_out_compared:
+        text = f"train rows are similar to one of {report.held_out_compared:,} held-out prompts"
+        pairs = [f"{where} and {near.where} ({near.similarity:.2f})" for where, near in report.near]
+        yield f"near        {_counted(report.near_count, pairs, text)}"
+    if report.first is not None:
+        shown = report.first[:_PROMPT_CHARACTERS]
+        yield from ("", "first prompt:", shown + (" ..." if len(report.first) > len(shown) else ""))
+
+
+def bad_rows(report: Report) -> Iterator[str]:
+    """Yield a line for each of the first bad rows: file, line, field and problem."""
+    for where, problem in report.bad[:_SHOWN]:
+        yield f"realsys: {where}: {problem}"
+    if report.bad_count > _SHOWN:
+        yield f"realsys: {report.bad_count - _SHOWN:,} more rows are bad"
+
+
+def _distribution(report: Report) -> str:
+    lengths = np.frombuffer(report.lengths, np.int64)
+    median, high, higher = np.percentile(lengths, [50, 95, 99])
+    parts = {"min": lengths.min(), "median": median, "95 %": high, "99 %": higher, "max": lengths.max()}
+    return ", ".join(f"{name} {value:,.0f}" for name, value in parts.items())
+
+
+def _counted(count: int, examples: Sequence[str], text: str) -> str:
+    shown = f": {', '.join(examples[:_PAIRS])}{', ...' if count > _PAIRS else ''}" if count else ""
+    return f"{count:,} {text}{shown}"

@@ -1,0 +1,1 @@
+"""Report on a data set: `realsys data check`."""

@@ -1,0 +1,133 @@
+"""`realsys data check`: its report, its bad rows and its exit code."""
+
+import json
+
+import pytest
+
+from realsys.launch.cli import main
+from realsys.launch.commands.data import check_answer
+from tests.support.training.data_models import TEMPLATE, char_tokenizer, jsonl
+from tests.support.training.rows import DAPO, GSM8K, HUMANEVAL, ROWS
+
+LONG = (
+    "Tom has 12 apples and buys 3 more apples at the market on Sunday with his {} friend. Then he gives half of all "
+    "his apples to his sister. How many apples has he left?"
+)
+
+
+def run(capsys, *argv):
+    code = main(["data", "check", *map(str, argv)])
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("name", sorted(set(ROWS) - {"messages"}))
+def test_good_file_is_reported(tmp_path, capsys, name):
+    path = jsonl(tmp_path / "rows.jsonl", [ROWS[name]])
+    code, out, err = run(capsys, path, "data.eval_fraction=0", "data.verifier=exact")
+    assert (code, err) == (0, "")
+    assert f"{path}: layout " in out and "1 train, 0 held out" in out and "first prompt:" in out
+
+
+def test_bad_rows_are_named_by_line_and_field(tmp_path, capsys):
+    rows = [GSM8K, {"question": "a", "answer": "18"}, {"answer": "#### 1", "question": ""}]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    path.write_text(path.read_text() + "\nnot json\n")
+    code, out, err = run(capsys, path)
+    assert code == 2 and "3 bad" in out
+    assert err.splitlines() == [
+        f"realsys: {path}:2: field 'answer': must end with a line #### and the final answer",
+        f"realsys: {path}:3: field 'question': is empty",
+        f"realsys: {path}:5: JSON is malformed: invalid character (byte 4)",
+    ]
+
+
+def test_many_bad_rows_are_counted(tmp_path, capsys):
+    path = jsonl(tmp_path / "rows.jsonl", [GSM8K, *[{"question": "a", "answer": "1"}] * 150])
+    code, out, err = run(capsys, path)
+    assert code == 2 and "150 bad" in out
+    assert len(err.splitlines()) == 21 and "130 more rows are bad" in err
+
+
+def test_model_gives_tokens_and_the_rendered_prompt(tmp_path, capsys):
+    tokenizer = char_tokenizer(tmp_path / "model", TEMPLATE)
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a1", "answer": "1"}, {"prompt": "a" * 50, "answer": "1"}])
+    argv = (path, f"model.path={tokenizer.path}", "data.max_prompt_tokens=40", "data.verifier=exact")
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and "<bos>user a1<eos>assistant" in out and "tokens      min 1" in out
+    assert "rows.jsonl:2: the prompt has 67 tokens, but data.max_prompt_tokens is 40" in err
+    code, out, err = run(capsys, *argv, "data.long_prompts=drop")
+    assert (code, err) == (0, "") and "1 rows have more than 40 tokens and are left out" in out
+
+
+def test_prompt_that_the_template_refuses_is_a_bad_row(tmp_path, capsys):
+    tokenizer = char_tokenizer(tmp_path / "model", TEMPLATE)
+    system = [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": system, "answer": "1"}])
+    code, _, err = run(capsys, path, f"model.path={tokenizer.path}")
+    assert code == 2 and f"{path}:2: field 'prompt': chat template" in err and "no system" in err
+
+
+def test_duplicates_leaks_and_near_duplicates_are_reported(tmp_path, capsys):
+    texts = ["A one", "b two", "a  ONE", LONG.format("old"), "c three"]
+    train = jsonl(tmp_path / "t.jsonl", [{"prompt": text, "answer": "1"} for text in texts])
+    held = jsonl(tmp_path / "e.jsonl", [{"prompt": text, "answer": "1"} for text in (LONG.format("new"), "B two")])
+    code, out, _ = run(capsys, train, f"data.eval={held}")
+    assert code == 0 and "4 train, 2 held out (data.eval)" in out
+    assert f"1 rows repeat the prompt of an earlier row: {train}:3" in out
+    assert f"1 train rows have a held-out prompt and are left out of training: {train}:2" in out
+    assert f"1 train rows are similar to one of 2 held-out prompts: {train}:4 and {held}:1 (0." in out
+
+
+def test_held_out_part_is_compared_with_the_rest(tmp_path, capsys):
+    rows = [{"prompt": LONG.format(f"old{i % 3}"), "answer": "1"} for i in range(3)]
+    path = jsonl(tmp_path / "t.jsonl", rows)
+    _, out, _ = run(capsys, path, "data.eval_fraction=0.5")
+    assert "similar to one of" in out and " held out (data.eval_fraction=0.5)" in out
+
+
+def test_code_tasks_are_counted(tmp_path, capsys):
+    code, out, _ = run(capsys, jsonl(tmp_path / "t.jsonl", [HUMANEVAL]))
+    assert code == 0 and "code tests  1 rows" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["/no/such.jsonl"], "data.train='/no/such.jsonl': is not a readable file or folder"),
+        (["DIR/path", "data.layout=nope"], "unknown layout"),
+        (["DIR/path", "data.layout=gsm8k", "data.layout_args={a: 1}"], "do not fit gsm8k"),
+        (["DIR/path", "data.eval=/no/such"], "data.eval"),
+        (["DIR/path", "model.path=/no/such"], "tokenizer.json"),
+        (["DIR/path", "data.verifier=nope"], "unknown verifier"),
+        (["DIR/odd"], "no known layout has the keys a"),
+        (["reasoning_gym:no_such_set"], "reasoning"),
+    ],
+)
+def test_wrong_call_is_one_line(tmp_path, capsys, argv, problem):
+    jsonl(tmp_path / "path", [DAPO])
+    jsonl(tmp_path / "odd", [{"a": 1}])
+    code, out, err = run(capsys, *(text.replace("DIR", str(tmp_path)) for text in argv))
+    assert (code, out) == (2, "") and problem in err and err.count("\n") == 1
+
+
+def test_verifier_checks_references(tmp_path, capsys, monkeypatch):
+    """A verifier with ``check_answer`` sees each row; its reason is that of a bad row."""
+    (tmp_path / "own_judge.py").write_text(
+        "def judge(item):\n    return True\n\n\n"
+        "judge.check_answer = lambda item: None if item.answer == '18' else f'{item.answer} is not 18'\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = jsonl(tmp_path / "t.jsonl", [DAPO, {**DAPO, "reward_model": {"ground_truth": 19}}])
+    code, _, err = run(capsys, path, "data.verifier=own_judge:judge")
+    assert code == 2 and err == f"realsys: {path}:2: field 'answer': 19 is not 18\n"
+    assert check_answer(lambda item: True, object()) == ""
+
+
+def test_generated_tasks_are_checked(capsys):
+    pytest.importorskip("reasoning_gym")
+    code, out, err = run(
+        capsys, "reasoning_gym:chain_sum", "data.verifier=reasoning_gym", "data.source_args={size: 30}"
+    )
+    assert (code, err) == (0, "") and "layout realsys" in out and "30" not in json.dumps(err)
