@@ -25,7 +25,7 @@ BENCHES ?= microbatch dp_balance train_step step_parts train_throughput memory s
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-cpu run test sglang-test multihost-test slurm-test ray-test gpu-test chaos lint format docs bench clean
+.PHONY: help setup sglang-cpu run test sglang-test multihost-test slurm-test ray-test data-test gpu-test chaos lint format docs bench clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -74,6 +74,11 @@ multihost-test: setup  ## run jobs over network namespaces whose network fails; 
 ray-test: setup  ## run the tests of the Ray launcher, on a Ray cluster of three nodes on this machine
 	@$(PY) -c 'import ray' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,ray]'
 	$(PY) -m pytest tests/ray -ra --durations=5 $(ARGS)
+
+data-test: setup  ## run the tests of data sets that need pyarrow, datasets and reasoning-gym
+	@$(PY) -c 'import datasets, pyarrow, reasoning_gym' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		-c constraints.txt -e '.[dev,data,reasoning-gym]' datasets
+	$(PY) -m pytest tests/unit/data tests/unit/launch/commands/test_data.py tests/unit/reward/test_reasoning_gym.py -ra $(ARGS)
 
 slurm-test: setup  ## run whole jobs on a SLURM of virtual nodes, as root; needs slurmctld, slurmd, slurm-client and etcd
 	$(PY) -m pytest tests/slurm -rs --durations=10 $(ARGS)

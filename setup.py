@@ -61,6 +61,8 @@ setup(
             "types-protobuf",
             "types-psutil",
         ],
+        "data": ["pyarrow>=14"],  # parquet and Arrow files, folders of the datasets package
+        "reasoning-gym": ["reasoning-gym>=0.1.20"],  # data.train=reasoning_gym:NAME
         "gpu": ["nvidia-ml-py>=12"],  # utilisation and memory of GPUs in the step log
         "ray": ["ray>=2.40,<3"],  # cluster=ray
     },

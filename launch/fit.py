@@ -159,11 +159,14 @@ def _evaluations(config: Config, given: Collection[str]) -> dict[str, tuple[Any,
     is_open = [field for field in used if _is_open(config, given, field)]
     sources = [config.data.train, config.data.eval, *(source.path for source in config.data.mixture)]
     named = [source for source in sources if source]
-    if config.data.kind != "jsonl" or not is_open or not named or any(map(source_problem, named)):
+    if config.data.kind != "jsonl" or not is_open or not named:
+        return {}
+    paths = TrialPaths.of(config)
+    if not paths.data_sources.is_file() and any(map(source_problem, named)):
         return {}
     from realsys.data.conversion.held_out import count_held_out
 
-    held_out = count_held_out(config, TrialPaths.of(config), max(_at(config, field.split(".")) for field in is_open))
+    held_out = count_held_out(config, paths, max(_at(config, field.split(".")) for field in is_open))
     reason = f"{held_out} problems are held out"
     return {field: (held_out, reason) for field in is_open if 0 < held_out < _at(config, field.split("."))}
 

@@ -1,4 +1,4 @@
-"""`realsys data check`: reads a data set as a trial would, and reports what is in it and what is wrong with it."""
+"""`realsys data check`: reads a data set as a trial would, and reports counts, lengths, duplicates and bad rows."""
 
 from __future__ import annotations
 

@@ -99,6 +99,11 @@ class TrialPaths:
         return self.root / "data"
 
     @property
+    def data_sources(self) -> Path:
+        """Sources of the trial's own copy of its data. The file exists only if the data had to be converted."""
+        return self.data / "sources.json"
+
+    @property
     def ledger(self) -> Path:
         return self.root / "ledger.jsonl"
 

@@ -17,7 +17,7 @@ _SHOWN = 10
 
 
 class DataCheck(NamedTuple):
-    """What a trial would read.
+    """Result of reading the data of a trial.
 
     sizes     number of prompts per split, and of demonstrations
     warnings  one line each
@@ -39,7 +39,7 @@ def check_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> D
     if prompts.leaked:
         warnings.append(f"left out {prompts.leaked} rows of data.train: their prompts are in data.eval")
     if is_converted(paths):
-        warnings += dropped_lines(paths.data)
+        warnings += dropped_lines(paths)
     sizes = {split: prompts.size(split) for split in ("train", "eval")}
     demos = dataset_files(config, paths).demos
     if config.warmup.steps and demos is not None:

@@ -11,8 +11,6 @@ from pathlib import Path
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 
-SOURCES = "sources.json"  # in the trial's data folder, if the data was converted (realsys.data.conversion)
-
 
 @dataclass(frozen=True, slots=True)
 class DatasetFiles:
@@ -40,7 +38,7 @@ def dataset_files(config: Config, paths: TrialPaths) -> DatasetFiles:
 
 def is_converted(paths: TrialPaths) -> bool:
     """Return True if the trial has its own copy of the data."""
-    return (paths.data / SOURCES).is_file()
+    return paths.data_sources.is_file()
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:

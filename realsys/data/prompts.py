@@ -150,7 +150,7 @@ def open_splits(config: Config, paths: TrialPaths) -> Splits:
         splits = _hold_out(files.train, reader, config.data.eval_fraction)
     _check_sizes(splits, files, config)
     if is_converted(paths):
-        splits = replace(splits, train=_mixed(splits.train, read_sources(paths.data), config.seed))
+        splits = replace(splits, train=_mixed(splits.train, read_sources(paths), config.seed))
     return splits
 
 

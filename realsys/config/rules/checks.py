@@ -15,6 +15,7 @@ from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, LAYOUT, TRANSPORT, VERIFIER
 from realsys.config.memory.memory_check import Place, check_memory, place_of
+from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_field, role_settings
 from realsys.config.rules.backend_rules import BackendRules, backend_rules
 from realsys.config.rules.etcd_rules import check_etcd
@@ -193,14 +194,15 @@ def _check_data(config: Config) -> None:
         if config.train.total_epochs * arith.train_size < config.train.batch_groups and config.train.total_epochs:
             raise ConfigError("data.arith.train_size", arith.train_size, "is less than one batch (train.batch_groups)")
         return
-    _check_sources(data)
+    _check_sources(data, has_copy=TrialPaths.of(config).data_sources.is_file())
     if config.warmup.steps and not data.demos:
         raise ConfigError("data.demos", "", "the supervised warm-up (warmup.steps) needs demonstrations")
     if evaluation.problems and not data.eval and not data.eval_fraction:
         raise ConfigError("data.eval_fraction", 0.0, "nothing is held out; name data.eval or set evaluation.problems=0")
 
 
-def _check_sources(data: DataConfig) -> None:
+def _check_sources(data: DataConfig, *, has_copy: bool) -> None:
+    """``has_copy``: the trial has its own copy of the data already, so the sources may be gone."""
     if data.mixture and data.train:
         raise ConfigError("data.train", data.train, "must be empty, because data.mixture names the sources")
     if not data.mixture and not data.train:
@@ -208,7 +210,7 @@ def _check_sources(data: DataConfig) -> None:
     named = [("data.train", data.train, data.layout, data.layout_args), ("data.eval", data.eval, data.layout, {})]
     named += [(f"data.mixture[{i}].path", s.path, s.layout, s.layout_args) for i, s in enumerate(data.mixture)]
     for field, source, layout, arguments in named:
-        if source and (problem := source_problem(source)):
+        if source and not has_copy and (problem := source_problem(source)):
             raise ConfigError(field, source, problem)
         if layout != AUTO_LAYOUT:
             LAYOUT.check(layout, arguments)

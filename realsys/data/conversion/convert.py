@@ -21,7 +21,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.schema_data import AUTO_LAYOUT, RG, DataConfig
 from realsys.data.conversion.sources_file import Converted, Sources
-from realsys.data.dataset_files import SOURCES, write_atomically
+from realsys.data.dataset_files import write_atomically
 from realsys.data.layouts.base import Row, RowError
 from realsys.data.layouts.detect import OWN, Layout, detect, layout_of
 from realsys.data.lines import ORIGIN
@@ -72,7 +72,7 @@ def convert(config: Config, paths: TrialPaths) -> None:
     done = {}
     for split in _SPLITS:
         done[split] = _Copy(config.data, tokenizer).write(paths.data / f"{split}.jsonl", split)
-    write_atomically(paths.data / SOURCES, [msgspec.json.encode(Sources(done["train"], done["eval"]))])
+    write_atomically(paths.data_sources, [msgspec.json.encode(Sources(done["train"], done["eval"]))])
 
 
 def rows_of(source: Source, split: Split) -> Iterator[tuple[SourceRow, Row | None]]:
@@ -82,14 +82,23 @@ def rows_of(source: Source, split: Split) -> Iterator[tuple[SourceRow, Row | Non
         if given.problem:
             yield given, None
             continue
-        try:
-            layout = layout or layout_of(source.layout, source.layout_args, given.values, given.where)
-            row = layout(given.values)
-            row.problem()
-        except RowError as error:
-            yield given._replace(problem=str(error)), None
-            continue
-        yield given, row
+        layout = layout or layout_of(source.layout, source.layout_args, given.values, given.where)
+        row, problem = _read(layout, given.values)
+        yield given._replace(problem=problem), row
+
+
+def _read(layout: Layout, values: dict[str, Any]) -> tuple[Row | None, str]:
+    """Return the row, or None and its problem. A layout may be code of the user."""
+    try:
+        row = layout(values)
+        if not isinstance(row, Row):
+            return None, f"the layout returned {type(row).__name__}: it must return a Row"
+        row.problem()
+    except RowError as error:
+        return None, str(error)
+    except Exception as error:
+        return None, " ".join(f"the layout raised {type(error).__name__}: {error}".split())[:300]
+    return row, ""
 
 
 def checked_rows(source: Source, split: Split) -> Iterator[tuple[str, Row]]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
-from realsys.data.dataset_files import SOURCES
+from realsys.config.paths import TrialPaths
 from realsys.errors import DataError
 
 
@@ -26,14 +24,14 @@ class Sources(msgspec.Struct, frozen=True):
     eval: list[Converted]
 
 
-def read_sources(directory: Path) -> list[Converted]:
+def read_sources(paths: TrialPaths) -> list[Converted]:
     """Return the sources of train.jsonl, in the order of its lines. Raises DataError."""
-    return _read(directory).train
+    return _read(paths).train
 
 
-def dropped_lines(directory: Path) -> list[str]:
+def dropped_lines(paths: TrialPaths) -> list[str]:
     """Return a line for each source whose long prompts were left out. Raises DataError."""
-    sources = _read(directory)
+    sources = _read(paths)
     return [
         f"left out {source.dropped} of {source.rows + source.dropped} rows of {source.name}: "
         "they have more than data.max_prompt_tokens"
@@ -42,8 +40,8 @@ def dropped_lines(directory: Path) -> list[str]:
     ]
 
 
-def _read(directory: Path) -> Sources:
+def _read(paths: TrialPaths) -> Sources:
     try:
-        return msgspec.json.decode((directory / SOURCES).read_bytes(), type=Sources)
+        return msgspec.json.decode(paths.data_sources.read_bytes(), type=Sources)
     except (OSError, msgspec.MsgspecError) as error:
-        raise DataError(f"{directory / SOURCES}: cannot be read: {error}") from None
+        raise DataError(f"{paths.data_sources}: cannot be read: {error}") from None

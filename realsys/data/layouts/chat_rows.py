@@ -111,7 +111,7 @@ def _tests_in(truth: Any, field: str) -> CodeTests | None:
     if isinstance(truth, str) and truth.lstrip().startswith("{") and '"inputs"' in truth:
         try:
             truth = json.loads(truth)
-        except ValueError:  # a text that only looks like it
+        except ValueError:  # a text with the word, not JSON
             return None
     if not isinstance(truth, dict) or not {"inputs", "outputs"} <= truth.keys():
         return None

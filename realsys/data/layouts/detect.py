@@ -14,7 +14,7 @@ from realsys.errors import DataError
 OWN = "realsys"
 Layout = Callable[[Values], Row]
 
-#: Keys of a row -> layout. The first line that fits is taken, so the more particular ones come first.
+#: Keys of a row -> layout. The first line that fits is taken, so the more particular ones stand first.
 _KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("livecodebench", ("question_content", "private_test_cases")),
     ("humaneval", ("prompt", "entry_point", "test")),
@@ -32,7 +32,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def detect(row: Values) -> str | None:
-    """Return the name of the layout that has the keys of ``row``, None if there is none."""
+    """Return the name of the layout that has the keys of ``row``, None if no layout has them."""
     return next((name for name, keys in _KEYS if has_keys(row, keys)), None)
 
 

@@ -3,7 +3,7 @@
     pass 1  every row: layout, lengths, duplicates, reference; held-out prompts go into an index
     pass 2  train rows against the index; only if something is held out
 
-Rows pass through in batches; what is kept of a row is its hash and its length.
+Rows pass through in batches. The hash and the length of a row are kept, the row is not.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _BATCH = 256
 _KEPT = 100  # examples of each kind
 MAX_HELD_OUT = 20_000  # held-out prompts in the index of near-duplicates
 
-#: Takes (place, row) and returns the problem with its reference answer, "" if there is none.
+#: Takes (place, row) and returns the problem with its reference answer, "" if the answer can be used.
 CheckAnswer = Callable[[Row], str]
 
 
 @dataclass
 class Report:
-    """Result of reading a data set. Lists of examples have at most 100 entries; the counts beside them have no limit.
+    """Result of reading a data set. Lists of examples have at most 100 entries; the counts have no limit.
 
     bad       (place, problem)            rows that cannot be used
     repeated  place                       rows with the prompt of an earlier row of their split

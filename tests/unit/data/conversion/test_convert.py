@@ -1,6 +1,7 @@
 """The trial's own copy of its data: when it is made, what is in it, and that it stays the same."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,6 @@ from realsys.data.check import check_data
 from realsys.data.conversion.convert import convert, needs_copy
 from realsys.data.conversion.held_out import count_held_out
 from realsys.data.conversion.identity import check_copy, check_prompts, write_digest
-from realsys.data.dataset_files import SOURCES
 from realsys.data.layouts.code_tests import code_tests_of
 from realsys.data.prompts import PromptDataset, open_splits, split_sizes
 from realsys.errors import ConfigError, DataError
@@ -87,7 +87,7 @@ def test_bad_row_names_file_line_and_field(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", rows)
     with pytest.raises(DataError, match=rf"^{path}:2: field 'answer': must end with a line ####"):
         convert(config_of(path), trial(tmp_path))
-    assert not (trial(tmp_path).data / SOURCES).exists()
+    assert not trial(tmp_path).data_sources.exists()
 
 
 def test_error_in_a_copy_names_the_source(tmp_path, chars):
@@ -228,9 +228,9 @@ def test_mixture_of_other_weights_is_another_order(tmp_path, chars):
     config = mixture(tmp_path, *parts)
     convert(config, trial(tmp_path))
     first = digest(config, trial(tmp_path), chars)
-    entry = json.loads((trial(tmp_path).data / SOURCES).read_text())
+    entry = json.loads(trial(tmp_path).data_sources.read_text())
     entry["train"][1]["weight"] = 2.0
-    (trial(tmp_path).data / SOURCES).write_text(json.dumps(entry))
+    trial(tmp_path).data_sources.write_text(json.dumps(entry))
     assert digest(config, trial(tmp_path), chars) != first
 
 
@@ -240,3 +240,29 @@ def test_messages_need_a_template_in_a_copy(tmp_path):
     convert(config_of(path), trial(tmp_path))
     (prompt,) = prompts_of(config_of(path), trial(tmp_path), tokenizer)
     assert prompt.answer == "1" and prompt.text == "a"
+
+
+def test_layout_of_the_user_is_called(tmp_path, chars, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[4] / "docs/examples"))
+    rows = [{"text": "Which is a prime?", "choices": ["8", "9", "11"], "answer": 2, "level": 1}]
+    settings = {"layout": "layout:choices", "layout_args": {"question": "text"}}
+    config = config_of(jsonl(tmp_path / "t.jsonl", rows), **settings)
+    convert(config, trial(tmp_path))
+    (prompt,) = prompts_of(config, trial(tmp_path), chars)
+    assert (prompt.text.splitlines()[1:], prompt.answer) == (["A) 8", "B) 9", "C) 11"], "C")
+    assert prompt.extra["level"] == 1
+    bad = config_of(jsonl(tmp_path / "b.jsonl", [rows[0] | {"answer": 3}]), **settings)
+    with pytest.raises(DataError, match=r"b\.jsonl:1: field 'answer': must be the number of one of the 3 choices"):
+        convert(bad, trial(tmp_path / "bad"))
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"), [("row['none']", "raised KeyError: 'none'"), ("'text'", "returned str: it must return a Row")]
+)
+def test_broken_layout_of_the_user_is_one_line(tmp_path, monkeypatch, body, problem):
+    name = f"layout_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(f"def layout(row):\n    return {body}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = config_of(jsonl(tmp_path / "t.jsonl", [{"a": 1}]), layout=f"{name}:layout")
+    with pytest.raises(DataError, match=rf"t\.jsonl:1: the layout {problem}"):
+        convert(config, trial(tmp_path))
