@@ -10,13 +10,13 @@ import numpy as np
 
 from realsys.config.compose import compose, quoted
 from realsys.config.doors import VERIFIER
+from realsys.config.rules.checks import check_sources
 from realsys.config.schema import Config
-from realsys.config.schema_data import absolute_source, source_problem
+from realsys.config.schema_data import absolute_source
 from realsys.data.layouts.base import Row
 from realsys.data.prompts import plain_text
 from realsys.data.report.examine import Examiner, Report
 from realsys.data.tokenizer import TextTokenizer
-from realsys.errors import ConfigError
 from realsys.reward.verifiers.base import Item
 
 EXIT_OK, EXIT_BAD_DATA = 0, 2
@@ -35,9 +35,7 @@ def check_data_set(source: str, overrides: Sequence[str]) -> int:
     data = config.data.model_copy(
         update={"train": absolute_source(config.data.train), "eval": absolute_source(config.data.eval), "kind": "jsonl"}
     )
-    for field, name in (("data.train", data.train), ("data.eval", data.eval)):
-        if name and (problem := source_problem(name)):
-            raise ConfigError(field, name, problem)
+    check_sources(data)
     tokenizer = TextTokenizer(Path(config.model.path).expanduser()) if config.model.path else None
     verifier = VERIFIER.load(data.verifier)
     report = Examiner(data, tokenizer, lambda row: check_answer(verifier, row)).examine()
@@ -54,7 +52,8 @@ def check_answer(verifier: Callable[..., object], row: Row) -> str:
     check = getattr(verifier, "check_answer", None)
     if check is None:
         return ""
-    return check(Item(plain_text(row.prompt), "", row.answer, row.extra)) or ""
+    extra = {key: value for key, value in row.line().items() if key not in ("prompt", "answer")}
+    return check(Item(plain_text(row.prompt), "", row.answer, extra)) or ""
 
 
 def describe(report: Report, config: Config, *, has_tokens: bool) -> Iterator[str]:

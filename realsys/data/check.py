@@ -35,7 +35,8 @@ def check_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> D
     Raises DataError naming file and line. Takes about 50 microseconds for a short line.
     """
     prompts = PromptDataset(config, paths, tokenizer)
-    warnings = _warnings(prompts.check(), prompts.size("train"), config)
+    checked = prompts.check()
+    warnings = _warnings(checked.unknown, prompts.size("train"), config)
     if prompts.leaked:
         warnings.append(f"left out {prompts.leaked} rows of data.train: their prompts are in data.eval")
     if is_converted(paths):
@@ -47,7 +48,7 @@ def check_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> D
         completion = config.generation.sampling.max_new_tokens
         dataset.check(longest_sequence(config) - completion, completion)
         sizes["demos"] = len(dataset)
-    return DataCheck(sizes, warnings, prompts.digest())
+    return DataCheck(sizes, warnings, checked.digest)
 
 
 def _warnings(unknown: list[str], prompts: int, config: Config) -> list[str]:

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -62,6 +62,17 @@ class Prompt:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+class PromptCheck(NamedTuple):
+    """Result of reading all prompts.
+
+    unknown  characters that the tokenizer does not know
+    digest   of the prompts to train on, in the order of their numbers; equal on any machine
+    """
+
+    unknown: list[str]
+    digest: str
+
+
 class PromptDataset:
     """Splits "train" and "eval". Opening checks every line; ``prompt`` tokenises one prompt."""
 
@@ -87,34 +98,29 @@ class PromptDataset:
         self._check_length(lines, index, ids)
         return Prompt(plain_text(problem.prompt), problem.answer, ids, extra)
 
-    def check(self) -> list[str]:
-        """Tokenise every prompt of every split once. Raises DataError for the first that cannot be used.
-
-        Returns the characters that the tokenizer does not know.
-        """
+    def check(self) -> PromptCheck:
+        """Tokenise every prompt of every split once. Raises DataError for the first that cannot be used."""
         characters: set[str] = set()
-        for lines in self._splits.values():
-            for indices, problems in lines.chunks():
-                try:
-                    encoded = self._tokenizer.encode_prompts(
-                        [p.prompt for p in problems], chat=self._chat, tools=[p.tools for p in problems]
-                    )
-                except DataError:
-                    # The batch does not tell which prompt failed; one by one, the error names the line.
-                    encoded = [self._encode(lines, i, p) for i, p in zip(indices, problems, strict=True)]
-                for i, ids in zip(indices, encoded, strict=True):
-                    self._check_length(lines, i, ids)
-                characters.update(*(plain_text(problem.prompt) for problem in problems))
-        return self._tokenizer.unknown(characters)
-
-    def digest(self) -> str:
-        """Return a digest of the prompts to train on, in the order of their numbers. Equal on any machine."""
-        digest = hashlib.blake2b(digest_size=16)
         ranks = np.unique(self._splits.train.numbers(), return_inverse=True)[1]  # blank lines change no prompt
-        digest.update(ranks.astype("<i8").tobytes())
-        for _, problems in self._splits.values()[0].chunks():
-            digest.update(msgspec.json.encode([problem.prompt for problem in problems]))
-        return digest.hexdigest()
+        digest = hashlib.blake2b(ranks.astype("<i8").tobytes(), digest_size=16)
+        train, held_out = self._splits.values()
+        for lines in (train, held_out):
+            for indices, problems in lines.chunks():
+                self._check_chunk(lines, indices, problems)
+                characters.update(*(plain_text(problem.prompt) for problem in problems))
+                if lines is train:
+                    digest.update(msgspec.json.encode([problem.prompt for problem in problems]))
+        return PromptCheck(self._tokenizer.unknown(characters), digest.hexdigest())
+
+    def _check_chunk(self, lines: Lines[Problem], indices: range, problems: list[Problem]) -> None:
+        prompts, tools = [problem.prompt for problem in problems], [problem.tools for problem in problems]
+        try:
+            encoded = self._tokenizer.encode_prompts(prompts, chat=self._chat, tools=tools)
+        except DataError:
+            # The batch does not tell which prompt failed; one by one, the error names the line.
+            encoded = [self._encode(lines, i, p) for i, p in zip(indices, problems, strict=True)]
+        for i, ids in zip(indices, encoded, strict=True):
+            self._check_length(lines, i, ids)
 
     def _encode(self, lines: Lines[Problem], index: int, problem: Problem) -> list[int]:
         try:

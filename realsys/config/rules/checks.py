@@ -194,15 +194,18 @@ def _check_data(config: Config) -> None:
         if config.train.total_epochs * arith.train_size < config.train.batch_groups and config.train.total_epochs:
             raise ConfigError("data.arith.train_size", arith.train_size, "is less than one batch (train.batch_groups)")
         return
-    _check_sources(data, has_copy=TrialPaths.of(config).data_sources.is_file())
+    check_sources(data, has_copy=TrialPaths.of(config).data_sources.is_file())
     if config.warmup.steps and not data.demos:
         raise ConfigError("data.demos", "", "the supervised warm-up (warmup.steps) needs demonstrations")
     if evaluation.problems and not data.eval and not data.eval_fraction:
         raise ConfigError("data.eval_fraction", 0.0, "nothing is held out; name data.eval or set evaluation.problems=0")
 
 
-def _check_sources(data: DataConfig, *, has_copy: bool) -> None:
-    """``has_copy``: the trial has its own copy of the data already, so the sources may be gone."""
+def check_sources(data: DataConfig, *, has_copy: bool = False) -> None:
+    """Check sources and layouts. ``has_copy``: the trial has its own copy of the data, so the sources may be gone.
+
+    Raises ConfigError.
+    """
     if data.mixture and data.train:
         raise ConfigError("data.train", data.train, "must be empty, because data.mixture names the sources")
     if not data.mixture and not data.train:

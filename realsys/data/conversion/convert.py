@@ -25,8 +25,8 @@ from realsys.data.dataset_files import write_atomically
 from realsys.data.layouts.base import Row, RowError
 from realsys.data.layouts.detect import OWN, Layout, detect, layout_of
 from realsys.data.lines import ORIGIN
-from realsys.data.sources.base import SourceRow
 from realsys.data.sources.open import source_files, source_rows
+from realsys.data.sources.source_row import SourceRow
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from realsys.errors import DataError
 
-MAX_EPOCH = 50_000_000  # positions; each takes 16 bytes in every process that reads prompts
+MAX_EPOCH = 20_000_000  # positions; each takes 16 bytes in every process that reads prompts
 
 
 def copies(rows: Sequence[int], weights: Sequence[float]) -> list[int]:

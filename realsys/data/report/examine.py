@@ -28,7 +28,7 @@ _BATCH = 256
 _KEPT = 100  # examples of each kind
 MAX_HELD_OUT = 20_000  # held-out prompts in the index of near-duplicates
 
-#: Takes (place, row) and returns the problem with its reference answer, "" if the answer can be used.
+#: Takes a row and returns the problem with its reference answer, "" if the answer can be used.
 CheckAnswer = Callable[[Row], str]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from realsys.data.lines import BYTE_ORDER_MARK, scan_lines
-from realsys.data.sources.base import Rows, SourceRow
+from realsys.data.sources.source_row import Rows, SourceRow
 from realsys.errors import MALFORMED, DataError
 
 _OBJECT: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])

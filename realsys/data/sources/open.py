@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from realsys.config.schema_data import RG, split_suffix
-from realsys.data.sources.base import Rows
 from realsys.data.sources.folders import files_of
 from realsys.data.sources.lines_of_json import json_rows
 from realsys.data.sources.reasoning_gym import generated_rows
+from realsys.data.sources.source_row import Rows
 from realsys.data.sources.tables import arrow_rows, parquet_rows
 from realsys.errors import DataError
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from realsys.data.sources.base import Rows, SourceRow, need
+from realsys.data.sources.source_row import Rows, SourceRow, need
 from realsys.errors import DataError
 
 #: Rows that are Python objects at a time. A row may have tests of many MiB.
@@ -44,14 +44,18 @@ def arrow_rows(path: Path) -> Rows:
 def _rows(path: Path, batches: Iterator[Any], pyarrow: Any) -> Rows:
     number = 0
     try:
-        for batch in batches:
-            for start in range(0, batch.num_rows, _BATCH):
-                for values in batch.slice(start, _BATCH).to_pylist():
-                    number += 1
-                    yield SourceRow(f"{path}:row {number}", values)
+        for values in _values(batches):
+            number += 1
+            yield SourceRow(f"{path}:row {number}", values)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(f"{path}: cannot be read after row {number}: {reason}") from None
+
+
+def _values(batches: Iterator[Any]) -> Iterator[dict[str, Any]]:
+    for batch in batches:
+        for start in range(0, batch.num_rows, _BATCH):
+            yield from batch.slice(start, _BATCH).to_pylist()
 
 
 def _pyarrow(path: Path) -> Any:

@@ -282,3 +282,29 @@ def test_users_own_packages_do_not_break_the_command(tmp_path: Path) -> None:
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "dry run: everything is checked" in done.stdout
+
+
+def test_other_layout_is_checked_by_the_dry_run(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluation adapts to the rows that are held out, before they are converted."""
+    rows = [{"question": f"{k} + 1 =", "answer": f"one more\n#### {k + 1}"} for k in range(200)]
+    path = jsonl(tmp_path / "gsm8k.jsonl", rows)
+    argv = ["run", "experiment=math", f"model.path={model}", f"fileroot={tmp_path / 'runs'}", f"data.train={path}"]
+    assert main([*argv, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    held_out = int(re.search(r"set evaluation.problems=(\d+)", out)[1])
+    assert f"data: {200 - held_out} train, {held_out} eval" in out
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"question": "a", "answer": "18"}, "rows.jsonl:2: field 'answer': must end with a line ####"),
+        ({"question": 5, "answer": "#### 18"}, "rows.jsonl:2: field 'question': must be a text, not int"),
+    ],
+)
+def test_bad_row_of_other_layout_is_refused(tmp_path: Path, refused: Refused, row: object, problem: str) -> None:
+    good = {"question": "a", "answer": "#### 18"}
+    assert problem in refused(f"data.train={jsonl(tmp_path / 'rows.jsonl', [good, row])}")

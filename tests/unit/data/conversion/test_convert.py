@@ -192,7 +192,7 @@ def test_copy_keeps_its_settings(tmp_path):
 
 
 def digest(config, paths, tokenizer):
-    return PromptDataset(config, paths, tokenizer).digest()
+    return PromptDataset(config, paths, tokenizer).check().digest
 
 
 def test_changed_prompts_are_refused(tmp_path, chars):

@@ -1,4 +1,4 @@
-"""The contract of a source: an iterator of rows, read a part at a time, so that a file may be larger than memory."""
+"""Rows of a source. Every reader yields them a part at a time, so that a file may be larger than memory."""
 
 from __future__ import annotations
 
