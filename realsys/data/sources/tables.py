@@ -11,6 +11,8 @@ from realsys.errors import DataError
 
 #: Rows that are Python objects at a time. A row may have tests of many MiB.
 _BATCH = 64
+#: Without a buffer a whole column of a row group is read at once, and one row group may be the whole file.
+_BUFFER_BYTES = 1 << 20
 
 
 def parquet_rows(path: Path) -> Rows:
@@ -19,7 +21,7 @@ def parquet_rows(path: Path) -> Rows:
     from pyarrow import parquet
 
     def batches() -> Iterator[Any]:
-        with parquet.ParquetFile(path, memory_map=True) as file:
+        with parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
             yield from file.iter_batches(batch_size=_BATCH)
 
     return _rows(path, batches(), pyarrow)
