@@ -53,7 +53,10 @@ def check_answer(verifier: Callable[..., object], row: Row) -> str:
     if check is None:
         return ""
     extra = {key: value for key, value in row.line().items() if key not in ("prompt", "answer")}
-    return check(Item(plain_text(row.prompt), "", row.answer, extra)) or ""
+    try:
+        return check(Item(plain_text(row.prompt), "", row.answer, extra)) or ""
+    except Exception as error:  # code of the user
+        return " ".join(f"check_answer raised {type(error).__name__}: {error}".split())[:300]
 
 
 def describe(report: Report, config: Config, *, has_tokens: bool) -> Iterator[str]:

@@ -34,7 +34,8 @@ def realsys(row: Values) -> Row:
         problem = msgspec.convert({key: row[key] for key in own if row.get(key) is not None}, Problem)
     except MALFORMED as error:
         raise RowError(_named(str(error)), str(error)) from None
-    return Row(problem.prompt, problem.answer, others(row, *own), problem.tools, problem.code_tests)
+    extra = {key: value for key, value in row.items() if key not in own}
+    return Row(problem.prompt, problem.answer, extra, problem.tools, problem.code_tests)
 
 
 def verl(row: Values) -> Row:

@@ -63,6 +63,15 @@ def test_copied_rows_reach_the_rollout(tmp_path, chars):
     assert second.extra == {"level": 2, "data_origin": f"{path}:2"}
 
 
+def test_other_keys_pass_a_copy_unchanged(tmp_path, chars):
+    other = {"level": None, "list": [1.5, None, True, {"a": "\u00e9\x00"}], "big": 2**100}
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "1", **other}])
+    config = config_of(path, long_prompts="drop", model=chars.path)
+    convert(config, trial(tmp_path))
+    (prompt,) = prompts_of(config, trial(tmp_path), chars)
+    assert prompt.extra == {**other, "data_origin": f"{path}:1"}
+
+
 def test_code_tests_reach_the_verifier(tmp_path, chars):
     path = jsonl(tmp_path / "rows.jsonl", [HUMANEVAL])
     convert(config_of(path), trial(tmp_path))
@@ -234,7 +243,7 @@ def test_mixture_of_other_weights_is_another_order(tmp_path, chars):
     assert digest(config, trial(tmp_path), chars) != first
 
 
-def test_messages_need_a_template_in_a_copy(tmp_path):
+def test_messages_of_a_copy_get_the_template(tmp_path):
     tokenizer = char_tokenizer(tmp_path / "model", TEMPLATE)
     path = jsonl(tmp_path / "t.jsonl", [{"messages": [{"role": "user", "content": "a"}], "label": 1}])
     convert(config_of(path), trial(tmp_path))

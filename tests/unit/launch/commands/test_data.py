@@ -61,7 +61,7 @@ def test_model_gives_tokens_and_the_rendered_prompt(tmp_path, capsys):
     assert (code, err) == (0, "") and "1 rows have more than 40 tokens and are left out" in out
 
 
-def test_prompt_that_the_template_refuses_is_a_bad_row(tmp_path, capsys):
+def test_prompt_refused_by_the_template_is_bad(tmp_path, capsys):
     tokenizer = char_tokenizer(tmp_path / "model", TEMPLATE)
     system = [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": system, "answer": "1"}])
@@ -116,13 +116,17 @@ def test_verifier_checks_references(tmp_path, capsys, monkeypatch):
     """A verifier with ``check_answer`` sees each row; its reason is that of a bad row."""
     (tmp_path / "own_judge.py").write_text(
         "def judge(item):\n    return True\n\n\n"
-        "judge.check_answer = lambda item: None if item.answer == '18' else f'{item.answer} is not 18'\n"
+        "judge.check_answer = lambda item: None if item.answer == '18' else f'{item.answer} is not 18'\n\n\n"
+        "def broken(item):\n    return True\n\n\n"
+        "broken.check_answer = lambda item: item.extra['none']\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     path = jsonl(tmp_path / "t.jsonl", [DAPO, {**DAPO, "reward_model": {"ground_truth": 19}}])
     code, _, err = run(capsys, path, "data.verifier=own_judge:judge")
     assert code == 2 and err == f"realsys: {path}:2: field 'answer': 19 is not 18\n"
     assert check_answer(lambda item: True, object()) == ""
+    code, _, err = run(capsys, path, "data.verifier=own_judge:broken")
+    assert code == 2 and err.splitlines()[0].endswith("field 'answer': check_answer raised KeyError: 'none'")
 
 
 def test_generated_tasks_are_checked(capsys):
