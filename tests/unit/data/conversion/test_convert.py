@@ -15,7 +15,7 @@ from realsys.data.layouts.code_tests import code_tests_of
 from realsys.data.prompts import PromptDataset, open_splits, split_sizes
 from realsys.errors import ConfigError, DataError
 from tests.support.training.data_models import TEMPLATE, char_tokenizer, jsonl, trial
-from tests.support.training.rows import GSM8K, HUMANEVAL, MESSAGES, ROWS, SLIME
+from tests.support.training.data_rows import GSM8K, HUMANEVAL, MESSAGES, ROWS, SLIME
 
 
 def config_of(train="", *, problems=0, seed=1, model="", **data):
