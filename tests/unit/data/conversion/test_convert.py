@@ -14,8 +14,8 @@ from realsys.data.conversion.identity import check_copy, check_prompts, write_di
 from realsys.data.layouts.code_tests import code_tests_of
 from realsys.data.prompts import PromptDataset, open_splits, split_sizes
 from realsys.errors import ConfigError, DataError
+from tests.support.data.data_rows import GSM8K, HUMANEVAL, MESSAGES, ROWS, SLIME
 from tests.support.training.data_models import TEMPLATE, char_tokenizer, jsonl, trial
-from tests.support.training.data_rows import GSM8K, HUMANEVAL, MESSAGES, ROWS, SLIME
 
 
 def config_of(train="", *, problems=0, seed=1, model="", **data):

@@ -11,8 +11,8 @@ from realsys.data.layouts.code_tests import CallTest, CodeTests, StdioTest, code
 from realsys.data.layouts.detect import detect, layout_of
 from realsys.data.lines import Message
 from realsys.errors import ConfigError, DataError
-from tests.support.training import data_rows as rows
-from tests.support.training.data_rows import ROWS
+from tests.support.data import data_rows as rows
+from tests.support.data.data_rows import ROWS
 
 
 def read(row, name="auto", **arguments):

@@ -10,8 +10,8 @@ import pytest
 from realsys.config.schema_data import absolute_source, source_problem
 from realsys.data.sources.open import source_files, source_rows
 from realsys.errors import DataError
+from tests.support.data.data_rows import DAPO, GSM8K, VERL
 from tests.support.training.data_models import jsonl
-from tests.support.training.data_rows import DAPO, GSM8K, VERL
 
 ROWS = [{"n": i, "text": f"row {i}", "inner": {"list": [i, None]}} for i in range(150)]
 

@@ -6,8 +6,8 @@ import pytest
 
 from realsys.launch.cli import main
 from realsys.launch.commands.data import check_answer
+from tests.support.data.data_rows import DAPO, GSM8K, HUMANEVAL, ROWS
 from tests.support.training.data_models import TEMPLATE, char_tokenizer, jsonl
-from tests.support.training.data_rows import DAPO, GSM8K, HUMANEVAL, ROWS
 
 LONG = (
     "Tom has 12 apples and buys 3 more apples at the market on Sunday with his {} friend. Then he gives half of all "
