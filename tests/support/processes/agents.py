@@ -7,7 +7,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from realsys.config.paths import TrialPaths
@@ -24,11 +24,20 @@ WORKER = WITH_PARENT + FOREVER
 SHOWN = WITH_PARENT + READY + "print(os.getpid(), flush=True); ready(); signal.pause()"
 
 
-def start_agent(root: Path, node: str, output: Path, wait_s: float = BOUND_S) -> subprocess.Popen[bytes]:
-    """Start ``realsys node-agent``; its output goes to the end of ``output``."""
+def start_agent(
+    root: Path, node: str, output: Path, wait_s: float = BOUND_S, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start ``realsys node-agent`` with ``env`` over our environment; its output goes to the end of ``output``."""
     argv = [sys.executable, "-m", "realsys.launch.cli", "node-agent", "--trial-dir", str(root), "--node", node]
     with output.open("ab") as file:
-        return subprocess.Popen([*argv, "--wait", str(wait_s)], stdout=file, stderr=file, env=dict(os.environ))
+        return subprocess.Popen(
+            [*argv, "--wait", str(wait_s)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
 
 
 class AgentTrial(Trial):

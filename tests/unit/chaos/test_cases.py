@@ -1,5 +1,8 @@
 """The schedule of the chaos suite: complete, the same for the same seed, and of points that exist."""
 
+import random
+
+from tests.chaos.schedule.agents import agents_of
 from tests.chaos.schedule.cases import chosen, full, short
 from tests.chaos.schedule.rows import PHASES, SUSPENDED
 from tests.chaos.schedule.signals import PER_RUN, STATELESS, TRAINING
@@ -37,9 +40,20 @@ def test_each_socket_meets_each_fault_of_its_messages():
         assert {(f"{what} {how}", socket) for how in ("lost", "twice", "garbled")} <= found
 
 
-def test_seed_changes_only_the_order():
+def test_seed_changes_order_and_agents():
+    """It also chooses the phases at which agents fail."""
     assert full(1) == full(1) != full(2)
-    assert sorted(rows_of(full(1))) == sorted(rows_of(full(2)))
+    for name_of in (lambda case: case.name, lambda case: sorted(row.fault for row in case.rows)):
+        found = [sorted(name_of(case) for case in full(seed) if not case.name.startswith("signals-")) for seed in (1, 2)]
+        assert found[0] == found[1]
+
+
+def test_half_of_the_runs_go_over_agents():
+    for seed in range(5):
+        of_workers = [case for case in full(seed)[len(agents_of(random.Random(seed))) :] if case.needs != "sglang"]
+        over = [case for case in of_workers if case.nodes]
+        assert len(over) == len(of_workers) // 2 and over == chosen(of_workers, ["over agents"], [])
+    assert len({frozenset(case.name for case in full(seed) if case.nodes) for seed in range(5)}) > 1
 
 
 def test_cases_are_well_formed():
