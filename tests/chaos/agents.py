@@ -22,8 +22,8 @@ _END_S = 30.0  # bound on the end of all agents after the run
 class Agents:
     """Agents of one run; none if ``count`` is 0.
 
-    Without spares an agent comes back under its name, as a machine that was booted again. With spares it comes back
-    under another name: the launcher gives its node to a spare when its lease is over.
+    Without spares a dead agent is started again under its name, like a machine that was booted again. With spares it gets
+    a new name: the launcher gives its node to a spare when its lease is over.
     """
 
     def __init__(self, root: Path, count: int, folder: Path, env: Mapping[str, str], *, spares: bool) -> None:
@@ -44,7 +44,7 @@ class Agents:
         self._began[machine] = time.monotonic()
 
     def tend(self) -> None:
-        """Start an agent for each one that died. One that ended with code 0 was told that the run is over."""
+        """Start an agent for each one that died. Code 0 means that the launcher has ended the run."""
         for machine, agent in list(self._agents.items()):
             if agent.poll():
                 del self._agents[machine]
@@ -60,7 +60,7 @@ class Agents:
                 yield f"node{int('master_worker' not in workers)}", pid
 
     def end(self) -> list[str]:
-        """Wait for the end of all agents; return what is wrong with it."""
+        """Wait for the end of all agents; return the problems."""
         now = time.monotonic()
         late = {machine for machine, began in self._began.items() if began > now - _JOIN_S}
         for machine in late & self._agents.keys():

@@ -169,7 +169,7 @@ class _Drive:
         hold = Fault(f"hold-{number}", "master_worker/0", "master.batch", "hold", at=at, until=gate)
         disk = Fault("mount", "model_worker/0", "weights.write", "hold", until="mounted")
         faults = []
-        if row.said:
+        if row.said or row.act:
             last = _said(number)
             faults.append(Fault(last, "master_worker/0", "master.batch", "hold", at=at + 2, until=last))
         for part, fault in enumerate(row.faults):

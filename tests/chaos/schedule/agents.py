@@ -35,7 +35,7 @@ def short() -> Case:
 
 
 def _booted_again(rng: random.Random) -> Case:
-    """An agent that ends comes back under the same name."""
+    """A dead agent is started again under its name."""
     everywhere = list(PHASES)
     rows = (
         _killed(FIRST, rng.choice(everywhere)),

@@ -62,8 +62,8 @@ class Row:
 
     ``in_order``: each of ``faults`` may fire once the one before it has. ``waits``: a RolloutWorker that generates
     nothing until they have fired, so that the other one must. ``logged``: a pattern that must be in a log; without
-    it the fault was harmless. ``said``: patterns of the output of launcher and agents. The MasterWorker holds
-    its step after the next one until all of them have appeared, so that further steps prove the recovery.
+    it the fault was harmless. ``said``: patterns of the output of launcher and agents. Until ``act`` has returned and
+    all patterns have appeared, the MasterWorker holds the third step of the row: later steps prove the recovery.
     """
 
     fault: str
