@@ -7,8 +7,8 @@
 
 consumes     orders of the supervisor; Joined, Exited, StopAsked of the agents
 waits for    an agent for each node; its answer to each Ping
-ends with    End to every agent, and the removal of the coordinator's file. If it is killed, the file stays: the next
-             coordinator waits for the leases of the agents
+ends with    End to every agent, and the removal of the coordinator's file. If it is killed, or an agent does not
+             answer, the file stays: the next coordinator waits for the leases of the agents
 
 `agent-ends-first`: an agent counts its lease from its last Pong that has arrived here, which the next Ping proves. The
 coordinator counts from that arrival, and adds a margin. So the processes of a lost node have ended when the supervisor
@@ -82,7 +82,7 @@ class AgentStream(MasterStream):
 class _Agent(Session):
     """One agent that has joined. ``heard`` is in monotonic seconds, ``heard_at`` in unix seconds."""
 
-    def __init__(self, joined: orders.Joined, stream: MasterStream) -> None:
+    def __init__(self, joined: orders.Joined, stream: AgentStream) -> None:
         self.joined = joined
         self.heard = time.monotonic()
         self.heard_at = time.time()
@@ -98,7 +98,14 @@ class _Agent(Session):
 
     def ask(self, message: msgspec.Struct, kind: type[Reply], timeout_s: float | None = None) -> asyncio.Future[Reply]:
         timeout_s = _ORDER_S if timeout_s is None else timeout_s
-        return self._stream.request(self.joined.agent, type(message).__name__, message, kind, timeout_s=timeout_s)
+        name = type(message).__name__
+        reply = self._stream.request(self.joined.agent, name, message, kind, timeout_s=timeout_s)
+        reply.add_done_callback(self._check)
+        return reply
+
+    def _check(self, reply: asyncio.Future[Reply]) -> None:
+        if not reply.cancelled() and isinstance(error := reply.exception(), DecodeError):
+            self._stream.unreadable(self.joined.agent, error)
 
 
 class Coordinator:
@@ -140,11 +147,9 @@ class Coordinator:
         """
         try:
             await self._ping(agent)
-        except DecodeError as error:
-            self._unreadable(agent.joined.agent, error)
         except WaitTimeout as error:
             self._stream.lose(agent.joined.agent, str(error))  # refused from now on: its processes count as dead
-        except WorkerLost:
+        except (DecodeError, WorkerLost):
             pass  # unreadable, or another agent of its name has spoken: its Joined follows
         except Exception as exc:
             self._listener.fail(exc)
@@ -242,9 +247,14 @@ class Coordinator:
         except Exception as exc:  # the launcher may be code of the user
             self._listener.fail(exc)
 
-    async def end_agents(self) -> None:
-        """End the agents that are left: spares, and those of a run that did not begin."""
-        await asyncio.gather(*(end_of_agent(agent, _END_S) for agent in list(self._agents.values())))
+    async def end_agents(self) -> bool:
+        """End the agents that are left: spares, and those of a run that did not begin.
+
+        Returns False if one has not answered: it may have processes until the end of its lease.
+        """
+        agents = list(self._agents.values())
+        await asyncio.gather(*(end_of_agent(agent, _END_S) for agent in agents))
+        return all(agent.ended for agent in agents)
 
     async def close(self) -> None:
         """Stop all sessions."""
@@ -286,9 +296,9 @@ async def _open_remote(
         address = orders.Address(stream.address, uuid.uuid4().hex, terms.lease_s, *terms.agents)
         orders.write_address(paths.coordinator, address)
         yield coordinator.nodes
-        await coordinator.end_agents()
-        # Not after an error: then agents may have processes, and the next launcher must wait for their leases.
-        paths.coordinator.unlink(missing_ok=True)
+        # Also after an error the file stays: then agents may have processes, and the next launcher must wait.
+        if await coordinator.end_agents():
+            paths.coordinator.unlink(missing_ok=True)
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)

@@ -22,8 +22,8 @@ _END_S = 30.0  # bound on the end of all agents after the run
 class Agents:
     """Agents of one run; none if ``count`` is 0.
 
-    Without spares a dead agent is started again under its name, like a machine that was booted again. With spares it gets
-    a new name: the launcher gives its node to a spare when its lease is over.
+    Without spares a dead agent is started again under its name, like a machine that was booted again. With spares it
+    gets a new name: the launcher gives its node to a spare when its lease is over.
     """
 
     def __init__(self, root: Path, count: int, folder: Path, env: Mapping[str, str], *, spares: bool) -> None:

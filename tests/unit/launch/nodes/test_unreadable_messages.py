@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
@@ -16,40 +15,15 @@ from realsys.config.paths import TrialPaths
 from realsys.errors import RemoteError
 from realsys.launch.nodes import orders
 from realsys.launch.nodes.base import Exit, Order
-from realsys.launch.nodes.coordinator import AgentStream, Terms, open_nodes
-from realsys.launch.nodes.node_agent import AgentEndpoint, NodeSignals, serve
-from realsys.stream.security import ensure_keys, load_keys
+from realsys.launch.nodes.coordinator import Terms, open_nodes
+from realsys.launch.nodes.node_agent import NodeSignals, serve
+from tests.support.processes.agents import NAME, FakeAgent, FakeCoordinator
 
 LEASE_S, MARGIN_S = 1.0, 0.25
-NAME = "hosta"
 NONSENSE = orders.Done()  # decodes as no other message
 
 
-class FakeAgent:
-    """An agent whose messages the test writes."""
-
-    def __init__(self, paths: TrialPaths) -> None:
-        address = orders.read_address(paths.coordinator)
-        assert address is not None
-        self.index = orders.index_of(NAME)
-        self.endpoint = AgentEndpoint(self.index, address.address, keys=load_keys(paths.keys))
-        about = (self.index, self.endpoint.incarnation, NAME, NAME, "127.0.0.1", 2, 1 << 40, 0)
-        self.endpoint.notify("Joined", orders.Joined(*about))
-
-    async def answer(self, handler: str, reply: msgspec.Struct) -> None:
-        """Answer the next order ``handler``, and all Pings before it."""
-        while request := await asyncio.to_thread(self.endpoint.next_request, 60.0):
-            if request.handler == handler:
-                self.endpoint.reply(request, reply)
-                return
-            self.endpoint.reply(request, self.pong)
-
-    @property
-    def pong(self) -> orders.Pong:
-        return orders.Pong(self.endpoint.incarnation)
-
-
-@pytest.mark.parametrize("what", ["answer", "notice"])
+@pytest.mark.parametrize("what", ["pong", "started", "notice"])
 def test_unreadable_agent_is_lost_after_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """It does not know that it was given up: until its lease is over its processes live (`agent-ends-first`)."""
     monkeypatch.setattr(orders, "KILL_MARGIN_S", MARGIN_S)
@@ -61,10 +35,10 @@ def test_unreadable_agent_is_lost_after_its_lease(tmp_path: Path, monkeypatch: p
             await agent.answer("Ping", agent.pong)
             await nodes["a"].ready(60.0)
             nodes["a"].start(Order((sys.executable,), {}, tmp_path / "log", 1 << 20), ended.set_result)
-            await agent.answer("Start", orders.Started(1))
+            await agent.answer("Start", NONSENSE if what == "started" else orders.Started(1))
             if what == "notice":
                 agent.endpoint.notify("Exited", NONSENSE)
-            else:
+            elif what == "pong":
                 await agent.answer("Ping", NONSENSE)
             lost: Exit = await asyncio.wait_for(ended, 60.0)
             assert time.time() >= lost.time + LEASE_S + MARGIN_S
@@ -73,21 +47,6 @@ def test_unreadable_agent_is_lost_after_its_lease(tmp_path: Path, monkeypatch: p
 
     lost = asyncio.run(body())
     assert lost.lost.startswith("was lost with its node a (hosta): a message of its agent cannot be read: ")
-
-
-class FakeCoordinator:
-    """A coordinator whose orders the test writes; inside of the event loop."""
-
-    def __init__(self, paths: TrialPaths) -> None:
-        self.joined: asyncio.Queue[orders.Joined] = asyncio.Queue()
-        self.stream = AgentStream("127.0.0.1", keys=ensure_keys(paths.keys))
-        self.exits: list[orders.Exited] = []
-        self.stream.on_notice("Joined", orders.Joined, self.joined.put_nowait)
-        self.stream.on_notice("Exited", orders.Exited, self.exits.append)
-        orders.write_address(paths.coordinator, orders.Address(self.stream.address, "c", 60.0))
-
-    async def order(self, handler: str, message: msgspec.Struct, kind: type[msgspec.Struct]) -> msgspec.Struct:
-        return await self.stream.request(orders.index_of(NAME), handler, message, kind, timeout_s=60.0)
 
 
 def test_agent_joins_again_after_an_unreadable_order(tmp_path: Path) -> None:
