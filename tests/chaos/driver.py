@@ -23,7 +23,7 @@ import msgspec
 
 from realsys.config.rules.sglang import DEFAULT_VENV
 from tests.chaos import checks, outside
-from tests.chaos.agents import Agents
+from tests.chaos.kept_agents import Agents
 from tests.chaos.live import ChaosRun, Ended, Interrupted
 from tests.chaos.schedule.rows import JOB, Case, Needs, Row
 from tests.support.faults.plan import Fault, environment

@@ -22,7 +22,7 @@ from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.cluster.store.names import Names
 from realsys.config.dump import read_config
 from realsys.telemetry.steps import StepTail
-from tests.chaos.agents import Agents
+from tests.chaos.kept_agents import Agents
 from tests.support.faults.plan import note_pid, pid_of
 from tests.support.jobs.jobs import POLL_S, LiveJob, processes_of
 
@@ -128,10 +128,10 @@ class ChaosRun:
 
     def _others(self) -> Iterator[tuple[str, int]]:
         with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
-            for executor in self.agents.pids() or [self.live.process.pid]:
-                for child in psutil.Process(executor).children():
-                    if child.name() == "etcd":
-                        yield "name_store/0", child.pid
+            executors = [psutil.Process(pid) for pid in self.agents.pids() or [self.live.process.pid]]
+            for child in (child for executor in executors for child in executor.children()):
+                if child.name() == "etcd":
+                    yield "name_store/0", child.pid
             for guard in psutil.Process(pid_of(self.faults, "generation_server/0")).children():
                 if any(part.endswith("/guard.py") for part in guard.cmdline()):
                     yield from (("sglang/0", child.pid) for child in guard.children())

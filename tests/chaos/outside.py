@@ -6,6 +6,7 @@ Each function is called while the run trains, and returns after its harm. The dr
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import signal
@@ -81,9 +82,8 @@ def _garbage_to_zmq(address: str) -> None:
     try:
         dealer.connect(address)
         with contextlib.suppress(zmq.Again):  # where keys are needed, the peer has cut the connection
-            for frames in range(1, 6):
-                for size in (0, 1, 7, 1000, 1 << 20):
-                    dealer.send_multipart([rng.randbytes(size) for _ in range(frames)])
+            for frames, size in itertools.product(range(1, 6), (0, 1, 7, 1000, 1 << 20)):
+                dealer.send_multipart([rng.randbytes(size) for _ in range(frames)])
     finally:
         dealer.close(linger=2000)
         context.term()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.chaos import outside
-from tests.chaos.schedule import agents, signals
+from tests.chaos.schedule import nodes, signals
 from tests.chaos.schedule.rows import SUSPENDED_S, Case, Row, fault, row, struck
 
 ROLLOUT, SERVER, MANAGER = "rollout_worker/0", "generation_server/0", "gserver_manager/0"
@@ -163,7 +163,7 @@ def full(seed: int) -> list[Case]:
     over = [number for number, case in enumerate(cases) if case.needs != "sglang"]
     drawn = random.Random(f"agents {seed}").sample(over, len(over) // 2)
     cases = [replace(case, nodes=2) if number in drawn else case for number, case in enumerate(cases)]
-    return [*agents.agents_of(random.Random(seed)), *cases]
+    return [*nodes.runs(random.Random(seed)), *cases]
 
 
 def _everything(seed: int) -> list[Case]:
@@ -206,7 +206,7 @@ def short() -> list[Case]:
         Case("short-signals", tuple(kill)),
         Case("short-mixed", tuple(_row_of(name, what, phase) for name, what, phase in mixed)),
         replace(_case_of("enospc"), name="short-full"),
-        agents.short(),
+        nodes.short(),
     ]
 
 

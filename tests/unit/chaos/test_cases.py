@@ -2,13 +2,13 @@
 
 import random
 
-from tests.chaos.schedule.agents import agents_of
 from tests.chaos.schedule.cases import chosen, full, short
+from tests.chaos.schedule.nodes import runs
 from tests.chaos.schedule.rows import PHASES, SUSPENDED
 from tests.chaos.schedule.signals import PER_RUN, STATELESS, TRAINING
 from tests.support.faults.points import POINTS
 
-OF_AGENTS = len(agents_of(random.Random(0)))  # runs whose agents fail; they come first
+OF_AGENTS = len(runs(random.Random(0)))  # runs whose agents fail; they come first
 
 
 def rows_of(cases):

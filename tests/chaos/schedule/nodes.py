@@ -19,7 +19,7 @@ ON_FIRST = [phase for phase, (worker, _) in PHASES.items() if worker in (MODEL, 
 ON_SECOND = [phase for phase in PHASES if phase not in ON_FIRST]
 
 
-def agents_of(rng: random.Random) -> list[Case]:
+def runs(rng: random.Random) -> list[Case]:
     """The runs whose agents and launchers fail. A node is lost three times at most: its workers back off."""
     return [_booted_again(rng), _replaced(rng), _messages(), _lost_etcd()]
 
