@@ -25,7 +25,7 @@ from rich.console import Console
 from realsys.cluster.aio import run_beside
 from realsys.cluster.failure import read_errors
 from realsys.cluster.network import HOST, PORTS, interfaces, is_loopback, join_host_port, own_addresses
-from realsys.cluster.process import STORE_ADDRESS
+from realsys.cluster.process import RUN_ID, STORE_ADDRESS
 from realsys.config.allocation import parse_allocation
 from realsys.config.compose import compose, given_fields, quoted
 from realsys.config.devices.device_plan import as_lines
@@ -302,7 +302,7 @@ async def _own_store_answers(config: Config, paths: TrialPaths, spec: ProcessSpe
     address = config.cluster.name_store.address
     if at := spec.addresses.get(STORE_ADDRESS):
         address = join_host_port(host, at.port)
-    await etcd_answers(address, config.cluster.connect_timeout_s)
+    await etcd_answers(address, spec.env[RUN_ID], config.cluster.connect_timeout_s)
     if at:
         paths.store_address.write_text(address, "utf-8")
 

@@ -54,6 +54,18 @@ def bind_tcp(host: str, port: int = 0) -> socket.socket:
     return bind_first([port] if port else own_ports(), lambda each: _bind(host, each), host)
 
 
+def bind_problem(host: str, port: int) -> str:
+    """Return why the address cannot be bound on this machine; empty if it can."""
+    if port > 65535:
+        return "a port is at most 65535"
+    try:
+        bind_tcp(host, port).close()
+    except RealsysError as error:
+        cause = error.__cause__
+        return (cause.strerror if isinstance(cause, OSError) else None) or str(error)
+    return ""
+
+
 def own_ports() -> list[int]:
     """Return the ports on which this process may listen, in the order to try; 0 is any free one."""
     ports = list(port_range(os.environ.get(PORTS, "")))
