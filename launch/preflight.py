@@ -56,11 +56,11 @@ def check_etcd(config: Config, paths: TrialPaths) -> None:
     if settings.backend != "etcd" or settings.start:
         return
     hosts = [address.rpartition(":")[0] for address in settings.address.split(",")]
-    if cluster.nodes > 1 and (loopback := next(filter(is_loopback, hosts), "")):
-        problem = f"each of the {cluster.nodes} nodes would look for etcd on itself ({loopback})"
+    if cluster.machines > 1 and (loopback := next(filter(is_loopback, hosts), "")):
+        problem = f"each of the {cluster.machines} nodes would look for etcd on itself ({loopback})"
         raise ConfigError("cluster.name_store.address", settings.address, f"{problem}: name the host that has it")
     # Of several nodes most are on another host than etcd, wherever it is.
-    elsewhere = hosts[0] if cluster.nodes > 1 else next((host for host in hosts if bind_problem(host, 0)), "")
+    elsewhere = hosts[0] if cluster.machines > 1 else next((host for host in hosts if bind_problem(host, 0)), "")
     if elsewhere and cluster.lease_s < ELECTION_LEASE_S:
         problem = f"must be at least {ELECTION_LEASE_S:g} with etcd on another host ({elsewhere})"
         reason = "while its members elect a leader no lease is renewed, and the leases of all workers lapse together"

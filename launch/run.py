@@ -149,7 +149,7 @@ def _planned(config: Config, paths: TrialPaths, machine: Machine) -> tuple[list[
     if not cluster.nodes:
         return specs, []
     lines = as_lines(nodes, seats)
-    if cluster.nodes > 1 and not cluster.interface and is_loopback(cluster.host):
+    if cluster.machines > 1 and not cluster.interface and is_loopback(cluster.host):
         remedy = f"set cluster.interface, or {HOST} on each node"
         lines.append(f"warning: other nodes cannot reach cluster.host={cluster.host}: {remedy}")
     if cluster.gpus_per_node and not cluster.gpu_memory_gb:
@@ -265,7 +265,7 @@ async def _supervise(
         join_s=launcher.join_timeout_s(),
         log_bytes=int(cluster.log_mb * 2**20),
     )
-    agents = (cluster.host, cluster.interface, cluster.nodes)
+    agents = (cluster.host, cluster.interface, cluster.machines)
     terms = Terms(host_of_launcher(config), cluster.lease_s, bounds.join_s, agents, launcher.problem)
     outcome, trouble = Outcome("failed", "the display could not be opened"), None
     with _reported("show the run"), view:

@@ -64,7 +64,7 @@ def render(config: Config, job: Job) -> str:
 def _options(config: Config, job: Job) -> Iterator[str]:
     cluster, slurm = config.cluster, config.cluster.slurm
     yield f"--job-name={job_name(config)}"
-    yield f"--nodes={cluster.nodes + cluster.spare_nodes}"
+    yield f"--nodes={cluster.machines}"
     yield "--ntasks-per-node=1"
     if cluster.cpus_per_node:
         yield f"--cpus-per-task={cluster.cpus_per_node}"

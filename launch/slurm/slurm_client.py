@@ -19,7 +19,7 @@ class SlurmError(RealsysError):
 
 
 class SlurmSilent(SlurmError):
-    """SLURM did not answer in time. It may have done what it was asked for."""
+    """SLURM did not answer in time. The call may have had its effect."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,8 +156,8 @@ def own_addresses(cluster: ClusterConfig, environment: Mapping[str, str], there:
     """Return the address to bind, the one to advertise and its interface. Raises ConfigError as ``take_address``."""
     host = own_host(cluster, environment.get(HOST, ""), there)
     reached = advertised_host(host)
-    if cluster.nodes > 1 and is_loopback(reached):
-        problem = f"other hosts cannot reach {reached}, which this process of {cluster.nodes} nodes would advertise"
+    if cluster.machines > 1 and is_loopback(reached):
+        problem = f"other hosts cannot reach {reached}, which this process of {cluster.machines} nodes would advertise"
         remedy = f"name an interface or a subnet, or set {HOST}"
         raise ConfigError("cluster.interface", cluster.interface, f"{problem}: {remedy}")
     return host, reached, _interface_of(reached, there)

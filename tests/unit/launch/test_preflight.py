@@ -204,7 +204,7 @@ def test_etcd_of_several_nodes_counts_as_elsewhere(tmp_path: Path, monkeypatch: 
 
     def problem(address: str, **cluster: object) -> str:
         store = {"backend": "etcd", "address": address}
-        config = Config.model_validate({"cluster": {"nodes": 2, "name_store": store, **cluster}})
+        config = Config.model_validate({"cluster": {"nodes": 1, "spare_nodes": 1, "name_store": store, **cluster}})
         with pytest.raises(ConfigError) as error:
             check_etcd(config, TrialPaths(tmp_path))
         return str(error.value)
