@@ -2,6 +2,7 @@
 
     agent ──Joined──> session ──first Pong──> bound to a node, or a spare (binding.py)
                          ├──no Pong for lease_s + margin──> lost: a spare takes the node, or the node waits
+                         ├──unreadable message────────────> no more Pings, and so lost
                          └──another agent of its name─────> lost, and the new one joins
 
 consumes     orders of the supervisor; Joined, Exited, StopAsked of the agents
@@ -71,10 +72,11 @@ class AgentStream(MasterStream):
 
     kind = "node_agent"
 
+    on_unreadable: Callable[[int, DecodeError], None] = lambda worker, error: None
+
     def unreadable(self, worker: int, error: DecodeError) -> None:
-        """Lose the agent alone: its processes count as dead, and it joins again."""
-        log.error("%s/%d sent a notice that cannot be read: %s", self.kind, worker, error)
-        self.lose(worker, str(error))
+        """Give up this agent alone."""
+        self.on_unreadable(worker, error)
 
 
 class _Agent(Session):
@@ -85,6 +87,7 @@ class _Agent(Session):
         self.heard = time.monotonic()
         self.heard_at = time.time()
         self.is_known = False  # True once it has answered: it is bound to a node, or a spare
+        self.problem = ""  # why it gets no more Pings
         self.watch: asyncio.Task[None] | None = None
         self._stream = stream
 
@@ -101,7 +104,7 @@ class _Agent(Session):
 class Coordinator:
     """The agents of a trial, and the nodes of its plan. Make it with ``open_nodes``."""
 
-    def __init__(self, needs: Mapping[str, Needs], stream: MasterStream, terms: Terms) -> None:
+    def __init__(self, needs: Mapping[str, Needs], stream: AgentStream, terms: Terms) -> None:
         self.nodes = {name: RemoteNode(name, terms.join_s, self._address_of) for name in needs}
         self._binding = Binding(needs)
         self._stream = stream
@@ -109,6 +112,7 @@ class Coordinator:
         self._agents: dict[int, _Agent] = {}  # index on the stream -> agent
         self._had: dict[str, str] = {}  # node -> machine that has it, or had it last
         self._was_complete = False  # every node has had a machine
+        stream.on_unreadable = self._unreadable
         stream.on_notice("Joined", orders.Joined, self._joined)
         stream.on_notice("Exited", orders.Exited, self._exited)
         stream.on_notice("StopAsked", orders.StopAsked, lambda notice: self._listener.stop(notice.signal))
@@ -125,31 +129,43 @@ class Coordinator:
 
     def _joined(self, notice: orders.Joined) -> None:
         if earlier := self._agents.get(notice.agent):
-            self._lose(earlier, "another agent took its place")
+            self._lose(earlier, earlier.problem or "its agent joined again")
         agent = self._agents[notice.agent] = _Agent(notice, self._stream)
         agent.watch = asyncio.create_task(self._watch(agent))
 
     async def _watch(self, agent: _Agent) -> None:
-        """Ping the agent until it is lost."""
+        """Ping the agent until it is lost.
+
+        An agent whose message cannot be read gets no more Pings, and is lost when its lease is over.
+        """
         try:
             await self._ping(agent)
         except DecodeError as error:
-            self._stream.lose(agent.joined.agent, str(error))
-            self._lose(agent, f"its answer cannot be read: {error}")
-        except WaitTimeout:
-            why = f"nothing was heard from its agent for {time.monotonic() - agent.heard:.0f} s"
-            self._stream.lose(agent.joined.agent, why)  # refused from now on: its processes count as dead
-            self._lose(agent, why)
+            self._unreadable(agent.joined.agent, error)
+        except WaitTimeout as error:
+            self._stream.lose(agent.joined.agent, str(error))  # refused from now on: its processes count as dead
         except WorkerLost:
-            self._lose(agent, "another agent took its place")
+            pass  # unreadable, or another agent of its name has spoken: its Joined follows
         except Exception as exc:
             self._listener.fail(exc)
+            return
+        await asyncio.sleep(self._left_s(agent))
+        silent = f"nothing was heard from its agent for {time.monotonic() - agent.heard:.0f} s"
+        self._lose(agent, agent.problem or silent)
+
+    def _unreadable(self, index: int, error: DecodeError) -> None:
+        self._stream.lose(index, str(error))
+        if agent := self._agents.get(index):
+            agent.problem = f"a message of its agent cannot be read: {error}"
+
+    def _left_s(self, agent: _Agent) -> float:
+        """Return the time in which the agent must be heard; below 0 after it."""
+        return agent.heard + self._terms.lease_s + orders.KILL_MARGIN_S - time.monotonic()
 
     async def _ping(self, agent: _Agent) -> None:
         lease_s = self._terms.lease_s
         while True:
-            left = agent.heard + lease_s + orders.KILL_MARGIN_S - time.monotonic()
-            pong = await agent.ask(orders.Ping(lease_s), orders.Pong, left)
+            pong = await agent.ask(orders.Ping(lease_s), orders.Pong, self._left_s(agent))
             if pong.incarnation != agent.joined.incarnation:
                 raise WorkerLost("another agent answers")
             agent.heard, agent.heard_at = time.monotonic(), time.time()
