@@ -43,7 +43,7 @@ def test_machine_without_gpus_ends_the_run_at_once(tmp_path: Path) -> None:
     assert not list(job.paths.logs.glob("*"))
 
 
-def test_etcd_of_another_run_ends_the_run_at_once(tmp_path: Path, etcd_server: Any) -> None:
+def test_etcd_of_another_run_ends_this_one(tmp_path: Path, etcd_server: Any) -> None:
     """It has the port on the first node, and answers. No other process starts."""
     address = f"cluster.name_store.address={etcd_server.address}"
     own = ("cluster.nodes=1", "allocation=serve.d1+d1", "name_store=etcd", "cluster.name_store.start=true", address)
