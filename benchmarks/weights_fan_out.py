@@ -4,8 +4,9 @@ clock   the manager's decisions on a virtual clock. Storage and each host's outg
         the storage share it. A host that has staged swaps for ``--swap`` seconds; only then the manager knows
 bytes   the same decisions over real files and HTTP: each host has its memory, reader and service of copies, in
         threads of this process. Size and rates are scaled down together, so a copy takes as long as on the clock.
-        Every host has the version before, whose memory it uses again, as in training; nothing is swapped. ``cpu_s``: CPU time of all hosts together. If it comes near to cores x seconds, the machine
-        is the limit, not the storage and the links: take fewer bytes
+        Every host has the version before, whose memory it uses again, as in training; nothing is swapped.
+        ``cpu_s``: CPU time of all hosts together. If it comes near to cores x seconds, the machine is the limit, not
+        the storage and the links: take fewer bytes
 
 python -m benchmarks.weights_fan_out [--hosts 64] [--gigabytes 1.0] [--rate 1.0] [--real-megabytes 16]
 """

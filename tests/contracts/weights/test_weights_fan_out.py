@@ -1,4 +1,4 @@
-"""A version on its way to many hosts: the manager's decisions, real files, real HTTP, a storage that serves one host."""
+"""A version on its way to many hosts: the manager's decisions, real files and HTTP, a storage that serves one host."""
 
 from __future__ import annotations
 
