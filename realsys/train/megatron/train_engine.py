@@ -96,7 +96,7 @@ class MegatronEngine:
     def load(self, directory: Path) -> None:
         """Build this rank's shard and fill it.
 
-        Raises ModelError when the model is unusable or does not fit the layout.
+        Every rank of the mesh must call it. Raises ModelError when the model is unusable or does not fit the layout.
         """
         layout = self.groups.mesh.layout
         model = self.model = read_model(directory, self.settings.head)
@@ -106,10 +106,9 @@ class MegatronEngine:
         self._map = ShardMap(model, self.groups.tensor_rank, layout.tensor)
         with self._active():
             seed_megatron(self._device, self._seed)
-            module = build_model(model, megatron, self.groups)
+            module = self.module = build_model(model, megatron, self.groups).to(self._device.device)
             # Filled before adapters are attached: these are no part of the HF directory.
-            self._map.load(module, directory)
-            self.module = module.to(self._device.device)
+            self._map.load(module, directory, self.groups, self._device)
             self._head = Head(
                 self.module,
                 self.groups,
