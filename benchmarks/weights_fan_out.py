@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import heapq
 import itertools
+import os
 import tempfile
 import threading
 import time
@@ -242,7 +243,7 @@ def main() -> None:
         rate = options.rate * 1e9 * megabytes / 1e3 / options.gigabytes
         found = with_bytes(options.hosts, megabytes, rate, readers, SHARED_MEMORY)
         rows.append({"what": "bytes", "storage_readers": readers, "MB": megabytes, **found})
-    report("weights_fan_out", rows, dict(vars(options)))
+    report("weights_fan_out", rows, {**vars(options), "load": round(os.getloadavg()[0], 1)})
 
 
 if __name__ == "__main__":
