@@ -11,7 +11,7 @@
     generation.sampling.max_new_tokens
     evaluation.problems,               the held-out problems, if there are fewer
     evaluation.every_problems
-    weights.storage_readers            2, if servers run on so many nodes that the shared storage would delay a version
+    weights.storage_readers            2, if servers run on four or more nodes
 
 A setting is left open if the command line does not name it and it has the default of the schema. Every setting that is
 chosen here is shown, and is written to config.json like any other.

@@ -1,7 +1,7 @@
 """Which server reads a version from the shared storage, and which from a host that has it. Pure.
 
-    its host sends an older version           ──> wait: that copy must stay as it is until it has arrived
     a server of its host has or reads it      ──> now: the servers of a host share one copy
+    its host sends an older version           ──> wait: that copy must stay as it is until it has arrived
     a host has it and sends it to none        ──> from there
     fewer hosts than allowed read storage     ──> from storage
     otherwise                                 ──> wait, until one of these is so

@@ -227,7 +227,7 @@ class ShardMap:
 
     @torch.no_grad()
     def fill(self, module: torch.nn.Module, reader: HFReader, replicas: ReplicaReader) -> None:
-        """Fill the parameters. A rank that reads for itself has one parameter at a time in memory beside the module."""
+        """Fill the parameters. A rank that reads for itself needs memory for the module and for one parameter."""
         parameters = list(self.parameters(module))
         wanted = [
             [_Shard(self, mapping, parameter, reader, replicas.alone)] if self._is_stored(mapping) else []

@@ -116,7 +116,7 @@ class HostCopies:
 class WeightSnapshot:
     """Copy of ``parameters`` as they were at ``version``. It costs their size in host memory.
 
-        take ──> copied in a thread, beside the calls that follow ──> finish, before the parameters change
+        take ──> copied in a thread, while further calls run ──> finish, before the parameters change
 
     ``timeout_s`` bounds the wait of ``finish``.
     """
@@ -160,7 +160,7 @@ class WeightSnapshot:
     def _copy(self, written: torch.cuda.Event | None) -> dict[str, torch.Tensor]:
         if written is None:
             return self._memory.take(self._parameters.items())
-        # On a stream of its own the copy neither waits for the calls that follow, nor delays them.
+        # On a separate stream the copy neither waits for further calls, nor delays them.
         with torch.cuda.stream(torch.cuda.Stream(self._device.device)):  # type: ignore[no-untyped-call]
             torch.cuda.current_stream(self._device.device).wait_event(written)
             return self._memory.take(self._parameters.items())
