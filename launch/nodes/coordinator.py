@@ -56,7 +56,7 @@ class Terms:
     host       address to bind
     lease_s    time without an answer after which a machine is lost
     join_s     time that a process waits for a machine
-    agents     ``cluster.host``, ``.interface`` and ``.nodes``, from which agents find their addresses
+    agents     ``cluster.host``, ``.interface`` and ``.machines``, from which agents find their addresses
     problem    returns why no more agents can come; "" if they can
     """
 

@@ -330,7 +330,7 @@ def _introduction(name: str, endpoint: WorkerEndpoint, address: orders.Address) 
     gpus: tuple[str, ...] = ()
     try:
         gpus = own_gpus()
-        cluster = ClusterConfig(host=address.host, interface=address.interface, nodes=address.nodes)
+        cluster = ClusterConfig(host=address.host, interface=address.interface, nodes=address.machines)
         _, reached, _ = own_addresses(cluster, os.environ, interfaces())
     except ConfigError as error:
         problem = f"{name}: {error}"

@@ -151,7 +151,7 @@ class StopAsked(msgspec.Struct, frozen=True):
 class Address(msgspec.Struct, frozen=True):
     """Content of the coordinator's file.
 
-    host, interface, nodes  of the configuration (``cluster``): with them an agent finds its own address
+    host, interface, machines  of the configuration (``cluster``): with them an agent finds its own address
     """
 
     address: str
@@ -159,7 +159,7 @@ class Address(msgspec.Struct, frozen=True):
     lease_s: Seconds
     host: str = "127.0.0.1"
     interface: str = ""
-    nodes: Serial = 0
+    machines: Serial = 0
 
 
 def index_of(name: str) -> int:

@@ -45,7 +45,7 @@ def lease_clock(cluster: ClusterConfig) -> Callable[[], float]:
     If all processes are on this machine and their name store is a folder, they are suspended with it, so the clock
     stops. Else others count the time of a suspension, too.
     """
-    alone = cluster.name_store.backend == "file" and cluster.nodes <= 1
+    alone = cluster.name_store.backend == "file" and cluster.machines <= 1
     return time.monotonic if alone else lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

@@ -116,8 +116,10 @@ class ModelWorkers:
         payloads = {worker: encode_message(ClearRequest(ids, list(keys))) for worker, ids in samples.items()}
         return self._stream.scatter(payloads, "clear", Empty, timeout_s=self._timeout_s)
 
-    def mask(self, worker: int, payload: MaskRequest) -> asyncio.Future[Empty]:
-        return self._stream.request(worker, "mask", payload, Empty, timeout_s=self._timeout_s)
+    def mask(self, samples: Mapping[int, list[str]], oldest: int) -> asyncio.Future[list[Empty]]:
+        """Take the tokens of versions below ``oldest`` out of the loss of samples (worker -> sample ids)."""
+        payloads = {worker: encode_message(MaskRequest(ids, oldest)) for worker, ids in samples.items()}
+        return self._stream.scatter(payloads, "mask", Empty, timeout_s=self._timeout_s)
 
     def _to_all(self, handler: str, payload: msgspec.Struct, reply_type: type[Reply]) -> asyncio.Future[list[Reply]]:
         """Send a request to every worker."""

@@ -101,8 +101,9 @@ class SimulatedWorkers:
         requests = {worker: ClearRequest(ids, list(keys)) for worker, ids in samples.items()}
         return self._send(f"clear {len(self.sent)}", requests)
 
-    def mask(self, worker: int, payload: MaskRequest) -> asyncio.Future[list[Empty]]:
-        return self._send(f"mask {len(self.sent)}", {worker: payload})
+    def mask(self, samples: Mapping[int, list[str]], oldest: int) -> asyncio.Future[list[Empty]]:
+        requests = {worker: MaskRequest(ids, oldest) for worker, ids in samples.items()}
+        return self._send(f"mask {len(self.sent)}", requests)
 
     def _send(self, name: str, payloads: Mapping[int, Any]) -> asyncio.Future[list[Any]]:
         loop = asyncio.get_running_loop()

@@ -230,9 +230,9 @@ def test_suspension_counts_unless_all_is_on_one_machine(monkeypatch):
     monkeypatch.setattr("realsys.cluster.heartbeat.time.monotonic", lambda: 1.0)
     monkeypatch.setattr("realsys.cluster.heartbeat.time.clock_gettime", lambda clock: 1000.0)
 
-    def now(nodes: int, backend: str) -> float:
+    def now(nodes: int, backend: str, spares: int = 0) -> float:
         store = NameStoreConfig.model_validate({"backend": backend})
-        return lease_clock(ClusterConfig(nodes=nodes, name_store=store))()
+        return lease_clock(ClusterConfig(nodes=nodes, spare_nodes=spares, name_store=store))()
 
     assert now(0, "file") == now(1, "file") == 1.0
-    assert now(2, "file") == now(0, "etcd") == 1000.0
+    assert now(2, "file") == now(1, "file", spares=1) == now(0, "etcd") == 1000.0
