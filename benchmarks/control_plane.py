@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -113,9 +113,9 @@ class CountingStream(MasterStream):
 
     sent: defaultdict[str, int]
 
-    def request_encoded(self, worker: int, handler: str, payload: bytes, *args: Any, **kwargs: Any) -> Any:
-        self.sent[handler] += len(payload)
-        return super().request_encoded(worker, handler, payload, *args, **kwargs)
+    def scatter(self, payloads: Mapping[int, bytes], handler: str, *args: Any, **kwargs: Any) -> Any:
+        self.sent[handler] += sum(map(len, payloads.values()))
+        return super().scatter(payloads, handler, *args, **kwargs)
 
 
 class TimedWorkers(ModelWorkers):
@@ -248,7 +248,7 @@ async def step(
             {ACTOR: plan}, ownership, step=1, version=0, args={"actor_train": {"lr": 1e-6}}
         )
     ids = [sample.sample_id for group in groups for sample in group]
-    await workers.clear(ownership.discard_samples(ids))
+    await workers.clear(await asyncio.to_thread(ownership.discard_samples, ids))
     measured["step cpu ms"].append(1000 * (time.process_time() - began))
     watching.cancel()
     measured["blocked ms"].append(max(blocks))
@@ -272,6 +272,7 @@ async def measure(workers: int, arguments: argparse.Namespace) -> dict[str, Any]
         await stream.barrier(mesh.workers, BOUND_S)
         join = time.perf_counter() - began
         await calls.initialize(InitializeRequest(ACTOR, "/model"))
+        gc.freeze()
         for _ in range(arguments.steps):
             gc.collect()
             await step(stream, calls, mesh, groups, measured)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow
 from realsys.model_calls import ClearRequest, Empty, MaskRequest, MfcReply, MfcRequest, TransferReply, TransferRequest
+from realsys.stream.codec import decode_message
 from realsys.types import METADATA_KEYS
 
 BOUND = 3000  # far beyond the turns of all requests of a test together
@@ -91,8 +92,9 @@ class SimulatedWorkers:
 
     # -- what the executor sees --------------------------------------------------------------------------------------
 
-    def transfer(self, requests: Mapping[int, TransferRequest]) -> asyncio.Future[list[TransferReply]]:
-        return self._send(f"transfer {len(self.sent)}", requests)
+    def transfer(self, requests: Mapping[int, bytes]) -> asyncio.Future[list[TransferReply]]:
+        decoded = {worker: decode_message(request, TransferRequest) for worker, request in requests.items()}
+        return self._send(f"transfer {len(self.sent)}", decoded)
 
     def run_mfc(self, mesh: Mesh, payload: MfcRequest) -> asyncio.Future[list[MfcReply]]:
         return self._send(payload.mfc, dict.fromkeys(mesh.workers, payload))

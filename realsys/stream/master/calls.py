@@ -1,0 +1,99 @@
+"""Calls of the master to one or many workers, and the workers as the master sees them.
+
+    sent ──reply of every worker──> result: the replies, in the order of the workers
+      ├──one failure──────────────> result: that error; the requests to the others are discarded
+      └──limit────────────────────> result: WaitTimeout, which names the workers without a reply
+
+A call has one future and one timer, however many workers it has. With a future and a timer for each of 512 workers,
+the event loop would spend most of a call on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+
+from realsys.errors import DecodeError, RemoteError, WaitTimeout
+from realsys.stream.codec import decode_message
+from realsys.stream.wire import Failure
+
+_NAMED = 8  # workers that an error names; it counts the others
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One incarnation of one worker. A reconnection changes only ``route``; numbers and requests stay."""
+
+    index: int
+    name: str
+    incarnation: str
+    route: bytes
+    next_request: int = 1
+    last_message: int = 0  # high-water mark of replies and notices
+    #: request number -> its call and its frames, ascending
+    requests: dict[int, tuple[Call, list[bytes]]] = field(default_factory=dict)
+
+    def fail(self, error: Exception) -> None:
+        """Fail all calls that wait for this worker."""
+        for call, _ in self.requests.values():
+            call.fail(error)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call that has no result yet. ``replies``: worker -> its reply; None until it arrives."""
+
+    handler: str
+    reply_type: type[msgspec.Struct]
+    result: asyncio.Future[Any]
+    replies: dict[int, Any]
+    waiting: dict[int, tuple[Peer, int]] = field(default_factory=dict)  # worker -> peer, number of its request
+
+    def add_request(self, peer: Peer, frames: list[bytes]) -> None:
+        """Keep the next request of ``peer`` until its reply, to send it again after a reconnection."""
+        number = peer.next_request
+        peer.next_request += 1
+        peer.requests[number] = (self, frames)
+        self.waiting[peer.index] = (peer, number)
+
+    def take_reply(self, peer: Peer, failure: Failure | None, payload: zmq.Frame) -> None:
+        """Record the reply of ``peer``; the last one completes the call."""
+        if failure is not None:
+            problem = f"{peer.name}: {self.handler}: {failure.type}: {failure.message}"
+            self.fail(RemoteError(problem, failure.traceback))
+            return
+        try:
+            self.replies[peer.index] = decode_message(payload, self.reply_type)
+        except DecodeError as err:
+            self.fail(DecodeError(f"{peer.name}: reply to {self.handler}: {err}"))
+            return
+        _, number = self.waiting.pop(peer.index)
+        del peer.requests[number]
+        if not self.waiting:
+            self.result.set_result(list(self.replies.values()))
+
+    def fail(self, error: Exception) -> None:
+        """End the call with ``error``, unless it has ended."""
+        if not self.result.done():
+            self.result.set_exception(error)
+
+    def expire(self, limit: float) -> None:
+        """End the call because its time is over."""
+        names = name_workers([peer.name for peer, _ in self.waiting.values()])
+        self.fail(WaitTimeout(f"{names}: no reply to {self.handler} in {limit:g} s"))
+
+    def discard(self) -> None:
+        """Discard the requests without a reply, so that they are not sent again."""
+        for peer, number in self.waiting.values():
+            peer.requests.pop(number, None)
+
+
+def name_workers(names: Collection[str]) -> str:
+    """Return the names, or the first of many and the number of the others."""
+    some = ", ".join(list(names)[:_NAMED])
+    return some if len(names) <= _NAMED else f"{some} and {len(names) - _NAMED} others"
