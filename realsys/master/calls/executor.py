@@ -254,7 +254,9 @@ class _GraphRun:
         # anything sent later.
         self.ownership.add_transfers(plan)
         requests = plan.by_worker(self.plans[call.role])
-        return {worker: encode_message(request) for worker, request in requests.items()}
+        distinct = {id(request): request for request in requests.values()}  # workers share some
+        encoded = {key: encode_message(request) for key, request in distinct.items()}
+        return {worker: encoded[id(request)] for worker, request in requests.items()}
 
     async def _off_loop(self, work: Callable[..., T], *args: Any) -> T:
         """Return ``work(*args)``, computed in a thread if the batch is large."""

@@ -176,12 +176,12 @@ class SimulatedWorkers:
         known = {ref.sample_id for ref in request.sequences}
         assert known == {name for t in request.transfers for name in t.sample_ids}, "lengths of samples of others"
         for transfer in request.transfers:
-            assert worker in (transfer.src, transfer.dst), f"worker {worker} gets a transfer of others"
+            assert worker in (transfer.src, *transfer.dsts), f"worker {worker} gets a transfer of others"
             for item in ((key, sample) for sample in transfer.sample_ids for key in transfer.keys):
                 assert item[1] in known, f"nobody can know the length of {item[1]}"
                 if transfer.src == worker:
                     assert item in self.held[worker], f"worker {worker} is to send {item}, which it lacks"
-                if transfer.dst == worker:
+                if worker in transfer.dsts:
                     assert item not in self.held[worker], f"worker {worker} gets {item} twice"
                     self.held[worker].add(item)
                     received += 1

@@ -56,7 +56,7 @@ def test_rank_is_sent_sequences_of_its_data_rank() -> None:
 
 
 def test_worker_is_sent_its_transfers_and_arrays_only() -> None:
-    requests = {w: TransferRequest([Transfer(0, w, ["a"], ["tokens"])], [REFS["a"]]) for w in (1, 3)}
+    requests = {w: TransferRequest([Transfer(0, [w], ["a"], ["tokens"])], [REFS["a"]]) for w in (1, 3)}
     encoded = {worker: encode_message(request) for worker, request in requests.items()}
     assert sent(lambda workers: workers.transfer(encoded), TransferRequest) == requests
     cleared = sent(lambda workers: workers.clear({2: ["a", "b"], 3: ["c"]}, ["values"]), ClearRequest)
