@@ -11,7 +11,7 @@ the event loop would spend most of a call on them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,13 @@ import msgspec
 import zmq
 
 from realsys.errors import DecodeError, RemoteError, WaitTimeout
-from realsys.stream.codec import decode_message
-from realsys.stream.wire import Failure
+from realsys.stream.codec import decode_message, encode_message
+from realsys.stream.wire import Ack, Failure, RequestHeader
 
+Message = tuple[bytes, list[bytes]]  # route and frames
+
+#: the worker only keeps what is not acknowledged a little longer
+ACK_DELAY_S = 0.02
 _NAMED = 8  # workers that an error names; it counts the others
 
 
@@ -38,28 +42,31 @@ class Peer:
     #: request number -> its call and its frames, ascending
     requests: dict[int, tuple[Call, list[bytes]]] = field(default_factory=dict)
 
-    def fail(self, error: Exception) -> None:
-        """Fail all calls that wait for this worker."""
-        for call, _ in self.requests.values():
-            call.fail(error)
-
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call that has no result yet. ``replies``: worker -> its reply; None until it arrives."""
+    """A call that has no result yet. Make it with ``open_call``.
+
+    replies    worker -> its reply; None until it arrives
+    result_of  makes the result from the replies of all workers
+    waiting    worker -> peer and number of its request, until its reply
+    """
 
     handler: str
     reply_type: type[msgspec.Struct]
     result: asyncio.Future[Any]
     replies: dict[int, Any]
-    waiting: dict[int, tuple[Peer, int]] = field(default_factory=dict)  # worker -> peer, number of its request
+    result_of: Callable[[list[Any]], Any] = list
+    waiting: dict[int, tuple[Peer, int]] = field(default_factory=dict)
 
-    def add_request(self, peer: Peer, frames: list[bytes]) -> None:
-        """Keep the next request of ``peer`` until its reply, to send it again after a reconnection."""
+    def add_request(self, peer: Peer, payload: bytes) -> Message:
+        """Return the next request of ``peer``. It is kept until its reply, to be sent again after a reconnection."""
         number = peer.next_request
         peer.next_request += 1
+        frames = [encode_message(RequestHeader(number, self.handler)), payload]
         peer.requests[number] = (self, frames)
         self.waiting[peer.index] = (peer, number)
+        return peer.route, frames
 
     def take_reply(self, peer: Peer, failure: Failure | None, payload: zmq.Frame) -> None:
         """Record the reply of ``peer``; the last one completes the call."""
@@ -75,7 +82,7 @@ class Call:
         _, number = self.waiting.pop(peer.index)
         del peer.requests[number]
         if not self.waiting:
-            self.result.set_result(list(self.replies.values()))
+            self.result.set_result(self.result_of(list(self.replies.values())))
 
     def fail(self, error: Exception) -> None:
         """End the call with ``error``, unless it has ended."""
@@ -91,6 +98,45 @@ class Call:
         """Discard the requests without a reply, so that they are not sent again."""
         for peer, number in self.waiting.values():
             peer.requests.pop(number, None)
+
+
+class Acknowledgements:
+    """The peers that have sent something since the last Ack. One timer serves all of them.
+
+    ``send`` sends messages. An Ack covers all replies and notices of ``ACK_DELAY_S``.
+    """
+
+    def __init__(self, send: Callable[[Iterable[Message]], None]) -> None:
+        self._send = send
+        self._due: dict[int, Peer] = {}
+
+    def add(self, peer: Peer) -> None:
+        """Acknowledge the newest message of ``peer`` soon."""
+        if not self._due:
+            asyncio.get_running_loop().call_later(ACK_DELAY_S, self.send)
+        self._due[peer.index] = peer
+
+    def send(self) -> None:
+        """Acknowledge now."""
+        peers, self._due = self._due, {}
+        self._send([(peer.route, [encode_message(Ack(peer.last_message))]) for peer in peers.values()])
+
+
+def open_call(
+    handler: str,
+    reply_type: type[msgspec.Struct],
+    workers: Iterable[int],
+    limit: float,
+    result_of: Callable[[list[Any]], Any] = list,
+) -> Call:
+    """Return a call to ``workers`` that has no requests yet. It expires in ``limit`` seconds."""
+    loop = asyncio.get_running_loop()
+    call = Call(handler, reply_type, loop.create_future(), dict.fromkeys(workers), result_of)
+    timer = loop.call_later(limit, call.expire, limit)
+    call.result.add_done_callback(lambda _: timer.cancel())
+    # However the future ends (replies, timeout, cancellation, loss), no request must be resent.
+    call.result.add_done_callback(lambda _: call.discard())
+    return call
 
 
 def name_workers(names: Collection[str]) -> str:

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -31,15 +32,13 @@ from realsys.stream import sockets
 from realsys.stream import wire as protocol
 from realsys.stream.codec import decode_with, encode_message
 from realsys.stream.master.barriers import Barriers
-from realsys.stream.master.calls import Call, Peer, name_workers
+from realsys.stream.master.calls import Acknowledgements, Message, Peer, name_workers, open_call
 from realsys.stream.master.notices import Notice, Notices
 from realsys.stream.security import CurveKeys
-from realsys.stream.wire import Ack, Hello, Refused, ReplyHeader, RequestHeader, Welcome
+from realsys.stream.wire import Hello, Refused, ReplyHeader, Welcome
 
 log = logging.getLogger(__name__)
 
-#: one Ack covers all replies and notices of this time; the worker only keeps them a little longer
-ACK_DELAY_S = 0.02
 #: workers that may ever say hello; bounded, because the master remembers each of them
 MAX_PEERS = 1 << 16
 Reply = TypeVar("Reply", bound=msgspec.Struct)
@@ -60,7 +59,6 @@ class MasterStream:
     ) -> None:
         """``check_alive`` runs before anything is sent; ``request`` raises its error."""
         self._check_alive = check_alive
-        self._loop = asyncio.get_running_loop()
         self._timeout_s = request_timeout_s
         self._server = sockets.bind_server(host, keys)
         self.address = self._server.address
@@ -68,7 +66,7 @@ class MasterStream:
         self._peers: dict[int, Peer] = {}
         self._index_of: dict[bytes, int] = {}  # route -> worker; only the current route of each peer
         self._retired: dict[int, str] = {}  # worker -> its newest incarnation that may not return
-        self._to_acknowledge: dict[int, Peer] = {}
+        self._acks = Acknowledgements(self._send_all)
         self._barriers = Barriers(self._peers.keys())
         self._notices = Notices(self._fail, self.unreadable)
         self._failure: BaseException | None = None
@@ -110,8 +108,8 @@ class MasterStream:
         by a new incarnation), WaitTimeout, DecodeError (the reply is not a ``reply_type``), or
         StreamError (closed).
         """
-        call = self.scatter({worker: encode_message(payload)}, handler, reply_type, timeout_s=timeout_s)
-        return asyncio.ensure_future(_only(call))
+        payloads = {worker: encode_message(payload)}
+        return self._call(payloads, handler, reply_type, timeout_s, operator.itemgetter(0))
 
     def scatter(
         self, payloads: Mapping[int, bytes], handler: str, reply_type: type[Reply], *, timeout_s: float | None = None
@@ -121,26 +119,31 @@ class MasterStream:
         It fails as that of ``request`` does, with the first failure: the other ranks may wait in a collective
         for the rank that failed. If a worker is not connected, no worker gets the call.
         """
+        return self._call(payloads, handler, reply_type, timeout_s, list)
+
+    def _call(
+        self,
+        payloads: Mapping[int, bytes],
+        handler: str,
+        reply_type: type[Reply],
+        timeout_s: float | None,
+        result_of: Callable[[list[Any]], Any],
+    ) -> asyncio.Future[Any]:
         self._check_alive()
-        result: asyncio.Future[list[Reply]] = self._loop.create_future()
-        away = payloads.keys() - self._peers.keys()
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        call = open_call(handler, reply_type, payloads, limit, result_of)
+        away = sorted(payloads.keys() - self._peers.keys())
         if self._closed or self._failure is not None:
-            result.set_exception(self._ended(f"{self._names(payloads)}: {handler}"))
+            call.fail(self._ended(f"{self._names(payloads)}: {handler}"))
         elif away:
             problem = f"{'is' if len(away) == 1 else 'are'} not connected: {handler} needs a barrier before it"
-            result.set_exception(WorkerLost(f"{self._names(sorted(away))} {problem}"))
+            call.fail(WorkerLost(f"{self._names(away)} {problem}"))
         elif not payloads:
-            result.set_result([])
+            call.result.set_result([])
         else:
-            call = Call(handler, reply_type, result, dict.fromkeys(payloads))
-            limit = self._timeout_s if timeout_s is None else timeout_s
-            timer = self._loop.call_later(limit, call.expire, limit)
-            result.add_done_callback(lambda _: timer.cancel())
-            # However the future ends (replies, timeout, cancellation, loss), no request must be resent.
-            result.add_done_callback(lambda _: call.discard())
             # Numbered and sent without an await in between: invariant send-order.
-            self._send_all([self._number(call, self._peers[worker], data) for worker, data in payloads.items()])
-        return result
+            self._send_all([call.add_request(self._peers[worker], data) for worker, data in payloads.items()])
+        return call.result
 
     def on_notice(self, handler: str, kind: type[Notice], callback: Callable[[Notice], object]) -> None:
         """Call ``callback`` with each notice ``handler``, also with those that arrived before.
@@ -169,7 +172,7 @@ class MasterStream:
         self._closed = True
         self._end_calls()
         # The last Acks leave before the sockets close, because a worker's close() waits for them.
-        self._acknowledge()
+        self._acks.send()
         self._barriers.end(self._ended("barrier"))
         # The readers first: they watch the descriptors of the sockets.
         self._reader.close()
@@ -206,9 +209,7 @@ class MasterStream:
             if self._failure is not None or self._peers.get(index) is not peer:
                 return  # no acknowledgement, because the message was not handled
             peer.last_message = header.number
-        if not self._to_acknowledge:
-            self._loop.call_later(ACK_DELAY_S, self._acknowledge)
-        self._to_acknowledge[index] = peer
+        self._acks.add(peer)
 
     def _on_reply(self, peer: Peer, header: ReplyHeader, payload: zmq.Frame) -> None:
         call, _ = peer.requests.get(header.request, (None, None))
@@ -289,14 +290,9 @@ class MasterStream:
     def _refuse(self, route: bytes, reason: str) -> None:
         self._send_all([(route, [encode_message(Refused(reason))])])
 
-    def _number(self, call: Call, peer: Peer, payload: bytes) -> tuple[bytes, list[bytes]]:
-        """Add the request of ``peer`` to ``call``; return the route and the frames to send."""
-        frames = [encode_message(RequestHeader(peer.next_request, call.handler)), payload]
-        call.add_request(peer, frames)
-        return peer.route, frames
-
-    def _send_all(self, messages: Iterable[tuple[bytes, list[bytes]]]) -> None:
-        """Send messages: route and frames of each."""
+    def _send_all(self, messages: Iterable[Message]) -> None:
+        if self._server.socket.closed:
+            return
         for route, frames in messages:
             self._check_alive()  # directly before the send: the process may have slept past its lease
             try:
@@ -306,15 +302,3 @@ class MasterStream:
                     raise
                 # The connection is lost. The worker says hello when it is back, and the request is resent.
         self._reader.nudge()  # a send may have swallowed the edge of a waiting message
-
-    def _acknowledge(self) -> None:
-        """Acknowledge the newest message of each worker that has sent one since the last time."""
-        peers, self._to_acknowledge = self._to_acknowledge, {}
-        if not self._server.socket.closed:
-            self._send_all([(peer.route, [encode_message(Ack(peer.last_message))]) for peer in peers.values()])
-
-
-async def _only(call: asyncio.Future[list[Reply]]) -> Reply:
-    """Return the reply of a call to one worker."""
-    (reply,) = await call
-    return reply

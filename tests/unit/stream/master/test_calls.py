@@ -11,8 +11,9 @@ import zmq
 from realsys.errors import DecodeError, RemoteError, WaitTimeout
 from realsys.model_calls import TransferReply
 from realsys.stream.codec import encode_message
-from realsys.stream.master.calls import Call, Peer, name_workers
+from realsys.stream.master.calls import Call, Peer, name_workers, open_call
 from realsys.stream.wire import Failure
+from tests.support.streams.stream_parts import BOUND_S
 
 
 def with_call(body: Callable[[Call, list[Peer]], None], workers: int = 3) -> None:
@@ -20,11 +21,13 @@ def with_call(body: Callable[[Call, list[Peer]], None], workers: int = 3) -> Non
 
     async def run() -> None:
         peers = [Peer(worker, f"model_worker/{worker}", "1", b"") for worker in range(workers)]
-        result = asyncio.get_running_loop().create_future()
-        call = Call("transfer", TransferReply, result, dict.fromkeys(range(workers)))
+        call = open_call("transfer", TransferReply, range(workers), BOUND_S)
         for peer in peers:
-            call.add_request(peer, [b"header", b"payload"])
+            call.add_request(peer, b"payload")
         body(call, peers)
+        call.result.cancel()
+        await asyncio.sleep(0)
+        assert not any(peer.requests for peer in peers), "a request of a call that has ended would be sent again"
 
     asyncio.run(run())
 
@@ -57,8 +60,6 @@ def test_first_failure_ends_the_call(failure: Failure | None, payload: zmq.Frame
         with pytest.raises(error, match="model_worker/1"):
             call.result.result()
         call.fail(ValueError("follows from the first"))
-        call.discard()
-        assert not any(peer.requests for peer in peers)
 
     with_call(body)
 
@@ -68,8 +69,7 @@ def test_discarded_request_leaves_those_of_successor() -> None:
 
     def body(call: Call, peers: list[Peer]) -> None:
         successor = Peer(0, "model_worker/0", "2", b"")
-        later = Call("clear", TransferReply, asyncio.get_running_loop().create_future(), {0: None})
-        later.add_request(successor, [b"header", b"payload"])
+        open_call("clear", TransferReply, [0], BOUND_S).add_request(successor, b"payload")
         call.discard()
         assert list(successor.requests) == [1]
 
