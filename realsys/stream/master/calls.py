@@ -11,6 +11,7 @@ the event loop would spend most of a call on them.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,9 @@ import zmq
 
 from realsys.errors import DecodeError, RemoteError, WaitTimeout
 from realsys.stream.codec import decode_message, encode_message
-from realsys.stream.wire import Ack, Failure, RequestHeader
+from realsys.stream.wire import Ack, Failure, ReplyHeader, RequestHeader
+
+log = logging.getLogger(__name__)
 
 Message = tuple[bytes, list[bytes]]  # route and frames
 
@@ -41,6 +44,15 @@ class Peer:
     last_message: int = 0  # high-water mark of replies and notices
     #: request number -> its call and its frames, ascending
     requests: dict[int, tuple[Call, list[bytes]]] = field(default_factory=dict)
+
+    def take_reply(self, header: ReplyHeader, payload: zmq.Frame) -> None:
+        """Hand a reply to its call."""
+        call, _ = self.requests.get(header.request, (None, None))
+        if call is None or call.result.done():
+            # Acknowledged all the same, or the worker would keep it and send it again.
+            log.warning("%s: late reply to request %d, which was cancelled", self.name, header.request)
+        else:
+            call.take_reply(self, header.failure, payload)
 
 
 @dataclass(slots=True, eq=False)

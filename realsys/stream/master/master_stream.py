@@ -203,21 +203,13 @@ class MasterStream:
         # A lower number was resent because its Ack was lost. It is acknowledged again, not handled.
         if header.number > peer.last_message:
             if isinstance(header, ReplyHeader):
-                self._on_reply(peer, header, frames[2])
+                peer.take_reply(header, frames[2])
             else:
                 self._notices.receive(index, header.handler, frames[2])
             if self._failure is not None or self._peers.get(index) is not peer:
                 return  # no acknowledgement, because the message was not handled
             peer.last_message = header.number
         self._acks.add(peer)
-
-    def _on_reply(self, peer: Peer, header: ReplyHeader, payload: zmq.Frame) -> None:
-        call, _ = peer.requests.get(header.request, (None, None))
-        if call is None or call.result.done():
-            # Acknowledged all the same, or the worker would keep it and send it again.
-            log.warning("%s: late reply to request %d, which was cancelled", peer.name, header.request)
-        else:
-            call.take_reply(peer, header.failure, payload)
 
     def _on_hello(self, route: bytes, hello: Hello) -> None:
         peer = self._peers.get(hello.index)
