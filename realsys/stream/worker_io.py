@@ -293,8 +293,8 @@ class WorkerIO:
             self._drop(err)
             return
         match header:
-            case RequestHeader(number, handler):
-                self._on_request(number, handler, frames[1])
+            case RequestHeader():
+                self._on_request(header, frames[1])
             case Ack(number):
                 self._discard_up_to(number)
             case Welcome(last_message):
@@ -304,7 +304,7 @@ class WorkerIO:
                 refused = f"the master refused incarnation {self._me.incarnation}: {reason}"
                 raise Fenced(f"{self._me.name}: {refused}")
 
-    def _on_request(self, number: int, handler: str, payload: Buffer) -> None:
+    def _on_request(self, header: RequestHeader, payload: Buffer) -> None:
         if not self._welcomed:
             # A request of a connection that is lost. The master sends it again after the welcome. If it
             # were taken now, an older one that is resent would look like a duplicate.
@@ -315,6 +315,8 @@ class WorkerIO:
             return
         if fault == "garbage":
             payload = b"\xc1"
+        self._discard_up_to(header.acknowledged)
+        number, handler = header.number, header.handler
         for _ in range(1 + (fault == "duplicate")):
             if number > self._last_request:  # otherwise it was resent, and is here already
                 self._last_request = number

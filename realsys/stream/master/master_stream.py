@@ -142,7 +142,10 @@ class MasterStream:
             call.result.set_result([])
         else:
             # Numbered and sent without an await in between: invariant send-order.
-            self._send_all([call.add_request(self._peers[worker], data) for worker, data in payloads.items()])
+            peers = {self._peers[worker]: data for worker, data in payloads.items()}
+            self._send_all([call.add_request(peer, data) for peer, data in peers.items()])
+            for peer in peers:
+                self._acks.discard(peer)
         return call.result
 
     def on_notice(self, handler: str, kind: type[Notice], callback: Callable[[Notice], object]) -> None:

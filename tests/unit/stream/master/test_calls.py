@@ -11,8 +11,8 @@ import zmq
 from realsys.errors import DecodeError, RemoteError, WaitTimeout
 from realsys.model_calls import TransferReply
 from realsys.stream.codec import encode_message
-from realsys.stream.master.calls import Call, Peer, name_workers, open_call
-from realsys.stream.wire import Failure
+from realsys.stream.master.calls import Acknowledgements, Call, Message, Peer, name_workers, open_call
+from realsys.stream.wire import Ack, Failure
 from tests.support.streams.stream_parts import BOUND_S
 
 
@@ -88,3 +88,20 @@ def test_timeout_names_some_of_many_workers() -> None:
 
 def test_few_workers_are_all_named() -> None:
     assert name_workers(["a", "b"]) == "a, b"
+
+
+def test_one_ack_for_each_peer_without_later_request() -> None:
+    async def run() -> None:
+        sent: list[Message] = []
+        acks = Acknowledgements(sent.extend)
+        peers = [Peer(worker, f"model_worker/{worker}", "1", bytes([worker])) for worker in range(3)]
+        for number in (1, 2):
+            for peer in peers:
+                peer.last_message = number
+                acks.add(peer)
+        acks.discard(peers[1])
+        acks.send()
+        acks.send()
+        assert sent == [(bytes([worker]), [encode_message(Ack(2))]) for worker in (0, 2)]
+
+    asyncio.run(run())
