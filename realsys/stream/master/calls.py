@@ -122,7 +122,7 @@ class Acknowledgements:
     def __init__(self, send: Callable[[Iterable[Message]], None]) -> None:
         self._send = send
         self._due: dict[int, Peer] = {}
-        self._waiting = False  # for the timer
+        self._waiting = False  # True while the timer runs
 
     def add(self, peer: Peer) -> None:
         """Acknowledge the newest message of ``peer`` soon."""
