@@ -131,9 +131,10 @@ class Acknowledgements:
             asyncio.get_running_loop().call_later(ACK_DELAY_S, self.send)
         self._due[peer.index] = peer
 
-    def discard(self, peer: Peer) -> None:
-        """Send no Ack: a request to ``peer`` acknowledges its newest message."""
-        self._due.pop(peer.index, None)
+    def discard(self, peers: Iterable[Peer]) -> None:
+        """Send no Ack: a request to each of ``peers`` acknowledges its newest message."""
+        for peer in peers:
+            self._due.pop(peer.index, None)
 
     def send(self) -> None:
         """Acknowledge now."""

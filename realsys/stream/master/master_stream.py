@@ -144,8 +144,7 @@ class MasterStream:
             # Numbered and sent without an await in between: invariant send-order.
             peers = {self._peers[worker]: data for worker, data in payloads.items()}
             self._send_all([call.add_request(peer, data) for peer, data in peers.items()])
-            for peer in peers:
-                self._acks.discard(peer)
+            self._acks.discard(peers)
         return call.result
 
     def on_notice(self, handler: str, kind: type[Notice], callback: Callable[[Notice], object]) -> None:
@@ -286,8 +285,6 @@ class MasterStream:
         self._send_all([(route, [encode_message(Refused(reason))])])
 
     def _send_all(self, messages: Iterable[Message]) -> None:
-        if self._server.socket.closed:
-            return
         for route, frames in messages:
             self._check_alive()  # directly before the send: the process may have slept past its lease
             try:

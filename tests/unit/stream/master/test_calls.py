@@ -99,7 +99,7 @@ def test_one_ack_for_each_peer_without_later_request() -> None:
             for peer in peers:
                 peer.last_message = number
                 acks.add(peer)
-        acks.discard(peers[1])
+        acks.discard(peers[1:2])
         acks.send()
         acks.send()
         assert sent == [(bytes([worker]), [encode_message(Ack(2))]) for worker in (0, 2)]
