@@ -20,7 +20,7 @@ ARGS   ?=
 # For `make setup`. On Linux the default package index has torch for CUDA (several GB). For the CPU build name an index that
 # has it, as PyTorch's installation page does: make setup PIP_ARGS='--extra-index-url URL'
 PIP_ARGS ?=
-BENCHES ?= microbatch dp_balance train_step step_parts train_throughput memory streams weights router generation prefill interruption \
+BENCHES ?= microbatch dp_balance train_step step_parts train_throughput memory streams weights router control_plane generation prefill interruption \
 	async_vs_sync agreement algorithms fuzz ledger_cost soak
 
 # One thread per process: the processes are the parallelism, in tests as in a run.

@@ -19,7 +19,6 @@ from realsys.model_calls import (
     MfcRequest,
     SamplesArrived,
     TransferReply,
-    TransferRequest,
 )
 from realsys.stream.codec import encode_message
 from realsys.stream.master.head_routing import RoutedStream
@@ -56,10 +55,9 @@ class ModelWorkers:
     def initialize(self, payload: InitializeRequest) -> asyncio.Future[list[Empty]]:
         return self._to_role(payload.role, "initialize", payload, Empty)
 
-    def transfer(self, requests: Mapping[int, TransferRequest]) -> asyncio.Future[list[TransferReply]]:
-        """Send each worker its own part of a plan of transfers."""
-        payloads = {worker: encode_message(request) for worker, request in requests.items()}
-        return self._stream.scatter(payloads, "transfer", TransferReply, timeout_s=self._timeout_s)
+    def transfer(self, requests: Mapping[int, bytes]) -> asyncio.Future[list[TransferReply]]:
+        """Send each worker its own part of a plan of transfers: an encoded TransferRequest."""
+        return self._stream.scatter(requests, "transfer", TransferReply, timeout_s=self._timeout_s)
 
     def run_mfc(self, mesh: Mesh, payload: MfcRequest) -> asyncio.Future[list[MfcReply]]:
         """Send a call to every rank of ``mesh``, with the sequences of its data rank."""

@@ -211,6 +211,24 @@ def test_counters_are_in_the_next_beat(store, losses):
     assert json.loads(store.get(KEY))["counters"] == {"malformed": 3}
 
 
+def test_rising_counters_are_written_every_half_minute(store, losses, monkeypatch):
+    """A worker that is attacked must not wake the manager with each beat. A state is still written immediately."""
+    now, refused, written = 100.0, 0, []
+    beating = heartbeat(store, losses, clock=lambda: now)
+    beating.count(lambda: {"refused": refused})
+    beating._beat()
+    add = store.add
+    monkeypatch.setattr(store, "add", lambda *args, **options: (written.append(now), add(*args, **options)))
+    for seconds in range(2, 64, 2):
+        now, refused = 100.0 + seconds, seconds
+        beating._beat()
+    assert written == [102.0, 132.0, 162.0]
+    beating.set_state("serving")
+    beating._beat()
+    assert written[3:] == [162.0]
+    assert json.loads(store.get(KEY))["counters"] == {"refused": 62}
+
+
 def test_beats_read_the_key_once_per_fifth_of_lease(store, losses, monkeypatch):
     now, read = 100.0, []
     beating = heartbeat(store, losses, lease_s=60.0, clock=lambda: now)
