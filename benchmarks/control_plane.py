@@ -6,16 +6,19 @@ with tensor parallelism 4: ``actor_inf``, whose arrays come from the data rank t
 ``actor_train``, which finds them in place. Numbers are medians of the steps.
 
     join           from the start of the endpoints to the barrier
+    bare           a request of the same size with nothing but ZeroMQ: the floor (``benchmarks._bare_sockets``)
     empty          a request without content to every worker, until the last reply
     plan           minibatches and data ranks, CPU time
     moves          plan of the transfers, CPU time
-    blocked        longest time of a step for which the event loop ran no other task
+    prepared       plans, holders and encoded requests of all transfers, CPU time, in a thread
+    blocked        longest time of a step for which the event loop ran no other task, and its CPU time in it
     transfer, mfc  the requests of the step, sent again alone, until the last reply; MB and KB are their payloads
     cpu            CPU time of the master process, threads of ZeroMQ and encryption included
     loop           CPU time of the event loop: about the time of a call where workers have cores of their own
+    endpoints      CPU time of the processes that hold the endpoints
 
-The endpoints share the cores with the master: a time until the last reply contains their work, which the column
-``empty`` shows alone. CPU times are the master's own.
+The endpoints share the cores with the master: a time until the last reply contains their work. CPU times do not.
+The endpoints of a process share its interpreter, too, and wait for each other there; in a run each has a process.
 """
 
 from __future__ import annotations
@@ -32,14 +35,16 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import uvloop
 
 import realsys.master.calls.executor as executor_module
+from benchmarks._bare_sockets import Clocks, Times, round_trips
 from benchmarks._processes import helper_processes
 from benchmarks._table import report
 from realsys.buffer.minibatches import plan_minibatches, sequence_refs
@@ -85,11 +90,14 @@ FLOW = Dataflow(
 )
 #: requests whose times are measured
 CALLS = ("empty", "transfer", "mfc")
+UNITS = ("ms", "cpu ms", "loop ms", "endpoints ms")
 COLUMNS = (
-    *(f"{name} {unit}" for name in CALLS for unit in ("ms", "cpu ms", "loop ms")),
+    *(f"{name} {unit}" for name in ("bare", *CALLS) for unit in UNITS),
     "plan ms",
     "moves ms",
+    "prepared ms",
     "blocked ms",
+    "blocked loop ms",
     "step cpu ms",
     *(f"{name} {unit}" for name in ("transfer", "mfc", "clear") for unit in ("MB", "KB each")),
 )
@@ -104,6 +112,10 @@ class Measured(dict[str, list[float]]):
         self[name] = []
         return self[name]
 
+    def add(self, name: str, times: Times) -> None:
+        for unit, value in times.items():
+            self[f"{name} {unit}"].append(value)
+
     def medians(self) -> dict[str, float]:
         return {name: statistics.median(values) for name, values in self.items()}
 
@@ -113,9 +125,9 @@ class CountingStream(MasterStream):
 
     sent: defaultdict[str, int]
 
-    def request_encoded(self, worker: int, handler: str, payload: bytes, *args: Any, **kwargs: Any) -> Any:
-        self.sent[handler] += len(payload)
-        return super().request_encoded(worker, handler, payload, *args, **kwargs)
+    def scatter(self, payloads: Mapping[int, bytes], handler: str, *args: Any, **kwargs: Any) -> Any:
+        self.sent[handler] += sum(map(len, payloads.values()))
+        return super().scatter(payloads, handler, *args, **kwargs)
 
 
 class TimedWorkers(ModelWorkers):
@@ -137,11 +149,9 @@ class TimedWorkers(ModelWorkers):
 
     async def measure(self, name: str, measured: Measured) -> None:
         """Send a request while nothing else runs; measure the time until the last reply."""
-        clocks = {"ms": time.perf_counter, "cpu ms": time.process_time, "loop ms": time.thread_time}
-        began = {unit: clock() for unit, clock in clocks.items()}
+        clocks = Clocks()
         await self._last[name]()
-        for unit, clock in clocks.items():
-            measured[f"{name} {unit}"].append(1000 * (clock() - began[unit]))
+        measured.add(name, clocks.passed())
 
 
 def serve(address: str, keys: CurveKeys, workers: Sequence[int], heads: set[int], pipe: Connection) -> None:
@@ -202,32 +212,36 @@ def make_groups(mesh: Mesh, groups: int, size: int) -> list[list[SampleMeta]]:
     ]
 
 
-async def longest_block(blocks: list[float]) -> None:
-    """Append how much later than asked this task runs, in milliseconds."""
+async def watch_blocks(blocks: list[tuple[float, float]]) -> None:
+    """Append how much later than asked this task runs, and the CPU time of the loop in that time, in milliseconds."""
     while True:
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.thread_time()
         await asyncio.sleep(0.002)
-        blocks.append(1000 * (time.perf_counter() - began) - 2)
+        blocks.append((1000 * (time.perf_counter() - began) - 2, 1000 * (time.thread_time() - cpu)))
 
 
 @contextlib.contextmanager
 def planning_timed(measured: Measured) -> Iterator[None]:
-    """Measure the CPU time of all plans of transfers inside the block."""
-    plan, spent = executor_module.plan_call, []
+    """Measure the CPU time of all plans of transfers inside the block, and of all that is prepared in a thread."""
+    places = {"moves ms": (executor_module, "plan_call"), "prepared ms": (executor_module._GraphRun, "_plan_wave")}
+    spent: dict[str, float] = dict.fromkeys(places, 0.0)
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        began = time.thread_time()
-        try:
-            return plan(*args, **kwargs)
-        finally:
-            spent.append(1000 * (time.thread_time() - began))
+    def timed(column: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[column] += 1000 * (time.thread_time() - began)
 
-    executor_module.plan_call = timed
-    try:
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for column, (owner, name) in places.items():
+            patches.enter_context(mock.patch.object(owner, name, timed(column, getattr(owner, name))))
         yield
-    finally:
-        executor_module.plan_call = plan
-        measured["moves ms"].append(sum(spent))
+    for column, value in spent.items():
+        measured[column].append(value)
 
 
 async def step(
@@ -240,27 +254,28 @@ async def step(
     measured["plan ms"].append(1000 * (time.thread_time() - began))
     ownership = Ownership()
     ownership.add_owners(FLOW.source_keys, owners_of(groups))
-    blocks: list[float] = []
-    watching = asyncio.create_task(longest_block(blocks))
+    blocks: list[tuple[float, float]] = []
+    watching = asyncio.create_task(watch_blocks(blocks))
     began = time.process_time()
     with planning_timed(measured):
         await GraphExecutor(FLOW, {ACTOR: mesh}, workers).run(
             {ACTOR: plan}, ownership, step=1, version=0, args={"actor_train": {"lr": 1e-6}}
         )
     ids = [sample.sample_id for group in groups for sample in group]
-    await workers.clear(ownership.discard_samples(ids))
+    await workers.clear(await asyncio.to_thread(ownership.discard_samples, ids))
     measured["step cpu ms"].append(1000 * (time.process_time() - began))
     watching.cancel()
-    measured["blocked ms"].append(max(blocks))
+    for column, values in zip(("blocked ms", "blocked loop ms"), zip(*blocks, strict=True), strict=True):
+        measured[column].append(max(values))
     for name, calls in (("transfer", 1), ("mfc", 2), ("clear", 2)):
         measured[f"{name} MB"].append(stream.sent[name] / calls / 1e6)
     for name in CALLS:
         await workers.measure(name, measured)
 
 
-async def measure(workers: int, arguments: argparse.Namespace) -> dict[str, Any]:
+async def measure(workers: int, arguments: argparse.Namespace, measured: Measured) -> dict[str, Any]:
     mesh = whole_mesh(ParallelLayout(data=workers // TENSOR, tensor=TENSOR))
-    keys, measured = CurveKeys.generate(), Measured()
+    keys = CurveKeys.generate()
     stream = CountingStream(keys=keys, request_timeout_s=BOUND_S)
     stream.sent = defaultdict(int)
     calls = TimedWorkers(RoutedStream(stream, routing_table({ACTOR: mesh})), mesh)
@@ -272,21 +287,24 @@ async def measure(workers: int, arguments: argparse.Namespace) -> dict[str, Any]
         await stream.barrier(mesh.workers, BOUND_S)
         join = time.perf_counter() - began
         await calls.initialize(InitializeRequest(ACTOR, "/model"))
+        gc.freeze()  # as ``worker_main`` does
         for _ in range(arguments.steps):
             gc.collect()
             await step(stream, calls, mesh, groups, measured)
         stream.close()
+        gc.unfreeze()
     numbers = measured.medians()
     for name in ("transfer", "mfc", "clear"):
         numbers[f"{name} KB each"] = 1000 * numbers[f"{name} MB"] / workers
-    return {"workers": workers, "join s": join, **{column: numbers[column] for column in COLUMNS}}
+    least = {f"least {name} {unit}": min(measured[f"{name} {unit}"]) for name in ("bare", *CALLS) for unit in UNITS}
+    return {"workers": workers, "join s": join, **{column: numbers[column] for column in COLUMNS}, **least}
 
 
 def exponent(rows: Sequence[dict[str, Any]], column: str) -> float:
     """Slope of log(column) over log(workers), by least squares."""
     points = [(math.log(row["workers"]), math.log(max(1e-6, row[column]))) for row in rows]
     x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
-    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+    return float(sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points))
 
 
 def main() -> None:
@@ -299,7 +317,10 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for workers in arguments.workers:
-        rows.append(uvloop.run(measure(workers, arguments)))
+        measured = Measured()
+        for times in round_trips(workers, PROCESSES, arguments.steps, BOUND_S):
+            measured.add("bare", times)
+        rows.append(uvloop.run(measure(workers, arguments, measured)))
         print(rows[-1], file=sys.stderr, flush=True)
     large = [row for row in rows if row["workers"] >= 64]
     exponents = {column: round(exponent(large, column), 2) for column in FITTED} if len(large) > 1 else {}

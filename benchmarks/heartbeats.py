@@ -201,7 +201,7 @@ def own_etcd(folder: Path) -> Iterator[tuple[str, int]]:
     """Start an etcd; yield its address and process id."""
     client, peer = free_ports(2)
     with (folder / "etcd.log").open("wb") as log:
-        argv = command(f"127.0.0.1:{client}", f"127.0.0.1:{peer}", folder / "data")
+        argv = command(f"127.0.0.1:{client}", f"127.0.0.1:{peer}", folder / "data", "heartbeats")
         process = subprocess.Popen(argv, stdout=log, stderr=log)
         try:
             yield f"127.0.0.1:{client}", process.pid

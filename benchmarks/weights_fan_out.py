@@ -4,7 +4,9 @@ clock   the manager's decisions on a virtual clock. Storage and each host's outg
         the storage share it. A host that has staged swaps for ``--swap`` seconds; only then the manager knows
 bytes   the same decisions over real files and HTTP: each host has its memory, reader and service of copies, in
         threads of this process. Size and rates are scaled down together, so a copy takes as long as on the clock.
-        Nothing is swapped
+        Every host has the version before, whose memory it uses again, as in training; nothing is swapped.
+        ``cpu_s``: CPU time of all hosts together. If it comes near to cores x seconds, the machine is the limit, not
+        the storage and the links: take fewer bytes
 
 python -m benchmarks.weights_fan_out [--hosts 64] [--gigabytes 1.0] [--rate 1.0] [--real-megabytes 16]
 """
@@ -15,6 +17,7 @@ import argparse
 import asyncio
 import heapq
 import itertools
+import os
 import tempfile
 import threading
 import time
@@ -151,20 +154,20 @@ def throttled(app: ASGIApp, link: Bucket) -> ASGIApp:
     return call
 
 
-def write_version(root: Path, megabytes: float) -> Path:
+def write_version(root: Path, megabytes: float, version: int = 1) -> Path:
     model = root / "model"
-    model.mkdir()
+    model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
     count = round(megabytes * 1e6 / 2 / 16)
     tensors = {f"layer.{i}": torch.randn(count).bfloat16() for i in range(16)}
-    tmp = manifest.prepare(root / "weights", 1, "t")
+    tmp = manifest.prepare(root / "weights", version, "t")
     shard = ShardWriter().write(tmp / "model-00001-of-00001.safetensors", tensors)
-    return manifest.commit(tmp, version=1, incarnation="t", step=1, shards=[shard], model_dir=model)
+    return manifest.commit(tmp, version=version, incarnation="t", step=1, shards=[shard], model_dir=model)
 
 
 async def spread(readers: list[HostReader], urls: list[str], path: Path, storage_readers: int) -> dict[str, Any]:
     """Stage the version on all hosts, as the manager orders it."""
-    loop, start = asyncio.get_running_loop(), time.monotonic()
+    loop, start, used = asyncio.get_running_loop(), time.monotonic(), time.process_time()
     decisions = Decisions(urls, PublishedVersion(1, "t", str(path), 1), storage_readers)
     read = fetched = 0
     running: set[asyncio.Future[Any]] = set()
@@ -186,7 +189,12 @@ async def spread(readers: list[HostReader], urls: list[str], path: Path, storage
                 decisions.end(order)
                 read += counts["bytes_read"]
                 fetched += counts["bytes_fetched"]
-    return {"seconds": time.monotonic() - start, "storage GB": read / 1e9, "hosts GB": fetched / 1e9}
+    return {
+        "seconds": time.monotonic() - start,
+        "cpu_s": time.process_time() - used,
+        "storage GB": read / 1e9,
+        "hosts GB": fetched / 1e9,
+    }
 
 
 def with_bytes(hosts: int, megabytes: float, rate: float, storage_readers: int, memory: Path) -> dict[str, Any]:
@@ -198,21 +206,22 @@ def with_bytes(hosts: int, megabytes: float, rate: float, storage_readers: int, 
         fetch(self, piece, name, into)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(VersionReader, "_fetch", slow))
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shm = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=memory)))
-        path = write_version(root, megabytes)
+        before, path = (write_version(root, megabytes, version) for version in (0, 1))
         readers, urls = [], []
         for number in range(hosts):
             place = shm / str(number)
             place.mkdir()
             reader = stack.enter_context(closing(HostReader(HostCopies(root, root / "model", [place]))))
             reader.token = TOKEN
+            reader.stage(str(before), 0).release()
             http = HttpServer(throttled(copy_app(reader.copies, token=TOKEN), Bucket(rate)))
             http.start()
             stack.callback(http.close)
             readers.append(reader)
             urls.append(http.url)
+        stack.enter_context(mock.patch.object(VersionReader, "_fetch", slow))
         return asyncio.run(spread(readers, urls, path, storage_readers))
 
 
@@ -222,17 +231,19 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the version")
     parser.add_argument("--rate", type=float, default=1.0, help="GB/s of the storage, and of each link")
     parser.add_argument("--swap", type=float, default=0.2, help="seconds from staged to served, on the clock")
-    parser.add_argument("--real-megabytes", type=float, default=16.0, help="size of the version in real bytes")
+    parser.add_argument(
+        "--real-megabytes", type=float, nargs="+", default=[16.0], help="sizes of the version in real bytes"
+    )
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for readers in (0, 1, 2, 4):
         found = on_clock(options.hosts, options.gigabytes, options.rate, options.swap, readers)
         rows.append({"what": "clock", "storage_readers": readers, **found})
-    scale = options.real_megabytes / 1e3 / options.gigabytes
-    for readers in (1, 2):
-        found = with_bytes(options.hosts, options.real_megabytes, options.rate * 1e9 * scale, readers, SHARED_MEMORY)
-        rows.append({"what": "bytes", "storage_readers": readers, **found})
-    report("weights_fan_out", rows, dict(vars(options)))
+    for megabytes, readers in itertools.product(options.real_megabytes, (1, 2)):
+        rate = options.rate * 1e9 * megabytes / 1e3 / options.gigabytes
+        found = with_bytes(options.hosts, megabytes, rate, readers, SHARED_MEMORY)
+        rows.append({"what": "bytes", "storage_readers": readers, "MB": megabytes, **found})
+    report("weights_fan_out", rows, {**vars(options), "load": round(os.getloadavg()[0], 1)})
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ examples:
                                                       check your model and data, start nothing
   realsys status                                      the newest trial under runs/
 """
+_NEWEST = "default: the newest trial under runs/"
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -50,10 +51,6 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     audit = commands.add_parser("audit", help="check that no ticket of a trial was lost or used twice")
     audit.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR")
     audit.add_argument("--json", action="store_true", help="print the whole report as JSON")
-    status = commands.add_parser("status", help="show a running or finished trial")
-    status.add_argument(
-        "trial_dir", nargs="?", type=Path, metavar="TRIAL_DIR", help="default: the newest trial under runs/"
-    )
     _add_gc(commands)
     _add_trial_commands(commands)
     _add_node_agent(commands)
@@ -103,14 +100,16 @@ def _add_trial_commands(commands: Any) -> None:
     listing.add_argument(
         "fileroot", nargs="?", type=Path, default=Path("runs"), metavar="FILEROOT", help="default: runs"
     )
+    status = commands.add_parser("status", help="show a running or finished trial")
     stop = commands.add_parser("stop", help="stop a trial with a checkpoint")
-    stop.add_argument("trial_dir", nargs="?", type=Path, metavar="TRIAL_DIR", help="default: the newest under runs/")
+    for command in (status, stop):
+        command.add_argument("trial_dir", nargs="?", type=Path, metavar="TRIAL_DIR", help=_NEWEST)
     stop.add_argument(
         "--wait", type=float, default=600.0, metavar="S", help="seconds to wait for the end (default: %(default)g)"
     )
     logs = commands.add_parser("logs", help="show the log of a process, or list the logs of a trial")
     logs.add_argument("process", nargs="?", metavar="PROCESS", help="model_worker/0, ..., or job: the screen of a job")
-    logs.add_argument("--trial-dir", type=Path, metavar="DIR", help="default: the newest trial under runs/")
+    logs.add_argument("--trial-dir", type=Path, metavar="DIR", help=_NEWEST)
     logs.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="last lines (default: %(default)s)")
     logs.add_argument("-f", "--follow", action="store_true", help="show new lines until the run ends")
 

@@ -11,6 +11,7 @@
     generation.sampling.max_new_tokens
     evaluation.problems,               the held-out problems, if there are fewer
     evaluation.every_problems
+    weights.storage_readers            2, if servers run on four or more nodes
 
 A setting is left open if the command line does not name it and it has the default of the schema. Every setting that is
 chosen here is shown, and is written to config.json like any other.
@@ -23,6 +24,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from realsys.config.allocation import parse_allocation
 from realsys.config.devices.device_plan import SERVER, owners
 from realsys.config.devices.needs import gpus_of_torch, nodes_of, seats_of
 from realsys.config.doors import BACKEND
@@ -43,6 +45,8 @@ AUTO = "auto"
 _BACKEND, _GPU_BACKEND = "generation.backend", "sglang"
 _PROMPT, _ANSWER = "data.max_prompt_tokens", "generation.sampling.max_new_tokens"
 _EVALUATIONS = ("evaluation.problems", "evaluation.every_problems")
+_READERS = "weights.storage_readers"
+_FEW = 2  # hosts that read a version from the shared storage; not one, because it may hang
 
 
 def fit(config: Config, given: Collection[str], machine: Machine) -> tuple[Config, list[str]]:
@@ -57,7 +61,8 @@ def fit(config: Config, given: Collection[str], machine: Machine) -> tuple[Confi
     config, places = _set(config, _allocation(config, given, machine))
     config, sizes = _set(config, _lengths(config, given) | _evaluations(config, given))
     config, shares = _set(config, _sharing(config, machine))
-    return config, nodes + backend + places + sizes + shares
+    config, readers = _set(config, _storage_readers(config, given))
+    return config, nodes + backend + places + sizes + shares + readers
 
 
 def _set(config: Config, chosen: Mapping[str, tuple[Any, str]]) -> tuple[Config, list[str]]:
@@ -169,6 +174,16 @@ def _evaluations(config: Config, given: Collection[str]) -> dict[str, tuple[Any,
     held_out = count_held_out(config, paths, max(_at(config, field.split(".")) for field in is_open))
     reason = f"{held_out} problems are held out"
     return {field: (held_out, reason) for field in is_open if 0 < held_out < _at(config, field.split("."))}
+
+
+def _storage_readers(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:
+    """Let few hosts read a version from the shared storage, and the others from those. Up to three read it as fast."""
+    if config.cluster.nodes < 2 * _FEW or not _is_open(config, given, _READERS):
+        return {}
+    hosts = min(config.cluster.nodes, parse_allocation(config.allocation).inference.data)
+    if hosts < 2 * _FEW:
+        return {}
+    return {_READERS: (_FEW, f"servers on up to {hosts} nodes; the other nodes read a version from nodes that have it")}
 
 
 def _at(section: Any, parts: list[str]) -> Any:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import realsys
-from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES, STORE_ADDRESS
+from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES, RUN_ID, STORE_ADDRESS
 from realsys.cluster.store.connect import is_elsewhere
 from realsys.cluster.topology import ModelShardID, place
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
@@ -89,7 +89,7 @@ def plan(
     """
     common = {
         "PYTHONPATH": own_python_path(python_path),
-        "REALSYS_RUN_ID": run_id,
+        RUN_ID: run_id,
     }
     shards = _shards(config, parse_allocation(config.allocation))
     threads = {SERVER: config.generation.threads, RANK: config.train.threads}

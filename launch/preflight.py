@@ -9,15 +9,15 @@ import os
 import shutil
 from pathlib import Path
 
-from realsys.cluster.network import bind_tcp, is_loopback, take_address
-from realsys.cluster.store.connect import make_name_store, trial_names
+from realsys.cluster.network import bind_problem, is_loopback, take_address
+from realsys.cluster.store.connect import check_own_etcd, make_name_store, trial_names
 from realsys.config.dataflow import dataflow_of
 from realsys.config.memory.device_memory import GIB
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_settings
 from realsys.config.rules.resources import disk_bytes
 from realsys.config.schema import Config
-from realsys.errors import ConfigError, NameStoreError, RealsysError
+from realsys.errors import ConfigError, NameStoreError
 from realsys.hf.config import read_model
 from realsys.hf.weight_headers import check_weights
 
@@ -43,26 +43,11 @@ def check_addresses(config: Config) -> None:
     """Bind every address that the workers will bind, and close it again. Raises ConfigError."""
     cluster, port = config.cluster, config.manager.port
     host = take_address(config, dict(os.environ)).cluster.host
-    if port and (problem := _bind_problem(host, port)):
+    if port and (problem := bind_problem(host, port)):
         remedy = "choose another port, or 0 for any free one"
         raise ConfigError("manager.port", port, f"cannot be bound on {host}: {problem}: {remedy}")
-    store = cluster.name_store
-    host, _, own_port = store.address.rpartition(":")
-    if store.start and (problem := _bind_problem(host, int(own_port))):
-        remedy = "set another port, or cluster.name_store.start=false to use what listens there"
-        raise ConfigError("cluster.name_store.address", store.address, f"cannot be bound: {problem}: {remedy}")
-
-
-def _bind_problem(host: str, port: int) -> str:
-    """Return why the address cannot be bound; empty if it can."""
-    if port > 65535:
-        return "a port is at most 65535"
-    try:
-        bind_tcp(host, port).close()
-    except RealsysError as error:
-        cause = error.__cause__
-        return (cause.strerror if isinstance(cause, OSError) else None) or str(error)
-    return ""
+    if cluster.name_store.start:
+        check_own_etcd(cluster.name_store.address)
 
 
 def check_etcd(config: Config, paths: TrialPaths) -> None:
@@ -71,11 +56,11 @@ def check_etcd(config: Config, paths: TrialPaths) -> None:
     if settings.backend != "etcd" or settings.start:
         return
     hosts = [address.rpartition(":")[0] for address in settings.address.split(",")]
-    if cluster.nodes > 1 and (loopback := next(filter(is_loopback, hosts), "")):
-        problem = f"each of the {cluster.nodes} nodes would look for etcd on itself ({loopback})"
+    if cluster.machines > 1 and (loopback := next(filter(is_loopback, hosts), "")):
+        problem = f"each of the {cluster.machines} nodes would look for etcd on itself ({loopback})"
         raise ConfigError("cluster.name_store.address", settings.address, f"{problem}: name the host that has it")
     # Of several nodes most are on another host than etcd, wherever it is.
-    elsewhere = hosts[0] if cluster.nodes > 1 else next((host for host in hosts if _bind_problem(host, 0)), "")
+    elsewhere = hosts[0] if cluster.machines > 1 else next((host for host in hosts if bind_problem(host, 0)), "")
     if elsewhere and cluster.lease_s < ELECTION_LEASE_S:
         problem = f"must be at least {ELECTION_LEASE_S:g} with etcd on another host ({elsewhere})"
         reason = "while its members elect a leader no lease is renewed, and the leases of all workers lapse together"

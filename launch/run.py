@@ -25,7 +25,7 @@ from rich.console import Console
 from realsys.cluster.aio import run_beside
 from realsys.cluster.failure import read_errors
 from realsys.cluster.network import HOST, PORTS, interfaces, is_loopback, join_host_port, own_addresses
-from realsys.cluster.process import STORE_ADDRESS
+from realsys.cluster.process import RUN_ID, STORE_ADDRESS
 from realsys.config.allocation import parse_allocation
 from realsys.config.compose import compose, given_fields, quoted
 from realsys.config.devices.device_plan import as_lines
@@ -149,7 +149,7 @@ def _planned(config: Config, paths: TrialPaths, machine: Machine) -> tuple[list[
     if not cluster.nodes:
         return specs, []
     lines = as_lines(nodes, seats)
-    if cluster.nodes > 1 and not cluster.interface and is_loopback(cluster.host):
+    if cluster.machines > 1 and not cluster.interface and is_loopback(cluster.host):
         remedy = f"set cluster.interface, or {HOST} on each node"
         lines.append(f"warning: other nodes cannot reach cluster.host={cluster.host}: {remedy}")
     if cluster.gpus_per_node and not cluster.gpu_memory_gb:
@@ -265,7 +265,7 @@ async def _supervise(
         join_s=launcher.join_timeout_s(),
         log_bytes=int(cluster.log_mb * 2**20),
     )
-    agents = (cluster.host, cluster.interface, cluster.nodes)
+    agents = (cluster.host, cluster.interface, cluster.machines)
     terms = Terms(host_of_launcher(config), cluster.lease_s, bounds.join_s, agents, launcher.problem)
     outcome, trouble = Outcome("failed", "the display could not be opened"), None
     with _reported("show the run"), view:
@@ -302,7 +302,7 @@ async def _own_store_answers(config: Config, paths: TrialPaths, spec: ProcessSpe
     address = config.cluster.name_store.address
     if at := spec.addresses.get(STORE_ADDRESS):
         address = join_host_port(host, at.port)
-    await etcd_answers(address, config.cluster.connect_timeout_s)
+    await etcd_answers(address, spec.env[RUN_ID], config.cluster.connect_timeout_s)
     if at:
         paths.store_address.write_text(address, "utf-8")
 

@@ -27,12 +27,12 @@ class SnapshotPlan(msgspec.Struct):
 
 
 class Transfer(msgspec.Struct, array_like=True, gc=False):
-    """Move of the arrays ``keys`` of ``sample_ids`` from worker ``src`` to worker ``dst`` (worker
-    indices).
+    """Copy of the arrays ``keys`` of ``sample_ids`` from worker ``src`` to each of the workers ``dsts``
+    (worker indices).
     """
 
     src: int
-    dst: int
+    dsts: list[int]
     sample_ids: list[str]
     keys: list[str]
 

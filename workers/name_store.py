@@ -4,6 +4,8 @@ The process is replaced by etcd, so that signals reach etcd itself. The kernel's
 
 Where a batch system sends SIGTERM to every process of a job, etcd ends with it, and the last checkpoint of the run
 needs etcd. There this process stays, and starts etcd again until its agent stops it. The keys are in etcd's data.
+
+Only here is it known whether this machine can run etcd: with several machines the launcher may be on another one.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from realsys.cluster import prctl
+from realsys.cluster.failure import record_of, write_error
 from realsys.cluster.network import PORTS, free_ports
-from realsys.cluster.process import SHIELDED, StopSignals, configure_logging, die_with_parent
-from realsys.cluster.store.connect import store_address
+from realsys.cluster.process import RUN_ID, SHIELDED, StopSignals, configure_logging, die_with_parent
+from realsys.cluster.store.connect import check_own_etcd, store_address
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
+from realsys.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-_MEMBER = "realsys"
 
 
 def keep(argv: list[str]) -> int:
@@ -46,14 +48,14 @@ def keep(argv: list[str]) -> int:
         log.info("etcd was ended by a signal to all processes of the job; it is started again")
 
 
-def command(address: str, peer: str, data: Path) -> list[str]:
-    """Return argv of etcd with one member. ``peer`` is unused, but etcd does not start without it."""
+def command(address: str, peer: str, data: Path, member: str) -> list[str]:
+    """Return argv of etcd with one member of this name. ``peer`` is unused, but etcd does not start without it."""
     client, peer = f"http://{address}", f"http://{peer}"
     return [
         "etcd",
-        f"--name={_MEMBER}",
+        f"--name={member}",
         f"--data-dir={data}",
-        f"--initial-cluster={_MEMBER}={peer}",
+        f"--initial-cluster={member}={peer}",
         f"--initial-advertise-peer-urls={peer}",
         f"--listen-peer-urls={peer}",
         f"--listen-client-urls={client}",
@@ -81,7 +83,15 @@ def main() -> NoReturn:
     paths = TrialPaths(arguments.trial_dir.resolve())
     config = read_config(paths.config)
     os.environ[PORTS] = config.cluster.ports
-    argv = command(store_address(config, paths), f"127.0.0.1:{free_ports(1)[0]}", paths.own_etcd)
+    address = store_address(config, paths)
+    try:
+        check_own_etcd(address)
+    except ConfigError as error:
+        log.critical("%s", error)
+        write_error(paths.errors, record_of("name_store", arguments.index, error))
+        sys.exit(error.exit_code)
+    peer = f"127.0.0.1:{free_ports(1)[0]}"
+    argv = command(address, peer, paths.own_etcd, os.environ.get(RUN_ID, "realsys"))
     if SHIELDED in os.environ:
         sys.exit(keep(argv))
     os.execvp(argv[0], argv)

@@ -62,7 +62,10 @@ def _job_line(job: str) -> str:
 def find_trial(trial_dir: Path | None) -> TrialPaths:
     """Return the paths of a trial; without a folder, of the newest one under runs/. Raises ConfigError without any."""
     if trial_dir is not None:
-        return TrialPaths(trial_dir.resolve())
+        paths = TrialPaths(trial_dir.resolve())
+        if not any(file.exists() for file in (paths.config, paths.job, paths.lock)):
+            raise ConfigError("TRIAL_DIR", str(trial_dir), "is not the folder of a trial: correct the path")
+        return paths
     trials = trials_in(Path(_DEFAULT_ROOT).resolve())
     if not trials:
         raise ConfigError("TRIAL_DIR", _DEFAULT_ROOT, "has no trial: name the folder of a trial")

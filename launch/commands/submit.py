@@ -21,9 +21,9 @@ from realsys.launch.plan import own_python_path
 from realsys.launch.prepare import examine
 from realsys.launch.run import RunOptions, own_words, plan_run, show_plan, words_again
 from realsys.launch.screen.log_tail import LogTail
-from realsys.launch.slurm.job_script import Job, render
+from realsys.launch.slurm.job_script import Job, job_name, render
 from realsys.launch.slurm.job_watch import LIVES, JobWatch
-from realsys.launch.slurm.slurm_client import SlurmError, job_state, submit
+from realsys.launch.slurm.slurm_client import SlurmError, SlurmSilent, job_state, submit
 from realsys.launch.trial_job import TrialJob, describe_job, job_log
 
 _LOOK_S = 1.0
@@ -86,7 +86,10 @@ def _job(overrides: Sequence[str], config: Config, paths: TrialPaths, options: R
 
 
 def _submit(config: Config, paths: TrialPaths, script: str) -> str:
-    """Write the script into the trial folder and submit it. A new folder that sbatch refuses does not stay."""
+    """Write the script into the trial folder and submit it. A new folder that sbatch refuses does not stay.
+
+    It stays if the job may have been submitted, because its run needs the folder. Raises ConfigError and SlurmError.
+    """
     is_new = not paths.root.exists()
     folder = paths.job.parent
     try:
@@ -95,12 +98,22 @@ def _submit(config: Config, paths: TrialPaths, script: str) -> str:
         path = folder / "job.sh"
         path.write_text(script, encoding="utf-8")
         job = submit(config, path)
+    except SlurmSilent as error:
+        raise SlurmError(f"{error}; {_unknown(config, paths)}") from None
+    except KeyboardInterrupt:
+        print(f"\n{_unknown(config, paths)}", file=sys.stderr)
+        raise
     except BaseException:
         if is_new:
             shutil.rmtree(paths.root, ignore_errors=True)
         raise
     TrialJob.write(paths, job)
     return job
+
+
+def _unknown(config: Config, paths: TrialPaths) -> str:
+    look = f"look for it with squeue --name={job_name(config)} before you submit again"
+    return f"the job may have been submitted: {look}; {paths.root} stays"
 
 
 def _hints(paths: TrialPaths) -> str:

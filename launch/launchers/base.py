@@ -30,7 +30,7 @@ class Launcher(ABC):
     @property
     def machines(self) -> int:
         """Number of agents to start: one for each node of the plan, and the spares."""
-        return self.config.cluster.nodes + self.config.cluster.spare_nodes
+        return self.config.cluster.machines
 
     @classmethod
     def check(cls, config: Config) -> None:

@@ -29,7 +29,7 @@ def check_launcher(config: Config) -> None:
         raise ConfigError("cluster.spare_nodes", cluster.spare_nodes, problem)
     store = cluster.name_store
     hosts = [address.rpartition(":")[0] for address in store.address.split(",")]
-    if cluster.nodes > 1 and store.backend == "etcd" and not store.start and any(map(is_loopback, hosts)):
+    if cluster.machines > 1 and store.backend == "etcd" and not store.start and any(map(is_loopback, hosts)):
         problem = "other nodes cannot reach it: name etcd's address, or set cluster.name_store.start=true"
         raise ConfigError("cluster.name_store.address", store.address, problem)
     with LAUNCHER.guard(cluster.launcher, "check raised"):

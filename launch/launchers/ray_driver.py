@@ -220,10 +220,9 @@ def live_nodes() -> list[RayNode]:
 def main() -> int:
     """Entry point of the process."""
     reports = os.fdopen(os.dup(1), "wb", buffering=0)
+    # `ray job stop` signals every process; the launcher decides about the end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # `ray job stop` signals every process; the launcher decides about the end
+        signal.signal(number, signal.SIG_IGN)
 
     def report(message: Report) -> None:
         with contextlib.suppress(BrokenPipeError):  # the launcher is gone: the end of the input follows

@@ -61,7 +61,7 @@ class RayLauncher(Launcher):
         found = _look(Task(address, cluster.ray.namespace))
         if found.problem:
             raise ConfigError(_ADDRESS, address, found.problem)
-        lack = shortage(bundle_of(cluster), cluster.nodes + cluster.spare_nodes, found.nodes)
+        lack = shortage(bundle_of(cluster), cluster.machines, found.nodes)
         if lack and not cluster.ray.autoscaler:
             spares = f" with cluster.spare_nodes={cluster.spare_nodes}" if cluster.spare_nodes else ""
             raise ConfigError("cluster.nodes", cluster.nodes, f"does not fit the Ray cluster{spares}: {lack}")

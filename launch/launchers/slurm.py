@@ -53,7 +53,7 @@ class SlurmLauncher(Launcher):
     @classmethod
     def check_start(cls, config: Config) -> None:
         allocation, cluster = _allocation(), config.cluster
-        wanted = cluster.nodes + cluster.spare_nodes
+        wanted = cluster.machines
         if allocation is None:
             problem = (
                 "starts agents in an allocation, and this is none: use realsys submit with the same words, or salloc"
@@ -115,7 +115,7 @@ class SlurmLauncher(Launcher):
 def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], logs: Path) -> list[str]:
     """Return the command that runs ``agent`` once per node, each with a log of its own in ``logs``. Pure."""
     cluster, slurm = config.cluster, config.cluster.slurm
-    nodes = cluster.nodes + cluster.spare_nodes
+    nodes = cluster.machines
     command = ["srun", f"--job-name={_STEP}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     # An agent on a lost node, or one that fails, is no reason to end the others; other steps may share the nodes.
     command += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--overlap"]

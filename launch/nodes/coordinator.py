@@ -2,12 +2,13 @@
 
     agent ──Joined──> session ──first Pong──> bound to a node, or a spare (binding.py)
                          ├──no Pong for lease_s + margin──> lost: a spare takes the node, or the node waits
+                         ├──unreadable message────────────> no more Pings, and so lost
                          └──another agent of its name─────> lost, and the new one joins
 
 consumes     orders of the supervisor; Joined, Exited, StopAsked of the agents
 waits for    an agent for each node; its answer to each Ping
-ends with    End to every agent, and the removal of the coordinator's file. If it is killed, the file stays: the next
-             coordinator waits for the leases of the agents
+ends with    End to every agent, and the removal of the coordinator's file. If it is killed, or an agent does not
+             answer, the file stays: the next coordinator waits for the leases of the agents
 
 `agent-ends-first`: an agent counts its lease from its last Pong that has arrived here, which the next Ping proves. The
 coordinator counts from that arrival, and adds a margin. So the processes of a lost node have ended when the supervisor
@@ -55,7 +56,7 @@ class Terms:
     host       address to bind
     lease_s    time without an answer after which a machine is lost
     join_s     time that a process waits for a machine
-    agents     ``cluster.host``, ``.interface`` and ``.nodes``, from which agents find their addresses
+    agents     ``cluster.host``, ``.interface`` and ``.machines``, from which agents find their addresses
     problem    returns why no more agents can come; "" if they can
     """
 
@@ -71,20 +72,22 @@ class AgentStream(MasterStream):
 
     kind = "node_agent"
 
+    on_unreadable: Callable[[int, DecodeError], None] = lambda worker, error: None
+
     def unreadable(self, worker: int, error: DecodeError) -> None:
-        """Lose the agent alone: its processes count as dead, and it joins again."""
-        log.error("%s/%d sent a notice that cannot be read: %s", self.kind, worker, error)
-        self.lose(worker, str(error))
+        """Give up this agent alone."""
+        self.on_unreadable(worker, error)
 
 
 class _Agent(Session):
     """One agent that has joined. ``heard`` is in monotonic seconds, ``heard_at`` in unix seconds."""
 
-    def __init__(self, joined: orders.Joined, stream: MasterStream) -> None:
+    def __init__(self, joined: orders.Joined, stream: AgentStream) -> None:
         self.joined = joined
         self.heard = time.monotonic()
         self.heard_at = time.time()
         self.is_known = False  # True once it has answered: it is bound to a node, or a spare
+        self.problem = ""  # why it gets no more Pings
         self.watch: asyncio.Task[None] | None = None
         self._stream = stream
 
@@ -95,13 +98,20 @@ class _Agent(Session):
 
     def ask(self, message: msgspec.Struct, kind: type[Reply], timeout_s: float | None = None) -> asyncio.Future[Reply]:
         timeout_s = _ORDER_S if timeout_s is None else timeout_s
-        return self._stream.request(self.joined.agent, type(message).__name__, message, kind, timeout_s=timeout_s)
+        name = type(message).__name__
+        reply = self._stream.request(self.joined.agent, name, message, kind, timeout_s=timeout_s)
+        reply.add_done_callback(self._check)
+        return reply
+
+    def _check(self, reply: asyncio.Future[Reply]) -> None:
+        if not reply.cancelled() and isinstance(error := reply.exception(), DecodeError):
+            self._stream.unreadable(self.joined.agent, error)
 
 
 class Coordinator:
     """The agents of a trial, and the nodes of its plan. Make it with ``open_nodes``."""
 
-    def __init__(self, needs: Mapping[str, Needs], stream: MasterStream, terms: Terms) -> None:
+    def __init__(self, needs: Mapping[str, Needs], stream: AgentStream, terms: Terms) -> None:
         self.nodes = {name: RemoteNode(name, terms.join_s, self._address_of) for name in needs}
         self._binding = Binding(needs)
         self._stream = stream
@@ -109,6 +119,7 @@ class Coordinator:
         self._agents: dict[int, _Agent] = {}  # index on the stream -> agent
         self._had: dict[str, str] = {}  # node -> machine that has it, or had it last
         self._was_complete = False  # every node has had a machine
+        stream.on_unreadable = self._unreadable
         stream.on_notice("Joined", orders.Joined, self._joined)
         stream.on_notice("Exited", orders.Exited, self._exited)
         stream.on_notice("StopAsked", orders.StopAsked, lambda notice: self._listener.stop(notice.signal))
@@ -125,31 +136,41 @@ class Coordinator:
 
     def _joined(self, notice: orders.Joined) -> None:
         if earlier := self._agents.get(notice.agent):
-            self._lose(earlier, "another agent took its place")
+            self._lose(earlier, earlier.problem or "its agent joined again")
         agent = self._agents[notice.agent] = _Agent(notice, self._stream)
         agent.watch = asyncio.create_task(self._watch(agent))
 
     async def _watch(self, agent: _Agent) -> None:
-        """Ping the agent until it is lost."""
+        """Ping the agent until it is lost.
+
+        An agent whose message cannot be read gets no more Pings, and is lost when its lease is over.
+        """
         try:
             await self._ping(agent)
-        except DecodeError as error:
-            self._stream.lose(agent.joined.agent, str(error))
-            self._lose(agent, f"its answer cannot be read: {error}")
-        except WaitTimeout:
-            why = f"nothing was heard from its agent for {time.monotonic() - agent.heard:.0f} s"
-            self._stream.lose(agent.joined.agent, why)  # refused from now on: its processes count as dead
-            self._lose(agent, why)
-        except WorkerLost:
-            self._lose(agent, "another agent took its place")
+        except WaitTimeout as error:
+            self._stream.lose(agent.joined.agent, str(error))  # refused from now on: its processes count as dead
+        except (DecodeError, WorkerLost):
+            pass  # unreadable, or another agent of its name has spoken: its Joined follows
         except Exception as exc:
             self._listener.fail(exc)
+            return
+        await asyncio.sleep(self._left_s(agent))
+        silent = f"nothing was heard from its agent for {time.monotonic() - agent.heard:.0f} s"
+        self._lose(agent, agent.problem or silent)
+
+    def _unreadable(self, index: int, error: DecodeError) -> None:
+        self._stream.lose(index, str(error))
+        if agent := self._agents.get(index):
+            agent.problem = f"a message of its agent cannot be read: {error}"
+
+    def _left_s(self, agent: _Agent) -> float:
+        """Return the time in which the agent must be heard; below 0 after it."""
+        return agent.heard + self._terms.lease_s + orders.KILL_MARGIN_S - time.monotonic()
 
     async def _ping(self, agent: _Agent) -> None:
         lease_s = self._terms.lease_s
         while True:
-            left = agent.heard + lease_s + orders.KILL_MARGIN_S - time.monotonic()
-            pong = await agent.ask(orders.Ping(lease_s), orders.Pong, left)
+            pong = await agent.ask(orders.Ping(lease_s), orders.Pong, self._left_s(agent))
             if pong.incarnation != agent.joined.incarnation:
                 raise WorkerLost("another agent answers")
             agent.heard, agent.heard_at = time.monotonic(), time.time()
@@ -226,9 +247,14 @@ class Coordinator:
         except Exception as exc:  # the launcher may be code of the user
             self._listener.fail(exc)
 
-    async def end_agents(self) -> None:
-        """End the agents that are left: spares, and those of a run that did not begin."""
-        await asyncio.gather(*(end_of_agent(agent, _END_S) for agent in list(self._agents.values())))
+    async def end_agents(self) -> bool:
+        """End the agents that are left: spares, and those of a run that did not begin.
+
+        Returns False if one has not answered: it may have processes until the end of its lease.
+        """
+        agents = list(self._agents.values())
+        await asyncio.gather(*(end_of_agent(agent, _END_S) for agent in agents))
+        return all(agent.ended for agent in agents)
 
     async def close(self) -> None:
         """Stop all sessions."""
@@ -270,9 +296,9 @@ async def _open_remote(
         address = orders.Address(stream.address, uuid.uuid4().hex, terms.lease_s, *terms.agents)
         orders.write_address(paths.coordinator, address)
         yield coordinator.nodes
-        await coordinator.end_agents()
-        # Not after an error: then agents may have processes, and the next launcher must wait for their leases.
-        paths.coordinator.unlink(missing_ok=True)
+        # Also after an error the file stays: then agents may have processes, and the next launcher must wait.
+        if await coordinator.end_agents():
+            paths.coordinator.unlink(missing_ok=True)
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from realsys.cluster import failpoint
 from realsys.cluster.network import interfaces, own_addresses
 from realsys.cluster.prctl import die_with_parent
 from realsys.cluster.process import PARENT_PID, configure_logging
@@ -34,7 +35,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.rules.free_memory import free_host_bytes
 from realsys.config.rules.machine import own_gpus
 from realsys.config.schema_cluster import ClusterConfig
-from realsys.errors import ConfigError, Fenced, RealsysError, StreamError, WaitTimeout
+from realsys.errors import ConfigError, DecodeError, Fenced, RealsysError, StreamError, WaitTimeout
 from realsys.launch.nodes import orders
 from realsys.launch.nodes.base import Exit, Order, Process
 from realsys.launch.nodes.coordinator import PINGS_PER_LEASE
@@ -126,9 +127,7 @@ class Agent:
         self._reader.start()
         try:
             while not self._over.is_set() and self._lease.left_s > 0 and (self.joined or wanted()):
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._lease.left_s if self.joined else _LOOK_S):
-                        await self._over.wait()
+                await self._until_over(self._lease.left_s if self.joined else _LOOK_S)
         finally:
             self._over.set()
             if not self.ended:
@@ -136,6 +135,11 @@ class Agent:
             sweep()  # a server that was killed leaves its copy of the weights in /dev/shm
             await asyncio.to_thread(self._endpoint.close)
             await asyncio.to_thread(self._reader.join)
+
+    async def _until_over(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._over.wait()
 
     def stop(self, signum: int) -> None:
         """Handle a signal that asks this node to stop."""
@@ -153,13 +157,16 @@ class Agent:
 
     def _read(self) -> None:
         """Hand the orders to the event loop. The body of a thread."""
+        try:
+            while True:
+                if request := self._endpoint.next_request(_LOOK_S):
+                    self._on_loop(self._obey, request)
+        except StreamError:  # refused, or closed at the end of ``run``
+            self._on_loop(self._refused)
+
+    def _on_loop(self, function: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            try:
-                while True:
-                    if request := self._endpoint.next_request(_LOOK_S):
-                        self._loop.call_soon_threadsafe(self._obey, request)
-            except StreamError:  # refused, or closed at the end of ``run``
-                self._loop.call_soon_threadsafe(self._refused)
+            self._loop.call_soon_threadsafe(function, *args)
 
     def _refused(self) -> None:
         self.replaced = not self._over.is_set() and self._lease.left_s > 0
@@ -173,10 +180,21 @@ class Agent:
             self._handle(request)
         except StreamError:
             self._over.set()
-        except Exception as exc:  # the boundary of a request: the coordinator ends the run
-            log.exception("%s failed", request.handler)
-            with contextlib.suppress(StreamError):
-                self._endpoint.reply_error(request, exc)
+        except Exception as exc:  # the boundary of a request
+            self._failed(request, exc)
+
+    def _failed(self, request: Request, exc: Exception) -> None:
+        """Handle the failure of an order: the coordinator ends the run.
+
+        An order that cannot be read ends only this session: the agent kills its processes and joins again. But if it is
+        the first order of a session, the coordinator runs another realsys.
+        """
+        log.error("%s failed", request.handler, exc_info=exc)
+        if isinstance(exc, DecodeError) and self.joined:
+            self._over.set()
+            return
+        with contextlib.suppress(StreamError):
+            self._endpoint.reply_error(request, exc)
 
     def _handle(self, request: Request) -> None:
         match request.handler:
@@ -200,6 +218,8 @@ class Agent:
 
         def exited(ended: Exit) -> None:
             self._processes.pop(order.serial, None)
+            if self._over.is_set():  # it ends with this session: its own end is not the cause
+                return
             with contextlib.suppress(StreamError):  # the session is over: the coordinator knows that all have ended
                 about = (ended.returncode, ended.time, ended.log_end, ended.problem)
                 self._endpoint.notify("Exited", orders.Exited(self._endpoint.index, order.serial, *about))
@@ -235,6 +255,7 @@ class Agent:
 def node_agent(trial_dir: Path, node: str, wait_s: float) -> int:
     """Run the agent of machine ``node`` until the run has ended. Returns the exit code. Raises RealsysError."""
     configure_logging(f"node_agent/{node}")
+    failpoint.arm(f"node_agent/{node}")
     _die_with_launcher()
     # The stream's thread ends with the session: refused by the coordinator, or the lease is over.
     threading.excepthook = lambda args: log.error("%s", args.exc_value)
@@ -309,7 +330,7 @@ def _introduction(name: str, endpoint: WorkerEndpoint, address: orders.Address) 
     gpus: tuple[str, ...] = ()
     try:
         gpus = own_gpus()
-        cluster = ClusterConfig(host=address.host, interface=address.interface, nodes=address.nodes)
+        cluster = ClusterConfig(host=address.host, interface=address.interface, nodes=address.machines)
         _, reached, _ = own_addresses(cluster, os.environ, interfaces())
     except ConfigError as error:
         problem = f"{name}: {error}"

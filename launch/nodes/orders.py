@@ -151,7 +151,7 @@ class StopAsked(msgspec.Struct, frozen=True):
 class Address(msgspec.Struct, frozen=True):
     """Content of the coordinator's file.
 
-    host, interface, nodes  of the configuration (``cluster``): with them an agent finds its own address
+    host, interface, machines  of the configuration (``cluster``): with them an agent finds its own address
     """
 
     address: str
@@ -159,7 +159,7 @@ class Address(msgspec.Struct, frozen=True):
     lease_s: Seconds
     host: str = "127.0.0.1"
     interface: str = ""
-    nodes: Serial = 0
+    machines: Serial = 0
 
 
 def index_of(name: str) -> int:
@@ -175,10 +175,10 @@ def write_address(path: Path, address: Address) -> None:
 
 
 def outlive_agents(path: Path, say: Callable[[str], None]) -> None:
-    """Wait for the end of all processes on other nodes, if their coordinator was killed: then it has left its file."""
+    """Wait for the end of all processes on other nodes, if their coordinator has left its file: they may live."""
     if (earlier := read_address(path)) is not None:
         wait_s = earlier.lease_s + KILL_MARGIN_S
-        say(f"the last launcher was killed: waiting {wait_s:g} s, until its processes on other nodes have ended")
+        say(f"the last launcher left agents behind: waiting {wait_s:g} s, until their processes have ended")
         threading.Event().wait(wait_s)
         path.unlink(missing_ok=True)
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from realsys.cluster.network import join_host_port
-from realsys.errors import RealsysError, StreamError, WaitTimeout, WorkerLost
+from realsys.errors import DecodeError, RealsysError, WaitTimeout, WorkerLost
 from realsys.launch.nodes import orders
 from realsys.launch.nodes.base import CANNOT_START, Exit, Node, OnExit, Order, Process
 
@@ -26,9 +26,15 @@ Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 
 class Session(ABC):
-    """Connection to the agent of one machine. ``joined``: its notice; ``ended``: End was sent."""
+    """Connection to the agent of one machine.
+
+    joined  its notice
+    ending  End was sent
+    ended   it has answered that no process is left
+    """
 
     joined: orders.Joined
+    ending = False
     ended = False
 
     @abstractmethod
@@ -185,13 +191,13 @@ class RemoteNode(Node):
         return [] if self._session is None else await end_of_agent(self._session, timeout_s)
 
     def _answer(self, reply: asyncio.Future[Reply]) -> Reply | None:
-        """Return the answer. An agent that is lost gives none, and its processes end with it."""
+        """Return the answer. An agent that is lost, or will be, gives none, and its processes end with it."""
         if reply.cancelled():
             return None
         match reply.exception():
             case None:
                 return reply.result()
-            case WorkerLost() | WaitTimeout():
+            case WorkerLost() | WaitTimeout() | DecodeError():
                 return None
             case error:
                 assert isinstance(error, Exception)
@@ -201,11 +207,12 @@ class RemoteNode(Node):
 
 async def end_of_agent(session: Session, timeout_s: float) -> list[str]:
     """Have an agent end. Returns the names of the processes that it had to kill."""
-    if session.ended:
+    if session.ending:
         return []
-    session.ended = True
+    session.ending = True
     try:
         reply = await session.ask(orders.End(timeout_s), orders.Ended, 2 * timeout_s + orders.KILL_MARGIN_S)
-    except (WaitTimeout, WorkerLost, StreamError):  # it ends with its lease
+    except RealsysError:  # lost, silent, or its answer cannot be read: it ends with its lease
         return []
+    session.ended = True
     return [f"{name} on {session.joined.host}" for name in reply.killed]

@@ -43,6 +43,7 @@ class Monitor:
         self._progress = progress
         self._screen = screen
         self._tail = tail
+        self._store: NameStore | None = None
         self._full = ""  # the full disk, as it was last seen
         self._signal = SignalWatch(config.train.ppo.advantage.mean)
 
@@ -64,21 +65,22 @@ class Monitor:
             self._screen.note(problem)
 
     async def run(self) -> None:
-        store = None
         try:
-            timeout = aiohttp.ClientTimeout(total=_STATUS_TIMEOUT_S)
-            async with aiohttp.ClientSession(timeout=timeout) as session:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_STATUS_TIMEOUT_S)) as session:
                 while True:
-                    if store is None and is_known(self._config, self._paths):
-                        store = await asyncio.to_thread(make_name_store, self._config, self._paths)
-                    if store is not None:
-                        await self.ask_manager(session, store)
-                    self.read_steps()
-                    self.check_disk()
+                    await self._look(session)
                     await asyncio.sleep(_REFRESH_S)
         finally:
-            if store is not None:
-                store.close()
+            if self._store is not None:
+                self._store.close()
+
+    async def _look(self, session: aiohttp.ClientSession) -> None:
+        if self._store is None and is_known(self._config, self._paths):
+            self._store = await asyncio.to_thread(make_name_store, self._config, self._paths)
+        if self._store is not None:
+            await self.ask_manager(session, self._store)
+        self.read_steps()
+        self.check_disk()
 
     async def ask_manager(self, session: aiohttp.ClientSession, store: NameStore) -> None:
         """Read the manager's status; without an answer the last one stays."""

@@ -40,6 +40,11 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+def job_name(config: Config) -> str:
+    """Return the name of the trial's jobs in SLURM."""
+    return f"{config.experiment}-{config.trial}"
+
+
 def render(config: Config, job: Job) -> str:
     """Return the batch script of a trial."""
     slurm = config.cluster.slurm
@@ -58,8 +63,8 @@ def render(config: Config, job: Job) -> str:
 
 def _options(config: Config, job: Job) -> Iterator[str]:
     cluster, slurm = config.cluster, config.cluster.slurm
-    yield f"--job-name={config.experiment}-{config.trial}"
-    yield f"--nodes={cluster.nodes + cluster.spare_nodes}"
+    yield f"--job-name={job_name(config)}"
+    yield f"--nodes={cluster.machines}"
     yield "--ntasks-per-node=1"
     if cluster.cpus_per_node:
         yield f"--cpus-per-task={cluster.cpus_per_node}"

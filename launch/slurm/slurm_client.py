@@ -18,6 +18,10 @@ class SlurmError(RealsysError):
     """SLURM refused something, or does not answer."""
 
 
+class SlurmSilent(SlurmError):
+    """SLURM did not answer in time. The call may have had its effect."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobState:
     """State of a job as squeue shows it. ``exit_code`` is that of the batch script, once it has ended."""
@@ -30,10 +34,15 @@ class JobState:
 
 
 def submit(config: Config, script: Path) -> str:
-    """Submit a batch script; returns the number of the job. Raises ConfigError with the message of sbatch."""
+    """Submit a batch script; returns the number of the job.
+
+    Raises ConfigError with the message of sbatch if it refuses, and SlurmSilent if the job may have been submitted.
+    """
     slurm = config.cluster.slurm
     try:
         job = _call(["sbatch", "--parsable", str(script)])
+    except SlurmSilent:
+        raise
     except SlurmError as error:
         text = str(error)
         if slurm.partition and "invalid partition" in text:
@@ -109,9 +118,11 @@ def _call(command: Sequence[str]) -> str:
         problem = f"there is no program named {command[0]}: run this command where SLURM's programs are on the PATH"
         raise SlurmError(problem) from None
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]} did not answer within {_CALL_S:g} s: see sinfo") from None
+        raise SlurmSilent(f"{command[0]} did not answer within {_CALL_S:g} s: see sinfo") from None
     if ended.returncode:
         lines = [line.removeprefix(f"{command[0]}: ").removeprefix("error: ") for line in ended.stderr.splitlines()]
         problem = "; ".join(filter(None, map(str.strip, lines))) or f"exit code {ended.returncode}"
-        raise SlurmError(f"{command[0]}: {problem}")
+        # slurmctld may take the job after sbatch has given up: "Socket timed out on send/recv operation"
+        kind = SlurmSilent if "timed out" in problem else SlurmError
+        raise kind(f"{command[0]}: {problem}")
     return ended.stdout

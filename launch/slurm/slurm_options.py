@@ -43,7 +43,7 @@ def check_network(config: Config) -> None:
     """Refuse a job of several nodes that would meet on loopback. Raises ConfigError."""
     cluster = config.cluster
     has_own = cluster.interface or any(HOST in line for line in cluster.slurm.setup)
-    if cluster.nodes + cluster.spare_nodes > 1 and is_loopback(cluster.host) and not has_own:
+    if cluster.machines > 1 and is_loopback(cluster.host) and not has_own:
         problem = "the nodes cannot reach each other on loopback: name the network that they share (ib0, 10.1.0.0/16)"
         raise ConfigError("cluster.interface", cluster.interface, problem)
 

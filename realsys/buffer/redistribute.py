@@ -9,6 +9,7 @@ with the pairs of workers that must exchange something, not with the product of 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,22 +35,29 @@ class TransferPlan:
     @property
     def workers(self) -> set[int]:
         """Return the sources and destinations."""
-        return {worker for transfer in self.transfers for worker in (transfer.src, transfer.dst)}
+        return {worker for transfer in self.transfers for worker in (transfer.src, *transfer.dsts)}
 
     def by_worker(self, minibatches: Minibatches) -> dict[int, TransferRequest]:
-        """Return the request of each worker: its transfers, sent and received, and the lengths of their samples."""
+        """Return the request of each worker: its transfers, sent and received, and the lengths of their samples.
+
+        Workers with the same transfers share one object, such as the tensor ranks of a data rank that only receive.
+        """
         refs = {ref.sample_id: ref for minibatch in minibatches for part in minibatch for ref in part}
         own: defaultdict[int, list[Transfer]] = defaultdict(list)
         # Both ends of a pair see its transfers in the order of the plan, so they agree about the message.
         for transfer in self.transfers:
             own[transfer.src].append(transfer)
-            own[transfer.dst].append(transfer)
-        return {
-            worker: TransferRequest(
-                transfers, [refs[name] for name in dict.fromkeys(n for t in transfers for n in t.sample_ids)]
-            )
-            for worker, transfers in sorted(own.items())
-        }
+            for worker in transfer.dsts:
+                own[worker].append(transfer)
+        requests: dict[tuple[int, ...], TransferRequest] = {}
+        by_worker = {}
+        for worker, transfers in sorted(own.items()):
+            same = tuple(map(id, transfers))
+            if same not in requests:
+                names = dict.fromkeys(itertools.chain.from_iterable(t.sample_ids for t in transfers))
+                requests[same] = TransferRequest(transfers, [refs[name] for name in names])
+            by_worker[worker] = requests[same]
+        return by_worker
 
 
 def cells(columns: Sequence[Column], sample_ids: Sequence[str]) -> dict[tuple[Holders | None, ...], list[str]]:
@@ -76,21 +84,16 @@ def plan_call(mesh: Mesh, minibatches: Minibatches, keys: Iterable[str], owners:
     if not arrays:
         return TransferPlan()
     columns = [owners.get(key, {}) for key in arrays]
-    planner = _Planner({ref.sample_id: ref.length for m in minibatches for part in m for ref in part})
+    planner = _Planner(arrays, {ref.sample_id: ref.length for m in minibatches for part in m for ref in part})
     for dp in range(mesh.layout.data):
         last = last_stage(mesh, dp)
         earlier = [worker for worker in mesh.dp_members(dp) if worker not in last]
+        members = frozenset([*last, *earlier])
         ids = list(dict.fromkeys(ref.sample_id for minibatch in minibatches for ref in minibatch[dp]))
         for holders_of_arrays, samples in cells(columns, ids).items():
-            alike: dict[Holders, list[str]] = {}
-            for key, holders in zip(arrays, holders_of_arrays, strict=True):
-                if not holders:
-                    raise StuckError(f"worker {last[0]} needs {key} of sample {samples[0]}, but no worker holds it")
-                alike.setdefault(holders, []).append(key)
-            for holders, with_keys in alike.items():
-                planner.move(samples, with_keys, holders, last)
-                if earlier and (everywhere := [key for key in with_keys if _everywhere(key)]):
-                    planner.move(samples, everywhere, holders, earlier)
+            # Of most calls every rank has everything already.
+            if not all(holders and members <= holders for holders in holders_of_arrays):
+                planner.bring(samples, holders_of_arrays, last, earlier)
     return planner.finish()
 
 
@@ -113,12 +116,39 @@ def _everywhere(key: str) -> bool:
 
 @dataclass(slots=True)
 class _Planner:
-    """A plan in the making. ``lengths``: sample id -> tokens; ``sent``: worker -> tokens that it sends."""
+    """A plan in the making for ``arrays``.
 
+    lengths  sample id -> tokens
+    sent     worker -> tokens that it sends
+    alike    holders of each array -> (holders, arrays that they hold, those of them that all stages read)
+    """
+
+    arrays: Sequence[str]
     lengths: Mapping[str, int]
     plan: TransferPlan = field(default_factory=TransferPlan)
     sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     shared: list[tuple[list[str], list[str], Holders, list[int]]] = field(default_factory=list)
+    alike: dict[tuple[Holders | None, ...], list[tuple[Holders, list[str], list[str]]]] = field(default_factory=dict)
+
+    def bring(
+        self,
+        samples: list[str],
+        holders_of_arrays: tuple[Holders | None, ...],
+        last: Sequence[int],
+        earlier: Sequence[int],
+    ) -> None:
+        """Plan what the stages of a data rank miss of samples with the same holders. Raises StuckError."""
+        if holders_of_arrays not in self.alike:
+            keys: dict[Holders, list[str]] = {}
+            for key, holders in zip(self.arrays, holders_of_arrays, strict=True):
+                if not holders:
+                    raise StuckError(f"worker {last[0]} needs {key} of sample {samples[0]}, but no worker holds it")
+                keys.setdefault(holders, []).append(key)
+            self.alike[holders_of_arrays] = [(h, held, [k for k in held if _everywhere(k)]) for h, held in keys.items()]
+        for holders, held, everywhere in self.alike[holders_of_arrays]:
+            self.move(samples, held, holders, last)
+            if earlier and everywhere:
+                self.move(samples, everywhere, holders, earlier)
 
     def move(self, samples: list[str], keys: list[str], holders: Holders, to: Sequence[int]) -> None:
         """Plan that the workers ``to`` get ``keys`` of ``samples``, as far as they are not holders."""
@@ -131,7 +161,7 @@ class _Planner:
             return
         (source,) = holders
         self.sent[source] += len(missing) * sum(map(self.lengths.__getitem__, samples))
-        self.plan.transfers += [Transfer(source, worker, samples, keys) for worker in missing]
+        self.plan.transfers.append(Transfer(source, missing, samples, keys))
 
     def finish(self) -> TransferPlan:
         """Choose the sources of the samples with several holders, and return the plan."""
@@ -142,7 +172,7 @@ class _Planner:
                 for piece in pieces:
                     source = min(holders, key=lambda holder: (self.sent[holder], holder))
                     self.sent[source] += sum(map(self.lengths.__getitem__, piece))
-                    self.plan.transfers.append(Transfer(source, worker, piece, keys))
+                    self.plan.transfers.append(Transfer(source, [worker], piece, keys))
         return self.plan
 
     def _pieces(self, samples: list[str], count: int) -> list[list[str]]:

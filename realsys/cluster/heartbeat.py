@@ -7,7 +7,8 @@
     check()          any thread, before an act that others see: raises once that moment has passed
 
 The key exists as long as the lease is renewed, so a beat changes nothing that others see: the manager of 1,000 workers
-sleeps until one of them starts, ends or changes its state.
+sleeps until one of them starts, ends or changes its state. Counters of a worker under attack change with each beat; the
+value shows them every 30 s.
 
 Two threads, because the beat may hang inside the store (a dead file server, an unreachable etcd) for longer than the
 lease; all other processes then treat this worker as dead, and it must stop. The thread that finds the loss first calls
@@ -37,6 +38,8 @@ if TYPE_CHECKING:  # every process imports this module first, and pydantic takes
 log = logging.getLogger(__name__)
 
 LOOKS_PER_LEASE = 5  # reading the key costs the store as much as a renewal
+#: a value with other counters is written at most this often: each write wakes all that watch the heartbeats
+COUNTERS_S = 30.0
 
 
 def lease_clock(cluster: ClusterConfig) -> Callable[[], float]:
@@ -45,7 +48,7 @@ def lease_clock(cluster: ClusterConfig) -> Callable[[], float]:
     If all processes are on this machine and their name store is a folder, they are suspended with it, so the clock
     stops. Else others count the time of a suspension, too.
     """
-    alone = cluster.name_store.backend == "file" and cluster.nodes <= 1
+    alone = cluster.name_store.backend == "file" and cluster.machines <= 1
     return time.monotonic if alone else lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -83,6 +86,7 @@ class Heartbeat:
         self._clock = terms.clock
         self._on_lost = on_lost
         self._counters: Callable[[], Mapping[str, int]] = dict
+        self._shown: dict[str, int] = {}  # counters in the value
         self._state = "starting"
         self._written = ""
         self._incarnation = self._next_incarnation(terms.last)
@@ -97,6 +101,7 @@ class Heartbeat:
         # Counted from before the call: the store's own lease can only end later than this.
         self._deadline = began + self.lease.ttl_s
         self._look_at = began
+        self._count_at = began
         self._write(self._value())
         self._threads = [
             threading.Thread(target=self._beat_loop, name="heartbeat", daemon=True),
@@ -120,7 +125,11 @@ class Heartbeat:
             self._due.set()
 
     def count(self, counters: Callable[[], Mapping[str, int]]) -> None:
-        """Show the result of ``counters`` in the value. It is called at each beat, on the beat thread."""
+        """Show the result of ``counters`` in the value: a change within ``COUNTERS_S``, usually in the next beat.
+
+        It is called at each beat, on the beat thread.
+        """
+        self._shown = dict(counters())
         self._counters = counters
 
     def check(self) -> None:
@@ -166,10 +175,16 @@ class Heartbeat:
             raise NameStoreError(problem) from None
 
     def _value(self) -> str:
-        counters = dict(self._counters())
         return json.dumps(
-            {**self._identity, "incarnation": self.incarnation, "state": self._state, "counters": counters}
+            {**self._identity, "incarnation": self.incarnation, "state": self._state, "counters": self._shown}
         )
+
+    def _read_counters(self, now: float) -> None:
+        """Take over the counters if they have changed, unless the last change was a moment ago."""
+        counters = dict(self._counters())
+        if counters != self._shown and now >= self._count_at:
+            self._shown = counters
+            self._count_at = now + COUNTERS_S
 
     def _write(self, value: str) -> None:
         self._store.add(self._key, value, lease=self.lease, replace=True)
@@ -198,6 +213,7 @@ class Heartbeat:
         except Fenced:
             self._refuse_successor(self._holder())
             raise
+        self._read_counters(began)
         if (value := self._value()) != self._written or began >= self._look_at:
             self._look(value)
             self._look_at = began + self.lease.ttl_s / LOOKS_PER_LEASE

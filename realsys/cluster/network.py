@@ -54,6 +54,18 @@ def bind_tcp(host: str, port: int = 0) -> socket.socket:
     return bind_first([port] if port else own_ports(), lambda each: _bind(host, each), host)
 
 
+def bind_problem(host: str, port: int) -> str:
+    """Return why the address cannot be bound on this machine; empty if it can."""
+    if port > 65535:
+        return "a port is at most 65535"
+    try:
+        bind_tcp(host, port).close()
+    except RealsysError as error:
+        cause = error.__cause__
+        return (cause.strerror if isinstance(cause, OSError) else None) or str(error)
+    return ""
+
+
 def own_ports() -> list[int]:
     """Return the ports on which this process may listen, in the order to try; 0 is any free one."""
     ports = list(port_range(os.environ.get(PORTS, "")))
@@ -144,8 +156,8 @@ def own_addresses(cluster: ClusterConfig, environment: Mapping[str, str], there:
     """Return the address to bind, the one to advertise and its interface. Raises ConfigError as ``take_address``."""
     host = own_host(cluster, environment.get(HOST, ""), there)
     reached = advertised_host(host)
-    if cluster.nodes > 1 and is_loopback(reached):
-        problem = f"other hosts cannot reach {reached}, which this process of {cluster.nodes} nodes would advertise"
+    if cluster.machines > 1 and is_loopback(reached):
+        problem = f"other hosts cannot reach {reached}, which this process of {cluster.machines} nodes would advertise"
         remedy = f"name an interface or a subnet, or set {HOST}"
         raise ConfigError("cluster.interface", cluster.interface, f"{problem}: {remedy}")
     return host, reached, _interface_of(reached, there)

@@ -23,6 +23,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PARENT_PID = "REALSYS_PARENT_PID"  # set by a launcher that is the direct parent
+RUN_ID = "REALSYS_RUN_ID"  # set by the launcher: it differs at every start of a trial
 TRAINING_START = "REALSYS_TRAINING_START"  # number of the trainer's start, for its processes
 STORE_ADDRESS = "REALSYS_NAME_STORE"  # host:port of the trial's own etcd on another machine
 NODE_RANK = "REALSYS_NODE_RANK"  # number of this part of a server that spans nodes

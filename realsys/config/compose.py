@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 CONFIG_MODULE = "realsys.configs"
 _ROOT = "config"
 _EXPERIMENT = "experiment"
+_PACKAGE = re.compile(r"\s*#\s*@package\b")
+_HEAD = re.compile(r"\s*(#\s*@|$)")  # lines that hydra passes over before it
 #: group with the name of a section -> the field that its option stands for
 _CHOSEN_BY = {"generation": "generation.backend", "cluster": "cluster.launcher"}
 
@@ -88,8 +90,10 @@ def _merge(overrides: list[str], config_dir: Path | None) -> object:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError("--config-dir", str(config_dir), "is not a directory")
+    if config_dir is not None:
+        if not config_dir.is_dir():
+            raise ConfigError("--config-dir", str(config_dir), "is not a directory")
+        _check_packages(config_dir)
     # The schema's defaults are a node of the composition, so that interpolations such as ${train.total_steps} resolve.
     ConfigStore.instance().store(name="schema", node=Config().model_dump(), provider="realsys")
     search = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
@@ -121,6 +125,21 @@ def _groups(config_dir: Path | None) -> dict[str, list[str]]:
         if options:
             groups.setdefault(folder.name, set()).update(options)
     return {group: sorted(options) for group, options in groups.items()}
+
+
+def _check_packages(config_dir: Path) -> None:
+    """Check where the user's files say into which section they go. hydra reads only the head of a file for it.
+
+    A file of an experiment must say it: without it hydra makes a section of that name. Raises ConfigError.
+    """
+    for file in sorted(config_dir.glob("*/*.yaml")):
+        lines = file.read_text("utf-8", errors="replace").splitlines()
+        said = [number for number, line in enumerate(lines) if _PACKAGE.match(line)]
+        if said and not all(_HEAD.match(line) for line in lines[: said[0]]):
+            problem = f"{lines[said[0]].strip()!r} is on line {said[0] + 1}: it must be on line 1"
+            raise ConfigError("--config-dir", str(file), problem)
+        if not said and file.parent.name == _EXPERIMENT:
+            raise ConfigError("--config-dir", str(file), "must have '# @package _global_' on line 1")
 
 
 def _prepare(text: str, groups: dict[str, list[str]]) -> str:

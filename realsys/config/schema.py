@@ -262,7 +262,7 @@ class WeightsConfig(Section):
     storage_readers: NonNegative = Field(
         0,
         description="hosts that read a version from the shared storage at a time; the others read it over HTTP"
-        " from hosts that have it; 0: all read the storage",
+        " from hosts that have it; 0: all read the storage; if left open, 2 for servers on four or more nodes",
     )
 
 

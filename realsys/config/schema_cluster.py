@@ -127,3 +127,8 @@ class ClusterConfig(Section):
         16.0, description="size in MiB above which the log of a process is moved to .log.1, replacing the older part"
     )
     slurm: SlurmConfig = SlurmConfig()
+
+    @property
+    def machines(self) -> int:
+        """Machines of the trial, spares included; 0: this one alone."""
+        return self.nodes + self.spare_nodes if self.nodes else 0

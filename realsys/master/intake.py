@@ -20,7 +20,6 @@ from realsys.manager.messages import ClaimRequest, TrainedRequest
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.evaluation import Repair
 from realsys.master.intake_state import IntakeState, TrainBatch
-from realsys.model_calls import MaskRequest
 from realsys.rollout.manager_client import ManagerClient
 from realsys.types import SampleMeta
 
@@ -112,22 +111,22 @@ class Intake:
             await self._manager.trained(self._request(dropped=departures.dropped, stale=departures.stale))
             self.state.reported(departures)
         if departures.free:
-            await self._workers.clear(dict(_by_owner(departures.free)))
+            await self._workers.clear(_by_owner(departures.free))
 
     async def _mask(self, batch: TrainBatch) -> None:
         """Let the workers take the tokens of a batch that are too old out of its loss, before its first transfer."""
-        for owner, ids in _by_owner(batch.masked):
+        if batch.masked:
             assert batch.oldest_trained is not None, "tokens are masked under policies mask and drop only"
-            await self._workers.mask(owner, MaskRequest(ids, batch.oldest_trained))
+            await self._workers.mask(_by_owner(batch.masked), batch.oldest_trained)
 
     def _request(self, **fields: Any) -> TrainedRequest:
         version = self.state.version
         return TrainedRequest(version, version, incarnation=self.state.trainer_incarnation, **fields)
 
 
-def _by_owner(samples: Sequence[SampleMeta]) -> list[tuple[int, list[str]]]:
-    """Return (worker, ids of the samples that it holds), sorted by worker."""
+def _by_owner(samples: Sequence[SampleMeta]) -> dict[int, list[str]]:
+    """Return worker -> ids of the samples that it holds, sorted by worker."""
     ids: dict[int, list[str]] = {}
     for sample in samples:
         ids.setdefault(sample.owner, []).append(sample.sample_id)
-    return sorted(ids.items())
+    return dict(sorted(ids.items()))

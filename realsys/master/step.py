@@ -78,7 +78,9 @@ class StepRunner:
         # its arrays.
         recorded = [recording.end(results)] if recording else []
         ids = [sample.sample_id for group in groups for sample in group]
-        await asyncio.gather(self._workers.clear(ownership.discard_samples(ids)), *recorded)
+        # In a thread, too, for the same reason.
+        held = await asyncio.to_thread(ownership.discard_samples, ids)
+        await asyncio.gather(self._workers.clear(held), *recorded)
         return results
 
     def _with_snapshot(

@@ -14,9 +14,9 @@ Request-reply (WorkerEndpoint <-> MasterStream)
                                             <-  Ack
 
 Both directions of request-reply are numbered per worker incarnation. The sender keeps a message until it is
-acknowledged: a Request by its Reply, a Reply or Notice by an Ack. After a reconnection it resends those above the
-high-water mark that Hello or Welcome names. The receiver drops a number that it has already. A connection that is cut
-therefore loses no message and doubles none.
+acknowledged: a Request by its Reply, a Reply or Notice by the next Request or by an Ack. After a reconnection it
+resends those above the high-water mark that Hello or Welcome names. The receiver drops a number that it has already.
+A connection that is cut therefore loses no message and doubles none.
 
 The tags end in a version. Change it with the fields: a peer of another version must fail to decode the header.
 """
@@ -84,11 +84,12 @@ class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused/1"):
     reason: str
 
 
-class RequestHeader(msgspec.Struct, array_like=True, frozen=True, tag="request/1"):
-    """Header of a call of the master."""
+class RequestHeader(msgspec.Struct, array_like=True, frozen=True, tag="request/2"):
+    """Header of a call of the master. It acknowledges as an Ack does, every Reply and Notice up to ``acknowledged``."""
 
     number: Number
     handler: Label
+    acknowledged: Number
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):

@@ -6,8 +6,7 @@
     pushers ──groups──> puller ──> store() ──its notice──> Outbox
 
 Invariants
-    one-owner        Only the I/O thread uses a ZMQ socket. The one exception is the waking end of the outbox,
-                     which is used under a lock. ZMQ sockets are not thread-safe.
+    one-owner        Only the I/O thread uses a ZMQ socket, because these are not thread-safe.
     keep-until-ack   A Reply or Notice keeps its number and its frames until the master has acknowledged it.
                      A connection that is cut can therefore lose nothing.
     rising-requests  A Request is handed over only if its number is higher than all before it. A resent Request
@@ -17,6 +16,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections import deque
@@ -113,21 +113,18 @@ class Outgoing:
 
 
 class Outbox:
-    """Messages from any thread to the I/O thread, and the socket pair that wakes it.
+    """Messages from any thread to the I/O thread, and the descriptor that wakes it.
 
     ``idle`` is set while nothing waits to be sent or acknowledged. ``stopping`` ends the I/O thread.
     The lock is never held across anything slow.
     """
 
-    def __init__(self, context: sockets.ZContext) -> None:
+    def __init__(self) -> None:
         self.idle = threading.Event()
         self.idle.set()
         self.stopping = False
-        # An inproc pair, because the I/O thread sleeps in zmq.Poller, which wakes for sockets only.
-        self.woken = context.socket(zmq.PAIR)
-        self.woken.bind("inproc://wake")
-        self._waking = context.socket(zmq.PAIR)
-        self._waking.connect("inproc://wake")
+        #: readable while the I/O thread has something to do
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._queue: deque[Outgoing] = deque()
         self._ended = False
@@ -141,16 +138,17 @@ class Outbox:
             # Under the lock: ``settle`` must not set ``idle`` for a queue that it saw empty before.
             self.idle.clear()
             # If more is queued, the I/O thread has been woken and has not yet emptied the queue.
-            # One wake-up for many messages keeps the pair from filling up.
             if len(self._queue) == 1:
-                self._waking.send(b"", zmq.NOBLOCK)
+                os.eventfd_write(self.descriptor, 1)
         return True
 
     def take(self) -> deque[Outgoing]:
-        """Empty the queue and return its messages."""
+        """Empty the queue and return its messages. The descriptor is not readable afterwards."""
         with self._lock:
             queued = self._queue
-            self._queue = deque()
+            if queued:
+                self._queue = deque()
+                os.eventfd_read(self.descriptor)
         return queued
 
     def settle(self) -> None:
@@ -162,21 +160,16 @@ class Outbox:
     def stop(self) -> None:
         """End the I/O thread soon. Further calls have no effect."""
         with self._lock:
-            # The far end of the pair is closed once the thread has ended: a send would raise.
-            if not self._ended and not self.stopping:
+            if not self._ended:
                 self.stopping = True
-                self._waking.send(b"", zmq.NOBLOCK)
+                os.eventfd_write(self.descriptor, 1)
 
     def end(self) -> None:
         """Refuse further messages; the I/O thread calls this last."""
         with self._lock:
             self._ended = True
             self.idle.set()  # nothing will be sent any more, so close() need not wait
-        self.woken.close(linger=0)
-
-    def close(self) -> None:
-        """Close the waking end, after the I/O thread has ended."""
-        self._waking.close(linger=0)
+            os.close(self.descriptor)
 
 
 class WorkerIO:
@@ -217,7 +210,7 @@ class WorkerIO:
         except StreamError:
             self._context.term()
             raise
-        self.outbox = Outbox(self._context)
+        self.outbox = Outbox()
 
     def run(self) -> None:
         """Serve the sockets until ``outbox.stop`` or an error; then close them."""
@@ -238,14 +231,13 @@ class WorkerIO:
 
     def close(self) -> None:
         """Free the context; call it after the thread has ended, because term() waits for all sockets."""
-        self.outbox.close()
         self._context.term()
 
     def _loop(self) -> None:
         puller = self._groups.puller if self._groups is not None else None
         poller = zmq.Poller()
-        for sock in (self.outbox.woken, self._monitor, self._dealer):
-            poller.register(sock, zmq.POLLIN)
+        for source in (self.outbox.descriptor, self._monitor, self._dealer):
+            poller.register(source, zmq.POLLIN)
         if puller is not None:
             poller.register(puller.socket, zmq.POLLIN)
             poller.register(puller.monitor, zmq.POLLIN)
@@ -253,8 +245,6 @@ class WorkerIO:
             ready = dict(poller.poll())
             # A process that slept past its lease wakes up here: it must not take in the waiting messages.
             self._me.check_alive()
-            if self.outbox.woken in ready:
-                _receive(self.outbox.woken)  # the wake-up says nothing; the outbox is emptied below
             # Events first: they decide whether the messages below belong to the current connection.
             if self._monitor in ready:
                 for frames in _receive(self._monitor):
@@ -266,7 +256,7 @@ class WorkerIO:
                 puller.drain(self._store)
             if puller is not None and puller.monitor in ready:
                 puller.count_rejected()
-            # Last and on every turn: the notices of the groups stored above leave without a wake-up.
+            # Last and on every turn: the notices of the groups stored above leave without another turn.
             self._send_outbox()
 
     def _store(self, group: Group) -> None:
@@ -303,8 +293,8 @@ class WorkerIO:
             self._drop(err)
             return
         match header:
-            case RequestHeader(number, handler):
-                self._on_request(number, handler, frames[1])
+            case RequestHeader():
+                self._on_request(header, frames[1])
             case Ack(number):
                 self._discard_up_to(number)
             case Welcome(last_message):
@@ -314,7 +304,7 @@ class WorkerIO:
                 refused = f"the master refused incarnation {self._me.incarnation}: {reason}"
                 raise Fenced(f"{self._me.name}: {refused}")
 
-    def _on_request(self, number: int, handler: str, payload: Buffer) -> None:
+    def _on_request(self, header: RequestHeader, payload: Buffer) -> None:
         if not self._welcomed:
             # A request of a connection that is lost. The master sends it again after the welcome. If it
             # were taken now, an older one that is resent would look like a duplicate.
@@ -325,6 +315,8 @@ class WorkerIO:
             return
         if fault == "garbage":
             payload = b"\xc1"
+        self._discard_up_to(header.acknowledged)
+        number, handler = header.number, header.handler
         for _ in range(1 + (fault == "duplicate")):
             if number > self._last_request:  # otherwise it was resent, and is here already
                 self._last_request = number
@@ -372,7 +364,7 @@ class WorkerIO:
     def _send(self, frames: list[bytes]) -> None:
         # Asked again right before each send: the process may have slept since the check in the loop.
         self._me.check_alive()
-        self._dealer.send_multipart(frames, zmq.NOBLOCK)
+        sockets.send_frames(self._dealer, frames)
 
     def _reconnect(self) -> None:
         """Lose everything in transit, as a cut connection does (failpoint ``drop``)."""
@@ -393,7 +385,7 @@ def _receive(sock: sockets.ZSocket, budget: int = 64) -> list[list[zmq.Frame]]:
     messages: list[list[zmq.Frame]] = []
     while len(messages) < budget:
         try:
-            messages.append(sock.recv_multipart(zmq.NOBLOCK, copy=False))
+            messages.append(sockets.receive_frames(sock))
         except zmq.Again:
             break
     return messages

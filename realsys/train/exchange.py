@@ -13,7 +13,7 @@ import msgspec
 import torch.distributed as dist
 
 from realsys.model_calls import MfcRequest, MfcShare
-from realsys.train.megatron.gather import gather_bytes
+from realsys.train.megatron.collectives import gather_bytes
 from realsys.types import SequenceRef
 
 _DECODER = msgspec.msgpack.Decoder(list[list[SequenceRef]])

@@ -33,7 +33,7 @@ def execute(request: TransferRequest, data: DataManager, worker: int, device: De
     arriving: list[tuple[list[Item], torch.Tensor]] = []
     # All pairs are collected before one is started: if two workers each sent first and received
     # later, both could block.
-    for (source, target), items in _by_pair(request.transfers).items():
+    for (source, target), items in _by_pair(request.transfers, worker).items():
         if worker == source:
             # One message per pair. A message per array would cost a latency each, for arrays of a
             # few kilobytes.
@@ -59,17 +59,21 @@ def execute(request: TransferRequest, data: DataManager, worker: int, device: De
     return sum(buffer.numel() for _, buffer in arriving)
 
 
-def _by_pair(transfers: Iterable[Transfer]) -> dict[tuple[int, int], list[Item]]:
-    """Return (source, destination) -> the items to send, each once, in the order of the plan."""
+def _by_pair(transfers: Iterable[Transfer], worker: int) -> dict[tuple[int, int], list[Item]]:
+    """Return (source, destination) -> the items to send, each once, in the order of the plan.
+
+    Only the pairs of ``worker``.
+    """
     pairs: dict[tuple[int, int], dict[Item, None]] = {}
     for transfer in transfers:
-        # A worker that sends to itself would wait for its own receive.
-        if transfer.src == transfer.dst:
-            continue
-        items = pairs.setdefault((transfer.src, transfer.dst), {})
-        # A dict as an ordered set: two transfers of a plan may name the same array, and both sides
-        # must count it once.
-        items.update(((sample_id, key), None) for sample_id in transfer.sample_ids for key in transfer.keys)
+        for target in transfer.dsts if transfer.src == worker else {worker}.intersection(transfer.dsts):
+            # A worker that sends to itself would wait for its own receive.
+            if transfer.src == target:
+                continue
+            items = pairs.setdefault((transfer.src, target), {})
+            # A dict as an ordered set: two transfers of a plan may name the same array, and both sides
+            # must count it once.
+            items.update(((sample_id, key), None) for sample_id in transfer.sample_ids for key in transfer.keys)
     return {pair: list(items) for pair, items in pairs.items() if items}
 
 

@@ -23,6 +23,7 @@ import msgspec
 
 from realsys.config.rules.sglang import DEFAULT_VENV
 from tests.chaos import checks, outside
+from tests.chaos.kept_agents import Agents
 from tests.chaos.live import ChaosRun, Ended, Interrupted
 from tests.chaos.schedule.rows import JOB, Case, Needs, Row
 from tests.support.faults.plan import Fault, environment
@@ -76,7 +77,7 @@ def run_case(case: Case, folder: Path, stop: threading.Event | None = None) -> C
 
     Raises Interrupted soon after ``stop`` is set; nothing is left then.
     """
-    result = CaseResult(case.name, [RowResult(case.name, row.fault, row.phase) for row in case.rows])
+    result = CaseResult(case.title, [RowResult(case.title, row.fault, row.phase) for row in case.rows])
     if missing := _missing(case.needs):
         for row in result.rows:
             row.outcome = f"skipped: needs {missing}"
@@ -119,8 +120,11 @@ class _Drive:
         case, result = self._case, self._result
         root = self._fileroot / "arith" / case.name
         before = checks.shared_memory() if case.needs == "sglang" else None
-        with contextlib.ExitStack() as disk, running(root, self._command(), self._environment()) as live:
-            run = ChaosRun(live, self._faults, self._stop)
+        env = self._environment()
+        with contextlib.ExitStack() as disk, running(root, self._command(), env) as live:
+            agents = Agents(root, case.agents, self._folder, env, spares=case.spares > 0)
+            disk.callback(agents.kill)
+            run = ChaosRun(live, self._faults, agents, self._stop)
             try:
                 if case.needs == "root":
                     run.until(live.job.paths.config.exists, "the trial's folder", FIRE_S)
@@ -139,19 +143,20 @@ class _Drive:
             if live.process.poll() is None:
                 live.process.terminate()
                 live.process.wait(END_S)
+            result.problems += agents.end()
             try:
                 self._judge(run, before)
             except Exception as error:  # the same: a run that never began has no files, for example
                 result.problems.append(f"cannot be checked: {type(error).__name__}: {error}")
             if not result.good:
-                result.report = live.job.report()
+                result.report = live.job.report() + agents.report()
 
     def _command(self) -> list[str]:
         case, total = self._case, 1 + STEPS * len(self._case.rows)
         own = [f"train.total_steps={total}", f"fileroot={self._fileroot}", f"trial={case.name}"]
         if case.needs == "etcd":
             own.append(f"cluster.name_store.address=127.0.0.1:{lasting_ports(1)[0]}")
-        return command(*JOB, *own, *case.overrides)
+        return command(*JOB, *own, *case.settings)
 
     def _environment(self) -> Mapping[str, str]:
         faults = [fault for number, row in enumerate(self._case.rows) for fault in self._armed(number, row)]
@@ -164,6 +169,9 @@ class _Drive:
         hold = Fault(f"hold-{number}", "master_worker/0", "master.batch", "hold", at=at, until=gate)
         disk = Fault("mount", "model_worker/0", "weights.write", "hold", until="mounted")
         faults = []
+        if row.said or row.act:
+            last = _said(number)
+            faults.append(Fault(last, "master_worker/0", "master.batch", "hold", at=at + 2, until=last))
         for part, fault in enumerate(row.faults):
             faults.append(msgspec.structs.replace(fault, name=f"{number}-{part}", gate=gate))
             if row.in_order:
@@ -183,8 +191,12 @@ class _Drive:
             run.see_addresses()
             run.note_pids()
             result.outcome = "did not fire"
+            lengths = run.output_lengths()
             run.open_gate(number)
             fired = self._fire(run, number, row, result)
+            for pattern in row.said:
+                run.until(lambda p=pattern, n=lengths: run.has_said(p, n), f"a line with {pattern!r}", FIRE_S)
+            (self._faults / _said(number)).touch()
             before = run.steps()
             result.outcome = "did not recover"
             run.until_step(before + PROOF, RECOVER_S)
@@ -229,8 +241,11 @@ class _Drive:
             if row.logged and not checks.logged(job.paths, row.logged):
                 result.problems.append(f"{row.fault} at {row.phase}: no log has {row.logged!r}: was it harmless?")
         result.problems += checks.leftovers(run, self._tmp, shared_memory)
-        if not result.good:
-            result.report = job.report()
+
+
+def _said(number: int) -> str:
+    """Return the name of the gate that opens when launcher and agents have said what a row waits for."""
+    return f"said-{number}"
 
 
 def _marker(number: int, part: int) -> str:

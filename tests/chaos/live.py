@@ -1,15 +1,16 @@
-"""A run under faults, as the driver sees it: gates, step log, name store, processes, a fast end."""
+"""A run under faults, as the driver sees it: gates, step log, name store, processes, agents, a fast end."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.cluster.store.names import Names
 from realsys.config.dump import read_config
 from realsys.telemetry.steps import StepTail
-from tests.support.faults.plan import note_pid
+from tests.chaos.kept_agents import Agents
+from tests.support.faults.plan import note_pid, pid_of
 from tests.support.jobs.jobs import POLL_S, LiveJob, processes_of
 
 _ASK_AGAIN_S = 0.2  # pause between two SIGTERMs to the launcher
@@ -45,6 +47,7 @@ class ChaosRun:
 
     live: LiveJob
     faults: Path
+    agents: Agents
     stop: threading.Event = field(default_factory=threading.Event)
     addresses: set[str] = field(default_factory=set)
 
@@ -76,6 +79,7 @@ class ChaosRun:
                 raise Ended(what)
             if self.stop.is_set():
                 raise Interrupted
+            self.agents.tend()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not within {timeout_s:g} s: {what}")
             time.sleep(POLL_S)
@@ -102,24 +106,35 @@ class ChaosRun:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(line.split()[0]), signal.SIGKILL)
 
+    def output_lengths(self) -> dict[Path, int]:
+        """Return the length of each output of launcher and agents."""
+        return {path: path.stat().st_size for path in self._outputs()}
+
+    def has_said(self, pattern: str, since: Mapping[Path, int]) -> bool:
+        """Return True if an output matches ``pattern`` beyond the lengths of ``since``."""
+        texts = (path.read_bytes()[since.get(path, 0) :].decode(errors="replace") for path in self._outputs())
+        return any(re.search(pattern, text) for text in texts)
+
+    def _outputs(self) -> list[Path]:
+        return [self.live.output[0], *self.agents.outputs()]
+
     def open_gate(self, number: int) -> None:
         (self.faults / f"go-{number}").touch()
 
     def note_pids(self) -> None:
         """Note the pids of processes that are no workers, so that a fault can name them as its victim."""
-        note_pid(self.faults, "launcher/0", self.live.process.pid)
-        for worker, process in self._others():
-            note_pid(self.faults, worker, process.pid)
+        for worker, pid in [*self.agents.of_nodes(), *self._others()]:
+            note_pid(self.faults, worker, pid)
 
-    def _others(self) -> Iterator[tuple[str, psutil.Process]]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.live.process.pid).children():
+    def _others(self) -> Iterator[tuple[str, int]]:
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+            executors = [psutil.Process(pid) for pid in self.agents.pids() or [self.live.process.pid]]
+            for child in (child for executor in executors for child in executor.children()):
                 if child.name() == "etcd":
-                    yield "name_store/0", child
-            server = self.live.pid("generation_server/0")
-            for guard in psutil.Process(server).children() if server is not None else ():
+                    yield "name_store/0", child.pid
+            for guard in psutil.Process(pid_of(self.faults, "generation_server/0")).children():
                 if any(part.endswith("/guard.py") for part in guard.cmdline()):
-                    yield from (("sglang/0", child) for child in guard.children())
+                    yield from (("sglang/0", child.pid) for child in guard.children())
 
     def see_addresses(self) -> None:
         """Remember where the run's processes listen now."""

@@ -1,4 +1,4 @@
-"""Faults from outside of the run's processes: strangers on its sockets, a disk that fills.
+"""Faults from outside of the run's processes: strangers on its sockets, a disk that fills, a launcher that ends.
 
 Each function is called while the run trains, and returns after its harm. The driver checks the recovery.
 """
@@ -6,8 +6,10 @@ Each function is called while the run trains, and returns after its harm. The dr
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -16,8 +18,11 @@ from urllib.parse import urlsplit
 
 import zmq
 
+from realsys.cluster.store.connect import store_address
 from realsys.config.dump import read_config
+from realsys.launch.nodes.orders import read_address
 from tests.chaos.live import ChaosRun
+from tests.chaos.schedule.rows import LOST_S, SUSPENDED_S
 
 BALLAST = "ballast"  # file that takes the room left on a disk
 DISK_BYTES = 64 << 20
@@ -43,7 +48,7 @@ def garbage_to_manager(run: ChaosRun) -> None:
 
 def garbage_to_etcd(run: ChaosRun) -> None:
     config = read_config(run.live.job.paths.config)
-    host, _, port = config.cluster.name_store.address.rpartition(":")
+    host, _, port = store_address(config, run.live.job.paths).rpartition(":")
     rng = random.Random(port)
     # No HTTP/2; its preface, then no frame of it; a frame that announces more than comes; nothing.
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -73,10 +78,11 @@ def _garbage_to_zmq(address: str) -> None:
     rng = random.Random(address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.SNDTIMEO, 300)
     try:
         dealer.connect(address)
-        for frames in range(1, 6):
-            for size in (0, 1, 7, 1000, 1 << 20):
+        with contextlib.suppress(zmq.Again):  # where keys are needed, the peer has cut the connection
+            for frames, size in itertools.product(range(1, 6), (0, 1, 7, 1000, 1 << 20)):
                 dealer.send_multipart([rng.randbytes(size) for _ in range(frames)])
     finally:
         dealer.close(linger=2000)
@@ -113,6 +119,42 @@ def _raw(host: str, port: int, data: bytes) -> None:
         peer.shutdown(socket.SHUT_WR)
         while peer.recv(1 << 16):
             pass
+
+
+def garbage_to_coordinator(run: ChaosRun) -> None:
+    address = read_address(run.live.job.paths.coordinator)
+    assert address is not None
+    _garbage_to_zmq(address.address)
+
+
+# ---- the launcher
+
+
+def suspend_launcher(run: ChaosRun) -> None:
+    """Suspend the launcher for longer than the leases of the workers."""
+    _suspend_launcher(run, SUSPENDED_S)
+
+
+def suspend_launcher_until_lost(run: ChaosRun) -> None:
+    """Suspend the launcher until every agent has ended its processes."""
+    _suspend_launcher(run, LOST_S)
+
+
+def _suspend_launcher(run: ChaosRun, seconds: float) -> None:
+    # Not at a failpoint: an agent whose lease lapses kills the process that would wake the launcher.
+    launcher = run.live.process
+    launcher.send_signal(signal.SIGSTOP)
+    try:
+        run.stop.wait(seconds)
+    finally:
+        launcher.send_signal(signal.SIGCONT)
+
+
+def kill_launcher(run: ChaosRun) -> None:
+    """SIGKILL, and the same command again."""
+    run.live.process.kill()
+    run.live.process.wait()
+    run.live.start_again()
 
 
 # ---- the disk

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pwd
+import shutil
+import socket
 from pathlib import Path
 
-from realsys.cluster.network import is_loopback
+from realsys.cluster.network import bind_problem, is_loopback, split_host_port
 from realsys.cluster.process import STORE_ADDRESS
 from realsys.cluster.store.base import NameStore
 from realsys.cluster.store.file_store import FileNameStore
@@ -58,6 +60,17 @@ def is_elsewhere(config: Config) -> bool:
 def is_known(config: Config, paths: TrialPaths) -> bool:
     """Return True if the name store can be asked: its address is known."""
     return not is_elsewhere(config) or paths.store_address.exists()
+
+
+def check_own_etcd(address: str) -> None:
+    """Check that the run's own etcd can be started on this machine, at ``address``. Raises ConfigError."""
+    here = socket.gethostname()
+    if shutil.which("etcd") is None:
+        problem = f"there is no program named etcd on the PATH of {here}: install etcd-server there"
+        raise ConfigError("cluster.name_store.start", True, problem)
+    if problem := bind_problem(*split_host_port(address)):
+        remedy = "set another port, or cluster.name_store.start=false to use what listens there"
+        raise ConfigError("cluster.name_store.address", address, f"cannot be bound on {here}: {problem}: {remedy}")
 
 
 def etcd_password(settings: NameStoreConfig) -> str:

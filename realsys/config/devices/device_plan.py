@@ -32,13 +32,12 @@ FIRST_INIT_PORT = 25000
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Resources of one machine. ``memory`` and ``shm`` (/dev/shm) are free bytes; 0 cores or bytes: not known."""
+    """Resources of one machine. ``memory`` is free bytes; 0 cores or bytes: not known."""
 
     name: str
     cpus: int
     memory: int
     gpus: int
-    shm: int = 0
 
 
 @dataclass(frozen=True, slots=True)

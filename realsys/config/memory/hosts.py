@@ -78,7 +78,7 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
     """
     model = model_of(config)
     weights = model.parameters * BYTES[config.model.dtype]
-    trainer = here.ranks / allocation.workers
+    trainer, pinned = here.ranks / allocation.workers, _PINNED if here.ranks_on_gpu else 1.0
     fused = backend_rules(config).fused_copies * (weights + FP32 * model.vocab * model.hidden)
     ranks = servers = 0
     if not here.ranks_on_gpu:
@@ -87,9 +87,9 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
         servers = server_use(config, allocation, on_gpu=False).total * allocation.inference.tensor
     return HostUse(
         processes=here.processes,
-        snapshot=int(_snapshot_bytes(config, allocation) * min(1.0, trainer * allocation.actor.data)),
+        snapshot=int(_snapshot_bytes(config, allocation) * min(1.0, trainer * allocation.actor.data) * pinned),
         offload=int(_offloaded_bytes(config, allocation, flow, on_gpu=here.ranks_on_gpu) * trainer),
-        published=int(weights * (1 + (config.weights.delta == "auto")) * trainer),
+        published=int(weights * (pinned + (config.weights.delta == "auto")) * trainer),
         staged=min(1, here.servers) * weights + here.servers * fused,
         ranks=int(ranks * trainer),
         servers=here.servers * servers,
@@ -97,14 +97,14 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
 
 
 def _snapshot_bytes(config: Config, allocation: Allocation) -> int:
-    """Return two copies of data rank 0's trained parameters: the snapshot, and the weights it changes places with."""
+    """Return a copy of data rank 0's trained parameters. For a while the snapshot changes places with the weights."""
     if not config.agreement.sample_tokens:
         return 0
     settings, layout, model = role_settings(config, ACTOR), allocation.actor, model_of(config)
     how = StateSettings(config.model.dtype, True, False, False)
     shards = [shard_of(model, layout, stage) for stage in range(layout.pipeline)]
     gradients = sum(states_of(model, shard, layout, settings, how).gradients for shard in shards)
-    return 2 * layout.tensor * gradients // FP32 * BYTES[config.model.dtype]
+    return layout.tensor * gradients // FP32 * BYTES[config.model.dtype]
 
 
 def _offloaded_bytes(config: Config, allocation: Allocation, flow: Dataflow, *, on_gpu: bool) -> int:

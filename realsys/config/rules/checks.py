@@ -108,9 +108,9 @@ def _check_cluster(config: Config, allocation: Allocation) -> None:
             "use name_store=etcd"
         )
         raise ConfigError("cluster.name_store.backend", "file", problem)
-    if cluster.nodes > 1 and cluster.name_store.backend == "file" and not cluster.name_store.file_between_hosts:
+    if cluster.machines > 1 and cluster.name_store.backend == "file" and not cluster.name_store.file_between_hosts:
         problem = (
-            f"{cluster.nodes} nodes may see its files late, and take live workers for dead: add name_store=etcd "
+            f"{cluster.machines} nodes may see its files late, and take live workers for dead: add name_store=etcd "
             "cluster.name_store.start=true, or allow it with cluster.name_store.file_between_hosts=true"
         )
         raise ConfigError("cluster.name_store.backend", "file", problem)

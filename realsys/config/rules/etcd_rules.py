@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +19,9 @@ def check_etcd(store: NameStoreConfig) -> None:
         if not host or " " in address or not port.isdigit() or not 0 < int(port) < 65536:
             problem = "cannot be read: write host:port, and several with commas between them"
             raise ConfigError(f"{SECTION}.address", store.address, problem)
-    if store.start:
-        if shutil.which("etcd") is None:
-            raise ConfigError(f"{SECTION}.start", True, "there is no program named etcd; install etcd-server")
-        if "," in store.address or store.ca or store.user:
-            problem = "starts one etcd without TLS and users: name one address only, and set neither ca nor user"
-            raise ConfigError(f"{SECTION}.start", True, problem)
+    if store.start and ("," in store.address or store.ca or store.user):
+        problem = "starts one etcd without TLS and users: name one address only, and set neither ca nor user"
+        raise ConfigError(f"{SECTION}.start", True, problem)
     if not store.ca and (store.cert or store.key):
         raise ConfigError(f"{SECTION}.ca", "", "must be set for TLS: name the file of etcd's authority")
     if bool(store.cert) != bool(store.key):

@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +31,7 @@ class Machine:
 
     def node(self) -> Node:
         """Return this machine as the only node of a plan."""
-        shm = Path("/dev/shm")
-        free = shutil.disk_usage(shm).free if shm.is_dir() else 0
-        return Node("this machine", self.cpus, self.memory_bytes, len(self.gpus), free)
+        return Node("this machine", self.cpus, self.memory_bytes, len(self.gpus))
 
     def planned(self, cluster: ClusterConfig) -> Machine:
         """Return the machine for which a trial is planned: a node as ``cluster`` describes it, else this machine.

@@ -1,11 +1,15 @@
 """Which server reads a version from the shared storage, and which from a host that has it. Pure.
 
-    a server of its host has or reads it  ──> now: the servers of a host share one copy
-    a host has it and sends it to none    ──> from there
-    fewer hosts than allowed read storage ──> from storage
-    otherwise                             ──> wait, until a host has it, or ``patience_s`` is over
+    a server of its host has or reads it      ──> now: the servers of a host share one copy
+    its host sends an older version           ──> wait: that copy must stay as it is until it has arrived
+    a host has it and sends it to none        ──> from there
+    fewer hosts than allowed read storage     ──> from storage
+    otherwise                                 ──> wait, until one of these is so
 
 A host sends to one host at a time, at full speed: the number of hosts that have the version doubles in each round.
+
+``no-wait-for-the-dead``: a reader of the storage counts for ``patience_s``, and so does a transfer of an older version.
+So a reader that hangs is replaced by one other, not by all that wait.
 """
 
 from __future__ import annotations
@@ -24,28 +28,47 @@ class FanOut:
     """Limits of the way of a version to the hosts.
 
     storage_readers  hosts that read a version from the shared storage at a time; 0: all of them
-    patience_s       time that a server waits for a host to read from; then it reads the storage
+    patience_s       time after which a host does not wait for a reader of the storage, or for its own transfer
     """
 
     storage_readers: int = 0
     patience_s: float = 60.0
 
-    def sources(self, server: Server, servers: Iterable[Server], published: PublishedVersion) -> tuple[str, ...] | None:
-        """Return the URLs of the copies that a server may read, ``STORAGE`` for none, or None if it must wait."""
-        host = server.address.host
+    def sources(
+        self, server: Server, servers: Iterable[Server], published: PublishedVersion, now: float
+    ) -> tuple[str, ...] | float:
+        """Return the URLs of the copies that a server may read, ``STORAGE`` for none.
+
+        If it must wait: the time at which it must ask again, unless something changes before.
+        """
+        host, servers = server.address.host, list(servers)
         if not self.storage_readers or not server.address.copies:
             return STORAGE
         copies: dict[str, str] = {}  # host that has the version -> URL of its copy
-        reading: dict[str, str] = {}  # host that reads it -> URL from which, or ""
+        reading: dict[str, Server] = {}  # host that reads it -> the first of its servers that do
         for other in servers:
             if other.verified == published and other.address.copies and not other.quarantined:
                 copies.setdefault(other.address.host, other.address.copies)
             elif other.target == published:
-                reading.setdefault(other.address.host, other.source)
+                reading.setdefault(other.address.host, other)
         if host in copies or host in reading:
             return STORAGE
-        free = sorted(set(copies.values()) - set(reading.values()))
+        if (until := self.sends_older(servers, published, now).get(host, now)) > now:
+            return until
+        free = sorted(set(copies.values()) - {reader.source for reader in reading.values()})
         if free:
             return (free[0],)
-        from_storage = sum(not source for source in reading.values())
-        return STORAGE if from_storage < self.storage_readers else None
+        ends = [reader.reads_since + self.patience_s for reader in reading.values() if not reader.source]
+        ends = [end for end in ends if end > now]
+        return min(ends) if len(ends) >= self.storage_readers else STORAGE
+
+    def sends_older(self, servers: Iterable[Server], published: PublishedVersion, now: float) -> dict[str, float]:
+        """Return the hosts that send another version than ``published``, with the time until which they should."""
+        servers = list(servers)
+        transfers = {
+            other.source: other.reads_since + self.patience_s
+            for other in servers
+            if other.source and other.target is not None and other.target != published
+        }
+        ends = ((other.address.host, transfers.get(other.address.copies, now)) for other in servers)
+        return {host: end for host, end in ends if end > now}

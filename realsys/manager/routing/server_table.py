@@ -20,7 +20,8 @@ class Server:
     verified: PublishedVersion | None = None
     target: PublishedVersion | None = None  # version of the update under way
     source: str = ""  # service of another host from which it reads that version; empty: storage
-    waits_since: float | None = None  # time from which it waits for a host to read from
+    reads_since: float = 0.0  # start of the reading of that version
+    waits: bool = False  # for a host to read from, or for the storage
     began: float | None = None  # start of that update, or of draining for it
     draining: bool = False  # takes no new rollout until it has been updated
     failures: int = 0  # failed updates in a row

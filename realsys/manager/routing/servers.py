@@ -22,11 +22,12 @@ registered.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from realsys.manager.ledger.staleness import StalenessBound
-from realsys.manager.routing.fan_out import STORAGE, FanOut
+from realsys.manager.routing.fan_out import FanOut
 from realsys.manager.routing.health import BlameRules, backoff_s
 from realsys.manager.routing.server_table import Server, ServerTable
 from realsys.manager.routing.update_times import UpdateLog
@@ -143,13 +144,11 @@ class ServerRegistry(ServerTable):
             return Idle(server.retry_at)
         if (until := self._turn(server, now)) > now:
             return Idle(until)
-        sources = self._fan_out.sources(server, self._servers.values(), self.published)
-        if sources is None:
-            server.waits_since = now if server.waits_since is None else server.waits_since
-            if (until := server.waits_since + self._fan_out.patience_s) > now:
-                return Idle(until)
-        probe = server.verified is None
-        return UpdateOrder(name, incarnation, server.address.url, self.published, probe, sources or STORAGE)
+        sources = self._fan_out.sources(server, self._servers.values(), self.published, now)
+        server.waits = isinstance(sources, float)
+        if isinstance(sources, float):
+            return Idle(sources)
+        return UpdateOrder(name, incarnation, server.address.url, self.published, server.verified is None, sources)
 
     def _turn(self, server: Server, now: float) -> float:
         """Return when to ask again for a slot if nothing changes; ``now`` if the server has one."""
@@ -175,8 +174,11 @@ class ServerRegistry(ServerTable):
         if server := self.incarnation(order.server, order.incarnation):
             server.target = order.target
             server.source = next(iter(order.sources), "")
-            server.waits_since = None
-            self._wake()  # a server that begins wakes the next, until one must wait
+            server.reads_since = now
+            server.waits = False
+            # The servers of its host may share its copy. Then each wakes the next, until one must wait.
+            self.due.update(s.name for s in self._waiting() if s.address.host == server.address.host)
+            self._wake()
             server.began = now if server.began is None else server.began
 
     def drain(self, order: UpdateOrder, now: float) -> None:
@@ -304,10 +306,16 @@ class ServerRegistry(ServerTable):
             self._all_due()  # it may have freed a slot
         self._wake()  # its host may send the version now, or another may read the storage
 
+    def _waiting(self) -> list[Server]:
+        """Return the servers that wait for a host to read from, or for the storage."""
+        return [server for server in self._servers.values() if server.waits and not server.quarantined]
+
     def _wake(self) -> None:
-        """Let the first server decide again that waits for a host to read from. All would be too many."""
-        waiting = (s.name for s in self._servers.values() if s.waits_since is not None and not s.quarantined)
-        if name := next(waiting, ""):
+        """Let the first waiting server decide again whose own host is free. All would be too many."""
+        if self.published is None or not (waiting := self._waiting()):
+            return
+        busy = self._fan_out.sends_older(self._servers.values(), self.published, -math.inf)
+        if name := next((server.name for server in waiting if server.address.host not in busy), ""):
             self.due.add(name)
 
     def _all_due(self) -> None:

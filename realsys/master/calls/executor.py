@@ -18,8 +18,9 @@ recipient reaches it, and its collectives have all their participants. This hold
 run at the same time; calls that share a worker queue on it. The queues also explain why a transfer
 counts as done once it is sent: every request that is sent later finds its arrays in place.
 
-**Off the loop.** Transfers of a large batch are planned in a thread. In that time other coroutines may
-send requests; these move no arrays and change no holders, so the plan still holds when it is sent.
+**Off the loop.** Transfers of a large batch are planned and encoded in a thread, and so is what is cleared. In
+that time other coroutines may send requests; these move no arrays and change no holders, so the plan still
+holds when it is sent.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -40,9 +41,12 @@ from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.errors import RewardError
 from realsys.master.calls.gpu_use import gpu_use
 from realsys.master.calls.ownership import Ownership
-from realsys.model_calls import Empty, MfcReply, MfcRequest, TransferReply, TransferRequest
+from realsys.model_calls import Empty, MfcReply, MfcRequest, TransferReply
+from realsys.stream.codec import encode_message
 from realsys.train.step_gate import StepAbandoned
 from realsys.types import METADATA_KEYS, SequenceRef
+
+T = TypeVar("T")
 
 SCORES = "scores"  # the only key that replies carry; all others stay on the workers
 
@@ -58,7 +62,7 @@ class Workers(Protocol):
     Each is sent to all its workers before the method returns, and each worker gets its own part.
     """
 
-    def transfer(self, requests: Mapping[int, TransferRequest]) -> asyncio.Future[list[TransferReply]]: ...
+    def transfer(self, requests: Mapping[int, bytes]) -> asyncio.Future[list[TransferReply]]: ...
     def run_mfc(self, mesh: Mesh, payload: MfcRequest) -> asyncio.Future[list[MfcReply]]: ...
     def clear(self, samples: Mapping[int, list[str]], keys: Sequence[str] = ()) -> asyncio.Future[list[Empty]]: ...
 
@@ -129,11 +133,14 @@ class GraphExecutor:
 
 @dataclass(frozen=True, slots=True)
 class _Wave:
-    """Calls that are ready, and their transfers: call -> worker -> its part. Those in ``first`` go before all calls."""
+    """Calls that are ready, and their transfers: call -> worker -> its TransferRequest, encoded.
+
+    Those in ``first`` go before all calls.
+    """
 
     calls: list[FunctionCall]
-    first: dict[str, dict[int, TransferRequest]]
-    others: dict[str, dict[int, TransferRequest]]
+    first: dict[str, dict[int, bytes]]
+    others: dict[str, dict[int, bytes]]
 
 
 @dataclass(slots=True)
@@ -164,7 +171,7 @@ class _GraphRun:
                 # Clear requests are sent first. Behind the next calls in a worker's queue they
                 # would free no memory until those calls have run, and the peak would be that of two
                 # waves.
-                self._clear_unread(finished)
+                await self._clear_unread(finished)
                 await self._send_ready()
         finally:
             # Only the waiting is cancelled: a request that was sent runs on its workers all the
@@ -204,9 +211,7 @@ class _GraphRun:
             return
         busy = {w for call in self.running.values() if call is not None for w in self.meshes[call.role].workers}
         began = time.perf_counter()
-        rows = sum(len(part) for minibatch in self.plans[ready[0].role] for part in minibatch)
-        large = rows >= _OFF_LOOP
-        wave = await asyncio.to_thread(self._plan_wave, ready, busy) if large else self._plan_wave(ready, busy)
+        wave = await self._off_loop(self._plan_wave, ready, busy)
         # No await until all is sent: a request in between could reach a worker before a transfer and
         # its source after it.
         moving = {name: self.workers.transfer(requests) for name, requests in wave.first.items()}
@@ -244,11 +249,20 @@ class _GraphRun:
     def _plan(self, call: FunctionCall) -> TransferPlan:
         return plan_call(self.meshes[call.role], self.plans[call.role], call.inputs, self.ownership.owners)
 
-    def _take(self, call: FunctionCall, plan: TransferPlan) -> dict[int, TransferRequest]:
+    def _take(self, call: FunctionCall, plan: TransferPlan) -> dict[int, bytes]:
         # The destinations own the arrays from now on: their queues hold the transfer before
         # anything sent later.
         self.ownership.add_transfers(plan)
-        return plan.by_worker(self.plans[call.role])
+        requests = plan.by_worker(self.plans[call.role])
+        distinct = {id(request): request for request in requests.values()}  # workers share some
+        encoded = {key: encode_message(request) for key, request in distinct.items()}
+        return {worker: encoded[id(request)] for worker, request in requests.items()}
+
+    async def _off_loop(self, work: Callable[..., T], *args: Any) -> T:
+        """Return ``work(*args)``, computed in a thread if the batch is large."""
+        plan = next(iter(self.plans.values()))
+        rows = sum(len(part) for minibatch in plan for part in minibatch)
+        return await asyncio.to_thread(work, *args) if rows >= _OFF_LOOP else work(*args)
 
     def _send_call(
         self, call: FunctionCall, moving: asyncio.Future[list[TransferReply]] | None, began: float
@@ -301,7 +315,7 @@ class _GraphRun:
                 f"finite score, the first is {bad[0]}: {score}; check the model in roles.{call.role}.path"
             )
 
-    def _clear_unread(self, finished: Sequence[FunctionCall]) -> None:
+    async def _clear_unread(self, finished: Sequence[FunctionCall]) -> None:
         """Clear, on all holders, the arrays that no call will read any more.
 
         Only after a call that was the last reader of a key. After the last call the caller clears
@@ -314,7 +328,7 @@ class _GraphRun:
         unread = {key for key in self.ownership.owners if not self._readers(key) - self.results.keys()}
         if not any(call.inputs & unread for call in finished):
             return
-        if held := self.ownership.discard_keys(sorted(unread)):
+        if held := await self._off_loop(self.ownership.discard_keys, sorted(unread)):
             # Awaited with the calls, so that an error of a worker that only clears ends the run as
             # well.
             self.running[self.workers.clear(held, sorted(unread))] = None

@@ -19,7 +19,6 @@ from realsys.model_calls import (
     MfcRequest,
     SamplesArrived,
     TransferReply,
-    TransferRequest,
 )
 from realsys.stream.codec import encode_message
 from realsys.stream.master.head_routing import RoutedStream
@@ -56,10 +55,9 @@ class ModelWorkers:
     def initialize(self, payload: InitializeRequest) -> asyncio.Future[list[Empty]]:
         return self._to_role(payload.role, "initialize", payload, Empty)
 
-    def transfer(self, requests: Mapping[int, TransferRequest]) -> asyncio.Future[list[TransferReply]]:
-        """Send each worker its own part of a plan of transfers."""
-        payloads = {worker: encode_message(request) for worker, request in requests.items()}
-        return self._stream.scatter(payloads, "transfer", TransferReply, timeout_s=self._timeout_s)
+    def transfer(self, requests: Mapping[int, bytes]) -> asyncio.Future[list[TransferReply]]:
+        """Send each worker its own part of a plan of transfers: an encoded TransferRequest."""
+        return self._stream.scatter(requests, "transfer", TransferReply, timeout_s=self._timeout_s)
 
     def run_mfc(self, mesh: Mesh, payload: MfcRequest) -> asyncio.Future[list[MfcReply]]:
         """Send a call to every rank of ``mesh``, with the sequences of its data rank."""
@@ -116,8 +114,10 @@ class ModelWorkers:
         payloads = {worker: encode_message(ClearRequest(ids, list(keys))) for worker, ids in samples.items()}
         return self._stream.scatter(payloads, "clear", Empty, timeout_s=self._timeout_s)
 
-    def mask(self, worker: int, payload: MaskRequest) -> asyncio.Future[Empty]:
-        return self._stream.request(worker, "mask", payload, Empty, timeout_s=self._timeout_s)
+    def mask(self, samples: Mapping[int, list[str]], oldest: int) -> asyncio.Future[list[Empty]]:
+        """Take the tokens of versions below ``oldest`` out of the loss of samples (worker -> sample ids)."""
+        payloads = {worker: encode_message(MaskRequest(ids, oldest)) for worker, ids in samples.items()}
+        return self._stream.scatter(payloads, "mask", Empty, timeout_s=self._timeout_s)
 
     def _to_all(self, handler: str, payload: msgspec.Struct, reply_type: type[Reply]) -> asyncio.Future[list[Reply]]:
         """Send a request to every worker."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from realsys.buffer.redistribute import Holders, TransferPlan, cells
+from realsys.buffer.redistribute import Holders, TransferPlan
+
+_NO_WORKER: Holders = frozenset()
 
 
 @dataclass(slots=True)
@@ -30,8 +33,9 @@ class Ownership:
         for keys, samples, new in plan.holders:
             for key in keys:
                 column = self.owners[key]
-                # An array may go to the last stage and to the others by two entries.
-                column |= {name: new if column[name] <= new else column[name] | new for name in samples}
+                for name in samples:
+                    # An array may go to the last stage and to the others by two entries.
+                    column[name] = new if column[name] <= new else column[name] | new
 
     def discard_keys(self, keys: Iterable[str]) -> dict[int, list[str]]:
         """Discard these arrays of all samples; return worker -> samples of which it held any of them."""
@@ -48,10 +52,12 @@ class Ownership:
 
 
 def _held(columns: Sequence[Mapping[str, Holders]], sample_ids: Sequence[str]) -> dict[int, list[str]]:
-    held: dict[int, list[str]] = {}
+    held: defaultdict[int, list[str]] = defaultdict(list)
     if not columns:
         return held
-    for holders_of_arrays, samples in cells(columns, sample_ids).items():
-        for worker in frozenset[int]().union(*(holders for holders in holders_of_arrays if holders)):
-            held.setdefault(worker, []).extend(samples)
+    rows = zip(*(map(column.get, sample_ids) for column in columns), strict=True)
+    for name, holders_of_arrays in zip(sample_ids, rows, strict=True):
+        # Many arrays of a sample share one object: a set of sets is smaller.
+        for worker in _NO_WORKER.union(*filter(None, set(holders_of_arrays))):
+            held[worker].append(name)
     return dict(sorted(held.items()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -64,23 +64,4 @@ class RoutedStream:
         self, payloads: Mapping[int, bytes], handler: str, reply_type: type[Reply], *, timeout_s: float | None = None
     ) -> asyncio.Future[list[Reply]]:
         """Send each worker its own encoded payload of one call; otherwise as ``broadcast``."""
-        replies = [
-            self._stream.request_encoded(worker, handler, data, reply_type, timeout_s=timeout_s)
-            for worker, data in payloads.items()
-        ]
-        return gather_or_first_failure(replies)
-
-
-def gather_or_first_failure(replies: Sequence[asyncio.Future[Reply]]) -> asyncio.Future[list[Reply]]:
-    """Return a future of all results in order. If one reply fails, it fails and cancels the others."""
-    # gather() also retrieves the errors after the first, which follow from it. They would otherwise be
-    # logged as never retrieved.
-    gathered = asyncio.gather(*replies)
-
-    def cancel_all(_: object) -> None:
-        for reply in replies:
-            reply.cancel()
-
-    # Also if the caller cancels the gathered future: no reply may keep its call alive after that.
-    gathered.add_done_callback(cancel_all)
-    return gathered
+        return self._stream.scatter(payloads, handler, reply_type, timeout_s=timeout_s)

@@ -19,54 +19,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 import zmq
 
 from realsys.cluster.fence import CheckAlive, unleased
-from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout, WorkerLost
+from realsys.errors import DecodeError, StreamError, WaitTimeout, WorkerLost
 from realsys.stream import sockets
 from realsys.stream import wire as protocol
-from realsys.stream.codec import decode_message, decode_with, encode_message
+from realsys.stream.codec import decode_with, encode_message
 from realsys.stream.master.barriers import Barriers
+from realsys.stream.master.calls import Acknowledgements, Message, Peer, name_workers, open_call
 from realsys.stream.master.notices import Notice, Notices
 from realsys.stream.security import CurveKeys
-from realsys.stream.wire import Ack, Failure, Hello, Refused, ReplyHeader, RequestHeader, Welcome
+from realsys.stream.wire import Hello, Refused, ReplyHeader, Welcome
 
 log = logging.getLogger(__name__)
 
-#: one Ack covers all replies and notices of this time; the worker only keeps them a little longer
-ACK_DELAY_S = 0.02
 #: workers that may ever say hello; bounded, because the master remembers each of them
 MAX_PEERS = 1 << 16
 Reply = TypeVar("Reply", bound=msgspec.Struct)
-
-
-@dataclass(slots=True)
-class _Call:
-    """A request that has no reply yet."""
-
-    handler: str
-    frames: list[bytes]
-    reply_type: type[msgspec.Struct]
-    reply: asyncio.Future[Any]
-    timer: asyncio.TimerHandle
-
-
-@dataclass(slots=True)
-class _Peer:
-    """One incarnation of one worker. A reconnection changes only ``route``; numbers and calls stay."""
-
-    name: str
-    incarnation: str
-    route: bytes
-    next_request: int = 1
-    last_message: int = 0  # high-water mark of replies and notices
-    calls: dict[int, _Call] = field(default_factory=dict)  # request number -> call, ascending
-    ack: asyncio.TimerHandle | None = None  # timer of the next Ack; None: nothing new to acknowledge
 
 
 class MasterStream:
@@ -84,14 +59,14 @@ class MasterStream:
     ) -> None:
         """``check_alive`` runs before anything is sent; ``request`` raises its error."""
         self._check_alive = check_alive
-        self._loop = asyncio.get_running_loop()
         self._timeout_s = request_timeout_s
         self._server = sockets.bind_server(host, keys)
         self.address = self._server.address
         self.bad_messages = 0
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._index_of: dict[bytes, int] = {}  # route -> worker; only the current route of each peer
         self._retired: dict[int, str] = {}  # worker -> its newest incarnation that may not return
+        self._acks = Acknowledgements(self._send_all)
         self._barriers = Barriers(self._peers.keys())
         self._notices = Notices(self._fail, self.unreadable)
         self._failure: BaseException | None = None
@@ -133,32 +108,44 @@ class MasterStream:
         by a new incarnation), WaitTimeout, DecodeError (the reply is not a ``reply_type``), or
         StreamError (closed).
         """
-        return self.request_encoded(worker, handler, encode_message(payload), reply_type, timeout_s=timeout_s)
+        payloads = {worker: encode_message(payload)}
+        return self._call(payloads, handler, reply_type, timeout_s, operator.itemgetter(0))
 
-    def request_encoded(
-        self, worker: int, handler: str, payload: bytes, reply_type: type[Reply], *, timeout_s: float | None = None
-    ) -> asyncio.Future[Reply]:
-        """Send a call whose payload is msgpack already, so that a broadcast encodes it once."""
+    def scatter(
+        self, payloads: Mapping[int, bytes], handler: str, reply_type: type[Reply], *, timeout_s: float | None = None
+    ) -> asyncio.Future[list[Reply]]:
+        """Send each worker its payload of one call, msgpack already; return the future of all replies in order.
+
+        It fails as that of ``request`` does, with the first failure: the other ranks may wait in a collective
+        for the rank that failed. If a worker is not connected, no worker gets the call.
+        """
+        return self._call(payloads, handler, reply_type, timeout_s, list)
+
+    def _call(
+        self,
+        payloads: Mapping[int, bytes],
+        handler: str,
+        reply_type: type[Reply],
+        timeout_s: float | None,
+        result_of: Callable[[list[Any]], Any],
+    ) -> asyncio.Future[Any]:
         self._check_alive()
-        reply: asyncio.Future[Reply] = self._loop.create_future()
-        peer = self._peers.get(worker)
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        call = open_call(handler, reply_type, payloads, limit, result_of)
+        away = sorted(payloads.keys() - self._peers.keys())
         if self._closed or self._failure is not None:
-            reply.set_exception(self._ended(f"{self._name(worker)}: {handler}"))
-        elif peer is None:
-            name = self._name(worker)
-            reply.set_exception(WorkerLost(f"{name} is not connected: {handler} needs a barrier before it"))
+            call.fail(self._ended(f"{self._names(payloads)}: {handler}"))
+        elif away:
+            problem = f"{'is' if len(away) == 1 else 'are'} not connected: {handler} needs a barrier before it"
+            call.fail(WorkerLost(f"{self._names(away)} {problem}"))
+        elif not payloads:
+            call.result.set_result([])
         else:
             # Numbered and sent without an await in between: invariant send-order.
-            number = peer.next_request
-            peer.next_request += 1
-            limit = self._timeout_s if timeout_s is None else timeout_s
-            timer = self._loop.call_later(limit, _expire, peer, number, limit)
-            frames = [encode_message(RequestHeader(number, handler)), payload]
-            peer.calls[number] = _Call(handler, frames, reply_type, reply, timer)
-            # However the future ends (reply, timeout, cancellation, loss), the call must not be resent.
-            reply.add_done_callback(lambda _: _discard_call(peer, number))
-            self._send(peer.route, frames)
-        return reply
+            peers = {self._peers[worker]: data for worker, data in payloads.items()}
+            self._send_all([call.add_request(peer, data) for peer, data in peers.items()])
+            self._acks.discard(peers)
+        return call.result
 
     def on_notice(self, handler: str, kind: type[Notice], callback: Callable[[Notice], object]) -> None:
         """Call ``callback`` with each notice ``handler``, also with those that arrived before.
@@ -177,9 +164,8 @@ class MasterStream:
             self._index_of.pop(peer.route, None)
             # A suspended process may wake up and say hello long after this: one-incarnation.
             self._retired[worker] = max(peer.incarnation, self._retired.get(worker, ""))
-            for call in peer.calls.values():
-                if not call.reply.done():
-                    call.reply.set_exception(WorkerLost(f"{peer.name} lost during {call.handler}: {reason}"))
+            for call, _ in peer.requests.values():
+                call.fail(WorkerLost(f"{peer.name} lost during {call.handler}: {reason}"))
 
     def close(self) -> None:
         """Stop. Requests that still wait raise StreamError."""
@@ -188,10 +174,7 @@ class MasterStream:
         self._closed = True
         self._end_calls()
         # The last Acks leave before the sockets close, because a worker's close() waits for them.
-        for peer in self._peers.values():
-            if peer.ack is not None:
-                peer.ack.cancel()
-                self._acknowledge(peer)
+        self._acks.send()
         self._barriers.end(self._ended("barrier"))
         # The readers first: they watch the descriptors of the sockets.
         self._reader.close()
@@ -222,14 +205,13 @@ class MasterStream:
         # A lower number was resent because its Ack was lost. It is acknowledged again, not handled.
         if header.number > peer.last_message:
             if isinstance(header, ReplyHeader):
-                _on_reply(peer, header, frames[2])
+                peer.take_reply(header, frames[2])
             else:
                 self._notices.receive(index, header.handler, frames[2])
             if self._failure is not None or self._peers.get(index) is not peer:
                 return  # no acknowledgement, because the message was not handled
             peer.last_message = header.number
-        if peer.ack is None:
-            peer.ack = self._loop.call_later(ACK_DELAY_S, self._acknowledge, peer)
+        self._acks.add(peer)
 
     def _on_hello(self, route: bytes, hello: Hello) -> None:
         peer = self._peers.get(hello.index)
@@ -247,23 +229,24 @@ class MasterStream:
             self._refuse(peer.route, f"replaced by {hello.incarnation}")
             peer = None
         if peer is None:
-            peer = self._peers[hello.index] = _Peer(self._name(hello.index), hello.incarnation, route)
+            peer = self._peers[hello.index] = Peer(hello.index, self._name(hello.index), hello.incarnation, route)
         else:
-            log.warning("%s reconnected; %d calls pending", peer.name, len(peer.calls))
+            log.warning("%s reconnected; %d calls pending", peer.name, len(peer.requests))
             # From here on, messages queued under the old route are ignored. The worker resends them
             # under the new one, in order.
             self._index_of.pop(peer.route, None)
             peer.route = route
         self._index_of[route] = hello.index
         # The Welcome before the requests: the worker ignores a request until it is welcomed.
-        self._send(route, [encode_message(Welcome(peer.last_message))])
-        for number, call in peer.calls.items():
-            if number > hello.last_request:
-                self._send(route, call.frames)
+        again = [(route, frames) for number, (_, frames) in peer.requests.items() if number > hello.last_request]
+        self._send_all([(route, [encode_message(Welcome(peer.last_message))]), *again])
         self._barriers.check()
 
     def _name(self, worker: int) -> str:
         return f"{self.kind}/{worker}"
+
+    def _names(self, workers: Iterable[int]) -> str:
+        return name_workers([self._name(worker) for worker in workers])
 
     # failing
 
@@ -293,56 +276,21 @@ class MasterStream:
 
     def _end_calls(self) -> None:
         for peer in self._peers.values():
-            for call in peer.calls.values():
-                if not call.reply.done():
-                    call.reply.set_exception(self._ended(f"{peer.name}: {call.handler}"))
+            for call, _ in peer.requests.values():
+                call.fail(self._ended(f"{peer.name}: {call.handler}"))
 
     # sending
 
     def _refuse(self, route: bytes, reason: str) -> None:
-        self._send(route, [encode_message(Refused(reason))])
+        self._send_all([(route, [encode_message(Refused(reason))])])
 
-    def _send(self, route: bytes, frames: list[bytes]) -> None:
-        self._check_alive()  # directly before the send: the process may have slept past its lease
-        try:
-            self._server.socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as err:
-            if err.errno != zmq.EHOSTUNREACH:
-                raise
-            # The connection is lost. The worker says hello when it is back, and the request is resent.
-        self._reader.nudge()  # the send may have swallowed the edge of a waiting message
-
-    def _acknowledge(self, peer: _Peer) -> None:
-        peer.ack = None
-        if not self._server.socket.closed:
-            self._send(peer.route, [encode_message(Ack(peer.last_message))])
-
-
-def _on_reply(peer: _Peer, header: ReplyHeader, payload: zmq.Frame) -> None:
-    call = peer.calls.get(header.request)
-    if call is None or call.reply.done():
-        # Acknowledged all the same, or the worker would keep it and send it again.
-        log.warning("%s: late reply to request %d, which was cancelled", peer.name, header.request)
-    elif header.failure is not None:
-        call.reply.set_exception(_remote(peer, call, header.failure))
-    else:
-        try:
-            call.reply.set_result(decode_message(payload, call.reply_type))
-        except DecodeError as err:
-            call.reply.set_exception(DecodeError(f"{peer.name}: reply to {call.handler}: {err}"))
-
-
-def _expire(peer: _Peer, number: int, limit: float) -> None:
-    call = peer.calls.get(number)
-    if call is not None and not call.reply.done():
-        call.reply.set_exception(WaitTimeout(f"{peer.name}: no reply to {call.handler} in {limit:g} s"))
-
-
-def _discard_call(peer: _Peer, number: int) -> None:
-    call = peer.calls.pop(number, None)
-    if call is not None:
-        call.timer.cancel()
-
-
-def _remote(peer: _Peer, call: _Call, failure: Failure) -> RemoteError:
-    return RemoteError(f"{peer.name}: {call.handler}: {failure.type}: {failure.message}", failure.traceback)
+    def _send_all(self, messages: Iterable[Message]) -> None:
+        for route, frames in messages:
+            self._check_alive()  # directly before the send: the process may have slept past its lease
+            try:
+                sockets.send_frames(self._server.socket, [route, *frames])
+            except zmq.ZMQError as err:
+                if err.errno != zmq.EHOSTUNREACH:
+                    raise
+                # The connection is lost. The worker says hello when it is back, and the request is resent.
+        self._reader.nudge()  # a send may have swallowed the edge of a waiting message

@@ -87,17 +87,16 @@ def score_with_snapshot(role: Role, request: MfcRequest) -> torch.Tensor:
     none = torch.zeros(0)
     if asked is None or role.groups.data_rank:
         return none
-    plan, older = msgspec.convert(asked, SnapshotPlan), none
+    plan, older, snapshot = msgspec.convert(asked, SnapshotPlan), none, role.engine.snapshot
     # After a restart the master may know of a snapshot that is gone: then nothing is compared.
-    if plan.samples and role.snapshot is not None and role.snapshot.version == plan.version:
+    if plan.samples and snapshot is not None and snapshot.version == plan.version:
         refs = {ref.sample_id: ref for ref in role.own_sequences(request)}
-        with role.engine.weights_of(role.snapshot):
+        with role.engine.weights_of(snapshot):
             computed = compute_logprobs(role, [[refs[sample_id] for sample_id in plan.samples]])
         differences, current = compare_logprobs(role, plan.version, computed)
         older = differences[current]
     if plan.take:
-        role.snapshot = None  # freed first: two copies may not fit
-        role.snapshot = role.engine.snapshot(request.version)
+        role.engine.take_snapshot(request.version)
     return older
 
 

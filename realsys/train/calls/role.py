@@ -19,7 +19,6 @@ from realsys.model_calls import MfcRequest
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import MeshGroups
-from realsys.train.megatron.offload import WeightSnapshot
 from realsys.train.megatron.train_engine import MegatronEngine
 from realsys.train.packing import MicroBatch, Packer
 from realsys.types import SequenceRef
@@ -51,8 +50,6 @@ class Role:
     flops: float = 0.0
     #: statistics in whose units a critic predicts
     running_values: RunningMoments = field(init=False)
-    #: weights of an earlier version, to score tokens that it sampled; on data rank 0 only
-    snapshot: WeightSnapshot | None = None
 
     def __post_init__(self) -> None:
         self.running_values = RunningMoments(self.config.train.ppo.critic)

@@ -6,7 +6,7 @@
 
 Saving communicates with no other rank: every rank writes its own two files, so the thread can never meet
 a collective of training. A rank loads the parts that it needs from all files; what all data ranks need
-is read by one of them (``replicas``). A parameter is written as its fp32 master copy if the optimizer has
+is read by one of them (``ReplicaReader``). A parameter is written as its fp32 master copy if the optimizer has
 one; the model's own copy is rounded from it, as the optimizer does after each step.
 """
 
@@ -28,10 +28,10 @@ from realsys.storage.files import FileInfo, write_durably
 from realsys.train.calls.role import Role
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState, Piece, RankIndex
-from realsys.train.checkpoint.replicas import Part, ReplicaReader, agreed
 from realsys.train.checkpoint.slots import Slot, slots_of
-from realsys.train.checkpoint.tensors import PieceReader, Snapshot, snapshot, whole_shard, write_tensors
+from realsys.train.checkpoint.tensors import Part, PieceReader, Snapshot, snapshot, whole_shard, write_tensors
 from realsys.train.hooks import onloaded
+from realsys.train.megatron.collectives import ReplicaReader, agreed
 from realsys.train.megatron.layers import lora
 from realsys.train.megatron.megatron_core import megatron_random
 
@@ -134,12 +134,14 @@ def load_checkpoint(role: Role, directory: Path) -> None:
     another model, or is damaged in a part that this rank or a data rank beside it reads; the role must then
     not be used.
     """
-    indexes = agreed(role.groups.whole, lambda: _read_indexes(role, directory))
+    indexes = agreed(role.groups.whole, lambda: _read_indexes(role, directory), CheckpointError)
     with onloaded(role), PieceReader(directory, indexes) as reader:
         _start_phase(role, indexes[0].phase)
         slots = slots_of(role)
-        wanted = agreed(role.groups.whole, lambda: [_parts(role, directory, reader, slot) for slot in slots])
-        replicas = ReplicaReader(reader, role.groups.data, role.device)
+        wanted = agreed(
+            role.groups.whole, lambda: [_parts(role, directory, reader, slot) for slot in slots], CheckpointError
+        )
+        replicas = ReplicaReader(role.groups.data, role.device, CheckpointError)
         for slot, parts, values in zip(slots, wanted, replicas.read(wanted), strict=True):
             _load_slot(slot, {part.kind: value for part, value in zip(parts, values, strict=True)})
         assert role.engine.module is not None
@@ -219,16 +221,16 @@ def _parts(role: Role, directory: Path, reader: PieceReader, slot: Slot) -> list
     if kinds.get(PARAMETER) != shard.whole:
         problem = f"has shape {list(kinds[PARAMETER])}" if kinds else "is not there"
         raise CheckpointError(f"checkpoint {directory}: {shard.name} {problem}, this model's has {list(shard.whole)}")
-    parts = [Part(PARAMETER, shard, 0, slot.parameter.numel(), shared=True)]
+    parts = [Part(reader, PARAMETER, shard, 0, slot.parameter.numel(), shared=True)]
     if held is None:
         return parts
     # Each data rank of the distributed optimizer owns another range, and reads its own.
     shared = not role.config.train.distributed_optimizer
     for kind in sorted(kinds.keys() - {PARAMETER}):
         if kind.startswith(NUMBER):
-            parts.append(Part(kind, whole_shard(shard.name, (1,)), 0, 1, shared))
+            parts.append(Part(reader, kind, whole_shard(shard.name, (1,)), 0, 1, shared))
         else:
-            parts.append(Part(kind, shard, held.start, held.start + held.key.numel(), shared))
+            parts.append(Part(reader, kind, shard, held.start, held.start + held.key.numel(), shared))
     return parts
 
 

@@ -302,3 +302,28 @@ class PieceReader:
         tensor = torch.frombuffer(content, dtype=getattr(torch, piece.dtype))
         self._last = (piece, tensor)
         return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``[start, stop)`` of a flattened shard. ``shared``: all data ranks load it; else this rank alone."""
+
+    reader: PieceReader
+    kind: str
+    shard: Shard
+    start: int
+    stop: int
+    shared: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole shard in its widest type."""
+        return 4 * self.shard.numel
+
+    def read(self) -> torch.Tensor:
+        """Return the part, flat. Raises CheckpointError."""
+        return self.reader.read(self.kind, self.shard, self.start, self.stop)
+
+    def blank(self, device: torch.device) -> torch.Tensor:
+        """Return memory for the part on ``device``."""
+        return torch.empty(self.stop - self.start, dtype=self.reader.dtype(self.kind, self.shard.name), device=device)

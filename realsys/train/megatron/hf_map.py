@@ -5,19 +5,23 @@
     the rest      one to one
 
 A rank reads only its own slice of every tensor: the files are memory-mapped, and pages outside the
-slice stay untouched. For export the tensors of a stage are divided among its data and tensor ranks.
-All of them write at the same time, and each tensor is written once.
+slice stay untouched. What all data ranks need is read by one of them (``ReplicaReader``).
+
+For export the tensors of a stage are divided among its data and tensor ranks. All of them write at
+the same time, and each tensor is written once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +29,12 @@ from safetensors import SafetensorError, safe_open
 
 from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel
+from realsys.train.megatron.collectives import ReplicaReader, agreed
+from realsys.train.megatron.device import Device
 from realsys.train.megatron.layers.lora import is_adapter
+
+if TYPE_CHECKING:
+    from realsys.train.megatron.mesh import MeshGroups
 
 Shape = tuple[int, ...]
 
@@ -35,7 +44,7 @@ _SCORE = "score.weight"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _NAME_BYTES = 255  # longest file name
-_DTYPES = ("F32", "BF16", "F16", "F64")
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +151,10 @@ class HFReader:
         piece: torch.Tensor = view[window] if dim == 0 else view[:, window]
         return piece
 
+    def dtype(self, names: Iterable[str]) -> torch.dtype:
+        """Return the type of the concatenation of tensors."""
+        return functools.reduce(torch.promote_types, (_DTYPES[self._view(name).get_dtype()] for name in names))
+
     def _read_index(self) -> dict[str, str]:
         try:
             files: dict[str, str] = json.loads(self._listing.read_text())["weight_map"]
@@ -197,25 +210,43 @@ class ShardMap:
             layer = decoder.layers[int(match[1])].layer_number - 1 if match else None
             yield name, mapping_of(name, layer, self.model.tied), parameter
 
-    def load(self, module: torch.nn.Module, directory: Path) -> None:
-        """Fill the module from an HF directory.
+    def load(self, module: torch.nn.Module, directory: Path, groups: MeshGroups, device: Device) -> None:
+        """Fill the module from an HF directory. Every rank of the mesh must call it.
 
-        Raises ModelError if the directory does not hold this model.
+        Raises ModelError on all ranks if the directory of one of them does not hold this model.
         """
-        with HFReader(directory) as reader:
-            reader.check(self.model)
-            self.fill(module, reader)
+        with contextlib.ExitStack() as stack:
+
+            def opened() -> HFReader:
+                reader = stack.enter_context(HFReader(directory))
+                reader.check(self.model)
+                return reader
+
+            reader = agreed(groups.whole, opened, ModelError)
+            self.fill(module, reader, ReplicaReader(groups.data, device, ModelError))
 
     @torch.no_grad()
-    def fill(self, module: torch.nn.Module, reader: HFReader) -> None:
-        """Fill one parameter at a time: apart from the module, only one parameter is in memory."""
-        for _, mapping, parameter in self.parameters(module):
-            if mapping.hf == (_SCORE,) and not self.model.has_score:
-                parameter.zero_()
-                continue
-            joined = self._read(mapping, reader)
-            parameter[: len(joined)].copy_(joined)
-            parameter[len(joined) :].zero_()  # rows beyond the vocabulary
+    def fill(self, module: torch.nn.Module, reader: HFReader, replicas: ReplicaReader) -> None:
+        """Fill the parameters. A rank that reads for itself needs memory for the module and for one parameter."""
+        parameters = list(self.parameters(module))
+        wanted = [
+            [_Shard(self, mapping, parameter, reader, replicas.alone)] if self._is_stored(mapping) else []
+            for _, mapping, parameter in parameters
+        ]
+        for (_, _, parameter), found in zip(parameters, replicas.read(wanted), strict=True):
+            rows = sum(map(len, found))
+            for joined in found:
+                parameter[:rows].copy_(joined)
+            parameter[rows:].zero_()  # rows beyond the vocabulary, or a value head that is not stored
+
+    def _is_stored(self, mapping: ParameterMap) -> bool:
+        return mapping.hf != (_SCORE,) or self.model.has_score
+
+    def rows(self, mapping: ParameterMap, parameter: torch.Tensor) -> int:
+        """Return the number of rows of this rank's shard that are not padding."""
+        if mapping.hf[0] not in (_EMBEDDING, _HEAD):
+            return len(parameter)
+        return max(0, min(len(parameter), self.model.vocab - self.tensor_rank * len(parameter)))
 
     @torch.no_grad()
     def export(
@@ -249,7 +280,7 @@ class ShardMap:
             for tensor, whole in self._whole(mapping, source, tensor_owner, group):
                 yield tensor, whole[: self.model.vocab] if tensor in (_EMBEDDING, _HEAD) else whole
 
-    def _read(self, mapping: ParameterMap, reader: HFReader) -> torch.Tensor:
+    def read(self, mapping: ParameterMap, reader: HFReader) -> torch.Tensor:
         """Return this rank's shard; rows of padding at its end are not there."""
         # With more ranks than key-value heads a shard is not whole heads. Megatron gathers the products.
         shared = mapping.form == "qkv" and self.tensor_ranks > self.model.kv_heads
@@ -261,7 +292,7 @@ class ShardMap:
         self, mapping: ParameterMap, shard: torch.Tensor, owner: int, group: dist.ProcessGroup
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the whole HF tensors on rank ``owner``. A collective of ``group`` (tensor)."""
-        if mapping.form == "qkv":  # gathered before it is split, see ``_read``
+        if mapping.form == "qkv":  # gathered before it is split, see ``read``
             gathered = self._gather(shard, mapping.dim, owner, group)
             if gathered is not None:
                 yield from zip(mapping.hf, self._split(mapping, gathered), strict=True)
@@ -300,6 +331,32 @@ class ShardMap:
         groups, rest = len(shard) // sum(sizes), shard.shape[1:]
         pieces = torch.split(shard.reshape(groups, sum(sizes), *rest), sizes, 1)
         return [piece.reshape(-1, *rest) for piece in pieces]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A rank's shard of one parameter in an HF directory, without padding. ``alone``: no other rank reads it, too."""
+
+    shared: ClassVar[bool] = True
+
+    shards: ShardMap
+    mapping: ParameterMap
+    parameter: torch.Tensor
+    reader: HFReader
+    alone: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameter.nbytes
+
+    def read(self) -> torch.Tensor:
+        joined = self.shards.read(self.mapping, self.reader)
+        # A view of the mapped file would be read in the broadcast, while the other ranks wait for it.
+        return joined if self.alone else joined.clone()
+
+    def blank(self, device: torch.device) -> torch.Tensor:
+        shape = (self.shards.rows(self.mapping, self.parameter), *self.parameter.shape[1:])
+        return torch.empty(shape, dtype=self.reader.dtype(self.mapping.hf), device=device)
 
 
 def assign_writers(sizes: list[int], writers: int) -> list[int]:

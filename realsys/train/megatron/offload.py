@@ -7,12 +7,16 @@ stays valid while the memory under it is released and allocated again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 import torch
 
+from realsys.errors import WeightsError
 from realsys.train.megatron.device import Device
+
+_SPARE = 64 << 20  # bytes of a snapshot that change places at a time
 
 
 def storages(tensors: Iterable[torch.Tensor], device: Device) -> dict[int, torch.UntypedStorage]:
@@ -86,33 +90,6 @@ def offloaded(
     return OffloadedMemory(device, kept.values(), gradients)
 
 
-class WeightSnapshot:
-    """Copy of ``parameters`` as they are now. It costs their size in host memory."""
-
-    def __init__(self, version: int, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self.version = version
-        self._parameters = list(parameters)
-        self._copies = self._copy()
-
-    @contextlib.contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Give the parameters the values of the snapshot; afterwards they are as before, bit by bit."""
-        current = self._copy()
-        self._write(self._copies)
-        try:
-            yield
-        finally:
-            self._write(current)
-
-    def _copy(self) -> list[torch.Tensor]:
-        return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
-
-    def _write(self, values: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for parameter, value in zip(self._parameters, values, strict=True):
-                parameter.copy_(value)
-
-
 class HostCopies:
     """Copies of named tensors in host memory. The memory is allocated once and used again."""
 
@@ -131,6 +108,73 @@ class HostCopies:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._device.is_cuda)
             copies[name] = copy.copy_(tensor, non_blocking=self._device.is_cuda)
         if self._device.is_cuda:
-            torch.cuda.synchronize(self._device.device)
+            torch.cuda.current_stream(self._device.device).synchronize()
         self._copies = copies
         return copies
+
+
+class WeightSnapshot:
+    """Copy of ``parameters`` as they were at ``version``. It costs their size in host memory.
+
+        take ──> copied in a thread, while further calls run ──> finish, before the parameters change
+
+    ``timeout_s`` bounds the wait of ``finish``.
+    """
+
+    def __init__(self, device: Device, parameters: Iterable[torch.nn.Parameter], timeout_s: float) -> None:
+        self.version = -1
+        self._device = device
+        self._parameters = {str(number): each.detach() for number, each in enumerate(parameters)}
+        self._timeout_s = timeout_s
+        self._memory = HostCopies(device)
+        self._thread = ThreadPoolExecutor(1, "weight-snapshot")
+        self._copies: Future[dict[str, torch.Tensor]] = Future()
+
+    def take(self, version: int) -> None:
+        """Begin to copy the parameters, which are those of ``version``. They must stay as they are until ``finish``."""
+        self.version = version
+        written = torch.cuda.current_stream(self._device.device).record_event() if self._device.is_cuda else None
+        self._copies = self._thread.submit(self._copy, written)
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """Return the copies when they are complete. Raises WeightsError after ``timeout_s``."""
+        try:
+            return self._copies.result(self._timeout_s)
+        except TimeoutError:
+            problem = f"the copy of version {self.version} takes longer than {self._timeout_s:g} s"
+            raise WeightsError(f"{problem} (cluster.request_timeout_s): the device hangs") from None
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Give the parameters the values of the snapshot; afterwards they are as before, bit by bit."""
+        copies = self.finish()
+        largest = max((copy.nbytes for copy in copies.values()), default=0)
+        # Allocated before the first value moves: an exchange must not end in the middle.
+        spare = torch.empty(min(largest, _SPARE), dtype=torch.uint8, device=self._device.device)
+        self._exchange(copies, spare)
+        try:
+            yield
+        finally:
+            self._exchange(copies, spare)
+
+    def _copy(self, written: torch.cuda.Event | None) -> dict[str, torch.Tensor]:
+        if written is None:
+            return self._memory.take(self._parameters.items())
+        # On a separate stream the copy neither waits for further calls, nor delays them.
+        with torch.cuda.stream(torch.cuda.Stream(self._device.device)):  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream(self._device.device).wait_event(written)
+            return self._memory.take(self._parameters.items())
+
+    def _exchange(self, copies: Mapping[str, torch.Tensor], spare: torch.Tensor) -> None:
+        """Let parameters and copies change places, piece by piece."""
+        quick = self._device.is_cuda
+        for name, parameter in self._parameters.items():
+            inside, outside = (tensor.view(-1).view(torch.uint8) for tensor in (parameter, copies[name]))
+            for start in range(0, len(inside), max(1, len(spare))):
+                part = slice(start, start + len(spare))
+                before = spare[: len(inside[part])].copy_(inside[part])
+                # In the order of the stream: each copy reads what the one before has left.
+                inside[part].copy_(outside[part], non_blocking=quick)
+                outside[part].copy_(before, non_blocking=quick)
+        if quick:
+            torch.cuda.current_stream(self._device.device).synchronize()

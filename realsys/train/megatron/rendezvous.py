@@ -128,11 +128,16 @@ class _Meeting:
         """Return the store in which all ranks of one start have reported themselves. Raises WaitTimeout."""
         with self._seat.store.watch(self._seat.names.trainer, self._changes.put):
             self._look(0.0)
-            while True:
-                with contextlib.suppress(dist.DistError):  # the process behind the store has ended: read the keys again
-                    if (tcp := self._reach()) is not None and self._all_report(tcp):
-                        return tcp
+            while (tcp := self._meet()) is None:
                 self._look(_LOOK_S)
+            return tcp
+
+    def _meet(self) -> Store | None:
+        """Return the store in which all ranks have reported; None if the keys must be read again."""
+        with contextlib.suppress(dist.DistError):  # the process behind the store has ended
+            if (tcp := self._reach()) is not None and self._all_report(tcp):
+                return tcp
+        return None
 
     def _look(self, pause_s: float) -> None:
         """Take the newest state of the keys, after a change or ``pause_s``. Raises WaitTimeout at the deadline."""

@@ -65,10 +65,13 @@ class MegatronEngine:
         self.optimizer: Any = None
         #: shared by all roles of the worker, which replaces it
         self.gate = StepGate()
+        #: parameters of an earlier version, to score tokens that it sampled
+        self.snapshot: WeightSnapshot | None = None
         #: phase and settings for which the optimizer's state was made
         self.phase: tuple[str, OptimizerConfig] | None = None
         self._train = config.train
         self._seed = config.seed
+        self._timeout_s = config.cluster.request_timeout_s
         self._device = device
         self._trainable = trainable
         self._dtype = DTYPES[config.model.dtype]
@@ -96,7 +99,7 @@ class MegatronEngine:
     def load(self, directory: Path) -> None:
         """Build this rank's shard and fill it.
 
-        Raises ModelError when the model is unusable or does not fit the layout.
+        Every rank of the mesh must call it. Raises ModelError when the model is unusable or does not fit the layout.
         """
         layout = self.groups.mesh.layout
         model = self.model = read_model(directory, self.settings.head)
@@ -106,10 +109,9 @@ class MegatronEngine:
         self._map = ShardMap(model, self.groups.tensor_rank, layout.tensor)
         with self._active():
             seed_megatron(self._device, self._seed)
-            module = build_model(model, megatron, self.groups)
+            module = self.module = build_model(model, megatron, self.groups).to(self._device.device)
             # Filled before adapters are attached: these are no part of the HF directory.
-            self._map.load(module, directory)
-            self.module = module.to(self._device.device)
+            self._map.load(module, directory, self.groups, self._device)
             self._head = Head(
                 self.module,
                 self.groups,
@@ -194,6 +196,7 @@ class MegatronEngine:
         failpoint("train.step")
         self.gate.passes(updating=True)
         self.gate.check()
+        self._finish_snapshot()
         with self._active():
             outcome = take_step(self.optimizer, lr, self.phase[1].clip_grad, skip=skip)
         lora.merge(self._require_parameters())
@@ -217,10 +220,12 @@ class MegatronEngine:
         for name, tensor in exported:
             yield name, tensor.to(torch.float32 if gradients else self._dtype)
 
-    def snapshot(self, version: int) -> WeightSnapshot:
-        """Return a copy of this rank's trained parameters, which are those of ``version``."""
-        parameters = self._require_parameters().parameters()
-        return WeightSnapshot(version, (parameter for parameter in parameters if parameter.requires_grad))
+    def take_snapshot(self, version: int) -> None:
+        """Begin to copy this rank's trained parameters, which are those of ``version``, to ``snapshot``."""
+        if self.snapshot is None:
+            parameters = (each for each in self._require_parameters().parameters() if each.requires_grad)
+            self.snapshot = WeightSnapshot(self._device, parameters, self._timeout_s)
+        self.snapshot.take(version)
 
     @contextlib.contextmanager
     def weights_of(self, snapshot: WeightSnapshot) -> Iterator[None]:
@@ -233,11 +238,17 @@ class MegatronEngine:
         finally:
             lora.merge(module)
 
+    def _finish_snapshot(self) -> None:
+        """Wait for the copy of the parameters, if one runs. Call it before they change or leave the device."""
+        if self.snapshot is not None:
+            self.snapshot.finish()
+
     def offload(self) -> None:
         """Release device memory until ``onload``, as ``settings.offload`` says. Call it between optimizer steps."""
         module = self._require_model()
         if self.settings.offload == "none" or self._offloaded is not None:
             return
+        self._finish_snapshot()
         parameters = [*module.parameters(), *lora.bases(module)]
         state = optimizer_tensors(self.optimizer) if self.optimizer is not None else ()
         buffers = [buffer.grad_data for buffer in self.ddp_model.buffers] if self.ddp_model is not None else []

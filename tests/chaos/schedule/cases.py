@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.chaos import outside
-from tests.chaos.schedule import signals
+from tests.chaos.schedule import nodes, signals
 from tests.chaos.schedule.rows import SUSPENDED_S, Case, Row, fault, row, struck
 
 ROLLOUT, SERVER, MANAGER = "rollout_worker/0", "generation_server/0", "gserver_manager/0"
@@ -158,7 +158,16 @@ def _clocks() -> Case:
 
 
 def full(seed: int) -> list[Case]:
-    """Everything, the longest runs first."""
+    """Everything, the longest runs first. One run of two goes over agents; the seed chooses which."""
+    cases = _everything(seed)
+    over = [number for number, case in enumerate(cases) if case.needs != "sglang"]
+    drawn = random.Random(f"agents {seed}").sample(over, len(over) // 2)
+    cases = [replace(case, nodes=2) if number in drawn else case for number, case in enumerate(cases)]
+    return [*nodes.runs(random.Random(seed)), *cases]
+
+
+def _everything(seed: int) -> list[Case]:
+    """The faults of workers, disks and messages."""
     return [
         signals.sglang(),
         signals.two_ranks(),
@@ -197,6 +206,7 @@ def short() -> list[Case]:
         Case("short-signals", tuple(kill)),
         Case("short-mixed", tuple(_row_of(name, what, phase) for name, what, phase in mixed)),
         replace(_case_of("enospc"), name="short-full"),
+        nodes.short(),
     ]
 
 
@@ -206,13 +216,13 @@ def chosen(cases: Sequence[Case], names: Sequence[str], faults: Sequence[str]) -
     def wanted(text: str, parts: Sequence[str]) -> bool:
         return not parts or any(part in text for part in parts)
 
-    named = [case for case in cases if wanted(case.name, names)]
+    named = [case for case in cases if wanted(case.title, names)]
     cut = [replace(c, rows=tuple(r for r in c.rows if wanted(f"{r.fault}, {r.phase}", faults))) for c in named]
     return [case for case in cut if case.rows]
 
 
 def _case_of(name: str) -> Case:
-    return next(case for case in full(0) if case.name == name)
+    return next(case for case in _everything(0) if case.name == name)
 
 
 def _row_of(name: str, what: str, phase: str) -> Row:

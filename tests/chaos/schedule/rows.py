@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from realsys.launch.nodes.orders import KILL_MARGIN_S
 from tests.chaos.live import ChaosRun
 from tests.support.faults.plan import Fault
 from tests.support.jobs.jobs import SMALL
 
 LEASE_S, BEAT_S = 3.0, 0.5
 SUSPENDED_S = 1.25 * LEASE_S  # a suspended worker's lease has lapsed when it wakes up
+LOST_S = LEASE_S + KILL_MARGIN_S + 2.0  # a node that is suspended for so long is lost before it wakes up
 SUSPENDED = f"SIGSTOP {SUSPENDED_S:g} s"
 
 #: The job of every case. eta 1 and one worker of each kind: buffered groups last for two steps, so that a third
@@ -34,6 +36,8 @@ JOB = [
     f"cluster.heartbeat_s={BEAT_S}",
     "cluster.max_restarts=40",
 ]
+
+_OVER_NODES = ("cluster.host=0.0.0.0", "cluster.name_store.file_between_hosts=true")
 
 #: phase -> worker that passes it, and the failpoint
 PHASES = {
@@ -58,7 +62,8 @@ class Row:
 
     ``in_order``: each of ``faults`` may fire once the one before it has. ``waits``: a RolloutWorker that generates
     nothing until they have fired, so that the other one must. ``logged``: a pattern that must be in a log; without
-    it the fault was harmless.
+    it the fault was harmless. ``said``: patterns of the output of launcher and agents. Until ``act`` has returned and
+    all patterns have appeared, the MasterWorker holds the third step of the row: later steps prove the recovery.
     """
 
     fault: str
@@ -67,18 +72,40 @@ class Row:
     act: Callable[[ChaosRun], None] | None = None
     in_order: bool = False
     waits: str = ""
+    said: tuple[str, ...] = ()
     logged: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run. ``ends``: pattern for the cause with which it must end; without it the run must complete."""
+    """One run. ``ends``: pattern for the cause with which it must end; without it the run must complete.
+
+    nodes   over which it runs, each with an agent; 0: its processes are children of its launcher
+    spares  further agents
+    """
 
     name: str
     rows: tuple[Row, ...]
     overrides: tuple[str, ...] = ()
     ends: str = ""
     needs: Needs = ""
+    nodes: int = 0
+    spares: int = 0
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} over agents" if self.nodes else self.name
+
+    @property
+    def agents(self) -> int:
+        return self.nodes + self.spares
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Overrides of the job."""
+        if not self.nodes:
+            return self.overrides
+        return (*_OVER_NODES, f"cluster.nodes={self.nodes}", f"cluster.spare_nodes={self.spares}", *self.overrides)
 
 
 def fault(worker: str, point: str, action: str, **fields: object) -> Fault:

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from tests.chaos import outside
-from tests.chaos.schedule.rows import PHASES, SUSPENDED_S, Case, Row, fault, row, struck
+from tests.chaos.schedule.rows import PHASES, SUSPENDED, Case, Row, fault, row, struck
 
 STATELESS = ("rollout_worker/0", "generation_server/0", "gserver_manager/0")
 TRAINING = ("model_worker/0", "master_worker/0")
@@ -51,7 +51,7 @@ def two_rollout_workers() -> Case:
 
 def between() -> Case:
     """Moments between two acts that must go together, and processes that are no workers."""
-    master, stop = "master_worker/0", {"seconds": SUSPENDED_S}
+    master = "master_worker/0"
     return Case(
         "between",
         (
@@ -62,15 +62,7 @@ def between() -> Case:
             row("SIGKILL gserver_manager", "journal append", "gserver_manager/0", "manager.journal", "kill"),
             row("SIGKILL gserver_manager", "journal sync", "gserver_manager/0", "manager.sync", "kill"),
             row("SIGKILL verifier", "judging", "verifier/0", "verifier.judge", "kill"),
-            row(
-                f"SIGSTOP {SUSPENDED_S:g} s launcher",
-                "training",
-                master,
-                "master.batch",
-                "stop",
-                victim="launcher/0",
-                **stop,
-            ),
+            Row(f"{SUSPENDED} launcher", "training", act=outside.suspend_launcher),
             Row(
                 "SIGKILL model_worker, then gserver_manager",
                 "training side restarts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -62,8 +63,8 @@ def test_lapsed_key_has_one_new_owner(tmp_path, monkeypatch):
     lapsed, second_looked, won = FileNameStore._lapsed, threading.Event(), []
     looks = itertools.count()
 
-    def look(self, path):
-        answer = lapsed(self, path)
+    def look(self, held, path):
+        answer = lapsed(self, held, path)
         if next(looks) == 0:
             second_looked.wait(0.3)
         second_looked.set()
@@ -233,6 +234,65 @@ def test_unusable_directory_names_its_field(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NameStoreError, match=r"Not a directory.*cluster\.name_store\.root"):
         FileNameStore(tmp_path / "file" / "store")
+
+
+class Moves:
+    """Renames of the store's directory. It returns when the store calls os.stat."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.away = root, root.with_name("away")
+        stat, read_lease = os.stat, FileNameStore._read_lease
+
+        def look(*arguments, **options):
+            self.come_back()
+            return stat(*arguments, **options)
+
+        def go_and_read(*arguments):
+            self.go()
+            return read_lease(*arguments)
+
+        monkeypatch.setattr(os, "stat", look)
+        self.go_before_a_lease_is_read = lambda: monkeypatch.setattr(FileNameStore, "_read_lease", go_and_read)
+
+    def go(self) -> None:
+        os.rename(self.root, self.away)
+
+    def come_back(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.away, self.root)
+
+
+@pytest.mark.parametrize("look", [FileNameStore.get, FileNameStore.get_subtree, FileNameStore.delete])
+def test_returning_directory_is_not_empty(tmp_path, monkeypatch, look):
+    store = FileNameStore(tmp_path / "store")
+    store.add("k", "v")
+    moves = Moves(store.root, monkeypatch)
+    moves.go()
+    with pytest.raises(NameStoreError, match=rf"in {store.root}: No such file.*check that the directory exists"):
+        look(store, "k")
+    moves.come_back()
+    assert store.get("k") == "v"
+
+
+@pytest.mark.parametrize("look", [FileNameStore.get, FileNameStore.get_subtree])
+def test_moved_directory_keeps_its_leases(tmp_path, monkeypatch, look):
+    """The directory goes between the reading of a value and of its lease."""
+    store = FileNameStore(tmp_path / "store")
+    store.add("k", "v", lease=store.lease(30))
+    moves = Moves(store.root, monkeypatch)
+    moves.go_before_a_lease_is_read()
+    assert look(store, "k") in ("v", {"k": "v"})
+
+
+def test_owner_in_a_moved_directory_is_not_fenced(tmp_path, monkeypatch):
+    store = FileNameStore(tmp_path / "store")
+    lease = store.lease(30)
+    moves = Moves(store.root, monkeypatch)
+    moves.go_before_a_lease_is_read()
+    lease.keep_alive()
+    moves.come_back()
+    (path,) = (store.root / "leases").iterdir()
+    assert json.loads(path.read_text())["count"] == 1
 
 
 def test_watch_continues_after_failed_listings(tmp_path):

@@ -1,9 +1,11 @@
-"""The etcd that a run starts for itself, in a job whose processes all get SIGTERM."""
+"""The etcd that a run starts for itself, with real processes."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,14 +14,19 @@ from pathlib import Path
 import psutil
 import pytest
 
+from realsys.cluster.failure import read_errors
 from realsys.cluster.network import free_ports
-from realsys.cluster.process import SHIELDED
+from realsys.cluster.process import RUN_ID, SHIELDED
 from realsys.cluster.store.etcd_store import EtcdNameStore
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.errors import WaitTimeout
+from realsys.launch.processes.own_etcd import etcd_answers
 
 BOUND_S = 60.0
+
+RUN = "arith-t-0123abcd"
 
 pytestmark = pytest.mark.needs("etcd")
 
@@ -32,10 +39,14 @@ def config(tmp_path: Path) -> Config:
     return made
 
 
+def start(folder: Path, **environment: str) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", "realsys.workers.name_store", "--trial-dir", str(folder), "--index", "0"]
+    return subprocess.Popen(argv, env={**os.environ, RUN_ID: RUN, **environment})
+
+
 @pytest.fixture
 def worker(tmp_path: Path, config: Config) -> Iterator[subprocess.Popen[bytes]]:
-    argv = [sys.executable, "-m", "realsys.workers.name_store", "--trial-dir", str(tmp_path), "--index", "0"]
-    process = subprocess.Popen(argv, env={**os.environ, SHIELDED: "1"})
+    process = start(tmp_path, **{SHIELDED: "1"})
     yield process
     process.kill()
     process.wait(BOUND_S)
@@ -59,3 +70,32 @@ def test_etcd_of_a_job_outlives_sigterm(worker: subprocess.Popen[bytes], config:
     worker.send_signal(signal.SIGINT)
     assert worker.wait(BOUND_S) == 0
     assert not etcd.is_running()
+
+
+def refusal(folder: Path, **environment: str) -> str:
+    """The message of the error file, with which the launcher ends the run at once."""
+    assert start(folder, **environment).wait(BOUND_S) == 2
+    [record] = read_errors(TrialPaths(folder).errors)
+    assert record.worker == "name_store/0" and record.permanent and record.exit_code == 2
+    return record.message
+
+
+def test_taken_port_of_own_etcd_is_named(tmp_path: Path, config: Config) -> None:
+    address = config.cluster.name_store.address
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
+        message = refusal(tmp_path)
+    assert f"cluster.name_store.address='{address}': cannot be bound on {socket.gethostname()}: Address" in message
+    assert "set another port" in message
+
+
+def test_machine_without_etcd_is_named(tmp_path: Path, config: Config) -> None:
+    message = refusal(tmp_path, PATH=str(tmp_path))
+    assert f"there is no program named etcd on the PATH of {socket.gethostname()}: install etcd-server" in message
+
+
+def test_etcd_of_another_run_is_not_used(worker: subprocess.Popen[bytes], config: Config) -> None:
+    """It answers at the port that this run's etcd could not take."""
+    address = config.cluster.name_store.address
+    asyncio.run(etcd_answers(address, RUN, BOUND_S))
+    with pytest.raises(WaitTimeout, match=f"etcd at {address} did not answer"):
+        asyncio.run(etcd_answers(address, "arith-other-0123abcd", 0.2))

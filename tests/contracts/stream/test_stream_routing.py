@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
 
 from realsys.cluster.topology import routing_table, whole_mesh
 from realsys.config.allocation import ParallelLayout
-from realsys.errors import RemoteError, StreamError
+from realsys.errors import RemoteError, StreamError, WaitTimeout, WorkerLost
 from realsys.model_calls import Empty
 from realsys.stream.master.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
@@ -111,6 +112,57 @@ def test_broadcast_raises_first_failure_though_others_hang() -> None:
         endpoints[1].reply_error(request, ValueError("no such interface"))
         with pytest.raises(RemoteError, match="model_worker/1: mfc: ValueError: no such interface"):
             await asyncio.wait_for(call, BOUND_S)
+        await close(stream, endpoints)
+
+    asyncio.run(run())
+
+
+def test_call_to_missing_worker_reaches_no_worker() -> None:
+    """The ranks that got it would wait for the missing one in a collective."""
+
+    async def run() -> None:
+        stream = MasterStream()
+        routed, endpoints = await routed_mesh(stream)
+        stream.lose(2, "its lease lapsed")
+        with pytest.raises(WorkerLost, match="model_worker/2 is not connected: mfc needs a barrier"):
+            await routed.broadcast([0, 1, 2], "mfc", Empty(), Empty)
+        _, handled = await asyncio.gather(routed.request(1, "later", Empty(), Who), answer(endpoints[1]))
+        assert handled == ["later"]
+        await close(stream, endpoints)
+
+    asyncio.run(run())
+
+
+def test_timeout_names_the_workers_without_reply() -> None:
+    async def run() -> None:
+        stream = MasterStream()
+        routed, endpoints = await routed_mesh(stream)
+        call = routed.broadcast([0, 1, 2], "mfc", Empty(), Who, timeout_s=0.5)
+        await answer(endpoints[1])
+        with pytest.raises(WaitTimeout, match="model_worker/0, model_worker/2: no reply to mfc in 0.5 s"):
+            await call
+        await close(stream, endpoints)
+
+    asyncio.run(run())
+
+
+def test_call_has_one_timer_for_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        stream = MasterStream()
+        routed, endpoints = await routed_mesh(stream)
+        loop, delays = asyncio.get_running_loop(), []
+        call_later = loop.call_later
+
+        def counted(delay: float, *args: Any, **kwargs: Any) -> asyncio.TimerHandle:
+            delays.append(delay)
+            return call_later(delay, *args, **kwargs)
+
+        monkeypatch.setattr(loop, "call_later", counted)
+        everyone = range(LAYOUT.world_size)
+        await asyncio.gather(
+            routed.broadcast(everyone, "who", Empty(), Who, timeout_s=BOUND_S), *map(answer, endpoints)
+        )
+        assert delays.count(BOUND_S) == 1
         await close(stream, endpoints)
 
     asyncio.run(run())

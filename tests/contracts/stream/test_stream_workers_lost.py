@@ -188,11 +188,11 @@ def test_a_request_sent_twice_is_handled_once() -> None:
         assert msgspec.msgpack.decode(hello, type=Hello) == Hello(0, "1", 0)
         for frames in (
             [encode_message(Welcome(0))],
-            [encode_message(RequestHeader(1, "first")), b""],
+            [encode_message(RequestHeader(1, "first", 0)), b""],
             [b"garbage"],
-            [encode_message(RequestHeader(1, "again")), b""],
-            [encode_message(RequestHeader(2, "second"))],  # without its payload
-            [encode_message(RequestHeader(3, "third")), b""],
+            [encode_message(RequestHeader(1, "again", 0)), b""],
+            [encode_message(RequestHeader(2, "second", 0))],  # without its payload
+            [encode_message(RequestHeader(3, "third", 0)), b""],
         ):
             router.send_multipart([route, *frames])
         requests = [endpoint.next_request(BOUND_S) for _ in range(2)]
@@ -222,7 +222,7 @@ def test_resent_notice_and_reply_are_taken_once() -> None:
         dealer.send(encode_message(Hello(0, "1", 0)))
         assert await receive() == [encode_message(Welcome(0))]
         call = stream.request(0, "echo", Number(1), Number)
-        assert (await receive())[0] == encode_message(RequestHeader(1, "echo"))
+        assert (await receive())[0] == encode_message(RequestHeader(1, "echo", 0))
         notice = [encode_message(NoticeHeader(1, "count")), encode_message(Number(1))]
         reply = [encode_message(ReplyHeader(2, 1, None)), encode_message(Number(5))]
         for message in (notice, notice, reply, reply):
@@ -237,6 +237,58 @@ def test_resent_notice_and_reply_are_taken_once() -> None:
         stream.close()
 
     asyncio.run(run())
+
+
+def test_next_request_acknowledges_the_reply() -> None:
+    """A worker by hand. An Ack to each of 512 workers would cost them a third of a call without content."""
+
+    async def run() -> None:
+        stream = MasterStream()
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(stream.address)
+
+        async def receive() -> bytes:
+            assert await asyncio.to_thread(dealer.poll, BOUND_S * 1000)
+            return dealer.recv_multipart()[0]
+
+        dealer.send(encode_message(Hello(0, "1", 0)))
+        assert await receive() == encode_message(Welcome(0))
+        call = stream.request(0, "echo", Number(1), Number)
+        assert await receive() == encode_message(RequestHeader(1, "echo", 0))
+        dealer.send_multipart([encode_message(ReplyHeader(7, 1, None)), encode_message(Number(5))])
+        await asyncio.wait_for(call, BOUND_S)
+        later = stream.request(0, "echo", Number(2), Number)
+        assert await receive() == encode_message(RequestHeader(2, "echo", 7))
+        later.cancel()
+        context.destroy(linger=0)
+        stream.close()
+
+    asyncio.run(run())
+
+
+def test_worker_takes_acknowledgement_from_request(caplog: pytest.LogCaptureFixture) -> None:
+    """A master by hand, which sends no Ack."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+    endpoint = WorkerEndpoint(0, address, incarnation="1")
+    try:
+        assert router.poll(BOUND_S * 1000)
+        route, _ = router.recv_multipart()
+        router.send_multipart([route, encode_message(Welcome(0))])
+        for number, acknowledged in ((1, 0), (2, 1)):
+            router.send_multipart([route, encode_message(RequestHeader(number, "echo", acknowledged)), b""])
+            request = endpoint.next_request(BOUND_S)
+            assert request is not None
+            if number == 1:
+                endpoint.reply(request, Number(1))
+                assert router.poll(BOUND_S * 1000)
+    finally:
+        endpoint.close()
+        context.destroy(linger=0)
+    assert "not acknowledged" not in caplog.text
 
 
 def test_exception_in_group_store_ends_io_thread_loudly() -> None:

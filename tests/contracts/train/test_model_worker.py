@@ -130,7 +130,7 @@ def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_p
         ids = [ref.sample_id for ref in part]
         for worker in mesh.dp_members(dp):
             keys = ["tokens", "loss_mask", "behav_logprobs"] if worker in heads else ["tokens", "loss_mask"]
-            moves.append(Transfer(heads[0], worker, ids, keys))
+            moves.append(Transfer(heads[0], [worker], ids, keys))
     script: Script = [
         load("actor", models),
         ("transfer", TransferRequest(moves, REFS)),
@@ -220,8 +220,8 @@ def test_roles_get_data_from_outside_their_mesh(models: dict[str, Path], tmp_pat
     config = make_config()
     first, second = REFS[:5], REFS[5:]
     held_by = [(0, [ref.sample_id for ref in first]), (1, [ref.sample_id for ref in second])]
-    there = [Transfer(source, target, ids, ["tokens", "loss_mask"]) for source, ids in held_by for target in (2, 3)]
-    back = [Transfer(2, target, ids, ["ref_logprobs"]) for target, ids in held_by]
+    there = [Transfer(source, [target], ids, ["tokens", "loss_mask"]) for source, ids in held_by for target in (2, 3)]
+    back = [Transfer(2, [target], ids, ["ref_logprobs"]) for target, ids in held_by]
     same = {**models, "ref": models["actor"]}  # so that its log-probs must be the actor's
     transfer_there = ("transfer", TransferRequest(there, REFS))
     transfer_back = ("transfer", TransferRequest(back, REFS))

@@ -1,6 +1,6 @@
 """Measured figures of the pages, written from benchmarks/results/*.json.
 
-    <!-- figures: NAME -->       a table: the function NAME of figure_tables.py writes the lines up to the end mark
+    <!-- figures: NAME -->       a table: TABLES[NAME] of figure_tables.py writes the lines up to the end mark
     <!-- end of figures -->
     1.8<!--= EXPRESSION -->      a number in a sentence or cell
 

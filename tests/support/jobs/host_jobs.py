@@ -76,7 +76,7 @@ def etcd_on(hosts: Hosts, host: int, folder: Path) -> Iterator[str]:
 
     address = f"{hosts.addresses[host]}:2379"
     with (folder / "etcd.log").open("wb") as file:
-        argv = hosts.command(host, command(address, "127.0.0.1:2380", folder / "etcd"))
+        argv = hosts.command(host, command(address, "127.0.0.1:2380", folder / "etcd", "hosts"))
         process = subprocess.Popen(argv, stdout=file, stderr=file)
     try:
         yield address

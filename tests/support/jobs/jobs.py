@@ -105,12 +105,17 @@ def poll(condition: Callable[[], Any], what: str, report: Callable[[], str], tim
 class LiveJob:
     """A run under way, as a user with a second terminal sees it."""
 
-    def __init__(self, root: Path, process: subprocess.Popen[str], output: tuple[Path, Path]) -> None:
-        self.root, self.process, self._output = root, process, output
+    def __init__(self, root: Path, start: Callable[[], subprocess.Popen[str]], output: tuple[Path, Path]) -> None:
+        self.root, self._start, self.output = root, start, output
+        self.process = start()
+
+    def start_again(self) -> None:
+        """Give the command once more, after the process has ended."""
+        self.process = self._start()
 
     @property
     def job(self) -> Job:
-        stdout, stderr = (path.read_text() for path in self._output)
+        stdout, stderr = (path.read_text() for path in self.output)
         return Job(self.root, self.process.poll(), stdout, stderr)
 
     def steps_done(self) -> int:
@@ -162,28 +167,34 @@ def running(
     """Start a run with ``env`` over our environment; stop it at the end of the block if it still runs."""
     output = root.with_name(root.name + ".stdout"), root.with_name(root.name + ".stderr")
     output[0].parent.mkdir(parents=True, exist_ok=True)
-    with output[0].open("w") as stdout, output[1].open("w") as stderr:
-        # A new session, as in a terminal: its Ctrl-C must not reach us.
-        process = subprocess.Popen(
-            argv,
-            env={**os.environ, **(env or {})},
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-        )
+    for path in output:
+        path.unlink(missing_ok=True)
+
+    def start() -> subprocess.Popen[str]:
+        with output[0].open("a") as stdout, output[1].open("a") as stderr:
+            # A new session, as in a terminal: its Ctrl-C must not reach us.
+            return subprocess.Popen(
+                argv,
+                env={**os.environ, **(env or {})},
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
+
+    live = LiveJob(root, start, output)
     try:
-        yield LiveJob(root, process, output)
+        yield live
     finally:
-        if process.poll() is None:
-            process.terminate()
+        if live.process.poll() is None:
+            live.process.terminate()
             try:
-                process.wait(60)
+                live.process.wait(60)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
+                live.process.kill()
+                live.process.wait(10)
 
 
 def processes_of(root: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Agents of other nodes as real processes, which a test can kill and suspend."""
+"""Agents of other nodes as real processes, which a test can kill and suspend; and ends whose messages a test writes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from realsys.config.paths import TrialPaths
+from realsys.launch.nodes import orders
 from realsys.launch.nodes.base import Node
-from realsys.launch.nodes.coordinator import Terms, open_nodes
+from realsys.launch.nodes.coordinator import AgentStream, Terms, open_nodes
+from realsys.launch.nodes.node_agent import AgentEndpoint
 from realsys.launch.plan import ProcessSpec, needs_of
+from realsys.stream.security import ensure_keys, load_keys
 from tests.support.processes.supervised import FOREVER, READY, Trial
 
 BOUND_S = 60.0
+NAME = "hosta"  # of the machine of a FakeAgent, or that a FakeCoordinator orders
 #: ends with its agent, as a worker does
 WITH_PARENT = "from realsys.cluster.process import die_with_parent; die_with_parent()\n"
 WORKER = WITH_PARENT + FOREVER
@@ -24,11 +30,20 @@ WORKER = WITH_PARENT + FOREVER
 SHOWN = WITH_PARENT + READY + "print(os.getpid(), flush=True); ready(); signal.pause()"
 
 
-def start_agent(root: Path, node: str, output: Path, wait_s: float = BOUND_S) -> subprocess.Popen[bytes]:
-    """Start ``realsys node-agent``; its output goes to the end of ``output``."""
+def start_agent(
+    root: Path, node: str, output: Path, wait_s: float = BOUND_S, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start ``realsys node-agent`` with ``env`` over our environment; its output goes to the end of ``output``."""
     argv = [sys.executable, "-m", "realsys.launch.cli", "node-agent", "--trial-dir", str(root), "--node", node]
     with output.open("ab") as file:
-        return subprocess.Popen([*argv, "--wait", str(wait_s)], stdout=file, stderr=file, env=dict(os.environ))
+        return subprocess.Popen(
+            [*argv, "--wait", str(wait_s)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
 
 
 class AgentTrial(Trial):
@@ -68,3 +83,42 @@ class AgentTrial(Trial):
             for agent in self.started:
                 agent.kill()
                 agent.wait(BOUND_S)
+
+
+class FakeAgent:
+    """An agent whose messages the test writes."""
+
+    def __init__(self, paths: TrialPaths) -> None:
+        address = orders.read_address(paths.coordinator)
+        assert address is not None
+        self.index = orders.index_of(NAME)
+        self.endpoint = AgentEndpoint(self.index, address.address, keys=load_keys(paths.keys))
+        about = (self.index, self.endpoint.incarnation, NAME, NAME, "127.0.0.1", 2, 1 << 40, 0)
+        self.endpoint.notify("Joined", orders.Joined(*about))
+
+    async def answer(self, handler: str, reply: msgspec.Struct) -> None:
+        """Answer the next order ``handler``, and all Pings before it."""
+        while request := await asyncio.to_thread(self.endpoint.next_request, 60.0):
+            if request.handler == handler:
+                self.endpoint.reply(request, reply)
+                return
+            self.endpoint.reply(request, self.pong)
+
+    @property
+    def pong(self) -> orders.Pong:
+        return orders.Pong(self.endpoint.incarnation)
+
+
+class FakeCoordinator:
+    """A coordinator whose orders the test writes; inside of the event loop."""
+
+    def __init__(self, paths: TrialPaths) -> None:
+        self.joined: asyncio.Queue[orders.Joined] = asyncio.Queue()
+        self.stream = AgentStream("127.0.0.1", keys=ensure_keys(paths.keys))
+        self.exits: list[orders.Exited] = []
+        self.stream.on_notice("Joined", orders.Joined, self.joined.put_nowait)
+        self.stream.on_notice("Exited", orders.Exited, self.exits.append)
+        orders.write_address(paths.coordinator, orders.Address(self.stream.address, "c", 60.0))
+
+    async def order(self, handler: str, message: msgspec.Struct, kind: type[msgspec.Struct]) -> msgspec.Struct:
+        return await self.stream.request(orders.index_of(NAME), handler, message, kind, timeout_s=60.0)

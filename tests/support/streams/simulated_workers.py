@@ -15,6 +15,7 @@ from typing import Any, Literal
 from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow
 from realsys.model_calls import ClearRequest, Empty, MaskRequest, MfcReply, MfcRequest, TransferReply, TransferRequest
+from realsys.stream.codec import decode_message
 from realsys.types import METADATA_KEYS
 
 BOUND = 3000  # far beyond the turns of all requests of a test together
@@ -91,8 +92,9 @@ class SimulatedWorkers:
 
     # -- what the executor sees --------------------------------------------------------------------------------------
 
-    def transfer(self, requests: Mapping[int, TransferRequest]) -> asyncio.Future[list[TransferReply]]:
-        return self._send(f"transfer {len(self.sent)}", requests)
+    def transfer(self, requests: Mapping[int, bytes]) -> asyncio.Future[list[TransferReply]]:
+        decoded = {worker: decode_message(request, TransferRequest) for worker, request in requests.items()}
+        return self._send(f"transfer {len(self.sent)}", decoded)
 
     def run_mfc(self, mesh: Mesh, payload: MfcRequest) -> asyncio.Future[list[MfcReply]]:
         return self._send(payload.mfc, dict.fromkeys(mesh.workers, payload))
@@ -101,8 +103,9 @@ class SimulatedWorkers:
         requests = {worker: ClearRequest(ids, list(keys)) for worker, ids in samples.items()}
         return self._send(f"clear {len(self.sent)}", requests)
 
-    def mask(self, worker: int, payload: MaskRequest) -> asyncio.Future[list[Empty]]:
-        return self._send(f"mask {len(self.sent)}", {worker: payload})
+    def mask(self, samples: Mapping[int, list[str]], oldest: int) -> asyncio.Future[list[Empty]]:
+        requests = {worker: MaskRequest(ids, oldest) for worker, ids in samples.items()}
+        return self._send(f"mask {len(self.sent)}", requests)
 
     def _send(self, name: str, payloads: Mapping[int, Any]) -> asyncio.Future[list[Any]]:
         loop = asyncio.get_running_loop()
@@ -174,12 +177,12 @@ class SimulatedWorkers:
         known = {ref.sample_id for ref in request.sequences}
         assert known == {name for t in request.transfers for name in t.sample_ids}, "lengths of samples of others"
         for transfer in request.transfers:
-            assert worker in (transfer.src, transfer.dst), f"worker {worker} gets a transfer of others"
+            assert worker in (transfer.src, *transfer.dsts), f"worker {worker} gets a transfer of others"
             for item in ((key, sample) for sample in transfer.sample_ids for key in transfer.keys):
                 assert item[1] in known, f"nobody can know the length of {item[1]}"
                 if transfer.src == worker:
                     assert item in self.held[worker], f"worker {worker} is to send {item}, which it lacks"
-                if transfer.dst == worker:
+                if worker in transfer.dsts:
                     assert item not in self.held[worker], f"worker {worker} gets {item} twice"
                     self.held[worker].add(item)
                     received += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -40,6 +41,23 @@ def test_machine_without_gpus_ends_the_run_at_once(tmp_path: Path) -> None:
     problem = "config: cluster.nodes=1: hosta cannot be node0: its processes need 2 GPUs, 0 are there"
     assert (job.returncode, job.stderr) == (2, f"realsys: {problem}\n")
     assert not list(job.paths.logs.glob("*"))
+
+
+def test_etcd_of_another_run_ends_this_one(tmp_path: Path, etcd_server: Any) -> None:
+    """It has the port on the first node, and answers. No other process starts."""
+    address = f"cluster.name_store.address={etcd_server.address}"
+    own = ("cluster.nodes=1", "allocation=serve.d1+d1", "name_store=etcd", "cluster.name_store.start=true", address)
+    root, argv = arith(tmp_path, "port", *own)
+    agent = start_agent(root, "hosta", tmp_path / "a.txt")
+    try:
+        job = run(root, argv)
+        assert agent.wait(BOUND_S) == 0
+    finally:
+        agent.kill()
+        agent.wait(BOUND_S)
+    assert job.returncode == 2
+    assert f"cluster.name_store.address='{etcd_server.address}': cannot be bound on " in job.stderr
+    assert [log.name for log in job.paths.logs.glob("*.log")] == ["name_store-0.log"]
 
 
 def kinds_of(agent: subprocess.Popen[bytes]) -> set[str]:

@@ -1,13 +1,22 @@
 """The schedule of the chaos suite: complete, the same for the same seed, and of points that exist."""
 
+import random
+
 from tests.chaos.schedule.cases import chosen, full, short
+from tests.chaos.schedule.nodes import runs
 from tests.chaos.schedule.rows import PHASES, SUSPENDED
 from tests.chaos.schedule.signals import PER_RUN, STATELESS, TRAINING
 from tests.support.faults.points import POINTS
 
+OF_AGENTS = len(runs(random.Random(0)))  # runs whose agents fail; they come first
+
 
 def rows_of(cases):
     return [(row.fault, row.phase) for case in cases for row in case.rows]
+
+
+def faults_of(cases):
+    return [fault for fault, _ in rows_of(cases)]
 
 
 def test_each_worker_meets_both_signals_at_each_phase():
@@ -37,9 +46,19 @@ def test_each_socket_meets_each_fault_of_its_messages():
         assert {(f"{what} {how}", socket) for how in ("lost", "twice", "garbled")} <= found
 
 
-def test_seed_changes_only_the_order():
+def test_seed_changes_order_and_agents():
+    """It also chooses the phases at which agents fail."""
     assert full(1) == full(1) != full(2)
-    assert sorted(rows_of(full(1))) == sorted(rows_of(full(2)))
+    assert sorted(faults_of(full(1))) == sorted(faults_of(full(2)))
+    assert sorted(rows_of(full(1)[OF_AGENTS:])) == sorted(rows_of(full(2)[OF_AGENTS:]))
+
+
+def test_half_of_the_runs_go_over_agents():
+    for seed in range(5):
+        of_workers = [case for case in full(seed)[OF_AGENTS:] if case.needs != "sglang"]
+        over = [case for case in of_workers if case.nodes]
+        assert len(over) == len(of_workers) // 2 and over == chosen(of_workers, ["over agents"], [])
+    assert len({frozenset(case.name for case in full(seed) if case.nodes) for seed in range(5)}) > 1
 
 
 def test_cases_are_well_formed():

@@ -211,6 +211,24 @@ def test_counters_are_in_the_next_beat(store, losses):
     assert json.loads(store.get(KEY))["counters"] == {"malformed": 3}
 
 
+def test_rising_counters_are_written_every_half_minute(store, losses, monkeypatch):
+    """A worker that is attacked must not wake the manager with each beat. A state is still written immediately."""
+    now, refused, written = 100.0, 0, []
+    beating = heartbeat(store, losses, clock=lambda: now)
+    beating.count(lambda: {"refused": refused})
+    beating._beat()
+    add = store.add
+    monkeypatch.setattr(store, "add", lambda *args, **options: (written.append(now), add(*args, **options)))
+    for seconds in range(2, 64, 2):
+        now, refused = 100.0 + seconds, seconds
+        beating._beat()
+    assert written == [102.0, 132.0, 162.0]
+    beating.set_state("serving")
+    beating._beat()
+    assert written[3:] == [162.0]
+    assert json.loads(store.get(KEY))["counters"] == {"refused": 62}
+
+
 def test_beats_read_the_key_once_per_fifth_of_lease(store, losses, monkeypatch):
     now, read = 100.0, []
     beating = heartbeat(store, losses, lease_s=60.0, clock=lambda: now)
@@ -230,9 +248,9 @@ def test_suspension_counts_unless_all_is_on_one_machine(monkeypatch):
     monkeypatch.setattr("realsys.cluster.heartbeat.time.monotonic", lambda: 1.0)
     monkeypatch.setattr("realsys.cluster.heartbeat.time.clock_gettime", lambda clock: 1000.0)
 
-    def now(nodes: int, backend: str) -> float:
+    def now(nodes: int, backend: str, spares: int = 0) -> float:
         store = NameStoreConfig.model_validate({"backend": backend})
-        return lease_clock(ClusterConfig(nodes=nodes, name_store=store))()
+        return lease_clock(ClusterConfig(nodes=nodes, spare_nodes=spares, name_store=store))()
 
     assert now(0, "file") == now(1, "file") == 1.0
-    assert now(2, "file") == now(0, "etcd") == 1000.0
+    assert now(2, "file") == now(1, "file", spares=1) == now(0, "etcd") == 1000.0

@@ -148,6 +148,7 @@ def test_process_takes_its_own_address(cluster, given, address, interface):
         ({"host": "0.0.0.0"}, "", "cluster.host='0.0.0.0': binds every interface, and this machine has lo 127.0.0.1"),
         ({"nodes": 2}, "", "cluster.interface='': other hosts cannot reach 127.0.0.1, which this process of 2 nodes"),
         ({"nodes": 2, "interface": "lo"}, "", "other hosts cannot reach 127.0.0.1"),
+        ({"nodes": 1, "spare_nodes": 1}, "", "other hosts cannot reach 127.0.0.1, which this process of 2 nodes"),
     ],
 )
 def test_address_that_cannot_serve_is_refused(cluster, given, problem):

@@ -49,6 +49,15 @@ def test_body_gets_its_context_and_leaves_nothing(trial):
     assert read_errors(trial.paths.errors) == []
 
 
+def test_garbage_collector_leaves_out_the_modules(trial):
+    """A full collection stops the event loop: it must not walk what stays anyway."""
+    body = """
+    import gc
+    assert gc.get_freeze_count() > 10 * len(gc.get_objects()), (gc.get_freeze_count(), len(gc.get_objects()))
+    """
+    trial.ends(trial.start(body.strip()), 0)
+
+
 def test_password_of_etcd_is_not_inherited(trial):
     """Verifiers, agents and engines run other people's code."""
     body = """

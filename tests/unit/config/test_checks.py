@@ -229,10 +229,11 @@ def test_slow_settings_on_described_nodes_must_be_asked_for(machine: Machine) ->
 
 
 def test_files_between_hosts_must_be_allowed() -> None:
-    nodes = ["cluster.nodes=2", "allocation=serve.d1+d1"]
-    with pytest.raises(ConfigError, match="backend='file': 2 nodes may see its files late.*add name_store=etcd"):
-        check(changed(*nodes), CPU)
-    check(changed(*nodes, "cluster.name_store.file_between_hosts=true"), CPU)
+    for hosts in (["cluster.nodes=2"], ["cluster.nodes=1", "cluster.spare_nodes=1"]):
+        nodes = [*hosts, "allocation=serve.d1+d1"]
+        with pytest.raises(ConfigError, match="backend='file': 2 nodes may see its files late.*add name_store=etcd"):
+            check(changed(*nodes), CPU)
+        check(changed(*nodes, "cluster.name_store.file_between_hosts=true"), CPU)
     check(changed("cluster.nodes=1", "allocation=serve.d1+d1"), CPU)
 
 

@@ -99,6 +99,26 @@ def test_experiment_of_ones_own(tmp_path: Path) -> None:
     assert (config.experiment, config.train.total_steps, config.train.batch_groups) == ("mine", 3, 64)
 
 
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        ("# my run\n# @package _global_\n", "'# @package _global_' is on line 2: it must be on line 1"),
+        ("---\n#  @package _global_\n", "'#  @package _global_' is on line 2: it must be on line 1"),
+        ("", "must have '# @package _global_' on line 1"),
+    ],
+)
+def test_experiment_outside_the_root_names_its_file(tmp_path: Path, head: str, problem: str) -> None:
+    """Otherwise all of its fields would be below a section named experiment."""
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text(f"{head}defaults:\n  - arith\ntrain:\n  total_steps: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        compose(["experiment=mine"], config_dir=tmp_path)
+    assert str(caught.value) == f"config: --config-dir={str(file)!r}: {problem}"
+    file.write_text(f"\n#@package _global_\n{file.read_text().removeprefix(head)}")
+    assert compose(["experiment=mine"], config_dir=tmp_path).train.total_steps == 3
+
+
 def test_composition_leaves_no_state_behind() -> None:
     handlers = list(logging.getLogger().handlers)
     compose(["experiment=arith", "seed=3"])

@@ -33,7 +33,21 @@ def test_automatic_allocation_divides_the_gpus(gpus: int, allocation: str) -> No
 def test_automatic_allocation_divides_the_gpus_of_all_nodes() -> None:
     cluster = ClusterConfig(nodes=4, gpus_per_node=8)
     _, lines = fit(Config(allocation="auto", cluster=cluster), {"generation.backend"}, machine(0))
-    assert lines == ["set allocation=serve.d24+d8: the 4 nodes have 32 GPUs"]
+    assert lines[0] == "set allocation=serve.d24+d8: the 4 nodes have 32 GPUs"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "servers", "given", "readers"),
+    [(0, 64, "", 0), (3, 24, "", 0), (64, 2, "", 0), (4, 24, "", 2), (64, 64, "", 2), (64, 64, "storage_readers", 0)],
+)
+def test_few_of_many_hosts_read_the_storage(nodes: int, servers: int, given: str, readers: int) -> None:
+    """A choice on the command line stays, also that all hosts read the storage."""
+    cluster = ClusterConfig(nodes=nodes, gpus_per_node=8 if nodes else 0)
+    config = Config(allocation=f"serve.d{servers}+d1", cluster=cluster)
+    config, lines = fit(config, {"generation.backend", f"weights.{given}"}, machine(0))
+    assert config.weights.storage_readers == readers
+    chosen = [line for line in lines if line.startswith("set weights.storage_readers=2: servers on up to ")]
+    assert len(chosen) == (readers > 0)
 
 
 @pytest.mark.parametrize("gpus_here", [0, 1, 8])

@@ -185,6 +185,13 @@ def test_etcd_that_does_not_answer_is_refused(refused: Refused) -> None:
     assert f"cluster.name_store.address='{address}'" in line and "did not answer within 0.2 s" in line
 
 
+def test_own_etcd_without_its_program_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    line = refused("name_store=etcd", "cluster.name_store.start=true")
+    missing = f"there is no program named etcd on the PATH of {socket.gethostname()}"
+    assert f"cluster.name_store.start=True: {missing}: install etcd-server there" in line
+
+
 def test_short_lease_with_etcd_elsewhere_is_refused(refused: Refused) -> None:
     """192.0.2.1 is an address for documentation, which no machine has."""
     line = refused("name_store=etcd", "cluster.name_store.address=127.0.0.1:2379,192.0.2.1:2379")
@@ -193,11 +200,11 @@ def test_short_lease_with_etcd_elsewhere_is_refused(refused: Refused) -> None:
 
 def test_etcd_of_several_nodes_counts_as_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is elsewhere for all nodes but one, also if that is the launcher's."""
-    monkeypatch.setattr("realsys.launch.preflight._bind_problem", lambda host, port: "")
+    monkeypatch.setattr("realsys.launch.preflight.bind_problem", lambda host, port: "")
 
     def problem(address: str, **cluster: object) -> str:
         store = {"backend": "etcd", "address": address}
-        config = Config.model_validate({"cluster": {"nodes": 2, "name_store": store, **cluster}})
+        config = Config.model_validate({"cluster": {"nodes": 1, "spare_nodes": 1, "name_store": store, **cluster}})
         with pytest.raises(ConfigError) as error:
             check_etcd(config, TrialPaths(tmp_path))
         return str(error.value)

@@ -18,7 +18,7 @@ from realsys.master.calls.call_arguments import CallArguments
 from realsys.master.calls.executor import CallResult
 from realsys.master.statistics import call_seconds, untrained_shares
 from realsys.master.stuck import FEWEST_FILTERED
-from realsys.model_calls import SNAPSHOT, SnapshotPlan
+from realsys.model_calls import SNAPSHOT, MaskRequest, SnapshotPlan
 from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
 from tests.support.training.master_fakes import BOUND_S, Run, run
@@ -145,12 +145,15 @@ def test_last_step_and_first_steps_are_marked() -> None:
 
 
 def test_masked_tokens_are_taken_out_before_step(caplog: pytest.LogCaptureFixture) -> None:
+    """All owners of such samples are asked at the same time."""
+
     async def body() -> Run:
         job = Run("train.total_steps=1", "asynchronous.stale_policy=mask")
         job.manager.publish(2)
-        for _, samples in job.manager.rollouts(job.config, *[(5.0, -5.0)] * 2):
+        for owner, (_, samples) in enumerate(job.manager.rollouts(job.config, *[(5.0, -5.0)] * 2)):
             for sample in samples:
-                job.workers.held[0] |= {(k, sample.sample_id) for k in SOURCE_KEYS}
+                sample.owner = owner
+                job.workers.held[owner] |= {(k, sample.sample_id) for k in SOURCE_KEYS}
             samples[0].version_min, samples[0].version_tokens = 0, [(0, 1), (2, 2)]
             job.intake.on_samples(samples)
         await job.serve(job.loop.step(3))
@@ -159,6 +162,7 @@ def test_masked_tokens_are_taken_out_before_step(caplog: pytest.LogCaptureFixtur
     job = run(body)
     names = [type(sent.payload).__name__ for sent in job.workers.sent]
     assert names.index("MaskRequest") < names.index("MfcRequest")
+    assert [sent.workers for sent in job.workers.sent if isinstance(sent.payload, MaskRequest)] == [[0, 1]]
     assert job.records[0]["untrained"] == {"masked": pytest.approx(2 / 12)}
     assert job.records[0]["answer_tokens"] == 10 and job.manager.told[-1].oldest == [2, 2]
     assert [record.getMessage()[:18] for record in caplog.records] == ["17 % of the tokens"]

@@ -41,11 +41,12 @@ def holding(worker: int, names: list[str]) -> DataManager:
 
 def test_arrays_arrive_only_where_plan_says() -> None:
     plan = [
-        Transfer(0, 1, ["s0", "s1"], ["tokens", "behav_logprobs", "values"]),
-        Transfer(0, 2, ["s1"], ["tokens"]),
-        Transfer(2, 0, ["s3"], ["values"]),
-        Transfer(2, 0, ["s3", "s2"], ["tokens"]),
-        Transfer(1, 1, ["s0"], ["tokens"]),
+        Transfer(0, [1], ["s0"], ["tokens", "behav_logprobs", "values"]),
+        Transfer(0, [1], ["s1"], ["behav_logprobs", "values"]),
+        Transfer(0, [1, 2], ["s1"], ["tokens"]),
+        Transfer(2, [0], ["s3"], ["values"]),
+        Transfer(2, [0], ["s3", "s2"], ["tokens"]),
+        Transfer(1, [1], ["s0"], ["tokens"]),
     ]
 
     def body(rank: int, device: Device) -> Any:
@@ -78,7 +79,7 @@ def test_workers_outside_a_transfer_take_no_part() -> None:
         "actor": Mesh(ParallelLayout(data=2), (0, 1)),
         "critic": Mesh(ParallelLayout(tensor=2), (2, 3)),
     }
-    plan = [Transfer(0, 3, ["s2"], ["tokens", "values"]), Transfer(3, 0, ["s1"], ["behav_logprobs"])]
+    plan = [Transfer(0, [3], ["s2"], ["tokens", "values"]), Transfer(3, [0], ["s1"], ["behav_logprobs"])]
 
     def body(rank: int, device: Device) -> Any:
         data = holding(rank, {0: ["s2"], 3: ["s1"]}.get(rank, []))
@@ -96,7 +97,7 @@ def test_workers_outside_a_transfer_take_no_part() -> None:
 
 def test_an_empty_answer_arrives_empty() -> None:
     empty = make_ref("s", 3, 3, 0.0, False, 0)
-    request = TransferRequest([Transfer(0, 1, ["s"], ["behav_logprobs"])], [empty])
+    request = TransferRequest([Transfer(0, [1], ["s"], ["behav_logprobs"])], [empty])
 
     def body(rank: int, device: Device) -> Any:
         data = DataManager(rank)
@@ -112,7 +113,7 @@ def test_a_source_that_lacks_the_sample_says_so() -> None:
         if rank == 1:
             return ""
         with pytest.raises(KeyError) as caught:
-            execute(TransferRequest([Transfer(0, 1, ["s0"], ["tokens"])], REFS), DataManager(0), 0, device)
+            execute(TransferRequest([Transfer(0, [1], ["s0"], ["tokens"])], REFS), DataManager(0), 0, device)
         return str(caught.value)
 
     assert "model_worker/0 has no tokens of sample s0" in run_ranks(2, body, Config())[0]
@@ -124,7 +125,7 @@ def test_array_with_wrong_length_is_not_sent() -> None:
 
     def body(rank: int, device: Device) -> str:
         with pytest.raises(ModelError) as caught:
-            execute(TransferRequest([Transfer(0, 1, ["s1"], ["values"])], REFS), data, 0, device)
+            execute(TransferRequest([Transfer(0, [1], ["s1"], ["values"])], REFS), data, 0, device)
         return str(caught.value)
 
     expected = "values of sample s1 has 2 elements, the plan expects 3 for its 5 tokens, 2 of them in the loss: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.layers import lora
-from tests.support.training.ppo_batch import Worker, deal, make_batch, make_models, save_models
+from realsys.train.megatron.offload import HostCopies, WeightSnapshot
+from tests.support.training.ppo_batch import Worker, deal, make_batch, make_models, save_models, whole
 from tests.support.training.train_ranks import run_ranks
 
 REFS, ARRAYS = make_batch()
@@ -45,7 +47,10 @@ def test_tokens_are_scored_with_their_own_version(folders: dict[str, Path], layo
         for ref in REFS:
             sampled = {"behav_logprobs": scored[ref.sample_id]["prox_logprobs"].copy()}
             worker.fill({ref.sample_id: sampled | {"versions": np.zeros(ref.loss_tokens, np.int32)}})
-        engine = worker.roles["actor"].engine
+        role = worker.roles["actor"]
+        engine = role.engine
+        if engine.snapshot is not None:
+            engine.snapshot.finish()
         with torch.no_grad():
             for parameter in engine.module.parameters():  # type: ignore[union-attr]
                 if parameter.requires_grad:
@@ -55,8 +60,7 @@ def test_tokens_are_scored_with_their_own_version(folders: dict[str, Path], layo
         plan = {"version": 0, "samples": own, "take": True}
         outcome = worker.call("actor_inf", "actor", [REFS], version=1, snapshot=plan)
         untouched = all(torch.equal(tensor, moved[name]) for name, tensor in engine.export())
-        role = worker.roles["actor"]
-        kept = role.snapshot.version if role.snapshot else None
+        kept = engine.snapshot.version if engine.snapshot else None
         gone = worker.call("actor_inf", "actor", [REFS], version=2, snapshot={"version": 7, "samples": own})
         return outcome.stats, gone.stats, untouched, kept, role.groups.data_rank, role.groups.last_stage
 
@@ -67,3 +71,41 @@ def test_tokens_are_scored_with_their_own_version(folders: dict[str, Path], layo
             assert stats["agreement/tokens"] == compared
             assert stats["agreement/difference_max"] < 1e-5 < 0.01 < stats["logprob_difference_mean"]
             assert gone["agreement/tokens"] == 0, "a snapshot of another version must not be compared"
+
+
+def test_step_waits_for_the_copy(folders: dict[str, Path]) -> None:
+    """The copy begins in actor_inf and goes on until the optimizer comes. It has the weights before the step."""
+    config = Config.model_validate({"train": {"microbatch_tokens": 48}})
+
+    def body(rank: int, device: Device) -> tuple[bool, bool, bool]:
+        worker = Worker(rank, device, config, whole("d1", "actor"), folders)
+        worker.fill(ARRAYS)
+        engine, needed, take, finish = worker.roles["actor"].engine, Event(), HostCopies.take, WeightSnapshot.finish
+
+        def slow(copies: HostCopies, tensors: Any) -> Any:
+            assert needed.wait(60)
+            return take(copies, tensors)
+
+        def finishing(snapshot: WeightSnapshot) -> Any:
+            needed.set()
+            return finish(snapshot)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostCopies, "take", slow)
+            patch.setattr(WeightSnapshot, "finish", finishing)
+            worker.call("actor_inf", "actor", [REFS], snapshot={"take": True})
+            before = [each.detach().clone() for each in engine.module.parameters()]  # type: ignore[union-attr]
+            waits = not needed.is_set()
+            engine.use_optimizer("rl", engine.settings.optimizer)
+            for parameter in engine.module.parameters():  # type: ignore[union-attr]
+                parameter.main_grad.fill_(1.0)  # type: ignore[attr-defined,operator]
+            assert engine.step(0.1).applied
+        assert engine.snapshot is not None
+        kept = engine.snapshot.finish().values()
+        moved = any(
+            not torch.equal(one, two)
+            for one, two in zip(before, engine.module.parameters(), strict=True)  # type: ignore[union-attr]
+        )
+        return waits, moved, all(torch.equal(one, two) for one, two in zip(before, kept, strict=True))
+
+    assert run_ranks(1, body, config) == [(True, True, True)]

@@ -19,7 +19,9 @@ from transformers import PreTrainedModel, Qwen2Config
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
+from realsys.errors import ModelError
 from realsys.hf.config import read_model
+from realsys.train.megatron.collectives import ReplicaReader
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.hf_map import HFReader, ShardMap
 from realsys.train.megatron.train_engine import MegatronEngine
@@ -256,7 +258,7 @@ def test_a_rank_touches_only_its_own_slices(tmp_path: Path) -> None:
             reader.check(shards.model)
             checked = mapped_bytes(path / "model.safetensors")
             assert other.module is not None
-            shards.fill(other.module, reader)
+            shards.fill(other.module, reader, ReplicaReader(engine.groups.data, device, ModelError))
             return shard, peak, checked, mapped_bytes(path / "model.safetensors")
 
     for shard, peak, checked, read in run_ranks(4, body, Config(), LAYOUTS["p2m2"]):

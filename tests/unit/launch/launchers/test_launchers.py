@@ -70,7 +70,7 @@ def test_given_nodes_win_over_those_of_the_launcher() -> None:
         (Config(cluster=ClusterConfig(launcher="slrum")), "unknown launcher: use one of local"),
         (Config(cluster=ClusterConfig(spare_nodes=1)), "there are no other machines: set cluster.nodes too"),
         (
-            Config(cluster=ClusterConfig(nodes=2, name_store=NameStoreConfig(backend="etcd"))),
+            Config(cluster=ClusterConfig(nodes=1, spare_nodes=1, name_store=NameStoreConfig(backend="etcd"))),
             "other nodes cannot reach it: name etcd's address, or set cluster.name_store.start=true",
         ),
     ],
@@ -117,6 +117,7 @@ def test_example_starts_agents_with_ssh(tmp_path: Path, monkeypatch: pytest.Monk
 
     async def body() -> str:
         await launcher.start(["agent"], print)
+        await asyncio.gather(*(shell.wait() for shell in launcher.shells))  # stop would end them before they write
         await launcher.stop()
         return launcher.problem()
 

@@ -6,15 +6,17 @@ import asyncio
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from realsys.config.devices.device_plan import Needs
 from realsys.config.paths import TrialPaths
 from realsys.errors import Fenced, RealsysError, WaitTimeout
-from realsys.launch.nodes import orders
+from realsys.launch.nodes import coordinator, orders
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.nodes.node_agent import AgentEndpoint, Lease
 from realsys.stream.security import CurveKeys, ensure_keys
+from tests.support.processes.agents import FakeAgent
 
 
 @pytest.fixture
@@ -77,7 +79,32 @@ def test_launcher_outlives_agents_of_a_killed_one(tmp_path: Path, monkeypatch: p
     began = time.monotonic()
     orders.outlive_agents(path, said.append)
     assert time.monotonic() - began >= 0.75 and not path.exists()
-    assert said == ["the last launcher was killed: waiting 0.75 s, until its processes on other nodes have ended"]
+    assert said == ["the last launcher left agents behind: waiting 0.75 s, until their processes have ended"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "stays"), [(orders.Ended([]), False), (orders.Done(), True), (None, True)], ids=["ended", "bad", "none"]
+)
+def test_file_stays_if_an_agent_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: msgspec.Struct | None, stays: bool
+) -> None:
+    """The next launcher must wait for its processes as for those of a launcher that was killed."""
+    monkeypatch.setattr(orders, "KILL_MARGIN_S", 0.1)
+    monkeypatch.setattr(coordinator, "_END_S", 0.1 if answer is None else 30.0)
+    paths = TrialPaths(tmp_path)
+
+    async def body() -> None:
+        async with open_nodes({"a": Needs(1, 0, 0)}, paths, Terms("127.0.0.1", 60.0, 60.0)) as nodes:
+            agent = FakeAgent(paths)
+            await agent.answer("Ping", agent.pong)
+            await nodes["a"].ready(60.0)
+            answering = asyncio.create_task(agent.answer("End", answer)) if answer else None
+        if answering is not None:
+            await answering
+        await asyncio.to_thread(agent.endpoint.close, 0.0)
+
+    asyncio.run(body())
+    assert paths.coordinator.exists() is stays
 
 
 def test_agent_with_other_keys_cannot_join(tmp_path: Path) -> None:

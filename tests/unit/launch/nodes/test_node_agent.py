@@ -64,9 +64,7 @@ def test_killed_agent_restarts_the_trainer(trial: AgentTrial) -> None:
     outcome = trial.run(*two_nodes(trial), until=NAMES, then=kill)
     assert outcome.status == "interrupted" and not outcome.killed
     assert [death.name for death in outcome.restarted] == ["model_worker/0"]
-    assert trial.notes[0].startswith(
-        "model_worker/0 was lost with its node b: another agent took its place; restart 1/2"
-    )
+    assert trial.notes[0].startswith("model_worker/0 was lost with its node b: its agent joined again; restart 1/2")
     first, second = pids_of_rank(trial)
     assert first != second and ended(first)
     assert trial.agents["b"].returncode == 0

@@ -7,16 +7,17 @@ from realsys.manager.routing.fan_out import FanOut
 from realsys.manager.routing.servers import Idle, Pace, ServerRegistry, UpdateOrder
 from realsys.types import PublishedVersion, ServerAddress
 
-VERSION = PublishedVersion(1, "t", "/v1", 1)
+VERSION, NEWER = PublishedVersion(1, "t", "/v1", 1), PublishedVersion(2, "t", "/v2", 2)
 PATIENCE_S = 60.0
 
 
 class Hosts:
-    """Servers named host/number, all of which must be updated. ``orders``: updates that were begun."""
+    """Servers named host/number, all of which must be updated. ``orders``: the last update of each that was begun."""
 
     def __init__(self, names: list[str], storage_readers: int, *, copies: bool = True) -> None:
         self.now = 0.0
         self.orders: dict[str, UpdateOrder] = {}
+        self._running: set[str] = set()
         self.registry = ServerRegistry(StalenessBound(2, 1), Pace(), fan_out=FanOut(storage_readers, PATIENCE_S))
         addresses = []
         for name in names:
@@ -32,16 +33,22 @@ class Hosts:
             name = min(self.registry.due)
             self.registry.due.remove(name)
             order = self.registry.next_order(name, "1", self.now)
-            if isinstance(order, UpdateOrder) and name not in self.orders:
+            if isinstance(order, UpdateOrder) and name not in self._running:
                 self.registry.started(order, self.now)
+                self._running.add(name)
                 self.orders[name] = order
                 begun[name] = next(iter(order.sources), "")
         return begun
 
+    def publish(self, version: PublishedVersion) -> None:
+        self.registry.publish(version)
+
     def succeed(self, name: str) -> None:
+        self._running.remove(name)
         self.registry.succeeded(self.orders[name], 1.0, {})
 
     def fail(self, name: str) -> None:
+        self._running.remove(name)
         self.registry.failed(self.orders.pop(name), "no", self.now)
 
 
@@ -74,12 +81,51 @@ def test_failed_reader_frees_its_place() -> None:
     assert hosts.decide() == {"b/0": ""}
 
 
-def test_wait_for_a_host_has_an_end() -> None:
-    hosts = Hosts(["a/0", "b/0"], 1)
+def test_reader_that_hangs_is_replaced_by_one() -> None:
+    """All waiting hosts together would take the storage from each other, and from a reader that is only slow."""
+    hosts = Hosts(["a/0", "b/0", "c/0", "d/0"], 1)
     hosts.decide()
     assert hosts.registry.next_order("b/0", "1", 10.0) == Idle(PATIENCE_S)
-    order = hosts.registry.next_order("b/0", "1", PATIENCE_S)
-    assert isinstance(order, UpdateOrder) and order.sources == ()
+    hosts.now = PATIENCE_S
+    hosts.registry.due.update(["b/0", "c/0", "d/0"])
+    assert hosts.decide() == {"b/0": ""}
+    assert hosts.registry.next_order("c/0", "1", PATIENCE_S) == Idle(2 * PATIENCE_S)
+
+
+def test_sender_stages_no_newer_version_meanwhile() -> None:
+    """Its copy would change under the host that reads it, which would read the rest from the storage."""
+    hosts = Hosts(["a/0", "b/0", "c/0"], 1)
+    hosts.decide()
+    hosts.succeed("a/0")
+    assert hosts.decide() == {"b/0": "http://a", "c/0": ""}
+    hosts.publish(NEWER)
+    assert hosts.decide() == {} and hosts.registry.next_order("a/0", "1", 0.0) == Idle(PATIENCE_S)
+    hosts.succeed("b/0")
+    assert hosts.decide() == {"a/0": ""}
+    hosts.succeed("c/0")
+    hosts.succeed("a/0")
+    assert hosts.decide() == {"b/0": "http://a", "c/0": ""}
+
+
+def test_free_host_begins_while_another_sends() -> None:
+    hosts = Hosts(["a/0", "b/0", "c/0"], 1)
+    hosts.decide()
+    hosts.succeed("a/0")
+    hosts.decide()
+    hosts.publish(NEWER)
+    hosts.decide()
+    hosts.succeed("c/0")
+    assert hosts.decide() == {"c/0": ""}, "a sends to b"
+
+
+def test_transfer_that_hangs_delays_its_sender_once() -> None:
+    hosts = Hosts(["a/0", "b/0"], 1)
+    hosts.decide()
+    hosts.succeed("a/0")
+    hosts.decide()
+    hosts.publish(NEWER)
+    hosts.now = PATIENCE_S
+    assert hosts.decide() == {"a/0": ""}
 
 
 def test_silent_host_is_no_source() -> None:

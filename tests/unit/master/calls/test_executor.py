@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from realsys.algorithm import dataflows
+from realsys.buffer.redistribute import TransferPlan
 from realsys.cluster.topology import Mesh, place, whole_mesh
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.dataflow import Dataflow, FunctionCall
@@ -156,6 +158,28 @@ def test_key_is_cleared_everywhere_after_last_reader() -> None:
     for sent in (early, late):
         assert {name for request in sent.payloads.values() for name in request.sample_ids} == set(NAMES)
         assert sorted(sent.payloads) == [0, 1, 2]
+
+
+def test_large_batch_is_planned_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With thousands of rows each takes tens of milliseconds, in which the loop would serve nothing else."""
+    threads: dict[str, int] = {}
+
+    def watch(kind: type, name: str) -> None:
+        function = getattr(kind, name)
+
+        def watched(*args: Any) -> Any:
+            threads[name] = threading.get_ident()
+            return function(*args)
+
+        monkeypatch.setattr(kind, name, watched)
+
+    for kind, name in ((TransferPlan, "by_worker"), (Ownership, "add_transfers"), (Ownership, "discard_keys")):
+        watch(kind, name)
+    monkeypatch.setattr("realsys.master.calls.executor._OFF_LOOP", len(NAMES))
+    meshes = {"actor": whole_mesh(ParallelLayout(data=2))}
+    execute(Dataflow([call("first", "tokens", "values"), call("second", "values")], {"tokens"}), meshes)
+    assert set(threads) == {"by_worker", "add_transfers", "discard_keys"}
+    assert threading.get_ident() not in threads.values()
 
 
 def test_hooks_and_arguments_reach_the_workers() -> None:

@@ -11,6 +11,7 @@ from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.model_calls import ClearRequest, MfcRequest, MfcShare, Transfer, TransferRequest
+from realsys.stream.codec import encode_message
 from realsys.train.records.record_messages import HoldRequest
 from tests.support.training.records import make_ref
 
@@ -55,8 +56,9 @@ def test_rank_is_sent_sequences_of_its_data_rank() -> None:
 
 
 def test_worker_is_sent_its_transfers_and_arrays_only() -> None:
-    requests = {w: TransferRequest([Transfer(0, w, ["a"], ["tokens"])], [REFS["a"]]) for w in (1, 3)}
-    assert sent(lambda workers: workers.transfer(requests), TransferRequest) == requests
+    requests = {w: TransferRequest([Transfer(0, [w], ["a"], ["tokens"])], [REFS["a"]]) for w in (1, 3)}
+    encoded = {worker: encode_message(request) for worker, request in requests.items()}
+    assert sent(lambda workers: workers.transfer(encoded), TransferRequest) == requests
     cleared = sent(lambda workers: workers.clear({2: ["a", "b"], 3: ["c"]}, ["values"]), ClearRequest)
     assert cleared == {2: ClearRequest(["a", "b"], ["values"]), 3: ClearRequest(["c"], ["values"])}
     held = sent(lambda workers: workers.hold(5, {2: {"tokens": ["a"]}}), HoldRequest)

@@ -1,0 +1,94 @@
+"""Tables of servers, weights and messages: one function per table, by the name in its mark (figures.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.support.docs.figures import load, row_of, rows_of
+from tests.support.docs.table_layout import listing, table
+
+
+def generation() -> str:
+    def cells(row: dict[str, float]) -> Sequence[str]:
+        bare = row.get("bare_loop")
+        return (
+            str(row["lengths"]),
+            str(row["concurrent"]),
+            f"{row['http']:,.0f}",
+            f"{row['transformers']:,.0f}",
+            f"**{row['http_vs_transformers']:.2f}**",
+            "" if bare is None else f"{bare:,.0f}",
+        )
+
+    head = ("lengths", "concurrent", "engine over HTTP", "`transformers.generate`", "ratio", "bare decode loop")
+    return table(head, [cells(row) for row in load("generation")["rows"]])
+
+
+def interruption() -> str:
+    columns = {
+        "running": "{running}",
+        "longest completion": "{longest:,}",
+        "interrupting over draining": "{gain_percent:+.0f} %",
+        "wait for a drain": "{drain_s:.1f} s",
+        "pause of an interruption": "{pause_ms:.1f} ms",
+    }
+    rows = rows_of("interruption", mode="interrupt")
+    return listing(columns, [row | {"drain_s": _drained(row) / 1e3} for row in rows])
+
+
+def _drained(row: dict[str, object]) -> float:
+    at = {name: row[name] for name in ("running", "longest", "batches")}
+    return float(row_of("interruption", mode="drain", **at)["drain_ms"])
+
+
+def prefill() -> str:
+    columns = {
+        "`prefill_tokens`": "{prefill_tokens:,}",
+        "longest gap between tokens of the others": "{longest_gap_ms:.0f} ms",
+        "first token of the long prompt": "{first_token_ms:.0f} ms",
+    }
+    return listing(columns, load("prefill")["rows"])
+
+
+def weights() -> str:
+    copy, stage, pause = (row_of("weights", what=what) for what in ("file copy", "stage", "pause"))
+    rows = [
+        ("file copy", f"{copy['GB/s']:.1f} GB/s", ""),
+        ("staging with verification", f"{stage['GB/s']:.1f} GB/s", f"{stage['ratio']:.1f} x the file copy"),
+        ("pause", f"{1e3 * pause['seconds']:.0f} ms", f"{pause['ratio']:.2f} x a copy in memory"),
+    ]
+    for rate in ("1e-06", "1e-05"):
+        written, write_s, stage_s = (
+            row_of("weights", what=f"delta at lr {rate}: {what}") for what in ("bytes_written", "write_s", "stage_s")
+        )
+        rows.append(
+            (
+                f"delta after Adam at lr {rate}",
+                f"{100 * written['ratio']:.1f} % of the bytes",
+                f"written in {write_s['ratio']:.2f}, staged in {stage_s['ratio']:.1f} of the time of a whole version",
+            )
+        )
+    return table(("what", "measured", "compared with"), rows)
+
+
+def router() -> str:
+    columns = {
+        "server": "{contender}",
+        "requests/s": "{requests/s:,.0f}",
+        "p50": "{p50 ms:.1f} ms",
+        "p99": "{p99 ms:.1f} ms",
+        "of bare FastAPI": "{of fastapi:.2f}",
+        "of a bare msgspec handler": "{of fastapi, msgspec:.2f}",
+    }
+    return listing(columns, load("router")["rows"])
+
+
+def streams() -> str:
+    columns = {
+        "stream": "{stream}",
+        "tokens": "{tokens:,}",
+        "trajectories/s": "{trajectories/s:,.0f}",
+        "MB/s": "{MB/s:,.0f}",
+        "of bare ZMQ (lowest - highest)": "**{of bare:.2f}** ({lowest:.2f} - {highest:.2f})",
+    }
+    return listing(columns, load("streams")["rows"])

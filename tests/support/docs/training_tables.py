@@ -1,0 +1,189 @@
+"""Tables of the cost of training and of its processes: one function per table, by the name in its mark (figures.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.support.docs.figures import load, row_of, rows_of
+from tests.support.docs.table_layout import listing, ratios, table
+
+
+def arith() -> str:
+    columns = {
+        "seed": "{seed}",
+        "before": "{before:.1f} %",
+        "after": "{after:.1f} %",
+        "minutes": "{minutes}:{rest:02d}",
+        "staleness mean / max": "{staleness_mean:.2f} / {staleness_max}",
+    }
+    rows = load("arith")["rows"]
+    return listing(columns, [row | {"minutes": row["seconds"] // 60, "rest": row["seconds"] % 60} for row in rows])
+
+
+def step_parts() -> str:
+    parts = ("inference", "gradient", "optimizer", "copy")
+
+    def cells(row: dict[str, float]) -> Sequence[str]:
+        seconds = [f"{row[part]:.2f}" for part in parts]
+        return f"{row['tokens']:,}", str(row["label"]), *seconds, f"{row['rss_mib']:,}", f"{row['peak_mib']:,}"
+
+    head = ("tokens", "", *parts, "MiB between steps", "MiB at the peak")
+    return table(head, [cells(row) for row in load("step_parts")["rows"]])
+
+
+def train_step() -> str:
+    def cells(row: dict[str, float]) -> Sequence[str]:
+        ours = row["step"] == "realsys"
+        speed = f"{row['tokens/s']:,}"
+        faster = "" if ours else f"{row['speedup']:.1f} ({row['least']:.1f} - {row['greatest']:.1f})"
+        name = f"**{row['step']}**" if ours else str(row["step"])
+        return millions(row["parameters"]), name, f"{row['real_%']:.0f} %", f"**{speed}**" if ours else speed, faster
+
+    head = ("parameters", "step", "real", "tokens/s", "realsys is faster by (least - greatest)")
+    return table(head, [cells(row) for row in load("train_step")["rows"]])
+
+
+def train_throughput() -> str:
+    columns = {
+        "parameters": "{size}",
+        "capacity": "{capacity:,}",
+        "fixed": "{fixed[tokens/s]:,}",
+        "Algorithm 1": "{algorithm_1[tokens/s]:,}",
+        "dynamic (default)": "**{tokens/s:,}**",
+        "micro-batches fixed / dynamic": "{fixed[microbatches]} / {microbatches}",
+        "dynamic over fixed (least - greatest)": "**{over_fixed:.2f}** ({least:.2f} - {greatest:.2f})",
+        "MFU of dynamic": "{mfu_%:.0f} %",
+    }
+
+    def joined(row: Mapping[str, Any]) -> Mapping[str, Any]:
+        at = {"model": row["model"], "capacity": row["capacity"]}
+        others = {mode: row_of("train_throughput", mode=mode, **at) for mode in ("fixed", "algorithm_1")}
+        return {**row, **others, "size": millions(row["parameters"])}
+
+    return listing(columns, map(joined, rows_of("train_throughput", mode="dynamic")))
+
+
+def millions(parameters: int) -> str:
+    return f"{parameters / 1e6:.1f}M"
+
+
+def dp_balance() -> str:
+    columns = {
+        "sequences in a minibatch": "{sequences:,}",
+        "ranks": "{ranks}",
+        "round robin": "{round_robin:.3f}",
+        "equal count": "{equal_count:.3f}",
+        "`balance=tokens`": "{tokens:.3f}",
+        "`balance=flops`": "{flops:.3f}",
+        "bound": "{bound:.3f}",
+    }
+    return listing(columns, rows_of("dp_balance", lengths="heavy"))
+
+
+def microbatch() -> str:
+    names = {
+        "fixed": "fixed count, safe for the longest",
+        "same_count": "same count of sequences each",
+        "fewest_sequences": "Algorithm 1",
+        "first_fit": "first fit",
+        "balanced (default)": "balanced (default)",
+    }
+    columns = {
+        "sequences": "{sequences:,}",
+        "packer": "{name}",
+        "micro-batches": "{batches:,.1f}",
+        "over ceil(sum/C)": "{over_bound_%:,.2f} %",
+        "largest / mean": "{max/mean:.3f}",
+        "largest / C": "{peak:.2f}",
+        "time": "{ms:.2f} ms",
+    }
+    return listing(columns, [row | {"name": names[row["packer"]]} for row in rows_of("microbatch", lengths="heavy")])
+
+
+def async_vs_sync() -> str:
+    names = {"sync": "eta 0, synchronous", "async": "eta 4, asynchronous"}
+
+    def cells(row: dict[str, float]) -> Sequence[str]:
+        done = row["async_over_sync"] is not None
+        return (
+            str(row["groups"]),
+            names[str(row["mode"])],
+            f"{row['steps_per_hour']:,.0f}",
+            f"{row['consumed_tokens_per_s']:,.0f}",
+            f"{row['wait_s']:.2f} s",
+            f"{row['inf_s'] + row['train_s']:.2f} s",
+            f"**{row['async_over_sync']:.2f}**" if done else "",
+            f"{row['limit']:.2f}" if done else "",
+        )
+
+    head = ("prompts per batch", "mode", "steps/h", "tokens/s trained", "waits for generation", "infers and trains")
+    return table((*head, "ratio", "limit"), [cells(row) for row in load("async_vs_sync")["rows"]])
+
+
+def memory() -> str:
+    columns = {
+        "after step": "{step}",
+        "samples held": "{samples}",
+        "arrays held": "{arrays_kib:.1f} KiB",
+        "live tensors": "{tensors} ({tensors_kib:.1f} KiB)",
+        "resident, rank 0": "{rss_mib:.1f} MiB",
+        "rank 1": "{other[rss_mib]:.1f} MiB",
+    }
+    rows = rows_of("memory", rank=0)
+    return listing(columns, [row | {"other": row_of("memory", rank=1, step=row["step"])} for row in rows])
+
+
+def control_plane() -> str:
+    """Table of a train step of the control plane, before and after each worker got its own part."""
+    columns = {
+        "workers": "workers",
+        "transfer, KB": "transfer KB each",
+        "call, KB": "mfc KB each",
+        "transfer, ms": "transfer ms",
+        "call, ms": "mfc ms",
+        "empty, ms": "empty ms",
+        "transfer, loop ms": "transfer loop ms",
+        "call, loop ms": "mfc loop ms",
+        "planning, ms": "moves ms",
+    }
+    before = {row["workers"]: row for row in load("control_plane_before")["rows"]}
+    rows = []
+    for row in load("control_plane")["rows"]:
+        pairs = [(before[row["workers"]][column], row[column]) for column in list(columns.values())[1:]]
+        rows.append([f"{row['workers']}", *(f"{_rounded(old)} -> {_rounded(new)}" for old, new in pairs)])
+    return table(list(columns), rows)
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}"
+
+
+def before_after() -> str:
+    meta = load("before_after")["meta"]["now_over_before"]
+    rows = {"tokens/s trained": meta["tokens_per_s"], "CPU seconds per token": meta["cpu_s_per_1k"]}
+    return ratios("now over before", 2, rows)
+
+
+def soak() -> str:
+    names = {
+        "launcher": "launcher",
+        "gserver_manager/0": "GserverManager",
+        "generation_server/0": "GenerationServer",
+        "model_worker/0": "ModelWorker",
+        "master_worker/0": "MasterWorker",
+        "rollout_worker/0": "RolloutWorker 0",
+        "rollout_worker/1": "RolloutWorker 1",
+    }
+    columns = {
+        "process": "{name}",
+        "resident, MiB": "{rss_mib[mean]:.1f}",
+        "MiB per 100 steps (error)": "{rss_mib[per_100_steps]:.2f} ({rss_mib[error]:.2f})",
+        "second half": "{rss_mib[last_half]:.2f}",
+        "descriptors": "{fds[mean]:.0f}",
+        "threads": "{threads[mean]:.0f}",
+        "verdict": "{rss_mib[verdict]}",
+    }
+    figures = ("rss_mib", "fds", "threads")
+    rows = [{figure: row_of("soak", what=what, figure=figure) for figure in figures} for what in names]
+    return listing(columns, [row | {"name": name} for row, name in zip(rows, names.values(), strict=True)])

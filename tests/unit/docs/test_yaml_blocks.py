@@ -1,0 +1,33 @@
+"""Each experiment that a page shows as YAML can be composed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from realsys.config.compose import compose
+from realsys.launch.launchers.build import check_launcher
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+BLOCKS = [
+    (page.name, block)
+    for page in sorted(DOCS.glob("*.md"))
+    for block in re.findall(r"^```yaml\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+]
+
+
+def test_pages_have_such_blocks() -> None:
+    assert {page for page, _ in BLOCKS} == {"cluster.md", "configuration.md"}
+
+
+@pytest.mark.parametrize(("page", "block"), BLOCKS)
+def test_block_composes(page: str, block: str, tmp_path: Path) -> None:
+    name = yaml.safe_load(block)["experiment"]
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / f"{name}.yaml").write_text(block, encoding="utf-8")
+    config = compose([f"experiment={name}"], config_dir=tmp_path)
+    assert config.experiment == name
+    check_launcher(config)

@@ -1,0 +1,72 @@
+"""`realsys submit` with a stand-in for sbatch: what stays of a trial whose job may or may not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from realsys.launch.cli import main
+from realsys.launch.slurm import slurm_client
+
+SETTINGS = [
+    *("experiment=arith", "cluster=slurm", "cluster.nodes=2", "cluster.interface=lo", "allocation=serve.d1+d1"),
+    *("name_store=etcd", "cluster.name_store.start=true"),
+]
+Submit = Callable[[str], int]
+
+
+@pytest.fixture
+def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
+    """Submit trial runs/arith/t with this script as sbatch. Returns the exit code."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def run(script: str) -> int:
+        sbatch = tmp_path / "bin" / "sbatch"
+        sbatch.write_text(f"#!/bin/sh\n{script}\n")
+        sbatch.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
+        return main(["submit", *SETTINGS, "--trial", "t", "--detach", "cluster.slurm.partition=main"])
+
+    return run
+
+
+MAY_RUN = "the job may have been submitted: look for it with squeue --name=arith-t before you submit again"
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ("exec sleep 60", "sbatch did not answer within 0.3 s"),
+        ("echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1", "Socket timed out"),
+    ],
+)
+def test_folder_of_a_possible_job_stays(
+    submit: Submit,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    problem: str,
+) -> None:
+    monkeypatch.setattr(slurm_client, "_CALL_S", 0.3)
+    assert submit(script) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert problem in line and MAY_RUN in line and line.endswith("runs/arith/t stays")
+    assert (tmp_path / "runs" / "arith" / "t" / "job" / "job.sh").is_file()
+
+
+def test_ctrl_c_during_sbatch_keeps_the_folder(
+    submit: Submit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit("kill -INT $PPID; echo 7") == 130
+    assert MAY_RUN in capsys.readouterr().err
+    assert (tmp_path / "runs" / "arith" / "t").is_dir()
+
+
+def test_folder_of_a_refused_job_is_removed(submit: Submit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit("echo 'sbatch: error: Invalid account' >&2; exit 1") == 2
+    assert "sbatch: Invalid account" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "arith" / "t").exists()
