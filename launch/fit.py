@@ -37,7 +37,7 @@ from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
-from realsys.config.schema_data import source_problem
+from realsys.config.sections.schema_data import source_problem
 from realsys.hf.config import read_model
 from realsys.launch.launchers.build import launcher_settings
 

@@ -28,8 +28,8 @@ from realsys.config.dump import newest_dump, read_config, write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.checks import check_made_model
 from realsys.config.schema import Config
-from realsys.config.schema_data import absolute_source
-from realsys.config.schema_train import RoleConfig, RolesConfig
+from realsys.config.sections.schema_data import absolute_source
+from realsys.config.sections.schema_train import RoleConfig, RolesConfig
 from realsys.data.check import DataCheck
 from realsys.data.conversion.identity import check_copy, check_prompts, write_digest
 from realsys.errors import ConfigError

@@ -12,7 +12,7 @@ from realsys.config.compose import compose, quoted
 from realsys.config.doors import VERIFIER
 from realsys.config.rules.checks import check_sources
 from realsys.config.schema import Config
-from realsys.config.schema_data import absolute_source
+from realsys.config.sections.schema_data import absolute_source
 from realsys.data.layouts.base import Row
 from realsys.data.prompts import plain_text
 from realsys.data.report.examine import Examiner, Report

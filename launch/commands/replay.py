@@ -25,7 +25,7 @@ from realsys.config.dump import read_config, write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
-from realsys.config.schema_cluster import ClusterConfig
+from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import CheckpointError, RealsysError, RecordError
 from realsys.launch.nodes.base import LOCAL
 from realsys.launch.nodes.local_executor import open_executor

@@ -34,7 +34,7 @@ from realsys.cluster.process import PARENT_PID, configure_logging
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.free_memory import free_host_bytes
 from realsys.config.rules.machine import own_gpus
-from realsys.config.schema_cluster import ClusterConfig
+from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, DecodeError, Fenced, RealsysError, StreamError, WaitTimeout
 from realsys.launch.nodes import orders
 from realsys.launch.nodes.base import Exit, Order, Process

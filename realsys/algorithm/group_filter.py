@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from realsys.config.schema_train import FilterConfig
+from realsys.config.sections.schema_train import FilterConfig
 from realsys.errors import ConfigError
 
 

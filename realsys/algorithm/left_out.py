@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from realsys.algorithm.advantages import advantages_by_id
-from realsys.config.schema_train import PPOConfig
+from realsys.config.sections.schema_train import PPOConfig
 from realsys.types import SequenceRef
 
 

@@ -24,7 +24,7 @@ from realsys.algorithm.kl import MAX_LOG_RATIO, kl_estimate
 from realsys.algorithm.left_out import counts_in_loss
 from realsys.algorithm.losses import ConfiguredLoss, LossInputs, Surrogate, load_loss
 from realsys.algorithm.segments import Segments
-from realsys.config.schema_train import PPOConfig
+from realsys.config.sections.schema_train import PPOConfig
 from realsys.types import SequenceRef
 
 Stats = dict[str, Tensor]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from realsys.algorithm.flat import blank, check_shapes, count, masked_sum
 from realsys.algorithm.loss import Stats
-from realsys.config.schema_train import CriticConfig
+from realsys.config.sections.schema_train import CriticConfig
 
 
 def critic_loss(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from realsys.config.schema_train import CriticConfig
+from realsys.config.sections.schema_train import CriticConfig
 from realsys.types import F32
 
 #: Lower bound of the variance: after a first batch of equal returns, the next differences would be infinite.

@@ -33,7 +33,7 @@ from realsys.cluster.store.base import NameStore
 from realsys.errors import Fenced, KeyMissing, NameStoreError
 
 if TYPE_CHECKING:  # every process imports this module first, and pydantic takes its time
-    from realsys.config.schema_cluster import ClusterConfig
+    from realsys.config.sections.schema_cluster import ClusterConfig
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from realsys.errors import ConfigError, RealsysError
 
 if TYPE_CHECKING:  # every process imports this module first, and pydantic takes its time
     from realsys.config.schema import Config
-    from realsys.config.schema_cluster import ClusterConfig
+    from realsys.config.sections.schema_cluster import ClusterConfig
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from realsys.config.allocation import ACTOR
 from realsys.config.fields import Offload
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.schema_train import LoraConfig, OptimizerConfig, RoleConfig, RolesConfig
+from realsys.config.sections.schema_train import LoraConfig, OptimizerConfig, RoleConfig, RolesConfig
 from realsys.errors import ConfigError
 
 NO_LORA = LoraConfig()

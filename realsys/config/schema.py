@@ -20,10 +20,10 @@ from realsys.config.fields import (
     Probability,
     Section,
 )
-from realsys.config.schema_cluster import ClusterConfig
-from realsys.config.schema_data import ArithConfig as ArithConfig
-from realsys.config.schema_data import DataConfig as DataConfig
-from realsys.config.schema_train import (
+from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.config.sections.schema_data import ArithConfig as ArithConfig
+from realsys.config.sections.schema_data import DataConfig as DataConfig
+from realsys.config.sections.schema_train import (
     CheckpointConfig,
     OptimizerConfig,
     RecordConfig,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from realsys.config.schema_data import ArithConfig
+from realsys.config.sections.schema_data import ArithConfig
 from realsys.data.dataset_files import write_atomically
 from realsys.data.lines import Demonstration, Problem
 from realsys.errors import ConfigError

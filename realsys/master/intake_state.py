@@ -29,7 +29,7 @@ from typing import Any
 from realsys.buffer.sequence_buffer import Batch, Keep, SequenceBuffer, StalePolicy
 from realsys.buffer.token_losses import COPY, FAILED, MASKED, STALE, StepLosses, TokenLosses
 from realsys.config.schema import Config
-from realsys.config.schema_train import FilterConfig
+from realsys.config.sections.schema_train import FilterConfig
 from realsys.errors import StuckError, WaitTimeout
 from realsys.master.stuck import StuckCheck, check_filter
 from realsys.types import SampleMeta

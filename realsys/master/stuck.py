@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from realsys.buffer.token_losses import SUCCESS_RATE
-from realsys.config.schema_train import FilterConfig
+from realsys.config.sections.schema_train import FilterConfig
 
 FEWEST_FAILURES = 32  # dropped groups without an arrival in between, after which a run is stuck
 #: Filtered groups without a kept one in between, after which a run is stuck. If only 2 % of the

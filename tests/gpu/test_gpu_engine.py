@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from realsys.config.schema_train import OptimizerConfig
+from realsys.config.sections.schema_train import OptimizerConfig
 from realsys.train.calls import Role
 from realsys.train.checkpoint.saver import load_checkpoint
 from tests.gpu.conftest import ComputeOn

@@ -10,7 +10,7 @@ from realsys.algorithm.losses import load_loss
 from realsys.algorithm.losses.base import ConfiguredLoss
 from realsys.algorithm.segments import Segments
 from realsys.config.doors import LOSS
-from realsys.config.schema_train import PPOConfig
+from realsys.config.sections.schema_train import PPOConfig
 from realsys.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from realsys.config.allocation import ParallelLayout
 from realsys.config.roles import RoleSettings
-from realsys.config.schema_train import LoraConfig
+from realsys.config.sections.schema_train import LoraConfig
 from realsys.hf.architecture import HfModel, stage_layers
 
 FP32 = 4

@@ -26,7 +26,7 @@ from realsys.config.rules.sampling import evaluation_sampling
 from realsys.config.rules.training_rules import check_training
 from realsys.config.rules.vocabulary_rules import check_vocabulary
 from realsys.config.schema import Config
-from realsys.config.schema_data import AUTO_LAYOUT, DataConfig, source_problem
+from realsys.config.sections.schema_data import AUTO_LAYOUT, DataConfig, source_problem
 from realsys.errors import ConfigError, ModelError
 from realsys.hf.architecture import Head, splits_over
 from realsys.hf.config import read_model

@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from realsys.config.schema_cluster import NameStoreConfig
+from realsys.config.sections.schema_cluster import NameStoreConfig
 from realsys.errors import ConfigError
 
 SECTION = "cluster.name_store"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from realsys.config.devices.device_plan import Node
 from realsys.config.rules.free_memory import free_host_bytes, gpu_bytes
-from realsys.config.schema_cluster import ClusterConfig
+from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError
 
 _GIB = 1 << 30

@@ -7,7 +7,7 @@ from realsys.config.dataflow import Dataflow, token_level_advantages
 from realsys.config.doors import LOSS
 from realsys.config.roles import role_field, role_settings
 from realsys.config.schema import Config
-from realsys.config.schema_train import OptimizerConfig
+from realsys.config.sections.schema_train import OptimizerConfig
 from realsys.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.schema_data import AUTO_LAYOUT, RG, DataConfig
+from realsys.config.sections.schema_data import AUTO_LAYOUT, RG, DataConfig
 from realsys.data.conversion.sources_file import Converted, Sources
 from realsys.data.dataset_files import write_atomically
 from realsys.data.layouts.base import Row, RowError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from realsys.config.allocation import ParallelLayout
-from realsys.config.schema_train import TrainConfig
+from realsys.config.sections.schema_train import TrainConfig
 from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel, splits_over, stage_layers
 from realsys.train.megatron.megatron_core import TransformerConfig

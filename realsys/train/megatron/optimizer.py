@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from realsys.config.schema_train import OptimizerConfig, TrainConfig
+from realsys.config.sections.schema_train import OptimizerConfig, TrainConfig
 from realsys.errors import ModelError
 from realsys.train.megatron.megatron_core import (
     DistributedDataParallel,

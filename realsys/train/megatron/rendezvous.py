@@ -33,7 +33,7 @@ from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, p
 from realsys.cluster.process import on_thread
 from realsys.cluster.store.base import NameStore, Tree
 from realsys.cluster.store.names import Names
-from realsys.config.schema_cluster import ClusterConfig
+from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import MALFORMED, NameStoreError, WaitTimeout
 from realsys.train.megatron.device import Device
 from realsys.types import TrainerAddress

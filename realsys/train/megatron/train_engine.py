@@ -24,7 +24,7 @@ import torch
 from realsys.cluster.failpoint import failpoint
 from realsys.config.roles import RoleSettings
 from realsys.config.schema import Config
-from realsys.config.schema_train import OptimizerConfig
+from realsys.config.sections.schema_train import OptimizerConfig
 from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel
 from realsys.hf.config import read_model

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from realsys.buffer.sequence_buffer import StalePolicy
-from realsys.config.schema_train import FilterConfig
+from realsys.config.sections.schema_train import FilterConfig
 from realsys.manager.audit.auditor import Auditor
 from realsys.manager.ledger.events import EvalAnswered, EvalStarted, Event, Resumed, Snapshot
 from realsys.manager.ledger.journal import decode_record, encode_record

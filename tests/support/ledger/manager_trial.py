@@ -17,7 +17,7 @@ from aiohttp import web
 from realsys.cluster.store.memory_store import MemoryNameStore
 from realsys.cluster.store.names import Names
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
-from realsys.config.schema_train import TrainConfig
+from realsys.config.sections.schema_train import TrainConfig
 from realsys.generation.protocol import ServerInfo
 from realsys.manager.service import ManagerService, Signal
 from realsys.manager.shell import Manager, ManagerParts

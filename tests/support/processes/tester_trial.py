@@ -18,7 +18,7 @@ from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.schema_cluster import ClusterConfig, NameStoreConfig
+from realsys.config.sections.schema_cluster import ClusterConfig, NameStoreConfig
 
 BOUND_S = 120.0
 PRELUDE = """

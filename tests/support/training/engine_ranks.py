@@ -15,7 +15,7 @@ from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.config.fields import Offload
 from realsys.config.roles import RoleSettings
 from realsys.config.schema import Config
-from realsys.config.schema_train import OptimizerConfig
+from realsys.config.sections.schema_train import OptimizerConfig
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.train_engine import LossFunction, MegatronEngine, Stats

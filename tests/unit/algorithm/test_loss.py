@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realsys.algorithm.loss import actor_loss, finish_stats, merge_stats, sft_loss
-from realsys.config.schema_train import PPOConfig
+from realsys.config.sections.schema_train import PPOConfig
 
 # Four tokens: clipped above with w > 1, clipped below with A < 0, unclipped with w = 1, unbounded with A < 0.
 # u = e^0.2, e^-0.5, e^-0.5, e^1;  w = e^0.3, e^-0.1, 1, e^-0.2

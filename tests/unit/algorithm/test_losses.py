@@ -11,7 +11,7 @@ from realsys.algorithm.losses import LossInputs, Surrogate, episode_level, load_
 from realsys.algorithm.losses.trial import try_loss
 from realsys.algorithm.segments import Segments
 from realsys.config.doors import LOSS
-from realsys.config.schema_train import PPOConfig
+from realsys.config.sections.schema_train import PPOConfig
 from realsys.errors import ConfigError
 
 HERE = __name__

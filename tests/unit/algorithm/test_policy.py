@@ -18,7 +18,7 @@ from realsys.algorithm.loss import (
     merge_stats,
 )
 from realsys.algorithm.segments import Segments
-from realsys.config.schema_train import PPOConfig
+from realsys.config.sections.schema_train import PPOConfig
 from realsys.types import SequenceRef
 from tests.support.training.records import make_ref
 

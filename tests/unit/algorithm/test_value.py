@@ -14,7 +14,7 @@ from realsys.algorithm.group_filter import keep_group
 from realsys.algorithm.loss import finish_stats, merge_stats
 from realsys.algorithm.value import critic_loss, explained_variance
 from realsys.algorithm.value_norm import RunningMoments
-from realsys.config.schema_train import CriticConfig, FilterConfig
+from realsys.config.sections.schema_train import CriticConfig, FilterConfig
 from realsys.errors import ConfigError
 
 # Within the clip; beyond it away from the return; beyond it towards the return; beyond the huber's delta of 2.

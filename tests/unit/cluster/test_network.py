@@ -17,7 +17,7 @@ from realsys.cluster.network import (
     split_host_port,
 )
 from realsys.config.schema import Config
-from realsys.config.schema_cluster import ClusterConfig
+from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, RealsysError
 from realsys.stream.sockets import bind_server
 

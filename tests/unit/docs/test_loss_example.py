@@ -11,7 +11,7 @@ import torch
 
 from realsys.algorithm.loss import actor_loss
 from realsys.algorithm.segments import Segments
-from realsys.config.schema_train import PPOConfig
+from realsys.config.sections.schema_train import PPOConfig
 from realsys.launch.cli import main
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"

@@ -10,7 +10,7 @@ import pytest
 from realsys.config.memory.sharing import largest_rank
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config, GenerationConfig, SglangConfig
-from realsys.config.schema_cluster import ClusterConfig
+from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.launch.fit import fit
 from tests.support.serving.qwen_models import write_qwen
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realsys.buffer.sequence_buffer import StalePolicy
-from realsys.config.schema_train import FilterConfig
+from realsys.config.sections.schema_train import FilterConfig
 from realsys.errors import StuckError, WaitTimeout
 from realsys.master.intake_state import IntakeSettings, IntakeState
 from realsys.types import SampleMeta

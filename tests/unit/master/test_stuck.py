@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from realsys.config.schema_train import FilterConfig
+from realsys.config.sections.schema_train import FilterConfig
 from realsys.master.stuck import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck, check_filter
 
 

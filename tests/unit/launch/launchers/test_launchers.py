@@ -15,7 +15,7 @@ from realsys.config.compose import compose, given_fields
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
-from realsys.config.schema_cluster import ClusterConfig, NameStoreConfig
+from realsys.config.sections.schema_cluster import ClusterConfig, NameStoreConfig
 from realsys.errors import ConfigError
 from realsys.launch.fit import fit
 from realsys.launch.launchers.base import Launcher

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from realsys.config.schema import Config
-from realsys.config.schema_cluster import ClusterConfig
-from realsys.config.schema_slurm import ContainerConfig, SlurmConfig
+from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.config.sections.schema_slurm import ContainerConfig, SlurmConfig
 from realsys.launch.launchers.slurm import srun_command
 from realsys.launch.nodes.base import EXIT_NO_MACHINE
 from realsys.launch.slurm.hosts import Allocation

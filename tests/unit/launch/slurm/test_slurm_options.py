@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from realsys.config.schema import Config
-from realsys.config.schema_cluster import ClusterConfig
-from realsys.config.schema_slurm import ContainerConfig, SlurmConfig
+from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.config.sections.schema_slurm import ContainerConfig, SlurmConfig
 from realsys.errors import ConfigError
 from realsys.launch.slurm.slurm_options import check_network, check_slurm, seconds_of
 

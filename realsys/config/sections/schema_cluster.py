@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from realsys.config.fields import NonNegative, NonNegativeFloat, PositiveFloat, Probability, Section
-from realsys.config.schema_slurm import SlurmConfig
+from realsys.config.sections.schema_slurm import SlurmConfig
 
 
 class NameStoreConfig(Section):
