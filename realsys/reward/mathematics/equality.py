@@ -23,7 +23,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from math_verify.grader import get_pct_val
 
 from realsys.reward.mathematics.clock_times import ClockTime, last_time, read_time
-from realsys.reward.mathematics.final_answers import FinalAnswer, boxes, final_answer, math_letters
+from realsys.reward.mathematics.final_answers import FinalAnswer, boxes, final_answer, math_letters, prose_words
 from realsys.reward.mathematics.notation import rewrite, split_percent, tidy_answer
 from realsys.reward.mathematics.units import Unit, split_unit
 
@@ -40,7 +40,6 @@ _TINY = 1e-3  # below it math-verify, which rounds to 6 decimals, compares too f
 _RELATIVE = 1e-6
 _VARIABLE = re.compile(r"[A-Za-z]")
 _NOT_VARIABLES = re.compile(r"\\[A-Za-z]+(?:\s*\{[A-Za-z ]*\})?")
-_PROSE = re.compile(r"[A-Za-z]{2,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,11 @@ def is_right(completion: str, reference: str) -> bool:
         return False
     if expected.time is not None and (verdict := _same_time(expected.time, final)) is not None:
         return verdict
-    if final.alternatives and expected.is_single:
-        return all(_matches(expected, text) for text in final.alternatives)
+    if final.alternatives:
+        if expected.is_single:
+            return all(_matches(expected, text) for text in final.alternatives)
+        if _matches(expected, ", ".join(reversed(final.alternatives))):
+            return True
     if final.answer is not None:
         verdict = _same_answer(expected, final)
         if verdict is not None:
@@ -145,7 +147,9 @@ def check_reference(text: str) -> str | None:
 def _is_prose(text: str) -> bool:
     """Return True if the text begins with a word, or has nothing but words. ``abc`` and ``xy`` are products."""
     plain = math_letters(re.sub(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?", " ", split_unit(text)[0]))
-    words = [word for word in _PROSE.findall(plain) if list(word) != sorted(word)]
+    if re.search(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}", plain):
+        return True
+    words = prose_words(plain)
     if not words:
         return False
     return plain.strip().startswith(f"{words[0]} ") or re.search(r"[\d+*/^=<>(\[]", text) is None

@@ -39,6 +39,8 @@ _MATH_WORDS = re.compile(
     r"(?i)(?<![A-Za-z])(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|inf|infinity|oo|and|or|in|mod|percent|pct|percentage)(?![A-Za-z])"
 )
 _WORD = re.compile(r"[A-Za-z]{2,}")
+#: words whose letters are in the order of the alphabet, like those of a product of variables
+_ORDERED_WORDS = frozenset("all am an any as at be by do first for go how in is it its lost most my no not now or".split())
 _LONGEST_BARE = 200
 
 
@@ -186,11 +188,15 @@ def math_letters(text: str) -> str:
     return _MATH_WORDS.sub(" ", _COMMAND.sub(" ", text))
 
 
+def prose_words(text: str) -> list[str]:
+    """Return the words of a text; ``xy`` and ``abc`` are products of variables."""
+    return [w for w in _WORD.findall(text) if w.lower() in _ORDERED_WORDS or list(w) != sorted(w)]
+
+
 def _is_bare(text: str) -> bool:
     if not text or len(text) > _LONGEST_BARE:
         return False
     rest = math_letters(text)
     if re.fullmatch(r"\W*[A-Za-z]\W*", rest):
         return True
-    words = _WORD.findall(rest)
-    return not words or (" " not in text and re.search(r"[\d+*/^=-]", text) is not None)
+    return not prose_words(rest) or (" " not in text and re.search(r"[\d+*/^=-]", text) is not None)

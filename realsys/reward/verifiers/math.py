@@ -1,11 +1,26 @@
-"""The verifier ``math``: the final answer of the completion equals the reference mathematically."""
+"""The verifier ``math``: the final answer of a completion equals the reference mathematically (docs/math_verifier.md)."""
 
 from __future__ import annotations
 
-from realsys.reward.mathematics.equality import is_right
-from realsys.reward.verifiers.base import Item
+from realsys.reward.mathematics.equality import check_reference, is_right
+from realsys.reward.mathematics.final_answers import has_format
+from realsys.reward.verifiers.base import Item, Verdict, declare
 
 
-def math(item: Item) -> bool:
-    """Compare."""
-    return is_right(item.completion, item.answer)
+def check_answer(item: Item) -> str | None:
+    """Return why the reference cannot be used; None if it can."""
+    return check_reference(item.answer)
+
+
+@declare(check_answer=check_answer, wrong_over_limit=True)
+def math(item: Item, *, format_reward: float = 0.0) -> bool | Verdict:
+    """Compare the final answer, behind the thinking part, with the reference.
+
+    ``format_reward`` is added to the reward of a completion that is one thinking part and then an answer in a box.
+    Raises ValueError for a reference that is no mathematical expression.
+    """
+    right = is_right(item.completion, item.answer)
+    if not format_reward:
+        return right
+    formatted = has_format(item.completion)
+    return Verdict(None, right, {"format": float(formatted)}, format_reward * formatted)
