@@ -336,6 +336,7 @@ def _read_inputs(config: Config, paths: TrialPaths) -> tuple[dict[str, int], lis
     from realsys.data.check import check_data
     from realsys.data.tokenizer import TextTokenizer
     from realsys.rollout import agents
+    from realsys.rollout.references import check_references
 
     model = paths.base_model(config)
     if not config.model.path:
@@ -343,6 +344,7 @@ def _read_inputs(config: Config, paths: TrialPaths) -> tuple[dict[str, int], lis
     tokenizer = TextTokenizer(model)
     agents.check(config, tokenizer)
     sizes, warnings = check_data(config, paths, tokenizer)
+    check_references(config, paths)
     _check_sizes(config, sizes)
     return sizes, [f"warning: {text}" for text in (tokenizer.eos_warning, *warnings) if text]
 

@@ -90,6 +90,7 @@ class DataConfig(Section):
     max_prompt_tokens: Positive = Field(1024, description="longest prompt in tokens; a longer one is an error")
     chat_template: bool = Field(True, description="wrap prompts in the tokenizer's chat template if it has one")
     verifier: str = Field("math", description="built-in name (docs/data.md) or package.module:function")
+    verifier_args: dict[str, Any] = Field({}, description="keyword arguments of the verifier")
     arith: ArithConfig = ArithConfig()
 
 

@@ -70,7 +70,7 @@ class VerifierPool:
             raise ValueError(f"a verifier pool needs at least one process, got {processes}")
         self.restarts = 0  # processes replaced since the start
         self.undecided = 0  # items without a verdict since the start
-        self.failures: Counter[str] = Counter()  # cause -> items since the start; see above
+        self.failures: Counter[str] = Counter()  # cause -> items since ``take_failures``; see above
         self._arguments = arguments or {}
         self._in_a_row = 0  # items without a verdict since the last verdict
         self._processes = processes
@@ -85,6 +85,11 @@ class VerifierPool:
     def waiting(self) -> int:
         """Number of items that no process has taken yet."""
         return sum(not call.future.done() for calls in self._queue.values() for call in calls)
+
+    def take_failures(self) -> dict[str, int]:
+        """Return the failures since the last call, by cause."""
+        failures, self.failures = dict(self.failures), Counter()
+        return failures
 
     async def verify(self, name: str, item: Item) -> Verdict:
         """Judge one completion with the verifier ``name``. Raises RewardError if two judgements give no verdict.

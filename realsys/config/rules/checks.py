@@ -204,7 +204,7 @@ def _check_data(config: Config) -> None:
 
 
 def _check_doors(config: Config) -> None:
-    VERIFIER.check(config.data.verifier)
+    VERIFIER.check(config.data.verifier, config.data.verifier_args)
     ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)
 
 

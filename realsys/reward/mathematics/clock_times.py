@@ -1,4 +1,4 @@
-"""Times of day: ``12:00``, ``4:30 p.m.``, ``16:30``, ``noon``. math-verify takes them for ratios, and raises for ``12:00``."""
+"""Times of day: ``12:00``, ``4:30 p.m.``, ``noon``. math-verify takes them for ratios, and raises for ``12:00``."""
 
 from __future__ import annotations
 

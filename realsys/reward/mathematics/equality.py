@@ -186,11 +186,10 @@ def _same_quantity(expected: Reference, answer: str, unit: Unit) -> bool:
     assert expected.unit is not None
     if unit.powers != expected.unit.powers:
         return False
-    scale = sympy.Rational(unit.size.numerator, unit.size.denominator) / sympy.Rational(
-        expected.unit.size.numerator, expected.unit.size.denominator
-    )
-    given = [value.expression * scale for value in _read_answer(answer, expected.config) if _is_number(value.expression)]
-    return any(_equal(value.expression, number) for value in expected.values for number in given)
+    scale = sympy.Rational(unit.size / expected.unit.size)
+    read = [value.expression for value in _read_answer(answer, expected.config)]
+    given = [Value(expression * scale) for expression in read if _is_number(expression)]
+    return _any_equal(expected.values, given)
 
 
 def _matches(expected: Reference, text: str) -> bool:

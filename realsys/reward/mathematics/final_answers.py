@@ -26,22 +26,31 @@ _OR = (
     r"(?:[\s,]+(?:or|maybe|perhaps|possibly|even|also|it(?:'s|\s+is|\s+(?:could|might|may)\s+be)))*"
 )
 _BETWEEN = re.compile(rf"\W*{_OR}\W*", re.I)
-_TOKEN = r"(?:[A-Za-z]\s*=\s*)?[-+]?[(\[{\\]?[\w\\{}^/.,:%+*()-]*\d[\w\\{}^/%:+*()\]-]*(?:\.\d+)?"
+#: a word with a digit; its parts are possessive, so that a long one takes no quadratic time
+_TOKEN = r"(?<![\w.])(?:[A-Za-z]\s*=\s*)?(?=\S*\d)[\w\\{}^/.,:%+*()\[\]-]++"
 _TWO = re.compile(
-    rf"(?P<first>{_TOKEN})\s*[,;.?!(]*\s*(?:{_OR}|and)\s+(?P<second>{_TOKEN})(?:\s+[A-Za-z]+(?:\^\d)?){{0,3}}[\s.!?)]*$", re.I
+    rf"(?P<first>{_TOKEN})\s*[,;.?!(]*\s*(?:{_OR}|and)\s+(?P<second>{_TOKEN})"
+    r"(?:\s+[A-Za-z]+(?:\^\d)?){0,3}[\s.!?)]*$",
+    re.I,
 )
 _NEXT = re.compile(rf"^[\s.,;(\\$)\]*]*{_OR}[\s$\\(]+(?P<second>\\boxed\s*\{{[^{{}}]*\}}|{_TOKEN})", re.I)
 _ANCHOR = re.compile(r"(?i)\banswers?\b(?:\s+(?:is|are)|\s*[:=])")
-_VERB = re.compile(r"(?i).*\b(?:is|are|be|equals?|gives?|get|answers?\s*:|solutions?\s*:|answer\s*=)(?![A-Za-z])[\s:]*", re.S)
+_VERB = re.compile(
+    r"(?i).*\b(?:is|are|be|equals?|gives?|get|answers?\s*:|solutions?\s*:|answer\s*=)(?![A-Za-z])[\s:]*", re.S
+)
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])|\n+")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _MATH_WORDS = re.compile(
-    r"(?i)(?<![A-Za-z])(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|inf|infinity|oo|and|or|in|mod|percent|pct|percentage)(?![A-Za-z])"
+    r"(?i)(?<![A-Za-z])(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|inf|infinity|oo|and|or|in|mod"
+    r"|percent|pct|percentage)(?![A-Za-z])"
 )
 _WORD = re.compile(r"[A-Za-z]{2,}")
 #: words whose letters are in the order of the alphabet, like those of a product of variables
-_ORDERED_WORDS = frozenset("all am an any as at be by do first for go how in is it its lost most my no not now or".split())
-_LONGEST_BARE = 200
+_ORDERED_WORDS = frozenset(
+    "all am an any as at be by do first for go how in is it its lost most my no not now or".split()  # noqa: SIM905
+)
+_LONGEST_BARE = 200  # characters of an answer without a box
+_LONGEST = 2000  # characters of an answer that are rewritten; math-verify reads a longer one as it stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,8 @@ def final_answer(completion: str) -> FinalAnswer | None:
     last = found[-1]
     if _FINAL_ANSWER.search(text, last.end):
         return FinalAnswer(text, None, boxed=False)
-    return FinalAnswer(text, last.content + _suffix(text[last.end :]), True, _boxed_alternatives(text, found))
+    answer = last.content + _suffix(text[last.end :]) if len(last.content) <= _LONGEST else None
+    return FinalAnswer(text, answer, True, _boxed_alternatives(text, found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +158,7 @@ def _boxed_alternatives(text: str, found: list[Box]) -> list[str]:
         alternatives.append(before.content)
     rest = _DELIMITERS.sub(lambda match: match[1] or " ", text[last.end :])
     if match := _NEXT.match(rest):
-        alternatives.append(match["second"])
+        alternatives.append(_trimmed(match["second"]))
     return alternatives if len(alternatives) > 1 else []
 
 
@@ -171,7 +181,13 @@ def _alternatives(sentence: str) -> list[str]:
     # "The answer is 7, as it is not 2 or 3": another answer precedes the two.
     if anchors and re.search(r"\d", sentence[anchors[-1].end() : match.start()]):
         return []
-    return [match["first"], match["second"]]
+    return [_trimmed(match["second"]), _trimmed(match["first"])]
+
+
+def _trimmed(token: str) -> str:
+    """Return a word without the punctuation of its sentence."""
+    token = token.rstrip(".,;:")
+    return token[:-1] if token.count(")") > len(re.findall(r"[(\[]", token)) else token
 
 
 def _bare(sentence: str) -> str | None:

@@ -7,26 +7,45 @@ from decimal import Decimal
 
 MAX_EXPONENT = 300  # a longer number is left as it is: math-verify does not have to write it out
 
-_CHARACTERS = str.maketrans(
-    {
-        **{"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty "},
-        **{"∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "±": r"\pm "},
-        **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "²": "^2", "³": "^3", "\u00a0": " "},
-        **{"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"},
-    }
-)
+_SYMBOLS = {
+    **dict.fromkeys("−–", "-"),
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "÷": "/",
+    "±": r"\pm ",
+    "\u00a0": " ",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "°": r"^\circ ",
+    "²": "^2",
+    "³": "^3",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "∅": r"\emptyset ",
+    "ℝ": r"\mathbb{R}",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "½": r"\frac{1}{2}",
+    "¼": r"\frac{1}{4}",
+    "¾": r"\frac{3}{4}",
+}
+_CHARACTERS = str.maketrans(_SYMBOLS)
 _NUMBER = r"(?<![\w.^/\\])(?<![\^_]\{)(\d+(?:\.\d+)?)"
 _E_NOTATION = re.compile(_NUMBER + r"[eE]([+-]?\d{1,4})(?![\w^!]|\.\d)")
+_EXPONENT = r"(?:\{\s*([+-]?\d{1,4})\s*\}|\(([+-]?\d{1,4})\)|([+-]?\d{1,4}))"
 _POWER_OF_TEN = re.compile(
-    _NUMBER + r"\s*(?:\\times|\\cdot|\*|[xX](?=\s*10))\s*10\s*(?:\^|\*\*)\s*(?:\{\s*([+-]?\d{1,4})\s*\}|\(([+-]?\d{1,4})\)"
-    r"|([+-]?\d{1,4}))(?![\w^!{(]|\.\d)"
+    rf"{_NUMBER}\s*(?:\\times|\\cdot|\*|[xX](?=\s*10))\s*10\s*(?:\^|\*\*)\s*{_EXPONENT}(?![\w^!{{(]|\.\d)"
 )
 _MIXED = re.compile(r"(?<![\w./^{}])(\d+)\s+(\d+)/(\d+)(?![\w/^.])")
 _UNION = re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[{\\])")
 _ELEMENT = re.compile(r"(?<![A-Za-z\\])([A-Za-z])\s+in\s+(?=[(\[{\\])")
 _INFINITY = re.compile(r"(?<![A-Za-z\\])oo(?![A-Za-z])")
 _BRACES = re.compile(r"^\s*\{([^{}]*)\}\s*$")
-_PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*(?:\\?%|percent|percentage|pct)\s*\}|\b(?:percent|percentage|pct))\s*$", re.I)
+_PERCENT = re.compile(
+    r"\s*(?:\\?%|\\text\s*\{\s*(?:\\?%|percent|percentage|pct)\s*\}|\b(?:percent|percentage|pct))\s*$", re.I
+)
 
 
 def rewrite(text: str) -> str:

@@ -1,8 +1,8 @@
 """The contract of a verifier: a function ``(item, **arguments) -> bool | float | Verdict``, run in a verifier process.
 
 A verifier that cannot tell raises; it never returns False or 0 for that. It may take long, hang, crash or print: its
-process bounds that (``pool.py``). ``arguments`` are ``data.verifier_args``. ``declare`` adds what a verifier knows about
-its references and its limits.
+process bounds that (``pool.py``). ``arguments`` are ``data.verifier_args``. ``declare`` adds what a verifier knows
+about its references and its limits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verifier ``math``: the final answer of a completion equals the reference mathematically (docs/math_verifier.md)."""
+"""The verifier ``math``: the final answer of a completion equals the reference (docs/math_verifier.md)."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ Workers are simulated, the manager is its real state machine without HTTP; what 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import msgspec
 import pytest
@@ -176,6 +177,21 @@ def test_tokens_of_failed_episodes_are_untrained() -> None:
         return job
 
     assert [record["untrained"] for record in run(body).records] == [{}, {}, {"failed": 0.25}]
+
+
+def test_verifier_failures_are_counted_by_cause() -> None:
+    """The manager counts them since its start, and a new manager starts at 0."""
+
+    async def body() -> Run:
+        job = Run("train.total_steps=3")
+        for step, counts in enumerate([{"cpu_time": 2}, {"cpu_time": 2, "raised": 1}, {"raised": 1}], 1):
+            job.arrive(*[(5.0, -5.0)] * 2)
+            job.manager.state.throughput.verdict_failures = Counter(counts)
+            await job.serve(job.loop.step(step))
+        return job
+
+    records = run(body).records
+    assert [record["verdict_failures"] for record in records] == [{"cpu_time": 2}, {"raised": 1}, {"raised": 1}]
 
 
 def test_step_that_is_not_finite_ends_run() -> None:
