@@ -14,7 +14,7 @@ import msgspec
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.prompts import open_splits, plain_text
-from realsys.errors import DataError
+from realsys.errors import ConfigError, DataError, NoVerifierError
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
 from realsys.reward.verifiers.base import Item
@@ -27,12 +27,18 @@ Row = tuple[str, Item]
 
 
 def check_references(config: Config, paths: TrialPaths) -> None:
-    """Raise DataError for the first reference that ``data.verifier`` cannot use. Generated data needs no check."""
+    """Raise DataError for the first reference that ``data.verifier`` cannot use. Generated data needs no check.
+
+    Raises ConfigError if the verifier cannot be loaded.
+    """
     if config.data.kind == "arith":
         return
-    for where, answer, problem in bad_references(config, _rows(config, paths)):
-        remedy = "correct the answer, remove the line, or set data.verifier"
-        raise DataError(f"{where}: answer {answer[:100]!r} cannot be verified: {problem}: {remedy}")
+    try:
+        for where, answer, problem in bad_references(config, _rows(config, paths)):
+            remedy = "correct the answer, remove the line, or set data.verifier"
+            raise DataError(f"{where}: answer {answer[:100]!r} cannot be verified: {problem}: {remedy}")
+    except NoVerifierError as error:
+        raise ConfigError("data.verifier", config.data.verifier, str(error)) from error
 
 
 def bad_references(config: Config, rows: Iterable[Row]) -> Iterator[tuple[str, str, str]]:

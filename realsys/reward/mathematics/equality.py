@@ -38,6 +38,7 @@ _CONFIG = (_LATEX, ExprExtractionConfig())
 _NO_UNITS = (replace(_LATEX, normalization_config=replace(_LATEX.normalization_config, units=False)), _CONFIG[1])
 _TINY = 1e-3  # below it math-verify, which rounds to 6 decimals, compares too few digits
 _RELATIVE = 1e-6
+_PLAIN = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?|-?\d{1,15}/0*[1-9]\d{0,14}|-?\\d?frac\{\d{1,15}\}\{0*[1-9]\d{0,14}\}")
 _VARIABLE = re.compile(r"[A-Za-z]")
 _NOT_VARIABLES = re.compile(r"\\[A-Za-z]+(?:\s*\{[A-Za-z ]*\})?")
 
@@ -124,7 +125,7 @@ def check_reference(text: str) -> str | None:
     It must be an expression, and right as an answer to itself, as it stands and in a box. That is strict on purpose: a
     reference that fails here makes every completion wrong.
     """
-    if re.fullmatch(r"-?\d{1,15}", text.strip()):
+    if _PLAIN.fullmatch(text.strip()):  # most references, and it saves 10 ms for each
         return None
     try:
         expected = read_reference(text)
@@ -136,7 +137,7 @@ def check_reference(text: str) -> str | None:
         if not any(isinstance(value.expression, sympy.Basic | sympy.MatrixBase) for value in expected.values):
             return "it is no mathematical expression"
         if _is_prose(text):
-            return r"it is a text: write a word as \text{word}, or use another verifier"
+            return r"it is a text, so write a word as \text{word}"
     body = text.strip().strip("$")
     for form, completion in (("in a box", rf"\boxed{{{body}}}"), ("between dollars", f"${body}$")):
         if not is_right(completion, text):
@@ -146,6 +147,8 @@ def check_reference(text: str) -> str | None:
 
 def _is_prose(text: str) -> bool:
     """Return True if the text begins with a word, or has nothing but words. ``abc`` and ``xy`` are products."""
+    if "$" in text.strip().strip("$"):  # words around an expression
+        return False
     plain = math_letters(re.sub(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?", " ", split_unit(text)[0]))
     if re.search(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}", plain):
         return True

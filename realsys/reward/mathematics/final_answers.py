@@ -20,7 +20,7 @@ _TAIL = 400  # characters at the end that may hold the last statement
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FINAL_ANSWER = re.compile(r"(?i)final answer\b.{0,100}?\bis\b", re.S)
-_DELIMITERS = re.compile(r"\\[()\[\]]|(?<!\\)\$|\*\*|\\(?:quad|qquad|,|;|!)|\\text\s*\{([^{}]*)\}")
+_DELIMITERS = re.compile(r"\\[()\[\]]|(?<!\\)\$|\*\*|\\(?:quad|qquad|,|;)|\\!\s*|\\text\s*\{([^{}]*)\}")
 _OR = (
     r"(?:(?:or|and/or|maybe|perhaps|possibly|alternatively)\b|but\s+(?:it\s+)?(?:could|might|may)\s+(?:also\s+)?be\b)"
     r"(?:[\s,]+(?:or|maybe|perhaps|possibly|even|also|it(?:'s|\s+is|\s+(?:could|might|may)\s+be)))*"
@@ -125,6 +125,11 @@ def boxes(text: str) -> list[Box]:
     return found
 
 
+def _plain(match: re.Match[str]) -> str:
+    """Return what a delimiter or a space of LaTeX is in plain text; ``1,\\!000`` is one number."""
+    return "" if match[0].startswith("\\!") else match[1] or " "
+
+
 def _closing_brace(text: str, at: int) -> int | None:
     depth = 1
     for match in re.compile(r"\\[{}]|[{}]").finditer(text, at):
@@ -136,7 +141,7 @@ def _closing_brace(text: str, at: int) -> int | None:
 
 def _suffix(rest: str) -> str:
     """Return the percent sign or unit that follows a box."""
-    rest = _DELIMITERS.sub(lambda match: match[1] or " ", rest[:40]).strip()
+    rest = _DELIMITERS.sub(_plain, rest[:40]).strip()
     if match := re.match(r"(?:\\?%|(?:percent|percentage|pct)\b)", rest):
         return r"\%" if match else ""
     words = re.match(r"[A-Za-z][A-Za-z/^\d ]*", rest)
@@ -152,18 +157,18 @@ def _boxed_alternatives(text: str, found: list[Box]) -> list[str]:
     last = found[-1]
     alternatives = [last.content]
     for before, after in zip(reversed(found[:-1]), reversed(found[1:]), strict=True):
-        between = _DELIMITERS.sub(lambda match: match[1] or " ", text[before.end : after.start])
+        between = _DELIMITERS.sub(_plain, text[before.end : after.start])
         if not _BETWEEN.fullmatch(between):
             break
         alternatives.append(before.content)
-    rest = _DELIMITERS.sub(lambda match: match[1] or " ", text[last.end :])
+    rest = _DELIMITERS.sub(_plain, text[last.end :])
     if match := _NEXT.match(rest):
         alternatives.append(_trimmed(match["second"]))
     return alternatives if len(alternatives) > 1 else []
 
 
 def _unboxed(text: str) -> FinalAnswer:
-    tail = _DELIMITERS.sub(lambda match: match[1] or " ", text[-_TAIL:].strip())
+    tail = _DELIMITERS.sub(_plain, text[-_TAIL:].strip())
     sentences = [sentence for sentence in _SENTENCE.split(tail) if sentence.strip()]
     if not sentences:
         return FinalAnswer(text, None, boxed=False)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from realsys.config.schema import Config, DataConfig, EvalConfig, RewardConfig, RolloutConfig
-from realsys.errors import DataError, NoVerifierError
+from realsys.errors import ConfigError, DataError
 from realsys.reward.verifiers.base import Item
 from realsys.rollout.references import bad_references, check_references
 from tests.support.training.data_models import jsonl, trial
@@ -54,5 +54,5 @@ def test_check_that_hangs_or_raises_names_line(tmp_path):
 
 def test_verifier_that_cannot_load_is_an_error(tmp_path):
     path = jsonl(tmp_path / "t", rows("a"))
-    with pytest.raises(NoVerifierError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match="cannot be loaded"):
         check_references(config_of(path, "nowhere:verify"), trial(tmp_path))
