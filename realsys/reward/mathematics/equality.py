@@ -56,6 +56,10 @@ class Value:
         return isinstance(self.expression, sympy.Set | sympy.Tuple | And)
 
     @property
+    def is_expression(self) -> bool:
+        return isinstance(self.expression, sympy.Basic | sympy.MatrixBase)
+
+    @property
     def is_usable(self) -> bool:
         expression = self.expression
         if isinstance(expression, sympy.Basic):
@@ -134,7 +138,7 @@ def check_reference(text: str) -> str | None:
     if boxes(text):
         return None if is_right(text, text) else "it does not equal itself"
     if expected.time is None:
-        if not any(isinstance(value.expression, sympy.Basic | sympy.MatrixBase) for value in expected.values):
+        if not any(value.is_expression for value in expected.values):
             return "it is no mathematical expression"
         if _is_prose(text):
             return r"it is a text, so write a word as \text{word}"
@@ -180,9 +184,11 @@ def _same_answer(expected: Reference, final: FinalAnswer) -> bool | None:
     values = _read_answer(answer, expected.config)
     if _any_equal(expected.values, values):
         return True
+    if final.boxed:  # math-verify takes any other expression of the text if it cannot read the box
+        return None if any(value.is_expression for value in values) else False
     # "1, 2" is a list, and not the number behind its comma.
     listed = any(value.is_collection for value in values) and not re.search(r"\d[,.]\d", answer)
-    return False if listed and not final.boxed else None
+    return False if listed else None
 
 
 def _same_quantity(expected: Reference, answer: str, unit: Unit) -> bool:

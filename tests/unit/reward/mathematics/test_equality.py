@@ -71,6 +71,7 @@ BOXES = [
     (r"So \boxed{255}. The final answer is $10$.", "10", True),
     (r"So \boxed{255}. The final answer is $10$.", "255", False),
     (r"\boxed{}", "4", False),
+    (r"I see $4$. \boxed{???}", "4", False),  # the box counts, whatever else there is
 ]
 HEDGED = [
     ("I think 6 or 7", "7", False),
@@ -194,6 +195,11 @@ def test_final_answer_equals_reference(completion, reference, right):
     ],
 )
 def test_usable_reference_equals_itself(reference):
+    assert check_reference(reference) is None
+
+
+@pytest.mark.parametrize("reference", [r"900,\!000,\!000", r"\$32,\!348", "$f(x)=ax+b$, where $b$ is an integer"])
+def test_reference_of_a_real_data_set_equals_itself(reference):
     assert check_reference(reference) is None
 
 
