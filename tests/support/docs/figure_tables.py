@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from realsys.reward.mathematics.final_answers import boxes
 from tests.support.docs.figures import load, row_of, rows_of
 
 
@@ -327,6 +328,33 @@ def ledger_cost() -> str:
     return ratios("with over without", 3, rows)
 
 
+def math_verifier() -> str:
+    columns = {"source": "{source}", "cases": "{cases:,}", "agreement": "{agreement:.2f} %"}
+    return listing(columns, load("math_verifier")["rows"])
+
+
+def math_disagreements() -> str:
+    columns = {
+        "line": "{line}",
+        "reference": "`{gold}`",
+        "last box": "`{box}`",
+        "grade": "{grade}",
+        "verdict": "{verdict}",
+    }
+    words = {True: "right", False: "wrong"}
+    found = row_of("math_verifier", source="all")["disagreements"]
+    rows = [
+        {
+            **case,
+            "box": boxes(case["pred"])[-1].content,
+            "grade": words[case["expected"]],
+            "verdict": words[case["given"]],
+        }
+        for case in found
+    ]
+    return listing(columns, rows)
+
+
 def before_after() -> str:
     meta = load("before_after")["meta"]["now_over_before"]
     rows = {"tokens/s trained": meta["tokens_per_s"], "CPU seconds per token": meta["cpu_s_per_1k"]}
@@ -448,6 +476,8 @@ TABLES: dict[str, Callable[[], str]] = {
         microbatch,
         memory,
         ledger_cost,
+        math_verifier,
+        math_disagreements,
         before_after,
         soak,
         agreement,
