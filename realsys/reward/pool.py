@@ -243,30 +243,37 @@ class VerifierPool:
             if calls:  # the first one without an outcome was being judged
                 call = calls.popleft()
                 if error.cause == CPU_TIME and not work.check and child.wrong_over_limit(work.name):
-                    self.failures[CPU_TIME] += 1
-                    call.succeed(Verdict(correct=False))
+                    self._over_limit(call, error)
                 else:
                     self._no_verdict(call, error)
             return False
 
-    def _no_verdict(self, call: _Call, error: RewardError) -> None:
-        """Queue an item behind all others to be judged again; fail it if this was the second time.
+    def _over_limit(self, call: _Call, error: RewardError) -> None:
+        """Judge an item over the limit of CPU time as wrong. Many in a row mean that the limit is too low."""
+        if (hopeless := self._count_failure(error)) is not None:
+            call.fail(hopeless)
+        else:
+            call.succeed(Verdict(correct=False))
 
-        After many in a row the verifier is to blame, not the item: the attempt fails (NoVerifierError), so that the
-        run ends by name.
-        """
+    def _no_verdict(self, call: _Call, error: RewardError) -> None:
+        """Queue an item behind all others to be judged again; fail it if this was the second time."""
         if not call.again and not self._closed:
             call.again = True
             self._queue.setdefault(call.work, deque()).append(call)
             return
-        if not self._closed:
-            self.undecided += 1
-            self.failures[error.cause] += 1
+        self.undecided += not self._closed
+        call.fail(self._count_failure(error) or error)
+
+    def _count_failure(self, error: RewardError) -> NoVerifierError | None:
+        """Count a failure of an item. After many in a row the verifier or its limit is to blame, not the item.
+
+        Then the attempt must fail with the error that is returned, so that the run ends by name.
+        """
+        self.failures[error.cause] += not self._closed
         self._in_a_row += 1
-        if self._in_a_row >= HOPELESS:
-            call.fail(NoVerifierError(f"{self._in_a_row} completions in a row had no verdict; the last one: {error}"))
-        else:
-            call.fail(error)
+        if self._in_a_row < HOPELESS:
+            return None
+        return NoVerifierError(f"{self._in_a_row} completions in a row had no verdict; the last one: {error}")
 
     def _fail(self, calls: deque[_Call], problem: str) -> None:
         while calls:

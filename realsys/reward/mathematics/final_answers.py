@@ -34,6 +34,8 @@ _TWO = re.compile(
     re.I,
 )
 _NEXT = re.compile(rf"^[\s.,;(\\$)\]*]*{_OR}[\s$\\(]+(?P<second>\\boxed\s*\{{[^{{}}]*\}}|{_TOKEN})", re.I)
+_NOT = re.compile(rf",?\s+(?:and\s+|but\s+)?not\s+{_TOKEN}[\s.!]*$", re.I)
+_QUANTITY = re.compile(r"(?<![\w.])[-+]?\d[\d.,]*\s+[A-Za-z][A-Za-z^\d/]*(?:\s+per\s+[A-Za-z]+)?$")
 _ANCHOR = re.compile(r"(?i)\banswers?\b(?:\s+(?:is|are)|\s*[:=])")
 _VERB = re.compile(
     r"(?i).*\b(?:is|are|be|equals?|gives?|get|answers?\s*:|solutions?\s*:|answer\s*=)(?![A-Za-z])[\s:]*", re.S
@@ -172,7 +174,9 @@ def _unboxed(text: str) -> FinalAnswer:
     sentences = [sentence for sentence in _SENTENCE.split(tail) if sentence.strip()]
     if not sentences:
         return FinalAnswer(text, None, boxed=False)
-    last = sentences[-1]
+    last = _NOT.sub("", sentences[-1])
+    if last != sentences[-1]:
+        text = text[:-_TAIL] + tail.removesuffix(sentences[-1]) + last
     if re.match(rf"\W*{_OR}", last, re.I) and len(sentences) > 1:
         last = f"{sentences[-2]} {last}"
     return FinalAnswer(text, _bare(last), False, _alternatives(last))
@@ -196,12 +200,15 @@ def _trimmed(token: str) -> str:
 
 
 def _bare(sentence: str) -> str | None:
-    """Return the mathematical text that is the whole sentence, or that follows its last verb; None if it has words."""
+    """Return the mathematical text that is the whole sentence, or that follows its last verb; None if it has other
+    words. A number with a known unit at the end counts, too.
+    """
     for text in (sentence, _VERB.sub("", sentence, count=1)):
         answer = text.strip().rstrip(".!").strip()
         if answer and _is_bare(split_unit(answer)[0]):
             return answer
-    return None
+    quantity = _QUANTITY.search(sentence.strip().rstrip(".!").strip())
+    return quantity[0] if quantity and split_unit(quantity[0])[1] is not None else None
 
 
 def math_letters(text: str) -> str:

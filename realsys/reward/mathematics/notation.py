@@ -47,6 +47,8 @@ _PERCENT = re.compile(
     r"\s*(?:\\?%|\\text\s*\{\s*(?:\\?%|percent|percentage|pct)\s*\}|\b(?:percent|percentage|pct))\s*$", re.I
 )
 
+_PERCENT_IN_TEXT = re.compile(r"\\text\s*\{\s*(-?[\d.]+)\s*\\?(?:%|percent)\s*\}")
+
 
 def rewrite(text: str) -> str:
     """Write symbols as LaTeX, and numbers in scientific notation as plain numbers: ``1.5e3`` and ``1.5 \\times 10^3``
@@ -81,5 +83,7 @@ def _mixed(match: re.Match[str]) -> str:
 
 def split_percent(text: str) -> tuple[str, bool]:
     """Return the text without a percent sign or word at its end, and True if it had one."""
+    if match := _PERCENT_IN_TEXT.fullmatch(text.strip()):
+        return match[1], True
     body = _PERCENT.sub("", text)
     return (body, True) if body.strip() and body != text else (text, False)

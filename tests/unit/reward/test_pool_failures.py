@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from realsys.errors import RewardError
+from realsys.errors import NoVerifierError, RewardError
+from realsys.reward import pool as pool_module
 from realsys.reward.frames import CAUSES
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
@@ -50,6 +51,20 @@ def test_completion_over_limit_is_wrong_if_declared():
         assert (pool.take_failures(), pool.undecided, pool.restarts) == ({"cpu_time": 1}, 0, 1)
 
     with_pool(body, timeout_s=30.0, cpu_s=0.5)
+
+
+def test_limit_that_nothing_keeps_is_an_error(monkeypatch):
+    """Else a limit that is too low would make every completion wrong."""
+    monkeypatch.setattr(pool_module, "HOPELESS", 2)
+
+    async def body(pool):
+        await pool.verify(CHECKED, Item("", "a", "a"))
+        calls = (pool.verify(CHECKED, Item("", "spin", "a")) for _ in range(2))
+        first, second = await asyncio.gather(*calls, return_exceptions=True)
+        assert first == Verdict(correct=False) and isinstance(second, NoVerifierError)
+        assert "2 completions in a row had no verdict" in str(second)
+
+    with_pool(body, timeout_s=30.0, cpu_s=0.3)
 
 
 def test_hung_completion_is_never_wrong():

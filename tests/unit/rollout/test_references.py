@@ -1,6 +1,7 @@
 """References that the verifier cannot use, found before anything starts."""
 
 import json
+import sys
 
 import pytest
 
@@ -8,6 +9,7 @@ from realsys.config.schema import Config, DataConfig, EvalConfig, RewardConfig, 
 from realsys.errors import ConfigError, DataError
 from realsys.reward.verifiers.base import Item
 from realsys.rollout.references import bad_references, check_references
+from tests.support.serving.reward_pools import BEHAVE
 from tests.support.training.data_models import jsonl, trial
 
 CHECKED = "tests.support.serving.reward_verifiers:checked"
@@ -39,9 +41,10 @@ def test_good_references_pass(tmp_path):
     check_references(config_of(path), trial(tmp_path))
 
 
-def test_verifier_without_check_takes_any(tmp_path):
+@pytest.mark.parametrize("verifier", ["exact", BEHAVE])
+def test_verifier_without_check_takes_any(tmp_path, verifier):
     path = jsonl(tmp_path / "t", rows("it depends"))
-    check_references(config_of(path, "exact"), trial(tmp_path))
+    check_references(config_of(path, verifier), trial(tmp_path))
 
 
 def test_check_that_hangs_or_raises_names_line(tmp_path):
@@ -52,7 +55,8 @@ def test_check_that_hangs_or_raises_names_line(tmp_path):
     assert "0.55 s of CPU time" in items[0][2] and "ArithmeticError" in items[1][2] and items[2][2] == "it is bad"
 
 
-def test_verifier_that_cannot_load_is_an_error(tmp_path):
+def test_process_that_cannot_start_is_a_config_error(tmp_path, monkeypatch):
     path = jsonl(tmp_path / "t", rows("a"))
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        check_references(config_of(path, "nowhere:verify"), trial(tmp_path))
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    with pytest.raises(ConfigError, match="cannot be started"):
+        check_references(config_of(path), trial(tmp_path))
