@@ -345,6 +345,7 @@ def _read_inputs(config: Config, paths: TrialPaths) -> DataCheck:
     from realsys.data.check import check_data
     from realsys.data.tokenizer import TextTokenizer
     from realsys.rollout import agents
+    from realsys.rollout.references import check_references
 
     model = paths.base_model(config)
     if not config.model.path:
@@ -352,6 +353,7 @@ def _read_inputs(config: Config, paths: TrialPaths) -> DataCheck:
     tokenizer = TextTokenizer(model)
     agents.check(config, tokenizer)
     checked = check_data(config, paths, tokenizer)
+    check_references(config, paths)
     _check_sizes(config, checked.sizes)
     warnings = [f"warning: {text}" for text in (tokenizer.eos_warning, *checked.warnings) if text]
     return checked._replace(warnings=warnings)

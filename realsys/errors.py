@@ -159,8 +159,12 @@ class ServerFailed(GenerationError):
 class RewardError(RealsysError):
     """One completion has no verdict: its verifier raised, hung or died. This never becomes a reward.
 
-    The episode leaves the loss, and the others of its group stay.
+    The episode leaves the loss, and the others of its group stay. ``cause``: one of ``realsys.reward.frames.CAUSES``.
     """
+
+    def __init__(self, message: str, cause: str = "died") -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class NoVerifierError(RealsysError):

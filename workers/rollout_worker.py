@@ -50,7 +50,8 @@ async def serve(ctx: WorkerContext) -> None:
     )
     ctx.count(lambda: {"bad_messages": pusher.bad_messages})
     generation = GenerationClient.of(config.generation, ctx.token, ctx.check_alive)
-    pool = VerifierPool(config.rollout.reward.processes, Limits.of(config.rollout.reward))
+    reward, data = config.rollout.reward, config.data
+    pool = VerifierPool(reward.processes, Limits.of(reward), {data.verifier: data.verifier_args})
     agent = agents.build(config, tokenizer, environments.build(config, tokenizer, pool))
     player = group_player(config, agent, PartialRolloutManager(manager, generation), tokenizer.eos_token_ids)
     loop = RolloutLoop(

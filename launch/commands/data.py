@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from realsys.data.prompts import plain_text
 from realsys.data.report.examine import Examiner, Report
 from realsys.data.tokenizer import TextTokenizer
 from realsys.reward.verifiers.base import Item
+from realsys.rollout.references import ReferenceChecker
 
 EXIT_OK, EXIT_BAD_DATA = 0, 2
 _SHOWN = 20  # bad rows
@@ -37,8 +38,9 @@ def check_data_set(source: str, overrides: Sequence[str]) -> int:
     )
     check_sources(data)
     tokenizer = TextTokenizer(Path(config.model.path).expanduser()) if config.model.path else None
-    verifier = VERIFIER.load(data.verifier)
-    report = Examiner(data, tokenizer, lambda row: check_answer(verifier, row)).examine()
+    VERIFIER.check(data.verifier, data.verifier_args)
+    with ReferenceChecker(config) as checker:
+        report = Examiner(data, tokenizer, lambda rows: checker.problems(reference_items(rows))).examine()
     for line in describe(report, config, has_tokens=tokenizer is not None):
         print(line)
     sys.stdout.flush()
@@ -47,16 +49,13 @@ def check_data_set(source: str, overrides: Sequence[str]) -> int:
     return EXIT_BAD_DATA if report.bad_count else EXIT_OK
 
 
-def check_answer(verifier: Callable[..., object], row: Row) -> str:
-    """Return why the verifier cannot use the reference of a row; "" if it can, or if it does not check references."""
-    check = getattr(verifier, "check_answer", None)
-    if check is None:
-        return ""
-    extra = {key: value for key, value in row.line().items() if key not in ("prompt", "answer")}
-    try:
-        return check(Item(plain_text(row.prompt), "", row.answer, extra)) or ""
-    except Exception as error:  # code of the user
-        return " ".join(f"check_answer raised {type(error).__name__}: {error}".split())[:300]
+def reference_items(rows: Sequence[Row]) -> list[Item]:
+    """Return the items that a verifier gets to check the references of ``rows``."""
+    items = []
+    for row in rows:
+        extra = {key: value for key, value in row.line().items() if key not in ("prompt", "answer")}
+        items.append(Item(plain_text(row.prompt), "", row.answer, extra))
+    return items
 
 
 def describe(report: Report, config: Config, *, has_tokens: bool) -> Iterator[str]:

@@ -116,7 +116,8 @@ class FinishRequest(msgspec.Struct):
 
     ``servers``: server -> tokens that it sampled for the completions, for the rates per server. Of the worker's
     verifiers: completions that wait for a verdict now, and completions without one since its start. ``lost_tokens``:
-    tokens of the worker's episodes that failed, since its last finish.
+    tokens of the worker's episodes that failed, since its last finish. ``verdict_failures``: cause -> completions whose
+    verifier failed or exceeded its limit, since then.
     """
 
     ticket_id: Identifier
@@ -129,6 +130,7 @@ class FinishRequest(msgspec.Struct):
     verdicts_waiting: Count = 0
     verdicts_undecided: Count = 0
     lost_tokens: Count = 0
+    verdict_failures: dict[str, Count] = {}
 
     def versions(self) -> tuple[int, int]:
         """Return the versions of the oldest and the newest token of all completions; -1 without completions."""
@@ -214,9 +216,9 @@ class TrainedRequest(msgspec.Struct):
 class TrainedReply(msgspec.Struct):
     """Number of the named tickets that changed state (0 for a repetition); ``lost``: never arrived and reissued.
 
-    ``lost_tokens``: tokens of failed episodes since the manager's start. ``in_use``: versions of this trainer that
-    servers stage or serve, oldest first. The last one is the newest that the manager knows; no server will begin an
-    older one.
+    ``lost_tokens``: tokens of failed episodes since the manager's start. ``verdict_failures``: cause -> completions
+    whose verifier failed or exceeded its limit, since then. ``in_use``: versions of this trainer that servers stage or
+    serve, oldest first. The last one is the newest that the manager knows; no server will begin an older one.
     """
 
     trained: int
@@ -225,6 +227,7 @@ class TrainedReply(msgspec.Struct):
     reissued: int = 0
     lost_tokens: int = 0
     in_use: list[int] = []
+    verdict_failures: dict[str, int] = {}
 
 
 class EvaluateRequest(msgspec.Struct):

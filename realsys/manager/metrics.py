@@ -83,8 +83,14 @@ class StateCollector(Collector):
         for worker, counts in self._state.throughput.verdicts.items():
             waiting.add_metric([worker], counts[0])
             undecided.add_metric([worker], counts[1])
+        failures = CounterMetricFamily(
+            "realsys_verdict_failures", "completions whose verifier failed or exceeded a limit", labels=["cause"]
+        )
+        for cause, count in self._state.throughput.verdict_failures.items():
+            failures.add_metric([cause], count)
         yield waiting
         yield undecided
+        yield failures
 
     def _agreement(self) -> Iterator[Metric]:
         """Yield the agreement of the last train step, if it had tokens of the version that it trained."""

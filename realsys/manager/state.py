@@ -178,6 +178,7 @@ class ManagerState(TrialState):
             in_use=self.servers.in_use(),
             reissued=len(stale),
             lost_tokens=self.throughput.lost_tokens,
+            verdict_failures=dict(self.throughput.verdict_failures),
         )
 
     def roll_back(self, request: m.RollBackRequest, now: float) -> m.RollBackReply:

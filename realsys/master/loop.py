@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,7 @@ class TrainLoop:
         self._agreement = AgreementMonitor(config.agreement)
         self._started = time.monotonic()
         self._first_step = 1
+        self._verdict_failures: Counter[str] | None = Counter()  # the manager's last counts; None: not known
         self._waste, self._large_weights = Onset(), Onset()
         self._signal = SignalWatch(config.train.ppo.advantage.mean)
 
@@ -148,6 +150,8 @@ class TrainLoop:
         if recorder := self._parts.runner.recorder:
             await recorder.rewind(done)
         self._first_step = done + 1
+        if done:
+            self._verdict_failures = None
         work = run_beside(self._steps(done), self._parts.intake.report_drops())
         return await run_beside(work, self._parts.publisher.watch())
 
@@ -291,7 +295,16 @@ class TrainLoop:
         )
         self._parts.publisher.keep(reply.in_use)
         intake.observe_failed(reply.lost_tokens)
-        return statistics
+        return statistics | {"verdict_failures": self._new_failures(reply.verdict_failures)}
+
+    def _new_failures(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """Return the manager's counts since the step before, by cause. They start at 0 with each manager."""
+        known, self._verdict_failures = self._verdict_failures, Counter(counts)
+        if known is None:
+            return {}
+        if any(counts.get(cause, 0) < count for cause, count in known.items()):
+            known = Counter()
+        return {cause: count - known[cause] for cause, count in sorted(counts.items()) if count > known[cause]}
 
     async def _save(self, step: int) -> None:
         """Write the export and the checkpoint that are due after ``step``.

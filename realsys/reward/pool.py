@@ -9,20 +9,26 @@
 raises, returns something else, exceeds a limit, or ends its process. It is judged once more, behind all that wait:
 the cause may have been the machine. Items behind it go to a fresh process. The limits begin when its process begins
 it. All items of a trip fail only if the process cannot start or cannot load the verifier (NoVerifierError).
+
+A verifier may declare that an item over the limit of CPU time is wrong (``base.declare``). That limit does not depend
+on the load of the machine, so such an item is judged once. ``failures`` counts these items and those without a
+verdict, by cause.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from realsys.errors import NoVerifierError, RealsysError, RewardError
-from realsys.reward.frames import MAX_ITEMS, Outcome, encode_item
-from realsys.reward.verifier_process import Limits, VerifierProcess
+from realsys.reward.frames import CPU_TIME, MAX_ITEMS, REFUSED, Outcome, encode_item
+from realsys.reward.verifier_process import Limits, VerifierProcess, Work
 from realsys.reward.verifiers.base import Item, Verdict
 
 log = logging.getLogger(__name__)
@@ -39,10 +45,14 @@ _CLOSED = "the verifier pool is closed"
 class _Call:
     """One item, and the future of its verdict. ``again``: it has been judged once, without a verdict."""
 
-    name: str
+    work: Work
     item: bytes
     future: asyncio.Future[Verdict]
     again: bool = False
+
+    def succeed(self, verdict: Verdict) -> None:
+        if not self.future.done():  # the caller may have been cancelled
+            self.future.set_result(verdict)
 
     def fail(self, error: RealsysError) -> None:
         if not self.future.done():  # the caller may have been cancelled
@@ -52,15 +62,20 @@ class _Call:
 class VerifierPool:
     """``processes`` verifiers at a time; ``limits`` of one item. For one event loop."""
 
-    def __init__(self, processes: int, limits: Limits) -> None:
+    def __init__(
+        self, processes: int, limits: Limits, arguments: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        """``arguments``: verifier -> its keyword arguments."""
         if processes < 1:
             raise ValueError(f"a verifier pool needs at least one process, got {processes}")
         self.restarts = 0  # processes replaced since the start
         self.undecided = 0  # items without a verdict since the start
-        self._in_a_row = 0  # of them, those since the last verdict
+        self.failures: Counter[str] = Counter()  # cause -> items since ``take_failures``; see above
+        self._arguments = arguments or {}
+        self._in_a_row = 0  # items without a verdict since the last verdict
         self._processes = processes
         self._limits = limits
-        self._queue: dict[str, deque[_Call]] = {}  # keyed by verifier; the first key is served next
+        self._queue: dict[Work, deque[_Call]] = {}  # the first key is served next
         self._idle: list[VerifierProcess | None] = [None] * processes  # None: to be started when needed
         self._running: set[VerifierProcess] = set()
         self._workers: set[asyncio.Task[None]] = set()  # one for each process that is not idle
@@ -71,19 +86,38 @@ class VerifierPool:
         """Number of items that no process has taken yet."""
         return sum(not call.future.done() for calls in self._queue.values() for call in calls)
 
+    def take_failures(self) -> dict[str, int]:
+        """Return the failures since the last call, by cause."""
+        failures, self.failures = dict(self.failures), Counter()
+        return failures
+
     async def verify(self, name: str, item: Item) -> Verdict:
         """Judge one completion with the verifier ``name``. Raises RewardError if two judgements give no verdict.
 
         Items that are given in one turn of the event loop cost one round trip together.
         """
+        return await self._do(Work(name), item)
+
+    async def check_answer(self, name: str, item: Item) -> str | None:
+        """Return why the verifier ``name`` cannot use the reference of an item; None if it can.
+
+        A check that raises, hangs or dies is such a reason, too. Raises NoVerifierError.
+        """
+        try:
+            await self._do(Work(name, check=True), item)
+        except RewardError as error:
+            return str(error)
+        return None
+
+    async def _do(self, work: Work, item: Item) -> Verdict:
         if self._closed:
             raise NoVerifierError(_CLOSED)
         try:
             encoded = encode_item(item)
         except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-            raise RewardError(f"an item for verifier {name} cannot be written as JSON: {error}") from None
-        call = _Call(name, encoded, asyncio.get_running_loop().create_future())
-        self._queue.setdefault(name, deque()).append(call)
+            raise RewardError(f"an item for verifier {work.name} cannot be written as JSON: {error}") from None
+        call = _Call(work, encoded, asyncio.get_running_loop().create_future())
+        self._queue.setdefault(work, deque()).append(call)
         if self._idle:
             # The task begins behind all callers that are ready to run in this turn of the event loop.
             worker = asyncio.create_task(self._work(self._idle.pop()))
@@ -117,12 +151,12 @@ class VerifierPool:
     def _take(self) -> deque[_Call]:
         """Take items of one verifier in their order: one process's share of them. Empty: nothing waits."""
         while self._queue:
-            name, waiting = next(iter(self._queue.items()))
-            del self._queue[name]
+            work, waiting = next(iter(self._queue.items()))
+            del self._queue[work]
             alive = [call for call in waiting if not call.future.done()]  # done: its caller was cancelled
             share = min(MAX_ITEMS, -(-len(alive) // self._processes))
             if share < len(alive):
-                self._queue[name] = deque(alive[share:])  # behind the other verifiers
+                self._queue[work] = deque(alive[share:])  # behind the other verifiers
             if alive:
                 return deque(alive[:share])
         return deque()
@@ -131,7 +165,7 @@ class VerifierPool:
         if self._closed:
             self._fail(calls, _CLOSED)
         elif calls:
-            self._queue.setdefault(calls[0].name, deque()).extendleft(reversed(calls))
+            self._queue.setdefault(calls[0].work, deque()).extendleft(reversed(calls))
 
     async def _trip(self, child: VerifierProcess | None, calls: deque[_Call]) -> VerifierProcess | None:
         """Have a process judge the calls. Those that it did not get to are put back. Returns the process, if usable."""
@@ -176,9 +210,9 @@ class VerifierPool:
 
     async def _load(self, child: VerifierProcess, calls: deque[_Call]) -> bool:
         """Have the verifier loaded, or fail all calls. Returns True if the process can be used."""
-        name = calls[0].name
+        name = calls[0].work.name
         try:
-            refused = await child.load(name, START_TIMEOUT_S)
+            refused = await child.load(name, self._arguments.get(name, {}), START_TIMEOUT_S)
         except RewardError as error:
             self._fail(calls, str(error))
             return False
@@ -193,37 +227,53 @@ class VerifierPool:
         def deliver(outcomes: list[Outcome]) -> None:
             for outcome in outcomes:
                 call = calls.popleft()
-                if isinstance(outcome, str):
-                    self._no_verdict(call, RewardError(f"verifier {call.name}: {outcome}"))
-                    continue
-                self._in_a_row = 0
-                if not call.future.done():  # the caller may have been cancelled
-                    call.future.set_result(outcome)
+                if isinstance(outcome, Verdict):
+                    self._in_a_row = 0
+                    call.succeed(outcome)
+                elif outcome.cause == REFUSED:
+                    call.fail(RewardError(outcome.message, REFUSED))
+                else:
+                    self._no_verdict(call, RewardError(f"verifier {work.name}: {outcome.message}", outcome.cause))
 
+        work = calls[0].work
         try:
-            return await child.judge(calls[0].name, [call.item for call in calls], self._limits, deliver)
+            return await child.judge(work, [call.item for call in calls], self._limits, deliver)
         except RewardError as error:
             log.warning("%s; it is replaced, and %d more items go to another process", error, len(calls) - 1)
             if calls:  # the first one without an outcome was being judged
-                self._no_verdict(calls.popleft(), error)
+                call = calls.popleft()
+                if error.cause == CPU_TIME and not work.check and child.wrong_over_limit(work.name):
+                    self._over_limit(call, error)
+                else:
+                    self._no_verdict(call, error)
             return False
 
-    def _no_verdict(self, call: _Call, error: RewardError) -> None:
-        """Queue an item behind all others to be judged again; fail it if this was the second time.
+    def _over_limit(self, call: _Call, error: RewardError) -> None:
+        """Judge an item over the limit of CPU time as wrong. Many in a row mean that the limit is too low."""
+        if (hopeless := self._count_failure(error)) is not None:
+            call.fail(hopeless)
+        else:
+            call.succeed(Verdict(correct=False))
 
-        After many in a row the verifier is to blame, not the item: the attempt fails (NoVerifierError), so that the
-        run ends by name.
-        """
+    def _no_verdict(self, call: _Call, error: RewardError) -> None:
+        """Queue an item behind all others to be judged again; fail it if this was the second time."""
         if not call.again and not self._closed:
             call.again = True
-            self._queue.setdefault(call.name, deque()).append(call)
+            self._queue.setdefault(call.work, deque()).append(call)
             return
         self.undecided += not self._closed
+        call.fail(self._count_failure(error) or error)
+
+    def _count_failure(self, error: RewardError) -> NoVerifierError | None:
+        """Count a failure of an item. After many in a row the verifier or its limit is to blame, not the item.
+
+        Then the attempt must fail with the error that is returned, so that the run ends by name.
+        """
+        self.failures[error.cause] += not self._closed
         self._in_a_row += 1
-        if self._in_a_row >= HOPELESS:
-            call.fail(NoVerifierError(f"{self._in_a_row} completions in a row had no verdict; the last one: {error}"))
-        else:
-            call.fail(error)
+        if self._in_a_row < HOPELESS:
+            return None
+        return NoVerifierError(f"{self._in_a_row} completions in a row had no verdict; the last one: {error}")
 
     def _fail(self, calls: deque[_Call], problem: str) -> None:
         while calls:

@@ -16,15 +16,30 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial, update_wrapper
 
 import msgspec
 
 from realsys.cluster import failpoint
 from realsys.cluster.prctl import die_with_parent
 from realsys.config.doors import VERIFIER
-from realsys.reward.frames import LENGTH, Batch, Done, NotLoaded, decode_item, frame
+from realsys.reward.frames import (
+    LENGTH,
+    NO_VERDICT,
+    RAISED,
+    REFUSED,
+    RESOURCES,
+    Batch,
+    Done,
+    Failure,
+    Loaded,
+    NotLoaded,
+    Outcome,
+    decode_item,
+    frame,
+)
 from realsys.reward.outcomes import JournalWriter
-from realsys.reward.verifiers.base import Verifier, verdict_of
+from realsys.reward.verifiers.base import Item, Verdict, Verifier, answer_problem, verdict_of, wrong_over_limit
 
 _MESSAGE_LIMIT = 500  # characters of an exception
 _FILE_BYTES = 256 << 20  # bound on one file that a verifier writes; its printed output is one, too
@@ -67,7 +82,10 @@ def serve(channel: socket.socket, journal: JournalWriter) -> None:
     while (batch := _receive(channel)) is not None:
         try:
             if batch.name not in verifiers:
-                verifiers[batch.name] = VERIFIER.load(batch.name)
+                loaded = VERIFIER.load(batch.name)
+                verifiers[batch.name] = update_wrapper(partial(loaded, **batch.arguments), loaded)
+                channel.sendall(frame(Loaded(batch.serial, wrong_over_limit(loaded))))
+                continue
         except Exception as error:  # the module is the user's: reported
             spent = _is_spent(error) or _is_spent(error.__cause__)
             channel.sendall(frame(NotLoaded(batch.serial, describe(error), spent)))
@@ -82,18 +100,37 @@ def _answer(channel: socket.socket, message: msgspec.Struct) -> None:
     channel.sendall(data)
 
 
+Judge = Callable[[Item], Outcome]
+
+
+def verify(verifier: Verifier, item: Item) -> Outcome:
+    """Return the verdict of the verifier. Raises what it raises."""
+    result = verifier(item)
+    try:
+        return verdict_of(result)
+    except (TypeError, ValueError) as error:
+        return Failure(NO_VERDICT, describe(error))
+
+
+def check(verifier: Verifier, item: Item) -> Outcome:
+    """Return whether the verifier can use the reference. Raises what its check raises."""
+    problem = answer_problem(verifier, item)
+    return Verdict(correct=True) if problem is None else Failure(REFUSED, one_line(problem))
+
+
 def verify_batch(
     verifier: Verifier, batch: Batch, journal: JournalWriter, send: Callable[[msgspec.Struct], None]
 ) -> None:
     """Verify the items in order. Send one message for all of them, unless they take long."""
     process, reported = os.getpid(), time.monotonic()
+    judge = partial(check if batch.check else verify, verifier)
     journal.begin(batch.serial)
     count, told, spent = 0, 0, False
     for item in batch.items:
         if count > told and time.monotonic() - reported > batch.report_s:
             send(Done(batch.serial, count))
             told, reported = count, time.monotonic()
-        outcome, spent = _judge(verifier, item)
+        outcome, spent = _judge(judge, item)
         if os.getpid() != process:  # the verifier forked, and returned in both processes
             os._exit(0)
         journal.append(outcome)
@@ -103,14 +140,15 @@ def verify_batch(
     send(Done(batch.serial, count, spent))
 
 
-def _judge(verifier: Verifier, item: bytes) -> tuple[bytes, bool]:
+def _judge(judge: Judge, item: bytes) -> tuple[bytes, bool]:
     """Return the framed outcome, and True if the process lacks a resource of the system."""
     try:
         failpoint.failpoint("verifier.judge")
-        return frame(verdict_of(verifier(decode_item(item)))), False
+        return frame(judge(decode_item(item))), False
     except Exception as error:  # the request boundary: reported, never a verdict
-        spent = _is_spent(error)
-        return frame(describe(error) + "; the process is replaced" * spent), spent
+        if _is_spent(error):
+            return frame(Failure(RESOURCES, describe(error) + "; the process is replaced")), True
+        return frame(Failure(RAISED, describe(error))), False
 
 
 def _is_spent(error: BaseException | None) -> bool:
@@ -124,8 +162,12 @@ def describe(error: Exception) -> str:
         text = str(error)
     except Exception:
         text = "its message cannot be printed"
-    shown = text[:_MESSAGE_LIMIT].encode("utf-8", "backslashreplace").decode()
-    return f"{type(error).__name__}: {' '.join(shown.split())}"
+    return f"{type(error).__name__}: {one_line(text)}"
+
+
+def one_line(text: str) -> str:
+    """Return the beginning of a text, in one line that can be encoded."""
+    return " ".join(text[:_MESSAGE_LIMIT].encode("utf-8", "backslashreplace").decode().split())
 
 
 def _receive(channel: socket.socket) -> Batch | None:

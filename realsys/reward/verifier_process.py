@@ -14,9 +14,10 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -24,7 +25,19 @@ import psutil
 from realsys.cluster.child_process import ChildProcess, how_it_ended
 from realsys.config.schema import RewardConfig
 from realsys.errors import MALFORMED, RewardError
-from realsys.reward.frames import LENGTH, MAX_REPLY, Batch, Done, NotLoaded, Outcome, Reply, frame
+from realsys.reward.frames import (
+    CPU_TIME,
+    ELAPSED,
+    LENGTH,
+    MAX_REPLY,
+    Batch,
+    Done,
+    Loaded,
+    NotLoaded,
+    Outcome,
+    Reply,
+    frame,
+)
 from realsys.reward.outcomes import JournalReader
 
 log = logging.getLogger(__name__)
@@ -56,12 +69,24 @@ class Limits:
         """Return the seconds after which the use must be looked at again; not more than 0 if a limit is reached."""
         return min(self.cpu_s - cpu_s, self.elapsed_s - elapsed_s)
 
+    def cause(self, cpu_s: float) -> str:
+        """Return which limit was reached (``frames.CAUSES``)."""
+        return CPU_TIME if cpu_s >= self.cpu_s else ELAPSED
+
     def reached(self, cpu_s: float) -> str:
         """Name the limit that was reached."""
-        return f"{self.cpu_s:.3g} s of CPU time" if cpu_s >= self.cpu_s else f"{self.elapsed_s:.3g} s"
+        return f"{self.cpu_s:.3g} s of CPU time" if self.cause(cpu_s) == CPU_TIME else f"{self.elapsed_s:.3g} s"
 
     def extended(self, seconds: float) -> Limits:
         return Limits(self.cpu_s + seconds, self.elapsed_s + seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Kind of work on an item: judge its completion with the verifier ``name``, or ``check`` its reference."""
+
+    name: str
+    check: bool = False
 
 
 class VerifierProcess:
@@ -69,7 +94,7 @@ class VerifierProcess:
 
     def __init__(self, memory_bytes: int) -> None:
         """Start the process, on the running event loop. Raises OSError."""
-        self._loaded: set[str] = set()
+        self._loaded: dict[str, bool] = {}  # verifier -> a completion over the limit of CPU time is wrong
         self._batches = 0  # given to the process
         self._talks = 0  # times that it had printed something
         self._writer: asyncio.StreamWriter | None = None
@@ -97,26 +122,34 @@ class VerifierProcess:
         """Return True if the process ended since its last batch; then no item is to blame."""
         return self._reader.at_eof()
 
-    async def load(self, name: str, timeout_s: float) -> NotLoaded | None:
+    async def load(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> NotLoaded | None:
         """Have the verifier loaded. Returns the refusal, or None. Raises RewardError."""
         if name in self._loaded:
             return None
-        self._send(name, [], 0.0)
-        reply = await self._reply(Limits(math.inf, timeout_s), f"to load verifier {name}")
+        doing = f"to load verifier {name}"
+        self._send(name, [], 0.0, arguments=arguments)
+        reply = await self._reply(Limits(math.inf, timeout_s), doing)
         if isinstance(reply, NotLoaded):
             return reply
-        self._loaded.add(name)
+        if not isinstance(reply, Loaded):
+            raise RewardError(f"verifier process {self.process.pid} said {reply} ({doing})")
+        self._loaded[name] = reply.wrong_over_limit
         return None
 
+    def wrong_over_limit(self, name: str) -> bool:
+        """Return True if a completion over the limit of CPU time is wrong. The verifier must be loaded."""
+        return self._loaded[name]
+
     async def judge(
-        self, name: str, items: Sequence[bytes], limits: Limits, deliver: Callable[[list[Outcome]], None]
+        self, work: Work, items: Sequence[bytes], limits: Limits, deliver: Callable[[list[Outcome]], None]
     ) -> bool:
         """Hand the outcomes of the items to ``deliver``, in order. Returns False if the process is spent.
 
         Raises RewardError. Then the first item without an outcome is to blame.
         """
+        name = work.name
         report_s = min(limits.cpu_s, limits.elapsed_s) * REPORT_FRACTION
-        self._send(name, items, report_s)
+        self._send(name, items, report_s, check=work.check)
         told, spent = 0, False
         try:
             while told < len(items) and not spent:
@@ -135,11 +168,19 @@ class VerifierProcess:
         self._log_printed()
         return not spent
 
-    def _send(self, name: str, items: Sequence[bytes], report_s: float) -> None:
+    def _send(
+        self,
+        name: str,
+        items: Sequence[bytes],
+        report_s: float,
+        *,
+        check: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         assert self._writer is not None, "open() comes first"
         self._batches += 1
         self._journal.begin(self._batches)
-        self._writer.write(frame(Batch(self._batches, name, list(items), report_s)))
+        self._writer.write(frame(Batch(self._batches, name, list(items), report_s, check, dict(arguments or {}))))
 
     async def _reply(self, limits: Limits, doing: str) -> Reply:
         pid = self.process.pid
@@ -167,7 +208,8 @@ class VerifierProcess:
                 left_s = limits.left_s(cpu_s, time.monotonic() - begin)
                 if left_s <= 0:
                     problem = f"killed: no result within {limits.reached(cpu_s)} ({doing})"
-                    raise RewardError(self._with_last_words(f"verifier process {self.process.pid} {problem}"))
+                    message = self._with_last_words(f"verifier process {self.process.pid} {problem}")
+                    raise RewardError(message, limits.cause(cpu_s))
                 await asyncio.wait((reading,), timeout=left_s)
                 if reading.done():
                     return reading.result()

@@ -240,6 +240,7 @@ class RolloutLoop:
             self._parts.verifiers.undecided,
             # Of any ticket, also of one that was superseded and has no finish.
             self._parts.player.take_lost_tokens(),
+            self._parts.verifiers.take_failures(),
         )
         reply = await self._parts.manager.finish(request)
         if not reply.known:

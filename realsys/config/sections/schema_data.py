@@ -73,6 +73,7 @@ class DataConfig(Section):
     )
     chat_template: bool = Field(True, description="wrap prompts in the tokenizer's chat template if it has one")
     verifier: str = Field("math", description="built-in name (docs/data.md) or package.module:function")
+    verifier_args: dict[str, Any] = Field({}, description="keyword arguments of the verifier")
     arith: ArithConfig = ArithConfig()
 
 

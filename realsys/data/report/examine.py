@@ -9,12 +9,12 @@ Rows pass through in batches. The hash and the length of a row are kept, the row
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from realsys.config.sections.schema_data import AUTO_LAYOUT, DataConfig
-from realsys.data.conversion.convert import Source, Split, prompt_lengths, rows_of, sources_of
+from realsys.data.conversion.convert import Source, Split, encoded, prompt_lengths, rows_of, sources_of
 from realsys.data.layouts.base import Row
 from realsys.data.layouts.detect import detect
 from realsys.data.prompts import plain_text, prompt_key, side_of
@@ -28,8 +28,8 @@ _BATCH = 256
 _KEPT = 100  # examples of each kind
 MAX_HELD_OUT = 20_000  # held-out prompts in the index of near-duplicates
 
-#: Takes a row and returns the problem with its reference answer, "" if the answer can be used.
-CheckAnswer = Callable[[Row], str]
+#: Takes rows and returns the problem with each reference answer, None if the answer can be used.
+CheckAnswers = Callable[[Sequence[Row]], Sequence[str | None]]
 
 
 @dataclass
@@ -62,12 +62,12 @@ class Report:
 
 
 class Examiner:
-    """Reader of the sources of ``data``. ``check_answer`` is called for every row that can be read."""
+    """Reader of the sources of ``data``. ``check_answers`` gets every row that can be read and written as JSON."""
 
-    def __init__(self, data: DataConfig, tokenizer: TextTokenizer | None, check_answer: CheckAnswer) -> None:
+    def __init__(self, data: DataConfig, tokenizer: TextTokenizer | None, check_answers: CheckAnswers) -> None:
         self._data = data
         self._tokenizer = tokenizer
-        self._check_answer = check_answer
+        self._check_answers = check_answers
         self._keys: dict[str, set[int]] = {"train": set(), "eval": set()}
         self._index = NearDuplicates()
         self.report = Report()
@@ -89,6 +89,11 @@ class Examiner:
             if row is None:
                 self._add_bad(given.where, given.problem)
                 continue
+            try:
+                encoded(row, given.where)
+            except DataError as error:
+                self._add_bad(given.where, str(error).removeprefix(f"{given.where}: "))
+                continue
             if source.name not in self.report.layouts:
                 name = source.layout if source.layout != AUTO_LAYOUT else detect(given.values) or source.layout
                 self.report.layouts[source.name] = name
@@ -99,11 +104,12 @@ class Examiner:
         yield batch
 
     def _take(self, batch: list[tuple[str, Row]], split: Split) -> None:
-        for (where, row), length in zip(batch, self._lengths(batch), strict=True):
+        problems = self._check_answers([row for _, row in batch])
+        for (where, row), length, problem in zip(batch, self._lengths(batch), problems, strict=True):
             if length is None or not self._fits(where, length):
                 continue
-            if problem := self._check_answer(row):
-                self._add_bad(where, f"field 'answer': {problem}")
+            if problem is not None:
+                self._add_bad(where, f"field 'answer': cannot be verified by {self._data.verifier}: {problem}")
                 continue
             self.report.lengths.append(length)
             self.report.code_tasks += row.code_tests is not None

@@ -48,6 +48,7 @@ class Throughput:
         self.by_server: dict[str, RateWindow] = {}
         self.finish_reasons: Counter[str] = Counter()
         self.verdicts: dict[str, tuple[int, int]] = {}  # worker -> completions that wait for one, and without one
+        self.verdict_failures: Counter[str] = Counter()  # cause -> completions
         self.lost_tokens = 0  # sampled for episodes that failed
 
     def count(self, request: FinishRequest, released: list[Reservation], now: float) -> None:
@@ -56,6 +57,7 @@ class Throughput:
         self.tokens.add(tokens, now)
         self.groups.add(1, now)
         self.verdicts[request.worker] = request.verdicts_waiting, request.verdicts_undecided
+        self.verdict_failures.update(request.verdict_failures)
         self.lost_tokens += request.lost_tokens
         self.finish_reasons.update(answer.finish_reason for answer in request.answers)
         for server, count in (request.servers or {place.server: tokens for place in released[:1]}).items():

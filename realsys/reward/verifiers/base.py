@@ -1,7 +1,8 @@
-"""The contract of a verifier: a function ``(item) -> bool | float | Verdict``, run in a verifier process.
+"""The contract of a verifier: a function ``(item, **arguments) -> bool | float | Verdict``, run in a verifier process.
 
 A verifier that cannot tell raises; it never returns False or 0 for that. It may take long, hang, crash or print: its
-process bounds that (``pool.py``).
+process bounds that (``pool.py``). ``arguments`` are ``data.verifier_args``. ``declare`` adds what a verifier knows
+about its references and its limits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import reprlib
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,21 +28,57 @@ class Item(msgspec.Struct, array_like=True):
     extra: dict[str, Any] = {}
 
 
-class Verdict(msgspec.Struct, array_like=True):
+class Verdict(msgspec.Struct, array_like=True, tag="verdict"):
     """The judgement of a verifier on a completion.
 
     reward   finite; None: rollout.reward.correct or .wrong, by ``correct``
     correct  None if the task has no right or wrong; then there must be a reward
     metrics  numbers for the step log, averaged over episodes by name
+    bonus    finite; added to the reward
     """
 
     reward: float | None = None
     correct: bool | None = None
     metrics: dict[str, float] = {}
+    bonus: float = 0.0
 
 
 #: A bool is ``Verdict(correct=...)``, a float (or int) is ``Verdict(reward=...)``.
-Verifier = Callable[[Item], "bool | float | Verdict"]
+Verifier = Callable[..., "bool | float | Verdict"]
+#: Returns why the reference of an item, which has no completion, cannot be used; None if it can.
+CheckAnswer = Callable[[Item], str | None]
+
+V = TypeVar("V", bound=Verifier)
+
+
+def declare(*, check_answer: CheckAnswer | None = None, wrong_over_limit: bool = False) -> Callable[[V], V]:
+    """Decorate a verifier with what it declares.
+
+    check_answer      checks every reference before a run starts; a verifier without it takes any reference
+    wrong_over_limit  True: a completion that takes more than rollout.reward.timeout_s of CPU time is wrong. False: it
+                      has no verdict.
+    """
+
+    def decorate(verifier: V) -> V:
+        declared: Any = verifier
+        declared.check_answer, declared.wrong_over_limit = check_answer, wrong_over_limit
+        return verifier
+
+    return decorate
+
+
+def wrong_over_limit(verifier: Verifier) -> bool:
+    """Return True if the verifier declares that a completion over the limit of CPU time is wrong."""
+    return bool(getattr(verifier, "wrong_over_limit", False))
+
+
+def answer_problem(verifier: Verifier, item: Item) -> str | None:
+    """Return why the verifier cannot use the reference of an item; None if it can, or does not check references."""
+    check = getattr(verifier, "check_answer", None)
+    problem = check(item) if check is not None else None
+    if problem is not None and not isinstance(problem, str):
+        raise TypeError(f"check_answer returned {reprlib.repr(problem)}: return the reason as a text, or None")
+    return problem
 
 
 def verdict_of(result: object) -> Verdict:
@@ -59,7 +96,8 @@ def verdict_of(result: object) -> Verdict:
         raise TypeError(f"returned a Verdict with correct={reprlib.repr(correct)}: must be True, False or None")
     if reward is not None:
         reward = _finite("returned a Verdict with reward", reward)
-    return Verdict(reward, correct, _metrics_of(result.metrics))
+    bonus = _finite("returned a Verdict with bonus", result.bonus)
+    return Verdict(reward, correct, _metrics_of(result.metrics), bonus)
 
 
 def is_metric_name(name: object) -> bool:

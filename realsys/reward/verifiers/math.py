@@ -1,29 +1,26 @@
-"""The verifier ``math``: the completion's value equals the reference mathematically, as math-verify sees it."""
+"""The verifier ``math``: the final answer of a completion equals the reference (docs/math_verifier.md)."""
 
 from __future__ import annotations
 
-import logging
-
-from math_verify import parse, verify
-
-from realsys.reward.verifiers.base import Item
-
-# math-verify warns once that its time limit is off.
-for _name in ("math_verify.parser", "math_verify.grader"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
+from realsys.reward.mathematics.equality import check_reference, is_right
+from realsys.reward.mathematics.final_answers import has_format
+from realsys.reward.verifiers.base import Item, Verdict, declare
 
 
-def math(item: Item) -> bool:
-    """Compare the boxed value, else the last expression, of the completion with the reference.
+def check_answer(item: Item) -> str | None:
+    """Return why the reference cannot be used; None if it can."""
+    return check_reference(item.answer)
 
-    Raises ValueError for a reference that is no mathematical expression, and whatever the comparison raises.
+
+@declare(check_answer=check_answer, wrong_over_limit=True)
+def math(item: Item, *, format_reward: float = 0.0) -> bool | Verdict:
+    """Compare the final answer, behind the thinking part, with the reference.
+
+    ``format_reward`` is added to the reward of a completion that is one thinking part and then an answer in a box.
+    Raises ValueError for a reference that is no mathematical expression.
     """
-    reference = item.answer
-    boxed = reference if "\\boxed" in reference else f"\\boxed{{{reference.strip().strip('$')}}}"
-    # The time limits of math-verify are off: they use SIGALRM, which works in main threads only, and they turn a
-    # comparison that takes too long into "wrong". The pool has a limit, too.
-    gold = parse(boxed, parsing_timeout=None, raise_on_error=True)
-    if not gold:
-        raise ValueError(f"reference answer {reference[:100]!r} is no mathematical expression")
-    given = parse(item.completion, parsing_timeout=None, raise_on_error=True)
-    return bool(verify(gold, given, timeout_seconds=None, raise_on_error=True))
+    right = is_right(item.completion, item.answer)
+    if not format_reward:
+        return right
+    formatted = has_format(item.completion)
+    return Verdict(None, right, {"format": float(formatted)}, format_reward * formatted)

@@ -14,11 +14,14 @@ class VerifierEnvironment:
         self._reward = parts.config.rollout.reward
 
     async def judge(self, task: Task, response: Response) -> Judgement:
-        """Take the verifier's reward; if it has none, rollout.reward.correct or .wrong. Raises RewardError."""
+        """Take the verifier's reward; if it has none, rollout.reward.correct or .wrong. Add its bonus.
+
+        Raises RewardError.
+        """
         if response.finish_reason != "stop":
             return Judgement(self._reward.wrong, correct=False)
         verdict = await self._verify(task, response)
         reward = verdict.reward
         if reward is None:
             reward = self._reward.correct if verdict.correct else self._reward.wrong
-        return Judgement(reward, verdict.correct, verdict.metrics)
+        return Judgement(reward + verdict.bonus, verdict.correct, verdict.metrics)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.support.docs import policy_tables, serving_tables, training_tables
+from tests.support.docs import policy_tables, serving_tables, training_tables, verifier_tables
 from tests.support.docs.figures import load, row_of, rows_of
 from tests.support.docs.table_layout import table
 
@@ -88,5 +88,7 @@ TABLES: dict[str, Callable[[], str]] = {
         policy_tables.simulate,
         policy_tables.staleness,
         policy_tables.slow_prompts,
+        verifier_tables.math_verifier,
+        verifier_tables.math_disagreements,
     )
 }

@@ -11,7 +11,7 @@ import tempfile
 import threading
 from typing import Any
 
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.verifiers.base import Item, Verdict, declare
 
 _kept: list[object] = []
 
@@ -53,6 +53,18 @@ def behave(item: Item) -> Any:
     if does == "close everything":
         os.closerange(3, 100)
     return does == answer
+
+
+def _check(item: Item) -> str | None:
+    _end(item.answer, "")
+    return "it is bad" if item.answer == "bad" else None
+
+
+@declare(check_answer=_check, wrong_over_limit=True)
+def checked(item: Item, *, bonus: float = 0.0) -> Any:
+    """Do the same. It checks references, and a completion over the limit is wrong."""
+    result = behave(item)
+    return Verdict(None, result, {}, bonus) if bonus and isinstance(result, bool) else result
 
 
 def _end(does: str, answer: str) -> None:

@@ -65,11 +65,14 @@ def test_metrics_show_the_verifiers_of_each_worker() -> None:
         (ticket,) = tickets(state, 1)
         request = FinishRequest(ticket.ticket_id, ticket.attempt, worker, "failed")
         request.verdicts_waiting, request.verdicts_undecided = waiting, undecided
+        request.verdict_failures = {"raised": 1, "cpu_time": undecided}
         state.finish(request, 0.0)
     text = render_metrics(state, 0.0)[0].decode()
     assert 'realsys_verdicts_waiting{worker="w"} 2.0' in text
     assert 'realsys_verdicts_undecided_total{worker="w"} 3.0' in text
     assert 'realsys_verdicts_undecided_total{worker="x"} 0.0' in text
+    assert 'realsys_verdict_failures_total{cause="raised"} 3.0' in text
+    assert 'realsys_verdict_failures_total{cause="cpu_time"} 4.0' in text
 
 
 def test_call_avoids_busy_server_if_another_serves() -> None:

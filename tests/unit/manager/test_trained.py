@@ -40,10 +40,12 @@ def test_a_step_that_is_told_again_shows_once() -> None:
 def test_tokens_of_failed_episodes_reach_the_trainer() -> None:
     state = running()
     [ticket] = tickets(state, 1)
-    finish = FinishRequest(ticket.ticket_id, ticket.attempt, "w", "failed", lost_tokens=70)
+    lost = {"lost_tokens": 70, "verdict_failures": {"raised": 1}}
+    finish = FinishRequest(ticket.ticket_id, ticket.attempt, "w", "failed", **lost)
     for _ in range(2):
         state.finish(finish, 0.0)
-    assert trained(state, 1, [], A).lost_tokens == 70, "a repetition counts once"
+    reply = trained(state, 1, [], A)
+    assert (reply.lost_tokens, reply.verdict_failures) == (70, {"raised": 1}), "a repetition counts once"
 
 
 @pytest.mark.parametrize(

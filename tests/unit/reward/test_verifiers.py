@@ -11,7 +11,7 @@ from realsys.config.doors import VERIFIER
 from realsys.config.rules.checks import check
 from realsys.config.rules.machine import Machine
 from realsys.errors import ConfigError
-from realsys.reward.verifiers.base import MAX_METRICS, Item, Verdict, verdict_of
+from realsys.reward.verifiers.base import MAX_METRICS, Item, Verdict, answer_problem, declare, verdict_of
 from realsys.reward.verifiers.exact import exact
 from realsys.reward.verifiers.math import math
 from tests.support.processes.config_trees import changed
@@ -64,6 +64,25 @@ def test_math_works_outside_the_main_thread():
     assert verdicts == [True]
 
 
+@pytest.mark.parametrize(
+    ("completion", "correct", "bonus"),
+    [
+        (r"<think>3+4</think>\boxed{7}", True, 0.5),
+        (r"<think>3+4</think>\boxed{8}", False, 0.5),
+        (r"\boxed{7}", True, 0.0),
+    ],
+)
+def test_format_reward_is_added(completion, correct, bonus):
+    verdict = math(Item("", completion, "7"), format_reward=0.5)
+    assert verdict == Verdict(None, correct, {"format": bonus / 0.5}, bonus)
+
+
+def test_check_answer_must_return_a_reason():
+    assert answer_problem(math, Item("", "", "it depends")) and answer_problem(exact, Item("", "", "")) is None
+    with pytest.raises(TypeError, match="check_answer returned False"):
+        answer_problem(declare(check_answer=lambda item: False)(three), Item("", "", ""))
+
+
 def test_unusable_reference_is_an_error():
     with pytest.raises(ValueError, match="no mathematical expression"):
         math(Item("", r"\boxed{7}", ""))
@@ -96,6 +115,7 @@ def test_bool_number_and_verdict_are_verdicts(result, verdict):
         (10**400, "must be a finite number"),
         (Verdict(), "neither reward nor correct"),
         (Verdict(reward=numbers.inf), "reward inf: must be a finite number"),
+        (Verdict(correct=True, bonus=numbers.nan), "bonus nan: must be a finite number"),
         (Verdict(reward=True), "reward True: must be a finite number"),
         (Verdict(correct=1), "correct=1: must be True, False or None"),
         (Verdict(1.0, None, {"steps": numbers.nan}), "metric 'steps' nan"),
@@ -125,6 +145,12 @@ def test_bad_verifier_is_refused_before_start(name, problem):
     with pytest.raises(ConfigError) as caught:
         check(changed(f"data.verifier={name}"), MACHINE)
     assert caught.value.field == "data.verifier" and problem in str(caught.value)
+
+
+def test_bad_verifier_arguments_are_refused_before_start():
+    with pytest.raises(ConfigError) as caught:
+        check(changed("data.verifier=math", "data.verifier_args={format: 1}"), MACHINE)
+    assert caught.value.field == "data.verifier_args" and "do not fit math" in str(caught.value)
 
 
 def three(prompt, answer, reference):

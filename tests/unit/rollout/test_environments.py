@@ -77,6 +77,8 @@ def examples(monkeypatch):
         (Verdict(0.25, True), 0.25),
         (Verdict(0.0, None), 0.0),
         (Verdict(1.0, False, {"steps": 2.0}), 1.0),
+        (Verdict(correct=True, bonus=0.5), 5.5),
+        (Verdict(0.25, bonus=-1.0), -0.75),
     ],
 )
 def test_verdict_becomes_reward(verdict, reward):

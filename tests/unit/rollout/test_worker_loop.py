@@ -127,7 +127,7 @@ class Bench:
     def __init__(self, **options):
         self.manager, self.player, self.prompts, self.pusher = FakeManager(), FakePlayer(), FakePrompts(), FakePusher()
         settings = {"max_groups": 2, "group_size": 2, **options}
-        verifiers = SimpleNamespace(waiting=5, undecided=3)
+        verifiers = SimpleNamespace(waiting=5, undecided=3, take_failures=lambda: {"raised": 3})
         parts = LoopParts(self.manager, self.player, self.prompts, self.pusher, verifiers)
         self.loop = RolloutLoop(parts, "rollout_worker/0", **settings)
         self.stop = asyncio.Event()
@@ -220,6 +220,7 @@ def test_group_without_verdicts_is_not_generated_again():
         assert (requests["7"].outcome, requests["7"].reason) == ("rejected", "RewardError: verifier math hung")
         assert requests["8"].outcome == "failed"
         assert (requests["7"].verdicts_waiting, requests["7"].verdicts_undecided) == (5, 3)
+        assert requests["7"].verdict_failures == {"raised": 3}
 
     bench_test(body)
 

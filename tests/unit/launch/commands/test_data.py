@@ -1,11 +1,11 @@
 """`realsys data check`: its report, its bad rows and its exit code."""
 
 import json
+import os
 
 import pytest
 
 from realsys.launch.cli import main
-from realsys.launch.commands.data import check_answer
 from tests.support.data.data_rows import DAPO, GSM8K, HUMANEVAL, ROWS
 from tests.support.training.data_models import TEMPLATE, char_tokenizer, jsonl
 
@@ -88,7 +88,7 @@ def test_held_out_part_is_compared_with_the_rest(tmp_path, capsys):
 
 
 def test_code_tasks_are_counted(tmp_path, capsys):
-    code, out, _ = run(capsys, jsonl(tmp_path / "t.jsonl", [HUMANEVAL]))
+    code, out, _ = run(capsys, jsonl(tmp_path / "t.jsonl", [HUMANEVAL]), "data.verifier=exact")
     assert code == 0 and "code tests  1 rows" in out
 
 
@@ -101,6 +101,7 @@ def test_code_tasks_are_counted(tmp_path, capsys):
         (["DIR/path", "data.eval=/no/such"], "data.eval"),
         (["DIR/path", "model.path=/no/such"], "tokenizer.json"),
         (["DIR/path", "data.verifier=nope"], "unknown verifier"),
+        (["DIR/path", "data.verifier_args={nope: 1}"], "do not fit math"),
         (["DIR/odd"], "no known layout has the keys a"),
         (["reasoning_gym:no_such_set"], "reasoning"),
     ],
@@ -113,20 +114,33 @@ def test_wrong_call_is_one_line(tmp_path, capsys, argv, problem):
 
 
 def test_verifier_checks_references(tmp_path, capsys, monkeypatch):
-    """A verifier with ``check_answer`` sees each row; its reason is that of a bad row."""
+    """A verifier with ``check_answer`` sees each row in its process; its reason is that of a bad row."""
     (tmp_path / "own_judge.py").write_text(
-        "def judge(item):\n    return True\n\n\n"
-        "judge.check_answer = lambda item: None if item.answer == '18' else f'{item.answer} is not 18'\n\n\n"
-        "def broken(item):\n    return True\n\n\n"
-        "broken.check_answer = lambda item: item.extra['none']\n"
+        "from realsys.reward.verifiers.base import declare\n\n\n"
+        "def problem(item):\n"
+        "    return None if item.extra['data_source'] and item.answer == '18' else f'{item.answer} is not 18'\n\n\n"
+        "@declare(check_answer=problem)\n"
+        "def judge(item, *, strict=False):\n    return True\n\n\n"
+        "@declare(check_answer=lambda item: item.extra['none'])\n"
+        "def broken(item):\n    return True\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     path = jsonl(tmp_path / "t.jsonl", [DAPO, {**DAPO, "reward_model": {"ground_truth": 19}}])
-    code, _, err = run(capsys, path, "data.verifier=own_judge:judge")
-    assert code == 2 and err == f"realsys: {path}:2: field 'answer': 19 is not 18\n"
-    assert check_answer(lambda item: True, object()) == ""
+    code, _, err = run(capsys, path, "data.verifier=own_judge:judge", "data.verifier_args={strict: true}")
+    reason = "field 'answer': cannot be verified by own_judge:judge: 19 is not 18"
+    assert code == 2 and err == f"realsys: {path}:2: {reason}\n"
     code, _, err = run(capsys, path, "data.verifier=own_judge:broken")
-    assert code == 2 and err.splitlines()[0].endswith("field 'answer': check_answer raised KeyError: 'none'")
+    assert code == 2 and len(err.splitlines()) == 2 and "KeyError: 'none'" in err.splitlines()[0]
+
+
+def test_row_that_json_cannot_hold_is_bad(tmp_path, capsys, monkeypatch):
+    (tmp_path / "own_rows.py").write_text(
+        "from realsys.data.layouts.base import Row\n\n\ndef read(row):\n    return Row('a', '1', {'key': object()})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, _, err = run(capsys, jsonl(tmp_path / "t.jsonl", [{"a": 1}]), "data.layout=own_rows:read")
+    assert code == 2 and "t.jsonl:1: cannot be written as JSON" in err and err.count("\n") == 1
 
 
 def test_generated_tasks_are_checked(capsys):

@@ -1,0 +1,89 @@
+"""Rewrites notations that math-verify misreads into ones that it reads. Pure functions on text."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+MAX_EXPONENT = 300  # a longer number is left as it is: math-verify does not have to write it out
+
+_SYMBOLS = {
+    **dict.fromkeys("−–", "-"),
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "÷": "/",
+    "±": r"\pm ",
+    "\u00a0": " ",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "°": r"^\circ ",
+    "²": "^2",
+    "³": "^3",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "∅": r"\emptyset ",
+    "ℝ": r"\mathbb{R}",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "½": r"\frac{1}{2}",
+    "¼": r"\frac{1}{4}",
+    "¾": r"\frac{3}{4}",
+}
+_CHARACTERS = str.maketrans(_SYMBOLS)
+_NUMBER = r"(?<![\w.^/\\])(?<![\^_]\{)(\d+(?:\.\d+)?)"
+_E_NOTATION = re.compile(_NUMBER + r"[eE]([+-]?\d{1,4})(?![\w^!]|\.\d)")
+_EXPONENT = r"(?:\{\s*([+-]?\d{1,4})\s*\}|\(([+-]?\d{1,4})\)|([+-]?\d{1,4}))"
+_POWER_OF_TEN = re.compile(
+    rf"{_NUMBER}\s*(?:\\times|\\cdot|\*|[xX](?=\s*10))\s*10\s*(?:\^|\*\*)\s*{_EXPONENT}(?![\w^!{{(]|\.\d)"
+)
+_MIXED = re.compile(r"(?<![\w./^{}])(\d+)\s+(\d+)/(\d+)(?![\w/^.])")
+_UNION = re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[{\\])")
+_ELEMENT = re.compile(r"(?<![A-Za-z\\])([A-Za-z])\s+in\s+(?=[(\[{\\])")
+_INFINITY = re.compile(r"(?<![A-Za-z\\])oo(?![A-Za-z])")
+_BRACES = re.compile(r"^\s*\{([^{}]*)\}\s*$")
+_PERCENT = re.compile(
+    r"\s*(?:\\?%|\\text\s*\{\s*(?:\\?%|percent|percentage|pct)\s*\}|\b(?:percent|percentage|pct))\s*$", re.I
+)
+
+_PERCENT_IN_TEXT = re.compile(r"\\text\s*\{\s*(-?[\d.]+)\s*\\?(?:%|percent)\s*\}")
+
+
+def rewrite(text: str) -> str:
+    """Write symbols as LaTeX, and numbers in scientific notation as plain numbers: ``1.5e3`` and ``1.5 \\times 10^3``
+    as ``1500``.
+    """
+    text = text.translate(_CHARACTERS)
+    text = _E_NOTATION.sub(lambda match: _plain(match, match[1], match[2]), text)
+    return _POWER_OF_TEN.sub(lambda match: _plain(match, match[1], match[2] or match[3] or match[4]), text)
+
+
+def _plain(match: re.Match[str], digits: str, exponent: str) -> str:
+    if abs(int(exponent)) > MAX_EXPONENT or len(digits) > MAX_EXPONENT:
+        return match[0]
+    return f"{Decimal(digits).scaleb(int(exponent)):f}"
+
+
+def tidy_answer(text: str) -> str:
+    """Rewrite the text of one answer, without the words around it: mixed numbers, sets and intervals."""
+    text = text.strip().removesuffix(".").strip()
+    text = _MIXED.sub(_mixed, text)
+    text = _UNION.sub(r" \\cup ", text)
+    text = _ELEMENT.sub(r"\1 \\in ", text)
+    text = _INFINITY.sub(r"\\infty ", text)
+    text = text.replace(r"\varnothing", r"\emptyset")
+    return _BRACES.sub(r"\\{\1\\}", text)
+
+
+def _mixed(match: re.Match[str]) -> str:
+    whole, above, below = match.groups()
+    return rf"{whole}\frac{{{above}}}{{{below}}}" if int(above) < int(below) else match[0]
+
+
+def split_percent(text: str) -> tuple[str, bool]:
+    """Return the text without a percent sign or word at its end, and True if it had one."""
+    if match := _PERCENT_IN_TEXT.fullmatch(text.strip()):
+        return match[1], True
+    body = _PERCENT.sub("", text)
+    return (body, True) if body.strip() and body != text else (text, False)

@@ -1,0 +1,104 @@
+"""Checks the reference of every problem with the verifier of the trial, before any worker starts.
+
+A reference that the verifier cannot use would make every completion of its prompt wrong, or leave it without a verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Self
+
+import msgspec
+
+from realsys.config.doors import VERIFIER
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.data.lines import ORIGIN, Lines, Problem
+from realsys.data.prompts import open_splits, plain_text
+from realsys.errors import ConfigError, DataError, NoVerifierError
+from realsys.reward.pool import VerifierPool
+from realsys.reward.verifier_process import Limits
+from realsys.reward.verifiers.base import Item
+
+CHUNK = 1024  # references that are checked together
+MAX_PROCESSES = 8
+
+
+class ReferenceChecker:
+    """Processes of ``data.verifier`` that check references: ``with ReferenceChecker(config) as checker: ...``
+
+    They start with the first check. Must not be used in an event loop. ``has_check``: False if the verifier takes any
+    reference; then nothing is started.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._name = config.data.verifier
+        self.has_check = _has_check(self._name)
+        processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+        self._pool = VerifierPool(processes, Limits.of(config.rollout.reward), {self._name: config.data.verifier_args})
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._runner:
+            self._runner.run(self._pool.close())
+
+    def problems(self, items: Sequence[Item]) -> list[str | None]:
+        """Return for each item why the verifier cannot use its reference; None if it can.
+
+        The values of ``extra`` must be JSON. Raises ConfigError if the verifier cannot be loaded or always fails.
+        """
+        if not self.has_check:
+            return [None] * len(items)
+        try:
+            return self._runner.run(self._problems(items))
+        except NoVerifierError as error:
+            raise ConfigError("data.verifier", self._name, str(error)) from error
+
+    async def _problems(self, items: Sequence[Item]) -> list[str | None]:
+        keys = [_key(item) for item in items]
+        distinct = dict(zip(keys, items, strict=True))  # many rows have the same answer
+        checks = (self._pool.check_answer(self._name, item) for item in distinct.values())
+        problems = dict(zip(distinct, await asyncio.gather(*checks), strict=True))
+        return [problems[key] for key in keys]
+
+
+def check_references(config: Config, paths: TrialPaths) -> None:
+    """Raise DataError for the first reference that ``data.verifier`` cannot use. Generated data needs no check.
+
+    Raises ConfigError if the verifier cannot be loaded.
+    """
+    if config.data.kind == "arith":
+        return
+    with ReferenceChecker(config) as checker:
+        for lines in open_splits(config, paths).values() if checker.has_check else ():
+            for start in range(0, len(lines), CHUNK):
+                indices = range(start, min(start + CHUNK, len(lines)))
+                _check_chunk(checker, lines, indices)
+
+
+def _check_chunk(checker: ReferenceChecker, lines: Lines[Problem], indices: range) -> None:
+    rows = [lines.read_whole(index) for index in indices]
+    items = [Item(plain_text(problem.prompt), "", problem.answer, extra) for problem, extra in rows]
+    for index, item, problem in zip(indices, items, checker.problems(items), strict=True):
+        if problem is not None:
+            remedy = "correct the answer, remove the line, or set data.verifier"
+            answer = item.answer[:100]
+            raise DataError(f"{lines.where(index)}: answer {answer!r} cannot be verified: {problem}: {remedy}")
+
+
+def _has_check(name: str) -> bool:
+    """Return False for a verifier of the user, which the launcher has imported, that declares no check.
+
+    Built-in verifiers are imported in their processes only: ``math`` needs sympy.
+    """
+    return name in VERIFIER.builtin or getattr(VERIFIER.load(name), "check_answer", None) is not None
+
+
+def _key(item: Item) -> bytes:
+    extra = {key: value for key, value in item.extra.items() if key != ORIGIN}  # each row has another origin
+    return msgspec.json.encode([item.answer, extra])

@@ -1,0 +1,220 @@
+"""Final answers against references, one table for each class of answers that math-verify misreads."""
+
+import pytest
+
+from realsys.reward.mathematics.equality import check_reference, is_right
+
+PERCENT = [
+    (r"\boxed{50\%}", "0.5", True),
+    (r"\boxed{50\%}", "1/2", True),
+    (r"\boxed{0.5}", r"50\%", True),
+    (r"\boxed{50}", r"50\%", True),
+    (r"\boxed{50\%}", "50", True),
+    (r"\boxed{50\%}", "50%", True),
+    (r"\boxed{62.5\%}", r"\frac{5}{8}", True),
+    (r"\boxed{62.5}", "62.5%", True),
+    (r"\boxed{33\frac{1}{3}\%}", r"\frac{1}{3}", True),
+    (r"\boxed{8 \%}", r"$8 \%$", True),
+    (r"$\boxed{28}$ pct", r"$28\%$", True),
+    (r"\boxed{\text{50%}}", "50%", True),
+    ("It rose by 20 percent.", "0.2", True),
+    ("50 percent", "50%", True),
+    ("The answer is 50%.", "0.5", True),
+    (r"The probability is \(25\%\).", "1/4", True),
+    (r"\boxed{0.5\%}", "0.5", False),
+    (r"\boxed{5\%}", "0.5", False),
+    (r"\boxed{0.28\%}", r"28\%", False),
+    (r"\boxed{12.5}", r"25\%", False),
+]
+SCIENTIFIC = [
+    (r"\boxed{1.5e3}", "1500", True),
+    (r"\boxed{1500}", "1.5e3", True),
+    ("1.5e3", "1500", True),
+    ("The answer is 1.5E3.", "1500", True),
+    (r"\boxed{1.5 \times 10^3}", "1500", True),
+    ("The answer is 1.5 x 10^3", "1500", True),
+    ("1.5×10^3", "1500", True),
+    (r"\boxed{1.5 \times 10^{-3}}", "0.0015", True),
+    (r"\boxed{6.02 \cdot 10^{23}}", "6.02e23", True),
+    (r"\boxed{10^{3}}", "1e3", True),
+    (r"\boxed{1.6e-19}", r"1.6 \times 10^{-19}", True),
+    (r"\boxed{1.6e-20}", r"1.6 \times 10^{-19}", False),
+    (r"\boxed{0.0000002}", "0.0000001", False),
+    (r"\boxed{6.03e23}", "6.02e23", False),
+    (r"\boxed{1.5e3}", "1.5", False),
+    ("1e3", "1", False),
+]
+TIME = [
+    ("12:00", "12:00", True),
+    (r"\boxed{12:00}", "12:00", True),
+    (r"\boxed{4:30 \text{ p.m.}}", r"\text{4:30 p.m.}", True),
+    (r"\boxed{16:30}", "4:30 p.m.", True),
+    ("They arrive at 4:30 PM.", "4:30 p.m.", True),
+    (r"\boxed{5 \text{ PM}}", "5:00 p.m.", True),
+    (r"\boxed{\text{noon}}", "12:00", True),
+    (r"\boxed{09:05}", "9:05", True),
+    (r"\boxed{3:00 p.m.}", "3:00", True),
+    (r"\boxed{1:00}", "12:00", False),
+    (r"\boxed{3}", "12:00", False),
+    (r"\boxed{4:30 a.m.}", "4:30 p.m.", False),
+    (r"\boxed{4:30}", "4:30 p.m.", False),
+    ("I think 12:00 or 1:00", "12:00", False),
+    (r"\boxed{\frac{7}{32}}", "7:32", True),
+    (r"\boxed{4:6}", "2:3", True),
+]
+BOXES = [
+    (r"First \boxed{3}, so \boxed{4}.", "4", True),
+    (r"First \boxed{3}, so \boxed{4}.", "3", False),
+    (r"\boxed{3} and \boxed{4}", "4", True),
+    (r"\boxed{3} and \boxed{4}", "3", False),
+    (r"\boxed{3}\boxed{4}", "4", True),
+    (r"\boxed{3} and \boxed{4}", "3,4", True),
+    (r"\boxed{4}. Wait. \boxed{3}", "4", False),
+    (r"So \boxed{255}. The final answer is $10$.", "10", True),
+    (r"So \boxed{255}. The final answer is $10$.", "255", False),
+    (r"\boxed{}", "4", False),
+    (r"I see $4$. \boxed{???}", "4", False),  # the box counts, whatever else there is
+]
+HEDGED = [
+    ("I think 6 or 7", "7", False),
+    ("I think 6 or 7", "6", False),
+    ("Either 6 or 7.", "7", False),
+    ("I think 6 and 7", "7", False),
+    ("between 6 and 7", "7", False),
+    ("The answer is 6, maybe 7", "7", False),
+    ("The answer is 7 or 6", "7", False),
+    ("The answer is 6. Or maybe 7.", "7", False),
+    ("The answer is 6 (or 7)", "7", False),
+    ("It is 6, but it could be 7", "7", False),
+    ("The answer is either 6 or 7 apples.", "7", False),
+    ("The answer is $6$ or $7$.", "7", False),
+    (r"\boxed{6} or \boxed{7}", "7", False),
+    (r"\boxed{6 \text{ or } 7}", "7", False),
+    (r"\boxed{7}, or maybe 8", "7", False),
+    (r"\boxed{\frac{1}{2}} or \boxed{0.5}", "1/2", True),  # one value, twice
+    ("6 or 7", "6, 7", True),
+    ("I think 6 and 7", "6,7", True),
+    ("x = 3 or x = -3", r"\pm 3", True),
+    ("I think it is 7, not 6", "7", True),
+    ("I think it is 7, not 6", "6", False),
+    ("The answer is 7, since it is not 2 or 3.", "7", True),
+    ("The number of multiples of 2 or 3 is 7", "7", True),
+    ("We get 3 and then 12.", "12", True),
+]
+UNITS = [
+    (r"\boxed{5\text{ cm}}", "5", True),
+    (r"\boxed{5}", "5 cm", True),
+    (r"\boxed{5 cm}", r"5\text{ cm}", True),
+    (r"\boxed{5} cm", "5 cm", True),
+    (r"\boxed{50 mm}", "5 cm", True),
+    (r"\boxed{5 m/s}", "5", True),
+    (r"\boxed{18\text{ km/h}}", r"5\,\mathrm{m/s}", True),
+    (r"\boxed{2 \text{ hours}}", "120 minutes", True),
+    (r"\boxed{1000\text{ mL}}", "1 L", True),
+    (r"\boxed{100}", r"100\text{ square units}", True),
+    (r"\boxed{90}", r"90^\circ", True),
+    (r"\boxed{12 \text{ apples}}", "12", True),
+    (r"\boxed{\$5}", "5", True),
+    ("It weighs 5 kg.", "5000 g", True),
+    ("It weighs 5 g.", "5 kg", False),
+    (r"\boxed{5 m}", "5 cm", False),
+    (r"\boxed{5} meters", "5 cm", False),
+    ("The answer is 5 m.", "5 cm", False),
+    (r"\boxed{15\text{ cm}^3}", r"15\text{ cm}^2", False),
+    (r"\boxed{4}", "4t", False),  # a variable
+    (r"\boxed{4t}", "4t", True),
+    (r"\boxed{2}", "2ab", False),
+]
+COLLECTIONS = [
+    (r"\boxed{2, 1}", "1, 2", True),
+    ("1, 2", "1,2", True),
+    ("2 and 1", "1,2", True),
+    ("x = 1, x = 2", "1, 2", True),
+    ("The solutions are 1 and 2.", "1, 2", True),
+    (r"\boxed{\pm 3}", "3,-3", True),
+    (r"\boxed{(1,2),(3,4)}", "(3,4),(1,2)", True),
+    (r"\boxed{x=1, y=2}", "x=1, y=2", True),
+    ("{1,2}", r"\{1,2\}", True),
+    (r"\boxed{\{2,1\}}", "{1,2}", True),
+    ("The interval is (1, 2].", "(1,2]", True),
+    (r"\boxed{(-\infty, 3) \cup (5, \infty)}", "(-inf, 3) U (5, inf)", True),
+    ("(-oo, 3) U (5, oo)", r"(-\infty, 3) \cup (5, \infty)", True),
+    ("x in [0,1]", "[0,1]", True),
+    (r"\boxed{x<2 \text{ or } x>5}", "x < 2 or x > 5", True),
+    (r"\boxed{\emptyset}", r"\varnothing", True),
+    (r"\boxed{\mathbb{R}}", r"(-\infty,\infty)", True),
+    ("1, 2", "2", False),
+    (r"\boxed{1}", "1,2", False),
+    (r"\boxed{1,2,3}", "1,2", False),
+    (r"\boxed{x=2, y=1}", "x=1, y=2", False),
+    ("[1,2]", "(1,2]", False),
+    (r"\boxed{(2,1)}", "(1,2)", False),
+]
+THINKING = [
+    (r"<think>\boxed{3}</think>The answer is \boxed{4}", "4", True),
+    (r"<think>\boxed{3}</think>The answer is \boxed{4}", "3", False),
+    ("so \\boxed{3}</think>\n\n4", "4", True),
+    ("<think>4 or 5</think> 4", "4", True),
+    (r"<think>\boxed{4}", "4", False),
+    (r"<think>\boxed{4}</think>", "4", False),
+]
+NUMBERS_AND_NAMES = [
+    ("1 1/2", "1.5", True),
+    (r"\boxed{3/2}", "1 1/2", True),
+    ("7,425,000", "7425000", True),
+    ("**42**", "42", True),
+    ("x^2+1", "x^2 + 1", True),
+    ("The answer is A.", "A", True),
+    (r"\boxed{\text{(C)}}", "C", True),
+    (r"\boxed{\text{even}}", r"\text{even}", True),
+    (r"\boxed{odd}", r"\text{even}", False),
+    (r"\boxed{B}", "A", False),
+    ("", "4", False),
+    ("I do not know", "4", False),
+]
+TABLES = [PERCENT, SCIENTIFIC, TIME, BOXES, HEDGED, UNITS, COLLECTIONS, THINKING, NUMBERS_AND_NAMES]
+
+
+@pytest.mark.parametrize(("completion", "reference", "right"), [case for table in TABLES for case in table])
+def test_final_answer_equals_reference(completion, reference, right):
+    assert is_right(completion, reference) is right
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        *(r"28\%", "50%", "12:00", "4:30 p.m.", "7:32", "1.5e3", "{1,2}", "(1,2]", "[0,1)", "1, 2", "-5", "1,000"),
+        *(
+            "x^2+1",
+            "x = 5",
+            "2ab",
+            "abc",
+            "A",
+            r"\text{Evelyn}",
+            "5 cm",
+            r"\pm 3",
+            r"\frac{1}{2}",
+            "1 1/2",
+            r"\emptyset",
+        ),
+        *(r"So it is \boxed{3}.", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "(1,2),(3,4)", r"-\infty", "10^{23}"),
+    ],
+)
+def test_usable_reference_equals_itself(reference):
+    assert check_reference(reference) is None
+
+
+@pytest.mark.parametrize("reference", [r"900,\!000,\!000", r"\$32,\!348", "$f(x)=ax+b$, where $b$ is an integer"])
+def test_reference_of_a_real_data_set_equals_itself(reference):
+    assert check_reference(reference) is None
+
+
+@pytest.mark.parametrize("reference", ["", "$", "???", r"\frac{1", r"\boxed{", "1/0", r"\frac{0}{0}", "25:00"])
+def test_unreadable_reference_is_named(reference):
+    assert check_reference(reference) == "it is no mathematical expression"
+
+
+@pytest.mark.parametrize("reference", ["Paris", "yes", "it depends", "no solution", "None", "about 5", "It is 5"])
+def test_reference_in_words_is_refused(reference):
+    """In a box it would be a product of variables; without one it would never be found in a completion."""
+    assert "it is a text" in (check_reference(reference) or "")

@@ -1,0 +1,114 @@
+"""Completions without a verdict or over a limit: each is counted by its cause, and costs no other completion."""
+
+import asyncio
+
+import pytest
+
+from realsys.errors import NoVerifierError, RewardError
+from realsys.reward import pool as pool_module
+from realsys.reward.frames import CAUSES
+from realsys.reward.pool import VerifierPool
+from realsys.reward.verifier_process import Limits
+from realsys.reward.verifiers.base import Item, Verdict
+from tests.support.serving.reward_pools import BEHAVE, correct, outcomes, with_pool
+
+CHECKED = "tests.support.serving.reward_verifiers:checked"
+
+
+@pytest.mark.parametrize(
+    ("bad", "cause"),
+    [
+        ("raise", "raised"),
+        ("none", "no_verdict"),
+        ("nan", "no_verdict"),
+        ("memory", "resources"),
+        ("open sockets", "resources"),
+        ("hang", "elapsed"),
+        ("spin", "cpu_time"),
+        ("crash", "died"),
+        ("exit", "died"),
+    ],
+)
+def test_failure_is_counted_by_cause(bad, cause):
+    async def body(pool):
+        await correct(pool, "a")
+        first, failed, last = await outcomes(pool, [Item("", does, "a") for does in ("a", bad, "b")])
+        assert (first, last) == (Verdict(correct=True), Verdict(correct=False))
+        assert isinstance(failed, RewardError) and failed.cause == cause in CAUSES
+        assert pool.take_failures() == {cause: 1} and pool.take_failures() == {}
+
+    with_pool(body, timeout_s=1.0 if bad == "hang" else 50.0, cpu_s=30.0 if bad == "hang" else 1.0)
+
+
+def test_completion_over_limit_is_wrong_if_declared():
+    """It is judged once: its CPU time does not depend on the load of the machine."""
+
+    async def body(pool):
+        await pool.verify(CHECKED, Item("", "a", "a"))
+        items = [Item("", does, "a") for does in ("a", "spin", "b", "a")]
+        verdicts = await asyncio.gather(*(pool.verify(CHECKED, item) for item in items))
+        assert [verdict.correct for verdict in verdicts] == [True, False, False, True]
+        assert (pool.take_failures(), pool.undecided, pool.restarts) == ({"cpu_time": 1}, 0, 1)
+
+    with_pool(body, timeout_s=30.0, cpu_s=0.5)
+
+
+def test_limit_that_nothing_keeps_is_an_error(monkeypatch):
+    """Else a limit that is too low would make every completion wrong."""
+    monkeypatch.setattr(pool_module, "HOPELESS", 2)
+
+    async def body(pool):
+        await pool.verify(CHECKED, Item("", "a", "a"))
+        calls = (pool.verify(CHECKED, Item("", "spin", "a")) for _ in range(2))
+        first, second = await asyncio.gather(*calls, return_exceptions=True)
+        assert first == Verdict(correct=False) and isinstance(second, NoVerifierError)
+        assert "2 completions in a row had no verdict" in str(second)
+
+    with_pool(body, timeout_s=30.0, cpu_s=0.3)
+
+
+def test_hung_completion_is_never_wrong():
+    """Time on the clock depends on the machine, so it says nothing about the completion."""
+
+    async def body(pool):
+        await pool.verify(CHECKED, Item("", "a", "a"))
+        with pytest.raises(RewardError, match="no result within 1.1 s"):
+            await pool.verify(CHECKED, Item("", "hang", ""))
+        assert pool.take_failures() == {"elapsed": 1}
+
+    with_pool(body, timeout_s=1.0, cpu_s=30.0)
+
+
+def test_endless_expression_is_wrong_for_math():
+    async def body(pool):
+        await pool.verify("math", Item("", "5", "5"))
+        items = [Item("", text, "5") for text in ("5", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{5}")]
+        verdicts = await asyncio.gather(*(pool.verify("math", item) for item in items))
+        assert [verdict.correct for verdict in verdicts] == [True, False, True]
+        assert (pool.take_failures(), pool.undecided) == ({"cpu_time": 1}, 0)
+
+    with_pool(body, timeout_s=55.0, cpu_s=1.0)
+
+
+def test_references_are_checked_in_a_process():
+    async def body(pool):
+        answers = ("good", "bad", "good")
+        problems = await asyncio.gather(*(pool.check_answer(CHECKED, Item("", "", answer)) for answer in answers))
+        assert problems == [None, "it is bad", None]
+        assert await pool.check_answer(BEHAVE, Item("", "", "anything")) is None
+        assert "ArithmeticError" in (await pool.check_answer(CHECKED, Item("", "", "raise")) or "")
+        assert pool.failures == {"raised": 1}, "a refused reference is no failure"
+
+    with_pool(body)
+
+
+def test_arguments_reach_the_verifier():
+    async def run():
+        pool = VerifierPool(1, Limits(5.0, 5.0), {CHECKED: {"bonus": 0.5}})
+        try:
+            async with asyncio.timeout(60):
+                assert await pool.verify(CHECKED, Item("", "a", "a")) == Verdict(None, True, {}, 0.5)
+        finally:
+            await pool.close()
+
+    asyncio.run(run())

@@ -1,0 +1,86 @@
+"""References that the verifier cannot use, found before anything starts."""
+
+import sys
+
+import pytest
+
+from realsys.config.schema import Config, DataConfig, EvalConfig, RewardConfig, RolloutConfig
+from realsys.config.sections.schema_data import MixtureSource
+from realsys.data.conversion.convert import convert
+from realsys.data.lines import ORIGIN
+from realsys.errors import ConfigError, DataError
+from realsys.reward.pool import VerifierPool
+from realsys.reward.verifiers.base import Item
+from realsys.rollout.references import ReferenceChecker, check_references
+from tests.support.serving.reward_pools import BEHAVE
+from tests.support.training.data_models import jsonl, trial
+
+CHECKED = "tests.support.serving.reward_verifiers:checked"
+
+
+def config_of(path, verifier="math", timeout_s=30.0):
+    data = DataConfig(train=str(path), eval_fraction=0.0, verifier=verifier)
+    reward = RolloutConfig(reward=RewardConfig(timeout_s=timeout_s))
+    return Config(data=data, evaluation=EvalConfig(problems=0), rollout=reward)
+
+
+def rows(*answers):
+    return [{"prompt": f"q{k}=", "answer": answer} for k, answer in enumerate(answers)]
+
+
+def test_bad_reference_is_named_by_line(tmp_path):
+    path = jsonl(tmp_path / "t", rows("12:00", r"28\%", "7", "it depends", r"\frac{1"))
+    with pytest.raises(DataError, match=rf"{path}:4: answer 'it depends' cannot be verified: it is a text"):
+        check_references(config_of(path), trial(tmp_path))
+
+
+def test_good_references_pass(tmp_path):
+    path = jsonl(tmp_path / "t", rows("12:00", r"28\%", "7", r"\frac{1}{2}", "x = 5", "5 cm"))
+    check_references(config_of(path), trial(tmp_path))
+
+
+@pytest.mark.parametrize("verifier", ["exact", BEHAVE])
+def test_verifier_without_check_takes_any(tmp_path, verifier):
+    path = jsonl(tmp_path / "t", rows("it depends"))
+    check_references(config_of(path, verifier), trial(tmp_path))
+
+
+def test_check_that_hangs_or_raises_names_line(tmp_path):
+    """Each costs one row, and the other rows are checked."""
+    items = [Item("q", "", answer) for answer in ("a", "spin", "raise", "a", "bad", "b")]
+    with ReferenceChecker(config_of(tmp_path, CHECKED, 0.5)) as checker:
+        problems = checker.problems(items)
+    assert [problem is None for problem in problems] == [True, False, False, True, False, True]
+    assert "0.55 s of CPU time" in problems[1] and "ArithmeticError" in problems[2] and problems[4] == "it is bad"
+
+
+def test_reference_of_many_rows_is_checked_once(tmp_path, monkeypatch):
+    """The place that a converted row came from makes no other reference; other keys do."""
+    asked = []
+
+    async def check_answer(pool, name, item):
+        asked.append(item.extra)
+
+    monkeypatch.setattr(VerifierPool, "check_answer", check_answer)
+    items = [Item("q", "", "1", {ORIGIN: f"f:{k}", "unit": k // 2}) for k in range(4)]
+    with ReferenceChecker(config_of(tmp_path)) as checker:
+        assert checker.problems(items) == [None] * 4
+    assert [extra["unit"] for extra in asked] == [0, 1]
+
+
+def test_bad_reference_of_a_mixture_names_its_source(tmp_path):
+    one, two = (jsonl(tmp_path / name, rows(*answers)) for name, answers in (("a", ["1"] * 3), ("b", ["2", "??"])))
+    config = config_of("")
+    mixture = [MixtureSource(path=str(one)), MixtureSource(path=str(two))]
+    config = config.model_copy(update={"data": config.data.model_copy(update={"mixture": mixture})})
+    paths = trial(tmp_path)
+    convert(config, paths)
+    with pytest.raises(DataError, match=rf"{two}:2: answer '\?\?' cannot be verified"):
+        check_references(config, paths)
+
+
+def test_process_that_cannot_start_is_a_config_error(tmp_path, monkeypatch):
+    path = jsonl(tmp_path / "t", rows("a"))
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    with pytest.raises(ConfigError, match="cannot be started"):
+        check_references(config_of(path), trial(tmp_path))
