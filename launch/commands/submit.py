@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +18,12 @@ from realsys.launch.plan import own_python_path
 from realsys.launch.prepare import examine
 from realsys.launch.run import RunOptions, own_words, plan_run, show_plan, words_again
 from realsys.launch.screen.log_tail import LogTail
+from realsys.launch.slurm.job_follow import follow_job
 from realsys.launch.slurm.job_script import Job, render
-from realsys.launch.slurm.job_watch import LIVES, JobWatch
-from realsys.launch.slurm.slurm_client import SlurmError, job_state, submit
+from realsys.launch.slurm.job_watch import LIVES
+from realsys.launch.slurm.slurm_client import job_state, submit
 from realsys.launch.trial_job import TrialJob, describe_job, job_log
 
-_LOOK_S = 1.0
-_SILENT_S = 600.0  # slurmctld may be down for a while: the job continues, and realsys follows it
 _EXIT_CTRL_C = 130
 
 
@@ -112,30 +108,9 @@ def _hints(paths: TrialPaths) -> str:
 
 def follow(paths: TrialPaths, job: str) -> int:
     """Print the states of a job and the output of its run until it has ended. Returns the exit code of the run."""
-    watch, tail = JobWatch(job), LogTail(job_log(paths, job))
-    answered = time.monotonic()
     try:
-        while not watch.ended:
-            try:
-                line = watch.observe(job_state(job))
-                answered = time.monotonic()
-            except SlurmError as error:
-                if time.monotonic() > answered + _SILENT_S:
-                    raise
-                line = watch.silent(str(error))
-            _show(tail)  # before the line of its end
-            if line:
-                print(line, flush=True)
-            if not watch.ended:
-                threading.Event().wait(_LOOK_S)  # SLURM sends no event
+        code = follow_job(job, LogTail(job_log(paths, job)), lambda line: print(line, flush=True))
     except KeyboardInterrupt:
         print(f"\njob {job} goes on\n{_hints(paths)}")
         return _EXIT_CTRL_C
-    _show(tail)
-    return watch.exit_code if watch.exit_code is not None else 1
-
-
-def _show(tail: LogTail) -> None:
-    while text := tail.read():
-        sys.stdout.write(text)
-    sys.stdout.flush()
+    return 1 if code is None else code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ class JobState:
     host: str = ""
     start: str = ""
     exit_code: int | None = None
+
+
+def is_here() -> bool:
+    """Return True if this machine has the programs of SLURM."""
+    return shutil.which("scontrol") is not None
 
 
 def submit(config: Config, script: Path) -> str:
