@@ -1,10 +1,13 @@
-"""The launcher ``slurm``: inside an allocation, srun starts one agent per node.
+"""The launcher ``slurm``: inside an allocation, srun starts one agent per node, and one guard per node.
 
-    batch script (slurm/job.sh) ── realsys run ── srun ──┬─ agent.sh ── realsys node-agent   on node 1
-                                                         └─ agent.sh ── realsys node-agent   on node 2, ...
+    batch script (slurm/job.sh) ── realsys run ──┬─ srun ──┬─ agent.sh ── realsys node-agent   on node 1
+                                                 │         └─ agent.sh ── realsys node-agent   on node 2, ...
+                                                 └─ srun ──┬─ guard.sh                         on node 1
+                                                           └─ guard.sh                         on node 2, ...
 
 The agents end when the coordinator orders it. When the batch script of a job has ended, SLURM ends everything else
-of the job.
+of the job. If the first node is lost, so is the batch script: then an agent writes a file, and a guard, which is never
+in a container, queues the job again.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
@@ -29,7 +33,7 @@ from realsys.launch.slurm.job_script import escaped
 from realsys.launch.slurm.slurm_client import SlurmError, signal_steps
 from realsys.launch.slurm.slurm_options import check_network, check_slurm
 
-_STEP = "agents"  # name of the step
+_STEP, _GUARDS = "agents", "guards"  # names of the steps
 _STOP_S = 5.0  # time that srun has to end, before and after a signal
 #: seconds that an agent looks for another coordinator: then the job has none, and is queued again
 _AGENT_WAIT_S = 20
@@ -42,6 +46,7 @@ class SlurmLauncher(Launcher):
         super().__init__(config, paths)
         self._log = paths.logs / "srun.log"
         self._srun: ChildProcess | None = None
+        self._guards: ChildProcess | None = None
         self._ended = ""
 
     @classmethod
@@ -82,11 +87,16 @@ class SlurmLauncher(Launcher):
         allocation = _allocation()
         if allocation is None:
             raise RealsysError("cluster.launcher=slurm: this process is not in an allocation")
-        command = srun_command(self.config, allocation, agent, self.paths.logs)
+        no_coordinator = self.paths.job.with_name(f"no-coordinator-{allocation.job}-{allocation.restarts}")
+        no_coordinator.parent.mkdir(exist_ok=True)
+        no_coordinator.unlink(missing_ok=True)
         self._log.parent.mkdir(exist_ok=True)
+        guards = guard_command(self.config, no_coordinator)
+        agents = srun_command(self.config, allocation, [str(no_coordinator), *agent], self.paths.logs)
         with self._log.open("ab") as output:
             try:
-                self._srun = ChildProcess(command, os.environ, output, on_exit=self._on_exit)
+                self._guards = ChildProcess(guards, os.environ, output, on_exit=self._on_guards_exit)
+                self._srun = ChildProcess(agents, os.environ, output, on_exit=self._on_exit)
             except OSError as exc:
                 raise RealsysError(f"srun cannot be started: {exc.strerror}: it must be on the PATH") from None
         say(f"job {allocation.job}: agents on {', '.join(allocation.hosts)}")
@@ -95,37 +105,39 @@ class SlurmLauncher(Launcher):
         return self._ended
 
     async def stop(self) -> None:
-        if self._srun is None or self._srun.returncode is not None:
-            return
-        if not await self._srun.exits_within(_STOP_S):
+        if self._guards is not None:
+            self._guards.signal(signal.SIGTERM)  # srun ends its tasks
+        if self._srun is not None and not await self._srun.exits_within(_STOP_S):
             # Not by a signal to srun, which would kill the agents: they would have no time to end their processes.
             with contextlib.suppress(SlurmError):
                 await asyncio.to_thread(signal_steps, os.environ[JOB], _STEP, "TERM")
-            await self._srun.exits_within(_STOP_S)
-        if self._srun.returncode is None:
-            self._srun.kill()
-            self._srun.reap()
+        for srun in filter(None, (self._srun, self._guards)):
+            await srun.exits_within(_STOP_S)
+            srun.kill()
+            srun.reap()
 
     def _on_exit(self) -> None:
         assert self._srun is not None
         code = self._srun.reap()
         self._ended = f"srun {how_it_ended(code)}: {_last_line(self._log)}"
 
+    def _on_guards_exit(self) -> None:
+        assert self._guards is not None
+        self._guards.reap()
+
 
 def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], logs: Path) -> list[str]:
-    """Return the command that runs ``agent`` once per node, each with a log of its own in ``logs``. Pure."""
-    cluster, slurm = config.cluster, config.cluster.slurm
-    nodes = cluster.nodes + cluster.spare_nodes
-    command = ["srun", f"--job-name={_STEP}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-    # An agent on a lost node, or one that fails, is no reason to end the others; other steps may share the nodes.
-    command += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--overlap"]
+    """Return the command that runs agent.sh once per node, each with a log of its own in ``logs``. Pure.
+
+    ``agent``: the words for agent.sh, a file and the command of an agent.
+    """
+    container = config.cluster.slurm.container
     # Written on each node: the agents outlive the srun of a lost first node.
-    command += [f"--output={escaped(logs)}/agent-%n.log", "--open-mode=append"]
+    command = [*_step(config, _STEP), f"--output={escaped(logs)}/agent-%n.log", "--open-mode=append"]
     if allocation.cpus:
         command += [f"--cpus-per-task={allocation.cpus}", "--cpu-bind=none"]
-    command += slurm.srun
-    words = [*agent, "--wait", str(_AGENT_WAIT_S)]
-    container = slurm.container
+    command += config.cluster.slurm.srun
+    file, *words = [*agent, "--wait", str(_AGENT_WAIT_S)]
     if container.image:
         words = [container.python if word == sys.executable else word for word in words]
         mounts = ",".join(container.mounts)
@@ -135,8 +147,25 @@ def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], l
         else:
             bind = ["--bind", mounts] if mounts else []
             words = ["apptainer", "exec", *container.args, *bind, container.image, *words]
-    script = resources.files("realsys.slurm").joinpath("agent.sh").read_text("utf-8")
-    return [*command, "bash", "-c", script, "agent", *words]
+    return [*command, *_script("agent"), file, *words]
+
+
+def guard_command(config: Config, file: Path) -> list[str]:
+    """Return the command that runs guard.sh once per node, which waits for ``file``. Pure."""
+    return [*_step(config, _GUARDS), "--output=/dev/null", *_script("guard"), str(file)]
+
+
+def _step(config: Config, name: str) -> list[str]:
+    """Return the start of an srun command with one task per node."""
+    nodes = config.cluster.nodes + config.cluster.spare_nodes
+    command = ["srun", f"--job-name={name}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    # A task on a lost node, or one that fails, is no reason to end the others; other steps may share the nodes.
+    return [*command, "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--overlap"]
+
+
+def _script(name: str) -> list[str]:
+    text = resources.files("realsys.slurm").joinpath(f"{name}.sh").read_text("utf-8")
+    return ["bash", "-c", text, name]
 
 
 def _allocation() -> Allocation | None:

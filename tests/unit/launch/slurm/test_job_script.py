@@ -10,7 +10,7 @@ import pytest
 from realsys.config.schema import Config
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.config.schema_slurm import ContainerConfig, SlurmConfig
-from realsys.launch.launchers.slurm import srun_command
+from realsys.launch.launchers.slurm import guard_command, srun_command
 from realsys.launch.nodes.base import EXIT_NO_MACHINE
 from realsys.launch.slurm.hosts import Allocation
 from realsys.launch.slurm.job_script import Job, render
@@ -85,28 +85,59 @@ def test_failure_requeues_only_after_a_lost_node(code: int, requeued: bool, tmp_
     assert (ended, calls) == ((138, "requeue 7\n") if requeued else (code, ""))
 
 
-def srun(container: ContainerConfig) -> list[str]:
+def srun(container: ContainerConfig, *, keep_script: bool = False) -> list[str]:
     config = Config(cluster=ClusterConfig(nodes=2, spare_nodes=1, slurm=SlurmConfig(srun=["--x"], container=container)))
     command = srun_command(
-        config, Allocation("7", ["a", "b", "c"], cpus=16), ["env", "A=b", "python", "agent"], Path("/t%")
+        config, Allocation("7", ["a", "b", "c"], cpus=16), ["/lost", "env", "A=b", "python", "agent"], Path("/t%")
     )
-    return [word for word in command if not word.startswith("#")]  # without the script
+    return [word for word in command if keep_script or not word.startswith("#")]
 
 
 def test_srun_starts_one_agent_per_node() -> None:
     command = srun(ContainerConfig())
     assert {"--nodes=3", "--ntasks=3", "--no-kill", "--kill-on-bad-exit=0", "--cpus-per-task=16", "--x"} < set(command)
     assert "--output=/t%%/agent-%n.log" in command
-    assert command[-7:] == ["agent", "env", "A=b", "python", "agent", "--wait", "20"]
+    assert command[-8:] == ["agent", "/lost", "env", "A=b", "python", "agent", "--wait", "20"]
 
 
 def test_apptainer_wraps_the_agent() -> None:
     command = srun(ContainerConfig(image="i.sif", mounts=["/shared", "/a:/b"]))
     wrapped = ["apptainer", "exec", "--nv", "--bind", "/shared,/a:/b", "i.sif"]
-    assert command[-12:-6] == wrapped
+    assert command[-13:-6] == ["/lost", *wrapped]
 
 
 def test_pyxis_takes_options_of_srun() -> None:
     command = srun(ContainerConfig(image="r#i:1", runtime="pyxis", mounts=["/shared"], args=["--container-remap-root"]))
     assert {"--container-image=r#i:1", "--container-mounts=/shared", "--container-remap-root"} < set(command)
     assert "apptainer" not in command
+
+
+def run_agent(tmp_path: Path, code: int) -> Path:
+    """Run agent.sh with an agent that exits with ``code``, without a program of SLURM; returns its file."""
+    file, words = tmp_path / "lost", srun(ContainerConfig(image="r#i:1", runtime="pyxis"), keep_script=True)
+    script = words[words.index("-c") + 1]
+    (tmp_path / "bin").mkdir()
+    command = ["/bin/bash", "-c", script, "agent", str(file), "/bin/bash", "-c", f"exit {code}"]
+    env = {"PATH": str(tmp_path / "bin"), "SLURMD_NODENAME": "n1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+    return file
+
+
+@pytest.mark.parametrize(("code", "is_lost"), [(0, False), (1, False), (3, True)])
+def test_agent_without_slurm_reports_a_lost_launcher(code: int, is_lost: bool, tmp_path: Path) -> None:
+    assert run_agent(tmp_path, code).exists() == is_lost
+
+
+@pytest.mark.parametrize("requeues", [True, False])
+def test_guard_queues_the_job_again(requeues: bool, tmp_path: Path) -> None:
+    """If SLURM does not queue it again, as with --no-requeue, the guard cancels the job."""
+    for program, code in (("scontrol", 0 if requeues else 1), ("scancel", 0)):
+        (tmp_path / program).write_text(f'#!/bin/sh\necho {program} "$@" >> {tmp_path}/calls\nexit {code}\n')
+        (tmp_path / program).chmod(0o755)
+    command = guard_command(Config(cluster=CLUSTERS["plain"]), run_agent(tmp_path, 3))
+    assert "--container-image" not in " ".join(command) and "--nodes=5" in command
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    subprocess.run(command[command.index("bash") :], env=env, timeout=60, check=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == (["scontrol requeue 7"] if requeues else ["scontrol requeue 7", "scancel 7"])
